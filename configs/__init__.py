@@ -1,0 +1,1 @@
+"""Strict YAML configs and the errors a user sees: the lowest floor, which knows nothing of heads or training."""

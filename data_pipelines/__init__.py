@@ -1,0 +1,1 @@
+"""From conversations, prompts or plain text to training batches with exact masks."""

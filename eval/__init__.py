@@ -1,0 +1,1 @@
+"""Lossless speculative decoding and the measurement of what a drafter saves."""

@@ -1,0 +1,1 @@
+"""The `headstart` command and the shell stories built on it."""
