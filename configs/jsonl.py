@@ -1,0 +1,61 @@
+"""Reads JSON Lines files, plain or gzipped, and says in which file and line a fault is."""
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from .errors import BadInput
+
+
+def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+    """All objects of a .jsonl or .jsonl.gz file (UTF-8), in file order.
+
+    Blank lines are skipped. BadInput: no such file, a folder, no object at all, or a line that is no JSON object
+    (the message opens with FILE:LINE).
+    """
+    return [data for _, data in iter_jsonl(path)]
+
+
+def iter_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields (line number from 1, object), reading one line at a time; blank lines are skipped but counted.
+
+    BadInput as for `read_jsonl`, raised when the reader gets there.
+    """
+    num_objects = 0
+    line_number = 0
+    try:
+        with _open(Path(path)) as file:
+            for line_number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield line_number, _parse(line, where=f"{path}:{line_number}")
+                    num_objects += 1
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise BadInput(f"{path}:{line_number + 1}: damaged gzip file: {error}") from error
+    if num_objects == 0:
+        raise BadInput(f"{path}: empty file")
+
+
+def _open(path: Path) -> BinaryIO:
+    if path.is_dir():
+        raise BadInput(f"{path}: a folder, not a file")
+    try:
+        return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
+    except FileNotFoundError as error:
+        raise BadInput(f"{path}: no such file") from error
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _parse(line: bytes, *, where: str) -> dict[str, Any]:
+    try:
+        data = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{where}: not UTF-8: {error.reason} at byte {error.start + 1} of the line") from error
+    except json.JSONDecodeError as error:
+        raise BadInput(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
+    if not isinstance(data, dict):
+        raise BadInput(f"{where}: not a JSON object but {json.dumps(data)[:60]}")
+    return data

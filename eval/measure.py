@@ -1,0 +1,188 @@
+"""One drafter on one suite: speculation and baseline interleaved in the same engine, over the same prompts."""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, cast
+
+import torch
+
+from ..heads.base import DraftBatch, Drafter, DraftHead
+from ..heads.target import Target
+from .generate import Generation, Round, draft_length, generate
+from .lossless import LosslessReport, compare_texts
+from .metrics import Acceptance, acceptance, bootstrap_ratio, expected_acceptance
+from .suites import Suite
+
+
+@dataclass(kw_only=True)
+class MeasureConfig:
+    """How to measure. num_repeats: timed passes over the suite per side, after a warm-up; their order alternates."""
+
+    num_draft_tokens: int | None = None
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    batch_size: int = 1
+    num_repeats: int = 3
+    seed: int = 0
+
+
+@dataclass
+class Side:
+    """Everything one side (speculation or baseline) did with one batch of prompts, a generation per repeat."""
+
+    runs: list[Generation] = field(default_factory=list)
+
+    @property
+    def prefill_seconds(self) -> float:
+        return sum(run.rounds[0].seconds for run in self.runs)
+
+    @property
+    def decode_seconds(self) -> float:
+        """From each row's first token to its last."""
+        return sum(one.seconds for run in self.runs for one in run.rounds[1:])
+
+    @property
+    def decode_tokens(self) -> int:
+        """Emitted tokens but the first of each row, which the prefill gives."""
+        return sum(sum(one.num_emitted) for run in self.runs for one in run.rounds[1:])
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.decode_seconds / max(1, self.decode_tokens)
+
+
+def measure(
+    target: Target,
+    drafter: Drafter,
+    suite: Suite,
+    config: MeasureConfig,
+    *,
+    name: str,
+    on_batch: Callable[[], None] = lambda: None,
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Measure a drafter on a suite.
+
+    Passes alternate within every batch of prompts (speculation first in one repeat, baseline first in the next), so
+    that a machine whose speed drifts slows both. Both sides emit the same number of tokens at temperature 0.
+
+    Args: name: what the report calls the drafter. on_batch: called after each batch, for a progress bar.
+
+    Returns: the result entry of report.json, and the raw rounds, one entry per batch, side and repeat.
+    """
+    num_draft = draft_length(drafter, config.num_draft_tokens)
+    size = config.batch_size
+    batches = [suite.prompts[i : i + size] for i in range(0, len(suite.prompts), size)]
+    sides: list[tuple[Side, Side]] = [(Side(), Side()) for _ in batches]
+
+    def run(batch: list[list[int]], which: Drafter | None, seed: int) -> Generation:
+        source = torch.Generator(device=target.device).manual_seed(seed)
+        return generate(
+            target,
+            which,
+            batch,
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            num_draft_tokens=num_draft if which is not None else None,
+            generator=source,
+        )
+
+    for which in (drafter, None):  # warm-up, not counted
+        run(batches[0], which, 0)
+    for i, batch in enumerate(batches):
+        for repeat in range(config.num_repeats):
+            order = [(0, drafter), (1, None)]
+            for side, which in order if (i + repeat) % 2 == 0 else order[::-1]:
+                sides[i][side].runs.append(run(batch, which, config.seed + repeat))
+        on_batch()
+    result = summarise(sides, config=config, num_draft=num_draft)
+    lossless = LosslessReport()
+    if config.temperature == 0:
+        texts = [[row for pair in sides for row in pair[side].runs[0].token_ids] for side in (0, 1)]
+        lossless = compare_texts(target, suite.prompts, baseline=texts[1], speculative=texts[0])
+    entry = {
+        "drafter": name,
+        "suite": suite.name,
+        "temperature": config.temperature,
+        "batch_size": size,
+        "num_draft_tokens": num_draft,
+        "num_prompts": len(suite.prompts),
+        "max_new_tokens": config.max_new_tokens,
+        "num_repeats": config.num_repeats,
+        **result,
+        "teacher_forced_acceptance_length": teacher_forced_length(target, drafter, batches, sides, num_draft),
+        "lossless": asdict(lossless),
+    }
+    return entry, raw_rounds(entry, sides)
+
+
+def summarise(sides: list[tuple[Side, Side]], *, config: MeasureConfig, num_draft: int) -> dict[str, Any]:
+    """The numbers of a result entry, all derived from the rounds."""
+    # greedy repeats count the same rounds: acceptance is taken from the first; sampled ones differ: from all
+    counted_runs = 1 if config.temperature == 0 else config.num_repeats
+    rounds = [one for spec, _ in sides for run in spec.runs[:counted_runs] for one in run.rounds]
+    counted: Acceptance = acceptance(rounds, num_draft_tokens=num_draft)
+    # seconds per token and prompt, weighted by the tokens that speculation emitted: equal tokens on both sides
+    tokens = [spec.decode_tokens for spec, _ in sides]
+    spec_seconds = [spec.decode_seconds for spec, _ in sides]
+    base_seconds = [base.seconds_per_token * spec.decode_tokens for spec, base in sides]
+    speedup, interval = bootstrap_ratio(base_seconds, spec_seconds)
+    whole = [(s.prefill_seconds + a, b.prefill_seconds + c) for (s, b), a, c in zip(sides, spec_seconds, base_seconds)]
+    total, spec_total, base_total = sum(tokens), sum(spec_seconds), sum(base_seconds)
+    return {
+        "num_tokens": sum(len(row) for spec, _ in sides for run in spec.runs[:counted_runs] for row in run.token_ids),
+        "num_rounds": counted.num_rounds,
+        "num_committed": counted.num_committed,
+        "acceptance_length": rounded(counted.length),
+        "acceptance_rate": [rounded(rate) for rate in counted.rate],
+        "tokens_per_second": rounded(total / spec_total if spec_total else None, 2),
+        "baseline_tokens_per_second": rounded(total / base_total if base_total else None, 2),
+        "speedup": rounded(speedup),
+        "speedup_ci95": [rounded(x) for x in interval],
+        "end_to_end_speedup": rounded(sum(b for _, b in whole) / sum(s for s, _ in whole)),
+        "ttft_ms": rounded(1000 * statistics.median(s.prefill_seconds / len(s.runs) for s, _ in sides), 3),
+        "baseline_ttft_ms": rounded(1000 * statistics.median(b.prefill_seconds / len(b.runs) for _, b in sides), 3),
+        "time_per_output_token_ms": rounded(1000 * spec_total / max(1, total), 3),
+        "baseline_time_per_output_token_ms": rounded(1000 * base_total / max(1, total), 3),
+    }
+
+
+@torch.no_grad()
+def teacher_forced_length(
+    target: Target, drafter: Drafter, batches: list, sides: list[tuple[Side, Side]], num_draft: int
+) -> float | None:
+    """acceptance_length that the head's training-time view predicts for the very text that decoding wrote.
+
+    It must equal the measured one up to rounds cut by max_new_tokens; a gap means that training and decoding disagree.
+    None for drafters that are no heads, and where more tokens are drafted than the head unrolls.
+    """
+    if not isinstance(drafter, DraftHead) or num_draft > drafter.num_depths:
+        return None
+    num_rounds = num_committed = 0
+    for batch, (spec, _) in zip(batches, sides, strict=True):
+        for prompt, new in zip(batch, spec.runs[0].token_ids, strict=True):
+            ids = torch.tensor([[*prompt, *new]], device=target.device)
+            mask = torch.arange(ids.shape[1], device=target.device)[None] >= len(prompt)
+            output = target.forward(ids, feature_layers=drafter.feature_layers)
+            out = drafter.loss(DraftBatch(ids, mask, output))
+            counted = expected_acceptance(out.starts, out.hits, num_draft_tokens=num_draft)
+            num_rounds += counted.num_rounds
+            num_committed += counted.num_committed
+    return rounded(num_committed / num_rounds) if num_rounds else None
+
+
+def raw_rounds(entry: dict[str, Any], sides: list[tuple[Side, Side]]) -> list[dict[str, Any]]:
+    """The records behind an entry, for rounds.jsonl."""
+    keys = ("drafter", "suite", "temperature", "batch_size", "num_draft_tokens")
+    where = {key: entry[key] for key in keys}
+    rows = []
+    for batch, pair in enumerate(sides):
+        for side, one in zip(("speculative", "baseline"), pair, strict=True):
+            for repeat, run in enumerate(one.runs):
+                records = [asdict(cast(Round, r)) for r in run.rounds]
+                rows.append({**where, "batch": batch, "side": side, "repeat": repeat, "rounds": records})
+    return rows
+
+
+def rounded(value: float | None, digits: int = 4) -> float | None:
+    return None if value is None else round(value, digits)

@@ -1,0 +1,97 @@
+"""A key/value cache of fixed shape whose rows have lengths of their own: position p of a row lies in slot p."""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+EXTENT_STEP = 64  # attention reads a multiple of this many slots, so that few different shapes occur
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer of `SlotCache`: pre-allocated keys and values, written in place."""
+
+    is_sliding = False
+
+    def __init__(self, owner: "SlotCache"):
+        super().__init__()
+        self.owner = owner
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        batch_size, num_heads = key_states.shape[:2]
+        slots = self.owner.max_length
+        # zeros, not empty: a masked slot still takes part in 0 * value, and 0 * nan is nan
+        self.keys = key_states.new_zeros(batch_size, num_heads, slots, key_states.shape[-1])  # [B, Nkv, slots, H]
+        self.values = value_states.new_zeros(batch_size, num_heads, slots, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
+        positions, extent = self.owner.positions, self.owner.extent
+        if len(positions) == 1:
+            keys.index_copy_(2, positions[0], key_states)
+            values.index_copy_(2, positions[0], value_states)
+        else:
+            rows = self.owner.rows
+            keys.transpose(1, 2).index_put_((rows, positions), key_states.transpose(1, 2))
+            values.transpose(1, 2).index_put_((rows, positions), value_states.transpose(1, 2))
+        return keys[:, :, :extent], values[:, :, :extent]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.owner.extent, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return self.owner.max_length
+
+
+class SlotCache(Cache):
+    """Keys and values of `num_layers` layers; rows of a batch advance independently.
+
+    A write goes to the slots that `seek` named, and a query at position p must see slots <= p only. What a rejected
+    draft left behind lies in slots beyond its row's length, is never visible, and is overwritten in time: accepting a
+    chain needs no copying. Works as the `past_key_values` of any Hugging Face model that takes 4D masks.
+    """
+
+    def __init__(self, *, num_layers: int, max_length: int):
+        """Args: max_length: slots per row, in tokens; prompt, new tokens and one round's drafts must fit."""
+        super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
+        self.max_length = max_length
+        self.positions: Tensor = torch.zeros(1, 0, dtype=torch.long)  # [B, Q]
+        self.rows: Tensor = torch.zeros(1, 1, dtype=torch.long)  # [B, 1]
+        self.extent = 0
+
+    def seek(self, positions: Tensor, *, extent: int) -> None:
+        """Name the slots of the next write.
+
+        Args:
+            positions: [B, Q] slot of each new token.
+            extent: a number of slots that covers every position in use; rounded up, it is how far attention reads.
+        """
+        self.positions = positions
+        if len(self.rows) != len(positions) or self.rows.device != positions.device:
+            self.rows = torch.arange(len(positions), device=positions.device)[:, None]  # [B, 1]
+        self.extent = min(-(-extent // EXTENT_STEP) * EXTENT_STEP, self.max_length)
+
+
+def visibility_mask(positions: Tensor, *, extent: int, dtype: torch.dtype, window: int | None = None) -> Tensor:
+    """The additive attention mask of queries at `positions` over slots 0..extent-1.
+
+    Additive floats, because a boolean 4D mask is silently wrong under transformers' eager attention.
+
+    Args:
+        positions: [B, Q].
+        window: with a sliding window of W tokens, a query at p sees p-W+1..p.
+
+    Returns: [B, 1, Q, extent], 0 where visible and the dtype's minimum elsewhere.
+    """
+    slots = torch.arange(extent, device=positions.device)
+    hidden = slots > positions[:, None, :, None]  # [B, 1, Q, extent]
+    if window is not None:
+        hidden |= slots <= positions[:, None, :, None] - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, torch.finfo(dtype).min)

@@ -1,0 +1,273 @@
+"""The frozen model whose tokens are drafted: hidden states of chosen layers, embedding, output logits, caches."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from ..configs.errors import BadInput
+from .cache import SlotCache, visibility_mask
+
+LAYER_LISTS = ("layers", "h", "blocks")  # what the decoder layers are called in Hugging Face models
+
+
+@dataclass(kw_only=True)
+class TargetConfig:
+    """Which frozen model to load.
+
+    path: local folder or hub id. dtype: float32, bfloat16, float16, or auto (as stored).
+    """
+
+    path: str
+    dtype: str = "auto"
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass
+class TargetOutput:
+    """What a head may read of one target forward.
+
+    features: [B, T, L, D] residual stream entering the chosen layers, BEFORE any final norm (HF `hidden_states[i]`).
+    post_norm: [B, T, D] last layer's output AFTER the final norm: what the output layer reads.
+    """
+
+    features: Tensor
+    post_norm: Tensor
+
+    def at(self, rows: Tensor) -> "TargetOutput":
+        """One position per batch row. rows: [B] positions. Returns tensors with T = 1."""
+        index = torch.arange(len(rows), device=rows.device)
+        return TargetOutput(self.features[index, rows][:, None], self.post_norm[index, rows][:, None])
+
+
+def torch_dtype(name: str) -> torch.dtype | str:
+    """`torch.dtype` of a config's name; `auto` stays as it is. Raises BadInput on an unknown name."""
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    short = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    if name == "auto":
+        return name
+    if short.get(name, name) not in names:
+        raise BadInput(f"dtype {name!r}: expected one of auto, {', '.join(names)}")
+    return names[short.get(name, name)]
+
+
+class Target:
+    """A Hugging Face causal language model, frozen, in evaluation mode.
+
+    Layer indices are those of HF `hidden_states`: i in 0..num_layers-1 is the residual stream that enters layer i.
+    Index num_layers is refused: Hugging Face puts the post-norm state there and vLLM the pre-norm one, so the
+    post-norm state has its own name, `post_norm`.
+    """
+
+    def __init__(self, model: Any, *, name: str, fingerprint: str, tokenizer: Any = None):
+        self.model = model.eval().requires_grad_(False)
+        self.name, self.fingerprint = name, fingerprint
+        self._tokenizer = tokenizer
+        self.config = model.config.get_text_config()
+        self.hidden_size: int = self.config.hidden_size
+        self.num_layers: int = self.config.num_hidden_layers
+        self.base = model.base_model
+        self.layers = self._find_layers()
+        self.output_layer: nn.Linear = model.get_output_embeddings()
+        self.input_embedding: nn.Module = model.get_input_embeddings()
+        self.vocab_size: int = self.output_layer.weight.shape[0]
+        self._captured: dict[int, Tensor] = {}
+        self._watched: set[int] = set()
+        self._check_against_model()
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        dtype: str = "auto",
+        device: str | torch.device | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> "Target":
+        """Load a target from a local folder or the hub.
+
+        Raises: BadInput where there is no such model, its weights are incomplete, or its logits cannot be reproduced.
+        """
+        path = str(path)
+        if Path(path).exists() or path.startswith((".", "/", "~")):
+            path = str(Path(path).expanduser())
+            if not Path(path, "config.json").is_file():
+                what = "no config.json in it" if Path(path).is_dir() else "no such folder"
+                raise BadInput(f"target {path}: {what}")
+        wanted = torch_dtype(dtype)
+        how = {"revision": revision, "trust_remote_code": trust_remote_code}
+        try:
+            config = AutoConfig.from_pretrained(path, **how)
+            # as stored, so that the fingerprint is of the stored values, whatever dtype the run asks for
+            model, info = AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype="auto", output_loading_info=True, **how
+            )
+        except Exception as error:  # transformers raises OSError, ValueError, KeyError, safetensors' own ...
+            raise BadInput(f"target {path}: {str(error).strip().splitlines()[0]}") from error
+        if info["missing_keys"]:
+            raise BadInput(f"target {path}: weights missing in the checkpoint: {sorted(info['missing_keys'])[:3]} ...")
+        fingerprint = fingerprint_of(model)
+        model = model.to(device=device, dtype=wanted if isinstance(wanted, torch.dtype) else None)
+        return cls(model, name=path, fingerprint=fingerprint)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's own tokenizer, loaded on first use."""
+        if self._tokenizer is None:
+            try:
+                self._tokenizer = AutoTokenizer.from_pretrained(self.name)
+            except Exception as error:
+                raise BadInput(f"tokenizer of {self.name}: {str(error).strip().splitlines()[0]}") from error
+        return self._tokenizer
+
+    @property
+    def device(self) -> torch.device:
+        return self.output_layer.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.output_layer.weight.dtype
+
+    @property
+    def max_positions(self) -> int:
+        """The context window in tokens."""
+        return getattr(self.config, "max_position_embeddings", None) or 2**31 - 1
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The tokens that end an answer, from the generation config, else the model config."""
+        for config in (self.model.generation_config, self.config):
+            eos = getattr(config, "eos_token_id", None)
+            if eos is not None:
+                return frozenset(eos if isinstance(eos, list) else [eos])
+        return frozenset()
+
+    def to(self, device: str | torch.device) -> "Target":
+        """Move the weights; returns itself."""
+        self.model.to(device)
+        return self
+
+    def new_cache(self, max_length: int) -> SlotCache:
+        """An empty cache with `max_length` slots (tokens) per row."""
+        return SlotCache(num_layers=self.num_layers, max_length=max_length)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        feature_layers: tuple[int, ...] = (),
+        cache: SlotCache | None = None,
+        positions: Tensor | None = None,
+        extent: int = 0,
+    ) -> TargetOutput:
+        """Read tokens and return what heads read of them. Never computes logits.
+
+        Args:
+            input_ids: [B, T]; without a cache, rows start at position 0 and may be right-padded with any token.
+            feature_layers: HF `hidden_states` indices below num_layers.
+            cache, positions [B, T], extent: as in `SlotCache.seek`, for decoding.
+        """
+        self._watch(feature_layers)
+        if cache is None:
+            # right padding needs no mask: a causal model's earlier positions never see it
+            post_norm = self.base(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, T, D]
+        else:
+            assert positions is not None
+            cache.seek(positions, extent=extent)
+            # speculated positions beyond the window are never accepted; clamped so that learned embeddings exist
+            post_norm = self.base(
+                input_ids=input_ids,
+                position_ids=positions.clamp(max=self.max_positions - 1),
+                attention_mask=self._masks(positions, cache.extent),
+                past_key_values=cache,
+                use_cache=True,
+            ).last_hidden_state
+        chosen = [self._captured[i] for i in feature_layers]
+        features = torch.stack(chosen, 2) if chosen else post_norm.new_empty(*post_norm.shape[:2], 0, self.hidden_size)
+        return TargetOutput(features, post_norm)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """[B, T] -> [B, T, D], the target's own (frozen) input embedding."""
+        return self.input_embedding(input_ids)
+
+    def logits(self, post_norm: Tensor) -> Tensor:
+        """[..., D] -> [..., V] fp32 logits, as the model itself computes them."""
+        logits = self.output_layer(post_norm.to(self.dtype)).float()
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def final_norm_scale(self) -> Tensor:
+        """[D] fp32 gain of the final norm, for heads that start from it; ones where it is not a plain RMSNorm."""
+        norm = next((m for n, m in self.base.named_children() if "norm" in n or n == "ln_f"), None)
+        if norm is None or "RMSNorm" not in type(norm).__name__:
+            return torch.ones(self.hidden_size, device=self.device)
+        # an RMSNorm maps the all-ones vector onto its gain, also where the gain is stored as 1 + w
+        return norm(torch.ones(1, self.hidden_size, device=self.device, dtype=self.dtype))[0].float()
+
+    def _find_layers(self) -> nn.ModuleList:
+        for name in LAYER_LISTS:
+            found = getattr(self.base, name, None)
+            if isinstance(found, nn.ModuleList):
+                return found
+        raise BadInput(f"target {self.name}: no decoder layers found under {', '.join(LAYER_LISTS)}")
+
+    def _watch(self, feature_layers: tuple[int, ...]) -> None:
+        """Capture the residual stream that enters these layers, from now on."""
+        for i in feature_layers:
+            if i in self._watched:
+                continue
+            if not 0 <= i < self.num_layers:
+                raise BadInput(
+                    f"feature layer {i}: {self.name} has layers 0..{self.num_layers - 1} "
+                    "(the state after the last layer is read as post_norm, not by index)"
+                )
+
+            def keep(module: nn.Module, args: tuple, kwargs: dict, i: int = i) -> None:
+                self._captured[i] = args[0] if args else kwargs["hidden_states"]
+
+            self.layers[i].register_forward_pre_hook(keep, with_kwargs=True)
+            self._watched.add(i)
+
+    def _masks(self, positions: Tensor, extent: int) -> Any:
+        """The additive mask of each attention type that the model has."""
+        full = visibility_mask(positions, extent=extent, dtype=self.dtype)
+        window = getattr(self.config, "sliding_window", None)
+        types = set(getattr(self.config, "layer_types", None) or ())
+        if window is None or (types and "sliding_attention" not in types):
+            return full
+        sliding = visibility_mask(positions, extent=extent, dtype=self.dtype, window=window)
+        if not types:
+            return sliding
+        return {"full_attention": full, "sliding_attention": sliding}
+
+    @torch.no_grad()
+    def _check_against_model(self) -> None:
+        """Compare our view with the model's own on a few tokens: layers, final norm and logits may differ by family."""
+        ids = torch.arange(1, 5, device=self.device)[None] % self.vocab_size  # [1, 4]
+        said = self.model(input_ids=ids, output_hidden_states=True, use_cache=False)
+        layers = tuple(range(min(2, self.num_layers)))
+        ours = self.forward(ids, feature_layers=layers)
+        pairs = [(said.logits.float(), self.logits(ours.post_norm)), (said.hidden_states[-1], ours.post_norm)]
+        pairs += [(said.hidden_states[i], ours.features[:, :, i]) for i in layers]
+        for theirs, mine in pairs:
+            if not torch.allclose(theirs, mine, rtol=1e-2, atol=1e-3):
+                raise BadInput(
+                    f"target {self.name}: {type(self.model).__name__} computes its outputs in an unknown way"
+                )
+
+
+def fingerprint_of(model: nn.Module) -> str:
+    """Which weights a model holds: sha256 over names, shapes and 64 spread values of each parameter, as stored."""
+    digest = hashlib.sha256()
+    for name, value in sorted(cast(Any, model.named_parameters())):
+        spread = value.detach().flatten()[:: max(1, value.numel() // 64)][:64]
+        digest.update(f"{name} {tuple(value.shape)}".encode())
+        digest.update(spread.float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:32]

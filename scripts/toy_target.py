@@ -1,0 +1,272 @@
+"""Trains the quickstart's target from scratch: a tokenizer and a small Llama that reasons and continues code."""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import random
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from .toy_corpus import contrast_prompts, is_right, python_sources, reasoning_problems
+
+RECIPE_VERSION = 1
+SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+# Words with their leading space, single digits with theirs, punctuation, white space.
+PIECES = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+IGNORED = -100
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that decides which target comes out."""
+
+    version: int = RECIPE_VERSION
+    seed: int = 0
+    steps: int = 400
+    layers: int = 10
+    width: int = 128
+    vocab_size: int = 1200
+    rows: int = 8
+    code_rows: int = 2
+    row_tokens: int = 256
+    learning_rate: float = 4e-3
+    train_prompts: int = 2000
+    eval_prompts: int = 64
+    contrast_rows: int = 32
+
+
+def train_tokenizer(texts: list[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE with single digits, the chat template and `<think>` tags that decoding keeps."""
+    bpe = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 2, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(texts, trainer)
+    bpe.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in ("<think>", "</think>")])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        extra_special_tokens=SPECIAL_TOKENS[2:],
+        model_max_length=1024,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def chat_rows(tokenizer: PreTrainedTokenizerFast, problems: list[dict], *, row_tokens: int) -> list[Tensor]:
+    """Rows of (ids, labels): each opens with a fresh chat, the last chat is cut off; only answers carry labels."""
+    rows, ids, labels = [], [], []
+    for problem in problems:
+        prompt = _prompt_text(tokenizer, problem)
+        answer = problem["messages"][1]["content"] + "<|end|>"
+        prompt_ids, answer_ids = tokenizer.encode(prompt), tokenizer.encode(answer)
+        ids += prompt_ids + answer_ids
+        labels += [IGNORED] * len(prompt_ids) + answer_ids
+        if len(ids) >= row_tokens:
+            rows.append(torch.tensor([ids[:row_tokens], labels[:row_tokens]]))  # [2, T]
+            ids, labels = [], []
+    return rows
+
+
+def code_rows(tokenizer: PreTrainedTokenizerFast, texts: list[str], *, row_tokens: int) -> list[Tensor]:
+    """Rows of (ids, labels) cut from the end-joined texts."""
+    ids = [token for text in texts for token in [*tokenizer.encode(text, verbose=False), tokenizer.eos_token_id]]
+    num_rows = len(ids) // row_tokens
+    rows = torch.tensor(ids[: num_rows * row_tokens]).view(num_rows, row_tokens)  # [rows, T]
+    return list(rows[:, None].expand(-1, 2, -1))  # rows of [2, T]
+
+
+def new_target(tokenizer: PreTrainedTokenizerFast, *, layers: int, width: int) -> LlamaForCausalLM:
+    """An untrained fp32 Llama, deep rather than wide."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        initializer_range=0.5 * width**-0.5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = LlamaForCausalLM(config)
+    for layer in model.model.layers:  # every layer starts as the identity: the token's own signal reaches the top
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    return model
+
+
+def train_target(model: LlamaForCausalLM, chats: list[Tensor], codes: list[Tensor], *, recipe: Recipe) -> None:
+    """Minimises the labels' cross entropy; every batch mixes chat and code rows in the recipe's proportion."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.05)
+    rng, started, num_chats = random.Random(recipe.seed), time.perf_counter(), recipe.rows - recipe.code_rows
+    losses: list[float] = []
+    model.train()
+    for step in range(recipe.steps):
+        first = step * num_chats
+        batch = [chats[(first + index) % len(chats)] for index in range(num_chats)]
+        batch = torch.stack([*batch, *rng.sample(codes, recipe.code_rows)])  # [B, 2, T]
+        rate = min(1.0, (step + 1) / (0.04 * recipe.steps + 1)) * 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
+        loss = model(input_ids=batch[:, 0], labels=batch[:, 1], use_cache=False).loss
+        loss.backward()
+        losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.learning_rate * rate
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % max(1, recipe.steps // 10) == 0:
+            seconds = time.perf_counter() - started
+            speed = (step + 1) * recipe.rows * recipe.row_tokens / seconds
+            progress = f"step {step + 1}/{recipe.steps}  loss {sum(losses) / len(losses):.3f}"
+            print(f"{progress}  {speed:,.0f} tokens/s  {seconds:.0f} s", flush=True)
+            losses.clear()
+    model.eval()
+
+
+def _prompt_text(tokenizer: PreTrainedTokenizerFast, problem: dict) -> str:
+    return tokenizer.apply_chat_template(problem["messages"][:1], tokenize=False, add_generation_prompt=True)
+
+
+@torch.no_grad()
+def measure(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, *, problems: list[dict]) -> dict:
+    """Greedy answers: share right (in all and by kind), share ended, share of repeated 4-grams, and two samples."""
+    prompts = [_prompt_text(tokenizer, problem) for problem in problems]
+    inputs = tokenizer(prompts, return_tensors="pt", padding=True)
+    outputs = model.generate(
+        input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=256, do_sample=False
+    )  # [N, P + A]
+    rights: dict[str, list[bool]] = {}
+    num_grams = num_repeated = num_ended = num_tokens = 0
+    samples = []
+    for problem, row in zip(problems, outputs[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
+        ended = tokenizer.eos_token_id in row
+        answer = row[: row.index(tokenizer.eos_token_id)] if ended else row
+        text = tokenizer.decode(answer)
+        rights.setdefault(problem["kind"], []).append(is_right(problem, text))
+        grams = [tuple(answer[start : start + 4]) for start in range(len(answer) - 3)]
+        num_grams, num_repeated = num_grams + len(grams), num_repeated + len(grams) - len(set(grams))
+        num_ended, num_tokens = num_ended + ended, num_tokens + len(answer)
+        samples.append({"question": problem["messages"][0]["content"], "answer": text})
+    return {
+        "num_answers": len(problems),
+        "right": sum(map(sum, rights.values())) / len(problems),
+        "right_by_kind": {kind: sum(marks) / len(marks) for kind, marks in sorted(rights.items())},
+        "ended": num_ended / len(problems),
+        "repeated_4grams": num_repeated / max(1, num_grams),
+        "mean_answer_tokens": num_tokens / len(problems),
+        "samples": samples[:2],
+    }
+
+
+def build_target(folder: Path, *, recipe: Recipe) -> dict:
+    """Trains tokenizer and target, saves both with recipe and quality into the folder, and returns the quality."""
+    num_chats = recipe.steps * (recipe.rows - recipe.code_rows) * recipe.row_tokens // 80 + recipe.rows
+    num_chars = min(1_000_000, 50_000 + 4 * recipe.steps * recipe.code_rows * recipe.row_tokens)
+    problems, sources = reasoning_problems(num_chats, recipe.seed), python_sources(recipe.seed, num_chars=num_chars)[0]
+    chats = [message["content"] for problem in problems[:3000] for message in problem["messages"]]
+    tokenizer = train_tokenizer([*chats, *sources[:60]], vocab_size=recipe.vocab_size)
+    torch.manual_seed(recipe.seed)
+    model = new_target(tokenizer, layers=recipe.layers, width=recipe.width)
+    print(f"target of {model.num_parameters() / 1e6:.1f} M parameters, {len(tokenizer)} tokens in its vocabulary")
+    started = time.perf_counter()
+    train_target(
+        model,
+        chat_rows(tokenizer, problems, row_tokens=recipe.row_tokens),
+        code_rows(tokenizer, sources, row_tokens=recipe.row_tokens),
+        recipe=recipe,
+    )
+    seconds = time.perf_counter() - started
+    held_out = reasoning_problems(recipe.eval_prompts, recipe.seed, held_out=True)
+    quality = {**measure(model, tokenizer, problems=held_out), "train_seconds": round(seconds, 1)}
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    for name, content in (("quality", quality), ("recipe", dataclasses.asdict(recipe))):
+        (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+    return quality
+
+
+def prompt_files(*, recipe: Recipe) -> dict[str, list[dict]]:
+    """The rows of the quickstart's three prompt files, by file name."""
+    train = reasoning_problems(recipe.train_prompts, recipe.seed)
+    held_out = reasoning_problems(recipe.eval_prompts, recipe.seed, held_out=True)
+    return {
+        "reasoning_prompts_train.jsonl": [{"messages": problem["messages"][:1]} for problem in train],
+        "reasoning.jsonl": [{**problem, "messages": problem["messages"][:1]} for problem in held_out],
+        "contrast.jsonl": [{"prompt": prompt} for prompt in contrast_prompts(recipe.contrast_rows, recipe.seed)],
+    }
+
+
+def make_target(output: Path, *, recipe: Recipe) -> None:
+    """Builds the target and its prompt files unless they are there by the same recipe; a failure leaves nothing."""
+    data, stored = output.parent / "data", output / "recipe.json"
+    files = prompt_files(recipe=recipe)
+    same = stored.is_file() and json.loads(stored.read_text()) == dataclasses.asdict(recipe)
+    if same and all((data / name).is_file() for name in files):
+        print(f"{output} already holds this target")
+        return
+    output.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    try:
+        target = scratch / "target"
+        target.mkdir()
+        quality = build_target(target, recipe=recipe)
+        data.mkdir(exist_ok=True)
+        for name, rows in files.items():
+            (scratch / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+            os.replace(scratch / name, data / name)
+        if output.exists():
+            output.rename(scratch / "replaced")
+        target.rename(output)
+    finally:
+        shutil.rmtree(scratch)
+    _report(quality)
+
+
+def _report(quality: dict) -> None:
+    for sample in quality["samples"]:
+        print(f"\n{sample['question']}\n{sample['answer']}")
+    by_kind = ", ".join(f"{kind} {share:.0%}" for kind, share in quality["right_by_kind"].items())
+    print(f"\nheld-out answers right: {quality['right']:.0%} of {quality['num_answers']} ({by_kind})")
+    print(f"ended: {quality['ended']:.0%}, repeated 4-grams: {quality['repeated_4grams']:.1%}")
+
+
+def main() -> None:
+    """Reads the output folder and the recipe from the command line and makes the target."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("output", type=Path)
+    for field in dataclasses.fields(Recipe):
+        if field.name != "version":
+            parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    options = vars(parser.parse_args())
+    output = options.pop("output").absolute()
+    make_target(output, recipe=Recipe(**options))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Tiny random targets and the fixtures that tests of several folders share."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from headstart.heads.base import DraftBatch, Proposal, Reading
+from headstart.heads.registry import HEADS
+from headstart.heads.target import Target, fingerprint_of
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, Callable[..., Any]] = {
+    "llama": lambda **k: LlamaConfig(
+        num_key_value_heads=2, rope_parameters={"rope_type": "default", "rope_theta": 500.0}, **k
+    ),
+    "qwen2": lambda **k: Qwen2Config(num_key_value_heads=2, tie_word_embeddings=True, **k),
+    "qwen3": lambda **k: Qwen3Config(num_key_value_heads=2, head_dim=16, **k),
+    "mistral": lambda **k: MistralConfig(num_key_value_heads=1, sliding_window=8, **k),
+    "gemma3": lambda **k: Gemma3TextConfig(
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        query_pre_attn_scalar=16,
+        **k,
+    ),
+    "gpt_neox": lambda **k: GPTNeoXConfig(**k),
+}
+
+
+def make_model(family: str, **changes: Any) -> PreTrainedModel:
+    """A random model of a family whose greedy text does not collapse into one repeated token."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family](**{**SIZES, **changes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(std=0.25)
+    model.generation_config.eos_token_id = model.config.eos_token_id
+    return model.eval()
+
+
+def make_target(family: str = "llama", **changes: Any) -> Target:
+    model = make_model(family, **changes)
+    return Target(model, name=f"tiny-{family}", fingerprint=fingerprint_of(model))
+
+
+@pytest.fixture(scope="session")
+def target() -> Target:
+    return make_target()
+
+
+@pytest.fixture(scope="session")
+def tiny_target() -> Callable[..., Target]:
+    """A factory: tiny_target(family, vocab_size=...)."""
+    return make_target
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Callable[..., PreTrainedModel]:
+    return make_model
+
+
+@pytest.fixture(params=sorted(HEADS))
+def head_type(request: pytest.FixtureRequest) -> str:
+    """Every family in the registry."""
+    return request.param
+
+
+@pytest.fixture
+def make_batch() -> Callable[..., DraftBatch]:
+    """A batch of random rows whose first tokens are prompt, with the target's states for a head."""
+
+    def make(target: Target, head: Any, *, num_rows: int = 3, length: int = 16, prompt: int = 4) -> DraftBatch:
+        source = torch.Generator().manual_seed(5)
+        ids = torch.randint(3, target.vocab_size, (num_rows, length), generator=source)  # [B, T]
+        mask = torch.arange(length).expand(num_rows, -1) >= prompt
+        mask = mask & (torch.arange(length) < length - torch.arange(num_rows)[:, None])  # ragged ends
+        return DraftBatch(ids, mask, target.forward(ids, feature_layers=head.feature_layers))
+
+    return make
+
+
+class TargetAsDrafter:
+    """The target drafting for itself, with a cache of its own: every draft must be accepted."""
+
+    feature_layers: tuple[int, ...] = ()
+    max_draft_tokens = None
+
+    def __init__(self, target: Target):
+        self.target = target
+
+    def begin(self, *, batch_size: int, max_length: int) -> dict[str, Any]:
+        return {"cache": self.target.new_cache(max_length), "extent": max_length}
+
+    def _read(self, state: dict[str, Any], tokens: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+        positions = start[:, None] + torch.arange(tokens.shape[1])
+        return self.target.forward(tokens, cache=state["cache"], positions=positions, extent=state["extent"]).post_norm
+
+    def commit(self, state: dict[str, Any], read: Reading) -> None:
+        self._read(state, read.tokens, read.start)
+        state["next"] = read.next_tokens.gather(1, read.last[:, None])  # [B, 1]
+        state["position"] = read.start + read.num_valid
+
+    def propose(self, state: dict[str, Any], *, num_draft_tokens: int) -> Proposal:
+        token, tokens = state["next"], []
+        for depth in range(num_draft_tokens):
+            hidden = self._read(state, token, state["position"] + depth)
+            token = self.target.logits(hidden).argmax(-1)  # [B, 1]
+            tokens.append(token)
+        return Proposal(torch.cat(tokens, 1))
+
+
+@pytest.fixture
+def target_as_drafter() -> type[TargetAsDrafter]:
+    return TargetAsDrafter

@@ -1,0 +1,225 @@
+"""The promises of every head in HEADS. A family gets all of them by appearing in the table."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from headstart.configs.errors import BadInput
+from headstart.eval import verify
+from headstart.eval.generate import generate
+from headstart.eval.metrics import acceptance, expected_acceptance
+from headstart.heads.base import DraftBatch, DraftHead, Reading, chain_starts
+from headstart.heads.registry import HEADS, build_head, load_head, save_head
+
+PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
+GOLDEN = json.loads(Path(__file__).with_name("golden_names.json").read_text())
+
+
+def fresh(head_type, target, *, trained_looking=False, **changes) -> DraftHead:
+    """An untrained head; `trained_looking` perturbs its weights, so that no zero or copied one hides a fault."""
+    head = build_head(HEADS[head_type].config_class(type=head_type, **changes), target, seed=1)
+    if trained_looking:
+        source = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for parameter in head.parameters():
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=source))
+    return head.eval()
+
+
+def reference(target, prompt, num_tokens):
+    """The greedy text by transformers' own generate."""
+    ids = torch.tensor([prompt])
+    how = {"do_sample": False, "max_new_tokens": num_tokens, "pad_token_id": 0}
+    return target.model.generate(ids, attention_mask=torch.ones_like(ids), **how)[0, len(prompt) :].tolist()
+
+
+def test_every_parameter_learns(head_type, target, make_batch):
+    head = fresh(head_type, target, trained_looking=True).train()
+    head.loss(make_batch(target, head)).loss.backward()
+    for name, parameter in head.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+        assert parameter.grad.abs().sum() > 0, name
+    assert all(p.grad is None for p in target.model.parameters())
+
+
+def test_no_supervised_token_still_gives_every_parameter_a_gradient(head_type, target, make_batch):
+    """Else data-parallel ranks would wait for each other for ever."""
+    head = fresh(head_type, target).train()
+    batch = make_batch(target, head)
+    out = head.loss(DraftBatch(batch.input_ids, torch.zeros_like(batch.loss_mask), batch.output))
+    out.loss.backward()
+    assert out.loss.item() == 0
+    assert all(p.grad is not None and p.grad.abs().sum() == 0 for p in head.parameters())
+
+
+def test_draft_equals_teacher_forced(head_type, target):
+    """On a row that goes on with the head's own drafts, training scores the very logits that drafting had."""
+    head = fresh(head_type, target, trained_looking=True)
+    prefix = torch.tensor([[1, 9, 14, 33, 20, 7, 7, 51]])  # x_0 .. x_{t+1}
+    num_read = prefix.shape[1] - 1
+    state = head.begin(batch_size=1, max_length=64)
+    output = target.forward(prefix[:, :-1], feature_layers=head.feature_layers)
+    head.commit(state, Reading(prefix[:, :-1], prefix[:, 1:], output, torch.tensor([0]), torch.tensor([num_read])))
+    drafted = head.propose(state, num_draft_tokens=head.num_depths)
+
+    row = torch.cat([prefix, drafted.tokens, torch.tensor([[3, 4]])], 1)
+    mask = torch.arange(row.shape[1])[None] >= num_read
+    batch = DraftBatch(row, mask, target.forward(row, feature_layers=head.feature_layers))
+    starts, logits = head.teacher_forced_logits(batch)
+    assert starts.positions[0, 0] == num_read - 1, "the first chain starts at the last prompt position"
+    assert starts.valid[0, 0].all()
+    torch.testing.assert_close(logits[0, 0], torch.cat(drafted.logits), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_decoding_drafts_what_training_scored(head_type, family, tiny_target):
+    """Over whole ragged batches: the rounds counted in decoding are those that teacher-forced drafts predict."""
+    target = tiny_target(family)
+    head = fresh(head_type, target, trained_looking=True)
+    text = generate(target, head, PROMPTS, max_new_tokens=40, eos_token_ids=[])
+    for i, (prompt, new) in enumerate(zip(PROMPTS, text.token_ids, strict=True)):
+        num_draft = text.rounds[1].num_drafted
+        # as long as decoding looked ahead: then no chain is cut short by the end of the text
+        more = generate(target, None, [prompt], max_new_tokens=40 + num_draft + 1, eos_token_ids=[]).token_ids[0]
+        assert more[:40] == new
+        ids = torch.tensor([prompt + more])
+        mask = torch.arange(ids.shape[1])[None] >= len(prompt)
+        out = head.loss(DraftBatch(ids, mask, target.forward(ids, feature_layers=head.feature_layers)))
+        accepted = out.hits[0, :, :num_draft].long().cumprod(-1).sum(-1).tolist()
+        at = len(prompt) - 1
+        for one in text.rounds[1:]:
+            if one.num_committed[i] == 0:
+                break
+            assert accepted[out.starts.positions[0].tolist().index(at)] == one.num_accepted[i]
+            at += one.num_committed[i]
+
+
+def test_greedy_is_lossless(head_type, target):
+    """For an untrained and a perturbed head, in a ragged batch and row by row, K from 1 to the most."""
+    wanted = [reference(target, prompt, 30) for prompt in PROMPTS]
+    for trained_looking in (False, True):
+        head = fresh(head_type, target, trained_looking=trained_looking)
+        for num_draft in (1, head.max_draft_tokens or 7):
+            assert generate(target, head, PROMPTS, max_new_tokens=30, num_draft_tokens=num_draft).token_ids == wanted
+        assert [generate(target, head, p, max_new_tokens=30).token_ids[0] for p in PROMPTS] == wanted
+
+
+def test_sampling_is_lossless(head_type, tiny_target):
+    """Two sampled tokens behind the first follow the target's distribution, enumerated exactly; chi-square."""
+    target = tiny_target("llama", vocab_size=6, eos_token_id=None)
+    head = fresh(head_type, target, trained_looking=True, num_depths=2)
+    assert chi_square(target, head) < 1.5
+    assert chi_square(target, None) < 1.5
+
+
+@pytest.mark.parametrize("mutation", ["greedy behind accepted drafts", "one draft too many accepted"])
+def test_a_lossy_engine_is_caught(head_type, mutation, tiny_target, monkeypatch):
+    """What the sampling test must be able to see."""
+    target = tiny_target("llama", vocab_size=6, eos_token_id=None)
+    head = fresh(head_type, target, trained_looking=True, num_depths=2)
+    sampled, accepted = verify.choose, verify.accept_chain
+
+    def greedy_behind(logits, **how):
+        return torch.cat([sampled(logits[:, :1], **how), logits[:, 1:].argmax(-1)], 1)
+
+    def one_too_many(chosen, drafted):
+        return (accepted(chosen, drafted) + 1).clamp(max=drafted.shape[1])
+
+    name, broken = ("choose", greedy_behind) if "greedy" in mutation else ("accept_chain", one_too_many)
+    monkeypatch.setattr(f"headstart.eval.generate.{name}", broken)
+    assert chi_square(target, head) > 3
+
+
+def chi_square(target, drafter, *, num_rows=4000, num_new=4, temperature=1.0) -> float:
+    """Chi-square per degree of freedom of the joint counts of all new tokens but the first two, given those."""
+    source = torch.Generator().manual_seed(11)
+    prompts = [[1, 4, 3]] * num_rows
+    out = generate(target, drafter, prompts, max_new_tokens=num_new, temperature=temperature, generator=source)
+    rows = torch.tensor(out.token_ids)  # [rows, new]
+    size = target.vocab_size
+    code = (rows * size ** torch.arange(num_new)).sum(1)
+    counts = torch.bincount(code, minlength=size**num_new).double()
+    every = torch.cartesian_prod(*[torch.arange(size)] * num_new)  # [cells, new]
+    ids = torch.cat([torch.tensor([1, 4, 3]).expand(len(every), -1), every], 1)
+    probs = target.logits(target.forward(ids).post_norm[:, 2:-1]).div(temperature).softmax(-1)  # [cells, new, V]
+    expected = probs.gather(2, every[..., None]).squeeze(-1).double().prod(1) * num_rows
+    expected = torch.zeros_like(counts).scatter_(0, (every * size ** torch.arange(num_new)).sum(1), expected)
+    big = expected >= 5
+    pooled = torch.stack([counts[~big].sum(), expected[~big].sum()])
+    terms = (counts[big] - expected[big]) ** 2 / expected[big]
+    return float((terms.sum() + (pooled[0] - pooled[1]) ** 2 / pooled[1].clamp(min=1)) / max(1, int(big.sum())))
+
+
+def test_loss_falls(head_type, target, make_batch):
+    head = fresh(head_type, target).train()
+    batch = make_batch(target, head)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(20):
+        out = head.loss(batch)
+        losses.append(out.loss.item())
+        optimizer.zero_grad()
+        out.loss.backward()
+        optimizer.step()
+    assert losses[-1] < 0.9 * losses[0], losses
+
+
+def test_save_load_is_identity(head_type, target, make_batch, tmp_path):
+    head = fresh(head_type, target, trained_looking=True)
+    loaded = load_head(save_head(head, tmp_path / "head"), target)
+    batch = make_batch(target, head)
+    assert loaded.config == head.config
+    assert torch.equal(loaded.teacher_forced_logits(batch)[1], head.teacher_forced_logits(batch)[1])
+
+
+def test_a_head_of_another_target_is_refused(head_type, target, tiny_target, tmp_path):
+    save_head(fresh(head_type, target), tmp_path / "head")
+    with pytest.raises(BadInput, match=r"trained on target tiny-llama .* not on tiny-qwen3"):
+        load_head(tmp_path / "head", tiny_target("qwen3"))
+
+
+def test_served_names_and_shapes_are_frozen(head_type, target):
+    """What engines load, at D 32, V 61, 2 key heads of 4, H 8, FFN 48: a change here breaks every trained head."""
+    head = fresh(head_type, target, num_depths=2)
+    assert {name: list(value.shape) for name, value in head.state_dict().items()} == GOLDEN[head_type]
+
+
+def test_target_stays_outside(head_type, target):
+    head = fresh(head_type, target)
+    held = {id(p) for p in target.model.parameters()}
+    assert not any(id(p) in held for p in head.parameters())
+
+
+def test_same_seed_same_weights(head_type, target):
+    first, second = fresh(head_type, target), fresh(head_type, target)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_expected_acceptance_is_what_decoding_counts(head_type, target):
+    """One figure from training's view and one from the engine's, on the same text."""
+    head = fresh(head_type, target, trained_looking=True)
+    text = generate(target, head, PROMPTS[:1], max_new_tokens=120, eos_token_ids=[])
+    num_draft = text.rounds[1].num_drafted
+    ids = torch.tensor([PROMPTS[0] + text.token_ids[0]])
+    mask = torch.arange(ids.shape[1])[None] >= len(PROMPTS[0])
+    out = head.loss(DraftBatch(ids, mask, target.forward(ids, feature_layers=head.feature_layers)))
+    expected = expected_acceptance(out.starts, out.hits, num_draft_tokens=num_draft)
+    counted = acceptance(text.rounds, num_draft_tokens=num_draft)
+    assert expected.num_committed <= counted.num_committed <= expected.num_committed + num_draft + 1
+    assert abs(expected.num_rounds - counted.num_rounds) <= 1
+
+
+def test_chain_starts_begin_at_the_last_prompt_position():
+    mask = torch.tensor([[0, 0, 1, 1, 1, 0, 1, 1], [0, 1, 0, 0, 0, 0, 0, 0]]).bool()
+    starts = chain_starts(mask, 3)
+    assert starts.positions[0, :3].tolist() == [1, 2, 5]
+    assert starts.valid[0].tolist() == [[True, True, False], [True, False, False], [True, False, False]]
+    assert not starts.valid[1].any(), "an answer of one token leaves nothing to draft"
+
+
+def test_perfect_draft_is_fully_accepted(target, target_as_drafter):
+    """The target as its own drafter: acceptance_length == K + 1."""
+    text = generate(target, target_as_drafter(target), PROMPTS, max_new_tokens=31, num_draft_tokens=5, eos_token_ids=[])
+    counted = acceptance(text.rounds, num_draft_tokens=5)
+    assert counted.length == 6 and counted.rate == [1.0] * 5

@@ -1,0 +1,97 @@
+"""One run's config: target, head, data, train; YAML below, `key=value` on the command line above."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..configs.errors import BadInput
+from ..configs.loader import build, read_config
+from ..data_pipelines.sources import DataConfig
+from ..heads.base import HeadConfig
+from ..heads.registry import head_class
+from ..heads.target import TargetConfig
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """How to train.
+
+    output_dir: the run folder. batch_size: rows per process and forward. accumulation: forwards per optimizer step.
+    max_steps: optimizer steps. learning_rate: the peak, reached after warmup_steps, then cosine to min_lr_ratio of it.
+    precision: fp32 or bf16 (autocast; master weights stay fp32). validate_every, checkpoint_every: steps; 0: at the end
+    only, or never. stop_at_step: leave after this step as if interrupted, the schedule unchanged; the same command
+    without it goes on. wandb_project: also log to Weights & Biases, offline where there is no key.
+    """
+
+    output_dir: str
+    max_steps: int
+    batch_size: int = 8
+    accumulation: int = 1
+    learning_rate: float = 4e-4
+    warmup_steps: int = 50
+    min_lr_ratio: float = 0.0
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    max_grad_norm: float = 1.0
+    precision: str = "fp32"
+    seed: int = 0
+    log_every: int = 1
+    validate_every: int = 0
+    checkpoint_every: int = 0
+    keep_checkpoints: int = 2
+    stop_at_step: int | None = None
+    wandb_project: str | None = None
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_steps", "batch_size", "accumulation", "log_every", "keep_checkpoints"):
+            if getattr(self, name) < 1:
+                raise BadInput(f"{name} {getattr(self, name)}: expected at least 1")
+        if self.precision not in ("fp32", "bf16"):
+            raise BadInput(f"precision {self.precision!r}: expected fp32 or bf16")
+        if self.learning_rate <= 0:
+            raise BadInput(f"learning_rate {self.learning_rate}: expected more than 0")
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """Everything that a run depends on; written to OUTPUT_DIR/config.yaml, which repeats the run."""
+
+    target: TargetConfig
+    head: HeadConfig
+    data: DataConfig
+    train: TrainConfig
+
+
+@dataclass(kw_only=True)
+class Outline:
+    """The sections of a run config, before the head's family is known."""
+
+    target: dict[str, Any]
+    head: dict[str, Any]
+    data: dict[str, Any]
+    train: dict[str, Any]
+
+
+def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run config. Raises BadInput naming the file or the key at fault."""
+    outline = build(Outline, read_config(path, overrides))
+    if "type" not in outline.head:
+        raise BadInput(f"{path}: head.type is missing: the family of head to train")
+    return RunConfig(
+        target=build(TargetConfig, outline.target, where="target"),
+        head=build(head_class(outline.head["type"]).config_class, outline.head, where="head"),
+        data=build(DataConfig, outline.data, where="data"),
+        train=build(TrainConfig, outline.train, where="train"),
+    )
+
+
+def differing_key(run: RunConfig, other: dict[str, Any]) -> str | None:
+    """The first key in which a resolved config differs from a written one; how long to run this time does not count."""
+    for section, values in asdict(run).items():
+        for key, value in values.items():
+            if key != "stop_at_step" and (other.get(section) or {}).get(key) != value:
+                return f"{section}.{key}"
+    return None

@@ -1,0 +1,94 @@
+"""Where a run's figures go: metrics.jsonl, the progress bar and, when asked for, Weights & Biases."""
+
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ..configs.errors import BadInput
+
+
+class Tracker:
+    """Writes on the main process only; elsewhere every call is a no-op.
+
+    metrics.jsonl has one row per logged training step (`step`, `loss`, ...) and one per validation (`step`,
+    `validation`). `step` counts optimizer steps done. On resume, rows beyond the checkpoint are dropped first, so that
+    the curve of an interrupted run is that of an uninterrupted one.
+    """
+
+    def __init__(self, folder: Path, *, num_steps: int, first_step: int, is_main: bool, console: Console):
+        self.is_main = is_main
+        self.wandb: Any = None
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[figures]}"),
+            console=console,
+            disable=not (is_main and console.is_terminal),
+        )
+        self.task = self.progress.add_task("training", total=num_steps, completed=first_step, figures="")
+        if is_main:
+            path = folder / "metrics.jsonl"
+            kept = [row for row in read_rows(path) if row["step"] <= first_step] if first_step else []
+            self.file = path.open("w")
+            for row in kept:
+                self.file.write(json.dumps(row) + "\n")
+
+    def start_wandb(self, *, project: str, folder: Path, config: dict[str, Any]) -> None:
+        """Log there too: online with a key, else to files under the run folder. Raises BadInput without wandb."""
+        if not self.is_main:
+            return
+        try:
+            import wandb
+        except ImportError as error:
+            raise BadInput("train.wandb_project: needs wandb: pip install wandb") from error
+        mode = "online" if wandb.api.api_key else "offline"
+        self.wandb = wandb.init(project=project, dir=str(folder), config=config, name=folder.name, mode=mode)
+
+    def log(self, row: dict[str, Any], *, figures: str = "") -> None:
+        """One row of metrics; figures: the few that the progress bar shows."""
+        if not self.is_main:
+            return
+        self.file.write(json.dumps(row) + "\n")
+        self.file.flush()
+        if figures:
+            self.progress.update(self.task, completed=row["step"], figures=figures)
+        if self.wandb is not None:
+            self.wandb.log({key: value for key, value in flat(row).items() if key != "step"}, step=row["step"])
+
+    def __enter__(self) -> "Tracker":
+        self.progress.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.progress.stop()
+        if self.is_main:
+            self.file.close()
+        if self.wandb is not None:
+            self.wandb.finish(exit_code=0 if error is None else 1)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The whole rows of a metrics file; a last line that a kill cut short is left out."""
+    rows = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def flat(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": [1, 2]}} -> {"a/b/0": 1, "a/b/1": 2}."""
+    out: dict[str, Any] = {}
+    for key, value in row.items():
+        if isinstance(value, list):
+            value = {str(i): item for i, item in enumerate(value)}
+        out |= flat(value, f"{prefix}{key}/") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return out
