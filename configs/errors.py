@@ -3,3 +3,8 @@
 
 class BadInput(ValueError):
     """Something the user gave us cannot be used. The message is one line and says where the fault is."""
+
+
+def first_line(error: BaseException) -> str:
+    """What another library's error says, in one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -14,7 +14,7 @@ class BatchPlan:
     """Which rows the n-th batch of a rank holds.
 
     Rows come from an endless sequence of permutations, one per epoch, each a function of (seed, epoch). Every batch is
-    full; ranks take consecutive shares of a global batch, so the rows of a step do not depend on how many ranks share it.
+    full; ranks take consecutive shares of a global batch, so that its rows do not depend on how many ranks share it.
     """
 
     num_rows: int
@@ -39,7 +39,8 @@ class BatchPlan:
     def _permutation(self, epoch: int) -> Tensor:
         kept: tuple[int, Tensor] | None = self.__dict__.get("_kept")
         if kept is None or kept[0] != epoch:
-            source = torch.Generator().manual_seed((self.seed << 32) + epoch)
+            # torch's CPU generator reads the low 32 bits of a seed only
+            source = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**32)
             kept = epoch, torch.randperm(self.num_rows, generator=source)
             self.__dict__["_kept"] = kept
         return kept[1]

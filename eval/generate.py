@@ -51,12 +51,19 @@ def as_rows(input_ids: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> list
     return rows
 
 
-def check_lengths(rows: Iterable[Sequence[int]], *, target: Target, max_new_tokens: int) -> None:
-    """Raises BadInput where a prompt and its answer exceed the context."""
+def check_request(rows: Sequence[list[int]], *, target: Target, max_new_tokens: int, temperature: float) -> None:
+    """Raises BadInput on token ids that the target has not, on a prompt and answer beyond the context, on no answer."""
+    if max_new_tokens < 1:
+        raise BadInput(f"max_new_tokens {max_new_tokens}: expected at least 1")
+    if not temperature >= 0:
+        raise BadInput(f"temperature {temperature}: expected 0 or more")
     for i, row in enumerate(rows):
+        wrong = next((token for token in row if not 0 <= token < target.vocab_size), None)
+        if wrong is not None:
+            raise BadInput(f"prompt {i}: token id {wrong} is outside the vocabulary of {target.vocab_size}")
         if len(row) + max_new_tokens > target.max_positions:
             raise BadInput(
-                f"prompt {i}: {len(row)} tokens + {max_new_tokens} new ones exceed the context of {target.max_positions}"
+                f"prompt {i}: {len(row)} tokens + {max_new_tokens} new exceed the context of {target.max_positions}"
             )
 
 
@@ -149,10 +156,11 @@ def generate(
         eos_token_ids: tokens that end a row (emitted); None: the target's own.
         generator: the source of randomness at temperature > 0.
 
-    Raises: BadInput on empty prompts, prompts beyond the context, or a K that the drafter cannot draft.
+    Raises: BadInput on empty prompts, tokens outside the vocabulary, prompts beyond the context, or a K that the
+        drafter cannot draft.
     """
     rows = as_rows(input_ids)
-    check_lengths(rows, target=target, max_new_tokens=max_new_tokens)
+    check_request(rows, target=target, max_new_tokens=max_new_tokens, temperature=temperature)
     num_draft = draft_length(drafter, num_draft_tokens)
     eos = target.eos_token_ids if eos_token_ids is None else frozenset(eos_token_ids)
     engine = Engine(target, drafter, rows, max_new_tokens=max_new_tokens, num_draft=num_draft)

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 
+from ..configs.errors import BadInput
 from ..heads.base import DraftBatch, Drafter, DraftHead
 from ..heads.target import Target
 from .generate import Generation, Round, draft_length, generate
@@ -25,6 +26,11 @@ class MeasureConfig:
     batch_size: int = 1
     num_repeats: int = 3
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "num_repeats"):
+            if getattr(self, name) < 1:
+                raise BadInput(f"{name} {getattr(self, name)}: expected at least 1")
 
 
 @dataclass
@@ -59,7 +65,7 @@ def measure(
     config: MeasureConfig,
     *,
     name: str,
-    on_batch: Callable[[], None] = lambda: None,
+    on_batch: Callable[[], object] = lambda: None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Measure a drafter on a suite.
 
@@ -126,8 +132,11 @@ def summarise(sides: list[tuple[Side, Side]], *, config: MeasureConfig, num_draf
     tokens = [spec.decode_tokens for spec, _ in sides]
     spec_seconds = [spec.decode_seconds for spec, _ in sides]
     base_seconds = [base.seconds_per_token * spec.decode_tokens for spec, base in sides]
-    speedup, interval = bootstrap_ratio(base_seconds, spec_seconds)
-    whole = [(s.prefill_seconds + a, b.prefill_seconds + c) for (s, b), a, c in zip(sides, spec_seconds, base_seconds)]
+    # answers that end with their first token leave nothing to time
+    timed = [(base, spec) for base, spec in zip(base_seconds, spec_seconds, strict=True) if base and spec]
+    speedup, interval = bootstrap_ratio(*zip(*timed, strict=True)) if timed else (None, [None, None])
+    spec_whole = sum(spec.prefill_seconds for spec, _ in sides) + sum(spec_seconds)
+    base_whole = sum(base.prefill_seconds for _, base in sides) + sum(base_seconds)
     total, spec_total, base_total = sum(tokens), sum(spec_seconds), sum(base_seconds)
     return {
         "num_tokens": sum(len(row) for spec, _ in sides for run in spec.runs[:counted_runs] for row in run.token_ids),
@@ -139,7 +148,7 @@ def summarise(sides: list[tuple[Side, Side]], *, config: MeasureConfig, num_draf
         "baseline_tokens_per_second": rounded(total / base_total if base_total else None, 2),
         "speedup": rounded(speedup),
         "speedup_ci95": [rounded(x) for x in interval],
-        "end_to_end_speedup": rounded(sum(b for _, b in whole) / sum(s for s, _ in whole)),
+        "end_to_end_speedup": rounded(base_whole / spec_whole),
         "ttft_ms": rounded(1000 * statistics.median(s.prefill_seconds / len(s.runs) for s, _ in sides), 3),
         "baseline_ttft_ms": rounded(1000 * statistics.median(b.prefill_seconds / len(b.runs) for _, b in sides), 3),
         "time_per_output_token_ms": rounded(1000 * spec_total / max(1, total), 3),

@@ -69,11 +69,13 @@ def expected_acceptance(starts: ChainStarts, hits: Tensor, *, num_draft_tokens: 
     accepted = hits[..., :num_draft_tokens].long().cumprod(-1).sum(-1)  # [B, S]
     room = starts.valid[..., :num_draft_tokens].sum(-1)  # [B, S] supervised tokens that follow, up to K
     for positions, takes, rooms in zip(starts.positions.tolist(), accepted.tolist(), room.tolist(), strict=True):
+        rooms_at = dict(zip(positions, rooms, strict=True))
         following = -1
         for t, take, left in zip(positions, takes, rooms, strict=True):
             if left == 0 or t < following:
                 continue
-            ends = take == left < num_draft_tokens  # the text's last token was accepted: no bonus
+            goes_on = left == num_draft_tokens == rooms_at.get(t + 1)  # a token follows even the longest chain
+            ends = take == left and not goes_on  # the text's last token was accepted: no bonus
             committed = take + (0 if ends else 1)
             counted.add(take, committed)
             following = t + committed

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 import transformers
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from .. import __version__
+from ..configs.errors import BadInput
 from ..heads.target import Target
 
 SCHEMA_VERSION = 1
@@ -58,6 +60,13 @@ def build_report(target: Target, results: list[dict[str, Any]]) -> dict[str, Any
     }
 
 
+def check_output(folder: str | Path) -> None:
+    """Raises BadInput, before hours of measuring, where a report's folder cannot be made. Makes nothing."""
+    nearest = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise BadInput(f"output {folder}: {nearest} is {'not writable' if nearest.is_dir() else 'a file'}")
+
+
 def write_report(folder: str | Path, report: dict[str, Any], rounds: list[dict[str, Any]]) -> Path:
     """Write report.json and rounds.jsonl, each whole or not at all."""
     folder = Path(folder)
@@ -69,45 +78,59 @@ def write_report(folder: str | Path, report: dict[str, Any], rounds: list[dict[s
 def write_whole(path: Path, text: str) -> Path:
     """Replace a file's text in one step."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        file.write(text)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+        unfinished = Path(file.name)
+        try:
+            file.write(text)
+            file.close()
+            unfinished.chmod(0o644)
+            os.replace(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)
     return path
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """The table on screen."""
+    """The table on screen, and under it what the columns mean."""
     about, machine = report["target"], report["environment"]
-    table = Table(title=f"{about['name']} ({about['dtype']}) on {machine['device']}, {machine['num_threads']} threads")
-    for column in ("drafter", "suite", "T", "batch", "K"):
-        table.add_column(column)
-    for column in ("acceptance length", "by position", "tokens/s", "baseline", "speedup [95 %]", "lossless"):
-        table.add_column(column, justify="right")
+    console.print(f"{about['name']} ({about['dtype']}) on {machine['device']}, {machine['num_threads']} threads")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("drafter")
+    table.add_column("suite")
+    for column in ("T", "B", "K", "length", "tok/s", "base", "speedup [95 %]", "lossless"):
+        table.add_column(column, justify="right", no_wrap=True)
     for r in report["results"]:
-        rates = " ".join("-" if x is None else f"{x:.2f}" for x in r["acceptance_rate"])
         low, high = r["speedup_ci95"]
-        length = r["acceptance_length"]
         table.add_row(
             r["drafter"],
             r["suite"],
             f"{r['temperature']:g}",
             str(r["batch_size"]),
             str(r["num_draft_tokens"]),
-            "-" if length is None else f"{length:.2f}",
-            rates,
-            str(r["tokens_per_second"]),
-            str(r["baseline_tokens_per_second"]),
-            f"{r['speedup']:.2f} [{low:.2f}, {high:.2f}]",
+            number(r["acceptance_length"]),
+            number(r["tokens_per_second"], 0),
+            number(r["baseline_tokens_per_second"], 0),
+            f"{number(r['speedup'])} [{number(low)}, {number(high)}]",
             lossless_words(r["lossless"]),
         )
     console.print(table)
+    console.print("B rows at a time, K drafts per round; length: tokens per target forward; lossless: texts equal")
+    for r in report["results"]:
+        rates = " ".join(map(number, r["acceptance_rate"]))
+        forced = r["teacher_forced_acceptance_length"]
+        tail = "" if forced is None else f"; teacher-forced acceptance length {forced:.2f}"
+        console.print(f"{r['drafter']} on {r['suite']}: acceptance rate by position {rates}{tail}")
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A cell; `-` where there was nothing to measure."""
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def lossless_words(lossless: dict[str, Any]) -> str:
     """One cell: how many texts equal the baseline's."""
     if not lossless["checked"]:
-        return "not checked at T > 0"
-    words = f"{lossless['identical']}/{lossless['checked']} identical"
+        return "sampled"
+    words = f"{lossless['identical']}/{lossless['checked']}"
     if lossless["explained"]:
-        words += f", {lossless['explained']} rounding"
+        words += f" +{lossless['explained']} rounding"
     return words + (f", {lossless['unexplained']} UNEXPLAINED" if lossless["unexplained"] else "")

@@ -113,7 +113,7 @@ class LossOutput:
 
 @dataclass
 class Proposal:
-    """The drafted chain. tokens: [B, K] target ids. logits: one [B, Vd] per depth, for heads that score a vocabulary."""
+    """The drafted chain. tokens: [B, K] target ids. logits: [B, Vd] per depth, of drafters that score a vocabulary."""
 
     tokens: Tensor
     logits: list[Tensor] = field(default_factory=list)

@@ -31,7 +31,7 @@ from .target import Target, TargetOutput
 
 @dataclass(kw_only=True)
 class Eagle3Config(HeadConfig):
-    """feature_layers None: [2, n/2, n-3] of n target layers, the engines' default; for shallow targets [1, n/2, n-1]."""
+    """feature_layers None: [2, n/2, n-3] of n target layers, the engines' default; of few layers [1, n/2, n-1]."""
 
     type: str = "eagle3"
     num_depths: int = 7
@@ -123,7 +123,7 @@ class Eagle3Head(DraftHead):
         super().__init__(config, target, draft_token_ids)
         if config.feature_layers is None:
             config.feature_layers = default_feature_layers(target.num_layers)
-        if config.feature_layers != sorted(set(config.feature_layers)):
+        if not config.feature_layers or config.feature_layers != sorted(set(config.feature_layers)):
             raise BadInput(
                 f"head.feature_layers: {config.feature_layers}: must ascend without repeats, as engines read"
             )

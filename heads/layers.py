@@ -71,7 +71,7 @@ class Attention(nn.Module):
         return keys, self._split(self.v_proj(x), self.num_kv_heads)
 
     def group(self, queries: Tensor) -> Tensor:
-        """[B, N, Q, H] -> [B, Nkv, N/Nkv * Q, H]: the queries that share a key head, so that keys are never repeated."""
+        """[B, N, Q, H] -> [B, Nkv, N/Nkv * Q, H]: queries that share a key head, so that keys are never repeated."""
         return queries.reshape(len(queries), self.num_kv_heads, -1, self.head_dim)
 
     def output(self, mixed: Tensor, num_queries: int) -> Tensor:
@@ -103,7 +103,7 @@ def llama_config(target_config: Any) -> LlamaConfig:
     give their full-attention set; keys that engines would misread on a plain layer (mrope, partial rotation) go.
     """
     c = target_config
-    rope = dict(getattr(c, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0})
+    rope: dict[str, Any] = getattr(c, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
     rope = dict(rope.get("full_attention", rope))
     for key in ("mrope_section", "mrope_interleaved", "partial_rotary_factor"):
         rope.pop(key, None)

@@ -42,7 +42,9 @@ def build_head(
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return head_class(config.type)(config, target, draft_token_ids).to(target.device)
+        head = head_class(config.type)(config, target, draft_token_ids).to(target.device)
+    target.check_layers(head.feature_layers)
+    return head
 
 
 def save_head(head: DraftHead, folder: str | Path, *, dtype: torch.dtype | None = None) -> Path:

@@ -1,6 +1,9 @@
 """The frozen model whose tokens are drafted: hidden states of chosen layers, embedding, output logits, caches."""
 
 import hashlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -8,8 +11,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as hf_logging
 
-from ..configs.errors import BadInput
+from ..configs.errors import BadInput, first_line
 from .cache import SlotCache, visibility_mask
 
 LAYER_LISTS = ("layers", "h", "blocks")  # what the decoder layers are called in Hugging Face models
@@ -54,6 +58,11 @@ def torch_dtype(name: str) -> torch.dtype | str:
     if short.get(name, name) not in names:
         raise BadInput(f"dtype {name!r}: expected one of auto, {', '.join(names)}")
     return names[short.get(name, name)]
+
+
+def default_device() -> str:
+    """cuda where there is one, else cpu."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Target:
@@ -103,17 +112,22 @@ class Target:
         wanted = torch_dtype(dtype)
         how = {"revision": revision, "trust_remote_code": trust_remote_code}
         try:
-            config = AutoConfig.from_pretrained(path, **how)
-            # as stored, so that the fingerprint is of the stored values, whatever dtype the run asks for
-            model, info = AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype="auto", output_loading_info=True, **how
-            )
+            with quiet_loading():
+                config = AutoConfig.from_pretrained(path, **how)
+                # as stored, so that the fingerprint is of the stored values, whatever dtype the run asks for
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
+                    path, config=config, dtype="auto", output_loading_info=True, **how
+                )
+            model, info = loaded
         except Exception as error:  # transformers raises OSError, ValueError, KeyError, safetensors' own ...
-            raise BadInput(f"target {path}: {str(error).strip().splitlines()[0]}") from error
+            raise BadInput(f"target {path}: {first_line(error)}") from error
         if info["missing_keys"]:
             raise BadInput(f"target {path}: weights missing in the checkpoint: {sorted(info['missing_keys'])[:3]} ...")
         fingerprint = fingerprint_of(model)
-        model = model.to(device=device, dtype=wanted if isinstance(wanted, torch.dtype) else None)
+        try:
+            model = model.to(device=device, dtype=wanted if isinstance(wanted, torch.dtype) else None)
+        except (RuntimeError, AssertionError) as error:  # no such device, none in this build, too little memory
+            raise BadInput(f"device {device}: {first_line(error)}") from error
         return cls(model, name=path, fingerprint=fingerprint)
 
     @property
@@ -123,7 +137,7 @@ class Target:
             try:
                 self._tokenizer = AutoTokenizer.from_pretrained(self.name)
             except Exception as error:
-                raise BadInput(f"tokenizer of {self.name}: {str(error).strip().splitlines()[0]}") from error
+                raise BadInput(f"tokenizer of {self.name}: {first_line(error)}") from error
         return self._tokenizer
 
     @property
@@ -218,16 +232,21 @@ class Target:
                 return found
         raise BadInput(f"target {self.name}: no decoder layers found under {', '.join(LAYER_LISTS)}")
 
-    def _watch(self, feature_layers: tuple[int, ...]) -> None:
-        """Capture the residual stream that enters these layers, from now on."""
+    def check_layers(self, feature_layers: tuple[int, ...]) -> None:
+        """Raises BadInput on an index that is no layer's input."""
         for i in feature_layers:
-            if i in self._watched:
-                continue
             if not 0 <= i < self.num_layers:
                 raise BadInput(
                     f"feature layer {i}: {self.name} has layers 0..{self.num_layers - 1} "
                     "(the state after the last layer is read as post_norm, not by index)"
                 )
+
+    def _watch(self, feature_layers: tuple[int, ...]) -> None:
+        """Capture the residual stream that enters these layers, from now on."""
+        self.check_layers(feature_layers)
+        for i in feature_layers:
+            if i in self._watched:
+                continue
 
             def keep(module: nn.Module, args: tuple, kwargs: dict, i: int = i) -> None:
                 self._captured[i] = args[0] if args else kwargs["hidden_states"]
@@ -261,6 +280,21 @@ class Target:
                 raise BadInput(
                     f"target {self.name}: {type(self.model).__name__} computes its outputs in an unknown way"
                 )
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Without transformers' report of a bad checkpoint, which we sum up, and its progress bar, but on a terminal."""
+    verbosity, bar = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        if bar:
+            hf_logging.enable_progress_bar()
 
 
 def fingerprint_of(model: nn.Module) -> str:

@@ -1,13 +1,17 @@
 """Tiny random targets and the fixtures that tests of several folders share."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from headstart.eval.generate import generate
 from headstart.heads.base import DraftBatch, Proposal, Reading
 from headstart.heads.registry import HEADS
 from headstart.heads.target import Target, fingerprint_of
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -15,6 +19,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
 )
@@ -82,9 +87,31 @@ def tiny_model() -> Callable[..., PreTrainedModel]:
     return make_model
 
 
+@pytest.fixture(scope="session")
+def saved_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target's folder, with a tokenizer of words w0 .. w60 and no chat template; beside it rows.jsonl, text that the
+    target itself wrote."""
+    folder = tmp_path_factory.mktemp("saved") / "target"
+    make_model("llama").save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(SIZES["vocab_size"])}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", pad_token="w0").save_pretrained(folder)
+    prompts = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34], [1, 44, 3], [1, 13, 14]]
+    texts = generate(Target.load(folder), None, prompts, max_new_tokens=24, eos_token_ids=[]).token_ids
+    rows = [{"input_ids": p + t, "prompt_length": len(p)} for p, t in zip(prompts, texts, strict=True)]
+    folder.with_name("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
 @pytest.fixture(params=sorted(HEADS))
 def head_type(request: pytest.FixtureRequest) -> str:
     """Every family in the registry."""
+    return request.param
+
+
+@pytest.fixture(params=sorted(FAMILIES))
+def family(request: pytest.FixtureRequest) -> str:
+    """Every kind of target that the tests build."""
     return request.param
 
 

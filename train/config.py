@@ -49,6 +49,10 @@ class TrainConfig:
         for name in ("max_steps", "batch_size", "accumulation", "log_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise BadInput(f"{name} {getattr(self, name)}: expected at least 1")
+        if self.stop_at_step is not None and self.stop_at_step < 1:
+            raise BadInput(f"stop_at_step {self.stop_at_step}: expected at least 1")
+        if self.device not in (None, "cpu", "cuda"):
+            raise BadInput(f"device {self.device!r}: expected cpu or cuda; which GPUs, CUDA_VISIBLE_DEVICES says")
         if self.precision not in ("fp32", "bf16"):
             raise BadInput(f"precision {self.precision!r}: expected fp32 or bf16")
         if self.learning_rate <= 0:

@@ -5,13 +5,13 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
 from rich.console import Console
 from torch import Tensor
 
@@ -63,8 +63,10 @@ def train(run: RunConfig, *, console: Console | None = None) -> Path:
     first_step = load_checkpoint(done[-1], head, optimizer) if done else 0
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        folder.mkdir(parents=True, exist_ok=True)
-        dump_config(run, folder / "config.yaml")
+        try:
+            dump_config(run, folder / "config.yaml")
+        except OSError as error:
+            raise BadInput(f"train.output_dir {folder}: {error.strerror}") from error
     wrapped, optimizer = accelerator.prepare(head, optimizer)
     plan = BatchPlan(
         num_rows=len(samples),
@@ -128,6 +130,10 @@ class Loop:
         self.config, self.accelerator, self.target = config, accelerator, target
         self.head, self.wrapped, self.optimizer = head, wrapped, optimizer
 
+    def total(self, values: Tensor) -> Tensor:
+        """The sum over all ranks."""
+        return cast(Tensor, self.accelerator.reduce(values, "sum"))
+
     def step(self, step: int, batches: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Any]:
         """One optimizer step over accumulated batches (input_ids, loss_mask), [B, T] each; returns its metrics row.
 
@@ -139,7 +145,7 @@ class Loop:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         counts = torch.stack([chain_starts(mask, self.head.num_depths).valid.sum((0, 1)) for _, mask in batches]).sum(0)
-        denominators = self.accelerator.reduce(counts.float(), "sum")  # [K]
+        denominators = self.total(counts.float())  # [K]
         sums, hits = torch.zeros_like(denominators), torch.zeros_like(denominators)
         loss = torch.zeros((), device=self.accelerator.device)
         for i, (input_ids, loss_mask) in enumerate(batches):
@@ -155,7 +161,7 @@ class Loop:
         norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), self.config.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        totals = self.accelerator.reduce(torch.cat([loss[None], sums, hits]), "sum")
+        totals = self.total(torch.cat([loss[None], sums, hits]))
         loss, sums, hits = totals[0], *totals[1:].chunk(2)
         if not torch.isfinite(loss):
             raise BadInput(f"step {step + 1}: the loss is {loss.item()}; lower train.learning_rate or check the data")
@@ -190,7 +196,7 @@ class Loop:
             counted.tried = [a + b for a, b in zip(counted.tried, one.tried, strict=True)]
             counted.taken = [a + b for a, b in zip(counted.taken, one.taken, strict=True)]
         figures = [counted.num_rounds, counted.num_committed, *counted.tried, *counted.taken]
-        total = accelerator.reduce(torch.tensor(figures, device=accelerator.device), "sum").tolist()
+        total = self.total(torch.tensor(figures, device=accelerator.device)).tolist()
         counted = Acceptance(total[0], total[1], total[2 : 2 + num_draft], total[2 + num_draft :])
         return {
             "num_draft_tokens": num_draft,
@@ -214,6 +220,8 @@ def load_samples(run: RunConfig, target: Target, console: Console) -> tuple[list
     samples, counts = encode_rows(rows, tokenizer, max_length=length)
     if not samples:
         raise BadInput(f"data.train: no row has supervised tokens within data.max_length {length}: {counts}")
+    if not any(a and b for sample in samples for a, b in pairwise(sample.loss_mask[1:])):
+        raise BadInput(f"data.train: no row has a token to draft (two supervised tokens in a row): {counts}")
     if counts.get("dropped"):
         console.print(f"data.train: {counts}")
     validation = (
@@ -227,13 +235,12 @@ def start_accelerator(config: TrainConfig) -> Accelerator:
     accelerator = Accelerator(
         mixed_precision="bf16" if config.precision == "bf16" else "no",
         cpu=config.device == "cpu",
-        dataloader_config=DataLoaderConfiguration(),
     )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != launched:
         raise BadInput(
-            f"launched with {launched} processes, but Accelerate runs {accelerator.num_processes}: each would train alone. "
-            "On CPU, launch with ACCELERATE_USE_CPU=true"
+            f"launched with {launched} processes, but Accelerate runs {accelerator.num_processes}: each would train "
+            "alone. On CPU, launch with ACCELERATE_USE_CPU=true"
         )
     return accelerator
 

@@ -1,6 +1,7 @@
 """The quickstart's corpus keeps its promises: checkable answers, disjoint splits, the same text for the same seed."""
 
 import ast
+import re
 
 import pytest
 from headstart.scripts import toy_corpus
@@ -32,9 +33,8 @@ def test_another_problems_answer_is_wrong(kind: str) -> None:
         ("12", "<think>\nIt is 12."),
         ("12", "<think>\n12\n</think>\n\nThe answer is 121."),
         ("12", "<think>\n12\n</think>\n\nThe answer is 12 or 13."),
-        ("3, 7", "<think>\n</think>\n\nThe order is 3, 7, 9."),
-        ("Mia", "<think>\n</think>\n\nIt is Mia or Ben."),
-        ("Mia", "<think>\n</think>\n\n"),
+        ("Mia 3", "<think>\n</think>\n\nMia or Ben has 3."),
+        ("Mia 3", "<think>\n</think>\n\n"),
     ],
 )
 def test_open_traces_and_vague_answers_are_wrong(answer: str, text: str) -> None:
@@ -48,17 +48,16 @@ def test_reference_traces_open_and_close_once() -> None:
         assert content.startswith("<think>\n") and content.count("</think>\n\n") == 1
 
 
-def test_sorted_answers_are_sorted() -> None:
-    for problem in PROBLEMS:
-        if problem["kind"] == "sort":
-            numbers = [int(number) for number in problem["answer"].split(", ")]
-            rising = "smallest to largest" in problem["messages"][0]["content"]
-            assert numbers == sorted(numbers, reverse=not rising)
+def test_every_sum_in_a_trace_is_true() -> None:
+    sums = [s for p in PROBLEMS for s in re.findall(r"(\d+) ([+-]) (\d+) = (\d+)", p["messages"][1]["content"])]
+    assert len(sums) > len(PROBLEMS)
+    assert all(int(a) + int(b) * (1 if sign == "+" else -1) == int(c) for a, sign, b, c in sums)
 
 
-def test_all_kinds_occur_and_questions_are_distinct() -> None:
+def test_all_kinds_occur_and_held_out_questions_are_distinct() -> None:
     assert {problem["kind"] for problem in PROBLEMS} == set(FAMILIES)
-    assert len(_questions(PROBLEMS)) == len(PROBLEMS)
+    held_out = reasoning_problems(300, 0, held_out=True)
+    assert len(_questions(held_out)) == len(held_out)
 
 
 def test_held_out_questions_never_occur_in_training_whatever_the_seed() -> None:

@@ -1,0 +1,35 @@
+# Few words; each works on a fresh clone.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+help: ## list the words
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+quickstart: $(READY) ## the whole product on a small target of its own, on a CPU, without network
+	PYTHON=$(BIN)/python bash scripts/quickstart.sh
+
+check: $(READY) ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+test: $(READY) ## every test but the slow and the GPU ones; under 5 minutes on 2 cores
+	$(BIN)/pytest -m "not slow and not gpu"
+
+test-slow: $(READY) ## the slow tests, the quickstart and its bars among them
+	$(BIN)/pytest -m "slow and not gpu"
+
+wheel: $(READY) ## build the wheel into dist/
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+clean: ## remove what runs and builds left
+	rm -rf build dist runs *.egg-info
+
+.PHONY: help quickstart check test test-slow wheel clean

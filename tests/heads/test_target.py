@@ -1,0 +1,265 @@
+"""What heads read of a target is what Hugging Face computes, in every family, cached or not, however it is stored."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from headstart.configs.errors import BadInput
+from headstart.heads.target import Target, torch_dtype
+from safetensors.torch import load_file, save_file
+
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-5}
+
+
+def random_ids(target, *, num_rows=2, length=20, seed=0) -> torch.Tensor:
+    source = torch.Generator().manual_seed(seed)
+    return torch.randint(3, target.vocab_size, (num_rows, length), generator=source)
+
+
+def perturb_norms(model) -> None:
+    """Norm gains other than their start, so that a norm left out or applied twice shows."""
+    source = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=source))
+
+
+def message(call, *args, **kwargs) -> str:
+    with pytest.raises(BadInput) as caught:
+        call(*args, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# What it reads
+
+
+def test_states_and_logits_are_those_of_hugging_face(family, tiny_target):
+    target = tiny_target(family)
+    perturb_norms(target.model)
+    ids = random_ids(target)
+    last = {}
+    hook = target.layers[-1].register_forward_hook(
+        lambda module, args, out: last.update(raw=out[0] if isinstance(out, tuple) else out)
+    )
+    with torch.no_grad():
+        said = target.model(input_ids=ids, output_hidden_states=True, use_cache=False)
+    hook.remove()
+    layers = tuple(range(target.num_layers))
+    ours = target.forward(ids, feature_layers=layers)
+    assert ours.features.shape == (*ids.shape, target.num_layers, target.hidden_size)
+    for i in layers:
+        torch.testing.assert_close(ours.features[:, :, i], said.hidden_states[i], **CLOSE)
+    torch.testing.assert_close(ours.post_norm, said.hidden_states[-1], **CLOSE)
+    assert (ours.post_norm - last["raw"]).abs().max() > 0.1, "post_norm lies behind the final norm"
+    torch.testing.assert_close(target.logits(ours.post_norm), said.logits.float(), **CLOSE)
+
+
+def test_chosen_layers_come_in_the_order_asked_for(target):
+    ids = random_ids(target)
+    every = target.forward(ids, feature_layers=(0, 1, 2, 3)).features
+    assert torch.equal(target.forward(ids, feature_layers=(3, 1)).features, every[:, :, [3, 1]])
+    assert target.forward(ids).features.shape == (*ids.shape, 0, target.hidden_size)
+
+
+def test_one_position_per_row_is_picked(target):
+    ids = random_ids(target)
+    every = target.forward(ids, feature_layers=(1,))
+    one = every.at(torch.tensor([4, 19]))
+    assert torch.equal(one.post_norm[:, 0], torch.stack([every.post_norm[0, 4], every.post_norm[1, 19]]))
+    assert torch.equal(one.features[:, 0], torch.stack([every.features[0, 4], every.features[1, 19]]))
+
+
+@pytest.mark.parametrize("index", [4, 7, -1])
+def test_an_index_beyond_the_layer_inputs_is_refused(index, target):
+    """Hugging Face and vLLM mean different states by index num_layers."""
+    said = message(target.forward, random_ids(target), feature_layers=(index,))
+    assert said.startswith(f"feature layer {index}: tiny-llama has layers 0..3") and "post_norm" in said
+
+
+def test_right_padding_changes_nothing_before_it(family, tiny_target):
+    target = tiny_target(family)
+    row = random_ids(target, num_rows=1, length=12)
+    padded = torch.cat([row, torch.full((1, 9), 7)], 1)
+    alone, beside = (target.forward(ids, feature_layers=(1, 3)) for ids in (row, padded))
+    torch.testing.assert_close(beside.post_norm[:, :12], alone.post_norm, **CLOSE)
+    torch.testing.assert_close(beside.features[:, :12], alone.features, **CLOSE)
+
+
+@pytest.mark.parametrize("lengths", [[3, 11, 1, 6], [5]], ids=["ragged", "one row"])
+def test_cached_decoding_equals_a_fresh_forward(family, lengths, tiny_target):
+    """Rows advance by one to four tokens of the five read; what the others left in the cache is never seen."""
+    target, layers = tiny_target(family), (0, 2, 3)
+    texts = random_ids(target, num_rows=len(lengths), length=90, seed=3)
+    fresh = target.forward(texts, feature_layers=layers)
+    source = torch.Generator().manual_seed(9)
+    done, longest = torch.tensor(lengths), max(lengths)
+    prompts = texts[:, :longest].clone()
+    for i, length in enumerate(lengths):
+        prompts[i, length:] = 5  # right padding
+    cache = target.new_cache(100)
+    positions = torch.arange(longest).expand(len(lengths), -1)
+    read = target.forward(prompts, feature_layers=layers, cache=cache, positions=positions, extent=longest)
+    for i, length in enumerate(lengths):
+        torch.testing.assert_close(read.post_norm[i, :length], fresh.post_norm[i, :length], **CLOSE)
+    for turn in range(24):
+        num_read = 1 if turn % 3 == 0 else 5
+        steps = torch.randint(1, min(num_read, 4) + 1, (len(lengths),), generator=source)
+        positions = done[:, None] + torch.arange(num_read)
+        tokens = texts.gather(1, positions)
+        kept = torch.arange(num_read) < steps[:, None]
+        tokens = torch.where(kept, tokens, random_ids(target, num_rows=len(lengths), length=num_read, seed=turn))
+        extent = int(done.max()) + num_read
+        read = target.forward(tokens, feature_layers=layers, cache=cache, positions=positions, extent=extent)
+        for i, step in enumerate(steps.tolist()):
+            where = slice(int(done[i]), int(done[i]) + step)
+            torch.testing.assert_close(read.post_norm[i, :step], fresh.post_norm[i, where], **CLOSE)
+            torch.testing.assert_close(read.features[i, :step], fresh.features[i, where], **CLOSE)
+        done = done + steps
+        if int(done.max()) + 5 > 90:
+            break
+    assert int(done.max()) > 40, "far beyond the sliding window of 8"
+
+
+def test_the_model_is_frozen(family, tiny_target):
+    target = tiny_target(family)
+    assert not target.model.training
+    assert not any(p.requires_grad for p in target.model.parameters())
+    assert not target.forward(random_ids(target), feature_layers=(1,)).features.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("family", "gain"),
+    [("llama", lambda w: w), ("qwen3", lambda w: w), ("gemma3", lambda w: 1 + w), ("gpt_neox", torch.ones_like)],
+)
+def test_the_gain_of_the_final_norm(family, gain, tiny_target):
+    """As stored, as 1 + w, and ones where the norm is no RMSNorm."""
+    target = tiny_target(family)
+    perturb_norms(target.model)
+    norm = target.base.final_layer_norm if family == "gpt_neox" else target.base.norm
+    torch.testing.assert_close(target.final_norm_scale(), gain(norm.weight.detach()), rtol=1e-4, atol=1e-5)
+
+
+def test_end_tokens_come_from_the_generation_config_first(tiny_target):
+    target = tiny_target("llama")
+    target.model.generation_config.eos_token_id = [7, 9]
+    assert target.eos_token_ids == {7, 9}
+    target.model.generation_config.eos_token_id = None
+    assert target.eos_token_ids == {2}
+
+
+# How it loads
+
+
+@pytest.fixture
+def saved(tiny_model, tmp_path):
+    """saved(family, shards=False, **changes): a model and the folder that holds it."""
+
+    def save(family="llama", *, shards=False, **changes):
+        model, folder = tiny_model(family, **changes), tmp_path / f"{family}-{shards}-{len(changes)}"
+        model.save_pretrained(folder, max_shard_size="20KB" if shards else "5GB")
+        assert (len(list(folder.glob("*.safetensors"))) > 1) == shards
+        return model, folder
+
+    return save
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["one file", "sharded"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_saved_target_loads_as_it_was(shards, tied, saved):
+    model, folder = saved("llama", shards=shards, tie_word_embeddings=tied)
+    target = Target.load(folder, device="cpu")
+    assert target.name == str(folder) and target.dtype == torch.float32
+    assert not any(p.requires_grad for p in target.model.parameters())
+    ids = random_ids(target)
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits
+    torch.testing.assert_close(target.logits(target.forward(ids).post_norm), wanted, **CLOSE)
+    assert (target.output_layer.weight is target.input_embedding.weight) == tied
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_the_fingerprint_is_of_the_stored_weights(tied, saved):
+    _, whole = saved("llama", tie_word_embeddings=tied)
+    _, sharded = saved("llama", shards=True, tie_word_embeddings=tied)
+    loaded = [Target.load(whole), Target.load(whole, dtype="float32"), Target.load(whole, dtype="bfloat16")]
+    assert [target.dtype for target in loaded] == [torch.float32, torch.float32, torch.bfloat16]
+    assert len({target.fingerprint for target in [*loaded, Target.load(sharded)]}) == 1
+
+
+def test_another_weight_is_another_fingerprint(saved):
+    _, folder = saved()
+    before = Target.load(folder).fingerprint
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.2.self_attn.o_proj.weight"][0, 0] += 0.5
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert Target.load(folder).fingerprint != before
+
+
+def test_a_folder_that_is_no_model_is_named(tmp_path):
+    assert message(Target.load, tmp_path / "gone") == f"target {tmp_path / 'gone'}: no such folder"
+    assert message(Target.load, tmp_path) == f"target {tmp_path}: no config.json in it"
+    assert message(Target.load, "./gone") == "target gone: no such folder"
+
+
+@pytest.mark.parametrize("config", ["{", "[]", "{}", '{"model_type": "no_such_family"}'])
+def test_a_config_that_is_none_is_one_line(config, tmp_path):
+    (tmp_path / "config.json").write_text(config)
+    assert message(Target.load, tmp_path).startswith(f"target {tmp_path}: ")
+
+
+def test_damaged_weights_are_one_line(saved, capsys):
+    _, folder = saved()
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    for content in (whole[: len(whole) // 2], whole[:4], b""):
+        file.write_bytes(content)
+        assert message(Target.load, folder).startswith(f"target {folder}: ")
+    file.unlink()
+    assert message(Target.load, folder).startswith(f"target {folder}: ")
+
+
+def test_a_missing_tensor_is_named_and_nothing_else_is_said(saved, capsys):
+    _, folder = saved()
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    capsys.readouterr()
+    said = message(Target.load, folder)
+    assert "weights missing in the checkpoint" in said and "model.layers.1.mlp.up_proj.weight" in said
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_missing_shard_is_one_line(saved):
+    _, folder = saved(shards=True)
+    next(folder.glob("*.safetensors")).unlink()
+    assert message(Target.load, folder).startswith(f"target {folder}: ")
+
+
+def test_sizes_that_do_not_fit_are_one_line(saved):
+    _, folder = saved()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 40}))
+    assert message(Target.load, folder).startswith(f"target {folder}: ")
+
+
+def test_an_unknown_dtype_or_device_is_refused(saved):
+    _, folder = saved()
+    assert message(Target.load, folder, dtype="int8").startswith("dtype 'int8': expected one of auto, float32")
+    assert message(Target.load, folder, device="abacus").startswith("device abacus: ")
+    assert torch_dtype("bf16") is torch.bfloat16 and torch_dtype("auto") == "auto"
+
+
+def test_a_folder_without_tokenizer_says_so_on_first_use(saved):
+    _, folder = saved()
+    target = Target.load(folder)
+    assert message(lambda: target.tokenizer).startswith(f"tokenizer of {folder}: ")
+
+
+def test_a_path_may_be_text_or_path(saved, monkeypatch):
+    _, folder = saved()
+    monkeypatch.chdir(folder.parent)
+    assert Target.load(f"./{folder.name}").fingerprint == Target.load(Path(folder.name)).fingerprint

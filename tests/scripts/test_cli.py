@@ -1,0 +1,249 @@
+"""The two commands do their work, and every bad input is one line, exit code 2 and no folder."""
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+import typer
+import yaml
+from headstart import __version__
+from headstart.configs.jsonl import read_jsonl
+from headstart.heads.registry import HEADS, build_head, save_head
+from headstart.scripts import cli
+
+
+@pytest.fixture
+def headstart(monkeypatch, capsys):
+    """headstart("train ..."): runs the command line in this process; returns exit code, stdout, stderr."""
+
+    def call(line, *more):
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["headstart", *shlex.split(line), *map(str, more)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+            sys.exit(0)
+        code = caught.value.code
+        return (0 if code is None else code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def config(saved_target, tmp_path):
+    """config(head_type): a run YAML for three steps."""
+
+    def write(head_type="medusa"):
+        path = tmp_path / f"{head_type}.yaml"
+        sections = {
+            "target": {"path": str(saved_target)},
+            "head": {"type": head_type, "num_depths": 3},
+            "data": {"train": str(saved_target.with_name("rows.jsonl"))},
+            "train": {"max_steps": 3, "batch_size": 2, "device": "cpu", "output_dir": str(tmp_path / "run")},
+        }
+        path.write_text(yaml.safe_dump(sections))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def head_folder(saved_target, tmp_path):
+    """An untrained head of the saved target."""
+    from headstart.heads.target import Target
+
+    head = build_head(HEADS["medusa"].config_class(type="medusa"), Target.load(saved_target))
+    return save_head(head, tmp_path / "head")
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    """prompts(row, ...): a JSONL file; text is written as it is."""
+
+    def write(*rows):
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+        return path
+
+    return write
+
+
+def test_train_then_eval(head_type, headstart, config, saved_target, prompts, tmp_path):
+    code, out, err = headstart("train", config(head_type), "train.max_steps=4")
+    assert code == 0, err
+    final = tmp_path / "run" / "final"
+    assert sorted(p.name for p in final.iterdir()) == ["config.json", "model.safetensors"]
+    assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 4
+    file = prompts({"prompt": "w5 w9 w13"}, {"turns": ["w7", "w8"]}, {"input_ids": [1, 30, 31]}, {"prompt": "w1"})
+    output = tmp_path / "out"
+    line = f"eval --target {saved_target} --head {final} --prompts {file} --output {output} --max-new-tokens 12"
+    code, out, err = headstart(line, "--repeats", 1, "--limit", 3, "--batch-size", 1, "--batch-size", 2)
+    assert code == 0, err
+    assert str(output / "report.json") in out.replace("\n", "")
+    report = json.loads((output / "report.json").read_text())
+    assert set(report) == {"schema_version", "environment", "target", "results"}
+    assert report["environment"]["num_threads"] >= 1 and report["target"]["dtype"] == "float32"
+    assert [entry["batch_size"] for entry in report["results"]] == [1, 2]
+    for entry in report["results"]:
+        keys = "drafter suite temperature batch_size num_draft_tokens num_prompts num_tokens acceptance_length"
+        keys += " acceptance_rate tokens_per_second baseline_tokens_per_second speedup speedup_ci95 lossless"
+        assert set(keys.split()) <= set(entry)
+        assert (entry["drafter"], entry["suite"], entry["num_prompts"]) == (head_type, "prompts", 3)
+        assert {"checked", "identical", "explained", "unexplained"} <= set(entry["lossless"])
+        assert entry["lossless"]["checked"] == entry["lossless"]["identical"] == 3
+    assert len(read_jsonl(output / "rounds.jsonl")) == 2 * (3 + 2)
+
+
+def test_a_text_that_differs_is_exit_code_1(headstart, head_folder, saved_target, prompts, tmp_path, monkeypatch):
+    """An engine that accepts one draft too many: the report is written and the command fails."""
+    from headstart.eval import generate, verify
+
+    real = verify.accept_chain
+    monkeypatch.setattr(
+        generate, "accept_chain", lambda chosen, drafted: (real(chosen, drafted) + 1).clamp(max=drafted.shape[1])
+    )
+    line = f"eval --target {saved_target} --head {head_folder} --prompts {prompts({'prompt': 'w5 w9'})} --repeats 1"
+    code, _, _ = headstart(line, "--output", tmp_path / "out", "--max-new-tokens", 20)
+    assert code == 1
+    [entry] = json.loads((tmp_path / "out" / "report.json").read_text())["results"]
+    assert entry["lossless"]["unexplained"] == 1
+
+
+def test_several_heads_and_suites_are_told_apart(headstart, head_folder, saved_target, tmp_path):
+    second = tmp_path / "second"
+    second.mkdir()
+    for path in head_folder.iterdir():
+        (second / path.name).write_bytes(path.read_bytes())
+    line = f"eval --target {saved_target} --head {head_folder} --head {second} --output {tmp_path / 'out'} --repeats 1"
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "w5 w9"}\n')
+        line += f" --prompts {tmp_path / name}.jsonl"
+    code, _, err = headstart(line, "--max-new-tokens", 4, "--temperature", 0.7)
+    assert code == 0, err
+    results = json.loads((tmp_path / "out" / "report.json").read_text())["results"]
+    names = [f"medusa:{folder}" for folder in (head_folder, second)]
+    assert [(r["drafter"], r["suite"]) for r in results] == [(n, s) for n in names for s in ("one", "two")]
+    assert {r["temperature"] for r in results} == {0.7}
+
+
+@pytest.mark.parametrize("command", ["", "train", "eval"])
+def test_help_names_every_option(command, headstart):
+    code, out, _ = headstart(f"{command} --help")
+    assert code == 0
+    root = typer.main.get_command(cli.app)
+    known = root.commands[command] if command else root  # pyright: ignore
+    for parameter in known.params:
+        for name in parameter.opts if parameter.param_type_name == "option" else [parameter.metavar]:
+            assert name in out
+    if not command:
+        assert "train" in out and "eval" in out
+
+
+def test_the_version(headstart):
+    assert headstart("--version") == (0, f"{__version__}\n", "")
+
+
+# Bad input
+
+
+def refused(result, problem, *, outputs=()):
+    code, out, err = result
+    assert code == 2, err
+    assert err.startswith("headstart: ") and problem in err, err
+    assert err.count("\n") == 1 and err.endswith("\n"), err
+    assert out == "" and not any(path.exists() for path in outputs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["target.path=./gone"], "target gone: no such folder"),
+        (["train.max_step=3"], "train.max_step: unknown key; did you mean train.max_steps?"),
+        (["head.num_depth=3"], "head.num_depth: unknown key; did you mean head.num_depths?"),
+        (["trian.max_steps=3"], "trian: unknown key; did you mean train?"),
+        (["data.train={empty}"], "empty.jsonl: empty file"),
+        (["data.train={malformed}"], "malformed.jsonl:2: not JSON"),
+        (["data.train={chat}"], "chat.jsonl:1: "),
+        (["train.max_steps=many"], "train.max_steps: should be"),
+        (["train.max_steps"], "override 'train.max_steps': should be key=value"),
+        (["target.path={small}"], "target {small}: "),
+    ],
+)
+def test_train_refuses_in_one_line(arguments, problem, headstart, config, tmp_path):
+    chat = '{"messages": [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6 w7"}]}\n'
+    files = {"empty": "", "malformed": '{"text": "w5 w6"}\n{"text": \n', "chat": chat}
+    for name, text in files.items():
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "config.json").write_text("{}")
+    names = {**{name: tmp_path / f"{name}.jsonl" for name in files}, "small": tmp_path / "small"}
+    result = headstart("train", config(), *(one.format(**names) for one in arguments))
+    refused(result, problem.format(**names), outputs=[tmp_path / "run"])
+
+
+def test_train_names_a_config_that_is_missing(headstart):
+    refused(headstart("train runs/no_such.yaml"), "runs/no_such.yaml: no such file")
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows", "problem"),
+    [
+        ({"--target": "./gone"}, [{"prompt": "w5"}], "target gone: no such folder"),
+        ({"--head": "./gone"}, [{"prompt": "w5"}], "head ./gone: no such folder"),
+        ({"--head": "{empty}"}, [{"prompt": "w5"}], "head {empty}: no config.json in it"),
+        (
+            {"--head": "{target}"},
+            [{"prompt": "w5"}],
+            "config.json: no `headstart` key: not a head trained by Headstart",
+        ),
+        ({"--head": "{damaged}"}, [{"prompt": "w5"}], "{damaged}/model.safetensors: "),
+        ({"--head": "{other}"}, [{"prompt": "w5"}], "head {other}: trained on target tiny-qwen3"),
+        ({"--prompts": "./gone.jsonl"}, [], "gone.jsonl: no such file"),
+        ({}, [], "prompts.jsonl: empty file"),
+        ({}, [{"prompt": "w5"}, '{"prompt": '], "prompts.jsonl:2: not JSON"),
+        ({}, [{"prompt": "w5"}, {"text": "w5"}], "prompts.jsonl:2: a prompt row needs"),
+        (
+            {},
+            [{"messages": [{"role": "user", "content": "w5"}]}],
+            "prompts.jsonl:1: the target's tokenizer has no chat",
+        ),
+        ({}, [{"prompt": "w5 " * 250}], "prompts.jsonl:1: 250 prompt tokens + 8 new ones exceed the context of 256"),
+        ({"--num-draft-tokens": "9"}, [{"prompt": "w5"}], "num_draft_tokens 9: this drafter drafts 1 to 4 tokens"),
+        ({"--dtype": "int8"}, [{"prompt": "w5"}], "dtype 'int8': expected one of auto"),
+        ({"--device": "abacus"}, [{"prompt": "w5"}], "device abacus: "),
+        ({"--output": "{file}"}, [{"prompt": "w5"}], "{file}"),
+        ({"--batch-size": "0"}, [{"prompt": "w5"}], "batch_size 0: expected at least 1"),
+    ],
+)
+def test_eval_refuses_in_one_line(
+    changes, rows, problem, headstart, head_folder, saved_target, prompts, tiny_target, tmp_path
+):
+    names = {name: tmp_path / name for name in ("empty", "damaged", "other", "file")} | {"target": saved_target}
+    names["empty"].mkdir()
+    names["damaged"].mkdir()
+    names["file"].write_text("a file where the folder should be")
+    (names["damaged"] / "config.json").write_text((head_folder / "config.json").read_text())
+    (names["damaged"] / "model.safetensors").write_bytes((head_folder / "model.safetensors").read_bytes()[:99])
+    if changes.get("--head") == "{other}":
+        save_head(build_head(HEADS["medusa"].config_class(type="medusa"), tiny_target("qwen3")), names["other"])
+    options = {
+        "--target": saved_target,
+        "--head": head_folder,
+        "--prompts": prompts(*rows),
+        "--output": tmp_path / "out",
+    }
+    options |= {"--max-new-tokens": "8", "--repeats": "1"} | changes
+    arguments = [str(part).format(**names) for pair in options.items() for part in pair]
+    refused(headstart("eval", *arguments), problem.format(**names), outputs=[tmp_path / "out"])
+    assert names["file"].is_file()
+
+
+@pytest.mark.slow
+def test_the_module_for_many_devices_refuses_alike(config):
+    command = [sys.executable, "-m", "headstart.train", str(config()), "train.max_step=3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "headstart: train.max_step: unknown key; did you mean train.max_steps?\n",
+    )

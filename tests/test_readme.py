@@ -1,0 +1,52 @@
+"""What README, CONTRIBUTING and docs tell people to type exists."""
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+from headstart.scripts.cli import app
+from typer.main import get_command
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXT = "\n".join(page.read_text() for page in PAGES)
+COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
+
+
+def test_every_make_word_is_a_target():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    words = set(re.findall(r"\bmake ([a-z]+(?:-[a-z]+)*)(?=[`\s,:])", TEXT))
+    assert {"quickstart", "test", "check"} <= words
+    assert words - {"much"} <= targets
+
+
+def test_every_option_of_a_shown_command_exists():
+    shown = re.findall(r"^\s*headstart (\w+)(.*)$", TEXT, re.M)
+    assert {name for name, _ in shown} >= {"train", "eval"}
+    for name, rest in shown:
+        options = {option for parameter in COMMANDS[name].params for option in parameter.opts}
+        assert set(re.findall(r"--[a-z-]+", rest)) <= options, (name, rest)
+
+
+def test_every_named_config_and_file_exists():
+    for name in set(re.findall(r"\b(?:configs|heads|docs|tests|scripts)/[\w/.]+\.(?:py|md|yaml|sh|json)\b", TEXT)):
+        assert (ROOT / name).is_file(), name
+    for name in set(re.findall(r"headstart train (runs/\w+\.yaml)", TEXT)):
+        assert (ROOT / "configs" / name).is_file(), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_snippets_parse_and_import_what_exists(page):
+    for snippet in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
+        for node in ast.walk(ast.parse(snippet)):
+            if isinstance(node, ast.ImportFrom):
+                module = importlib.import_module(node.module or "")
+                assert all(hasattr(module, alias.name) for alias in node.names), node.module
+
+
+def test_links_between_pages_resolve():
+    for page in PAGES:
+        for link in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
+            assert (page.parent / link).exists(), (page.name, link)

@@ -1,0 +1,276 @@
+"""Training repeats exactly: by seed, from a checkpoint, after a kill, however a batch is cut; and never half-starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate.state import AcceleratorState
+from headstart.configs.errors import BadInput
+from headstart.eval.generate import generate
+from headstart.heads.registry import load_head
+from headstart.heads.target import Target
+from headstart.train import trainer
+from headstart.train.config import load_run
+from headstart.train.tracking import read_rows
+
+
+@pytest.fixture
+def world(saved_target) -> Path:
+    """The folder with `target` and `rows.jsonl`."""
+    return saved_target.parent
+
+
+@pytest.fixture
+def run(world, tmp_path):
+    """run(head_type, name, "key=value", ...): trains into tmp_path/name and returns that folder."""
+
+    def start(head_type, name, *overrides):
+        config = {
+            "target": {"path": str(world / "target")},
+            "head": {"type": head_type, "num_depths": 3},
+            "data": {"train": str(world / "rows.jsonl")},
+            "train": {"max_steps": 6, "batch_size": 2, "warmup_steps": 2, "learning_rate": 3e-3, "device": "cpu"},
+        }
+        config["train"]["output_dir"] = str(tmp_path / name)
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(config))
+        trainer.train(load_run(path, overrides))
+        return tmp_path / name
+
+    return start
+
+
+@pytest.fixture
+def other_precision():
+    """Accelerate keeps one precision per process; tests of others start and leave it fresh."""
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+def figures(folder, *keys):
+    """The rows of metrics.jsonl but for how long they took."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k != "tokens_per_second" and (not keys or k in keys)} for row in rows]
+
+
+def weights(folder):
+    return (folder / "final" / "model.safetensors").read_bytes()
+
+
+def everything(folder):
+    return {p.relative_to(folder): (p.stat().st_mtime_ns, p.read_bytes()) for p in folder.rglob("*") if p.is_file()}
+
+
+def said(call, *args):
+    with pytest.raises(BadInput) as caught:
+        call(*args)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# The same run is the same run
+
+
+def test_the_same_seed_gives_the_same_losses(head_type, run):
+    first, second = run(head_type, "a"), run(head_type, "b")
+    assert figures(first) == figures(second) and weights(first) == weights(second)
+    assert [row["step"] for row in figures(first)] == [1, 2, 3, 4, 5, 6]
+    other = run(head_type, "c", "train.seed=1")
+    assert figures(other, "loss") != figures(first, "loss")
+
+
+@pytest.mark.parametrize("every", [0, 2], ids=["at the stop", "every two steps"])
+def test_an_interrupted_run_goes_on_exactly(every, head_type, run, world):
+    rows = f"data.validation={world / 'rows.jsonl'}"
+    whole = run(head_type, "whole", "train.validate_every=2", rows)
+    again = ("train.validate_every=2", rows, f"train.checkpoint_every={every}")
+    half = run(head_type, "half", *again, "train.stop_at_step=3")
+    assert not (half / "final").exists() and [row["step"] for row in figures(half)] == [1, 2, 2, 3]
+    run(head_type, "half", *again)
+    assert figures(half) == figures(whole) and weights(half) == weights(whole)
+
+
+def test_a_killed_run_goes_on_exactly(head_type, run):
+    """The kill came two steps behind a checkpoint, within a metrics row and while another checkpoint was written."""
+    whole = run(head_type, "whole")
+    half = run(head_type, "half", "train.stop_at_step=3")
+    partial = half / "checkpoints" / ".step_00000005.partial"
+    partial.mkdir()
+    (partial / "head.safetensors").write_bytes(b"cut")
+    with (half / "metrics.jsonl").open("a") as file:
+        for row in figures(whole)[3:5]:
+            file.write(json.dumps({**row, "loss": -1.0}) + "\n")
+        file.write('{"step": 6, "lo')
+    run(head_type, "half")
+    assert figures(half) == figures(whole) and weights(half) == weights(whole)
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(head_type, run, monkeypatch):
+    whole = run(head_type, "whole")
+
+    class Killed(Exception):
+        pass
+
+    steps = []
+
+    def one_step(self, step, batches, real=trainer.Loop.step):
+        steps.append(step)
+        if len(steps) == 3:
+            raise Killed
+        return real(self, step, batches)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Loop, "step", one_step)
+        with pytest.raises(Killed):
+            run(head_type, "half")
+    half = run(head_type, "half")
+    assert figures(half) == figures(whole) and weights(half) == weights(whole)
+
+
+def test_a_finished_run_is_left_alone(run):
+    folder = run("medusa", "a")
+    before = everything(folder)
+    run("medusa", "a")
+    assert everything(folder) == before
+
+
+def test_the_written_config_repeats_the_run(head_type, run, tmp_path):
+    first = run(head_type, "a")
+    trainer.train(load_run(first / "config.yaml", [f"train.output_dir={tmp_path / 'again'}"]))
+    assert figures(tmp_path / "again") == figures(first) and weights(tmp_path / "again") == weights(first)
+
+
+def test_accumulated_batches_are_one_batch(head_type, run):
+    """Rows of different lengths: the mean is over all supervised chains, not over means."""
+    one = run(head_type, "one", "train.batch_size=4")
+    two = run(head_type, "two", "train.batch_size=2", "train.accumulation=2")
+    for a, b in zip(figures(one), figures(two), strict=True):
+        assert a["num_supervised"] == b["num_supervised"]
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert a["depth_loss"] == pytest.approx(b["depth_loss"], rel=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
+
+
+def test_a_seed_past_many_epochs_keeps_going(run):
+    """Six rows, batches of four: batches cross the ends of epochs and are always full."""
+    folder = run("medusa", "a", "train.batch_size=4", "train.max_steps=5")
+    assert [row["epoch"] for row in figures(folder)] == [round(4 * n / 6, 4) for n in range(1, 6)]
+
+
+# What comes out
+
+
+def test_training_on_the_targets_own_text_raises_the_acceptance_length(head_type, run, world):
+    how = ["train.max_steps=30", "train.batch_size=6", "train.learning_rate=1e-2", "train.validate_every=10"]
+    folder = run(head_type, "a", *how, f"data.validation={world / 'rows.jsonl'}")
+    validated = [row for row in figures(folder) if "validation" in row]
+    assert [row["step"] for row in validated] == [10, 20, 30]
+    lengths = [row["validation"]["acceptance_length"] for row in validated]
+    assert lengths[-1] > max(1.6, lengths[0] + 0.1) and lengths[0] >= 1
+    losses = [row["loss"] for row in figures(folder) if "loss" in row]
+    assert losses[-1] < losses[0]
+    target = Target.load(world / "target")
+    head = load_head(folder / "final", target)
+    rows = [json.loads(line) for line in (world / "rows.jsonl").read_text().splitlines()]
+    prompts = [row["input_ids"][: row["prompt_length"]] for row in rows]
+    out = generate(target, head, prompts, max_new_tokens=24, eos_token_ids=[])
+    assert out.token_ids == [row["input_ids"][row["prompt_length"] :] for row in rows]
+    assert len(out.rounds) < 24, "fewer rounds than tokens"
+
+
+def test_a_cut_draft_vocabulary_keeps_the_end_token(run, world):
+    folder = run("eagle3", "a", "head.draft_vocab_size=20", "train.max_steps=2")
+    head = load_head(folder / "final", Target.load(world / "target"))
+    assert head.vocabulary is not None and len(head.vocabulary.to_target) == 20
+    assert 2 in head.vocabulary.to_target, "eos"
+
+
+def test_bf16_trains_on_fp32_master_weights(run, world, other_precision):
+    folder = run("eagle3", "a", "train.precision=bf16")
+    losses = [row["loss"] for row in figures(folder)]
+    assert all(0 < loss < 100 for loss in losses)
+    assert all(
+        p.dtype == torch.float32 for p in load_head(folder / "final", Target.load(world / "target")).parameters()
+    )
+
+
+def test_only_the_newest_checkpoints_are_kept(run):
+    folder = run("medusa", "a", "train.checkpoint_every=1", "train.keep_checkpoints=2")
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step_00000005", "step_00000006"]
+
+
+def test_rows_that_a_kill_cut_short_are_left_out(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
+    assert read_rows(tmp_path / "none.jsonl") == []
+
+
+# What is refused, before anything is written
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("train.learning_rate=1e-3", "train.learning_rate"),
+        ("head.num_depths=2", "head.num_depths"),
+        ("train.max_steps=9", "train.max_steps"),
+        ("data.max_length=20", "data.max_length"),
+    ],
+)
+@pytest.mark.parametrize("finished", [True, False])
+def test_another_config_in_the_same_folder_is_refused(override, key, finished, run, tmp_path):
+    run("medusa", "a", *([] if finished else ["train.stop_at_step=2"]))
+    before = everything(tmp_path / "a")
+    assert said(run, "medusa", "a", override).startswith(f"{tmp_path / 'a'} holds a run with another {key};")
+    assert everything(tmp_path / "a") == before
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["target.path=./gone"], "target gone: no such folder"),
+        (["data.train=./gone.jsonl"], "./gone.jsonl: no such file"),
+        (["data.validation=./gone.jsonl"], "./gone.jsonl: no such file"),
+        (["data.train={bad}"], "bad.jsonl:2: input_ids[1] is 61, outside the vocabulary of 61"),
+        (["data.train={empty}"], "empty.jsonl: empty file"),
+        (["data.train={short}"], "data.train: no row has a token to draft"),
+        (["head.draft_vocab_size=62"], "draft vocabulary of 62 tokens"),
+        (["head.feature_layers=[1, 2, 4]"], "feature layer 4: "),
+        (["head.feature_layers=[-1, 2]"], "feature layer -1: "),
+        (["head.feature_layers=[]"], "head.feature_layers: []: "),
+        (["head.feature_layers=[2, 1]"], "head.feature_layers: [2, 1]: must ascend"),
+        (["head.labels=medium"], "head: labels 'medium': expected soft or hard"),
+        (["train.precision=fp8"], "train: precision 'fp8': expected fp32 or bf16"),
+        (["train.max_steps=0"], "train: max_steps 0: expected at least 1"),
+        (["train.device=cuda:1"], "train: device 'cuda:1': expected cpu or cuda"),
+        (["train.stop_at_step=0"], "train: stop_at_step 0: expected at least 1"),
+        (["train.max_step=3"], "train.max_step: unknown key; did you mean train.max_steps?"),
+        (["head.type=hydrant"], "head.type: 'hydrant': expected one of"),
+        (["target.dtype=int8"], "dtype 'int8': expected one of auto"),
+        (["train.output_dir={file}"], "train.output_dir"),
+    ],
+)
+def test_nothing_is_left_of_a_run_that_cannot_start(overrides, problem, run, tmp_path):
+    files = {
+        "bad": '{"input_ids": [1, 2], "prompt_length": 1}\n{"input_ids": [1, 61], "prompt_length": 1}\n',
+        "empty": "",
+        "short": '{"input_ids": [1, 2, 3], "prompt_length": 2}\n',
+        "file": "a file where the folder should be",
+    }
+    for name, text in files.items():
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    filled = [one.format(**{n: tmp_path / f"{n}.jsonl" for n in files}) if "{" in one else one for one in overrides]
+    before = sorted(p for p in tmp_path.rglob("*"))
+    assert problem in said(run, "eagle3", "a", *filled)
+    assert sorted(p for p in tmp_path.rglob("*") if p.name != "a.yaml") == before
+    assert (tmp_path / "file.jsonl").read_text() == files["file"]
+
+
+def test_a_damaged_checkpoint_is_named(run, tmp_path):
+    folder = run("medusa", "a", "train.stop_at_step=2")
+    file = folder / "checkpoints" / "step_00000002" / "optimizer.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    assert said(run, "medusa", "a").startswith(f"checkpoint {file.parent}: ")
