@@ -1,72 +1,217 @@
-"""What transformers' own decoding reaches on the same target, prompts and tokens, interleaved with our baseline."""
+"""What transformers' own decoding reaches on the same target, prompts and drafter, interleaved with our engine."""
 
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
-from ..heads.target import Target
-from .generate import generate
+from ..heads.base import Drafter
+from ..heads.target import Target, quiet_loading
+from .breakdown import conventions
+from .draft_model import DraftModelDrafter
+from .drafters import NgramDrafter
+from .generate import draft_length, generate
 from .lossless import compare_texts
-from .measure import MeasureConfig, rounded
-from .metrics import bootstrap_ratio
+from .measure import MeasureConfig, rounded, timing
+from .metrics import Acceptance, bootstrap_ratio
 from .suites import Suite
+
+Decode = Callable[[list[int]], tuple[list[int], int]]  # a prompt to its new tokens and the number of target forwards
+
+
+@dataclass
+class Timed:
+    """What one way to decode did, prompt by prompt. seconds: of whole answers, prefill included, over all repeats.
+
+    texts: new tokens. num_forwards: of the target, the prefill included; both of the first repeat.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    texts: list[list[int]] = field(default_factory=list)
+    num_forwards: int = 0
+
+    def seconds_for(self, texts: Sequence[Sequence[int]]) -> list[float]:
+        """Time per prompt for as many tokens as these texts have."""
+        return [s * len(new) / len(own) for s, own, new in zip(self.seconds, self.texts, texts, strict=True)]
 
 
 @torch.no_grad()
-def compare_generate(target: Target, suite: Suite, config: MeasureConfig) -> dict[str, Any]:
-    """A result entry for `model.generate`: greedy, batch 1, prefill included on both sides.
+def compare_transformers(
+    target: Target,
+    drafter: Drafter | None,
+    suite: Suite,
+    config: MeasureConfig,
+    *,
+    name: str,
+    on_prompt: Callable[[], object] = lambda: None,
+) -> dict[str, Any] | None:
+    """A result entry for transformers' own decoding: greedy, batch 1, whole answers on all sides.
 
-    Its `speedup` is generate's over our baseline's: below 1, our baseline is the faster one.
+    Without a drafter its plain `generate` runs against our baseline. With one, its assisted generation (draft model)
+    or prompt lookup (n-gram) runs against our speculation with the same drafter and K, and our baseline beside them.
+
+    Args: name: what the report calls the drafter. on_prompt: called after each prompt, for a progress bar.
+
+    Returns: the entry of docs/report_schema.md, or None where transformers has no such drafter: heads, suffixes, and
+        draft models of another vocabulary size, which it refuses.
     """
-    theirs: list[float] = []
-    ours: list[float] = []
-    texts: dict[str, list[list[int]]] = {"theirs": [], "ours": []}
+    if not has_counterpart(target, drafter):
+        return None
+    num_draft = draft_length(drafter, config.num_draft_tokens)
+    with their_decoding(target, drafter, config, num_draft=num_draft) as theirs_run:
+        ways = [theirs_run, our_decoding(target, None, config, num_draft=None)]
+        if drafter is not None:
+            ways.append(our_decoding(target, drafter, config, num_draft=num_draft))
+        timed = interleave(ways, suite.prompts, num_repeats=config.num_repeats, on_prompt=on_prompt)
+    theirs, baseline, ours = timed[0], timed[1], timed[-1]
+    return entry(target, suite, config, theirs, baseline, ours, name=name, num_draft=num_draft)
 
-    def run_theirs(prompt: list[int]) -> tuple[list[int], float]:
+
+def has_counterpart(target: Target, drafter: Drafter | None) -> bool:
+    """Whether transformers can decode with this drafter."""
+    if isinstance(drafter, DraftModelDrafter):
+        sizes = [one.config.vocab_size for one in (target, drafter.model)]
+        return sizes[0] == sizes[1]
+    return drafter is None or (isinstance(drafter, NgramDrafter) and drafter.min_ngram == 1)
+
+
+def our_decoding(target: Target, drafter: Drafter | None, config: MeasureConfig, *, num_draft: int | None) -> Decode:
+    """Our engine, one prompt at a time."""
+
+    def run(prompt: list[int]) -> tuple[list[int], int]:
+        done = generate(target, drafter, prompt, max_new_tokens=config.max_new_tokens, num_draft_tokens=num_draft)
+        return done.token_ids[0], len(done.rounds)
+
+    return run
+
+
+@contextmanager
+def their_decoding(
+    target: Target, drafter: Drafter | None, config: MeasureConfig, *, num_draft: int
+) -> Iterator[Decode]:
+    """transformers' `generate` with its defaults (a dynamic cache) and the options of this drafter, one prompt a time.
+
+    Checkpoints' own generation configs, which may sample or penalise repetition, are set aside meanwhile.
+    """
+    how: dict[str, Any] = {"do_sample": False, "max_new_tokens": config.max_new_tokens}
+    calls = [0]
+
+    def count(*_: Any) -> None:
+        calls[0] += 1
+
+    def run(prompt: list[int]) -> tuple[list[int], int]:
+        before = calls[0]
         ids = torch.tensor([prompt], device=target.device)  # [1, T]
-        how = {"do_sample": False, "max_new_tokens": config.max_new_tokens, "pad_token_id": 0}
-        started = time.perf_counter()
         new = target.model.generate(ids, attention_mask=torch.ones_like(ids), **how)[0, len(prompt) :].tolist()
-        return new, time.perf_counter() - started
+        return new, calls[0] - before
 
-    def run_ours(prompt: list[int]) -> tuple[list[int], float]:
-        text = generate(target, None, prompt, max_new_tokens=config.max_new_tokens)
-        return text.token_ids[0], sum(one.seconds for one in text.rounds)
+    with ExitStack() as stack:
+        stack.enter_context(quiet_loading())  # transformers warns of what its own assisted generation does
+        eos = sorted(target.eos_token_ids) or None
+        stack.enter_context(generation_config(target.model, eos_token_id=eos, pad_token_id=0))
+        if isinstance(drafter, NgramDrafter):
+            how |= {"prompt_lookup_num_tokens": num_draft, "max_matching_ngram_size": drafter.max_ngram}
+        elif isinstance(drafter, DraftModelDrafter):
+            how["assistant_model"] = drafter.model.model
+            # read from the assistant's own config, not from what `generate` is told
+            constant = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+            assistant = generation_config(drafter.model.model, num_assistant_tokens=num_draft, **constant)
+            stack.enter_context(assistant)
+        stack.callback(target.model.register_forward_pre_hook(count).remove)
+        yield run
 
-    for run in (run_theirs, run_ours):  # warm-up, not counted
-        run(suite.prompts[0])
-    for i, prompt in enumerate(suite.prompts):
-        seconds = {"theirs": 0.0, "ours": 0.0}
-        for repeat in range(config.num_repeats):
-            order = [("theirs", run_theirs), ("ours", run_ours)]
-            for name, run in order if (i + repeat) % 2 == 0 else order[::-1]:
-                new, took = run(prompt)
-                seconds[name] += took
+
+@contextmanager
+def generation_config(model: Any, **values: Any) -> Iterator[None]:
+    """The model with these generation settings alone."""
+    kept = model.generation_config
+    model.generation_config = GenerationConfig(**values)
+    try:
+        yield
+    finally:
+        model.generation_config = kept
+
+
+def interleave(
+    ways: Sequence[Decode], prompts: Sequence[list[int]], *, num_repeats: int, on_prompt: Callable[[], object]
+) -> list[Timed]:
+    """Time several ways to decode, after a warm-up, prompt by prompt and by turns, so that a drifting machine slows
+    all of them; who goes first changes every time."""
+    timed = [Timed() for _ in ways]
+    for way in ways:  # warm-up, not counted
+        way(prompts[0])
+    for i, prompt in enumerate(prompts):
+        for one in timed:
+            one.seconds.append(0.0)
+        for repeat in range(num_repeats):
+            for turn in range(len(ways)):
+                which = (i + repeat + turn) % len(ways)
+                started = time.perf_counter()
+                new, num_forwards = ways[which](prompt)
+                timed[which].seconds[-1] += time.perf_counter() - started
                 if repeat == 0:
-                    texts[name].append(new)
-        theirs.append(seconds["theirs"])
-        ours.append(seconds["ours"])
-    lossless = compare_texts(target, suite.prompts, baseline=texts["theirs"], speculative=texts["ours"])
-    num_tokens = sum(map(len, texts["ours"]))
-    speedup, interval = bootstrap_ratio(ours, theirs)
+                    timed[which].texts.append(new)
+                    timed[which].num_forwards += num_forwards
+        on_prompt()
+    return timed
+
+
+def entry(
+    target: Target,
+    suite: Suite,
+    config: MeasureConfig,
+    theirs: Timed,
+    baseline: Timed,
+    ours: Timed,
+    *,
+    name: str,
+    num_draft: int,
+) -> dict[str, Any]:
+    """The result entry of what transformers did."""
+    texts = theirs.texts
+    num_tokens = sum(map(len, texts))
+    seconds = [side.seconds_for(texts) for side in (theirs, baseline, ours)]
+    speeds = [rounded(num_tokens * config.num_repeats / sum(one), 2) for one in seconds]
+    speedup, interval = bootstrap_ratio(seconds[1], seconds[0])
+    over_theirs, over_theirs_interval = bootstrap_ratio(seconds[0], seconds[2])
+    lossless = compare_texts(target, suite.prompts, baseline=texts, speculative=ours.texts)
     return {
         "engine": "transformers",
-        "drafter": "none (generate)",
+        "drafter": name,
         "suite": suite.name,
+        "tree": "chain",
+        "num_drafted": num_draft,
         "temperature": 0.0,
         "batch_size": 1,
-        "num_draft_tokens": 0,
+        "num_draft_tokens": num_draft,
         "num_prompts": len(suite.prompts),
         "max_new_tokens": config.max_new_tokens,
         "num_repeats": config.num_repeats,
         "num_tokens": num_tokens,
-        "acceptance_length": 1.0,
+        "num_rounds": theirs.num_forwards,
+        "num_committed": num_tokens,
+        "acceptance_length": rounded(num_tokens / theirs.num_forwards),
         "acceptance_rate": [],
-        "tokens_per_second": rounded(num_tokens * config.num_repeats / sum(theirs), 2),
-        "baseline_tokens_per_second": rounded(num_tokens * config.num_repeats / sum(ours), 2),
+        "tokens_per_second": speeds[0],
+        "baseline_tokens_per_second": speeds[1],
         "speedup": rounded(speedup),
         "speedup_ci95": [rounded(x) for x in interval],
+        "conventions": conventions(Acceptance(0, 0, [], []), num_tokens=0),
+        "end_to_end_speedup": rounded(speedup),
+        "ttft_ms": None,
+        "baseline_ttft_ms": None,
+        "time_per_output_token_ms": rounded(1000 * sum(seconds[0]) / config.num_repeats / num_tokens, 3),
+        "baseline_time_per_output_token_ms": rounded(1000 * sum(seconds[1]) / config.num_repeats / num_tokens, 3),
+        "timing": timing([], None),
+        "by_segment": {},
+        "by_context": {},
         "teacher_forced_acceptance_length": None,
         "lossless": vars(lossless),
+        "ours_tokens_per_second": speeds[2],
+        "ours_over_theirs": rounded(over_theirs),
+        "ours_over_theirs_ci95": [rounded(x) for x in over_theirs_interval],
     }

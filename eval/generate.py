@@ -13,19 +13,21 @@ from torch import Tensor
 
 from ..configs.errors import BadInput
 from ..heads.base import Drafter, Reading
-from ..heads.cache import SlotCache
+from ..heads.drafting import Tree
 from ..heads.target import Target
-from .verify import accept_chain, choose
+from .engine import Engine
+from .verify import Sampling
 
 
 @dataclass
 class Round:
     """One propose-verify-commit over a batch; lists have an entry per row.
 
-    seconds: wall time, device synchronised. num_drafted: tokens proposed per row; 0 for the prefill and the baseline.
-    num_accepted: drafted tokens that the target confirmed. num_committed: tokens that a target forward gave, the bonus
-    token included and what lies behind an end token not. num_emitted: those of them within max_new_tokens. A row that
-    had ended before the round has num_committed 0.
+    seconds: wall time, device synchronised. draft_seconds, verify_seconds: of it, the drafter's share (taking in what
+    was committed, and drafting) and the target's (its forward, logits and choice of tokens). num_drafted: tokens
+    proposed per row, all nodes of a tree; 0 for the prefill and the baseline. num_accepted: drafted tokens that the
+    target confirmed. num_committed: tokens that a target forward gave, the bonus token included and what lies behind an
+    end token not. num_emitted: those of them within max_new_tokens. A row that had ended before has num_committed 0.
     """
 
     seconds: float
@@ -33,6 +35,8 @@ class Round:
     num_accepted: list[int]
     num_committed: list[int]
     num_emitted: list[int]
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
 
 
 class Generation(NamedTuple):
@@ -51,12 +55,10 @@ def as_rows(input_ids: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> list
     return rows
 
 
-def check_request(rows: Sequence[list[int]], *, target: Target, max_new_tokens: int, temperature: float) -> None:
+def check_request(rows: Sequence[list[int]], *, target: Target, max_new_tokens: int) -> None:
     """Raises BadInput on token ids that the target has not, on a prompt and answer beyond the context, on no answer."""
     if max_new_tokens < 1:
         raise BadInput(f"max_new_tokens {max_new_tokens}: expected at least 1")
-    if not temperature >= 0:
-        raise BadInput(f"temperature {temperature}: expected 0 or more")
     for i, row in enumerate(rows):
         wrong = next((token for token in row if not 0 <= token < target.vocab_size), None)
         if wrong is not None:
@@ -80,58 +82,22 @@ def draft_length(drafter: Drafter | None, num_draft_tokens: int | None) -> int:
     return length
 
 
-class Engine:
-    """The state of one batch: what is committed, the caches, and where each row stands."""
-
-    def __init__(
-        self, target: Target, drafter: Drafter | None, rows: list[list[int]], *, max_new_tokens: int, num_draft: int
-    ):
-        self.target, self.drafter, self.num_draft = target, drafter, num_draft
-        self.layers = drafter.feature_layers if drafter else ()
-        self.rows, self.max_new_tokens = rows, max_new_tokens
-        self.new: list[list[int]] = [[] for _ in rows]
-        self.ended = [False] * len(rows)
-        longest = max(len(row) for row in rows)
-        max_length = longest + max_new_tokens + num_draft + 1
-        self.cache: SlotCache = target.new_cache(max_length)
-        self.state = drafter.begin(batch_size=len(rows), max_length=max_length) if drafter else None
-        self.offsets = torch.arange(max(longest, num_draft + 1), device=target.device)
-
-    @property
-    def num_committed(self) -> int:
-        """Tokens of the longest row, prompt included."""
-        return max(len(row) + len(new) for row, new in zip(self.rows, self.new, strict=True))
-
-    def read(self, tokens: Tensor, start: Tensor, *, extent: int) -> Any:
-        """The target reads tokens [B, Q] at positions start [B], start + 1, ..."""
-        positions = start[:, None] + self.offsets[: tokens.shape[1]]  # [B, Q]
-        return self.target.forward(
-            tokens, feature_layers=self.layers, cache=self.cache, positions=positions, extent=extent
-        )
-
-    def take(
-        self,
-        accepted: list[int],
-        chosen: list[list[int]],
-        *,
-        num_drafted: int,
-        eos: frozenset[int],
-        started: float,
-    ) -> Round:
-        """Commit what the target chose: up to an end token, and emit up to max_new_tokens."""
-        done = Round(0.0, num_drafted, [], [], [])
-        for i, (num, tokens) in enumerate(zip(accepted, chosen, strict=True)):
-            tokens = [] if self.ended[i] else tokens[: num + 1]
-            end = next((j + 1 for j, token in enumerate(tokens) if token in eos), None)
-            tokens = tokens[:end]
-            room = self.max_new_tokens - len(self.new[i])
-            done.num_accepted.append(min(num, len(tokens)))
-            done.num_committed.append(len(tokens))
-            done.num_emitted.append(min(len(tokens), room))
-            self.new[i] += tokens[:room]
-            self.ended[i] |= end is not None or len(self.new[i]) >= self.max_new_tokens
-        done.seconds = time.perf_counter() - started
-        return done
+def take(
+    engine: Engine, accepted: list[int], chosen: list[list[int]], *, num_drafted: int, eos: frozenset[int]
+) -> Round:
+    """Commit what the target chose: up to an end token, and emit up to max_new_tokens. Times are yet to be set."""
+    done = Round(0.0, num_drafted, [], [], [])
+    for i, (num, tokens) in enumerate(zip(accepted, chosen, strict=True)):
+        tokens = [] if engine.ended[i] else tokens[: num + 1]
+        end = next((j + 1 for j, token in enumerate(tokens) if token in eos), None)
+        tokens = tokens[:end]
+        room = engine.max_new_tokens - len(engine.new[i])
+        done.num_accepted.append(min(num, len(tokens)))
+        done.num_committed.append(len(tokens))
+        done.num_emitted.append(min(len(tokens), room))
+        engine.new[i] += tokens[:room]
+        engine.ended[i] |= end is not None or len(engine.new[i]) >= engine.max_new_tokens
+    return done
 
 
 @torch.no_grad()
@@ -142,7 +108,11 @@ def generate(
     *,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    repetition_penalty: float = 1.0,
     num_draft_tokens: int | None = None,
+    tree: Tree | None = None,
     eos_token_ids: Iterable[int] | None = None,
     generator: torch.Generator | None = None,
 ) -> Generation:
@@ -152,7 +122,9 @@ def generate(
         drafter: what proposes; None for the autoregressive baseline.
         input_ids: one or several prompts, of any lengths.
         max_new_tokens: per row, exact.
+        temperature, top_k, top_p, repetition_penalty: as in `verify.Sampling`; the bonus token is sampled alike.
         num_draft_tokens: K per round; None: the drafter's default.
+        tree: draft trees of this shape instead of chains; then K is its depth.
         eos_token_ids: tokens that end a row (emitted); None: the target's own.
         generator: the source of randomness at temperature > 0.
 
@@ -160,43 +132,54 @@ def generate(
         drafter cannot draft.
     """
     rows = as_rows(input_ids)
-    check_request(rows, target=target, max_new_tokens=max_new_tokens, temperature=temperature)
-    num_draft = draft_length(drafter, num_draft_tokens)
+    check_request(rows, target=target, max_new_tokens=max_new_tokens)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty)
+    num_draft = draft_length(drafter, tree.depth if tree else num_draft_tokens)
+    if tree is not None and not hasattr(drafter, "propose_tree"):
+        raise BadInput(f"{type(drafter).__name__} drafts chains, not trees")
     eos = target.eos_token_ids if eos_token_ids is None else frozenset(eos_token_ids)
-    engine = Engine(target, drafter, rows, max_new_tokens=max_new_tokens, num_draft=num_draft)
+    engine = Engine(
+        target,
+        drafter,
+        rows,
+        max_new_tokens=max_new_tokens,
+        num_draft=num_draft,
+        tree=tree,
+        sampling=sampling,
+        generator=generator,
+    )
     device, longest = target.device, engine.num_committed
 
     # 1. Prefill: the target reads the prompts, right-padded, and chooses the first token of each row
-    started = time.perf_counter()
+    started = engine.clock()
     tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)  # [B, T]
     num_valid = torch.tensor([len(row) for row in rows], device=device)
     start = torch.zeros_like(num_valid)
-    output = engine.read(tokens, start, extent=longest)
-    first = target.logits(output.at(num_valid - 1).post_norm)  # [B, 1, V]
-    chosen = choose(first, temperature=temperature, generator=generator)  # [B, 1]
-    rounds = [engine.take([0] * len(rows), chosen.tolist(), num_drafted=0, eos=eos, started=started)]
-    next_tokens = torch.cat([tokens[:, 1:], chosen], 1).scatter(1, num_valid[:, None] - 1, chosen)  # [B, T]
-    last = chosen  # [B, 1] committed, not yet read
+    output, last = engine.prefill(tokens, num_valid)  # last [B, 1]: committed, not yet read
+    rounds = [take(engine, [0] * len(rows), last.tolist(), num_drafted=0, eos=eos)]
+    rounds[0].seconds = rounds[0].verify_seconds = engine.clock() - started
+    next_tokens = torch.cat([tokens[:, 1:], last], 1).scatter(1, num_valid[:, None] - 1, last)  # [B, T]
 
     while not all(engine.ended):
-        started = time.perf_counter()
-        # 2. Propose: the drafter takes in what was committed, then drafts K tokens
-        drafted = last[:, :0]  # [B, 0]
+        started = engine.clock()
+        # 2. Propose: the drafter takes in what was committed, then drafts
         if drafter is not None:
             drafter.commit(engine.state, Reading(tokens, next_tokens, output, start, num_valid))
-            drafted = drafter.propose(engine.state, num_draft_tokens=num_draft).tokens  # [B, K]
+        proposal = engine.propose()
+        drafted = engine.clock() if drafter is not None else started
         # 3. Verify: one forward over the last committed token and the drafted ones
         start = start + num_valid
-        tokens = torch.cat([last, drafted], 1)  # [B, K + 1]
-        output = engine.read(tokens, start, extent=engine.num_committed + num_draft)
-        chosen = choose(target.logits(output.post_norm), temperature=temperature, generator=generator)  # [B, K + 1]
-        accepted = accept_chain(chosen, drafted)  # [B]
+        accepted, next_tokens, tokens, output = engine.verify(last, proposal, start)
+        said = torch.cat([accepted[:, None], next_tokens], 1).tolist()  # the host read
+        verified = time.perf_counter()
         # 4. Commit; rows that have ended stay where they are
-        said = torch.cat([accepted[:, None], chosen], 1).tolist()  # the host read
         accepts, choices = [row[0] for row in said], [row[1:] for row in said]
-        rounds.append(engine.take(accepts, choices, num_drafted=num_draft, eos=eos, started=started))
-        last = chosen.gather(1, accepted[:, None])  # [B, 1]
-        next_tokens, num_valid = chosen, accepted + 1
+        done = take(engine, accepts, choices, num_drafted=engine.num_drafted, eos=eos)
+        last = next_tokens.gather(1, accepted[:, None])  # [B, 1]
+        num_valid = accepted + 1
         if any(engine.ended):
             num_valid = num_valid * torch.tensor([not ended for ended in engine.ended], device=device)
+        done.draft_seconds, done.verify_seconds = drafted - started, verified - drafted
+        done.seconds = time.perf_counter() - started
+        rounds.append(done)
     return Generation(engine.new, rounds)

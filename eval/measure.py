@@ -9,7 +9,9 @@ import torch
 
 from ..configs.errors import BadInput
 from ..heads.base import DraftBatch, Drafter, DraftHead
+from ..heads.drafting import Tree
 from ..heads.target import Target
+from .breakdown import acceptance_by, as_entries, context_bucket, conventions, segment_label
 from .generate import Generation, Round, draft_length, generate
 from .lossless import LosslessReport, compare_texts
 from .metrics import Acceptance, acceptance, bootstrap_ratio, expected_acceptance
@@ -18,9 +20,15 @@ from .suites import Suite
 
 @dataclass(kw_only=True)
 class MeasureConfig:
-    """How to measure. num_repeats: timed passes over the suite per side, after a warm-up; their order alternates."""
+    """How to measure.
+
+    num_draft_tokens: K of chains; None: the drafter's default. tree: draft trees of this shape instead; tree_name is
+    what the report calls it. num_repeats: timed passes over the suite per side, after a warm-up, in alternating order.
+    """
 
     num_draft_tokens: int | None = None
+    tree: Tree | None = None
+    tree_name: str = "chain"
     max_new_tokens: int = 128
     temperature: float = 0.0
     batch_size: int = 1
@@ -76,7 +84,7 @@ def measure(
 
     Returns: the result entry of report.json, and the raw rounds, one entry per batch, side and repeat.
     """
-    num_draft = draft_length(drafter, config.num_draft_tokens)
+    num_draft = draft_length(drafter, config.tree.depth if config.tree else config.num_draft_tokens)
     size = config.batch_size
     batches = [suite.prompts[i : i + size] for i in range(0, len(suite.prompts), size)]
     sides: list[tuple[Side, Side]] = [(Side(), Side()) for _ in batches]
@@ -90,6 +98,7 @@ def measure(
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
             num_draft_tokens=num_draft if which is not None else None,
+            tree=config.tree if which is not None else None,
             generator=source,
         )
 
@@ -106,9 +115,14 @@ def measure(
     if config.temperature == 0:
         texts = [[row for pair in sides for row in pair[side].runs[0].token_ids] for side in (0, 1)]
         lossless = compare_texts(target, suite.prompts, baseline=texts[1], speculative=texts[0])
+    label = segment_label(suite.think_tokens)
+    first_runs = [spec.runs[0] for spec, _ in sides]
     entry = {
+        "engine": "headstart",
         "drafter": name,
         "suite": suite.name,
+        "tree": config.tree_name,
+        "num_drafted": config.tree.num_nodes if config.tree else num_draft,
         "temperature": config.temperature,
         "batch_size": size,
         "num_draft_tokens": num_draft,
@@ -116,7 +130,14 @@ def measure(
         "max_new_tokens": config.max_new_tokens,
         "num_repeats": config.num_repeats,
         **result,
-        "teacher_forced_acceptance_length": teacher_forced_length(target, drafter, batches, sides, num_draft),
+        "timing": timing(sides, result["acceptance_length"]),
+        "by_segment": as_entries(acceptance_by(suite.prompts, first_runs, num_draft_tokens=num_draft, label=label)),
+        "by_context": as_entries(
+            acceptance_by(suite.prompts, first_runs, num_draft_tokens=num_draft, label=context_bucket)
+        ),
+        "teacher_forced_acceptance_length": teacher_forced_length(
+            target, drafter, batches, sides, num_draft, config.tree
+        ),
         "lossless": asdict(lossless),
     }
     return entry, raw_rounds(entry, sides)
@@ -148,6 +169,7 @@ def summarise(sides: list[tuple[Side, Side]], *, config: MeasureConfig, num_draf
         "baseline_tokens_per_second": rounded(total / base_total if base_total else None, 2),
         "speedup": rounded(speedup),
         "speedup_ci95": [rounded(x) for x in interval],
+        "conventions": conventions(counted, num_tokens=total // config.num_repeats * counted_runs),
         "end_to_end_speedup": rounded(base_whole / spec_whole),
         "ttft_ms": rounded(1000 * statistics.median(s.prefill_seconds / len(s.runs) for s, _ in sides), 3),
         "baseline_ttft_ms": rounded(1000 * statistics.median(b.prefill_seconds / len(b.runs) for _, b in sides), 3),
@@ -156,16 +178,40 @@ def summarise(sides: list[tuple[Side, Side]], *, config: MeasureConfig, num_draf
     }
 
 
+def timing(sides: list[tuple[Side, Side]], acceptance_length: float | None) -> dict[str, float | None]:
+    """Where a round's time goes, mean milliseconds, and what speedup that explains.
+
+    formula_speedup = acceptance_length * baseline_ms / (draft_ms + verify_ms + overhead_ms): what rounds that all
+    commit the mean would give. It differs from the measured speedup by last rounds that max_new_tokens cuts and, at
+    batch size > 1, by rows that end early.
+    """
+    rounds = [one for spec, _ in sides for run in spec.runs for one in run.rounds[1:]]
+    steps = [one for _, base in sides for run in base.runs for one in run.rounds[1:]]
+    if not rounds or not steps or acceptance_length is None:
+        return dict.fromkeys(("draft_ms", "verify_ms", "overhead_ms", "baseline_ms", "formula_speedup"))
+    whole = 1000 * statistics.fmean(one.seconds for one in rounds)
+    draft = 1000 * statistics.fmean(one.draft_seconds for one in rounds)
+    verify = 1000 * statistics.fmean(one.verify_seconds for one in rounds)
+    baseline = 1000 * statistics.fmean(one.seconds for one in steps)
+    return {
+        "draft_ms": rounded(draft),
+        "verify_ms": rounded(verify),
+        "overhead_ms": rounded(whole - draft - verify),
+        "baseline_ms": rounded(baseline),
+        "formula_speedup": rounded(acceptance_length * baseline / whole),
+    }
+
+
 @torch.no_grad()
 def teacher_forced_length(
-    target: Target, drafter: Drafter, batches: list, sides: list[tuple[Side, Side]], num_draft: int
+    target: Target, drafter: Drafter, batches: list, sides: list[tuple[Side, Side]], num_draft: int, tree: Tree | None
 ) -> float | None:
     """acceptance_length that the head's training-time view predicts for the very text that decoding wrote.
 
     It must equal the measured one up to rounds cut by max_new_tokens; a gap means that training and decoding disagree.
-    None for drafters that are no heads, and where more tokens are drafted than the head unrolls.
+    None for trees, for drafters that are no heads, and where more tokens are drafted than the head unrolls.
     """
-    if not isinstance(drafter, DraftHead) or num_draft > drafter.num_depths:
+    if tree is not None or not isinstance(drafter, DraftHead) or num_draft > drafter.num_depths:
         return None
     num_rounds = num_committed = 0
     for batch, (spec, _) in zip(batches, sides, strict=True):
@@ -182,7 +228,7 @@ def teacher_forced_length(
 
 def raw_rounds(entry: dict[str, Any], sides: list[tuple[Side, Side]]) -> list[dict[str, Any]]:
     """The records behind an entry, for rounds.jsonl."""
-    keys = ("drafter", "suite", "temperature", "batch_size", "num_draft_tokens")
+    keys = ("drafter", "suite", "tree", "temperature", "batch_size", "num_draft_tokens")
     where = {key: entry[key] for key in keys}
     rows = []
     for batch, pair in enumerate(sides):

@@ -15,10 +15,18 @@ from ..heads.target import Target
 
 @dataclass
 class Suite:
-    """name: the file's stem. prompts: token ids, ready to be continued."""
+    """name: the file's stem. prompts: token ids, ready to be continued. think_tokens: what opens and closes a reasoning
+    trace, where the tokenizer has single tokens for it."""
 
     name: str
     prompts: list[list[int]]
+    think_tokens: tuple[int, int] | None = None
+
+
+def think_tokens(tokenizer: Any) -> tuple[int, int] | None:
+    """The ids of `<think>` and `</think>`; None where a tokenizer has no such tokens."""
+    vocabulary = tokenizer.get_vocab()
+    return (vocabulary["<think>"], vocabulary["</think>"]) if {"<think>", "</think>"} <= vocabulary.keys() else None
 
 
 def prompt_ids(row: dict[str, Any], tokenizer: Any, *, origin: str) -> list[int]:
@@ -89,4 +97,4 @@ def load_suite(path: str | Path, target: Target, *, max_new_tokens: int, limit: 
                 f"{target.max_positions}; lower --max-new-tokens or shorten the prompt"
             )
         prompts.append(ids)
-    return Suite(Path(path).name.split(".")[0], prompts)
+    return Suite(Path(path).name.split(".")[0], prompts, think_tokens(target.tokenizer))

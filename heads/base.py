@@ -9,13 +9,14 @@ follows n committed tokens starts at t = n - 2, and the first round of an answer
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..configs.errors import BadInput
+from .drafting import Draws, Proposal, StaticTree, Tree, draft_chain, draft_dynamic, draft_static
 from .losses import DraftVocabulary, summed_loss
 from .target import Target, TargetOutput
 
@@ -109,14 +110,6 @@ class LossOutput:
     depth_count: Tensor
     starts: ChainStarts
     hits: Tensor
-
-
-@dataclass
-class Proposal:
-    """The drafted chain. tokens: [B, K] target ids. logits: [B, Vd] per depth, of drafters that score a vocabulary."""
-
-    tokens: Tensor
-    logits: list[Tensor] = field(default_factory=list)
 
 
 @dataclass
@@ -255,7 +248,7 @@ class DraftHead(nn.Module):
         logits = [self.draft_logits(h, depth).float() for depth, h in enumerate(self.unroll(batch, starts))]
         return starts, torch.stack(logits, 2)
 
-    # drafting: see `Drafter`
+    # drafting: see `Drafter` and `drafting.Expands`
 
     def begin(self, *, batch_size: int, max_length: int) -> Any:
         raise NotImplementedError
@@ -263,10 +256,24 @@ class DraftHead(nn.Module):
     def commit(self, state: Any, read: Reading) -> None:
         raise NotImplementedError
 
-    def propose(self, state: Any, *, num_draft_tokens: int) -> Proposal:
+    def first_logits(self, state: Any) -> Tensor:
         raise NotImplementedError
 
-    def greedy_tokens(self, logits: Tensor) -> Tensor:
-        """[B, Vd] -> [B] target ids of the most probable draft tokens."""
-        tokens = logits.argmax(-1)
-        return tokens if self.vocabulary is None else self.vocabulary.to_target[tokens]
+    def expand(self, state: Any, tokens: Tensor, parents: Tensor | None, *, depth: int) -> Tensor:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def propose(self, state: Any, *, num_draft_tokens: int) -> Proposal:
+        return draft_chain(self, state, num_draft_tokens=num_draft_tokens)
+
+    @torch.no_grad()
+    def propose_tree(self, state: Any, tree: Tree, *, draws: Draws | None = None) -> Proposal:
+        """Draft a tree instead of a chain; with `draws`, a sampled one. Raises BadInput where it is too deep."""
+        if tree.depth > (self.max_draft_tokens or tree.depth):
+            raise BadInput(f"a tree of depth {tree.depth}: this head drafts {self.max_draft_tokens} tokens ahead")
+        if isinstance(tree, StaticTree):
+            return draft_static(self, state, tree, draws if tree.sampled else None)
+        return draft_dynamic(self, state, tree)
+
+    def to_target(self, draft_ids: Tensor) -> Tensor:
+        return draft_ids if self.vocabulary is None else self.vocabulary.to_target[draft_ids]

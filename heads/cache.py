@@ -78,6 +78,17 @@ class SlotCache(Cache):
             self.rows = torch.arange(len(positions), device=positions.device)[:, None]  # [B, 1]
         self.extent = min(-(-extent // EXTENT_STEP) * EXTENT_STEP, self.max_length)
 
+    def move(self, source: Tensor, destination: Tensor) -> None:
+        """Copy slots within each row: what a tree keeps of its drafted nodes moves up behind the committed tokens.
+
+        Args: source, destination: [B, n]; all sources are read before anything is written.
+        """
+        rows = torch.arange(len(source), device=source.device)[:, None]  # [B, 1]
+        for layer in cast(list[SlotLayer], self.layers):
+            for stored in (layer.keys, layer.values):
+                by_slot = cast(Tensor, stored).transpose(1, 2)  # [B, slots, Nkv, H]
+                by_slot[rows, destination] = by_slot[rows, source]
+
 
 def visibility_mask(positions: Tensor, *, extent: int, dtype: torch.dtype, window: int | None = None) -> Tensor:
     """The additive attention mask of queries at `positions` over slots 0..extent-1.
@@ -95,3 +106,34 @@ def visibility_mask(positions: Tensor, *, extent: int, dtype: torch.dtype, windo
     if window is not None:
         hidden |= slots <= positions[:, None, :, None] - window
     return torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, torch.finfo(dtype).min)
+
+
+def tree_mask(
+    root: Tensor,
+    seen: Tensor,
+    *,
+    positions: Tensor,
+    extent: int,
+    dtype: torch.dtype,
+    window: int | None = None,
+    drafted_positions: Tensor | None = None,
+) -> Tensor:
+    """The additive mask of drafted nodes: what is committed, and of the drafted slots only a node's own ancestors.
+
+    Args:
+        root: [B] position (and slot) of the last committed token; drafted node i lies in slot root + 1 + i.
+        seen: [B, Q, n] bool, which of n drafted nodes each query attends to.
+        positions: [B, Q] positions of the queries, root + depth.
+        window, drafted_positions [B, n]: for a sliding window over positions.
+
+    Returns: [B, 1, Q, extent].
+    """
+    mask = visibility_mask(root[:, None].expand_as(positions), extent=extent, dtype=dtype)
+    if window is not None:
+        assert drafted_positions is not None
+        slots = torch.arange(extent, device=root.device)
+        mask.masked_fill_(slots <= positions[:, None, :, None] - window, torch.finfo(dtype).min)
+        seen = seen & (drafted_positions[:, None, :] > positions[:, :, None] - window)
+    slots = root[:, None] + 1 + torch.arange(seen.shape[-1], device=root.device)  # [B, n]
+    values = torch.zeros(seen.shape, dtype=dtype, device=root.device).masked_fill_(~seen, torch.finfo(dtype).min)
+    return mask.scatter_(-1, slots[:, None, None].expand(-1, 1, seen.shape[1], -1), values[:, None])

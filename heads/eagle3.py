@@ -16,15 +16,15 @@ position t), drafted hidden states fed back before the output norm, features in 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..configs.errors import BadInput
-from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, Proposal, Reading
-from .cache import SlotCache, visibility_mask
+from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, Reading
+from .cache import SlotCache, tree_mask, visibility_mask
 from .layers import Attention, GatedMLP, RMSNorm, Rotary, llama_config
 from .target import Target, TargetOutput
 
@@ -105,13 +105,17 @@ class Eagle3Layer(nn.Module):
 
 @dataclass
 class Eagle3State:
-    """cache: keys and values of positions read. hidden [B, 1, D]: the layer's output at the last committed position,
-    which is position [B]; from it the next chain starts."""
+    """cache: keys and values of positions read, then of drafted tokens. position [B]: the last committed one.
+
+    hidden [B, F, D]: the layer's output at the last committed position (F is 1), then for the tokens of the last
+    expansion. seen [B, F, drafted] bool: which drafted slots each of them attends to.
+    """
 
     cache: SlotCache
     max_length: int
-    hidden: Tensor | None = None
-    position: Tensor | None = None
+    hidden: Tensor
+    position: Tensor
+    seen: Tensor
 
 
 class Eagle3Head(DraftHead):
@@ -194,25 +198,38 @@ class Eagle3Head(DraftHead):
         return self.lm_head(self.norm(hidden))
 
     def begin(self, *, batch_size: int, max_length: int) -> Eagle3State:
-        return Eagle3State(SlotCache(num_layers=1, max_length=max_length), max_length)
+        nothing = self.fc.weight.new_zeros(batch_size, 1, 0)
+        return Eagle3State(SlotCache(num_layers=1, max_length=max_length), max_length, nothing, nothing, nothing.bool())
 
     @torch.no_grad()
     def commit(self, state: Eagle3State, read: Reading) -> None:
         positions = read.start[:, None] + torch.arange(read.tokens.shape[1], device=read.start.device)  # [B, Q]
-        out = self._decode(state, read.next_tokens, self._fuse(read.output), positions)  # [B, Q, D]
+        mask = visibility_mask(positions, extent=state.max_length, dtype=self.fc.weight.dtype)
+        out = self._decode(state, read.next_tokens, self._fuse(read.output), positions, positions, mask)  # [B, Q, D]
         state.hidden = out[torch.arange(len(out), device=out.device), read.last][:, None]  # [B, 1, D]
         state.position = read.start + read.last
+        state.seen = state.seen[:, :1, :0]
 
     @torch.no_grad()
-    def propose(self, state: Eagle3State, *, num_draft_tokens: int) -> Proposal:
-        hidden, position = cast(Tensor, state.hidden), cast(Tensor, state.position)
-        tokens, logits = [], []
-        for depth in range(num_draft_tokens):
-            if depth > 0:
-                hidden = self._decode(state, tokens[-1][:, None], hidden, (position + depth)[:, None])
-            logits.append(self.draft_logits(hidden[:, 0], depth))  # [B, Vd]
-            tokens.append(self.greedy_tokens(logits[-1]))
-        return Proposal(torch.stack(tokens, 1), logits)
+    def first_logits(self, state: Eagle3State) -> Tensor:
+        return self.draft_logits(state.hidden[:, 0], 0)
+
+    @torch.no_grad()
+    def expand(self, state: Eagle3State, tokens: Tensor, parents: Tensor | None, *, depth: int) -> Tensor:
+        positions = (state.position + depth)[:, None].expand_as(tokens)  # [B, F] rotary
+        how = {"extent": state.max_length, "dtype": self.fc.weight.dtype}
+        if parents is None:  # a chain: slots and positions are the same, and all before is seen
+            hidden, slots, mask = state.hidden, positions, visibility_mask(positions, **how)
+        else:
+            rows = torch.arange(len(tokens), device=tokens.device)[:, None]
+            hidden = state.hidden[rows, parents]  # [B, F, D]
+            itself = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
+            state.seen = torch.cat([state.seen[rows, parents], itself], -1)  # [B, F, drafted]
+            num_before = state.seen.shape[-1] - tokens.shape[1]
+            slots = state.position[:, None] + 1 + num_before + torch.arange(tokens.shape[1], device=tokens.device)
+            mask = tree_mask(state.position, state.seen, positions=positions, **how)
+        state.hidden = self._decode(state, tokens, hidden, positions, slots, mask)  # [B, F, D]
+        return self.draft_logits(state.hidden, depth)
 
     def _fuse(self, output: TargetOutput) -> Tensor:
         return self.fc(output.features.flatten(2).to(self.fc.weight.dtype))  # [B, T, L * D] -> [B, T, D]
@@ -223,11 +240,12 @@ class Eagle3Head(DraftHead):
     def _keys_values(self, x: Tensor, positions: Tensor, limit: int) -> tuple[Tensor, Tensor]:
         return self.midlayer.self_attn.keys_values(x, self.rotary(positions, like=x, num_positions=limit))
 
-    def _decode(self, state: Eagle3State, token_ids: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
-        """One forward of the layer over the cache. token_ids, positions [B, Q], hidden [B, Q, D] -> [B, Q, D]."""
+    def _decode(
+        self, state: Eagle3State, token_ids: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, mask: Tensor
+    ) -> Tensor:
+        """One forward over the cache. token_ids, positions, slots [B, Q]; hidden [B, Q, D] -> [B, Q, D]."""
         x = self._read(token_ids, hidden)
         rotary = self.rotary(positions, like=x, num_positions=state.max_length)
-        state.cache.seek(positions, extent=state.max_length)
+        state.cache.seek(slots, extent=state.max_length)
         keys, values = state.cache.update(*self.midlayer.self_attn.keys_values(x, rotary), 0)
-        mask = visibility_mask(positions, extent=state.cache.extent, dtype=x.dtype)
         return self.midlayer(x, hidden, rotary, Context(keys, values, mask, []))

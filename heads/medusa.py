@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..configs.errors import BadInput
-from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, Proposal, Reading
+from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, Reading
 from .target import Target
 
 
@@ -109,10 +109,14 @@ class MedusaHead(DraftHead):
         state.hidden = read.output.at(read.last).post_norm[:, 0]  # [B, D]
 
     @torch.no_grad()
-    def propose(self, state: MedusaState, *, num_draft_tokens: int) -> Proposal:
-        hidden = cast(Tensor, state.hidden)
-        logits = [self.draft_logits(self._blocks(hidden, k), k) for k in range(num_draft_tokens)]  # K of [B, V]
-        return Proposal(torch.stack([self.greedy_tokens(x) for x in logits], 1), logits)
+    def first_logits(self, state: MedusaState) -> Tensor:
+        return self.draft_logits(self._blocks(cast(Tensor, state.hidden), 0), 0)  # [B, V]
+
+    @torch.no_grad()
+    def expand(self, state: MedusaState, tokens: Tensor, parents: Tensor | None, *, depth: int) -> Tensor:
+        """Heads do not read drafted tokens: all nodes of a depth share its scores."""
+        logits = self.draft_logits(self._blocks(cast(Tensor, state.hidden), depth), depth)  # [B, V]
+        return logits[:, None].expand(-1, tokens.shape[1], -1)
 
     def _parts(self, k: int) -> nn.ModuleList:
         return cast(nn.ModuleList, self.get_submodule(str(k)))

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from ..configs.errors import BadInput, first_line
-from .cache import SlotCache, visibility_mask
+from .cache import SlotCache, tree_mask, visibility_mask
 
 LAYER_LISTS = ("layers", "h", "blocks")  # what the decoder layers are called in Hugging Face models
 
@@ -180,6 +180,7 @@ class Target:
         cache: SlotCache | None = None,
         positions: Tensor | None = None,
         extent: int = 0,
+        seen: Tensor | None = None,
     ) -> TargetOutput:
         """Read tokens and return what heads read of them. Never computes logits.
 
@@ -187,6 +188,8 @@ class Target:
             input_ids: [B, T]; without a cache, rows start at position 0 and may be right-padded with any token.
             feature_layers: HF `hidden_states` indices below num_layers.
             cache, positions [B, T], extent: as in `SlotCache.seek`, for decoding.
+            seen: [B, T, T - 1] bool, for a drafted tree: the first token is the last committed one, the others are
+                nodes, written to the slots behind it in their order, and each attends to the nodes named here.
         """
         self._watch(feature_layers)
         if cache is None:
@@ -194,12 +197,13 @@ class Target:
             post_norm = self.base(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, T, D]
         else:
             assert positions is not None
-            cache.seek(positions, extent=extent)
+            slots = positions if seen is None else positions[:, :1] + torch.arange(positions.shape[1]).to(positions)
+            cache.seek(slots, extent=extent)
             # speculated positions beyond the window are never accepted; clamped so that learned embeddings exist
             post_norm = self.base(
                 input_ids=input_ids,
                 position_ids=positions.clamp(max=self.max_positions - 1),
-                attention_mask=self._masks(positions, cache.extent),
+                attention_mask=self._masks(positions, cache.extent, seen),
                 past_key_values=cache,
                 use_cache=True,
             ).last_hidden_state
@@ -254,17 +258,20 @@ class Target:
             self.layers[i].register_forward_pre_hook(keep, with_kwargs=True)
             self._watched.add(i)
 
-    def _masks(self, positions: Tensor, extent: int) -> Any:
+    def _masks(self, positions: Tensor, extent: int, seen: Tensor | None) -> Any:
         """The additive mask of each attention type that the model has."""
-        full = visibility_mask(positions, extent=extent, dtype=self.dtype)
+
+        def mask(window: int | None) -> Tensor:
+            if seen is None:
+                return visibility_mask(positions, extent=extent, dtype=self.dtype, window=window)
+            where = {"positions": positions, "drafted_positions": positions[:, 1:]}
+            return tree_mask(positions[:, 0], seen, extent=extent, dtype=self.dtype, window=window, **where)
+
         window = getattr(self.config, "sliding_window", None)
         types = set(getattr(self.config, "layer_types", None) or ())
         if window is None or (types and "sliding_attention" not in types):
-            return full
-        sliding = visibility_mask(positions, extent=extent, dtype=self.dtype, window=window)
-        if not types:
-            return sliding
-        return {"full_attention": full, "sliding_attention": sliding}
+            return mask(None)
+        return {"full_attention": mask(None), "sliding_attention": mask(window)} if types else mask(window)
 
     @torch.no_grad()
     def _check_against_model(self) -> None:

@@ -1,8 +1,10 @@
 """The `headstart` command: train a head, measure what it saves."""
 
 import sys
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -10,6 +12,12 @@ from rich.progress import track
 
 from .. import __version__
 from ..configs.errors import BadInput
+
+if TYPE_CHECKING:
+    from ..eval.measure import MeasureConfig
+    from ..eval.suites import Suite
+    from ..heads.base import Drafter
+    from ..heads.target import Target
 
 app = typer.Typer(
     name="headstart",
@@ -54,55 +62,54 @@ def train(
 @app.command(name="eval")
 def evaluate(
     target: Annotated[str, typer.Option(help="The target: local folder or hub id.")],
-    head: Annotated[list[str], typer.Option(help="A trained head's folder, RUN/final. Repeatable.")],
     prompts: Annotated[list[str], typer.Option(help="JSONL rows with prompt, messages or turns. Repeatable: suites.")],
     output: Annotated[Path, typer.Option(help="Folder for report.json and rounds.jsonl.")],
+    head: Annotated[list[str] | None, typer.Option(help="A trained head's folder, RUN/final. Repeatable.")] = None,
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(help="ngram, ngram:MAX, suffix, draft-model:PATH, or head:PATH, as --head. Repeatable."),
+    ] = None,
     num_draft_tokens: Annotated[int | None, typer.Option(help="K; default: the head's own.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer, at most.", min=2)] = 128,
     limit: Annotated[int | None, typer.Option(help="Only the first N prompts.", min=1)] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy; above, both sides sample.", min=0.0)] = 0.0,
     batch_size: Annotated[list[int] | None, typer.Option(help="Rows at a time. Repeatable. [default: 1]")] = None,
     repeats: Annotated[int, typer.Option(help="Timed passes per side.", min=1)] = 3,
-    compare: Annotated[str, typer.Option(help="`transformers`: also time its own generate on the same prompts.")] = "",
+    compare: Annotated[
+        str, typer.Option(help="`transformers`: also time its own generate, and its own use of these drafters.")
+    ] = "",
     dtype: Annotated[
         str, typer.Option(help="float32, bfloat16, float16, auto; default: as stored on GPU, float32 on CPU.")
     ] = "",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...; default: cuda where there is one.")] = "",
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
 ) -> None:
-    """Measure what heads save: acceptance, speed against the same engine without drafts, and losslessness.
+    """Measure what drafters save: acceptance, speed against the same engine without drafts, and losslessness.
 
     \b
-    Example:
+    Examples:
       headstart eval --target MODEL --head runs/a/final --prompts prompts.jsonl --output runs/a/eval
+      headstart eval --target MODEL --drafter ngram --drafter draft-model:SMALLER --compare transformers ...
 
     Baseline and speculation run interleaved over the same prompts. Exit code 1 where a greedy text differs from the
     target's own beyond rounding; the report says where.
     """
-    from ..eval.comparators import compare_generate
-    from ..eval.measure import MeasureConfig, measure
-    from ..eval.report import build_report, check_output, show, write_report
+    from ..eval.drafters import build_drafters
+    from ..eval.measure import MeasureConfig
+    from ..eval.report import check_output
     from ..eval.suites import load_suite
-    from ..heads.registry import load_head, read_head_config
     from ..heads.target import Target, default_device
 
     check_output(output)
     if compare not in ("", "transformers"):
         raise BadInput(f"--compare {compare}: expected transformers")
+    specs = drafter_specs(head or [], drafter or [])
     device = device or default_device()
-    names = [read_head_config(folder)["head"]["type"] for folder in head]
-    names = [name if names.count(name) == 1 else f"{name}:{folder}" for name, folder in zip(names, head, strict=True)]
     loaded = Target.load(target, dtype=dtype or ("float32" if device == "cpu" else "auto"), device=device)
     suites = [load_suite(path, loaded, max_new_tokens=max_new_tokens, limit=limit) for path in prompts]
-    drafters = [load_head(folder, loaded) for folder in head]
-
-    console = Console()
-    results, rounds = [], []
-    combinations = [
-        (n, d, s, b) for n, d in zip(names, drafters, strict=True) for s in suites for b in batch_size or [1]
-    ]
-    for name, drafter, suite, size in combinations:
-        config = MeasureConfig(
+    drafters = build_drafters(specs, loaded)
+    configs = [
+        MeasureConfig(
             num_draft_tokens=num_draft_tokens,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -110,21 +117,77 @@ def evaluate(
             num_repeats=repeats,
             seed=seed,
         )
-        num_batches = -(-len(suite.prompts) // size)
-        bar = iter(track(range(num_batches), f"{name} on {suite.name}", console=Console(stderr=True)))
-        entry, raw = measure(loaded, drafter, suite, config, name=name, on_batch=lambda bar=bar: next(bar, None))
-        next(bar, None)
+        for size in batch_size or [1]
+    ]
+    results, rounds = measure_all(loaded, drafters, suites, configs)
+    if compare:
+        results += compare_all(loaded, drafters, suites, configs[0])
+    report_all(loaded, results, rounds, output)
+    if any(entry["lossless"]["unexplained"] for entry in results):
+        raise typer.Exit(1)
+
+
+def drafter_specs(heads: list[str], drafters: list[str]) -> list[str]:
+    """What to measure, `--head X` as `head:X`. Raises BadInput before anything is loaded."""
+    from ..eval.drafters import parse_drafter
+
+    specs = [*(f"head:{folder}" for folder in heads), *drafters]
+    if not specs:
+        raise BadInput("nothing to measure: give at least one --head or --drafter")
+    for spec in specs:
+        parse_drafter(spec)
+    return specs
+
+
+def measure_all(
+    target: "Target", drafters: "list[tuple[str, Drafter]]", suites: "list[Suite]", configs: "list[MeasureConfig]"
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Every drafter on every suite in every way: the results, and the raw rounds."""
+    from ..eval.measure import measure
+
+    results, rounds = [], []
+    for (name, drafter), suite, config in product(drafters, suites, configs):
+        tick = progress(-(-len(suite.prompts) // config.batch_size), f"{name} on {suite.name}")
+        entry, raw = measure(target, drafter, suite, config, name=name, on_batch=tick)
+        tick()
         results.append(entry)
         rounds += raw
-    if compare:
-        config = MeasureConfig(max_new_tokens=max_new_tokens, num_repeats=repeats)
-        results += [compare_generate(loaded, suite, config) for suite in suites]
-    report = build_report(loaded, results)
+    return results, rounds
+
+
+def compare_all(
+    target: "Target", drafters: "list[tuple[str, Drafter]]", suites: "list[Suite]", config: "MeasureConfig"
+) -> list[dict[str, Any]]:
+    """transformers on every suite: its plain generation, and each drafter that it has too."""
+    from ..eval.comparators import compare_transformers
+
+    results = []
+    for (name, drafter), suite in product([("none (generate)", None), *drafters], suites):
+        tick = progress(len(suite.prompts), f"transformers: {name} on {suite.name}")
+        entry = compare_transformers(target, drafter, suite, config, name=name, on_prompt=tick)
+        if entry is None:
+            print(f"headstart: transformers cannot draft with {name}: not compared", file=sys.stderr)
+            continue
+        tick()
+        results.append(entry)
+    return results
+
+
+def report_all(target: "Target", results: list[dict[str, Any]], rounds: list[dict[str, Any]], output: Path) -> None:
+    """Write the report and show it."""
+    from ..eval.report import build_report, show, write_report
+
+    console = Console()
+    report = build_report(target, results)
     path = write_report(output, report, rounds)
     show(report, console)
     console.print(f"written to {path}")
-    if any(entry["lossless"]["unexplained"] for entry in results):
-        raise typer.Exit(1)
+
+
+def progress(total: int, what: str) -> Callable[[], object]:
+    """A bar on stderr that each call moves on; one call more than `total` closes it."""
+    bar = iter(track(range(total), what, console=Console(stderr=True)))
+    return lambda: next(bar, None)
 
 
 def show_version(value: bool) -> None:

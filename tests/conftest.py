@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from headstart.eval.generate import generate
+from headstart.eval.verify import Sampling, target_probs
 from headstart.heads.base import DraftBatch, Proposal, Reading
 from headstart.heads.registry import HEADS
 from headstart.heads.target import Target, fingerprint_of
@@ -162,3 +163,30 @@ class TargetAsDrafter:
 @pytest.fixture
 def target_as_drafter() -> type[TargetAsDrafter]:
     return TargetAsDrafter
+
+
+@pytest.fixture
+def chi_square() -> Callable[..., float]:
+    """Chi-square per degree of freedom of sampled texts against the target's distribution, enumerated exactly."""
+
+    def measure(
+        target: Target, drafter: Any, *, num_rows: int = 4000, num_new: int = 4, tree: Any = None, **how
+    ) -> float:
+        sampling = Sampling(**{"temperature": 1.0, **how})
+        source = torch.Generator().manual_seed(11)
+        prompts, size = [[1, 4, 3]] * num_rows, target.vocab_size
+        settings = {**vars(sampling), "max_new_tokens": num_new, "generator": source, "tree": tree}
+        rows = torch.tensor(generate(target, drafter, prompts, **settings).token_ids)  # [rows, new]
+        places = size ** torch.arange(num_new)
+        counts = torch.bincount((rows * places).sum(1), minlength=size**num_new).double()
+        every = torch.cartesian_prod(*[torch.arange(size)] * num_new)  # [cells, new]
+        ids = torch.cat([torch.tensor([1, 4, 3]).expand(len(every), -1), every], 1)
+        probs = target_probs(target.logits(target.forward(ids).post_norm[:, 2:-1]), sampling)  # [cells, new, V]
+        joint = probs.gather(2, every[..., None]).squeeze(-1).double().prod(1) * num_rows
+        expected = torch.zeros_like(counts).scatter_(0, (every * places).sum(1), joint)
+        big = expected >= 5
+        rest = (counts[~big].sum() - expected[~big].sum()) ** 2 / expected[~big].sum().clamp(min=1)
+        terms = (counts[big] - expected[big]) ** 2 / expected[big]
+        return float((terms.sum() + rest) / max(1, int(big.sum())))
+
+    return measure

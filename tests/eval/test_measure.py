@@ -156,7 +156,7 @@ def test_an_output_that_cannot_be_made_is_refused_and_nothing_is_made(tmp_path):
 def test_settings_below_one_are_refused():
     for name in ("batch_size", "num_repeats"):
         with pytest.raises(BadInput, match=f"^{name} 0: expected at least 1$"):
-            MeasureConfig(**{name: 0})
+            MeasureConfig(**{name: 0})  # type: ignore[arg-type]
 
 
 # Prompt sets
@@ -166,6 +166,9 @@ class Plain:
     """A tokenizer of one token per letter, without chat template."""
 
     chat_template = None
+
+    def get_vocab(self):
+        return {}
 
     def __call__(self, words):
         return type("Encoding", (), {"input_ids": [ord(letter) - 94 for letter in words]})

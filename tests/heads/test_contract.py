@@ -105,7 +105,7 @@ def test_greedy_is_lossless(head_type, target):
         assert [generate(target, head, p, max_new_tokens=30).token_ids[0] for p in PROMPTS] == wanted
 
 
-def test_sampling_is_lossless(head_type, tiny_target):
+def test_sampling_is_lossless(head_type, tiny_target, chi_square):
     """Two sampled tokens behind the first follow the target's distribution, enumerated exactly; chi-square."""
     target = tiny_target("llama", vocab_size=6, eos_token_id=None)
     head = fresh(head_type, target, trained_looking=True, num_depths=2)
@@ -114,7 +114,7 @@ def test_sampling_is_lossless(head_type, tiny_target):
 
 
 @pytest.mark.parametrize("mutation", ["greedy behind accepted drafts", "one draft too many accepted"])
-def test_a_lossy_engine_is_caught(head_type, mutation, tiny_target, monkeypatch):
+def test_a_lossy_engine_is_caught(head_type, mutation, tiny_target, monkeypatch, chi_square):
     """What the sampling test must be able to see."""
     target = tiny_target("llama", vocab_size=6, eos_token_id=None)
     head = fresh(head_type, target, trained_looking=True, num_depths=2)
@@ -127,28 +127,8 @@ def test_a_lossy_engine_is_caught(head_type, mutation, tiny_target, monkeypatch)
         return (accepted(chosen, drafted) + 1).clamp(max=drafted.shape[1])
 
     name, broken = ("choose", greedy_behind) if "greedy" in mutation else ("accept_chain", one_too_many)
-    monkeypatch.setattr(f"headstart.eval.generate.{name}", broken)
+    monkeypatch.setattr(f"headstart.eval.engine.{name}", broken)
     assert chi_square(target, head) > 3
-
-
-def chi_square(target, drafter, *, num_rows=4000, num_new=4, temperature=1.0) -> float:
-    """Chi-square per degree of freedom of the joint counts of all new tokens but the first two, given those."""
-    source = torch.Generator().manual_seed(11)
-    prompts = [[1, 4, 3]] * num_rows
-    out = generate(target, drafter, prompts, max_new_tokens=num_new, temperature=temperature, generator=source)
-    rows = torch.tensor(out.token_ids)  # [rows, new]
-    size = target.vocab_size
-    code = (rows * size ** torch.arange(num_new)).sum(1)
-    counts = torch.bincount(code, minlength=size**num_new).double()
-    every = torch.cartesian_prod(*[torch.arange(size)] * num_new)  # [cells, new]
-    ids = torch.cat([torch.tensor([1, 4, 3]).expand(len(every), -1), every], 1)
-    probs = target.logits(target.forward(ids).post_norm[:, 2:-1]).div(temperature).softmax(-1)  # [cells, new, V]
-    expected = probs.gather(2, every[..., None]).squeeze(-1).double().prod(1) * num_rows
-    expected = torch.zeros_like(counts).scatter_(0, (every * size ** torch.arange(num_new)).sum(1), expected)
-    big = expected >= 5
-    pooled = torch.stack([counts[~big].sum(), expected[~big].sum()])
-    terms = (counts[big] - expected[big]) ** 2 / expected[big]
-    return float((terms.sum() + (pooled[0] - pooled[1]) ** 2 / pooled[1].clamp(min=1)) / max(1, int(big.sum())))
 
 
 def test_loss_falls(head_type, target, make_batch):

@@ -244,7 +244,7 @@ def test_draft_vocabulary_offsets_are_the_engines(target, make_batch, tmp_path):
     batch = make_batch(target, head)
     assert torch.equal(loaded.teacher_forced_logits(batch)[1], head.teacher_forced_logits(batch)[1])
     state_logits = torch.randn(3, len(CUT))
-    assert loaded.greedy_tokens(state_logits).tolist() == CUT[state_logits.argmax(-1)].tolist()
+    assert loaded.to_target(state_logits.argmax(-1)).tolist() == CUT[state_logits.argmax(-1)].tolist()
 
 
 def test_an_untrained_eagle3_head_starts_from_the_targets_output(target):

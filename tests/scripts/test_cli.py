@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -95,13 +96,32 @@ def test_train_then_eval(head_type, headstart, config, saved_target, prompts, tm
     assert len(read_jsonl(output / "rounds.jsonl")) == 2 * (3 + 2)
 
 
+def test_drafters_without_training_beside_transformers(headstart, head_folder, saved_target, prompts, tmp_path):
+    file = prompts({"prompt": "w5 w9 w5 w9"}, {"prompt": "w7 w8"})
+    line = f"eval --target {saved_target} --prompts {file} --max-new-tokens 12 --repeats 1 --num-draft-tokens 3"
+    specs = ["ngram", "ngram:2", "suffix", f"draft-model:{saved_target}", f"head:{head_folder}"]
+    options = [part for spec in specs for part in ("--drafter", spec)]
+    code, _, err = headstart(line, *options, "--output", tmp_path / "out", "--compare", "transformers")
+    assert code == 0, err
+    results = json.loads((tmp_path / "out" / "report.json").read_text())["results"]
+    by_engine = {name: [r for r in results if r["engine"] == name] for name in ("headstart", "transformers")}
+    names = [[r["drafter"] for r in entries] for entries in by_engine.values()]
+    assert names[0] == ["ngram", "ngram:2", "suffix", "draft-model", "medusa"]
+    assert names[1] == ["none (generate)", "ngram", "ngram:2", "draft-model"]
+    assert "transformers cannot draft with suffix" in err and "transformers cannot draft with medusa" in err
+    assert by_engine["headstart"][3]["acceptance_length"] == 4.0
+    for entry in results:
+        assert entry["lossless"]["identical"] == entry["lossless"]["checked"] == 2
+        assert (entry in by_engine["headstart"]) or entry["ours_over_theirs"] > 0
+
+
 def test_a_text_that_differs_is_exit_code_1(headstart, head_folder, saved_target, prompts, tmp_path, monkeypatch):
     """An engine that accepts one draft too many: the report is written and the command fails."""
-    from headstart.eval import generate, verify
+    from headstart.eval import engine, verify
 
     real = verify.accept_chain
     monkeypatch.setattr(
-        generate, "accept_chain", lambda chosen, drafted: (real(chosen, drafted) + 1).clamp(max=drafted.shape[1])
+        engine, "accept_chain", lambda chosen, drafted: (real(chosen, drafted) + 1).clamp(max=drafted.shape[1])
     )
     line = f"eval --target {saved_target} --head {head_folder} --prompts {prompts({'prompt': 'w5 w9'})} --repeats 1"
     code, _, _ = headstart(line, "--output", tmp_path / "out", "--max-new-tokens", 20)
@@ -214,12 +234,24 @@ def test_train_names_a_config_that_is_missing(headstart):
         ({"--device": "abacus"}, [{"prompt": "w5"}], "device abacus: "),
         ({"--output": "{file}"}, [{"prompt": "w5"}], "{file}"),
         ({"--batch-size": "0"}, [{"prompt": "w5"}], "batch_size 0: expected at least 1"),
+        ({"--drafter": "ngrm"}, [{"prompt": "w5"}], "drafter 'ngrm': expected one of ngram, ngram:MAX, suffix"),
+        ({"--drafter": "ngram:none"}, [{"prompt": "w5"}], "drafter 'ngram:none': MAX should be a whole number"),
+        ({"--drafter": "draft-model:./gone"}, [{"prompt": "w5"}], "draft-model:./gone: target gone: no such folder"),
+        ({"--drafter": "draft-model:{stranger}"}, [{"prompt": "w5"}], "{stranger}: its tokenizer (61 tokens) is not"),
+        ({"--drafter": "head:./gone"}, [{"prompt": "w5"}], "head ./gone: no such folder"),
+        ({"--compare": "vllm"}, [{"prompt": "w5"}], "--compare vllm: expected transformers"),
     ],
 )
 def test_eval_refuses_in_one_line(
     changes, rows, problem, headstart, head_folder, saved_target, prompts, tiny_target, tmp_path
 ):
     names = {name: tmp_path / name for name in ("empty", "damaged", "other", "file")} | {"target": saved_target}
+    if changes.get("--drafter") == "draft-model:{stranger}":  # the same model, its words in another order
+        names["stranger"] = shutil.copytree(saved_target, tmp_path / "stranger")
+        tokenizer = json.loads((saved_target / "tokenizer.json").read_text())
+        tokenizer["model"]["vocab"] = {f"w{60 - i}": i for i in range(61)}
+        tokenizer["added_tokens"] = []
+        (names["stranger"] / "tokenizer.json").write_text(json.dumps(tokenizer))
     names["empty"].mkdir()
     names["damaged"].mkdir()
     names["file"].write_text("a file where the folder should be")
@@ -237,6 +269,12 @@ def test_eval_refuses_in_one_line(
     arguments = [str(part).format(**names) for pair in options.items() for part in pair]
     refused(headstart("eval", *arguments), problem.format(**names), outputs=[tmp_path / "out"])
     assert names["file"].is_file()
+
+
+def test_eval_needs_a_drafter(headstart, saved_target, prompts, tmp_path):
+    line = f"eval --target {saved_target} --prompts {prompts({'prompt': 'w5'})}"
+    result = headstart(line, "--output", tmp_path / "out")
+    refused(result, "give at least one --head or --drafter", outputs=[tmp_path / "out"])
 
 
 @pytest.mark.slow

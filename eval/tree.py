@@ -1,0 +1,131 @@
+"""Which tree to draft: built from how often each guess of each depth was right, and from what a node costs here."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..heads.base import ChainStarts, DraftBatch, DraftHead
+from ..heads.drafting import StaticTree
+from ..heads.target import Target
+
+Accuracies = list[list[float]]  # [depth][rank]: P(the rank-th guess at a depth is right | the path to it is right)
+
+
+@torch.no_grad()
+def rank_accuracies(
+    target: Target, head: DraftHead, texts: Sequence[tuple[Sequence[int], Sequence[int]]], *, num_ranks: int = 8
+) -> Accuracies:
+    """How often each of the head's best guesses is the target's own token, teacher-forced on the target's texts.
+
+    Args: texts: (prompt, new tokens) pairs that the target wrote.
+    """
+    num_ranks = min(num_ranks, target.vocab_size if head.vocabulary is None else len(head.vocabulary.to_target))
+    right = torch.zeros(head.num_depths, num_ranks)
+    count = torch.zeros(head.num_depths)
+    for prompt, new in texts:
+        ids = torch.tensor([[*prompt, *new]], device=target.device)  # [1, T]
+        mask = torch.arange(ids.shape[1], device=target.device)[None] >= len(prompt)
+        batch = DraftBatch(ids, mask, target.forward(ids, feature_layers=head.feature_layers))
+        starts: ChainStarts
+        starts, logits = head.teacher_forced_logits(batch)  # [1, S, K, Vd]
+        guesses = head.to_target(logits.topk(num_ranks, -1).indices)  # [1, S, K, ranks]
+        for depth in range(head.num_depths):
+            labels = starts.take(ids, offset=depth + 2)  # [1, S]
+            hits = (guesses[:, :, depth] == labels[..., None]) & starts.valid[..., depth, None]  # [1, S, ranks]
+            right[depth] += hits.sum((0, 1)).cpu()
+            count[depth] += int(starts.valid[..., depth].sum())
+    return (right / count.clamp(min=1)[:, None]).tolist()
+
+
+def best_nodes(accuracies: Accuracies, num_nodes: int) -> list[tuple[tuple[int, ...], float]]:
+    """The num_nodes paths most likely to stand, with that likelihood, best first.
+
+    A node's likelihood is the product of its path's accuracies (Medusa, section 2.3.3), so it never exceeds its
+    parent's nor its better sibling's, and taking the best neighbour again and again gives the best tree of its size:
+    what Sequoia's dynamic program finds for likelihoods that depend on depth and rank (Chen et al. 2024, section 3).
+    """
+    chosen: list[tuple[tuple[int, ...], float]] = []
+    open_nodes: dict[tuple[int, ...], float] = {(0,): accuracies[0][0]}
+    likelihood: dict[tuple[int, ...], float] = {(): 1.0}
+    while open_nodes and len(chosen) < num_nodes:
+        path = max(open_nodes, key=lambda node: (open_nodes[node], -len(node)))
+        likelihood[path] = open_nodes.pop(path)
+        chosen.append((path, likelihood[path]))
+        depth, rank = len(path) - 1, path[-1]
+        if rank + 1 < len(accuracies[depth]):
+            open_nodes[(*path[:-1], rank + 1)] = likelihood[path[:-1]] * accuracies[depth][rank + 1]
+        if depth + 1 < len(accuracies):
+            open_nodes[(*path, 0)] = likelihood[path] * accuracies[depth + 1][0]
+    return chosen
+
+
+def static_tree(accuracies: Accuracies, *, num_nodes: int) -> StaticTree:
+    """Medusa's sparse tree: the num_nodes most likely paths."""
+    return as_tree([path for path, _ in best_nodes(accuracies, num_nodes)])
+
+
+def optimal_tree(
+    accuracies: Accuracies,
+    *,
+    verify_ms: Callable[[int], float],
+    draft_ms: Callable[[int], float],
+    max_nodes: int = 63,
+) -> tuple[StaticTree, float]:
+    """Sequoia's hardware-aware choice: the size and depth with the least expected time per token.
+
+    Args:
+        verify_ms: milliseconds of a target forward over n + 1 tokens. draft_ms: of drafting a tree of some depth.
+
+    Returns: the tree, and its expected milliseconds per token.
+    """
+    best: tuple[float, list[tuple[int, ...]]] | None = None
+    for depth in range(1, len(accuracies) + 1):
+        nodes = best_nodes(accuracies[:depth], max_nodes)
+        expected = 1.0  # the bonus token
+        for count, (_, likelihood) in enumerate(nodes, 1):
+            expected += likelihood
+            cost = (draft_ms(depth) + verify_ms(count)) / expected
+            if best is None or cost < best[0]:
+                best = cost, [path for path, _ in nodes[:count]]
+    assert best is not None
+    return as_tree(best[1]), best[0]
+
+
+def as_tree(paths: list[tuple[int, ...]]) -> StaticTree:
+    """Paths in the order that `StaticTree` wants."""
+    return StaticTree(tuple(sorted(paths, key=lambda path: (len(path), path))))
+
+
+@torch.no_grad()
+def step_times(
+    target: Target, *, context: int, sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64), repeats: int = 7
+) -> Callable[[int], float]:
+    """Median milliseconds of a target forward over n tokens behind a context, measured here and interpolated."""
+    measured: list[tuple[int, float]] = []
+    cache = target.new_cache(context + max(sizes) + 1)
+    prompt = torch.ones(1, context, dtype=torch.long, device=target.device)
+    target.forward(prompt, cache=cache, positions=torch.arange(context, device=target.device)[None], extent=context)
+    for size in sizes:
+        tokens = torch.ones(1, size, dtype=torch.long, device=target.device)
+        positions = context + torch.arange(size, device=target.device)[None]
+        times = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            float(
+                target.logits(
+                    target.forward(tokens, cache=cache, positions=positions, extent=context + size).post_norm
+                ).sum()
+            )
+            times.append(1000 * (time.perf_counter() - started))
+        measured.append((size, sorted(times)[repeats // 2]))
+    return lambda size: interpolate(measured, size)
+
+
+def interpolate(points: Sequence[tuple[int, float]], at: float) -> float:
+    """Linear between measured points, and beyond the ends along the outermost two."""
+    if len(points) == 1:
+        return points[0][1]
+    pairs = list(zip(points, points[1:], strict=False))
+    (x0, y0), (x1, y1) = next((pair for pair in pairs if at <= pair[1][0]), pairs[-1])
+    return y0 + (y1 - y0) * (at - x0) / (x1 - x0)

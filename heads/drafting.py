@@ -1,0 +1,217 @@
+"""How a head's guesses become a chain or a tree of drafted tokens; any head that can `expand` drafts them all.
+
+A tree is flat: S nodes in an order where parents precede their children, and `parents` [B, S] with -1 for the last
+committed token, the root.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..configs.errors import BadInput
+
+
+@dataclass
+class Proposal:
+    """What was drafted.
+
+    tokens: [B, S] target ids. parents: [B, S], or None for a chain (node j follows node j - 1). draft_probs: where
+    nodes were sampled, [B, S + 1, V] the distribution that the children of the root and of each node were drawn from,
+    zeros where there are none. logits: of a chain, [B, Vd] per depth, where the drafter scores a vocabulary.
+    """
+
+    tokens: Tensor
+    parents: Tensor | None = None
+    draft_probs: Tensor | None = None
+    logits: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class StaticTree:
+    """A tree of fixed shape (Cai et al. 2024, section 2.3.3): a node is the path of its ranks, so (0, 1) is the second
+    guess behind the best first one. Paths are ordered by length; every prefix of a path is a path.
+
+    sampled: at temperature > 0, children are drawn from the draft's distribution without replacement, in the order of
+    their rank, instead of being its best guesses; a tree of one path is then a sampled chain."""
+
+    paths: tuple[tuple[int, ...], ...]
+    sampled: bool = False
+
+    def __post_init__(self) -> None:
+        known: set[tuple[int, ...]] = {()}
+        for path in self.paths:
+            if path[:-1] not in known or (known != {()} and len(path) < max(map(len, known))):
+                raise BadInput(f"tree path {path}: needs its prefix before it, and paths ordered by length")
+            known.add(path)
+        if not self.paths:
+            raise BadInput("a tree needs at least one node")
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.paths)
+
+    @property
+    def depth(self) -> int:
+        return len(self.paths[-1])
+
+    @property
+    def num_expanded(self) -> int:
+        """Nodes that the head reads to draft the others."""
+        return len({path[:-1] for path in self.paths} - {()})
+
+    @property
+    def parents(self) -> list[int]:
+        index = {path: i for i, path in enumerate(self.paths)}
+        return [index.get(path[:-1], -1) for path in self.paths]
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """The tree of EAGLE-2 (Li et al. 2024, section 4): at each of `depth` levels the `top_k` most probable nodes are
+    expanded, and of all candidates the `num_nodes` with the highest joint draft probability are verified."""
+
+    num_nodes: int = 31
+    depth: int = 5
+    top_k: int = 8
+
+    def __post_init__(self) -> None:
+        most = self.top_k + (self.depth - 1) * self.top_k**2
+        if min(self.num_nodes, self.depth, self.top_k) < 1 or self.num_nodes > most:
+            raise BadInput(f"dynamic tree: {self.num_nodes} nodes of depth {self.depth}: expected 1 to {most}")
+
+    @property
+    def num_expanded(self) -> int:
+        """Nodes that the head reads to draft the others."""
+        return self.top_k * (self.depth - 1)
+
+
+Tree = StaticTree | DynamicTree
+
+
+class Expands(Protocol):
+    """What tree drafting asks of a head."""
+
+    def first_logits(self, state: Any) -> Tensor:
+        """[B, Vd] draft logits behind the last committed token."""
+        ...
+
+    def expand(self, state: Any, tokens: Tensor, parents: Tensor | None, *, depth: int) -> Tensor:
+        """Read drafted tokens and score what follows each.
+
+        Args:
+            tokens: [B, F] target ids at this depth (1: the first drafted).
+            parents: [B, F] row of each token's parent among those of the last call (all 0 at depth 1); None: F is 1
+                and the token follows the last one read, as in a chain.
+
+        Returns: [B, F, Vd].
+        """
+        ...
+
+    def to_target(self, draft_ids: Tensor) -> Tensor:
+        """Draft ids to target ids, any shape."""
+        ...
+
+
+def draft_chain(head: Expands, state: Any, *, num_draft_tokens: int) -> Proposal:
+    """The greedy chain: each depth's most probable token."""
+    logits = [head.first_logits(state)]  # [B, Vd] per depth
+    tokens = [head.to_target(logits[0].argmax(-1))]  # [B] per depth
+    for depth in range(1, num_draft_tokens):
+        logits.append(head.expand(state, tokens[-1][:, None], None, depth=depth)[:, 0])
+        tokens.append(head.to_target(logits[-1].argmax(-1)))
+    return Proposal(torch.stack(tokens, 1), logits=logits)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Where sampled drafts come from. temperature: of the draft's distribution, above 0. vocab_size: the target's V."""
+
+    temperature: float
+    vocab_size: int
+    generator: torch.Generator | None = None
+
+
+def ranked(logits: Tensor, count: int, draws: Draws | None) -> tuple[Tensor, Tensor | None]:
+    """The children of each row of logits [B, F, Vd], in order: ids [B, F, count], and the probabilities drawn from.
+
+    The most probable ones, or draws without replacement: the largest of log-probability plus Gumbel noise are such
+    draws, in their order (Kool et al. 2019).
+    """
+    if draws is None:
+        return logits.topk(count, -1).indices, None
+    probs = (logits.float() / draws.temperature).softmax(-1)
+    clocks = torch.empty_like(probs).exponential_(generator=draws.generator)  # -log of it is Gumbel noise
+    return (probs / clocks.clamp_min(torch.finfo(probs.dtype).tiny)).topk(count, -1).indices, probs
+
+
+def draft_static(head: Expands, state: Any, tree: StaticTree, draws: Draws | None = None) -> Proposal:
+    """Fill a fixed shape: the node of rank r takes its parent's r-th most probable token, or r-th draw."""
+    logits = head.first_logits(state)[:, None]  # [B, F, Vd]
+    device, batch_size = logits.device, len(logits)
+    expanded: list[tuple[int, ...]] = [()]
+    index = {path: i for i, path in enumerate([(), *tree.paths])}
+    every = torch.arange(logits.shape[-1], device=device)  # [Vd]
+    draft_probs = torch.zeros(batch_size, tree.num_nodes + 1, draws.vocab_size, device=device) if draws else None
+    inner = {path[:-1] for path in tree.paths}
+    drafted = []
+    for depth in range(1, tree.depth + 1):
+        level = [path for path in tree.paths if len(path) == depth]
+        row = torch.tensor([expanded.index(path[:-1]) for path in level], device=device)  # [n] among the expanded
+        rank = torch.tensor([path[-1] for path in level], device=device)
+        best, probs = ranked(logits, max(path[-1] for path in level) + 1, draws)  # [B, F, ranks], [B, F, Vd]
+        if draft_probs is not None and probs is not None:
+            for i, path in enumerate(expanded):
+                draft_probs[:, index[path], head.to_target(every)] = probs[:, i]
+        tokens = head.to_target(best[:, row, rank])  # [B, n]
+        drafted.append(tokens)
+        kept = [i for i, path in enumerate(level) if path in inner]
+        if kept:
+            expanded = [level[i] for i in kept]
+            parents = row[kept].expand(batch_size, -1)  # [B, F]
+            logits = head.expand(state, tokens[:, kept], parents, depth=depth)
+    parents = torch.tensor(tree.parents, device=device).expand(batch_size, -1)  # [B, S]
+    return Proposal(torch.cat(drafted, 1), parents, draft_probs)
+
+
+def draft_dynamic(head: Expands, state: Any, tree: DynamicTree) -> Proposal:
+    """EAGLE-2: expand the most probable frontier, then keep the most probable nodes of all candidates."""
+    k = tree.top_k
+    scores, ids = head.first_logits(state).float().log_softmax(-1).topk(k, -1)  # [B, k]
+    frontier, frontier_scores = head.to_target(ids), scores
+    frontier_index = torch.arange(k, device=ids.device).expand(len(ids), -1)  # [B, k] among all candidates
+    rows = torch.zeros_like(frontier_index)  # parent's row in the last expansion
+    tokens, parents, all_scores = [frontier], [torch.full_like(frontier_index, -1)], [scores]
+    for depth in range(1, tree.depth):
+        log_probs = head.expand(state, frontier, rows, depth=depth).float().log_softmax(-1)  # [B, k, Vd]
+        best, ids = log_probs.topk(k, -1)  # [B, k, k]
+        # a child never outranks its parent, also where its probability rounds to 1
+        joint = (frontier_scores[..., None] + best - 1e-4).flatten(1)  # [B, k * k]
+        first = k + (depth - 1) * k * k  # of the new candidates among all
+        tokens.append(head.to_target(ids).flatten(1))
+        parents.append(frontier_index.repeat_interleave(k, 1))
+        all_scores.append(joint)
+        frontier_scores, chosen = joint.topk(k, -1)  # [B, k]
+        frontier = tokens[-1].gather(1, chosen)
+        rows = chosen // k
+        frontier_index = first + chosen
+    kept = torch.cat(all_scores, 1).topk(tree.num_nodes, -1).indices.sort(-1).values  # [B, S] parents first
+    renumber = torch.full_like(torch.cat(parents, 1), -1).scatter(
+        1, kept, torch.arange(tree.num_nodes, device=kept.device).expand_as(kept)
+    )
+    up = torch.cat(parents, 1).gather(1, kept)  # [B, S] parents among all candidates
+    up = torch.where(up < 0, up, renumber.gather(1, up.clamp(min=0)))
+    return Proposal(torch.cat(tokens, 1).gather(1, kept), up)
+
+
+def ancestors(parents: Tensor, depth: int) -> Tensor:
+    """[B, S, S] bool: whether node j (last) is node i (middle) or above it. parents [B, S]; depth: the longest path."""
+    size = parents.shape[1]
+    seen = torch.eye(size, dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
+    above = parents
+    for _ in range(depth - 1):
+        seen = seen | (F.one_hot(above.clamp(min=0), size).bool() & (above >= 0)[..., None])
+        above = torch.where(above < 0, above, parents.gather(1, above.clamp(min=0)))
+    return seen

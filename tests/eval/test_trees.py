@@ -1,0 +1,202 @@
+"""Draft trees: their shapes, that every node is what a chain along its path would draft, and that text stays exact."""
+
+import pytest
+import torch
+from headstart.configs.errors import BadInput
+from headstart.eval.generate import generate
+from headstart.eval.metrics import acceptance
+from headstart.heads.base import Reading
+from headstart.heads.drafting import (
+    DynamicTree,
+    Proposal,
+    StaticTree,
+    ancestors,
+    draft_chain,
+    draft_dynamic,
+    draft_static,
+)
+from headstart.heads.registry import HEADS, build_head
+
+PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
+STATIC = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 1), (0, 0, 0), (0, 1, 0), (2, 1, 1), (0, 0, 0, 0)))
+DYNAMIC = DynamicTree(num_nodes=12, depth=4, top_k=3)
+
+
+@pytest.fixture
+def head(head_type, target):
+    """An untrained head with perturbed weights."""
+    made = build_head(HEADS[head_type].config_class(type=head_type), target, seed=1)
+    source = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=source))
+    return made.eval()
+
+
+@pytest.fixture
+def state_of(head, target):
+    """A factory of drafting states behind two prompts of different lengths."""
+
+    def make():
+        rows = [[1, 9, 14, 33, 20, 7, 51, 8], [1, 9, 14, 33, 20, 0, 0, 0]]
+        tokens, num_valid = torch.tensor(rows), torch.tensor([7, 4])
+        state = head.begin(batch_size=2, max_length=64)
+        output = target.forward(tokens, feature_layers=head.feature_layers)
+        head.commit(state, Reading(tokens, tokens.roll(-1, 1), output, torch.tensor([0, 0]), num_valid))
+        return state
+
+    return make
+
+
+def paths_of(proposal, row):
+    """Each node's drafted tokens from the root down."""
+    assert proposal.parents is not None
+    parents, tokens = proposal.parents[row].tolist(), proposal.tokens[row].tolist()
+    paths: list[list[int]] = []
+    for parent, token in zip(parents, tokens, strict=True):
+        paths.append([*(paths[parent] if parent >= 0 else []), token])
+    return paths
+
+
+@torch.no_grad()
+def scored_along(head, state, path, row):
+    """Draft log-probabilities behind every prefix of a path, drafted as a chain."""
+    logits = [head.first_logits(state)]
+    for depth, token in enumerate(path, 1):
+        if depth < head.num_depths:
+            logits.append(head.expand(state, torch.tensor([[token]] * 2), None, depth=depth)[:, 0])
+    return [x[row].log_softmax(-1) for x in logits]
+
+
+@torch.no_grad()
+def test_static_nodes_are_what_a_chain_along_their_path_drafts(head, state_of):
+    proposal = draft_static(head, state_of(), STATIC)
+    for row in (0, 1):
+        for path, ranks in zip(paths_of(proposal, row), STATIC.paths, strict=True):
+            scored = scored_along(head, state_of(), path[:-1], row)
+            assert path[-1] == scored[len(path) - 1].topk(ranks[-1] + 1).indices[-1], (row, ranks)
+
+
+@torch.no_grad()
+def test_dynamic_tree_keeps_the_most_probable_nodes(head, state_of):
+    """Against a plain search: the frontier of each level by joint probability, then the best of all candidates."""
+    proposal = draft_dynamic(head, state_of(), DYNAMIC)
+    for row in (0, 1):
+        candidates: dict[tuple[int, ...], float] = {}
+        frontier: dict[tuple[int, ...], float] = {(): 0.0}
+        for _ in range(DYNAMIC.depth):
+            level = {}
+            for path, score in frontier.items():
+                best = scored_along(head, state_of(), list(path), row)[len(path)].topk(DYNAMIC.top_k)
+                for value, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                    level[(*path, token)] = score + value
+            candidates |= level
+            frontier = dict(sorted(level.items(), key=lambda item: -item[1])[: DYNAMIC.top_k])
+        wanted = sorted(candidates, key=lambda path: -candidates[path])[: DYNAMIC.num_nodes]
+        assert {tuple(path) for path in paths_of(proposal, row)} == set(wanted)
+        assert proposal.parents is not None
+        parents = proposal.parents[row].tolist()
+        assert all(parent < node for node, parent in enumerate(parents))
+
+
+def test_a_tree_of_one_path_is_the_chain(head, state_of):
+    chain = draft_chain(head, state_of(), num_draft_tokens=4)
+    line = draft_static(head, state_of(), StaticTree(((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0))))
+    assert torch.equal(chain.tokens, line.tokens)
+
+
+@pytest.mark.parametrize("tree", [STATIC, DYNAMIC], ids=["static", "dynamic"])
+def test_greedy_trees_are_lossless(head_type, family, tree, tiny_target):
+    """Every family of target, sliding windows too; in a ragged batch and row by row."""
+    target = tiny_target(family)
+    layers = None if head_type == "medusa" else [1, 2, 3]
+    head = build_head(HEADS[head_type].config_class(type=head_type, feature_layers=layers), target, seed=1).eval()
+    wanted = generate(target, None, PROMPTS, max_new_tokens=24).token_ids
+    assert generate(target, head, PROMPTS, max_new_tokens=24, tree=tree).token_ids == wanted
+    assert generate(target, head, PROMPTS[1], max_new_tokens=24, tree=tree).token_ids == wanted[1:2]
+
+
+def test_a_tree_that_holds_the_targets_own_path_is_accepted_whole(target):
+    """A head that scores as the target does, so that its best path stands: D + 1 tokens in every round."""
+
+    class Oracle:
+        feature_layers, max_draft_tokens, default_draft_tokens = (), None, 4
+
+        def begin(self, *, batch_size, max_length):
+            return {}
+
+        def commit(self, state, read):
+            state["length"] = read.start + read.num_valid
+
+        def propose_tree(self, state, tree, *, draws=None):
+            best = torch.stack([text[i, n + 1 : n + 5] for i, n in enumerate(state["length"].tolist())])  # [B, 4]
+            wrong = (best + 1) % target.vocab_size
+            tokens = torch.stack(
+                [wrong[:, 0], best[:, 0], wrong[:, 1], best[:, 1], best[:, 2], wrong[:, 3], best[:, 3]], 1
+            )
+            parents = torch.tensor([-1, -1, 1, 1, 3, 4, 4]).expand(len(best), -1)
+            return Proposal(tokens, parents)
+
+    wanted = generate(target, None, PROMPTS, max_new_tokens=60, eos_token_ids=[]).token_ids
+    longest = max(map(len, PROMPTS))
+    text = torch.tensor([p + new + [0] * (longest - len(p)) for p, new in zip(PROMPTS, wanted, strict=True)])
+    shape = StaticTree(((0,), (1,), (1, 0), (1, 1), (1, 1, 0), (1, 1, 0, 0), (1, 1, 0, 1)))
+    out = generate(target, Oracle(), PROMPTS, max_new_tokens=41, tree=shape, eos_token_ids=[])  # type: ignore[arg-type]
+    assert out.token_ids == [new[:41] for new in wanted]
+    assert acceptance(out.rounds, num_draft_tokens=4).length == 5
+
+
+def test_ancestors_of_a_small_tree():
+    seen = ancestors(torch.tensor([[-1, -1, 0, 2, 1]]), 3)[0].int().tolist()
+    assert seen == [[1, 0, 0, 0, 0], [0, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 0, 1, 1, 0], [0, 1, 0, 0, 1]]
+
+
+@pytest.mark.parametrize("paths", [(), ((0, 0),), ((0,), (0, 0), (1,)), ((0,), (1, 0))])
+def test_malformed_trees_are_refused(paths):
+    with pytest.raises(BadInput):
+        StaticTree(paths)
+
+
+def test_a_tree_deeper_than_the_head_is_refused(target):
+    head = build_head(HEADS["medusa"].config_class(type="medusa", num_depths=2), target)
+    with pytest.raises(BadInput, match="num_draft_tokens 4"):
+        generate(target, head, [1, 2], tree=STATIC)
+
+
+SAMPLED = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0)), sampled=True)
+SMALL = {
+    "static": StaticTree(SAMPLED.paths),
+    "dynamic": DynamicTree(num_nodes=5, depth=2, top_k=2),
+    "sampled": SAMPLED,
+    "sampled chain": StaticTree(((0,), (0, 0)), sampled=True),
+}
+
+
+@pytest.mark.parametrize("how", [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}], ids=["T=1", "T=0.7,p=0.9"])
+@pytest.mark.parametrize("tree", SMALL.values(), ids=SMALL.keys())
+def test_sampled_trees_follow_the_targets_distribution(head_type, tree, how, tiny_target, chi_square):
+    target = tiny_target("llama", vocab_size=6, eos_token_id=None)
+    head = build_head(HEADS[head_type].config_class(type=head_type, num_depths=2), target, seed=1).eval()
+    assert chi_square(target, head, tree=tree, **how) < 1.5
+
+
+def test_guesses_verified_as_if_drawn_are_caught(tiny_target, chi_square, monkeypatch):
+    """A planted mutation: the children are the draft's best guesses, but verified as if they had been drawn."""
+    target = tiny_target("llama", vocab_size=6, eos_token_id=None)
+    head = build_head(HEADS["eagle3"].config_class(type="eagle3", num_depths=2), target, seed=1).eval()
+    monkeypatch.setattr(
+        "headstart.heads.drafting.ranked",
+        lambda logits, count, draws: (logits.topk(count, -1).indices, (logits / draws.temperature).softmax(-1)),
+    )
+    assert chi_square(target, head, tree=SAMPLED) > 3
+
+
+@pytest.mark.parametrize("tree", [None, STATIC], ids=["chain", "tree"])
+def test_repetition_penalty_is_that_of_transformers(head_type, tree, target):
+    head = build_head(HEADS[head_type].config_class(type=head_type), target, seed=1).eval()
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        how = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0, "repetition_penalty": 1.5}
+        wanted = target.model.generate(ids, attention_mask=torch.ones_like(ids), **how)[0, len(prompt) :].tolist()
+        out = generate(target, head, prompt, max_new_tokens=24, repetition_penalty=1.5, tree=tree)
+        assert out.token_ids[0] == wanted

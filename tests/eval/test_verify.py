@@ -1,0 +1,261 @@
+"""The target's distribution is transformers' own, and each accept rule walks a tree as its definition says."""
+
+import math
+
+import pytest
+import torch
+from headstart.configs.errors import BadInput
+from headstart.eval.verify import (
+    Sampling,
+    accept_chain,
+    accept_sampled,
+    accept_tree,
+    accept_typical,
+    choose,
+    residual_behind,
+    sample,
+    target_probs,
+)
+from transformers import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+CHAIN = [-1, 0, 1, 2]
+
+
+def source(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def random_tree(num_nodes, vocab, generator):
+    """parents [S] and tokens [S], siblings distinct; and the length of the longest path."""
+    parents, tokens, depths = [], [], []
+    for j in range(num_nodes):
+        room = [p for p in range(-1, j) if parents.count(p) < vocab]
+        parent = room[int(torch.randint(len(room), (), generator=generator))]
+        taken = {tokens[i] for i in range(j) if parents[i] == parent}
+        free = [token for token in range(vocab) if token not in taken]
+        tokens.append(free[int(torch.randint(len(free), (), generator=generator))])
+        parents.append(parent)
+        depths.append(1 + (depths[parent] if parent >= 0 else 0))
+    return parents, tokens, max(depths)
+
+
+def random_trees(num_trees, num_nodes=9, vocab=3, seed=5):
+    """parents [B, S], tokens [B, S], depth."""
+    trees = [random_tree(num_nodes, vocab, generator) for generator in [source(seed)] for _ in range(num_trees)]
+    return (
+        torch.tensor([tree[0] for tree in trees]),
+        torch.tensor([tree[1] for tree in trees]),
+        max(tree[2] for tree in trees),
+    )
+
+
+def walked(chosen, tokens, parents):
+    """The accepted nodes and the bonus token of one row, by a plain walk."""
+    path, at = [], -1
+    while True:
+        wanted = chosen[at + 1]
+        node = next((j for j, parent in enumerate(parents) if parent == at and tokens[j] == wanted), None)
+        if node is None:
+            return path, wanted
+        path.append(node)
+        at = node
+
+
+def paths(verdict):
+    """What of a verdict is defined: accepted nodes and bonus, row by row."""
+    rows = zip(verdict.path.tolist(), verdict.num_accepted.tolist(), verdict.bonus.tolist(), strict=True)
+    return [(path[:num], bonus) for path, num, bonus in rows]
+
+
+# The target's distribution
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"temperature": 0.7},
+        {"temperature": 1.3, "top_k": 5},
+        {"temperature": 1.0, "top_k": 500},
+        {"temperature": 0.6, "top_p": 0.9},
+        {"temperature": 1.0, "top_p": 0.01},
+        {"temperature": 1.0, "repetition_penalty": 1.4},
+        {"temperature": 0.8, "top_k": 12, "top_p": 0.8, "repetition_penalty": 0.7},
+        {"temperature": 1.5, "top_k": 3, "top_p": 0.5, "repetition_penalty": 1.2},
+    ],
+    ids=str,
+)
+def test_target_probs_are_those_of_transformers(how):
+    logits = torch.randn(64, 40, generator=source()) * 3
+    if "top_p" not in how:
+        logits[0, 3:9] = logits[0].max()  # ties, of which top-p keeps any in transformers
+    ids = torch.randint(40, (64, 7), generator=source(1))
+    seen = torch.zeros(64, 40, dtype=torch.bool).scatter(1, ids, True)
+    steps = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(float(how.get("repetition_penalty", 1.0)))])
+    steps.append(TemperatureLogitsWarper(how["temperature"]))
+    if "top_k" in how:
+        steps.append(TopKLogitsWarper(how["top_k"]))
+    if "top_p" in how:
+        steps.append(TopPLogitsWarper(how["top_p"]))
+    wanted = steps(ids, logits.clone()).softmax(-1)  # pyright: ignore[reportArgumentType]
+    found = target_probs(logits.view(8, 8, 40), Sampling(**how), seen.view(8, 8, 40))
+    assert torch.equal(found.view(64, 40), wanted)
+
+
+def test_temperature_zero_is_the_penalised_argmax_lowest_id_first():
+    logits = torch.tensor([[1.0, 4.0, 4.0, 3.0], [-1.0, -2.0, -1.5, -1.0]])
+    assert target_probs(logits, Sampling()).argmax(-1).tolist() == [1, 0]
+    assert choose(logits, Sampling()).tolist() == [1, 0]
+    seen = torch.tensor([[False, True, False, False], [True, False, False, True]])
+    how = Sampling(repetition_penalty=2.0, top_k=1, top_p=0.5)
+    assert choose(logits, how, seen=seen).tolist() == [2, 2]
+    assert target_probs(logits, how, seen).tolist() == [[0, 0, 1, 0], [0, 0, 1, 0]]
+
+
+def test_top_p_keeps_the_lowest_ids_of_those_that_tie():
+    logits = torch.tensor([0.0, 1.0, 1.0, 1.0, -9.0])
+    assert target_probs(logits, Sampling(temperature=1.0, top_p=0.5))[1:3].tolist() == [0.5, 0.5]
+    assert target_probs(logits, Sampling(temperature=1.0, top_p=0.01)).tolist() == [0, 1, 0, 0, 0]
+
+
+def test_half_precision_logits_are_scored_in_fp32():
+    logits = torch.randn(4, 9, generator=source()).bfloat16()
+    assert torch.equal(target_probs(logits, Sampling(temperature=0.7)), (logits.float() / 0.7).softmax(-1))
+
+
+def test_samples_follow_their_distribution():
+    logits = torch.tensor([2.0, 0.0, 1.0, -math.inf, 0.5])
+    how = Sampling(temperature=0.8, top_k=3)
+    tokens = choose(logits.expand(50, 1000, -1), how, generator=source())
+    assert tokens.shape == (50, 1000)
+    expected = target_probs(logits, how) * 50_000
+    counts = torch.bincount(tokens.flatten(), minlength=5)
+    assert counts[expected == 0].sum() == 0
+    assert ((counts - expected).abs() <= 4 * expected.sqrt()).all()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"temperature": -1}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_k": -1}, {"top_k": 1.5}]
+    + [{"top_p": 0.0}, {"top_p": 1.1}, {"repetition_penalty": 0.0}, {"repetition_penalty": -1.0}],
+    ids=str,
+)
+def test_bad_sampling_is_refused(wrong):
+    [name] = wrong
+    with pytest.raises(BadInput, match=name):
+        Sampling(**wrong)
+
+
+# Walking trees
+
+
+def test_accept_tree_is_the_plain_walk():
+    parents, tokens, depth = random_trees(200)
+    chosen = torch.randint(3, (200, 10), generator=source(2))
+    verdict = accept_tree(chosen, tokens, parents, depth=depth)
+    rows = zip(chosen.tolist(), tokens.tolist(), parents.tolist(), strict=True)
+    wanted = [walked(*row) for row in rows]
+    assert paths(verdict) == wanted
+    assert {len(path) for path, _ in wanted} >= {0, 1, 2, 3}, "trees that test something"
+    assert ((verdict.path >= 0) & (verdict.path < 9)).all(), "a valid index everywhere"
+
+
+def test_accept_sampled_of_one_hot_distributions_is_the_plain_walk():
+    """Temperature 0: with no mass of the draft, with any mass, and with all of it on one token."""
+    parents, tokens, depth = random_trees(200)
+    chosen = torch.randint(3, (200, 10), generator=source(2))
+    probs = torch.nn.functional.one_hot(chosen, 3).float()
+    wanted = paths(accept_tree(chosen, tokens, parents, depth=depth))
+    some = torch.randn(200, 10, 3, generator=source(3)).softmax(-1)
+    for draft_probs in (torch.zeros_like(probs), some, torch.nn.functional.one_hot(chosen.flip(0), 3).float()):
+        assert paths(accept_sampled(probs, draft_probs, tokens, parents, depth=depth)) == wanted
+
+
+def test_a_chain_is_a_tree():
+    drafted = torch.randint(2, (300, 4), generator=source())
+    chosen = torch.randint(2, (300, 5), generator=source(1))
+    verdict = accept_tree(chosen, drafted, torch.tensor([CHAIN] * 300), depth=4)
+    accepted = accept_chain(chosen, drafted)
+    assert torch.equal(verdict.num_accepted, accepted) and set(accepted.tolist()) == {0, 1, 2, 3, 4}
+    assert torch.equal(verdict.bonus, chosen.gather(1, accepted[:, None])[:, 0])
+    assert all(path == list(range(len(path))) for path, _ in paths(verdict))
+
+
+def test_accept_typical_takes_the_longest_path_above_the_threshold():
+    """Three branches: 0-2-3 whose middle is too unlikely, 1-4 and 1-5 that stand; the lower index of these wins."""
+    parents = torch.tensor([[-1, -1, 0, 2, 1, 1]])
+    drafted = torch.tensor([[0, 1, 2, 3, 0, 1]])
+    probs = torch.full((1, 7, 4), 0.25)  # entropy ln 4: the threshold is min(0.09, 0.3 / 4) = 0.075
+    probs[0, 1] = torch.tensor([0.4, 0.3, 0.07, 0.23])  # behind node 0: token 2 falls short
+    probs[0, 5] = torch.tensor([0.1, 0.2, 0.6, 0.1])  # behind node 4
+    assert paths(accept_typical(probs, drafted, parents, depth=3)) == [([1, 4], 2)]
+    assert paths(accept_typical(probs, drafted, parents, depth=3, epsilon=0.01)) == [([0, 2, 3], 0)]
+    probs[0, 0] = torch.tensor([0.0, 0.0, 0.0, 1.0])
+    assert paths(accept_typical(probs, drafted, parents, depth=3)) == [([], 3)]
+
+
+# Degenerate inputs, and the device
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_degenerate_inputs_give_a_verdict_within_the_targets_support(seed):
+    """One-hot and sparse distributions, drafts that never draw what was drafted, siblings that take up the draft."""
+    parents, tokens, depth = random_trees(400, seed=seed)
+    rows = torch.arange(400)[:, None]
+    kinds = [torch.randn(400, 10, 3, generator=source(seed + 1)).mul(scale).softmax(-1) for scale in (1, 40, 1000)]
+    kinds += [target_probs(kinds[0].log(), Sampling(temperature=1.0, top_k=k)) for k in (1, 2)]
+    kinds += [(kinds[0] - 1e-6).clamp_min(0), kinds[0] * (1 + 1e-6)]  # sums that rounding left beside 1
+    for probs in kinds:
+        for draft_probs in [*kinds, torch.zeros_like(probs)]:
+            verdict = accept_sampled(probs, draft_probs, tokens, parents, depth=depth, generator=source(seed))
+            inside = torch.arange(depth) < verdict.num_accepted[:, None]  # [B, depth]
+            nodes = torch.cat([torch.full((400, 1), -1), verdict.path], 1)  # [B, depth + 1] from the root down
+            assert (parents.gather(1, verdict.path) == nodes[:, :-1])[inside].all(), "a path"
+            said = probs[rows, nodes[:, :-1] + 1, tokens.gather(1, verdict.path)]  # [B, depth]
+            last = nodes.gather(1, verdict.num_accepted[:, None])  # [B, 1]
+            assert (said > 0)[inside].all() and (probs[rows, last + 1, verdict.bonus[:, None]] > 0).all()
+
+
+def test_an_empty_residual_is_replaced():
+    """Rounding may reject where exact sums accept; what is left is then the target without the token, never NaN."""
+    half, token = torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0]])
+    assert residual_behind(half, half, token).tolist() == [[0, 1, 0]]
+    sure = torch.tensor([[1.0, 0.0, 0.0]])
+    assert residual_behind(sure, sure, token).tolist() == [[1, 0, 0]]
+    assert residual_behind(sure, torch.ones(1, 3), token).tolist() == [[1, 0, 0]]
+    assert sample(torch.tensor([[0.0, 1e-38, 0.0]]).expand(1000, -1), source()).unique().tolist() == [1]
+
+
+def test_no_nodes_leave_the_bonus_token():
+    """The baseline's round: an empty tree."""
+    chosen, none = torch.tensor([[4], [2]]), torch.zeros(2, 0, dtype=torch.long)
+    probs = torch.nn.functional.one_hot(chosen, 6).float()
+    wanted = [([], 4), ([], 2)]
+    assert paths(accept_tree(chosen, none, none, depth=0)) == wanted
+    assert paths(accept_sampled(probs, probs, none, none, depth=0)) == wanted
+    assert paths(accept_typical(probs, none, none, depth=0)) == wanted
+
+
+def test_no_rule_reads_from_the_device():
+    """On the meta device there is nothing to read: a host read or a shape that depends on values is an error."""
+    with torch.device("meta"):
+        logits, parents, drafted = torch.randn(2, 5, 7), torch.zeros(2, 4).long(), torch.zeros(2, 4).long()
+        seen = torch.zeros(2, 5, 7, dtype=torch.bool)
+        how = Sampling(temperature=0.7, top_k=3, top_p=0.9, repetition_penalty=1.1)
+        probs, greedy = target_probs(logits, how, seen), target_probs(logits, Sampling())
+        chosen = choose(logits, how, seen=seen)
+        verdicts = [
+            accept_tree(chosen, drafted, parents, depth=3),
+            accept_sampled(probs, greedy, drafted, parents, depth=3),
+            accept_typical(probs, drafted, parents, depth=3),
+        ]
+        for verdict in verdicts:
+            assert verdict.num_accepted.shape == verdict.bonus.shape == (2,) and verdict.path.shape == (2, 3)
+            assert verdict.num_accepted.dtype == verdict.path.dtype == verdict.bonus.dtype == torch.long
+        with pytest.raises(RuntimeError):
+            probs.sum().item()

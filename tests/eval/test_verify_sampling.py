@@ -1,0 +1,197 @@
+"""Sampling through drafted trees is lossless: joint counts of four tokens against exact enumeration, chi-square.
+
+NUM_TABLES random targets and drafts over V tokens, each a table of logits given the last two tokens, share the rows of
+one run; each run is one round over a drafted tree, continued by plain samples where it committed fewer than four.
+"""
+
+import pytest
+import torch
+from headstart.eval import verify
+from headstart.eval.verify import Sampling, accept_sampled, accept_tree, accept_typical, sample, target_probs
+
+V, NUM_TABLES, NUM_ROWS = 5, 4, 200_000
+FEW = 50_000  # rows enough to see a fault
+TREES = {  # parents; of several, row i has the (i // NUM_TABLES)-th in turn
+    "chain of 3": [[-1, 0, 1]],
+    "3 children": [[-1, -1, -1]],
+    "2 x 2": [[-1, -1, 0, 0, 1, 1]],
+    "ragged": [[-1, -1, 0, 0, 2, -1, 1]],
+    "one per row": [[-1, 0, -1, 1, 1, 0], [-1, -1, 0, 1, -1, 2]],
+}
+DEPTH = 3
+RAW = Sampling(temperature=1.0)
+HOWS = [
+    Sampling(temperature=0.7, top_p=0.9),
+    Sampling(temperature=1.0, top_p=0.9),
+    Sampling(temperature=1.0, top_p=0.95, top_k=3),
+]
+
+
+class Setting:
+    """Targets and drafts, and what one round over a tree commits.
+
+    draft: `close` to the target, or `sharp`: unlike it and sure of itself.
+    """
+
+    def __init__(self, tree: str, *, how: Sampling, draft: str = "close", seed: int = 0, num_rows: int = NUM_ROWS):
+        self.source = torch.Generator().manual_seed(seed)
+        shape = (NUM_TABLES, V, V, V)  # [table, last but one, last, V]
+        self.logits = 1.5 * torch.randn(shape, generator=self.source)
+        noise = torch.randn(shape, generator=self.source)
+        draft_logits = self.logits + 0.7 * noise if draft == "close" else 2 * self.logits + 2 * noise
+        self.target, self.draft = target_probs(self.logits, how), draft_logits.softmax(-1)
+        self.how, self.rows = how, torch.arange(num_rows)
+        self.table = self.rows % NUM_TABLES
+        trees = torch.tensor(TREES.get(tree, [[-1]]))
+        self.parents = trees[self.rows // NUM_TABLES % len(trees)]  # [B, S]
+
+    def grow(self, *, sampled: bool) -> None:
+        """Draft the tree: children without replacement, sampled or in the order of their probability."""
+        rows, num_nodes = self.rows, self.parents.shape[1]
+        self.before = torch.zeros(len(rows), num_nodes + 1, dtype=torch.long)  # [B, S + 1] last token but one
+        self.last = torch.ones_like(self.before)  # [B, S + 1]
+        self.draft_probs = torch.zeros(len(rows), num_nodes + 1, V)
+        self.draft_probs[:, 0] = self.draft[self.table, 0, 1]
+        left = self.draft_probs.clone()
+        for j in range(num_nodes):
+            parent = self.parents[:, j] + 1
+            weights = left[rows, parent]  # [B, V]
+            token = sample(weights, self.source) if sampled else weights.argmax(-1)
+            left[rows, parent, token] = 0
+            self.before[:, j + 1], self.last[:, j + 1] = self.last[rows, parent], token
+            self.draft_probs[:, j + 1] = self.draft[self.table, self.last[rows, parent], token]
+            left[:, j + 1] = self.draft_probs[:, j + 1]
+        self.drafted = self.last[:, 1:]
+
+    def at_nodes(self, tables):
+        """The rows [B, S + 1, V] of the tables at the root and behind each node."""
+        return tables[self.table[:, None], self.before, self.last]
+
+    def verdict(self, rule: str, **how):
+        """deterministic: children of the draft's order, the target's choice followed. sampled: recursive rejection."""
+        self.grow(sampled=rule == "sampled")
+        tree = (self.drafted, self.parents)
+        if rule == "deterministic":
+            chosen = sample(self.at_nodes(self.target), self.source)  # as `choose` does
+            return accept_tree(chosen, *tree, depth=DEPTH)
+        probs = self.at_nodes(self.target)
+        if rule == "typical":
+            return accept_typical(probs, *tree, depth=DEPTH, **how)
+        draft_probs = torch.zeros_like(probs) if rule == "struck out" else self.draft_probs
+        return accept_sampled(probs, draft_probs, *tree, depth=DEPTH, generator=self.source)
+
+    def text(self, verdict):
+        """The first four tokens [B, 4]: accepted, bonus, then plain samples of the target."""
+        before, last = torch.zeros_like(self.rows), torch.ones_like(self.rows)
+        tokens = []
+        for i in range(DEPTH + 1):
+            plain = sample(self.target[self.table, before, last], self.source)
+            node = verdict.path[:, min(i, DEPTH - 1)]
+            token = torch.where(verdict.num_accepted == i, verdict.bonus, plain)
+            token = torch.where(verdict.num_accepted > i, self.drafted[self.rows, node], token)
+            tokens.append(token)
+            before, last = last, token
+        return torch.stack(tokens, 1)
+
+    def chi_square(self, verdict) -> float:
+        """Per degree of freedom, of the joint counts of four tokens in every table."""
+        expected = torch.bincount(self.table, minlength=NUM_TABLES).double()[:, None, None] * self.target[:, :1, 1]
+        code, pairs = self.table, self.target[:, 1:2]  # [M, 1, V] so far; pairs [M, 1, V, V] given its last two
+        for _ in range(DEPTH):
+            expected = (expected[..., None] * pairs).flatten(1, 2)  # [M, cells, V]
+            pairs = self.target.repeat(1, expected.shape[1] // V, 1, 1)
+        for token in self.text(verdict).unbind(1):
+            code = code * V + token
+        expected = expected.flatten()
+        counts = torch.bincount(code, minlength=len(expected)).double()
+        big = expected >= 5
+        terms = (counts - expected)[big] ** 2 / expected[big]
+        small = (counts[~big].sum() - expected[~big].sum()) ** 2 / expected[~big].sum().clamp(min=1)
+        return float((terms.sum() + small) / (int(big.sum()) + 1 - NUM_TABLES))
+
+
+def accepted(tree, rule, *, draft) -> float:
+    """Mean number of accepted nodes."""
+    return Setting(tree, how=RAW, draft=draft, num_rows=FEW).verdict(rule).num_accepted.double().mean().item()
+
+
+# Lossless
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("how", HOWS, ids=lambda how: f"T={how.temperature} top_p={how.top_p} top_k={how.top_k}")
+def test_deterministic_children_are_lossless(tree, how):
+    setting = Setting(tree, how=how)
+    assert setting.chi_square(setting.verdict("deterministic")) < 1.3
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("how, draft", [(RAW, "sharp"), (HOWS[0], "close")], ids=["raw-sharp", "processed-close"])
+def test_sampled_children_are_lossless(tree, how, draft):
+    setting = Setting(tree, how=how, draft=draft)
+    assert setting.chi_square(setting.verdict("sampled")) < 1.3
+
+
+def test_striking_out_is_the_same_law_as_following_one_sample():
+    """Deterministic children by recursive rejection (EAGLE-2's loop): the same joint law of accepted nodes."""
+    walked, struck = Setting("ragged", how=HOWS[1]), Setting("ragged", how=HOWS[1])
+    one, other = walked.verdict("deterministic"), struck.verdict("struck out")
+    assert struck.chi_square(other) < 1.3
+    counts = torch.stack([torch.bincount(v.num_accepted * 8 + v.path[:, 0], minlength=32) for v in (one, other)])
+    assert ((counts[0] - counts[1]).abs() <= 4 * counts.sum(0).sqrt()).all()
+
+
+def test_one_sampled_child_stands_as_often_as_the_distributions_overlap():
+    setting = Setting("one child", how=RAW, draft="sharp")
+    rate = setting.verdict("sampled").num_accepted.double().mean().item()
+    overlap = torch.minimum(setting.target, setting.draft)[:, 0, 1].sum(-1).mean().item()
+    assert abs(rate - overlap) < 4 * (overlap * (1 - overlap) / NUM_ROWS) ** 0.5
+
+
+@pytest.mark.parametrize("tree", ["chain of 3", "3 children", "ragged"])
+@pytest.mark.parametrize("draft", ["close", "sharp"])
+def test_sampled_children_are_accepted_more(tree, draft):
+    assert accepted(tree, "sampled", draft=draft) > 1.01 * accepted(tree, "deterministic", draft=draft)
+
+
+# What these tests must be able to see
+
+
+@pytest.mark.parametrize("forgotten", ["residual", "draft", "both"])
+@pytest.mark.parametrize("tree", ["3 children", "2 x 2", "ragged"])
+def test_a_rejection_without_renormalising_is_caught(forgotten, tree, monkeypatch):
+    if forgotten == "both":
+        monkeypatch.setattr(verify, "normalised", lambda weights: weights)
+    elif forgotten == "draft":
+        monkeypatch.setattr(verify, "without", lambda draft, token: draft.scatter(1, token, 0.0))
+    else:
+        monkeypatch.setattr(verify, "residual_behind", lambda residual, draft, token: (residual - draft).clamp_min(0))
+    setting = Setting(tree, how=RAW, draft="sharp", num_rows=FEW)
+    assert setting.chi_square(setting.verdict("sampled")) > 3
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_draft_probabilities_for_deterministic_children_are_caught(tree):
+    """min(1, p / q) with the q of children that were never drawn from it."""
+    setting = Setting(tree, how=RAW, num_rows=FEW)
+    assert setting.chi_square(setting.verdict("not drawn")) > 3
+
+
+@pytest.mark.parametrize("tree", ["chain of 3", "3 children", "ragged"])
+@pytest.mark.parametrize("rule", ["deterministic", "sampled"])
+def test_a_bonus_token_without_logits_processing_is_caught(tree, rule):
+    """As the first EAGLE did where a whole path was accepted."""
+    setting = Setting(tree, how=HOWS[0], num_rows=FEW)
+    verdict = setting.verdict(rule)
+    num = verdict.num_accepted
+    node = torch.where(num > 0, verdict.path.gather(1, (num - 1).clamp(min=0)[:, None])[:, 0], -1)
+    leaf = ~(setting.parents == node[:, None]).any(1)
+    raw = setting.at_nodes(setting.logits)[setting.rows, node + 1].softmax(-1)
+    verdict.bonus = torch.where(leaf, sample(raw, setting.source), verdict.bonus)
+    assert setting.chi_square(verdict) > 3
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_typical_acceptance_is_not_lossless(tree):
+    setting = Setting(tree, how=RAW, num_rows=FEW)
+    assert setting.chi_square(setting.verdict("typical")) > 3
