@@ -186,6 +186,8 @@ def entry(
         "tree": "chain",
         "num_drafted": num_draft,
         "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
         "batch_size": 1,
         "num_draft_tokens": num_draft,
         "num_prompts": len(suite.prompts),

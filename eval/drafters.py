@@ -183,7 +183,7 @@ class SuffixDrafter(TextDrafter):
         max_depth: longest suffix, in tokens, that is told apart.
         is_shared: count over all rows and prompts of this drafter's life, not only a row's own text. A prompt that is
             asked twice then finds its own answer: right for a server, wrong for a benchmark that repeats.
-        max_nodes: of all rows' tries together, about 0.2 kB each; a shared trie that is full starts afresh with the
+        max_nodes: of all rows' tries together, about 150 bytes each; a shared trie that is full starts afresh with the
             next batch.
     """
 

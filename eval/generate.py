@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..configs.errors import BadInput
 from ..heads.base import Drafter, Reading
-from ..heads.drafting import Tree
+from ..heads.drafting import StaticTree, Tree
 from ..heads.target import Target
 from .engine import Engine
 from .verify import Sampling
@@ -134,6 +134,8 @@ def generate(
     rows = as_rows(input_ids)
     check_request(rows, target=target, max_new_tokens=max_new_tokens)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty)
+    if isinstance(tree, StaticTree) and tree.is_chain:
+        num_draft_tokens, tree = tree.depth, None
     num_draft = draft_length(drafter, tree.depth if tree else num_draft_tokens)
     if tree is not None and not hasattr(drafter, "propose_tree"):
         raise BadInput(f"{type(drafter).__name__} drafts chains, not trees")

@@ -31,6 +31,8 @@ class MeasureConfig:
     tree_name: str = "chain"
     max_new_tokens: int = 128
     temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
     batch_size: int = 1
     num_repeats: int = 3
     seed: int = 0
@@ -97,6 +99,8 @@ def measure(
             batch,
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
             num_draft_tokens=num_draft if which is not None else None,
             tree=config.tree if which is not None else None,
             generator=source,
@@ -124,6 +128,8 @@ def measure(
         "tree": config.tree_name,
         "num_drafted": config.tree.num_nodes if config.tree else num_draft,
         "temperature": config.temperature,
+        "top_k": config.top_k,
+        "top_p": config.top_p,
         "batch_size": size,
         "num_draft_tokens": num_draft,
         "num_prompts": len(suite.prompts),

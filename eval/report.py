@@ -94,18 +94,17 @@ def show(report: dict[str, Any], console: Console) -> None:
     about, machine = report["target"], report["environment"]
     console.print(f"{about['name']} ({about['dtype']}) on {machine['device']}, {machine['num_threads']} threads")
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("drafter")
-    table.add_column("suite")
-    for column in ("T", "B", "K", "length", "tok/s", "base", "speedup [95 %]", "lossless"):
+    for column in ("drafter", "suite", "tree"):
+        table.add_column(column)
+    for column in ("T/B/K", "length", "tok/s", "base", "speedup [95 %]", "lossless"):
         table.add_column(column, justify="right", no_wrap=True)
     for r in report["results"]:
         low, high = r["speedup_ci95"]
         table.add_row(
             r["drafter"],
             r["suite"],
-            f"{r['temperature']:g}",
-            str(r["batch_size"]),
-            str(r["num_draft_tokens"]),
+            r.get("tree", "-"),
+            f"{r['temperature']:g}/{r['batch_size']}/{r['num_draft_tokens']}",
             number(r["acceptance_length"]),
             number(r["tokens_per_second"], 0),
             number(r["baseline_tokens_per_second"], 0),
@@ -113,12 +112,12 @@ def show(report: dict[str, Any], console: Console) -> None:
             lossless_words(r["lossless"]),
         )
     console.print(table)
-    console.print("B rows at a time, K drafts per round; length: tokens per target forward; lossless: texts equal")
+    console.print("T temperature, B rows at a time, K drafts deep; length: tokens per target forward; lossless: texts")
     for r in report["results"]:
         rates = " ".join(map(number, r["acceptance_rate"]))
         forced = r["teacher_forced_acceptance_length"]
         tail = "" if forced is None else f"; teacher-forced acceptance length {forced:.2f}"
-        console.print(f"{r['drafter']} on {r['suite']}: acceptance rate by position {rates}{tail}")
+        console.print(f"{r['drafter']} {r.get('tree', '')} on {r['suite']}: rate by position {rates}{tail}")
 
 
 def number(value: float | None, digits: int = 2) -> str:

@@ -2,12 +2,15 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
-from ..heads.base import ChainStarts, DraftBatch, DraftHead
-from ..heads.drafting import StaticTree
-from ..heads.target import Target
+from ..configs.errors import BadInput
+from ..heads.base import ChainStarts, DraftBatch, Drafter, DraftHead, Reading
+from ..heads.drafting import DynamicTree, StaticTree, Tree
+from ..heads.target import Target, TargetOutput
+from .generate import generate
 
 Accuracies = list[list[float]]  # [depth][rank]: P(the rank-th guess at a depth is right | the path to it is right)
 
@@ -129,3 +132,63 @@ def interpolate(points: Sequence[tuple[int, float]], at: float) -> float:
     pairs = list(zip(points, points[1:], strict=False))
     (x0, y0), (x1, y1) = next((pair for pair in pairs if at <= pair[1][0]), pairs[-1])
     return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
+
+
+@torch.no_grad()
+def draft_times(target: Target, head: DraftHead, *, context: int, repeats: int = 7) -> Callable[[int], float]:
+    """Milliseconds to take in a round and draft a chain of some depth, measured at depth 1 and at the head's most.
+
+    A tree's level costs a little more than a chain's step, as it holds more nodes.
+    """
+    most = head.max_draft_tokens or head.num_depths
+    tokens = torch.ones(1, context, dtype=torch.long, device=target.device)
+    output = target.forward(tokens, feature_layers=head.feature_layers)
+    start, last = torch.zeros(1, dtype=torch.long, device=target.device), most + 1
+    state = head.begin(batch_size=1, max_length=context + 2 * most + 2)
+    head.commit(state, Reading(tokens, tokens, output, start, start + context))
+    tail = TargetOutput(output.features[:, -last:], output.post_norm[:, -last:])
+    again = Reading(tokens[:, -last:], tokens[:, -last:], tail, start + context - last, start + last)
+    measured = []
+    for depth in sorted({1, most}):
+        times = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            head.commit(state, again)
+            head.propose(state, num_draft_tokens=depth).tokens.tolist()
+            times.append(1000 * (time.perf_counter() - started))
+        measured.append((depth, sorted(times)[repeats // 2]))
+    return lambda depth: interpolate(measured, depth)
+
+
+TREE_NAMES = ("chain", "static", "dynamic", "optimal", "sampled")
+NUM_CALIBRATION = 8  # prompts whose texts shape the measured trees
+
+
+def named_tree(
+    name: str, target: Target, drafter: Drafter, prompts: Sequence[list[int]], *, max_new_tokens: int, num_nodes: int
+) -> Tree | None:
+    """The tree of that name for a drafter; None for a chain.
+
+    static, optimal and sampled are shaped by the head's accuracies on what the target writes behind the first
+    NUM_CALIBRATION prompts; optimal also by step times measured here, with at most num_nodes nodes.
+
+    Raises: BadInput on an unknown name, and for a drafter that drafts chains only.
+    """
+    if name not in TREE_NAMES:
+        raise BadInput(f"--tree {name}: expected one of {', '.join(TREE_NAMES)}")
+    if name == "chain":
+        return None
+    if not isinstance(drafter, DraftHead):
+        raise BadInput(f"--tree {name}: {type(drafter).__name__} drafts chains only")
+    if name == "dynamic":
+        depth = drafter.max_draft_tokens or drafter.default_draft_tokens
+        return DynamicTree(num_nodes=num_nodes, depth=depth, top_k=max(4, round(num_nodes**0.5)))
+    prompts = list(prompts[:NUM_CALIBRATION])
+    texts = generate(target, None, prompts, max_new_tokens=max_new_tokens).token_ids
+    accuracies = rank_accuracies(target, drafter, list(zip(prompts, texts, strict=True)))
+    if name == "optimal":
+        context = max(map(len, prompts)) + max_new_tokens // 2
+        verify_ms, draft_ms = step_times(target, context=context), draft_times(target, drafter, context=context)
+        return optimal_tree(accuracies, verify_ms=lambda n: verify_ms(n + 1), draft_ms=draft_ms, max_nodes=num_nodes)[0]
+    tree = static_tree(accuracies, num_nodes=num_nodes)
+    return replace(tree, sampled=True) if name == "sampled" else tree

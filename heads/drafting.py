@@ -63,6 +63,11 @@ class StaticTree:
         return len({path[:-1] for path in self.paths} - {()})
 
     @property
+    def is_chain(self) -> bool:
+        """Whether this is one path of best guesses, which needs no tree attention."""
+        return not self.sampled and all(path == (0,) * i for i, path in enumerate(self.paths, 1))
+
+    @property
     def parents(self) -> list[int]:
         index = {path: i for i, path in enumerate(self.paths)}
         return [index.get(path[:-1], -1) for path in self.paths]

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -73,6 +74,13 @@ def evaluate(
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer, at most.", min=2)] = 128,
     limit: Annotated[int | None, typer.Option(help="Only the first N prompts.", min=1)] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy; above, both sides sample.", min=0.0)] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample among the K most probable tokens; 0: all.", min=0)] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample within this share of probability; 1: all.")] = 1.0,
+    tree: Annotated[
+        list[str] | None,
+        typer.Option(help="chain, static, dynamic, optimal or sampled. Repeatable. [default: chain]"),
+    ] = None,
+    tree_nodes: Annotated[int, typer.Option(help="Nodes of a tree, at most.", min=1)] = 24,
     batch_size: Annotated[list[int] | None, typer.Option(help="Rows at a time. Repeatable. [default: 1]")] = None,
     repeats: Annotated[int, typer.Option(help="Timed passes per side.", min=1)] = 3,
     compare: Annotated[
@@ -113,13 +121,17 @@ def evaluate(
             num_draft_tokens=num_draft_tokens,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
             batch_size=size,
             num_repeats=repeats,
             seed=seed,
         )
         for size in batch_size or [1]
     ]
-    results, rounds = measure_all(loaded, drafters, suites, configs)
+    trees = tree or ["chain"]
+    check_trees(trees, drafters, temperature=temperature)
+    results, rounds = measure_all(loaded, drafters, suites, configs, trees, tree_nodes)
     if compare:
         results += compare_all(loaded, drafters, suites, configs[0])
     report_all(loaded, results, rounds, output)
@@ -139,14 +151,39 @@ def drafter_specs(heads: list[str], drafters: list[str]) -> list[str]:
     return specs
 
 
+def check_trees(trees: list[str], drafters: "list[tuple[str, Drafter]]", *, temperature: float) -> None:
+    """Raises BadInput, before anything is measured, on trees that cannot be drafted."""
+    from ..eval.tree import TREE_NAMES
+
+    for name in trees:
+        if name not in TREE_NAMES:
+            raise BadInput(f"--tree {name}: expected one of {', '.join(TREE_NAMES)}")
+        if name == "sampled" and temperature == 0:
+            raise BadInput("--tree sampled: needs --temperature above 0")
+    if trees != ["chain"] and not any(hasattr(drafter, "propose_tree") for _, drafter in drafters):
+        raise BadInput(f"--tree {' '.join(trees)}: {', '.join(name for name, _ in drafters)} draft chains only")
+
+
 def measure_all(
-    target: "Target", drafters: "list[tuple[str, Drafter]]", suites: "list[Suite]", configs: "list[MeasureConfig]"
+    target: "Target",
+    drafters: "list[tuple[str, Drafter]]",
+    suites: "list[Suite]",
+    configs: "list[MeasureConfig]",
+    trees: list[str],
+    tree_nodes: int,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Every drafter on every suite in every way: the results, and the raw rounds."""
     from ..eval.measure import measure
+    from ..eval.tree import named_tree
 
     results, rounds = [], []
-    for (name, drafter), suite, config in product(drafters, suites, configs):
+    for (name, drafter), suite, config, tree_name in product(drafters, suites, configs, trees):
+        if tree_name != "chain" and not hasattr(drafter, "propose_tree"):
+            continue  # `check_trees` has seen to it that some drafter drafts them
+        tree = named_tree(
+            tree_name, target, drafter, suite.prompts, max_new_tokens=config.max_new_tokens, num_nodes=tree_nodes
+        )
+        config = replace(config, tree=tree, tree_name=tree_name)
         tick = progress(-(-len(suite.prompts) // config.batch_size), f"{name} on {suite.name}")
         entry, raw = measure(target, drafter, suite, config, name=name, on_batch=tick)
         tick()

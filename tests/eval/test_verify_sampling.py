@@ -22,8 +22,7 @@ DEPTH = 3
 RAW = Sampling(temperature=1.0)
 HOWS = [
     Sampling(temperature=0.7, top_p=0.9),
-    Sampling(temperature=1.0, top_p=0.9),
-    Sampling(temperature=1.0, top_p=0.95, top_k=3),
+    Sampling(temperature=1.0, top_p=0.9, top_k=3),
 ]
 
 
@@ -170,7 +169,7 @@ def test_a_rejection_without_renormalising_is_caught(forgotten, tree, monkeypatc
     assert setting.chi_square(setting.verdict("sampled")) > 3
 
 
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("tree", ["chain of 3", "3 children", "ragged"])
 def test_draft_probabilities_for_deterministic_children_are_caught(tree):
     """min(1, p / q) with the q of children that were never drawn from it."""
     setting = Setting(tree, how=RAW, num_rows=FEW)
@@ -191,7 +190,7 @@ def test_a_bonus_token_without_logits_processing_is_caught(tree, rule):
     assert setting.chi_square(verdict) > 3
 
 
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("tree", ["chain of 3", "3 children", "ragged"])
 def test_typical_acceptance_is_not_lossless(tree):
     setting = Setting(tree, how=RAW, num_rows=FEW)
     assert setting.chi_square(setting.verdict("typical")) > 3
