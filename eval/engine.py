@@ -54,6 +54,8 @@ class Engine:
         spare = max(self.num_drafted, tree.num_expanded + 1 if tree else 0)
         self.state = drafter.begin(batch_size=len(rows), max_length=room + spare) if drafter else None
         self.offsets = torch.arange(max(longest, self.num_drafted + 1), device=target.device)
+        self.nothing = Proposal(torch.zeros(len(rows), 0, dtype=torch.long, device=target.device))
+        self.none_accepted = torch.zeros(len(rows), dtype=torch.long, device=target.device)
         self.seen: Tensor | None = None  # [B, V] bool: tokens read so far, for a repetition penalty
 
     @property
@@ -81,7 +83,7 @@ class Engine:
     def propose(self) -> Proposal:
         """Draft a chain or a tree; nothing without a drafter."""
         if self.drafter is None:
-            return Proposal(torch.zeros(len(self.rows), 0, dtype=torch.long, device=self.target.device))
+            return self.nothing
         if self.tree is None:
             return self.drafter.propose(self.state, num_draft_tokens=self.num_drafted)
         warm = self.sampling.temperature > 0
@@ -90,12 +92,13 @@ class Engine:
 
     def verify(self, last: Tensor, proposal: Proposal, start: Tensor) -> Verified:
         """One forward over the last committed token [B, 1] at start [B] and everything drafted behind it."""
-        tokens = torch.cat([last, proposal.tokens], 1)  # [B, S + 1]
+        tokens = torch.cat([last, proposal.tokens], 1) if self.num_drafted else last  # [B, S + 1]
         if proposal.parents is None:
             positions = start[:, None] + self.offsets[: tokens.shape[1]]  # [B, K + 1]
             output = self._forward(tokens, positions, extent=self.num_committed + self.num_drafted)
             chosen = self._choose(self.target.logits(output.post_norm), tokens, None)
-            verified = Verified(accept_chain(chosen, proposal.tokens), chosen, tokens, output)
+            accepted = accept_chain(chosen, proposal.tokens) if self.num_drafted else self.none_accepted
+            verified = Verified(accepted, chosen, tokens, output)
         else:
             verified = self._verify_tree(tokens, proposal, start)
         if self.seen is not None:
@@ -134,7 +137,13 @@ class Engine:
 
     def _forward(self, tokens: Tensor, positions: Tensor, *, extent: int, seen: Tensor | None = None) -> TargetOutput:
         return self.target.forward(
-            tokens, feature_layers=self.layers, cache=self.cache, positions=positions, extent=extent, seen=seen
+            tokens,
+            feature_layers=self.layers,
+            cache=self.cache,
+            positions=positions,
+            extent=extent,
+            seen=seen,
+            is_newest=self.drafter is None and tokens.shape == (1, 1),
         )
 
     def _choose(self, logits: Tensor, tokens: Tensor, seen: Tensor | None) -> Tensor:

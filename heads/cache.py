@@ -17,6 +17,8 @@ class SlotLayer(CacheLayerMixin):
     def __init__(self, owner: "SlotCache"):
         super().__init__()
         self.owner = owner
+        self.visible: tuple[Tensor, Tensor] | None = None  # the first extent slots of keys and values
+        self.extent = -1
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         batch_size, num_heads = key_states.shape[:2]
@@ -31,14 +33,16 @@ class SlotLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
         positions, extent = self.owner.positions, self.owner.extent
-        if len(positions) == 1:
+        if positions.shape[0] == 1:
             keys.index_copy_(2, positions[0], key_states)
             values.index_copy_(2, positions[0], value_states)
         else:
             rows = self.owner.rows
             keys.transpose(1, 2).index_put_((rows, positions), key_states.transpose(1, 2))
             values.transpose(1, 2).index_put_((rows, positions), value_states.transpose(1, 2))
-        return keys[:, :, :extent], values[:, :, :extent]
+        if self.visible is None or self.extent != extent:
+            self.visible, self.extent = (keys[:, :, :extent], values[:, :, :extent]), extent
+        return self.visible
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.owner.extent, 0
@@ -66,17 +70,22 @@ class SlotCache(Cache):
         self.rows: Tensor = torch.zeros(1, 1, dtype=torch.long)  # [B, 1]
         self.extent = 0
 
-    def seek(self, positions: Tensor, *, extent: int) -> None:
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Write one layer's new keys and values [B, Nkv, Q, H]; returns all that attention may read of it."""
+        return cast(SlotLayer, self.layers[layer_idx]).update(key_states, value_states)
+
+    def seek(self, positions: Tensor, *, extent: int, is_exact: bool = False) -> None:
         """Name the slots of the next write.
 
         Args:
             positions: [B, Q] slot of each new token.
             extent: a number of slots that covers every position in use; rounded up, it is how far attention reads.
+            is_exact: do not round up: one query at the last slot then needs no mask.
         """
         self.positions = positions
         if len(self.rows) != len(positions) or self.rows.device != positions.device:
             self.rows = torch.arange(len(positions), device=positions.device)[:, None]  # [B, 1]
-        self.extent = min(-(-extent // EXTENT_STEP) * EXTENT_STEP, self.max_length)
+        self.extent = extent if is_exact else min(-(-extent // EXTENT_STEP) * EXTENT_STEP, self.max_length)
 
     def move(self, source: Tensor, destination: Tensor) -> None:
         """Copy slots within each row: what a tree keeps of its drafted nodes moves up behind the committed tokens.
@@ -101,10 +110,10 @@ def visibility_mask(positions: Tensor, *, extent: int, dtype: torch.dtype, windo
 
     Returns: [B, 1, Q, extent], 0 where visible and the dtype's minimum elsewhere.
     """
-    slots = torch.arange(extent, device=positions.device)
-    hidden = slots > positions[:, None, :, None]  # [B, 1, Q, extent]
+    slots, positions = torch.arange(extent, device=positions.device), positions[:, None, :, None]
+    hidden = slots > positions  # [B, 1, Q, extent]
     if window is not None:
-        hidden |= slots <= positions[:, None, :, None] - window
+        hidden |= slots <= positions - window
     return torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, torch.finfo(dtype).min)
 
 

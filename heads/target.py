@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from ..configs.errors import BadInput, first_line
+from .attention import NAME as GROUPED_ATTENTION
 from .cache import SlotCache, tree_mask, visibility_mask
 
 LAYER_LISTS = ("layers", "h", "blocks")  # what the decoder layers are called in Hugging Face models
@@ -78,6 +79,8 @@ class Target:
         self.name, self.fingerprint = name, fingerprint
         self._tokenizer = tokenizer
         self.config = model.config.get_text_config()
+        if self.config._attn_implementation == "sdpa":
+            model.set_attn_implementation(GROUPED_ATTENTION)
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
         self.base = model.base_model
@@ -85,6 +88,9 @@ class Target:
         self.output_layer: nn.Linear = model.get_output_embeddings()
         self.input_embedding: nn.Module = model.get_input_embeddings()
         self.vocab_size: int = self.output_layer.weight.shape[0]
+        types = getattr(self.config, "layer_types", None) or ["sliding_attention"]
+        has_window = "sliding_attention" in types
+        self._window: int | None = getattr(self.config, "sliding_window", None) if has_window else None
         self._captured: dict[int, Tensor] = {}
         self._watched: set[int] = set()
         self._check_against_model()
@@ -181,6 +187,7 @@ class Target:
         positions: Tensor | None = None,
         extent: int = 0,
         seen: Tensor | None = None,
+        is_newest: bool = False,
     ) -> TargetOutput:
         """Read tokens and return what heads read of them. Never computes logits.
 
@@ -190,20 +197,25 @@ class Target:
             cache, positions [B, T], extent: as in `SlotCache.seek`, for decoding.
             seen: [B, T, T - 1] bool, for a drafted tree: the first token is the last committed one, the others are
                 nodes, written to the slots behind it in their order, and each attends to the nodes named here.
+            is_newest: one token of one row, in slot extent - 1: it sees all there is, so a mask can be left out.
         """
-        self._watch(feature_layers)
+        if not self._watched.issuperset(feature_layers):
+            self._watch(feature_layers)
         if cache is None:
             # right padding needs no mask: a causal model's earlier positions never see it
             post_norm = self.base(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, T, D]
         else:
             assert positions is not None
             slots = positions if seen is None else positions[:, :1] + torch.arange(positions.shape[1]).to(positions)
-            cache.seek(slots, extent=extent)
-            # speculated positions beyond the window are never accepted; clamped so that learned embeddings exist
+            is_exact = is_newest and positions.device.type == "cpu" and not self._window  # shapes may vary on a CPU
+            cache.seek(slots, extent=extent, is_exact=is_exact)
+            masks = None if is_exact else self._masks(positions, cache.extent, seen)
+            if cache.extent > self.max_positions:  # never accepted there; clamped so that learned embeddings exist
+                positions = positions.clamp(max=self.max_positions - 1)
             post_norm = self.base(
                 input_ids=input_ids,
-                position_ids=positions.clamp(max=self.max_positions - 1),
-                attention_mask=self._masks(positions, cache.extent, seen),
+                position_ids=positions,
+                attention_mask=masks,
                 past_key_values=cache,
                 use_cache=True,
             ).last_hidden_state
@@ -267,11 +279,11 @@ class Target:
             where = {"positions": positions, "drafted_positions": positions[:, 1:]}
             return tree_mask(positions[:, 0], seen, extent=extent, dtype=self.dtype, window=window, **where)
 
-        window = getattr(self.config, "sliding_window", None)
-        types = set(getattr(self.config, "layer_types", None) or ())
-        if window is None or (types and "sliding_attention" not in types):
+        if self._window is None:
             return mask(None)
-        return {"full_attention": mask(None), "sliding_attention": mask(window)} if types else mask(window)
+        window = mask(self._window)
+        types = getattr(self.config, "layer_types", None)
+        return {"full_attention": mask(None), "sliding_attention": window} if types else window
 
     @torch.no_grad()
     def _check_against_model(self) -> None:

@@ -1,0 +1,43 @@
+"""Grouped-query attention of the target over a masked cache, without repeating the cache for every query head."""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+NAME = "headstart_grouped"
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' scaled dot product attention, but for several masked queries per row (verification, trees).
+
+    There transformers repeats keys and values once per query head of a group, a copy of the whole cache in every layer
+    and round. Here the queries that share a key head are laid one behind the other instead, with the mask tiled.
+
+    Args: query [B, N, Q, H]; key, value [B, Nkv, P, H]; attention_mask [B, 1, Q, P] additive. Returns [B, Q, N, H].
+    """
+    num_rows, num_heads, num_queries, head_dim = query.shape
+    groups = num_heads // key.shape[1]
+    is_plain = attention_mask is None or groups == 1 or num_queries == 1 or attention_mask.shape[1] != 1
+    if is_plain or kwargs.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    assert attention_mask is not None
+    packed = query.reshape(num_rows, key.shape[1], groups * num_queries, head_dim)  # [B, Nkv, G * Q, H]
+    mask = attention_mask.repeat(1, 1, groups, 1)  # [B, 1, G * Q, P]
+    mixed = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
+    return mixed.reshape(num_rows, num_heads, num_queries, head_dim).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, grouped_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
