@@ -9,9 +9,6 @@ from typing import Any
 
 import torch
 import transformers
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from .. import __version__
 from ..configs.errors import BadInput
@@ -89,8 +86,11 @@ def write_whole(path: Path, text: str) -> Path:
     return path
 
 
-def show(report: dict[str, Any], console: Console) -> None:
-    """The table on screen, and under it what the columns mean."""
+def show(report: dict[str, Any], console: Any) -> None:
+    """The table on a rich console, and under it what the columns mean."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
     about, machine = report["target"], report["environment"]
     console.print(f"{about['name']} ({about['dtype']}) on {machine['device']}, {machine['num_threads']} threads")
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
@@ -101,7 +101,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     for r in report["results"]:
         low, high = r["speedup_ci95"]
         table.add_row(
-            r["drafter"],
+            r["drafter"] if r["engine"] == "headstart" else f"{r['engine']}: {r['drafter']}",
             r["suite"],
             r.get("tree", "-"),
             f"{r['temperature']:g}/{r['batch_size']}/{r['num_draft_tokens']}",
@@ -114,6 +114,11 @@ def show(report: dict[str, Any], console: Console) -> None:
     console.print(table)
     console.print("T temperature, B rows at a time, K drafts deep; length: tokens per target forward; lossless: texts")
     for r in report["results"]:
+        if r["engine"] != "headstart":
+            console.print(
+                f"{r['engine']}, {r['drafter']}, {r['suite']}: ours over theirs {number(r['ours_over_theirs'])}"
+            )
+            continue
         rates = " ".join(map(number, r["acceptance_rate"]))
         forced = r["teacher_forced_acceptance_length"]
         tail = "" if forced is None else f"; teacher-forced acceptance length {forced:.2f}"

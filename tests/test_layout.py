@@ -20,7 +20,7 @@ FLOORS = {
     "scripts": {"configs", "heads", "eval", "data_pipelines", "train"},
 }
 SOURCES = sorted(path for folder in FLOORS for path in (ROOT / folder).rglob("*.py"))
-HEAVY = ("wandb", "deepspeed", "datasets", "peft", "accelerate", "pydantic", "typer", "matplotlib")
+HEAVY = ("wandb", "deepspeed", "datasets", "peft", "accelerate", "pydantic", "typer", "rich", "matplotlib")
 
 
 def named(path: Path) -> str:
