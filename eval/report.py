@@ -93,7 +93,7 @@ def show(report: dict[str, Any], console: Any) -> None:
 
     about, machine = report["target"], report["environment"]
     console.print(f"{about['name']} ({about['dtype']}) on {machine['device']}, {machine['num_threads']} threads")
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0))
     for column in ("drafter", "suite", "tree"):
         table.add_column(column)
     for column in ("T/B/K", "length", "tok/s", "base", "speedup [95 %]", "lossless"):
