@@ -20,7 +20,7 @@ from ..configs.loader import dump_config
 from ..data_pipelines.chat import Sample, encode_rows
 from ..data_pipelines.loader import BatchPlan, collate
 from ..data_pipelines.sources import load_rows
-from ..data_pipelines.vocab import draft_vocabulary
+from ..data_pipelines.vocab import coverage, draft_vocabulary
 from ..eval.metrics import Acceptance, expected_acceptance
 from ..heads.base import DraftBatch, DraftHead, chain_starts
 from ..heads.registry import build_head, save_head
@@ -42,11 +42,7 @@ def train(run: RunConfig, *, console: Console | None = None) -> Path:
     # the target is loaded before the Accelerator exists: DeepSpeed's would partition it under ZeRO-3
     target = Target.load(run.target.path, **{k: v for k, v in asdict(run.target).items() if k != "path"})
     samples, validation = load_samples(run, target, console)
-    ids = None
-    if run.head.draft_vocab_size is not None:
-        ids = draft_vocabulary(
-            samples, size=run.head.draft_vocab_size, vocab_size=target.vocab_size, always=sorted(target.eos_token_ids)
-        )
+    ids = draft_token_ids(run, samples, target, console)
     accelerator = start_accelerator(run.train)
     target.to(accelerator.device)
     head = build_head(run.head, target, draft_token_ids=ids, seed=run.train.seed)
@@ -228,6 +224,18 @@ def load_samples(run: RunConfig, target: Target, console: Console) -> tuple[list
         encode_rows(load_rows(run.data.validation), tokenizer, max_length=length)[0] if run.data.validation else []
     )
     return samples, validation
+
+
+def draft_token_ids(run: RunConfig, samples: list[Sample], target: Target, console: Console) -> Tensor | None:
+    """The tokens that the head is to draft, [Vd], where its config cuts the vocabulary; says what they cover."""
+    size = run.head.draft_vocab_size
+    if size is None:
+        return None
+    ids = draft_vocabulary(samples, size=size, vocab_size=target.vocab_size, always=sorted(target.eos_token_ids))
+    console.print(
+        f"draft vocabulary: {size} of {target.vocab_size} tokens, {coverage(samples, ids):.1%} of the answers"
+    )
+    return ids
 
 
 def start_accelerator(config: TrainConfig) -> Accelerator:
