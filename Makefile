@@ -21,10 +21,13 @@ check: $(READY) ## lint, format and types
 	$(BIN)/pyright
 
 test: $(READY) ## every test but the slow and the GPU ones; under 5 minutes on 2 cores
-	$(BIN)/pytest -m "not slow and not gpu"
+	$(BIN)/pytest -n auto -m "not slow and not gpu"
 
 test-slow: $(READY) ## the slow tests, the quickstart and its bars among them
 	$(BIN)/pytest -m "slow and not gpu"
+
+gpu: $(READY) ## what a GPU is asked: captured steps, the engine at 8B shape; results in runs/gpu
+	PYTHON=$(BIN)/python bash scripts/gpu_suite.sh
 
 wheel: $(READY) ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
@@ -32,4 +35,4 @@ wheel: $(READY) ## build the wheel into dist/
 clean: ## remove what runs and builds left
 	rm -rf build dist runs *.egg-info
 
-.PHONY: help quickstart check test test-slow wheel clean
+.PHONY: help quickstart check test test-slow gpu wheel clean

@@ -29,9 +29,10 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
     """The YAML file at `path` as a dict, with its `base:` files merged below it and `key.sub=value` overrides on top.
 
     `base: other.yaml` is relative to the file that names it, or to the configs in the package. Mappings merge key by
-    key; everything else, lists too, is replaced. An override replaces what is at its key, a mapping as a whole; its
-    value is YAML, and nothing after `=` means null. The key `base` is reserved. A relative path that is not in the
-    working directory is looked up in the package's configs, so `configs/runs/x.yaml` works from an installed wheel.
+    key; everything else, lists too, is replaced, and so is what lies below a mapping marked `!replace {...}`. An
+    override replaces what is at its key, a mapping as a whole; its value is YAML, and nothing after `=` means null. The
+    key `base` is reserved. A relative path that is not in the working directory is looked up in the package's configs,
+    so `configs/runs/x.yaml` works from an installed wheel.
 
     BadInput: no such file, a folder, not YAML (with FILE:LINE), a key given twice, a top level that is no mapping, a
     cycle of bases, an override without `=` or through something that is no mapping.
@@ -72,9 +73,13 @@ def _read_with_bases(path: Path, *, chain: tuple[Path, ...]) -> dict[str, Any]:
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     merged = dict(below)
     for key, value in above.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict) and not isinstance(value, _Replacing)
         merged[key] = _merge(merged[key], value) if both else value
     return merged
+
+
+class _Replacing(dict):
+    """A mapping that takes the place of the one below it instead of being merged into it."""
 
 
 class _OneKeyOnceLoader(yaml.SafeLoader):
@@ -82,7 +87,7 @@ class _OneKeyOnceLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
-        for key_node, _ in node.value:
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == "tag:yaml.org,2002:merge":
                 continue
             if key_node.value in seen:
@@ -90,6 +95,13 @@ class _OneKeyOnceLoader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
             seen.add(key_node.value)
         return super().construct_mapping(node, deep=deep)
+
+
+def _replacing(loader: _OneKeyOnceLoader, node: yaml.MappingNode) -> _Replacing:
+    return _Replacing(loader.construct_mapping(node, deep=True))
+
+
+_OneKeyOnceLoader.add_constructor("!replace", _replacing)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -11,12 +12,13 @@ from transformers import GenerationConfig
 
 from ..heads.base import Drafter
 from ..heads.target import Target, quiet_loading
+from .bandwidth import baseline_bandwidth
 from .breakdown import conventions
 from .draft_model import DraftModelDrafter
 from .drafters import NgramDrafter
-from .generate import draft_length, generate
+from .engine import draft_length
 from .lossless import compare_texts
-from .measure import MeasureConfig, rounded, timing
+from .measure import MeasureConfig, rounded, runner, speedup_percentiles, timing
 from .metrics import Acceptance, bootstrap_ratio
 from .suites import Suite
 
@@ -63,9 +65,7 @@ def compare_transformers(
         return None
     num_draft = draft_length(drafter, config.num_draft_tokens)
     with their_decoding(target, drafter, config, num_draft=num_draft) as theirs_run:
-        ways = [theirs_run, our_decoding(target, None, config, num_draft=None)]
-        if drafter is not None:
-            ways.append(our_decoding(target, drafter, config, num_draft=num_draft))
+        ways = [theirs_run, *our_decoding(target, drafter, suite.prompts, config)]
         timed = interleave(ways, suite.prompts, num_repeats=config.num_repeats, on_prompt=on_prompt)
     theirs, baseline, ours = timed[0], timed[1], timed[-1]
     return entry(target, suite, config, theirs, baseline, ours, name=name, num_draft=num_draft)
@@ -79,14 +79,28 @@ def has_counterpart(target: Target, drafter: Drafter | None) -> bool:
     return drafter is None or (isinstance(drafter, NgramDrafter) and drafter.min_ngram == 1)
 
 
-def our_decoding(target: Target, drafter: Drafter | None, config: MeasureConfig, *, num_draft: int | None) -> Decode:
-    """Our engine, one prompt at a time."""
+def our_decoding(
+    target: Target, drafter: Drafter | None, prompts: list[list[int]], config: MeasureConfig
+) -> list[Decode]:
+    """Our engine, greedy, one prompt at a time: the baseline, and speculation where there is a drafter.
 
-    def run(prompt: list[int]) -> tuple[list[int], int]:
-        done = generate(target, drafter, prompt, max_new_tokens=config.max_new_tokens, num_draft_tokens=num_draft)
-        return done.token_ids[0], len(done.rounds)
+    Steps that are recorded were recorded for all of these prompts when this returns.
+    """
+    greedy = replace(config, temperature=0.0, tree=None, accept="exact", stop_strings=())
+    run = runner(target, drafter, prompts, greedy)
 
-    return run
+    def decode_with(which: Drafter | None) -> Decode:
+        def decode(prompt: list[int]) -> tuple[list[int], int]:
+            done = run([prompt], which, config.seed)
+            return done.token_ids[0], len(done.rounds)
+
+        return decode
+
+    ways = [decode_with(which) for which in ([None] if drafter is None else [None, drafter])]
+    if config.steps != "eager":
+        for way, prompt in product(ways, prompts):
+            way(prompt)
+    return ways
 
 
 @contextmanager
@@ -188,6 +202,8 @@ def entry(
         "temperature": 0.0,
         "top_k": 0,
         "top_p": 1.0,
+        "accept": "exact",
+        "steps": config.steps,
         "batch_size": 1,
         "num_draft_tokens": num_draft,
         "num_prompts": len(suite.prompts),
@@ -202,12 +218,14 @@ def entry(
         "baseline_tokens_per_second": speeds[1],
         "speedup": rounded(speedup),
         "speedup_ci95": [rounded(x) for x in interval],
+        **speedup_percentiles(zip(seconds[1], seconds[0], strict=True)),
         "conventions": conventions(Acceptance(0, 0, [], []), num_tokens=0),
         "end_to_end_speedup": rounded(speedup),
         "ttft_ms": None,
         "baseline_ttft_ms": None,
         "time_per_output_token_ms": rounded(1000 * sum(seconds[0]) / config.num_repeats / num_tokens, 3),
         "baseline_time_per_output_token_ms": rounded(1000 * sum(seconds[1]) / config.num_repeats / num_tokens, 3),
+        "baseline_bandwidth": baseline_bandwidth(target, []),
         "timing": timing([], None),
         "by_segment": {},
         "by_context": {},

@@ -5,72 +5,19 @@ where fewer were found, filler makes up the rest, and is verified like any other
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from ..configs.errors import BadInput
-from ..heads.base import Drafter, Proposal, Reading
+from ..heads.base import Drafter
 from ..heads.registry import load_head, read_head_config
 from ..heads.target import Target
-from .draft_model import DraftModelDrafter
+from .draft_model import DraftModelDrafter, has_tokenizer_of, load_draft_model
+from .text_drafter import RowText, TextDrafter
+from .translated_draft import TranslatedDrafter
 
 SPECS = ("ngram", "ngram:MAX", "suffix", "draft-model:PATH", "head:PATH")  # what `--drafter` takes
-
-
-class RowText(Protocol):
-    """The committed text of one row, the pending token included, and what is known of it."""
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append committed tokens."""
-        ...
-
-    def draft(self, num_tokens: int) -> list[int]:
-        """Exactly as many tokens that may follow."""
-        ...
-
-
-@dataclass
-class TextState:
-    """rows: the texts. active: rows that still grow. device: where drafts go."""
-
-    rows: list[RowText]
-    active: list[bool] = field(default_factory=list)
-    device: torch.device | None = None
-
-
-class TextDrafter:
-    """What drafters on the host share; a subclass makes the rows."""
-
-    feature_layers: tuple[int, ...] = ()
-    max_draft_tokens: int | None = None
-
-    def new_rows(self, batch_size: int) -> list[RowText]:
-        raise NotImplementedError
-
-    def begin(self, *, batch_size: int, max_length: int) -> TextState:
-        return TextState(self.new_rows(batch_size))
-
-    def commit(self, state: TextState, read: Reading) -> None:
-        # a row's first token, then each one's successor: the last of them is the pending token
-        packed = torch.cat([read.start[:, None], read.num_valid[:, None], read.tokens[:, :1], read.next_tokens], 1)
-        said = packed.tolist()  # [B, 3 + Q], the one host read
-        for row, (start, num_valid, first, *following) in zip(state.rows, said, strict=True):
-            if num_valid:
-                row.extend([first, *following[:num_valid]] if start == 0 else following[:num_valid])
-        state.active = [num_valid > 0 for _, num_valid, *_ in said]
-        state.device = read.tokens.device
-
-    def propose(self, state: TextState, *, num_draft_tokens: int) -> Proposal:
-        nothing = [0] * num_draft_tokens
-        drafts = [
-            row.draft(num_draft_tokens) if active else nothing
-            for row, active in zip(state.rows, state.active, strict=True)
-        ]
-        return Proposal(torch.tensor(drafts, device=state.device))  # [B, K]
 
 
 class NgramRow:
@@ -235,7 +182,10 @@ def build_drafter(spec: str, target: Target) -> tuple[str, Drafter]:
     if kind == "suffix":
         return kind, SuffixDrafter()
     if kind == "draft-model":
-        return kind, DraftModelDrafter.load(argument, target)
+        model = load_draft_model(argument, target)
+        if has_tokenizer_of(target, model):
+            return kind, DraftModelDrafter(model, target_vocab_size=target.vocab_size)
+        return kind, TranslatedDrafter(model, target)
     head: Any = load_head(argument, target)
     return head.config.type, head
 

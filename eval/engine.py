@@ -1,17 +1,32 @@
-"""The state of one batch in decoding: what is committed, the caches, and one draft-and-verify over them."""
+"""The device side of decoding: caches, and the two steps of a round, drafting and verifying, in fixed shapes."""
 
-import time
-from typing import NamedTuple
+from dataclasses import replace
+from typing import NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..heads.base import Drafter
+from ..configs.errors import BadInput
+from ..heads.base import Drafter, Reading
 from ..heads.cache import SlotCache
-from ..heads.drafting import Draws, Proposal, Tree, ancestors
+from ..heads.drafting import Draws, Proposal, StaticTree, Tree, ancestors
 from ..heads.target import Target, TargetOutput
-from .verify import Sampling, Verdict, accept_chain, accept_sampled, accept_tree, choose, target_probs
+from .replay import Replay, Tensors
+from .verify import (
+    Sampling,
+    Verdict,
+    accept_chain,
+    accept_sampled,
+    accept_tree,
+    accept_typical,
+    choose,
+    target_probs,
+)
+
+ROOM_STEP = 64  # slots of a cache come in multiples of it, so that rows of a mask stay aligned
+SMALLEST_BUCKET = 128  # recorded steps read a power of two of slots, this many at least
+
+ACCEPT_RULES = ("exact", "typical")
 
 
 class Verified(NamedTuple):
@@ -24,126 +39,248 @@ class Verified(NamedTuple):
     output: TargetOutput
 
 
+def draft_length(drafter: Drafter | None, num_draft_tokens: int | None) -> int:
+    """The chain length K of a run; 0 without a drafter. Raises BadInput where the drafter cannot draft as many."""
+    if drafter is None:
+        return 0
+    default = getattr(drafter, "default_draft_tokens", 5)
+    length = (drafter.max_draft_tokens or default) if num_draft_tokens is None else num_draft_tokens
+    if length < 1 or length > (drafter.max_draft_tokens or length):
+        raise BadInput(
+            f"num_draft_tokens {length}: this drafter drafts 1 to {drafter.max_draft_tokens or 'any'} tokens"
+        )
+    return length
+
+
 class Engine:
-    """Fixed shapes throughout: every round drafts `num_drafted` tokens per row and verifies them in one forward."""
+    """Every round drafts `num_drafted` tokens per row and verifies them in one forward, of the same shape each time.
+
+    One engine decodes any number of texts, one batch after the other, so that recorded steps are recorded once. Without
+    a drafter it is the baseline: one token per round, the same caches, masks and choice of token.
+    """
 
     def __init__(
         self,
         target: Target,
         drafter: Drafter | None,
-        rows: list[list[int]],
         *,
-        max_new_tokens: int,
-        num_draft: int,
-        tree: Tree | None,
-        sampling: Sampling,
-        generator: torch.Generator | None,
+        batch_size: int,
+        max_length: int,
+        num_draft_tokens: int | None = None,
+        tree: Tree | None = None,
+        sampling: Sampling | None = None,
+        accept: str = "exact",
+        steps: str = "eager",
+        generator: torch.Generator | None = None,
     ):
-        """Args: rows: the prompts. num_draft: K of chains; a tree brings its own size and depth."""
+        """Args:
+            max_length: tokens of the longest row, prompt and answer.
+            num_draft_tokens: K of chains; None: the drafter's default. A tree brings its own size and depth.
+            accept: `exact`, or `typical`, which is NOT lossless (`verify.accept_typical`).
+            steps: `eager`, `graph` (CUDA graphs) or `compile`: see `replay`.
+
+        Raises: BadInput on more drafts than the drafter has, on a tree for a drafter of chains.
+        """
+        if isinstance(tree, StaticTree) and tree.is_chain:
+            num_draft_tokens, tree = tree.depth, None
+        num_draft = draft_length(drafter, tree.depth if tree else num_draft_tokens)
+        if tree is not None and not hasattr(drafter, "propose_tree"):
+            raise BadInput(f"{type(drafter).__name__} drafts chains, not trees")
         self.target, self.drafter, self.tree = target, drafter, tree
-        self.sampling, self.generator = sampling, generator
+        self.sampling, self.accept, self.generator = sampling or Sampling(), accept, generator
+        if accept not in ACCEPT_RULES:
+            raise BadInput(f"accept {accept!r}: expected one of {', '.join(ACCEPT_RULES)}")
+        if steps == "compile" and self.sampling.temperature > 0:
+            raise BadInput("steps compile: greedy only; sampling draws from a generator that compiled code cannot read")
+        self.batch_size, self.max_length = batch_size, max_length
         self.num_drafted = tree.num_nodes if tree else num_draft
         self.depth = tree.depth if tree else num_draft
         self.layers = drafter.feature_layers if drafter else ()
-        self.rows, self.max_new_tokens = rows, max_new_tokens
-        self.new: list[list[int]] = [[] for _ in rows]
-        self.ended = [False] * len(rows)
-        longest = max(len(row) for row in rows)
-        room = longest + max_new_tokens + 1
-        self.cache: SlotCache = target.new_cache(room + self.num_drafted)
-        spare = max(self.num_drafted, tree.num_expanded + 1 if tree else 0)
-        self.state = drafter.begin(batch_size=len(rows), max_length=room + spare) if drafter else None
-        self.offsets = torch.arange(max(longest, self.num_drafted + 1), device=target.device)
-        self.nothing = Proposal(torch.zeros(len(rows), 0, dtype=torch.long, device=target.device))
-        self.none_accepted = torch.zeros(len(rows), dtype=torch.long, device=target.device)
+        # slots that one round may touch behind the committed tokens, the drafter's own expansions included
+        self.spare = 1 + max(self.num_drafted, tree.num_expanded + 1 if tree else 0)
+        self.room = -(-(max_length + 1 + self.spare) // ROOM_STEP) * ROOM_STEP
+        self.cache: SlotCache = target.new_cache(self.room)
+        self.replay = Replay(steps, target.device, generator)
+        self.drafts_on_host = drafter is not None and drafter.on_host
+        self.state = drafter.begin(batch_size=batch_size, max_length=self.room) if drafter else None
+        # one query that sees all there is needs no mask; shapes that grow by one each step cost nothing on a CPU
+        self.is_newest = drafter is None and batch_size == 1 and steps == "eager" and target.device.type == "cpu"
+        self.extent = 0  # slots that this round's attention reads
         self.seen: Tensor | None = None  # [B, V] bool: tokens read so far, for a repetition penalty
+        self.offsets = torch.arange(max(self.room, self.num_drafted + 1), device=target.device)
+        self.nothing = torch.zeros(batch_size, 0, dtype=torch.long, device=target.device)
+        self.none_accepted = torch.zeros(batch_size, dtype=torch.long, device=target.device)
 
-    @property
-    def num_committed(self) -> int:
-        """Tokens of the longest row, prompt included."""
-        return max(len(row) + len(new) for row, new in zip(self.rows, self.new, strict=True))
+    # one text after the other
 
-    def clock(self) -> float:
-        """Seconds, with everything done that was asked of the device."""
-        if self.target.device.type == "cuda":
-            torch.cuda.synchronize(self.target.device)
-        return time.perf_counter()
-
+    @torch.no_grad()
     def prefill(self, tokens: Tensor, num_valid: Tensor) -> tuple[TargetOutput, Tensor]:
         """Read right-padded prompts [B, T] of num_valid [B] tokens: the states, and each row's first token [B, 1]."""
+        if self.drafts_on_host and self.drafter is not None:  # the texts of the last batch are forgotten
+            self.state = self.drafter.begin(batch_size=self.batch_size, max_length=self.room)
         start = torch.zeros_like(num_valid)
-        output = self._forward(tokens, start[:, None] + self.offsets[: tokens.shape[1]], extent=tokens.shape[1])
+        self.extent = tokens.shape[1]
+        output = self._forward(tokens, start[:, None] + self.offsets[: tokens.shape[1]])
         if self.sampling.repetition_penalty != 1:
-            self.seen = torch.zeros(len(tokens), self.target.vocab_size, dtype=torch.bool, device=tokens.device)
+            if self.seen is None:
+                size = (self.batch_size, self.target.vocab_size)
+                self.seen = torch.zeros(size, dtype=torch.bool, device=tokens.device)
+            self.seen.zero_()
             self._mark(tokens, num_valid)
         logits = self.target.logits(output.at(num_valid - 1).post_norm)  # [B, 1, V]
         seen = None if self.seen is None else self.seen[:, None]
         return output, choose(logits, sampling=self.sampling, seen=seen, generator=self.generator)
 
-    def propose(self) -> Proposal:
-        """Draft a chain or a tree; nothing without a drafter."""
-        if self.drafter is None:
-            return self.nothing
-        if self.tree is None:
-            return self.drafter.propose(self.state, num_draft_tokens=self.num_drafted)
-        warm = self.sampling.temperature > 0
-        draws = Draws(self.sampling.temperature, self.target.vocab_size, self.generator) if warm else None
-        return self.drafter.propose_tree(self.state, self.tree, draws=draws)  # type: ignore[attr-defined]
+    @torch.no_grad()
+    def take_in(self, read: Reading) -> Reading | None:
+        """Let the drafter read the prompts; returns what its first round reads, of the shape that all rounds have.
 
+        That is each prompt's last position once more, which leaves its state as it is. Drafters on the host read texts
+        of any shape, the prompts in their first round.
+        """
+        if self.drafter is None:
+            return None
+        if self.drafts_on_host:
+            start, num_valid = read.start.cpu(), read.num_valid.cpu()
+            return Reading(read.tokens.cpu(), read.next_tokens.cpu(), read.output, start, num_valid)
+        self.drafter.commit(self.state, replace(read, extent=self.extent + self.spare))
+        last, width = read.last[:, None], self.depth + 1
+        tail = read.output.at(read.last)
+        return Reading(
+            read.tokens.gather(1, last).repeat(1, width),
+            read.next_tokens.gather(1, last).repeat(1, width),
+            TargetOutput(tail.features.repeat(1, width, 1, 1), tail.post_norm.repeat(1, width, 1)),
+            read.start + read.last,
+            torch.ones_like(read.num_valid),
+        )
+
+    def begin_round(self, num_committed: int) -> None:
+        """Name how far attention must read: num_committed tokens of the longest row, and what a round puts behind."""
+        extent = num_committed if self.is_newest else num_committed + self.spare
+        if self.replay.way != "eager":
+            extent = max(SMALLEST_BUCKET, 1 << (extent - 1).bit_length())
+        self.extent = min(extent, self.room)
+
+    def is_recorded(self) -> bool:
+        """Whether this round's steps run at once; where not, `rehearse` records them."""
+        draws = self.drafter is not None and not self.drafts_on_host
+        return self.replay.knows(("verify", self.extent)) and not (
+            draws and not self.replay.knows(("draft", self.extent))
+        )
+
+    def rehearse(self, read: Reading | None, last: Tensor, start: Tensor) -> None:
+        """Record this round's steps by running them: nothing is committed, so the round itself comes out the same."""
+        kept = None if self.generator is None else self.generator.get_state()
+        proposal = Proposal(self.nothing.new_zeros(self.batch_size, self.num_drafted))
+        if read is not None and not self.drafts_on_host:
+            proposal = self.draft(read)
+        self._run_verify(last, proposal, start)
+        if kept is not None and self.generator is not None:
+            self.generator.set_state(kept)
+
+    @torch.no_grad()
+    def draft(self, read: Reading | None) -> Proposal:
+        """Take in what was committed, and draft behind it; nothing without a drafter."""
+        if self.drafter is None or read is None:
+            return Proposal(self.nothing)
+        if self.drafts_on_host:
+            self.drafter.commit(self.state, read)
+            proposal = self.drafter.propose(self.state, num_draft_tokens=self.num_drafted)
+            return Proposal(proposal.tokens.to(self.target.device))
+        output = read.output
+        arguments = (read.tokens, read.next_tokens, output.features, output.post_norm, read.start, read.num_valid)
+        tokens, parents, draft_probs = self.replay(("draft", self.extent), self._draft, *arguments)
+        assert tokens is not None
+        return Proposal(tokens, parents, draft_probs)
+
+    @torch.no_grad()
     def verify(self, last: Tensor, proposal: Proposal, start: Tensor) -> Verified:
         """One forward over the last committed token [B, 1] at start [B] and everything drafted behind it."""
-        tokens = torch.cat([last, proposal.tokens], 1) if self.num_drafted else last  # [B, S + 1]
-        if proposal.parents is None:
-            positions = start[:, None] + self.offsets[: tokens.shape[1]]  # [B, K + 1]
-            output = self._forward(tokens, positions, extent=self.num_committed + self.num_drafted)
-            chosen = self._choose(self.target.logits(output.post_norm), tokens, None)
-            accepted = accept_chain(chosen, proposal.tokens) if self.num_drafted else self.none_accepted
-            verified = Verified(accepted, chosen, tokens, output)
-        else:
-            verified = self._verify_tree(tokens, proposal, start)
+        verified = self._run_verify(last, proposal, start)
         if self.seen is not None:
             self._mark(verified.tokens, verified.num_accepted + 1)
         return verified
 
-    def _verify_tree(self, tokens: Tensor, proposal: Proposal, start: Tensor) -> Verified:
-        parents = proposal.parents
-        assert parents is not None
+    def _run_verify(self, last: Tensor, proposal: Proposal, start: Tensor) -> Verified:
+        arguments = (last, proposal.tokens, proposal.parents, proposal.draft_probs, start)
+        accepted, committed, tokens, *states = self.replay(("verify", self.extent), self._verify, *arguments)
+        return Verified(accepted, committed, tokens, TargetOutput(*states))  # type: ignore[arg-type]
+
+    # the two steps: tensors in, tensors out, no host read
+
+    def _draft(self, *read: Tensor | None) -> Tensors:
+        """From the six tensors of a Reading to those of a Proposal."""
+        assert self.drafter is not None
+        tokens, next_tokens, features, post_norm, start, num_valid = cast(tuple[Tensor, ...], read)
+        output = TargetOutput(features, post_norm)
+        self.drafter.commit(self.state, Reading(tokens, next_tokens, output, start, num_valid, self.extent))
+        if self.tree is None:
+            return self.drafter.propose(self.state, num_draft_tokens=self.num_drafted).tokens, None, None
+        warm = self.sampling.temperature > 0
+        draws = Draws(self.sampling.temperature, self.target.vocab_size, self.generator) if warm else None
+        proposal = self.drafter.propose_tree(self.state, self.tree, draws=draws)  # type: ignore[attr-defined]
+        return proposal.tokens, proposal.parents, proposal.draft_probs
+
+    def _verify(
+        self, last: Tensor, drafted: Tensor, parents: Tensor | None, draft_probs: Tensor | None, start: Tensor
+    ) -> Tensors:
+        tokens = torch.cat([last, drafted], 1)  # [B, S + 1]
+        if parents is None:
+            output = self._forward(tokens, start[:, None] + self.offsets[: tokens.shape[1]])
+            accepted, committed = self._accept_chain(self.target.logits(output.post_norm), tokens, drafted)
+            return accepted, committed, tokens, output.features, output.post_norm
         seen = ancestors(parents, self.depth)  # [B, S, S]
         seen = torch.cat([torch.zeros_like(seen[:, :1]), seen], 1)  # [B, S + 1, S]: the root attends to no node
-        extent = self.num_committed + self.num_drafted
-        output = self._forward(tokens, start[:, None] + seen.sum(-1), extent=extent, seen=seen)
+        output = self._forward(tokens, start[:, None] + seen.sum(-1), seen)
         logits = self.target.logits(output.post_norm)  # [B, S + 1, V]
-        if proposal.draft_probs is not None:
-            probs = target_probs(logits, self.sampling, self._seen_at(tokens, seen))
-            verdict = accept_sampled(
-                probs, proposal.draft_probs, proposal.tokens, parents, depth=self.depth, generator=self.generator
-            )
-        else:
-            chosen = self._choose(logits, tokens, seen)  # [B, S + 1]
-            verdict = accept_tree(chosen, proposal.tokens, parents, depth=self.depth)
-        return self._keep_path(verdict, tokens, output, start)
+        return self._keep_path(self._judge(logits, tokens, parents, draft_probs, seen), tokens, output, start)
 
-    def _keep_path(self, verdict: Verdict, tokens: Tensor, output: TargetOutput, start: Tensor) -> Verified:
+    def _accept_chain(self, logits: Tensor, tokens: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor]:
+        """num_accepted [B] and committed [B, K + 1] of a chain, logits [B, K + 1, V]."""
+        if self.num_drafted == 0:
+            return self.none_accepted, self._choose(logits, tokens, None)
+        if self.accept == "exact":
+            chosen = self._choose(logits, tokens, None)
+            return accept_chain(chosen, drafted), chosen
+        probs = target_probs(logits, self.sampling, self._seen_at(tokens, None))
+        parents = (self.offsets[: self.num_drafted] - 1).expand_as(drafted)
+        verdict = accept_typical(probs, drafted, parents, depth=self.depth)
+        behind = torch.cat([drafted, verdict.bonus[:, None]], 1)  # [B, K + 1]
+        return verdict.num_accepted, behind.scatter(1, verdict.num_accepted[:, None], verdict.bonus[:, None])
+
+    def _judge(
+        self, logits: Tensor, tokens: Tensor, parents: Tensor, draft_probs: Tensor | None, seen: Tensor
+    ) -> Verdict:
+        """What stands of a tree."""
+        drafted = tokens[:, 1:]
+        if self.accept == "exact" and draft_probs is None:
+            return accept_tree(self._choose(logits, tokens, seen), drafted, parents, depth=self.depth)
+        probs = target_probs(logits, self.sampling, self._seen_at(tokens, seen))
+        if self.accept == "typical":
+            return accept_typical(probs, drafted, parents, depth=self.depth)
+        assert draft_probs is not None
+        return accept_sampled(probs, draft_probs, drafted, parents, depth=self.depth, generator=self.generator)
+
+    def _keep_path(self, verdict: Verdict, tokens: Tensor, output: TargetOutput, start: Tensor) -> Tensors:
         """Move the accepted path up behind the last committed token, in the cache and in what the drafter reads."""
         behind = start[:, None] + 1  # [B, 1] slot of node 0
         self.cache.move(behind + verdict.path, behind + self.offsets[: self.depth])
-        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
+        rows = self.cache.rows
         kept = torch.cat([torch.zeros_like(verdict.path[:, :1]), verdict.path + 1], 1)  # [B, D + 1]
         tokens = tokens[rows, kept]
         accepted = verdict.num_accepted
         committed = tokens.roll(-1, 1).scatter(1, accepted[:, None], verdict.bonus[:, None])  # [B, D + 1]
-        output = TargetOutput(output.features[rows, kept], output.post_norm[rows, kept])
-        return Verified(accepted, committed, tokens, output)
+        return accepted, committed, tokens, output.features[rows, kept], output.post_norm[rows, kept]
 
-    def _forward(self, tokens: Tensor, positions: Tensor, *, extent: int, seen: Tensor | None = None) -> TargetOutput:
+    def _forward(self, tokens: Tensor, positions: Tensor, seen: Tensor | None = None) -> TargetOutput:
         return self.target.forward(
             tokens,
             feature_layers=self.layers,
             cache=self.cache,
             positions=positions,
-            extent=extent,
+            extent=self.extent,
             seen=seen,
-            is_newest=self.drafter is None and tokens.shape == (1, 1),
+            is_newest=self.is_newest and tokens.shape[1] == 1,
         )
 
     def _choose(self, logits: Tensor, tokens: Tensor, seen: Tensor | None) -> Tensor:
@@ -159,7 +296,8 @@ class Engine:
             line = torch.ones(size, size, dtype=torch.bool, device=tokens.device).tril().expand(len(tokens), -1, -1)
         else:  # the root is on every path
             line = torch.cat([torch.ones_like(seen[..., :1]), seen], -1)  # [B, S + 1, S + 1]
-        each = F.one_hot(tokens, self.target.vocab_size).float()  # [B, S + 1, V]
+        each = torch.zeros(*tokens.shape, self.target.vocab_size, device=tokens.device)
+        each = each.scatter_(2, tokens[..., None], 1.0)  # [B, S + 1, V]
         return self.seen[:, None] | (line.float() @ each > 0)
 
     def _mark(self, tokens: Tensor, num_valid: Tensor) -> None:

@@ -1,11 +1,12 @@
-"""Decoding: propose -> verify -> commit, with the target's and the drafter's caches; one host read per round.
+"""Decoding: draft -> verify -> commit, with the target's and the drafter's caches; one host read per round.
 
 The baseline is this same loop without a drafter: one token per round, same caches, masks and choice of token.
 """
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor
 
 from ..configs.errors import BadInput
 from ..heads.base import Drafter, Reading
-from ..heads.drafting import StaticTree, Tree
+from ..heads.drafting import Tree
 from ..heads.target import Target
 from .engine import Engine
+from .stopping import Stop
 from .verify import Sampling
 
 
@@ -69,35 +71,38 @@ def check_request(rows: Sequence[list[int]], *, target: Target, max_new_tokens: 
             )
 
 
-def draft_length(drafter: Drafter | None, num_draft_tokens: int | None) -> int:
-    """The chain length K of a run; 0 without a drafter. Raises BadInput where the drafter cannot draft as many."""
-    if drafter is None:
-        return 0
-    default = getattr(drafter, "default_draft_tokens", 5)
-    length = (drafter.max_draft_tokens or default) if num_draft_tokens is None else num_draft_tokens
-    if length < 1 or length > (drafter.max_draft_tokens or length):
-        raise BadInput(
-            f"num_draft_tokens {length}: this drafter drafts 1 to {drafter.max_draft_tokens or 'any'} tokens"
-        )
-    return length
+@dataclass
+class Texts:
+    """The rows of one decoding on the host: prompts, what is new, and which have ended."""
 
+    prompts: list[list[int]]
+    max_new_tokens: int
+    stop: Stop
+    new: list[list[int]] = field(default_factory=list)
+    ended: list[bool] = field(default_factory=list)
 
-def take(
-    engine: Engine, accepted: list[int], chosen: list[list[int]], *, num_drafted: int, eos: frozenset[int]
-) -> Round:
-    """Commit what the target chose: up to an end token, and emit up to max_new_tokens. Times are yet to be set."""
-    done = Round(0.0, num_drafted, [], [], [])
-    for i, (num, tokens) in enumerate(zip(accepted, chosen, strict=True)):
-        tokens = [] if engine.ended[i] else tokens[: num + 1]
-        end = next((j + 1 for j, token in enumerate(tokens) if token in eos), None)
-        tokens = tokens[:end]
-        room = engine.max_new_tokens - len(engine.new[i])
-        done.num_accepted.append(min(num, len(tokens)))
-        done.num_committed.append(len(tokens))
-        done.num_emitted.append(min(len(tokens), room))
-        engine.new[i] += tokens[:room]
-        engine.ended[i] |= end is not None or len(engine.new[i]) >= engine.max_new_tokens
-    return done
+    def __post_init__(self) -> None:
+        self.new, self.ended = [[] for _ in self.prompts], [False] * len(self.prompts)
+
+    @property
+    def num_committed(self) -> int:
+        """Tokens of the longest row, prompt included."""
+        return max(len(prompt) + len(new) for prompt, new in zip(self.prompts, self.new, strict=True))
+
+    def take(self, accepted: list[int], chosen: list[list[int]], *, num_drafted: int) -> Round:
+        """Commit what the target chose: up to where the row ends, and emit up to max_new_tokens. Times come later."""
+        done = Round(0.0, num_drafted, [], [], [])
+        for i, (num, tokens) in enumerate(zip(accepted, chosen, strict=True)):
+            tokens = [] if self.ended[i] else tokens[: num + 1]
+            room = self.max_new_tokens - len(self.new[i])
+            end = self.stop.first(self.new[i], tokens)
+            tokens = tokens[:end]
+            done.num_accepted.append(min(num, len(tokens)))
+            done.num_committed.append(len(tokens))
+            done.num_emitted.append(min(len(tokens), room))
+            self.new[i] += tokens[:room]
+            self.ended[i] |= end is not None or len(self.new[i]) >= self.max_new_tokens
+        return done
 
 
 @torch.no_grad()
@@ -114,6 +119,7 @@ def generate(
     num_draft_tokens: int | None = None,
     tree: Tree | None = None,
     eos_token_ids: Iterable[int] | None = None,
+    stop_strings: Sequence[str] = (),
     generator: torch.Generator | None = None,
 ) -> Generation:
     """Generate with speculation; the text is the target's own, token for token at temperature 0.
@@ -126,6 +132,7 @@ def generate(
         num_draft_tokens: K per round; None: the drafter's default.
         tree: draft trees of this shape instead of chains; then K is its depth.
         eos_token_ids: tokens that end a row (emitted); None: the target's own.
+        stop_strings: texts that end a row; the token that completes one is its last.
         generator: the source of randomness at temperature > 0.
 
     Raises: BadInput on empty prompts, tokens outside the vocabulary, prompts beyond the context, or a K that the
@@ -133,55 +140,99 @@ def generate(
     """
     rows = as_rows(input_ids)
     check_request(rows, target=target, max_new_tokens=max_new_tokens)
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty)
-    if isinstance(tree, StaticTree) and tree.is_chain:
-        num_draft_tokens, tree = tree.depth, None
-    num_draft = draft_length(drafter, tree.depth if tree else num_draft_tokens)
-    if tree is not None and not hasattr(drafter, "propose_tree"):
-        raise BadInput(f"{type(drafter).__name__} drafts chains, not trees")
-    eos = target.eos_token_ids if eos_token_ids is None else frozenset(eos_token_ids)
     engine = Engine(
         target,
         drafter,
-        rows,
-        max_new_tokens=max_new_tokens,
-        num_draft=num_draft,
+        batch_size=len(rows),
+        max_length=max(map(len, rows)) + max_new_tokens,
+        num_draft_tokens=num_draft_tokens,
         tree=tree,
-        sampling=sampling,
+        sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty),
         generator=generator,
     )
-    device, longest = target.device, engine.num_committed
+    stop = Stop.of(target, eos_token_ids=eos_token_ids, strings=stop_strings)
+    return decode(engine, rows, max_new_tokens=max_new_tokens, stop=stop)
 
-    # 1. Prefill: the target reads the prompts, right-padded, and chooses the first token of each row
-    started = engine.clock()
+
+@torch.no_grad()
+def decode(engine: Engine, rows: list[list[int]], *, max_new_tokens: int, stop: Stop) -> Generation:
+    """One batch of checked prompts through an engine of that batch size; see `generate`."""
+    texts, device = Texts(rows, max_new_tokens, stop), engine.target.device
+    watch = Stopwatch(device)
+
+    # 1. Prefill: the target reads the prompts, right-padded, and chooses each row's first token; then the drafter reads
+    started = watch.now()
+    longest = texts.num_committed
     tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)  # [B, T]
     num_valid = torch.tensor([len(row) for row in rows], device=device)
-    start = torch.zeros_like(num_valid)
     output, last = engine.prefill(tokens, num_valid)  # last [B, 1]: committed, not yet read
-    rounds = [take(engine, [0] * len(rows), last.tolist(), num_drafted=0, eos=eos)]
-    rounds[0].seconds = rounds[0].verify_seconds = engine.clock() - started
     next_tokens = torch.cat([tokens[:, 1:], last], 1).scatter(1, num_valid[:, None] - 1, last)  # [B, T]
+    start = torch.zeros_like(num_valid)
+    rounds = [texts.take([0] * len(rows), last.tolist(), num_drafted=0)]
+    rounds[0].seconds = rounds[0].verify_seconds = watch.now() - started
+    prefilled = watch.now()
+    read = engine.take_in(Reading(tokens, next_tokens, output, start, num_valid))
+    reading_seconds = watch.now() - prefilled  # the first token was out before: part of the first round
+    start = num_valid  # [B] position of `last`
 
-    while not all(engine.ended):
-        started = engine.clock()
-        # 2. Propose: the drafter takes in what was committed, then drafts
-        if drafter is not None:
-            drafter.commit(engine.state, Reading(tokens, next_tokens, output, start, num_valid))
-        proposal = engine.propose()
-        drafted = engine.clock() if drafter is not None else started
+    while not all(texts.ended):
+        engine.begin_round(texts.num_committed)
+        if not engine.is_recorded():
+            engine.rehearse(read, last, start)
+        started = watch.now()
+        marks = [watch.mark()]
+        # 2. Draft: the drafter takes in what was committed, then drafts
+        proposal = engine.draft(read)
+        marks.append(watch.mark())
         # 3. Verify: one forward over the last committed token and the drafted ones
-        start = start + num_valid
-        accepted, next_tokens, tokens, output = engine.verify(last, proposal, start)
-        said = torch.cat([accepted[:, None], next_tokens], 1).tolist()  # the host read
-        verified = time.perf_counter()
+        accepted, committed, tokens, output = engine.verify(last, proposal, start)
+        marks.append(watch.mark())
+        said = torch.cat([accepted[:, None], start[:, None], committed, tokens], 1).cpu()  # the host read
         # 4. Commit; rows that have ended stay where they are
-        accepts, choices = [row[0] for row in said], [row[1:] for row in said]
-        done = take(engine, accepts, choices, num_drafted=engine.num_drafted, eos=eos)
-        last = next_tokens.gather(1, accepted[:, None])  # [B, 1]
+        width = committed.shape[1]
+        done = texts.take(said[:, 0].tolist(), said[:, 2 : 2 + width].tolist(), num_drafted=engine.num_drafted)
         num_valid = accepted + 1
-        if any(engine.ended):
-            num_valid = num_valid * torch.tensor([not ended for ended in engine.ended], device=device)
-        done.draft_seconds, done.verify_seconds = drafted - started, verified - drafted
+        if any(texts.ended):
+            num_valid = num_valid * torch.tensor([not ended for ended in texts.ended], device=device)
+        if engine.drafts_on_host:
+            grows = torch.tensor([not ended for ended in texts.ended])
+            read = Reading(said[:, 2 + width :], said[:, 2 : 2 + width], output, said[:, 1], (said[:, 0] + 1) * grows)
+        elif engine.drafter is not None:
+            read = Reading(tokens, committed, output, start, num_valid)
+        last = committed.gather(1, accepted[:, None])  # [B, 1]
+        start = start + num_valid
+        done.draft_seconds, done.verify_seconds = watch.between(*marks)
         done.seconds = time.perf_counter() - started
         rounds.append(done)
-    return Generation(engine.new, rounds)
+    if len(rounds) > 1:
+        rounds[1].seconds += reading_seconds
+        rounds[1].draft_seconds += reading_seconds
+    return Generation(texts.new, rounds)
+
+
+class Stopwatch:
+    """Time on the device between points in its stream, read when it has been waited for anyway."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def now(self) -> float:
+        """Seconds, with everything done that was asked of the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def mark(self) -> Any:
+        """A point between what was asked of the device so far and what will be."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, *marks: Any) -> list[float]:
+        """Seconds from each mark to the next, all of them passed."""
+        if self.device.type != "cuda":
+            return [after - before for before, after in pairwise(marks)]
+        marks[-1].synchronize()
+        return [before.elapsed_time(after) / 1000 for before, after in pairwise(marks)]

@@ -1,7 +1,7 @@
 """One drafter on one suite: speculation and baseline interleaved in the same engine, over the same prompts."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
@@ -11,11 +11,15 @@ from ..configs.errors import BadInput
 from ..heads.base import DraftBatch, Drafter, DraftHead
 from ..heads.drafting import Tree
 from ..heads.target import Target
+from .bandwidth import baseline_bandwidth
 from .breakdown import acceptance_by, as_entries, context_bucket, conventions, segment_label
-from .generate import Generation, Round, draft_length, generate
+from .engine import Engine, draft_length
+from .generate import Generation, Round, check_request, decode
 from .lossless import LosslessReport, compare_texts
 from .metrics import Acceptance, acceptance, bootstrap_ratio, expected_acceptance
+from .stopping import Stop
 from .suites import Suite
+from .verify import Sampling
 
 
 @dataclass(kw_only=True)
@@ -23,7 +27,8 @@ class MeasureConfig:
     """How to measure.
 
     num_draft_tokens: K of chains; None: the drafter's default. tree: draft trees of this shape instead; tree_name is
-    what the report calls it. num_repeats: timed passes over the suite per side, after a warm-up, in alternating order.
+    what the report calls it. accept, steps: as `Engine` takes them. stop_strings: texts that end an answer.
+    num_repeats: timed passes over the suite per side, after a warm-up, in alternating order.
     """
 
     num_draft_tokens: int | None = None
@@ -33,6 +38,9 @@ class MeasureConfig:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    accept: str = "exact"
+    steps: str = "eager"
+    stop_strings: tuple[str, ...] = ()
     batch_size: int = 1
     num_repeats: int = 3
     seed: int = 0
@@ -91,30 +99,16 @@ def measure(
     batches = [suite.prompts[i : i + size] for i in range(0, len(suite.prompts), size)]
     sides: list[tuple[Side, Side]] = [(Side(), Side()) for _ in batches]
 
-    def run(batch: list[list[int]], which: Drafter | None, seed: int) -> Generation:
-        source = torch.Generator(device=target.device).manual_seed(seed)
-        return generate(
-            target,
-            which,
-            batch,
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            num_draft_tokens=num_draft if which is not None else None,
-            tree=config.tree if which is not None else None,
-            generator=source,
-        )
-
+    run = runner(target, drafter, suite.prompts, config)
     for which in (drafter, None):  # warm-up, not counted
-        run(batches[0], which, 0)
+        run(batches[0], which, config.seed)
     for i, batch in enumerate(batches):
         for repeat in range(config.num_repeats):
             order = [(0, drafter), (1, None)]
             for side, which in order if (i + repeat) % 2 == 0 else order[::-1]:
                 sides[i][side].runs.append(run(batch, which, config.seed + repeat))
         on_batch()
-    result = summarise(sides, config=config, num_draft=num_draft)
+    result = summarise(target, batches, sides, config=config, num_draft=num_draft)
     lossless = LosslessReport()
     if config.temperature == 0:
         texts = [[row for pair in sides for row in pair[side].runs[0].token_ids] for side in (0, 1)]
@@ -130,6 +124,8 @@ def measure(
         "temperature": config.temperature,
         "top_k": config.top_k,
         "top_p": config.top_p,
+        "accept": config.accept,
+        "steps": config.steps,
         "batch_size": size,
         "num_draft_tokens": num_draft,
         "num_prompts": len(suite.prompts),
@@ -149,8 +145,44 @@ def measure(
     return entry, raw_rounds(entry, sides)
 
 
-def summarise(sides: list[tuple[Side, Side]], *, config: MeasureConfig, num_draft: int) -> dict[str, Any]:
-    """The numbers of a result entry, all derived from the rounds."""
+def runner(
+    target: Target, drafter: Drafter | None, prompts: list[list[int]], config: MeasureConfig
+) -> Callable[[list[list[int]], Drafter | None, int], Generation]:
+    """A function that decodes a batch of these prompts with the drafter, or without: the batch, which one, the seed.
+
+    One engine per side and batch size serves all batches, so that recorded steps are recorded once.
+    """
+    check_request(prompts, target=target, max_new_tokens=config.max_new_tokens)
+    stop = Stop.of(target, strings=config.stop_strings)
+    generator = torch.Generator(device=target.device) if config.temperature > 0 else None
+    engines: dict[tuple[int, bool], Engine] = {}
+
+    def run(batch: list[list[int]], which: Drafter | None, seed: int) -> Generation:
+        key = len(batch), which is not None
+        if key not in engines:
+            engines[key] = Engine(
+                target,
+                which,
+                batch_size=len(batch),
+                max_length=max(map(len, prompts)) + config.max_new_tokens,
+                num_draft_tokens=config.num_draft_tokens if which is not None else None,
+                tree=config.tree if which is not None else None,
+                sampling=Sampling(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p),
+                accept=config.accept,
+                steps=config.steps,
+                generator=generator,
+            )
+        if generator is not None:
+            generator.manual_seed(seed)
+        return decode(engines[key], batch, max_new_tokens=config.max_new_tokens, stop=stop)
+
+    return run
+
+
+def summarise(
+    target: Target, batches: list, sides: list[tuple[Side, Side]], *, config: MeasureConfig, num_draft: int
+) -> dict[str, Any]:
+    """The numbers of a result entry, all derived from the rounds. batches: the prompts behind each pair of sides."""
     # greedy repeats count the same rounds: acceptance is taken from the first; sampled ones differ: from all
     counted_runs = 1 if config.temperature == 0 else config.num_repeats
     rounds = [one for spec, _ in sides for run in spec.runs[:counted_runs] for one in run.rounds]
@@ -175,13 +207,30 @@ def summarise(sides: list[tuple[Side, Side]], *, config: MeasureConfig, num_draf
         "baseline_tokens_per_second": rounded(total / base_total if base_total else None, 2),
         "speedup": rounded(speedup),
         "speedup_ci95": [rounded(x) for x in interval],
+        **speedup_percentiles(timed),
         "conventions": conventions(counted, num_tokens=total // config.num_repeats * counted_runs),
         "end_to_end_speedup": rounded(base_whole / spec_whole),
         "ttft_ms": rounded(1000 * statistics.median(s.prefill_seconds / len(s.runs) for s, _ in sides), 3),
         "baseline_ttft_ms": rounded(1000 * statistics.median(b.prefill_seconds / len(b.runs) for _, b in sides), 3),
         "time_per_output_token_ms": rounded(1000 * spec_total / max(1, total), 3),
         "baseline_time_per_output_token_ms": rounded(1000 * base_total / max(1, total), 3),
+        "baseline_bandwidth": baseline_bandwidth(
+            target, [(prompts, base.runs) for prompts, (_, base) in zip(batches, sides, strict=True)]
+        ),
     }
+
+
+def speedup_percentiles(timed: Iterable[tuple[float, float]]) -> dict[str, float | None]:
+    """What the slowest, middling and fastest prompts (batches) see, interpolated linearly between them.
+
+    Args: timed: baseline and speculative seconds for equal tokens, one pair per prompt or batch.
+    """
+    names = ("speedup_p10", "speedup_median", "speedup_p90")
+    ratios = torch.tensor([base / spec for base, spec in timed], dtype=torch.float64)
+    if not len(ratios):
+        return dict.fromkeys(names)
+    shares = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    return {name: rounded(x) for name, x in zip(names, ratios.quantile(shares).tolist(), strict=True)}
 
 
 def timing(sides: list[tuple[Side, Side]], acceptance_length: float | None) -> dict[str, float | None]:

@@ -13,6 +13,7 @@ import transformers
 from .. import __version__
 from ..configs.errors import BadInput
 from ..heads.target import Target
+from .bandwidth import copy_bandwidth, with_share
 
 SCHEMA_VERSION = 1
 
@@ -29,6 +30,7 @@ def environment(target: Target) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(target.device) if cuda else (processor_name() or "cpu"),
         "num_threads": torch.get_num_threads(),
         "num_cpus": os.cpu_count(),
+        "copy_gigabytes_per_second": round(copy_bandwidth(target.device) / 1e9, 2),
     }
 
 
@@ -41,10 +43,11 @@ def processor_name() -> str:
 
 
 def build_report(target: Target, results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The document that docs/report_schema.md describes."""
+    """The document that docs/report_schema.md describes. Measures the machine's copy bandwidth, in under a second."""
+    machine = environment(target)
     return {
         "schema_version": SCHEMA_VERSION,
-        "environment": environment(target),
+        "environment": machine,
         "target": {
             "name": target.name,
             "fingerprint": target.fingerprint,
@@ -53,7 +56,7 @@ def build_report(target: Target, results: list[dict[str, Any]]) -> dict[str, Any
             "dtype": str(target.dtype).removeprefix("torch."),
             "device": str(target.device),
         },
-        "results": results,
+        "results": [with_share(entry, machine["copy_gigabytes_per_second"]) for entry in results],
     }
 
 
@@ -113,6 +116,7 @@ def show(report: dict[str, Any], console: Any) -> None:
         )
     console.print(table)
     console.print("T temperature, B rows at a time, K drafts deep; length: tokens per target forward; lossless: texts")
+    console.print(bandwidth_words(report))
     for r in report["results"]:
         if r["engine"] != "headstart":
             console.print(
@@ -122,7 +126,20 @@ def show(report: dict[str, Any], console: Any) -> None:
         rates = " ".join(map(number, r["acceptance_rate"]))
         forced = r["teacher_forced_acceptance_length"]
         tail = "" if forced is None else f"; teacher-forced acceptance length {forced:.2f}"
-        console.print(f"{r['drafter']} {r.get('tree', '')} on {r['suite']}: rate by position {rates}{tail}")
+        spread = "/".join(number(r[f"speedup_{which}"]) for which in ("p10", "median", "p90"))
+        each = "prompt" if r["batch_size"] == 1 else "batch"
+        console.print(
+            f"{r['drafter']} {r.get('tree', '')} on {r['suite']}: speedup per {each} {spread} (p10/median/p90); "
+            f"rate by position {rates}{tail}"
+        )
+
+
+def bandwidth_words(report: dict[str, Any]) -> str:
+    """One line: what the baselines read per second, beside what this machine copies."""
+    shares = [r["baseline_bandwidth"]["share_of_copy"] for r in report["results"]]
+    found = sorted({f"{share:.0%}" for share in shares if share is not None}, key=lambda words: float(words[:-1]))
+    copied = f"{report['environment']['copy_gigabytes_per_second']:.1f} GB/s"
+    return f"base reads weights and cache at {' to '.join(found[:: len(found) - 1 or 1]) or '-'} of a copy's {copied}"
 
 
 def number(value: float | None, digits: int = 2) -> str:

@@ -10,6 +10,7 @@ from ..configs.errors import BadInput
 from ..heads.base import ChainStarts, DraftBatch, Drafter, DraftHead, Reading
 from ..heads.drafting import DynamicTree, StaticTree, Tree
 from ..heads.target import Target, TargetOutput
+from .engine import draft_length
 from .generate import generate
 
 Accuracies = list[list[float]]  # [depth][rank]: P(the rank-th guess at a depth is right | the path to it is right)
@@ -100,6 +101,11 @@ def as_tree(paths: list[tuple[int, ...]]) -> StaticTree:
     return StaticTree(tuple(sorted(paths, key=lambda path: (len(path), path))))
 
 
+def sampled_chain(length: int) -> StaticTree:
+    """One path of tokens drawn from the draft, each behind the last: Leviathan et al. 2023, Algorithm 1."""
+    return StaticTree(tuple((0,) * depth for depth in range(1, length + 1)), sampled=True)
+
+
 @torch.no_grad()
 def step_times(
     target: Target, *, context: int, sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64), repeats: int = 7
@@ -160,19 +166,27 @@ def draft_times(target: Target, head: DraftHead, *, context: int, repeats: int =
     return lambda depth: interpolate(measured, depth)
 
 
-TREE_NAMES = ("chain", "static", "dynamic", "optimal", "sampled")
+TREE_NAMES = ("chain", "static", "dynamic", "optimal", "sampled", "sampled-chain")
 NUM_CALIBRATION = 8  # prompts whose texts shape the measured trees
 
 
 def named_tree(
-    name: str, target: Target, drafter: Drafter, prompts: Sequence[list[int]], *, max_new_tokens: int, num_nodes: int
+    name: str,
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[list[int]],
+    *,
+    max_new_tokens: int,
+    num_nodes: int,
+    num_draft_tokens: int | None = None,
 ) -> Tree | None:
     """The tree of that name for a drafter; None for a chain.
 
     static, optimal and sampled are shaped by the head's accuracies on what the target writes behind the first
-    NUM_CALIBRATION prompts; optimal also by step times measured here, with at most num_nodes nodes.
+    NUM_CALIBRATION prompts; optimal also by step times measured here, with at most num_nodes nodes. sampled-chain is
+    one path of num_draft_tokens, as many as chain has.
 
-    Raises: BadInput on an unknown name, and for a drafter that drafts chains only.
+    Raises: BadInput on an unknown name, for a drafter that drafts chains only, and on a num_draft_tokens beyond it.
     """
     if name not in TREE_NAMES:
         raise BadInput(f"--tree {name}: expected one of {', '.join(TREE_NAMES)}")
@@ -180,6 +194,8 @@ def named_tree(
         return None
     if not isinstance(drafter, DraftHead):
         raise BadInput(f"--tree {name}: {type(drafter).__name__} drafts chains only")
+    if name == "sampled-chain":
+        return sampled_chain(draft_length(drafter, num_draft_tokens))
     if name == "dynamic":
         depth = drafter.max_draft_tokens or drafter.default_draft_tokens
         return DynamicTree(num_nodes=num_nodes, depth=depth, top_k=max(4, round(num_nodes**0.5)))

@@ -90,7 +90,7 @@ def target_probs(logits: Tensor, sampling: Sampling, seen: Tensor | None = None)
     if sampling.top_p < 1:
         falling, order = logits.sort(dim=-1, descending=True, stable=True)  # the lowest id first of those that tie
         dropped = (falling.flip(-1).softmax(-1).cumsum(-1) <= 1 - sampling.top_p).flip(-1)
-        dropped[..., :1] = False
+        dropped[..., :1].fill_(False)
         logits = logits.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), -math.inf)
     return logits.softmax(-1)
 

@@ -9,15 +9,16 @@ follows n committed tokens starts at t = n - 2, and the first round of an answer
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..configs.errors import BadInput
+from .chains import ChainStarts, chain_starts, mean_of
 from .drafting import Draws, Proposal, StaticTree, Tree, draft_chain, draft_dynamic, draft_static
-from .losses import DraftVocabulary, summed_loss
+from .losses import DraftVocabulary, LossSpec, check_mix, depth_weights_of, summed_loss
 from .target import Target, TargetOutput
 
 
@@ -27,65 +28,45 @@ class HeadConfig:
 
     feature_layers: HF `hidden_states` indices that the head reads; None: the family's default for the target's depth.
     num_depths: how many tokens ahead the head is trained to draft.
-    depth_decay: weight of the loss at depth k is depth_decay ** k.
-    labels: `soft`, the target's distribution, or `hard`, the tokens of the data.
+    depth_weights: weight of the loss at depth k: `geometric` depth_decay ** k, `normalised` the same over their sum,
+        `exponential` exp(-k / depth_decay).
+    loss: weight of each loss in the mix, by its name in losses.LOSSES. loss_by_depth: a mix for each depth instead.
+    loss_eta: how fast `lk_lambda` turns from kl to tv. loss_top_k: target tokens that `topk_ce` reads.
+    align_top_k: a depth counts a chain only if each of the data's tokens before it was among the head's so many best
+        guesses there (GRIFFIN: 3). 1: the chains that greedy drafting reaches, so that a recurrent head is trained on
+        reading its own drafts: those equal the data's tokens there, and behind the first that does not, the target
+        has no label. None: all chains.
     draft_vocab_size: draft only this many tokens, the most frequent in the training data; None: all.
     """
 
     type: str
     feature_layers: list[int] | None = None
     num_depths: int = 4
+    depth_weights: str = "geometric"
     depth_decay: float = 0.8
-    labels: str = "soft"
+    loss: dict[str, float] = field(default_factory=lambda: {"soft_ce": 1.0})
+    loss_by_depth: list[dict[str, float]] | None = None
+    loss_eta: float = 3.0
+    loss_top_k: int = 10
+    align_top_k: int | None = None
     draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
-        if self.labels not in ("soft", "hard"):
-            raise BadInput(f"labels {self.labels!r}: expected soft or hard")
-        if self.num_depths < 1:
-            raise BadInput(f"num_depths {self.num_depths}: expected at least 1")
+        for name in ("num_depths", "loss_top_k", "align_top_k"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise BadInput(f"{name} {value}: expected at least 1")
+        if not self.loss_eta >= 0:
+            raise BadInput(f"loss_eta {self.loss_eta}: expected 0 or more")
+        depth_weights_of(self.depth_weights, decay=self.depth_decay, num_depths=self.num_depths)
+        check_mix(self.loss, key="loss")
+        for depth, mix in enumerate(self.loss_by_depth or []):
+            check_mix(mix, key=f"loss_by_depth.{depth}")
+        if self.loss_by_depth is not None and len(self.loss_by_depth) != self.num_depths:
+            raise BadInput(f"loss_by_depth: {len(self.loss_by_depth)} mixes for num_depths {self.num_depths}")
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-@dataclass
-class ChainStarts:
-    """Where draft chains of a batch start, row by row, padded to the row with the most.
-
-    positions: [B, S] start t of each chain. valid: [B, S, K] whether depth k of the chain is supervised.
-    """
-
-    positions: Tensor
-    valid: Tensor
-
-    def take(self, values: Tensor, *, offset: int = 0) -> Tensor:
-        """values [B, T, ...] at position t + offset of each chain: [B, S, ...]; beyond the end, the last position."""
-        index = (self.positions + offset).clamp(max=values.shape[1] - 1)
-        rows = torch.arange(len(values), device=values.device)[:, None]  # [B, 1]
-        return values[rows, index]
-
-
-def chain_starts(loss_mask: Tensor, num_depths: int) -> ChainStarts:
-    """The chains that decoding could run on these rows.
-
-    Depth k of the chain that starts at t is supervised iff x_{t+1}, ..., x_{t+2+k} all are: x_{t+1} is the token that
-    the target itself produced, so the first start of an answer is the last position of its prompt.
-
-    Args: loss_mask: [B, T] bool, True on supervised tokens.
-    """
-    num_rows, num_positions = loss_mask.shape
-    ends = torch.arange(num_positions, device=loss_mask.device).expand_as(loss_mask)
-    stops = torch.where(loss_mask, num_positions, ends)  # [B, T] first unsupervised position at or after each ...
-    stops = stops.flip(1).cummin(1).values.flip(1)
-    run = torch.zeros_like(stops)  # [B, T] supervised tokens in a row from t + 1 on
-    run[:, :-1] = stops[:, 1:] - ends[:, 1:]
-    is_start = run >= 2
-    num_starts = max(1, int(is_start.sum(1).max()))
-    positions = torch.argsort(~is_start, dim=1, stable=True)[:, :num_starts]  # [B, S] starts first, in order
-    depths = torch.arange(num_depths, device=loss_mask.device)
-    valid = run.gather(1, positions)[..., None] >= depths + 2  # [B, S, K]
-    return ChainStarts(positions, valid)
 
 
 @dataclass
@@ -93,17 +74,19 @@ class DraftBatch:
     """Right-padded rows and what the target made of them; filled by the live target or from shards, alike.
 
     input_ids: [B, T]. loss_mask: [B, T] bool, True on the tokens that count. output: the target's states on the rows.
+    weights: [B, T] how much each token counts as a label, 0 or more; None: all 1.
     """
 
     input_ids: Tensor
     loss_mask: Tensor
     output: TargetOutput
+    weights: Tensor | None = None
 
 
 @dataclass
 class LossOutput:
-    """loss: scalar. depth_loss [K] sums, depth_count [K] supervised rows, over this batch. hits: [B, S, K] whether the
-    greedy draft token is the data's token, given the data's tokens before it; False where not valid."""
+    """loss: scalar. depth_loss [K] sums, depth_count [K] `ChainStarts.counts`, over this batch. hits: [B, S, K] whether
+    the greedy draft token is the data's token, given the data's tokens before it; False where not valid."""
 
     loss: Tensor
     depth_loss: Tensor
@@ -118,7 +101,7 @@ class Reading:
 
     tokens: [B, Q] the token at each position (x_p). next_tokens: [B, Q] the one that follows it (x_{p+1}). output: the
     target's states. start: [B] the first position. num_valid: [B]; what lies beyond was rejected or is padding. 0 in
-    rows that had ended.
+    rows that had ended. extent: no position of this round, drafts included, lies at or beyond it; 0: not known.
     """
 
     tokens: Tensor
@@ -126,6 +109,7 @@ class Reading:
     output: TargetOutput
     start: Tensor
     num_valid: Tensor
+    extent: int = 0
 
     @property
     def last(self) -> Tensor:
@@ -134,7 +118,17 @@ class Reading:
 
 
 class Drafter(Protocol):
-    """Anything that proposes tokens to the engine. `state` is the drafter's own and opaque to everyone else."""
+    """Anything that proposes tokens to the engine. `state` is the drafter's own and opaque to everyone else.
+
+    Drafting on the device is recorded (CUDA graphs, compiled code): from `commit` to the proposal nothing is read to
+    the host, shapes are fixed, and all that `propose` needs was set by the last `commit` or lies in caches written in
+    place. A `commit` of what was committed before changes nothing. A drafter that drafts `on_host` is free of this.
+    """
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it drafts from texts on the host."""
+        ...
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -166,6 +160,7 @@ class DraftHead(nn.Module):
     """
 
     config_class: ClassVar[type[HeadConfig]] = HeadConfig
+    on_host: bool = False
     default_draft_tokens: ClassVar[int] = 5
 
     def __init__(self, config: HeadConfig, target: Target, draft_token_ids: Tensor | None = None):
@@ -208,38 +203,62 @@ class DraftHead(nn.Module):
         """[..., D] -> [..., Vd] draft logits at a depth."""
         raise NotImplementedError
 
+    def predicted_state(self, hidden: Tensor, depth: int) -> Tensor:
+        """[..., D] -> [..., D] the head's guess of the target's `post_norm`: what its output layer reads."""
+        return hidden
+
     def forward(self, batch: DraftBatch, denominators: Tensor | None = None) -> LossOutput:
         """The loss; named forward so that distributed wrappers see it."""
         return self.loss(batch, denominators)
 
     def loss(self, batch: DraftBatch, denominators: Tensor | None = None) -> LossOutput:
-        """sum_k depth_decay^k * (mean over supervised chains of the loss at depth k).
+        """sum_k w_k * (weighted mean over supervised chains of the loss at depth k), w_k from config.depth_weights.
 
-        Args: denominators: [K] number of supervised chains per depth over all ranks and accumulated batches; None:
-            of this batch.
+        With config.align_top_k, chains that do not align contribute 0; the denominators stay.
+
+        Args: denominators: [K] `ChainStarts.counts` over all ranks and accumulated batches; None: of this batch.
         """
-        starts = chain_starts(batch.loss_mask, self.num_depths)
-        counts = starts.valid.sum((0, 1)).float()  # [K]
-        denominators = counts if denominators is None else denominators
+        starts, top_k = chain_starts(batch.loss_mask, self.num_depths), self.config.align_top_k
+        counts = starts.counts(batch.weights)  # [K]
+        aligned = torch.ones_like(starts.valid[..., 0])  # [B, S] the data's tokens so far were among the guesses
         sums, hits = [], torch.zeros_like(starts.valid)
         for depth, hidden in enumerate(self.unroll(batch, starts)):
             valid = starts.valid[..., depth]
             labels = starts.take(batch.input_ids, offset=depth + 2)[valid]  # [rows]
-            teacher = starts.take(batch.output.post_norm, offset=depth + 1)[valid]  # [rows, D]
-            total, tokens = summed_loss(
+            weights = None if batch.weights is None else starts.take(batch.weights, offset=depth + 2)[valid]
+            if top_k is not None:
+                weights = aligned[valid].float() if weights is None else weights * aligned[valid]
+            total, guesses = summed_loss(
                 hidden[valid],
-                draft_logits=lambda x, depth=depth: self.draft_logits(x, depth),
+                self.loss_spec(depth),
                 labels=labels,
-                teacher_hidden=teacher if self.config.labels == "soft" else None,
-                target_logits=self.target.logits,
-                vocabulary=self.vocabulary,
+                teacher_hidden=starts.take(batch.output.post_norm, offset=depth + 1)[valid],  # [rows, D]
+                weights=weights,
+                num_guesses=top_k or 1,
             )
             sums.append(total)
-            hits[..., depth][valid] = tokens == labels
+            hits[..., depth][valid] = guesses[:, 0] == labels
+            if top_k is not None:
+                aligned[valid] &= (guesses == labels[:, None]).any(-1)
         depth_loss = torch.stack(sums)  # [K]
-        weights = self.config.depth_decay ** torch.arange(self.num_depths, device=depth_loss.device)
-        loss = (weights * depth_loss / denominators.clamp(min=1)).sum()
+        means = mean_of(depth_loss, counts if denominators is None else denominators)
+        config = self.config
+        by_depth = depth_weights_of(config.depth_weights, decay=config.depth_decay, num_depths=self.num_depths)
+        loss = (depth_loss.new_tensor(by_depth) * means).sum()
         return LossOutput(loss, depth_loss.detach(), counts, starts, hits)
+
+    def loss_spec(self, depth: int) -> LossSpec:
+        """The loss at a depth."""
+        config = self.config
+        return LossSpec(
+            mix=config.loss if config.loss_by_depth is None else config.loss_by_depth[depth],
+            draft_logits=lambda hidden: self.draft_logits(hidden, depth),
+            predicted_state=lambda hidden: self.predicted_state(hidden, depth),
+            target_logits=self.target.logits,
+            vocabulary=self.vocabulary,
+            eta=config.loss_eta,
+            top_k=config.loss_top_k,
+        )
 
     @torch.no_grad()
     def teacher_forced_logits(self, batch: DraftBatch) -> tuple[ChainStarts, Tensor]:

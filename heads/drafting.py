@@ -5,10 +5,10 @@ committed token, the root.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..configs.errors import BadInput
@@ -152,33 +152,56 @@ def ranked(logits: Tensor, count: int, draws: Draws | None) -> tuple[Tensor, Ten
     return (probs / clocks.clamp_min(torch.finfo(probs.dtype).tiny)).topk(count, -1).indices, probs
 
 
+class Level(NamedTuple):
+    """The nodes of one depth. row, rank: [n] index of each one's parent among the nodes last expanded, and its place
+    among that parent's children. num_ranks: guesses needed of each parent. parents: [m] 0 for the root, 1 + index for
+    the nodes last expanded. kept, kept_row: [F] of the nodes that have children themselves, and their parents' rows."""
+
+    row: Tensor
+    rank: Tensor
+    num_ranks: int
+    parents: list[int]
+    kept: Tensor
+    kept_row: Tensor
+
+
+@lru_cache(maxsize=64)
+def levels(tree: StaticTree, device: torch.device) -> tuple[list[Level], Tensor]:
+    """A static tree's index tensors, on the device once and for all; and its parents [S]."""
+    inner = {path[:-1] for path in tree.paths}
+    index = {path: i for i, path in enumerate([(), *tree.paths])}
+    expanded: list[tuple[int, ...]] = [()]
+    found = []
+    for depth in range(1, tree.depth + 1):
+        level = [path for path in tree.paths if len(path) == depth]
+        row, rank = [expanded.index(path[:-1]) for path in level], [path[-1] for path in level]
+        kept = [i for i, path in enumerate(level) if path in inner]
+        tensors = [torch.tensor(x, dtype=torch.long, device=device) for x in (row, rank, kept, [row[i] for i in kept])]
+        parents = [index[path] for path in expanded]
+        found.append(Level(tensors[0], tensors[1], max(rank) + 1, parents, tensors[2], tensors[3]))
+        expanded = [level[i] for i in kept]
+    return found, torch.tensor(tree.parents, device=device)
+
+
 def draft_static(head: Expands, state: Any, tree: StaticTree, draws: Draws | None = None) -> Proposal:
     """Fill a fixed shape: the node of rank r takes its parent's r-th most probable token, or r-th draw."""
     logits = head.first_logits(state)[:, None]  # [B, F, Vd]
     device, batch_size = logits.device, len(logits)
-    expanded: list[tuple[int, ...]] = [()]
-    index = {path: i for i, path in enumerate([(), *tree.paths])}
     every = torch.arange(logits.shape[-1], device=device)  # [Vd]
     draft_probs = torch.zeros(batch_size, tree.num_nodes + 1, draws.vocab_size, device=device) if draws else None
-    inner = {path[:-1] for path in tree.paths}
+    plan, parents = levels(tree, device)
     drafted = []
-    for depth in range(1, tree.depth + 1):
-        level = [path for path in tree.paths if len(path) == depth]
-        row = torch.tensor([expanded.index(path[:-1]) for path in level], device=device)  # [n] among the expanded
-        rank = torch.tensor([path[-1] for path in level], device=device)
-        best, probs = ranked(logits, max(path[-1] for path in level) + 1, draws)  # [B, F, ranks], [B, F, Vd]
+    for depth, level in enumerate(plan, 1):
+        best, probs = ranked(logits, level.num_ranks, draws)  # [B, F, ranks], [B, F, Vd]
         if draft_probs is not None and probs is not None:
-            for i, path in enumerate(expanded):
-                draft_probs[:, index[path], head.to_target(every)] = probs[:, i]
-        tokens = head.to_target(best[:, row, rank])  # [B, n]
+            for i, parent in enumerate(level.parents):
+                draft_probs[:, parent, head.to_target(every)] = probs[:, i]
+        tokens = head.to_target(best[:, level.row, level.rank])  # [B, n]
         drafted.append(tokens)
-        kept = [i for i, path in enumerate(level) if path in inner]
-        if kept:
-            expanded = [level[i] for i in kept]
-            parents = row[kept].expand(batch_size, -1)  # [B, F]
-            logits = head.expand(state, tokens[:, kept], parents, depth=depth)
-    parents = torch.tensor(tree.parents, device=device).expand(batch_size, -1)  # [B, S]
-    return Proposal(torch.cat(drafted, 1), parents, draft_probs)
+        if len(level.kept):
+            rows = level.kept_row.expand(batch_size, -1)  # [B, F]
+            logits = head.expand(state, tokens[:, level.kept], rows, depth=depth)
+    return Proposal(torch.cat(drafted, 1), parents.expand(batch_size, -1), draft_probs)
 
 
 def draft_dynamic(head: Expands, state: Any, tree: DynamicTree) -> Proposal:
@@ -214,9 +237,10 @@ def draft_dynamic(head: Expands, state: Any, tree: DynamicTree) -> Proposal:
 def ancestors(parents: Tensor, depth: int) -> Tensor:
     """[B, S, S] bool: whether node j (last) is node i (middle) or above it. parents [B, S]; depth: the longest path."""
     size = parents.shape[1]
-    seen = torch.eye(size, dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
+    every = torch.arange(size, device=parents.device)
+    seen = (every[:, None] == every).expand(len(parents), -1, -1)
     above = parents
     for _ in range(depth - 1):
-        seen = seen | (F.one_hot(above.clamp(min=0), size).bool() & (above >= 0)[..., None])
+        seen = seen | (above[..., None] == every)  # -1, the root, is no node
         above = torch.where(above < 0, above, parents.gather(1, above.clamp(min=0)))
     return seen

@@ -197,6 +197,9 @@ class Eagle3Head(DraftHead):
     def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
         return self.lm_head(self.norm(hidden))
 
+    def predicted_state(self, hidden: Tensor, depth: int) -> Tensor:
+        return self.norm(hidden)
+
     def begin(self, *, batch_size: int, max_length: int) -> Eagle3State:
         nothing = self.fc.weight.new_zeros(batch_size, 1, 0)
         return Eagle3State(SlotCache(num_layers=1, max_length=max_length), max_length, nothing, nothing, nothing.bool())

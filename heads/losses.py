@@ -1,14 +1,22 @@
-"""Losses of draft logits against the target, on supervised positions only and never all logits at once."""
+"""Losses of drafts against the target, by name and in mixes, on supervised positions only and never all logits at once.
 
-from collections.abc import Callable
+A loss is a function of `Rows` and a line in `LOSSES`. What several losses of a mix read, such as log-probabilities of
+the draft, is computed once per chunk, on first use.
+"""
+
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-LogitsOf = Callable[[Tensor], Tensor]
+from ..configs.errors import BadInput
+
+TensorMap = Callable[[Tensor], Tensor]
 
 CHUNK = 2048  # rows whose logits exist at a time
 
@@ -30,65 +38,240 @@ class DraftVocabulary:
         return cls(target_ids, to_draft)
 
 
-def soft_cross_entropy(draft_logits: Tensor, target_logits: Tensor, vocabulary: DraftVocabulary | None) -> Tensor:
-    """-sum_v p(v) log q(v) per row: the target's distribution p against the draft's q (EAGLE-3, section 3.1).
+@dataclass(kw_only=True)
+class LossSpec:
+    """The loss of a head at one depth.
 
-    With a draft vocabulary, p keeps its full-vocabulary normaliser and only its columns are selected: its gradient
-    equals that of the renormalised p, weighted by the probability that the vocabulary covers, so no row is dropped.
-
-    Args: draft_logits [N, Vd], target_logits [N, V]. Returns [N].
+    mix: weight of each loss of `LOSSES`. draft_logits: [n, D] hidden -> [n, Vd]. predicted_state: [n, D] hidden ->
+    [n, D], the head's guess of the target's post-norm state. target_logits: [n, D] post-norm state -> [n, V].
+    eta: of `lk_lambda`. top_k: of `topk_ce`.
     """
-    target_probs = target_logits.softmax(-1)
-    if vocabulary is not None:
-        target_probs = target_probs[:, vocabulary.to_target]  # [N, Vd]
-    return -(target_probs * draft_logits.log_softmax(-1)).sum(-1)
+
+    mix: Mapping[str, float]
+    draft_logits: TensorMap
+    predicted_state: TensorMap
+    target_logits: TensorMap
+    vocabulary: DraftVocabulary | None = None
+    eta: float = 3.0
+    top_k: int = 10
 
 
-def hard_cross_entropy(draft_logits: Tensor, labels: Tensor, vocabulary: DraftVocabulary | None) -> Tensor:
-    """-log q(label) per row (Medusa, eq. 1); a label outside the draft vocabulary contributes zero.
+@dataclass
+class Rows:
+    """One chunk of n rows as losses see it; what is derived from it is computed on first use and kept.
 
-    Args: draft_logits [N, Vd], labels [N] target ids. Returns [N].
+    hidden: [n, D] what the draft's output layer reads. labels: [n] target ids to be predicted. teacher_hidden: [n, D]
+    the target's post-norm state that predicts `labels`.
+
+    With a draft vocabulary the target's distribution keeps its full-vocabulary normaliser and only its columns are
+    selected: what the vocabulary misses is mass at which the draft has none, and no row is dropped.
     """
-    if vocabulary is not None:
-        labels = vocabulary.to_draft[labels]
-    return F.cross_entropy(draft_logits, labels, ignore_index=-1, reduction="none")
+
+    spec: LossSpec
+    hidden: Tensor
+    labels: Tensor
+    teacher_hidden: Tensor
+
+    @cached_property
+    def draft_logits(self) -> Tensor:
+        """[n, Vd] fp32."""
+        return self.spec.draft_logits(self.hidden).float()
+
+    @cached_property
+    def draft_log_probs(self) -> Tensor:
+        """[n, Vd]."""
+        return self.draft_logits.log_softmax(-1)
+
+    @cached_property
+    def draft_probs(self) -> Tensor:
+        """[n, Vd]."""
+        return self.draft_log_probs.exp()
+
+    @cached_property
+    def draft_labels(self) -> Tensor:
+        """[n] draft ids of the labels, -1 where the draft vocabulary has none."""
+        return self.labels if self.spec.vocabulary is None else self.spec.vocabulary.to_draft[self.labels]
+
+    @cached_property
+    def target_logits(self) -> Tensor:
+        """[n, V] fp32, without gradient."""
+        with torch.no_grad():
+            return self.spec.target_logits(self.teacher_hidden).float()
+
+    @cached_property
+    def target_probs(self) -> Tensor:
+        """[n, Vd], without gradient; the row sums to what the draft vocabulary covers."""
+        return self._drafted(self.target_logits.softmax(-1))
+
+    @cached_property
+    def target_log_probs(self) -> Tensor:
+        """[n, Vd], without gradient."""
+        return self._drafted(self.target_logits.log_softmax(-1))
+
+    @cached_property
+    def overlap(self) -> Tensor:
+        """[n] sum_v min(p(v), q(v)): the probability that a sampled draft is accepted (Leviathan et al. 2023)."""
+        return torch.minimum(self.target_probs, self.draft_probs).sum(-1)
+
+    def _drafted(self, of_target: Tensor) -> Tensor:
+        return of_target if self.spec.vocabulary is None else of_target[:, self.spec.vocabulary.to_target]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The losses, [n] each: p is the target's distribution, q the draft's
+
+
+def hard_ce(rows: Rows) -> Tensor:
+    """-log q(label) (Medusa, eq. 1); a label outside the draft vocabulary contributes zero."""
+    return F.nll_loss(rows.draft_log_probs, rows.draft_labels, ignore_index=-1, reduction="none")
+
+
+def soft_ce(rows: Rows) -> Tensor:
+    """-sum_v p(v) log q(v) (EAGLE-3, section 3.1).
+
+    With a draft vocabulary its gradient is that of the renormalised p, weighted by the probability that is covered.
+    """
+    return -(rows.target_probs * rows.draft_log_probs).sum(-1)
+
+
+def kl(rows: Rows) -> Tensor:
+    """sum_v p(v) log(p(v) / q(v)): soft_ce less the target's entropy, so its gradient, and zero at equality.
+
+    With a draft vocabulary that covers the mass m, the least value is m log m, at q = p / m.
+    """
+    return (rows.target_probs * (rows.target_log_probs - rows.draft_log_probs)).sum(-1)
+
+
+def reverse_kl(rows: Rows) -> Tensor:
+    """sum_v q(v) log(q(v) / p(v)); with a draft vocabulary that covers m, at least -log m."""
+    return (rows.draft_probs * (rows.draft_log_probs - rows.target_log_probs)).sum(-1)
+
+
+def topk_ce(rows: Rows) -> Tensor:
+    """soft_ce over the `top_k` most probable of the tokens that can be drafted (HASS, Zhang et al. 2025)."""
+    probs, ids = rows.target_probs.topk(min(rows.spec.top_k, rows.target_probs.shape[-1]), -1)  # [n, top_k]
+    return -(probs * rows.draft_log_probs.gather(-1, ids)).sum(-1)
+
+
+def tv(rows: Rows) -> Tensor:
+    """sum_v |p(v) - q(v)| / 2 over the whole vocabulary, uncovered tokens too: one less the acceptance probability.
+
+    Its gradient vanishes where p and q hardly overlap: from scratch, alone, it trains badly (Samarin et al. 2026).
+    """
+    return 1 - rows.overlap
+
+
+def l1(rows: Rows) -> Tensor:
+    """sum_v |p(v) - q(v)| (DSpark: hard_ce 0.1 and l1 0.9)."""
+    return 2 * tv(rows)
+
+
+def lk_alpha(rows: Rows) -> Tensor:
+    """-log of the acceptance probability (LK losses, Samarin et al. 2026)."""
+    return -rows.overlap.clamp_min(torch.finfo(torch.float32).tiny).log()
+
+
+def lk_lambda(rows: Rows) -> Tensor:
+    """From kl to tv as a row's acceptance probability grows: kl has the share exp(-eta * acceptance), no gradient
+    through it (LK losses, Samarin et al. 2026; eta 3, for Medusa 10)."""
+    share = torch.exp(-rows.spec.eta * rows.overlap.detach())
+    return share * kl(rows) + (1 - share) * tv(rows)
+
+
+def feature(rows: Rows) -> Tensor:
+    """Smooth L1 between the predicted and the target's own post-norm state, mean over D (EAGLE-1: 1.0 beside
+    soft_ce 0.1). Alone it trains no output layer."""
+    return F.smooth_l1_loss(
+        rows.spec.predicted_state(rows.hidden).float(), rows.teacher_hidden.float(), reduction="none"
+    ).mean(-1)
+
+
+LOSSES: dict[str, Callable[[Rows], Tensor]] = {
+    "hard_ce": hard_ce,
+    "soft_ce": soft_ce,
+    "kl": kl,
+    "reverse_kl": reverse_kl,
+    "topk_ce": topk_ce,
+    "tv": tv,
+    "l1": l1,
+    "lk_alpha": lk_alpha,
+    "lk_lambda": lk_lambda,
+    "feature": feature,
+}
+
+
+def check_mix(mix: Mapping[str, float], *, key: str) -> None:
+    """Raises BadInput unless the mix has known names and positive weights. Args: key: where it is in the config."""
+    if not mix:
+        raise BadInput(f"{key} {{}}: expected at least one of {', '.join(LOSSES)}")
+    for name, weight in mix.items():
+        if name not in LOSSES:
+            raise BadInput(f"{key}.{name}: unknown loss; expected some of {', '.join(LOSSES)}")
+        if not (weight > 0 and math.isfinite(weight)):
+            raise BadInput(f"{key}.{name} {weight}: expected a weight above 0; leave a loss out to have none of it")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Depths and rows
+
+DEPTH_WEIGHTS = ("geometric", "normalised", "exponential")
+
+
+def depth_weights_of(kind: str, *, decay: float, num_depths: int) -> list[float]:
+    """The weight of the loss at each depth k, from 0.
+
+    geometric: decay^k (Medusa, EAGLE-3). normalised: decay^k / sum_j decay^j (FastMTP's alpha_k). exponential:
+    exp(-k / decay) (DFlash, DSpark: decay 4 and more).
+
+    Raises: BadInput on an unknown kind or a decay that is not above 0.
+    """
+    if kind not in DEPTH_WEIGHTS:
+        raise BadInput(f"depth_weights {kind!r}: expected one of {', '.join(DEPTH_WEIGHTS)}")
+    if not (decay > 0 and math.isfinite(decay)):
+        raise BadInput(f"depth_decay {decay}: expected more than 0")
+    if kind == "exponential":
+        return [math.exp(-k / decay) for k in range(num_depths)]
+    weights = [decay**k for k in range(num_depths)]
+    return [w / sum(weights) for w in weights] if kind == "normalised" else weights
 
 
 def summed_loss(
     hidden: Tensor,
+    spec: LossSpec,
     *,
-    draft_logits: LogitsOf,
     labels: Tensor,
-    teacher_hidden: Tensor | None,
-    target_logits: LogitsOf,
-    vocabulary: DraftVocabulary | None,
+    teacher_hidden: Tensor,
+    weights: Tensor | None = None,
+    num_guesses: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Loss summed over rows, and the draft's greedy tokens; logits of CHUNK rows exist at a time.
+    """The mix summed over rows, and the draft's best guesses; logits of CHUNK rows exist at a time.
 
     Args:
         hidden: [N, D] what the draft's output layer reads.
         labels: [N] target ids to be predicted.
-        teacher_hidden: [N, D] the target's post-norm state that predicts `labels`: soft labels. None: hard labels.
+        teacher_hidden: [N, D] the target's post-norm state that predicts `labels`.
+        weights: [N] of the rows; None: all 1.
 
-    Returns: the sum (scalar, fp32) and [N] target ids.
+    Returns: the sum (scalar, fp32) and [N, num_guesses] target ids, the most probable first.
     """
 
-    def of_chunk(hidden: Tensor, labels: Tensor, teacher_hidden: Tensor | None) -> tuple[Tensor, Tensor]:
-        logits = draft_logits(hidden).float()  # [n, Vd]
-        greedy = logits.detach().argmax(-1)
-        if teacher_hidden is None:
-            return hard_cross_entropy(logits, labels, vocabulary).sum(), greedy
-        with torch.no_grad():
-            wanted = target_logits(teacher_hidden)  # [n, V]
-        return soft_cross_entropy(logits, wanted, vocabulary).sum(), greedy
+    def of_chunk(
+        hidden: Tensor, labels: Tensor, teacher_hidden: Tensor, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        rows = Rows(spec, hidden, labels, teacher_hidden)
+        value = sum((weight * LOSSES[name](rows) for name, weight in spec.mix.items()), hidden.new_zeros(()))  # [n]
+        logits = rows.draft_logits.detach()
+        most = min(num_guesses, logits.shape[-1])
+        guesses = logits.argmax(-1, keepdim=True) if most == 1 else logits.topk(most, -1).indices
+        return (value if weights is None else value * weights).sum(), guesses
 
-    total, greedy = hidden.new_zeros((), dtype=torch.float32), []
+    total, found = hidden.new_zeros((), dtype=torch.float32), []
     recompute = len(hidden) > CHUNK and torch.is_grad_enabled()
     for start in range(0, max(len(hidden), 1), CHUNK):  # once also for no rows: every parameter stays in the graph
         part = slice(start, start + CHUNK)
-        arguments = (hidden[part], labels[part], None if teacher_hidden is None else teacher_hidden[part])
-        value, tokens = checkpoint(of_chunk, *arguments, use_reentrant=False) if recompute else of_chunk(*arguments)  # type: ignore[misc]
+        arguments = (hidden[part], labels[part], teacher_hidden[part], None if weights is None else weights[part])
+        value, guesses = checkpoint(of_chunk, *arguments, use_reentrant=False) if recompute else of_chunk(*arguments)  # type: ignore[misc]
         total = total + value
-        greedy.append(tokens)
-    tokens = torch.cat(greedy)
-    return total, tokens if vocabulary is None else vocabulary.to_target[tokens]
+        found.append(guesses)
+    guesses = torch.cat(found)
+    return total, guesses if spec.vocabulary is None else spec.vocabulary.to_target[guesses]

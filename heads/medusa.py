@@ -1,7 +1,7 @@
 """Medusa-1: independent heads, each a stack of residual blocks on the target's last state (Cai et al. 2024)."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -19,7 +19,8 @@ class MedusaConfig(HeadConfig):
     target's lm_head, or `shared`, all use the target's frozen one."""
 
     type: str = "medusa"
-    labels: str = "hard"
+    loss: dict[str, float] = field(default_factory=lambda: {"hard_ce": 1.0})
+    loss_eta: float = 10.0
     num_blocks: int = 1
     output: str = "own"
 

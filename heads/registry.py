@@ -16,13 +16,21 @@ from torch import Tensor
 from .. import __version__
 from ..configs.errors import BadInput
 from .base import DraftHead, HeadConfig
+from .draft_lm import DraftLMHead
+from .eagle import EagleHead
 from .eagle3 import Eagle3Head
+from .hydra import HydraHead
 from .medusa import MedusaHead
+from .mtp import MtpHead
 from .target import Target
 
 HEADS: dict[str, type[DraftHead]] = {
     "medusa": MedusaHead,
+    "eagle": EagleHead,
     "eagle3": Eagle3Head,
+    "hydra": HydraHead,
+    "mtp": MtpHead,
+    "draft_lm": DraftLMHead,
 }
 
 

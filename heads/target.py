@@ -131,9 +131,12 @@ class Target:
             raise BadInput(f"target {path}: weights missing in the checkpoint: {sorted(info['missing_keys'])[:3]} ...")
         fingerprint = fingerprint_of(model)
         try:
-            model = model.to(device=device, dtype=wanted if isinstance(wanted, torch.dtype) else None)
+            model = model.to(device)
         except (RuntimeError, AssertionError) as error:  # no such device, none in this build, too little memory
             raise BadInput(f"device {device}: {first_line(error)}") from error
+        if isinstance(wanted, torch.dtype):
+            for parameter in model.parameters():  # not the buffers: rotary frequencies stay in fp32
+                parameter.data = parameter.data.to(wanted)
         return cls(model, name=path, fingerprint=fingerprint)
 
     @property
@@ -174,7 +177,16 @@ class Target:
         return self
 
     def new_cache(self, max_length: int) -> SlotCache:
-        """An empty cache with `max_length` slots (tokens) per row."""
+        """An empty cache with `max_length` slots (tokens) per row.
+
+        Raises: BadInput where layers keep a recurrent state, from which a rejected draft could not be taken back.
+        """
+        kinds = getattr(self.config, "layer_types", None) or []
+        if "linear_attention" in kinds:
+            raise BadInput(
+                f"target {self.name}: layer {kinds.index('linear_attention')} is linear_attention: its state "
+                "cannot forget rejected drafts, so this target can be trained on, but not decoded"
+            )
         return SlotCache(num_layers=self.num_layers, max_length=max_length)
 
     @torch.no_grad()
@@ -206,7 +218,9 @@ class Target:
             post_norm = self.base(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, T, D]
         else:
             assert positions is not None
-            slots = positions if seen is None else positions[:, :1] + torch.arange(positions.shape[1]).to(positions)
+            slots = positions
+            if seen is not None:
+                slots = positions[:, :1] + torch.arange(positions.shape[1], device=positions.device)
             is_exact = is_newest and positions.device.type == "cpu" and not self._window  # shapes may vary on a CPU
             cache.seek(slots, extent=extent, is_exact=is_exact)
             masks = None if is_exact else self._masks(positions, cache.extent, seen)

@@ -1,24 +1,13 @@
 """The `headstart` command: train a head, measure what it saves."""
 
 import sys
-from collections.abc import Callable
-from dataclasses import replace
-from itertools import product
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import track
 
 from .. import __version__
 from ..configs.errors import BadInput
-
-if TYPE_CHECKING:
-    from ..eval.measure import MeasureConfig
-    from ..eval.suites import Suite
-    from ..heads.base import Drafter
-    from ..heads.target import Target
+from .evaluate import evaluate
 
 app = typer.Typer(
     name="headstart",
@@ -60,171 +49,7 @@ def train(
     run_training(load_run(config, overrides or ()))
 
 
-@app.command(name="eval")
-def evaluate(
-    target: Annotated[str, typer.Option(help="The target: local folder or hub id.")],
-    prompts: Annotated[list[str], typer.Option(help="JSONL rows with prompt, messages or turns. Repeatable: suites.")],
-    output: Annotated[Path, typer.Option(help="Folder for report.json and rounds.jsonl.")],
-    head: Annotated[list[str] | None, typer.Option(help="A trained head's folder, RUN/final. Repeatable.")] = None,
-    drafter: Annotated[
-        list[str] | None,
-        typer.Option(help="ngram, ngram:MAX, suffix, draft-model:PATH, or head:PATH, as --head. Repeatable."),
-    ] = None,
-    num_draft_tokens: Annotated[int | None, typer.Option(help="K; default: the head's own.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer, at most.", min=2)] = 128,
-    limit: Annotated[int | None, typer.Option(help="Only the first N prompts.", min=1)] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy; above, both sides sample.", min=0.0)] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample among the K most probable tokens; 0: all.", min=0)] = 0,
-    top_p: Annotated[float, typer.Option(help="Sample within this share of probability; 1: all.")] = 1.0,
-    tree: Annotated[
-        list[str] | None,
-        typer.Option(help="chain, static, dynamic, optimal or sampled. Repeatable. [default: chain]"),
-    ] = None,
-    tree_nodes: Annotated[int, typer.Option(help="Nodes of a tree, at most.", min=1)] = 24,
-    batch_size: Annotated[list[int] | None, typer.Option(help="Rows at a time. Repeatable. [default: 1]")] = None,
-    repeats: Annotated[int, typer.Option(help="Timed passes per side.", min=1)] = 3,
-    compare: Annotated[
-        str, typer.Option(help="`transformers`: also time its own generate, and its own use of these drafters.")
-    ] = "",
-    dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16, float16, auto; default: as stored on GPU, float32 on CPU.")
-    ] = "",
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...; default: cuda where there is one.")] = "",
-    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
-) -> None:
-    """Measure what drafters save: acceptance, speed against the same engine without drafts, and losslessness.
-
-    \b
-    Examples:
-      headstart eval --target MODEL --head runs/a/final --prompts prompts.jsonl --output runs/a/eval
-      headstart eval --target MODEL --drafter ngram --drafter draft-model:SMALLER --compare transformers ...
-
-    Baseline and speculation run interleaved over the same prompts. Exit code 1 where a greedy text differs from the
-    target's own beyond rounding; the report says where.
-    """
-    from ..eval.drafters import build_drafters
-    from ..eval.measure import MeasureConfig
-    from ..eval.report import check_output
-    from ..eval.suites import load_suite
-    from ..heads.target import Target, default_device
-
-    check_output(output)
-    if compare not in ("", "transformers"):
-        raise BadInput(f"--compare {compare}: expected transformers")
-    specs = drafter_specs(head or [], drafter or [])
-    device = device or default_device()
-    loaded = Target.load(target, dtype=dtype or ("float32" if device == "cpu" else "auto"), device=device)
-    suites = [load_suite(path, loaded, max_new_tokens=max_new_tokens, limit=limit) for path in prompts]
-    drafters = build_drafters(specs, loaded)
-    configs = [
-        MeasureConfig(
-            num_draft_tokens=num_draft_tokens,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            batch_size=size,
-            num_repeats=repeats,
-            seed=seed,
-        )
-        for size in batch_size or [1]
-    ]
-    trees = tree or ["chain"]
-    check_trees(trees, drafters, temperature=temperature)
-    results, rounds = measure_all(loaded, drafters, suites, configs, trees, tree_nodes)
-    if compare:
-        results += compare_all(loaded, drafters, suites, configs[0])
-    report_all(loaded, results, rounds, output)
-    if any(entry["lossless"]["unexplained"] for entry in results):
-        raise typer.Exit(1)
-
-
-def drafter_specs(heads: list[str], drafters: list[str]) -> list[str]:
-    """What to measure, `--head X` as `head:X`. Raises BadInput before anything is loaded."""
-    from ..eval.drafters import parse_drafter
-
-    specs = [*(f"head:{folder}" for folder in heads), *drafters]
-    if not specs:
-        raise BadInput("nothing to measure: give at least one --head or --drafter")
-    for spec in specs:
-        parse_drafter(spec)
-    return specs
-
-
-def check_trees(trees: list[str], drafters: "list[tuple[str, Drafter]]", *, temperature: float) -> None:
-    """Raises BadInput, before anything is measured, on trees that cannot be drafted."""
-    from ..eval.tree import TREE_NAMES
-
-    for name in trees:
-        if name not in TREE_NAMES:
-            raise BadInput(f"--tree {name}: expected one of {', '.join(TREE_NAMES)}")
-        if name == "sampled" and temperature == 0:
-            raise BadInput("--tree sampled: needs --temperature above 0")
-    if trees != ["chain"] and not any(hasattr(drafter, "propose_tree") for _, drafter in drafters):
-        raise BadInput(f"--tree {' '.join(trees)}: {', '.join(name for name, _ in drafters)} draft chains only")
-
-
-def measure_all(
-    target: "Target",
-    drafters: "list[tuple[str, Drafter]]",
-    suites: "list[Suite]",
-    configs: "list[MeasureConfig]",
-    trees: list[str],
-    tree_nodes: int,
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Every drafter on every suite in every way: the results, and the raw rounds."""
-    from ..eval.measure import measure
-    from ..eval.tree import named_tree
-
-    results, rounds = [], []
-    for (name, drafter), suite, config, tree_name in product(drafters, suites, configs, trees):
-        if tree_name != "chain" and not hasattr(drafter, "propose_tree"):
-            continue  # `check_trees` has seen to it that some drafter drafts them
-        tree = named_tree(
-            tree_name, target, drafter, suite.prompts, max_new_tokens=config.max_new_tokens, num_nodes=tree_nodes
-        )
-        config = replace(config, tree=tree, tree_name=tree_name)
-        tick = progress(-(-len(suite.prompts) // config.batch_size), f"{name} on {suite.name}")
-        entry, raw = measure(target, drafter, suite, config, name=name, on_batch=tick)
-        tick()
-        results.append(entry)
-        rounds += raw
-    return results, rounds
-
-
-def compare_all(
-    target: "Target", drafters: "list[tuple[str, Drafter]]", suites: "list[Suite]", config: "MeasureConfig"
-) -> list[dict[str, Any]]:
-    """transformers on every suite: its plain generation, and each drafter that it has too."""
-    from ..eval.comparators import compare_transformers
-
-    results = []
-    for (name, drafter), suite in product([("none (generate)", None), *drafters], suites):
-        tick = progress(len(suite.prompts), f"transformers: {name} on {suite.name}")
-        entry = compare_transformers(target, drafter, suite, config, name=name, on_prompt=tick)
-        if entry is None:
-            print(f"headstart: transformers cannot draft with {name}: not compared", file=sys.stderr)
-            continue
-        tick()
-        results.append(entry)
-    return results
-
-
-def report_all(target: "Target", results: list[dict[str, Any]], rounds: list[dict[str, Any]], output: Path) -> None:
-    """Write the report and show it."""
-    from ..eval.report import build_report, show, write_report
-
-    console = Console()
-    report = build_report(target, results)
-    path = write_report(output, report, rounds)
-    show(report, console)
-    console.print(f"written to {path}")
-
-
-def progress(total: int, what: str) -> Callable[[], object]:
-    """A bar on stderr that each call moves on; one call more than `total` closes it."""
-    bar = iter(track(range(total), what, console=Console(stderr=True)))
-    return lambda: next(bar, None)
+app.command(name="eval")(evaluate)
 
 
 def show_version(value: bool) -> None:

@@ -23,7 +23,10 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
+
+torch.set_num_threads(1)  # tests run side by side, a process per core
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -35,6 +38,13 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
+}
+EXPERTS: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "moe_intermediate_size": 24,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
 }
 FAMILIES: dict[str, Callable[..., Any]] = {
     "llama": lambda **k: LlamaConfig(
@@ -49,9 +59,11 @@ FAMILIES: dict[str, Callable[..., Any]] = {
         sliding_window=8,
         layer_types=["sliding_attention", "full_attention"] * 2,
         query_pre_attn_scalar=16,
+        tie_word_embeddings=False,  # a tied table, scaled on its way in, would only ever repeat its input
         **k,
     ),
     "gpt_neox": lambda **k: GPTNeoXConfig(**k),
+    "qwen3_moe": lambda **k: Qwen3MoeConfig(**EXPERTS, **k),
 }
 
 
@@ -135,6 +147,7 @@ class TargetAsDrafter:
 
     feature_layers: tuple[int, ...] = ()
     max_draft_tokens = None
+    on_host = False
 
     def __init__(self, target: Target):
         self.target = target

@@ -22,7 +22,8 @@ from ..data_pipelines.loader import BatchPlan, collate
 from ..data_pipelines.sources import load_rows
 from ..data_pipelines.vocab import coverage, draft_vocabulary
 from ..eval.metrics import Acceptance, expected_acceptance
-from ..heads.base import DraftBatch, DraftHead, chain_starts
+from ..heads.base import DraftBatch, DraftHead
+from ..heads.chains import chain_starts, mean_of
 from ..heads.registry import build_head, save_head
 from ..heads.target import Target
 from .checkpoint import checkpoints, load_checkpoint, save_checkpoint
@@ -140,8 +141,8 @@ class Loop:
         lr = learning_rate(step, self.config)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        counts = torch.stack([chain_starts(mask, self.head.num_depths).valid.sum((0, 1)) for _, mask in batches]).sum(0)
-        denominators = self.total(counts.float())  # [K]
+        counts = torch.stack([chain_starts(mask, self.head.num_depths).counts() for _, mask in batches]).sum(0)
+        denominators = self.total(counts)  # [K]
         sums, hits = torch.zeros_like(denominators), torch.zeros_like(denominators)
         loss = torch.zeros((), device=self.accelerator.device)
         for i, (input_ids, loss_mask) in enumerate(batches):
@@ -161,13 +162,12 @@ class Loop:
         loss, sums, hits = totals[0], *totals[1:].chunk(2)
         if not torch.isfinite(loss):
             raise BadInput(f"step {step + 1}: the loss is {loss.item()}; lower train.learning_rate or check the data")
-        safe = denominators.clamp(min=1)
         num_tokens = sum(mask.numel() for _, mask in batches) * self.accelerator.num_processes
         return {
             "step": step + 1,
             "loss": loss.item(),
-            "depth_loss": (sums / safe).tolist(),
-            "depth_accuracy": (hits / safe).tolist(),
+            "depth_loss": mean_of(sums, denominators).tolist(),
+            "depth_accuracy": mean_of(hits, denominators).tolist(),
             "learning_rate": lr,
             "grad_norm": float(norm) if norm is not None else None,
             "num_supervised": int(denominators[0]),
@@ -178,6 +178,7 @@ class Loop:
     def validate(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """Expected acceptance_length, from teacher-forced drafts at every depth, over all ranks' shares of the rows."""
         accelerator, size = self.accelerator, self.config.batch_size
+        self.head.eval()
         num_draft = min(self.head.num_depths, self.head.default_draft_tokens)
         counted = Acceptance(0, 0, [0] * num_draft, [0] * num_draft)
         share = samples[accelerator.process_index :: accelerator.num_processes]
@@ -191,6 +192,7 @@ class Loop:
             counted.num_committed += one.num_committed
             counted.tried = [a + b for a, b in zip(counted.tried, one.tried, strict=True)]
             counted.taken = [a + b for a, b in zip(counted.taken, one.taken, strict=True)]
+        self.head.train()
         figures = [counted.num_rounds, counted.num_committed, *counted.tried, *counted.taken]
         total = self.total(torch.tensor(figures, device=accelerator.device)).tolist()
         counted = Acceptance(total[0], total[1], total[2 : 2 + num_draft], total[2 + num_draft :])

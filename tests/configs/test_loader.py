@@ -101,6 +101,20 @@ def test_overrides_win_and_are_read_as_yaml(tmp_path: Path) -> None:
     }
 
 
+def test_a_mapping_marked_replace_is_not_merged(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, run="base: mid.yaml\nhead: {loss: {c: 3}}\n", mid="base: low.yaml\nhead: {loss: !replace {b: 2}}\n"
+    )
+    write(tmp_path, low="head: {k: 1, loss: {a: 1}}\n")
+    assert read_config(tmp_path / "mid.yaml") == {"head": {"k": 1, "loss": {"b": 2}}}
+    assert read_config(path) == {"head": {"k": 1, "loss": {"b": 2, "c": 3}}}
+    assert read_config(path, ["head.loss.d=4"])["head"]["loss"] == {"b": 2, "c": 3, "d": 4}
+    assert read_config(path, ["head.loss={d: 4}"])["head"]["loss"] == {"d": 4}
+    run = build(Run, raw_run() | read_config(write(tmp_path, alone="suites: !replace {a: {lr: 1e-4}}\n")))
+    assert run.suites == {"a": Optim(lr=1e-4)}
+    assert "not YAML: expected a mapping" in message(read_config, write(tmp_path, bad="a: !replace 3\n"))
+
+
 def test_an_override_touches_one_of_two_keys_that_share_an_anchor(tmp_path: Path) -> None:
     path = write(tmp_path, run="a: &x {k: 1}\nb: *x\n")
     assert read_config(path, ["a.k=2"]) == {"a": {"k": 2}, "b": {"k": 1}}

@@ -37,6 +37,8 @@ def test_texts_equal_and_settings_are_as_before(name, drafters, target):
     assert entry["num_draft_tokens"] == (0 if drafter is None else 3)
     low, high = entry["ours_over_theirs_ci95"]
     assert 0 < low <= entry["ours_over_theirs"] <= high
+    assert 0 < entry["speedup_p10"] <= entry["speedup_median"] <= entry["speedup_p90"]
+    assert entry["baseline_bandwidth"] == {"gigabytes_per_second": None, "share_of_copy": None}
     if drafter is None:
         assert entry["acceptance_length"] == 1.0
         assert entry["ours_tokens_per_second"] == entry["baseline_tokens_per_second"]

@@ -5,8 +5,12 @@ from typing import Any
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.eval.generate import generate
+from headstart.eval.engine import Engine
+from headstart.eval.generate import decode, generate
+from headstart.eval.stopping import Stop
+from headstart.eval.verify import Sampling
 from headstart.heads.base import Drafter
+from headstart.heads.drafting import StaticTree
 from headstart.heads.registry import HEADS, build_head
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
@@ -215,3 +219,35 @@ def test_a_chain_that_the_drafter_cannot_draft_is_refused(head_type, wrong, targ
             generate(target, head, [1], num_draft_tokens=num_draft)
     head_draws = generate(target, perturbed("eagle3", target), [1], max_new_tokens=30, num_draft_tokens=12)
     assert head_draws.rounds[1].num_drafted == 12, "a recurrent head drafts further than it was trained"
+
+
+# What is not lossless
+
+
+@pytest.mark.parametrize("tree", [None, StaticTree(((0,), (1,), (0, 0)))], ids=["chain", "tree"])
+def test_typical_acceptance_runs_and_is_greedy_at_temperature_0(tree, target):
+    head = perturbed("eagle3", target)
+
+    def texts(temperature):
+        engine = Engine(
+            target,
+            head,
+            batch_size=4,
+            max_length=40,
+            tree=tree,
+            num_draft_tokens=None if tree else 3,
+            sampling=Sampling(temperature=temperature),
+            accept="typical",
+            generator=torch.Generator().manual_seed(1),
+        )
+        return decode(engine, PROMPTS, max_new_tokens=24, stop=Stop.of(target, eos_token_ids=[]))
+
+    assert texts(0.0).token_ids == [huggingface(target, prompt, 24) for prompt in PROMPTS]
+    warm = texts(1.0)
+    assert [len(row) for row in warm.token_ids] == [24] * 4
+    assert sum(sum(one.num_emitted) for one in warm.rounds) == 4 * 24
+
+
+def test_an_unknown_rule_is_refused(target):
+    with pytest.raises(BadInput, match="^accept 'sometimes': expected one of exact, typical$"):
+        Engine(target, None, batch_size=1, max_length=8, accept="sometimes")

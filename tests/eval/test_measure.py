@@ -7,8 +7,9 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.eval import report as report_module
+from headstart.eval.bandwidth import with_share
 from headstart.eval.generate import Round, generate
-from headstart.eval.measure import MeasureConfig, measure
+from headstart.eval.measure import MeasureConfig, measure, speedup_percentiles
 from headstart.eval.metrics import acceptance
 from headstart.eval.report import build_report, check_output, show, write_report
 from headstart.eval.suites import Suite, load_suite
@@ -48,6 +49,23 @@ def test_a_result_entry_is_whole_and_lossless(head, target):
     low, high = entry["speedup_ci95"]
     assert 0 < low <= entry["speedup"] <= high
     assert entry["speedup"] == pytest.approx(entry["tokens_per_second"] / entry["baseline_tokens_per_second"], rel=0.01)
+    assert 0 < entry["speedup_p10"] <= entry["speedup_median"] <= entry["speedup_p90"]
+    assert entry["baseline_bandwidth"]["gigabytes_per_second"] > 0
+
+
+def test_percentiles_are_those_of_single_prompts():
+    """Speedups 1, 2, 3, 4 and 10: the tenth percentile lies four tenths of the way from the first to the second."""
+    timed = [(4.0, 1.0), (1.0, 1.0), (6.0, 2.0), (20.0, 2.0), (2.0, 1.0)]
+    assert speedup_percentiles(timed) == {"speedup_p10": 1.4, "speedup_median": 3.0, "speedup_p90": 7.6}
+    assert set(speedup_percentiles([(3.0, 2.0)]).values()) == {1.5}
+    assert set(speedup_percentiles([]).values()) == {None}
+
+
+def test_percentiles_come_from_the_seconds_behind_the_speedup(head, target):
+    """One prompt: its own speedup, three times; of two, batch size 2, the one batch's."""
+    for prompts, size in ((PROMPTS[:1], 1), (PROMPTS[:2], 2)):
+        entry, _ = measured(target, head, prompts, batch_size=size, max_new_tokens=8)
+        assert entry["speedup_p10"] == entry["speedup_median"] == entry["speedup_p90"] == entry["speedup"]
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
@@ -100,6 +118,7 @@ def test_answers_that_end_at_once_do_not_break_a_measurement(which, head_type, t
         assert 0 < low <= entry["speedup"] <= high
     else:
         assert entry["speedup"] is None and entry["speedup_ci95"] == [None, None]
+        assert entry["speedup_median"] is None and entry["baseline_bandwidth"]["gigabytes_per_second"] is None
         assert entry["acceptance_length"] is None and entry["tokens_per_second"] is None
     show(build_report(target, [entry]), Console(file=io.StringIO()))
     json.dumps(entry, allow_nan=False)
@@ -114,6 +133,7 @@ def test_the_rounds_give_the_figures_again(head, target, tmp_path):
     assert sorted(p.name for p in path.parent.iterdir()) == ["report.json", "rounds.jsonl"]
     report = json.loads(path.read_text())
     assert set(report) == {"schema_version", "environment", "target", "results"}
+    entry = with_share(entry, report["environment"]["copy_gigabytes_per_second"])
     assert report["results"] == [entry]
     assert report["target"]["fingerprint"] == target.fingerprint
     rows = [json.loads(line) for line in (path.parent / "rounds.jsonl").read_text().splitlines()]
@@ -131,7 +151,8 @@ def test_the_rounds_give_the_figures_again(head, target, tmp_path):
 
 
 def test_a_failed_write_leaves_the_old_report(target, tmp_path, monkeypatch):
-    path = write_report(tmp_path, build_report(target, []), [])
+    report = build_report(target, [])
+    path = write_report(tmp_path, report, [])
     before = path.read_text()
 
     def full(*_):
@@ -139,7 +160,7 @@ def test_a_failed_write_leaves_the_old_report(target, tmp_path, monkeypatch):
 
     monkeypatch.setattr(report_module.os, "replace", full)
     with pytest.raises(OSError, match="no space"):
-        write_report(tmp_path, build_report(target, [{"new": 1}]), [])
+        write_report(tmp_path, {**report, "results": [{"new": 1}]}, [])
     assert path.read_text() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["report.json", "rounds.jsonl"]
 

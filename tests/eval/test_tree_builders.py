@@ -10,6 +10,7 @@ from headstart.eval.metrics import acceptance
 from headstart.eval.tree import best_nodes, interpolate, named_tree, optimal_tree, rank_accuracies, static_tree
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.registry import HEADS, build_head
+from headstart.scripts.evaluate import check_trees
 
 ACCURACIES = [[0.6, 0.2, 0.1], [0.5, 0.25, 0.05], [0.4, 0.3, 0.1]]
 
@@ -73,6 +74,33 @@ def test_named_trees_fit_the_head_and_decode(name, head_type, target):
     text = generate(target, head, prompts, max_new_tokens=16, tree=tree, temperature=warm, generator=source)
     counted = acceptance(text.rounds, num_draft_tokens=tree.depth)
     assert counted.num_committed >= counted.num_rounds > 0
+
+
+@pytest.mark.parametrize("num_draft", [None, 2])
+def test_a_sampled_chain_is_as_long_as_the_chain(num_draft, head_type, target):
+    head = build_head(HEADS[head_type].config_class(type=head_type), target, seed=1).eval()
+    how = {"max_new_tokens": 16, "num_nodes": 9, "num_draft_tokens": num_draft}
+    tree = named_tree("sampled-chain", target, head, [[1, 5, 9]], **how)
+    length = num_draft or head.max_draft_tokens or head.default_draft_tokens
+    assert tree == StaticTree(tuple((0,) * n for n in range(1, length + 1)), sampled=True)
+    assert isinstance(tree, StaticTree) and tree.num_nodes == tree.depth == length and not tree.is_chain
+    source = torch.Generator().manual_seed(0)
+    text = generate(target, head, [[1, 5, 9], [1]], max_new_tokens=16, tree=tree, temperature=1.0, generator=source)
+    assert {one.num_drafted for one in text.rounds[1:]} == {length}
+
+
+def test_a_sampled_chain_longer_than_the_head_is_refused(target):
+    head = build_head(HEADS["medusa"].config_class(type="medusa", num_depths=2), target)
+    with pytest.raises(BadInput, match="^num_draft_tokens 3: this drafter drafts 1 to 2 tokens$"):
+        named_tree("sampled-chain", target, head, [[1]], max_new_tokens=4, num_nodes=4, num_draft_tokens=3)
+
+
+@pytest.mark.parametrize("name", ["sampled", "sampled-chain"])
+def test_draws_need_a_temperature(name, target):
+    drafters = [("medusa", build_head(HEADS["medusa"].config_class(type="medusa"), target))]
+    check_trees([name], drafters, temperature=0.7)  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match=f"^--tree {name}: needs --temperature above 0$"):
+        check_trees([name], drafters, temperature=0.0)  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_drafted_is_refused(target, target_as_drafter):

@@ -1,0 +1,104 @@
+"""How the engine runs its steps of fixed shape: as they are, compiled, or replayed as CUDA graphs."""
+
+import warnings
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..configs.errors import BadInput, first_line
+
+Tensors = tuple[Tensor | None, ...]
+Step = Callable[..., Tensors]
+
+WAYS = ("eager", "graph", "compile")
+WARM_UPS = 2  # runs before a capture, in which kernels are chosen and workspaces made
+
+
+def check_way(way: str, device: torch.device) -> str:
+    """The way itself. Raises BadInput on one that there is not, or not on this device."""
+    if way not in WAYS:
+        raise BadInput(f"steps {way!r}: expected one of {', '.join(WAYS)}")
+    if way == "graph" and device.type != "cuda":
+        raise BadInput(f"steps graph: a CUDA graph needs a GPU, and the target is on {device}; compile works here")
+    return way
+
+
+class Replay:
+    """Records steps under keys, and runs the recorded ones.
+
+    A step takes and returns tensors, reads nothing to the host, and may be run again on the same arguments without
+    harm: what it writes besides its results, a later run writes again. So recording may run it as often as it likes.
+    """
+
+    def __init__(self, way: str, device: torch.device, generator: torch.Generator | None = None):
+        """Args: generator: what steps draw from; CUDA graphs must know it."""
+        self.way, self.device, self.generator = check_way(way, device), device, generator
+        self.recorded: dict[Hashable, Step] = {}
+
+    def knows(self, key: Hashable) -> bool:
+        """Whether a step of that key would run without being recorded first."""
+        return self.way == "eager" or key in self.recorded
+
+    def __call__(self, key: Hashable, step: Step, *arguments: Tensor | None) -> Tensors:
+        """Run a step. key: of everything but the tensors' values that the step depends on, shapes included.
+
+        Results may be overwritten by the next run under the same key. Raises BadInput where a step cannot be recorded.
+        """
+        if self.way == "eager":
+            return step(*arguments)
+        if key not in self.recorded:
+            try:
+                self.recorded[key] = self.record(step, arguments)
+            except BadInput:
+                raise
+            except Exception as error:  # dynamo, inductor, the C++ compiler and CUDA each raise their own
+                raise BadInput(
+                    f"steps {self.way}: this target or drafter cannot be recorded ({first_line(error)}); eager works"
+                ) from error
+        return self.recorded[key](*arguments)
+
+    def record(self, step: Step, arguments: Tensors) -> Step:
+        if self.way == "compile":
+            step = compiled(step, arguments)
+        return Graph(step, arguments, self.generator) if self.device.type == "cuda" else step
+
+
+def compiled(step: Step, arguments: Tensors) -> Step:
+    """The step compiled whole for exactly these shapes, without guards: a key has one shape and one state."""
+
+    def whole(*tensors: Tensor | None) -> Tensors:  # a bound method loses its object in aot_compile
+        return step(*tensors)
+
+    options: Any = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # dynamo's, of caches in transformers that it looks through
+        ahead: Any = torch.compile(whole, fullgraph=True, dynamic=False, options=options)
+        return ahead.aot_compile((arguments, {}))
+
+
+class Graph:
+    """A step as one CUDA graph: a single launch per run, instead of one per kernel."""
+
+    def __init__(self, step: Step, arguments: Tensors, generator: torch.Generator | None):
+        self.inputs = [None if one is None else one.clone() for one in arguments]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                step(*self.inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        if generator is not None:
+            self.graph.register_generator_state(generator)
+        with torch.cuda.graph(self.graph):
+            self.outputs = step(*self.inputs)
+
+    def __call__(self, *arguments: Tensor | None) -> Tensors:
+        pairs = [(into, one) for into, one in zip(self.inputs, arguments, strict=True) if into is not None]
+        for into, one in pairs:
+            if one is not into:
+                into.copy_(one)  # type: ignore[arg-type]
+        self.graph.replay()
+        return self.outputs

@@ -1,0 +1,194 @@
+"""One decoder layer of the target's own class, driven alone: in decoding over a cache, in training over draft chains.
+
+Whatever the layer holds (query and key norms, biases, experts, latent attention) comes along, because its code runs
+unchanged. Only the attention function is ours: transformers calls it with the keys that the cache returned, and with
+`chains` it also attends to each query's own drafted keys.
+"""
+
+import copy
+import inspect
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from ..configs.errors import BadInput, first_line
+from .attention import grouped_attention
+from .cache import visibility_mask
+from .target import Target
+
+NAME = "headstart_chains"
+
+
+class ChainKeys:
+    """Stands in for the cache of one layer in training. The first write holds every position of the text, which all
+    queries share under their mask; each later one holds a drafted key per query, which that query alone sees."""
+
+    def __init__(self, *, window: int | None):
+        """Args: window: sliding window in tokens; None: no limit."""
+        self.window = window
+        self.written: list[tuple[Tensor, Tensor]] = []  # [B, Nkv, T, H] each, then per depth [B, Nkv, S, H]
+
+    @property
+    def num_shared(self) -> int:
+        """T."""
+        return self.written[0][0].shape[2]
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """All keys and values in a row, [B, Nkv, T + depths * S, H]: a layer may still have to expand them."""
+        self.written.append((keys, values))
+        drafted = self.written[1:] if self.window is None else self.written[1:][-self.window :]
+        both = [self.written[0], *drafted]
+        return torch.cat([keys for keys, _ in both], 2), torch.cat([values for _, values in both], 2)
+
+
+def chain_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    chains: ChainKeys | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention with one softmax over the shared keys and each query's own drafted keys.
+
+    Args: query [B, N, S, H]; key, value [B, Nkv, T + depths * S, H]; attention_mask [B, 1, S, T] additive.
+    Returns [B, S, N, H].
+    """
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        raise ValueError("attention with soft-capped scores or sinks")
+    if chains is None or len(chains.written) == 1:
+        return grouped_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    assert attention_mask is not None
+    num_rows, num_heads, num_queries, head_dim = query.shape
+    num_shared = chains.num_shared
+    depths = (key.shape[2] - num_shared) // num_queries
+    scale = head_dim**-0.5 if scaling is None else scaling
+    query = query.reshape(num_rows, key.shape[1], -1, num_queries, head_dim)  # [B, Nkv, G, S, H]
+    own_key, own_value = (
+        x[:, :, num_shared:].unflatten(2, (depths, num_queries)).transpose(2, 3)[:, :, None] for x in (key, value)
+    )  # [B, Nkv, 1, S, depths, H]
+    key, value = key[:, :, None, :num_shared], value[:, :, None, :num_shared]  # [B, Nkv, 1, T, H]
+    shared = query @ key.transpose(-1, -2) * scale + attention_mask[:, :, None]  # [B, Nkv, G, S, T]
+    own = (query[..., None, :] * own_key).sum(-1) * scale  # [B, Nkv, G, S, depths]
+    weights = torch.cat([shared, own], -1).softmax(-1, dtype=torch.float32).to(value.dtype)
+    shared, own = weights.split([num_shared, depths], -1)
+    mixed = shared @ value + (own[..., None] * own_value).sum(-2)  # [B, Nkv, G, S, H]
+    return mixed.reshape(num_rows, num_heads, num_queries, -1).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, chain_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+class LayerDriver:
+    """Makes layers of the class of the target's last attention layer, and runs them."""
+
+    def __init__(self, target: Target):
+        """Raises BadInput where a layer alone does not compute what it does within the target."""
+        self.target = target
+        self.config = copy.deepcopy(target.config)
+        self.config._attn_implementation = NAME
+        types = getattr(self.config, "layer_types", None) or ["sliding_attention"] * target.num_layers
+        attends = [i for i, kind in enumerate(types) if kind in ("full_attention", "sliding_attention")]
+        self.rotary: Any = getattr(target.base, "rotary_emb", None)
+        norms = [module for name, module in target.base.named_children() if "norm" in name or name == "ln_f"]
+        for lacks, needed in (("full attention", attends), ("rotary positions", self.rotary), ("a final norm", norms)):
+            if not needed:
+                raise BadInput(f"target {target.name}: mtp needs a decoder with {lacks}, which it has not")
+        self.final_norm: nn.Module = norms[0]
+        self.index = attends[-1]
+        self.kind = types[self.index]
+        is_sliding = self.kind == "sliding_attention"
+        self.window: int | None = getattr(self.config, "sliding_window", None) if is_sliding else None
+        accepted = inspect.signature(target.layers[self.index].forward).parameters
+        self.cache_name = "layer_past" if "layer_past" in accepted else "past_key_values"
+        self.rotary_kind = {"layer_type": self.kind} if self._takes_layer_type() else {}
+        try:
+            self._check()
+        except BadInput:
+            raise
+        except Exception as error:  # whatever the code of an unknown layer raises
+            raise BadInput(f"{self._refusal()}: {first_line(error)}") from error
+
+    def new_layer(self, slot: int = 0) -> nn.Module:
+        """A layer with its family's random weights, which writes its keys to layer `slot` of the cache."""
+        layer = type(self.target.layers[self.index])(self.config, layer_idx=self.index)
+        with torch.no_grad():
+            layer.apply(self.target.model._init_weights)
+        for module in layer.modules():
+            if hasattr(module, "layer_idx"):
+                cast(Any, module).layer_idx = slot
+        return layer
+
+    def new_norm(self) -> nn.Module:
+        """A norm of the target's kind, with its family's first weights."""
+        norm = copy.deepcopy(self.final_norm).float().requires_grad_(True)
+        with torch.no_grad():
+            self.target.model._init_weights(norm)
+        return norm
+
+    def __call__(self, layer: nn.Module, x: Tensor, positions: Tensor, *, mask: Tensor | None, cache: Any) -> Tensor:
+        """Args: x [B, Q, D]; positions [B, Q]; mask [B, 1, Q, P] additive, None: causal; cache: a SlotCache, ChainKeys
+        or None. Returns [B, Q, D]."""
+        out = layer(
+            x,
+            attention_mask=mask,
+            position_ids=positions,
+            position_embeddings=self.rotary(x, positions, **self.rotary_kind),
+            chains=cache if isinstance(cache, ChainKeys) else None,
+            **{self.cache_name: cache},
+        )
+        return out[0] if isinstance(out, tuple) else out
+
+    def causal_mask(self, positions: Tensor, *, dtype: torch.dtype) -> Tensor | None:
+        """What `positions` [B, T], all there are, see of each other; None where plain causality says it."""
+        if self.window is None:
+            return None
+        return visibility_mask(positions, extent=positions.shape[1], dtype=dtype, window=self.window)
+
+    def chain_mask(self, starts: Tensor, depth: int, *, extent: int, dtype: torch.dtype) -> Tensor:
+        """What queries at this depth behind starts [B, S] see of the text: up to the start, within the window."""
+        window = None if self.window is None else self.window - depth
+        return visibility_mask(starts, extent=extent, dtype=dtype, window=window)
+
+    def _takes_layer_type(self) -> bool:
+        return "layer_type" in inspect.signature(type(self.rotary).forward).parameters
+
+    def _refusal(self) -> str:
+        name = type(self.target.layers[self.index]).__name__
+        return f"target {self.target.name}: mtp cannot drive its layer {self.index} ({name}) alone"
+
+    @torch.no_grad()
+    def _check(self) -> None:
+        """Four tokens through the target, and its layer alone: three as text, the fourth as drafted behind them."""
+        seen: list[Tensor] = []
+
+        def keep(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+            seen.append(args[0] if args else kwargs["hidden_states"])
+            seen.append(output[0] if isinstance(output, tuple) else output)
+
+        original = self.target.layers[self.index]
+        handle = original.register_forward_hook(keep, with_kwargs=True)
+        ids = torch.arange(1, 5, device=self.target.device)[None] % self.target.vocab_size  # [1, 4]
+        try:
+            self.target.forward(ids)
+        finally:
+            handle.remove()
+        x, wanted = seen
+        layer = self.new_layer().to(x).eval()
+        layer.load_state_dict(original.state_dict())
+        positions, cache = torch.arange(4, device=x.device)[None], ChainKeys(window=self.window)
+        mask = self.causal_mask(positions[:, :3], dtype=x.dtype)
+        text = self(layer, x[:, :3], positions[:, :3], mask=mask, cache=cache)
+        mask = self.chain_mask(positions[:, 2:3], 1, extent=3, dtype=x.dtype)
+        drafted = self(layer, x[:, 3:], positions[:, 3:], mask=mask, cache=cache)
+        got = torch.cat([text, drafted], 1).float() - x.float()  # what the layer adds: the residual would hide a fault
+        wanted = wanted.float() - x.float()
+        error = ((got - wanted).norm() / wanted.norm()).item()
+        if len(cache.written) != 2 or not error < 0.1:
+            raise BadInput(f"{self._refusal()}: its output differs by {error:.0%}")

@@ -1,0 +1,229 @@
+"""Hydra and Hydra++: draft heads that also read the tokens drafted before them (Ankner et al. 2024, arXiv 2402.05109).
+
+Head k predicts x_{t+2+k} from the target's post-norm state at t and the embeddings of x_{t+1}, ..., x_{t+1+k}, side by
+side: what Medusa's heads guess independently is here conditioned on the path. Hydra++ adds prefix attention: one
+decoder layer over the target's post-norm states of the whole prefix, whose output at t takes the place of the state.
+
+Where we differ from the published code: the skip of a head's first block starts as the selection of the state, and the
+prefix layer as the identity, so that a fresh head scores as the target's output layer; deeper blocks have weights of
+their own; the prefix layer's output is not normalised again.
+
+No serving engine known to us loads Hydra heads: names of tensors and config keys are our own.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..configs.errors import BadInput
+from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, Reading
+from .cache import SlotCache, visibility_mask
+from .layers import Attention, GatedMLP, RMSNorm, Rotary, llama_config
+from .target import Target
+
+
+@dataclass(kw_only=True)
+class HydraConfig(HeadConfig):
+    """num_blocks: residual blocks per head. output: `own`, each head has an output layer that starts as a copy of the
+    target's lm_head, or `shared`, all use the target's frozen one. prefix_attention: Hydra++."""
+
+    type: str = "hydra"
+    loss: dict[str, float] = field(default_factory=lambda: {"hard_ce": 1.0})
+    num_blocks: int = 1
+    output: str = "own"
+    prefix_attention: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.output not in ("own", "shared"):
+            raise BadInput(f"output {self.output!r}: expected own or shared")
+        if self.num_blocks < 1:
+            raise BadInput(f"num_blocks {self.num_blocks}: expected at least 1")
+        if self.draft_vocab_size is not None and self.output == "shared":
+            raise BadInput("draft_vocab_size: the shared output layer drafts the whole vocabulary; set output: own")
+        if self.feature_layers:
+            raise BadInput("feature_layers: hydra reads the state after the final norm only")
+
+
+class ResidualBlock(nn.Module):
+    """skip(x) + silu(W x + b), where the skip is linear if the block narrows its input, else the identity.
+
+    At the start it passes on the first `size` channels of its input.
+    """
+
+    def __init__(self, size: int, *, in_size: int):
+        super().__init__()
+        self.linear = nn.Linear(in_size, size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+        self.skip: nn.Module = nn.Identity()
+        if in_size != size:
+            self.skip = nn.Linear(in_size, size)
+            nn.init.eye_(self.skip.weight)
+            nn.init.zeros_(self.skip.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.skip(x) + F.silu(self.linear(x))
+
+
+class PrefixLayer(nn.Module):
+    """A Llama decoder layer over the target's post-norm states; at the start the identity."""
+
+    def __init__(self, *, config: Any):
+        super().__init__()
+        size = config.hidden_size
+        self.input_layernorm = RMSNorm(size, eps=config.rms_norm_eps)
+        self.self_attn = Attention(
+            in_size=size,
+            hidden_size=size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+        )
+        self.post_attention_layernorm = RMSNorm(size, eps=config.rms_norm_eps)
+        self.mlp = GatedMLP(hidden_size=size, intermediate_size=config.intermediate_size)
+        self.rotary = Rotary(config)
+        nn.init.zeros_(self.self_attn.o_proj.weight)
+        nn.init.zeros_(self.mlp.down_proj.weight)
+
+    def keys_values(self, hidden: Tensor, positions: Tensor, *, num_positions: int) -> tuple[Tensor, Tensor]:
+        """hidden [B, Q, D] at positions [B, Q], all below num_positions -> two of [B, Nkv, Q, H]."""
+        rotary = self.rotary(positions, like=hidden, num_positions=num_positions)
+        return self.self_attn.keys_values(self.input_layernorm(hidden), rotary)
+
+    def forward(self, hidden: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """hidden [B, Q, D] at positions [B, Q], over those up to each of keys, values [B, Nkv, P, H] -> [B, Q, D]."""
+        attention, num_queries, num_positions = self.self_attn, hidden.shape[1], keys.shape[2]
+        rotary = self.rotary(positions, like=hidden, num_positions=num_positions)
+        queries = attention.group(attention.queries(self.input_layernorm(hidden), rotary))  # [B, Nkv, G * Q, H]
+        mask = visibility_mask(positions, extent=num_positions, dtype=hidden.dtype)  # [B, 1, Q, P]
+        mask = mask.repeat(1, 1, attention.num_heads // attention.num_kv_heads, 1)  # [B, 1, G * Q, P]
+        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        hidden = hidden + attention.output(mixed, num_queries)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+@dataclass
+class HydraState:
+    """cache: the prefix layer's keys and values by position; None without prefix attention.
+
+    hidden [B, 1, D]: the state at the last position that the target has read, or the prefix layer's output there.
+    next_ids [B, 1]: the token behind it, committed but not yet read. path [B, F, n]: per token of the last expansion,
+    all tokens from that one down to itself.
+    """
+
+    cache: SlotCache | None
+    max_length: int
+    hidden: Tensor
+    next_ids: Tensor
+    path: Tensor
+
+
+class HydraHead(DraftHead):
+    """Tensors: `blocks.{k}.{j}` block j of head k, `lm_heads.{k}` its own output layer, `prefix.*` the prefix layer."""
+
+    config_class = HydraConfig
+    default_draft_tokens = 4
+
+    def __init__(self, config: HydraConfig, target: Target, draft_token_ids: Tensor | None = None):
+        super().__init__(config, target, draft_token_ids)
+        self.config: HydraConfig = config
+        self.prefix = PrefixLayer(config=llama_config(target.config)) if config.prefix_attention else None
+        size = target.hidden_size
+        self.blocks, self.lm_heads = nn.ModuleList(), nn.ModuleList()
+        for k in range(config.num_depths):
+            widths = [(k + 2) * size] + [size] * (config.num_blocks - 1)  # the state and k + 1 embeddings come in
+            self.blocks.append(nn.Sequential(*[ResidualBlock(size, in_size=width) for width in widths]))
+            if config.output == "own":
+                self.lm_heads.append(self._output_layer())
+
+    def _output_layer(self) -> nn.Linear:
+        """The drafted rows of the target's output layer, copied."""
+        source = self.target.output_layer.state_dict()
+        if self.vocabulary is not None:
+            source = {name: value[self.vocabulary.to_target] for name, value in source.items()}
+        layer = nn.Linear(self.target.hidden_size, len(source["weight"]), bias="bias" in source)
+        layer.load_state_dict(source)
+        return layer
+
+    @property
+    def max_draft_tokens(self) -> int | None:
+        return self.num_depths
+
+    def serving_config(self) -> dict[str, Any]:
+        return {
+            "model_type": "hydra",
+            "architectures": ["HydraModel"],
+            "hidden_size": self.target.hidden_size,
+            "vocab_size": self.target.vocab_size,
+            "draft_vocab_size": self.config.draft_vocab_size or self.target.vocab_size,
+            "num_depths": self.num_depths,
+            "num_hidden_layers": self.config.num_blocks,
+            "prefix_attention": self.config.prefix_attention,
+        }
+
+    def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
+        states = self._cast(batch.output.post_norm)  # [B, T, D]
+        x = starts.take(states)  # [B, S, D]
+        if self.prefix is not None:
+            num_rows, num_positions = batch.input_ids.shape
+            every = torch.arange(num_positions, device=x.device).expand(num_rows, -1)  # [B, T]
+            keys, values = self.prefix.keys_values(states, every, num_positions=num_positions)
+            x = self.prefix(x, starts.positions, keys, values)
+        for depth in range(self.num_depths):
+            known = self.target.embed(starts.take(batch.input_ids, offset=depth + 1))  # [B, S, D]
+            x = torch.cat([x, self._cast(known)], -1)  # [B, S, (depth + 2) * D]
+            yield self.blocks[depth](x)
+
+    def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
+        return self.target.logits(hidden) if self.config.output == "shared" else self.lm_heads[depth](hidden)
+
+    def begin(self, *, batch_size: int, max_length: int) -> HydraState:
+        cache = SlotCache(num_layers=1, max_length=max_length) if self.config.prefix_attention else None
+        ids = torch.zeros(batch_size, 1, dtype=torch.long, device=self._weight.device)
+        hidden = self._weight.new_zeros(batch_size, 1, self.target.hidden_size)
+        return HydraState(cache, max_length, hidden, ids, ids[..., None])
+
+    @torch.no_grad()
+    def commit(self, state: HydraState, read: Reading) -> None:
+        state.hidden = self._cast(read.output.at(read.last).post_norm)  # [B, 1, D]
+        state.next_ids = read.next_tokens.gather(1, read.last[:, None])
+        if self.prefix is None or state.cache is None:
+            return
+        positions = read.start[:, None] + torch.arange(read.tokens.shape[1], device=read.start.device)  # [B, Q]
+        new = self.prefix.keys_values(self._cast(read.output.post_norm), positions, num_positions=state.max_length)
+        state.cache.seek(positions, extent=state.max_length)
+        keys, values = state.cache.update(*new, 0)
+        state.hidden = self.prefix(state.hidden, positions.gather(1, read.last[:, None]), keys, values)
+
+    @torch.no_grad()
+    def first_logits(self, state: HydraState) -> Tensor:
+        state.path = state.next_ids[..., None]  # [B, 1, 1]
+        return self._score(state, 0)[:, 0]
+
+    @torch.no_grad()
+    def expand(self, state: HydraState, tokens: Tensor, parents: Tensor | None, *, depth: int) -> Tensor:
+        path = state.path  # [B, F of the last depth, depth]
+        if parents is not None:
+            path = path.gather(1, parents[..., None].expand(-1, -1, path.shape[-1]))
+        state.path = torch.cat([path, tokens[..., None]], -1)  # [B, F, depth + 1]
+        return self._score(state, depth)
+
+    def _score(self, state: HydraState, depth: int) -> Tensor:
+        """[B, F, Vd] what head `depth` expects behind each path."""
+        num_rows, num_nodes, _ = state.path.shape
+        known = self._cast(self.target.embed(state.path.flatten(1)))  # [B, F * (depth + 1), D]
+        known = known.reshape(num_rows, num_nodes, -1)  # [B, F, (depth + 1) * D]
+        x = torch.cat([state.hidden.expand(-1, num_nodes, -1), known], -1)
+        return self.draft_logits(self.blocks[depth](x), depth)
+
+    @property
+    def _weight(self) -> Tensor:
+        return next(self.blocks.parameters())
+
+    def _cast(self, x: Tensor) -> Tensor:
+        return x.to(self._weight.dtype)

@@ -1,0 +1,276 @@
+"""Multi-token prediction modules: a decoder layer of the target's own kind that extrapolates its last state.
+
+A module (DeepSeek-V3, arXiv 2412.19437, section 2.2) reads, at position t, the embedding of a later token beside a
+hidden state, both normalised, through one projection, a decoder layer and a norm; the target's embedding and output
+layer are shared and frozen. The hidden state of depth 0 is the target's after its final norm, as engines feed it.
+
+Recursive (FastMTP): one module for every depth. At depth k it reads x_{t+1+k} at position t + k beside its own output
+of depth k - 1, and attends to keys of true features at positions <= t and to its own drafted keys behind them.
+
+Independent (equations 21 to 25): module k reads x_{j+1+k} at position j beside the output of module k - 1 there, and
+attends to its own keys at positions <= j. In training each module is one causal pass over the text. In decoding every
+new token moves all modules by one position, module k being k positions behind: lane k.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..configs.errors import BadInput
+from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, Reading
+from .cache import SlotCache, tree_mask, visibility_mask
+from .decoder_layer import ChainKeys, LayerDriver
+from .mtp_checkpoint import LAYOUTS, Layout, read_modules
+from .target import Target
+
+INITS = ("last_layer", "random", "checkpoint")
+
+
+@dataclass(kw_only=True)
+class MtpConfig(HeadConfig):
+    """layout: whose conventions and tensor names, see `LAYOUTS`. independent: one module per depth instead of one for
+    all. init: `last_layer`, the target's last layer; `random`; `checkpoint`, the MTP weights in the target's folder.
+    feedback: which output of a module the next depth reads, `post_norm` (after its norm, as engines do) or `pre_norm`.
+    """
+
+    type: str = "mtp"
+    num_depths: int = 3
+    depth_weights: str = "normalised"
+    depth_decay: float = 0.6
+    loss: dict[str, float] = field(default_factory=lambda: {"hard_ce": 1.0})
+    layout: str = "deepseek_v3"
+    independent: bool = False
+    init: str = "last_layer"
+    feedback: str = "post_norm"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key, value, known in (
+            ("layout", self.layout, tuple(LAYOUTS)),
+            ("init", self.init, INITS),
+            ("feedback", self.feedback, ("post_norm", "pre_norm")),
+        ):
+            if value not in known:
+                raise BadInput(f"{key} {value!r}: expected one of {', '.join(known)}")
+        if self.feature_layers:
+            raise BadInput("feature_layers: mtp reads the state after the final norm only")
+        if self.independent and not LAYOUTS[self.layout].has_many:
+            raise BadInput(f"independent: the layout {self.layout} names one projection only; use another layout")
+
+
+class MtpModule(nn.Module):
+    """norm(block(eh_proj [enorm(embedding), hnorm(hidden)])), or with the halves the other way round."""
+
+    def __init__(self, driver: LayerDriver, *, layout: Layout, slot: int):
+        super().__init__()
+        size = driver.target.hidden_size
+        self.driver = driver
+        self.hidden_first = layout.hidden_first
+        self.enorm, self.hnorm, self.norm = (driver.new_norm() for _ in range(3))
+        self.eh_proj = nn.Linear(2 * size, size, bias=False)
+        self.block = driver.new_layer(slot)
+
+    def forward(self, embedded: Tensor, hidden: Tensor, positions: Tensor, **how: Any) -> Tensor:
+        """embedded, hidden [B, Q, D] and positions [B, Q] -> [B, Q, D], before the norm. how: mask and cache, as in
+        LayerDriver."""
+        halves = [self.enorm(embedded), self.hnorm(hidden)]
+        x = self.eh_proj(torch.cat(halves[::-1] if self.hidden_first else halves, -1))  # [B, Q, 2D] -> [B, Q, D]
+        return self.driver(self.block, x, positions, **how)
+
+    @torch.no_grad()
+    def start_from_target(self) -> None:
+        """The target's last layer and final norm, behind a projection that adds up both halves. hnorm takes the gain of
+        the final norm out again, so that the layer reads the direction of the residual stream, as it did there."""
+        target = self.driver.target
+        self.block.load_state_dict(target.layers[self.driver.index].state_dict())
+        self.norm.load_state_dict(self.driver.final_norm.state_dict())
+        gain = target.final_norm_scale()  # [D]
+        smallest = 0.1 * gain.abs().mean()  # channels that the final norm all but drops stay small
+        inverse = 1 / torch.where(gain.abs() < smallest, smallest, gain)
+        cast(Tensor, self.hnorm.weight).add_(inverse - 1)  # its gain is 1 so far, stored as 1 or as 0
+        self.eh_proj.weight.copy_(torch.eye(len(inverse)).repeat(1, 2))
+
+
+@dataclass
+class MtpState:
+    """cache: one layer per lane. extent: slots of it in use, at most. root [B]: the last committed position.
+
+    committed [lanes, B, R, D]: in row p % R what lane k fed back for the last token of a round, the one behind position
+    p; R exceeds any round. hidden: per lane [B, F, D] the same for the last committed token, then for the tokens of the
+    last expansion. seen [B, F, drafted] bool: which drafted slots each of them attends to. depths [drafted]: how far
+    behind the root those tokens lie.
+    """
+
+    cache: SlotCache
+    extent: int
+    root: Tensor
+    committed: Tensor
+    hidden: list[Tensor]
+    seen: Tensor
+    depths: Tensor
+
+
+class MtpHead(DraftHead):
+    """MTP modules under the tensor names of a family of checkpoints (`layout`)."""
+
+    config_class = MtpConfig
+    default_draft_tokens = 3
+
+    def __init__(self, config: MtpConfig, target: Target, draft_token_ids: Tensor | None = None):
+        super().__init__(config, target, draft_token_ids)
+        self.config: MtpConfig = config
+        self.layout = LAYOUTS[config.layout]
+        driver = LayerDriver(target)
+        self.driver = driver
+        num_modules = config.num_depths if config.independent else 1
+        self.lanes = nn.ModuleList(MtpModule(driver, layout=self.layout, slot=k) for k in range(num_modules))
+        self.register_state_dict_post_hook(_to_served_names)
+        self.register_load_state_dict_pre_hook(_from_served_names)
+        if config.init == "checkpoint":
+            self.load_state_dict(read_modules(target.name, self.state_dict()))
+        elif config.init == "last_layer":
+            for k in range(num_modules):
+                self._lane(k).start_from_target()
+
+    @property
+    def max_draft_tokens(self) -> int | None:
+        return self.num_depths if self.config.independent else None
+
+    def serving_config(self) -> dict[str, Any]:
+        """The target's own config with the number of modules: engines read them as part of its checkpoint."""
+        return {**self.target.config.to_dict(), self.layout.count_key: len(self.lanes)}
+
+    # training
+
+    def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
+        ids, hidden = batch.input_ids, self._cast(batch.output.post_norm)  # [B, T], [B, T, D]
+        num_positions = ids.shape[1]
+        every = torch.arange(num_positions, device=ids.device).expand_as(ids)  # [B, T]
+        mask = self.driver.causal_mask(every, dtype=hidden.dtype)
+        if self.config.independent:
+            for k in range(self.num_depths):  # x_{j+1+k}; those rolled around the end are never supervised
+                hidden = self._step(k, ids.roll(-1 - k, 1), hidden, every, mask=mask, cache=None)  # [B, T, D]
+                yield starts.take(hidden)
+            return
+        keys = ChainKeys(window=self.driver.window)
+        hidden = starts.take(self._step(0, ids.roll(-1, 1), hidden, every, mask=mask, cache=keys))  # [B, S, D]
+        yield hidden
+        for depth in range(1, self.num_depths):
+            tokens, positions = starts.take(ids, offset=depth + 1), starts.positions + depth  # [B, S]
+            mask = self.driver.chain_mask(starts.positions, depth, extent=num_positions, dtype=hidden.dtype)
+            hidden = self._step(0, tokens, hidden, positions, mask=mask, cache=keys)
+            yield hidden
+
+    def predicted_state(self, hidden: Tensor, depth: int) -> Tensor:
+        if self.config.feedback == "post_norm":
+            return hidden
+        return self._lane(depth if self.config.independent else 0).norm(hidden)
+
+    def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
+        hidden = self.predicted_state(hidden, depth)
+        if self.vocabulary is None:
+            return self.target.logits(hidden)
+        return self.target.logits(hidden)[..., self.vocabulary.to_target]
+
+    # drafting
+
+    def begin(self, *, batch_size: int, max_length: int) -> MtpState:
+        num_lanes, weight = len(self.lanes), self._lane(0).eh_proj.weight
+        num_slots = max_length + num_lanes - 1
+        cache = SlotCache(num_layers=num_lanes, max_length=num_slots)
+        committed = weight.new_zeros(num_lanes, batch_size, self.num_depths + 2, len(weight))
+        root = torch.zeros(batch_size, dtype=torch.long, device=weight.device)
+        return MtpState(cache, num_slots, root, committed, [], root[:, None, None].bool()[..., :0], root[:0])
+
+    @torch.no_grad()
+    def commit(self, state: MtpState, read: Reading) -> None:
+        positions = read.start[:, None] + torch.arange(read.tokens.shape[1], device=read.start.device)  # [B, Q]
+        rows, num_kept = torch.arange(len(positions), device=positions.device), state.committed.shape[2]
+        state.root = read.start + read.last
+        state.extent = read.extent + len(self.lanes) - 1 if read.extent else state.cache.max_length
+        state.seen, state.depths, state.hidden = state.seen[:, :1, :0], state.depths[:0], []
+        hidden = self._cast(read.output.post_norm)
+        for k in range(len(self.lanes)):
+            if k > 0:  # what lane k - 1 fed back one token before: of the round before, then of this one
+                before = state.committed[k - 1][rows, (read.start - 1) % num_kept]  # [B, D]
+                hidden = torch.cat([before[:, None], hidden[:, :-1]], 1)
+            hidden = self._decode(state, k, read.next_tokens, hidden, positions - k)
+            state.hidden.append(hidden[rows, read.last][:, None])  # [B, 1, D]
+        for kept, last in zip(state.committed, state.hidden, strict=True):
+            kept[rows, state.root % num_kept] = last[:, 0]
+
+    @torch.no_grad()
+    def first_logits(self, state: MtpState) -> Tensor:
+        return self.draft_logits(state.hidden[0][:, 0], 0)
+
+    @torch.no_grad()
+    def expand(self, state: MtpState, tokens: Tensor, parents: Tensor | None, *, depth: int) -> Tensor:
+        """Every lane that later depths read takes the tokens in; lane `depth` (recursive: the only one) scores."""
+        before = state.hidden
+        if parents is not None:
+            rows = torch.arange(len(tokens), device=tokens.device)[:, None]
+            before = [hidden[rows, parents] for hidden in before]  # [B, F, D] each
+            itself = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
+            state.seen = torch.cat([state.seen[rows, parents], itself], -1)  # [B, F, drafted]
+            state.depths = torch.cat([state.depths, torch.full_like(tokens[0], depth)])
+        state.hidden = list(before)
+        for k in range(depth, len(self.lanes)) if self.config.independent else (0,):
+            positions = (state.root + depth - k)[:, None].expand_as(tokens)  # [B, F]
+            hidden = before[max(k - 1, 0)]
+            state.hidden[k] = self._decode(state, k, tokens, hidden, positions, in_tree=parents is not None)
+        return self.draft_logits(state.hidden[depth if self.config.independent else 0], depth)
+
+    def _lane(self, k: int) -> MtpModule:
+        return cast(MtpModule, self.lanes[k])
+
+    def _cast(self, hidden: Tensor) -> Tensor:
+        return hidden.to(self._lane(0).eh_proj.weight.dtype)
+
+    def _step(self, k: int, token_ids: Tensor, hidden: Tensor, positions: Tensor, **how: Any) -> Tensor:
+        """Module k over tokens and positions [B, Q] and hidden [B, Q, D]: [B, Q, D], what it feeds back."""
+        embedded = self._cast(self.target.embed(token_ids))  # [B, Q, D]
+        if self.layout.masks_first:
+            embedded = embedded.masked_fill((positions == 0)[..., None], 0)
+        out = self._lane(k)(embedded, hidden, positions, **how)
+        return out if self.config.feedback == "pre_norm" else self._lane(k).norm(out)
+
+    def _slots(self, positions: Tensor) -> Tensor:
+        """Lane k is k positions behind: the first slots take what lies before the text, and are never seen."""
+        return positions + len(self.lanes) - 1
+
+    def _decode(
+        self, state: MtpState, k: int, token_ids: Tensor, hidden: Tensor, positions: Tensor, *, in_tree: bool = False
+    ) -> Tensor:
+        """One forward of lane k over its cache. token_ids, positions [B, Q]; hidden [B, Q, D] -> [B, Q, D]."""
+        where = slots = self._slots(positions)  # [B, Q] a chain: slots are in the order of positions
+        root = self._slots(state.root - k)  # [B]
+        if in_tree:
+            num_before = state.seen.shape[-1] - positions.shape[1]
+            slots = root[:, None] + 1 + num_before + torch.arange(positions.shape[1], device=root.device)
+        state.cache.seek(slots, extent=state.extent)
+        how = {"extent": state.cache.extent, "dtype": hidden.dtype, "window": self.driver.window}
+        if in_tree:
+            drafted = root[:, None] + state.depths  # [B, drafted]
+            seen = state.seen & (drafted >= len(self.lanes) - 1)[:, None]
+            mask = tree_mask(root, seen, positions=where, drafted_positions=drafted, **how)  # [B, 1, Q, slots]
+        else:
+            mask = visibility_mask(where, **how)
+        mask[..., : len(self.lanes) - 1].fill_(torch.finfo(mask.dtype).min)  # before the text
+        return self._step(k, token_ids, hidden, positions, mask=mask, cache=state.cache)
+
+
+def _to_served_names(head: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    layout, num_layers = cast(MtpHead, head).layout, cast(MtpHead, head).target.num_layers
+    for name in [name for name in state if name.startswith(f"{prefix}lanes.")]:
+        state[prefix + layout.served_name(name.removeprefix(prefix), num_layers=num_layers)] = state.pop(name)
+
+
+def _from_served_names(head: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+    layout, num_layers = cast(MtpHead, head).layout, cast(MtpHead, head).target.num_layers
+    for name in [name for name, _ in head.named_parameters()] + [name for name, _ in head.named_buffers()]:
+        served = prefix + layout.served_name(name, num_layers=num_layers)
+        if served in state:
+            state[prefix + name] = state.pop(served)

@@ -1,0 +1,197 @@
+"""MTP modules inside a target's checkpoint: what families call them there, reading them, and putting them back.
+
+transformers drops these tensors when it loads a target, and a model saved by it lacks them. So they are read from and
+written to the safetensors files themselves.
+"""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ..configs.errors import BadInput, first_line
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a family of checkpoints stores and joins its MTP modules.
+
+    enorm, hnorm, eh_proj, norm, block: their names, with {module} the module's number from 0 and {layer} that number
+    behind the target's layers. hidden_first: the projection reads [hidden, embedding]. masks_first: the embedding
+    beside position 0 is zero. count_key: the config key that says how many modules there are.
+    """
+
+    enorm: str
+    hnorm: str
+    eh_proj: str
+    norm: str
+    block: str
+    hidden_first: bool
+    masks_first: bool
+    count_key: str
+
+    @property
+    def has_many(self) -> bool:
+        """Whether every module can have a projection of its own."""
+        return "{" in self.eh_proj
+
+    def served_name(self, name: str, *, num_layers: int) -> str:
+        """`lanes.{k}.{part}.rest`, a parameter of our head, as the checkpoint calls it."""
+        _, k, part, *rest = name.split(".")
+        place = getattr(self, part).format(module=k, layer=num_layers + int(k))
+        return ".".join([place, *rest])
+
+
+# tensor names and conventions as vLLM 0.32 and SGLang 0.5 read them; vLLM masks the first embedding of the DeepSeek
+# layout, SGLang does not
+LAYOUTS = {
+    "deepseek_v3": Layout(
+        enorm="model.layers.{layer}.enorm",
+        hnorm="model.layers.{layer}.hnorm",
+        eh_proj="model.layers.{layer}.eh_proj",
+        norm="model.layers.{layer}.shared_head.norm",
+        block="model.layers.{layer}",
+        hidden_first=False,
+        masks_first=True,
+        count_key="num_nextn_predict_layers",
+    ),
+    "mimo": Layout(
+        enorm="model.mtp_layers.{module}.token_layernorm",
+        hnorm="model.mtp_layers.{module}.hidden_layernorm",
+        eh_proj="model.mtp_layers.{module}.input_proj",
+        norm="model.mtp_layers.{module}.final_layernorm",
+        block="model.mtp_layers.{module}",
+        hidden_first=True,
+        masks_first=True,
+        count_key="num_nextn_predict_layers",
+    ),
+    "qwen3_next": Layout(
+        enorm="mtp.pre_fc_norm_embedding",
+        hnorm="mtp.pre_fc_norm_hidden",
+        eh_proj="mtp.fc",
+        norm="mtp.norm",
+        block="mtp.layers.{module}",
+        hidden_first=False,
+        masks_first=False,
+        count_key="num_nextn_predict_layers",
+    ),
+}
+
+
+def read_modules(folder: str | Path, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The MTP tensors that a target's folder carries.
+
+    Args: state: what is wanted, by served name; its shapes must be the checkpoint's.
+    Raises: BadInput where the folder has no such tensors, of other shapes, or quantised.
+    """
+    if not Path(folder).is_dir():
+        raise BadInput(f"head.init checkpoint: {folder} is no local folder: download the target first")
+    wanted = {name: value.detach().clone() for name, value in state.items()}
+    where = stored_tensors(folder)
+    for name, view in views_on_disk(wanted, where).items():
+        view.copy_(_stored(folder, where, name, view.shape))
+    return wanted
+
+
+def stitch(head: nn.Module, folder: str | Path, output_folder: str | Path) -> Path:
+    """Write a copy of a checkpoint whose MTP tensors are the head's, in the dtypes that they had.
+
+    Everything else is copied byte for byte; names, shapes and dtypes before and after are compared, so that nothing is
+    dropped or added. MTP tensors that the head does not train (copies of the embedding and output layer) stay.
+
+    Raises: BadInput where the checkpoint lacks the head's tensors, or the output folder exists.
+    """
+    folder, output_folder = Path(folder), Path(output_folder)
+    if output_folder.exists():
+        raise BadInput(f"{output_folder}: exists already")
+    before = stored_tensors(folder)
+    new = views_on_disk(head.state_dict(), before)
+    for name, value in new.items():
+        _stored(folder, before, name, value.shape)
+    changed = {before[name].name for name in new}
+    output_folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=output_folder.parent, prefix=f".{output_folder.name}."))
+    try:
+        temporary.chmod(0o755)
+        shutil.copytree(folder, temporary, ignore=shutil.ignore_patterns(*changed), dirs_exist_ok=True)
+        for file in changed:
+            with safe_open(folder / file, framework="pt") as opened:
+                metadata = opened.metadata()
+            tensors = load_file(folder / file)
+            for name in tensors.keys() & new.keys():
+                tensors[name] = new[name].detach().cpu().to(tensors[name].dtype).contiguous()
+            save_file(tensors, temporary / file, metadata)
+        if _headers(before) != _headers(stored_tensors(temporary)):
+            raise BadInput(f"{output_folder}: its tensors would differ from those of {folder} in name, shape or dtype")
+        os.replace(temporary, output_folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return output_folder
+
+
+def stored_tensors(folder: str | Path) -> dict[str, Path]:
+    """In which safetensors file of a checkpoint folder each tensor is. Raises BadInput where there is none."""
+    index = Path(folder, "model.safetensors.index.json")
+    names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+    found: dict[str, Path] = {}
+    for file in sorted(names):
+        try:
+            with safe_open(Path(folder, file), framework="pt") as opened:
+                found.update(dict.fromkeys(opened.keys(), Path(folder, file)))
+        except (OSError, SafetensorError) as error:
+            raise BadInput(f"{Path(folder, file)}: {first_line(error)}") from error
+    return found
+
+
+def views_on_disk(state: dict[str, Tensor], where: dict[str, Path]) -> dict[str, Tensor]:
+    """Views of our tensors under the names that a checkpoint has. Transformers keeps the experts of a layer in one
+    tensor, checkpoints have them one by one."""
+    return {
+        stored: view
+        for name, value in state.items()
+        for stored, view in ({name: value} if name in where else dict(_experts(name, value))).items()
+    }
+
+
+def _experts(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    found = re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj", name)
+    if not found:
+        yield name, value
+        return
+    stem, kind = found.groups()
+    for i, expert in enumerate(value):
+        parts = zip(("gate", "up"), expert.chunk(2), strict=True) if kind == "gate_up" else [("down", expert)]
+        for part, view in parts:
+            yield f"{stem}.{i}.{part}_proj.weight", view
+
+
+def _stored(folder: str | Path, where: dict[str, Path], name: str, shape: torch.Size) -> Tensor:
+    if name not in where:
+        raise BadInput(f"{folder}: no tensor {name}: the checkpoint has no such MTP module, or head.layout is another")
+    with safe_open(where[name], framework="pt") as opened:
+        value = opened.get_tensor(name)
+    if value.shape != shape:
+        raise BadInput(f"{where[name]}: tensor {name}: expected {tuple(shape)}, found {tuple(value.shape)}")
+    if not value.is_floating_point() or value.element_size() < 2:
+        raise BadInput(f"{where[name]}: tensor {name} is quantised ({value.dtype}): use a checkpoint in bfloat16")
+    return value
+
+
+def _headers(where: dict[str, Path]) -> dict[str, tuple[str, list[int]]]:
+    """Dtype and shape of every tensor."""
+    found = {}
+    for file in set(where.values()):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  (a method of safetensors, not a dict)
+                part = opened.get_slice(name)
+                found[name] = (part.get_dtype(), part.get_shape())
+    return found

@@ -1,0 +1,115 @@
+"""What decoder-layer heads share that feed their own output back: attention with a diagonal, drafting over a cache.
+
+In decoding, a chain that starts at t sees keys of true features at positions <= t and its own drafted keys behind them.
+So in training a query of the chain at start t attends to the shared keys at positions <= t and, at depth k, to its own
+keys of depths 1..k, one per depth: the diagonal of the attention (EAGLE-3, section 3.2; HASS, section 3.2).
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .base import Reading
+from .cache import SlotCache, tree_mask, visibility_mask
+from .layers import Attention
+
+
+@dataclass
+class Context:
+    """What the queries of one layer call may attend to: keys, values [B, Nkv, P, H] and an additive mask [B, 1, Q, P];
+    and per query its own drafted keys and values, [B, Nkv, Q, H] for each depth."""
+
+    keys: Tensor
+    values: Tensor
+    mask: Tensor
+    drafted: list[tuple[Tensor, Tensor]]
+
+
+def attend(attention: Attention, x: Tensor, rotary: tuple[Tensor, Tensor], context: Context) -> Tensor:
+    """[B, Q, in] -> [B, Q, D]: attention over a context, its output projection included."""
+    queries = attention.group(attention.queries(x, rotary))  # [B, Nkv, G * Q, H] with G query heads per key head
+    groups = attention.num_heads // attention.num_kv_heads
+    mask = context.mask.to(x.dtype).repeat(1, 1, groups, 1)  # [B, 1, G * Q, P]
+    if context.drafted:
+        mixed = _attend_with_diagonal(queries, mask, context, groups)
+    else:
+        mixed = F.scaled_dot_product_attention(queries, context.keys, context.values, attn_mask=mask)
+    return attention.output(mixed, x.shape[1])
+
+
+def _attend_with_diagonal(queries: Tensor, mask: Tensor, context: Context, groups: int) -> Tensor:
+    """One softmax over the shared keys and each query's own drafted keys."""
+    scale = 1 / math.sqrt(queries.shape[-1])
+    shared = queries @ context.keys.transpose(-1, -2) * scale + mask  # [B, Nkv, G * Q, P]
+    own_keys = torch.stack([keys for keys, _ in context.drafted], -2)  # [B, Nkv, Q, depths, H]
+    own_values = torch.stack([values for _, values in context.drafted], -2)
+    own_keys, own_values = own_keys.repeat(1, 1, groups, 1, 1), own_values.repeat(1, 1, groups, 1, 1)
+    own = (queries[..., None, :] * own_keys).sum(-1) * scale  # [B, Nkv, G * Q, depths]
+    weights = torch.cat([shared, own], -1).softmax(-1, dtype=torch.float32).to(queries.dtype)
+    shared, own = weights.split([context.keys.shape[2], len(context.drafted)], -1)
+    return shared @ context.values + (own[..., None] * own_values).sum(-2)  # [B, Nkv, G * Q, H]
+
+
+@dataclass
+class Queries:
+    """What one forward over the cache reads: hidden [B, Q, D] beside the tokens, their positions [B, Q] (rotary), and
+    an additive mask [B, 1, Q, slots]."""
+
+    hidden: Tensor
+    positions: Tensor
+    mask: Tensor
+
+
+@dataclass
+class RecurrentState:
+    """cache: keys and values of positions read, then of drafted tokens. extent: slots of it in use, at most.
+
+    position [B]: the last committed one. hidden [B, F, D]: the head's output there (F is 1), then for the tokens of the
+    last expansion. seen [B, F, drafted] bool: which drafted slots each of them attends to.
+    """
+
+    cache: SlotCache
+    extent: int
+    position: Tensor
+    hidden: Tensor
+    seen: Tensor
+
+    @classmethod
+    def empty(cls, *, batch_size: int, max_length: int, num_layers: int, like: Tensor) -> "RecurrentState":
+        """Nothing read yet; tensors of `like`'s dtype and device."""
+        nothing = like.new_zeros(batch_size, 1, 0)
+        cache = SlotCache(num_layers=num_layers, max_length=max_length)
+        return cls(cache, max_length, nothing, nothing, nothing.bool())
+
+    def reading(self, read: Reading, features: Tensor) -> Queries:
+        """What to read of the target's features [B, Q, D]; names their slots in the cache."""
+        self.extent = read.extent or self.cache.max_length
+        positions = read.start[:, None] + torch.arange(read.tokens.shape[1], device=read.start.device)  # [B, Q]
+        self.cache.seek(positions, extent=self.extent)
+        return Queries(features, positions, visibility_mask(positions, extent=self.cache.extent, dtype=features.dtype))
+
+    def commit(self, read: Reading, out: Tensor) -> None:
+        """Drafting starts from the output [B, Q, D] at the last committed position."""
+        self.hidden = out[torch.arange(len(out), device=out.device), read.last][:, None]  # [B, 1, D]
+        self.position = read.start + read.last
+        self.seen = self.seen[:, :1, :0]
+
+    def drafting(self, tokens: Tensor, parents: Tensor | None, *, depth: int) -> Queries:
+        """What to read beside tokens and parents [B, F] of `drafting.Expands.expand`; names the tokens' slots."""
+        positions = (self.position + depth)[:, None].expand_as(tokens)  # [B, F]
+        if parents is None:  # a chain: slots and positions are the same, and all before is seen
+            self.cache.seek(positions, extent=self.extent)
+            mask = visibility_mask(positions, extent=self.cache.extent, dtype=self.hidden.dtype)
+            return Queries(self.hidden, positions, mask)
+        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
+        itself = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
+        self.seen = torch.cat([self.seen[rows, parents], itself], -1)  # [B, F, drafted]
+        num_before = self.seen.shape[-1] - tokens.shape[1]
+        slots = self.position[:, None] + 1 + num_before + torch.arange(tokens.shape[1], device=tokens.device)
+        self.cache.seek(slots, extent=self.extent)
+        where = {"positions": positions, "extent": self.cache.extent}
+        mask = tree_mask(self.position, self.seen, dtype=self.hidden.dtype, **where)
+        return Queries(self.hidden[rows, parents], positions, mask)

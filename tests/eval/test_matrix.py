@@ -1,0 +1,109 @@
+"""Greedy text is transformers' own, token for token: every drafter x every tree it can do x rows x architectures.
+
+Over a vocabulary of 12, so that untrained heads guess right now and then, and long and short paths are accepted.
+"""
+
+from functools import cache
+
+import pytest
+import torch
+from headstart.eval.draft_model import DraftModelDrafter
+from headstart.eval.drafters import NgramDrafter, SuffixDrafter
+from headstart.eval.generate import generate
+from headstart.eval.tree import optimal_tree, static_tree
+from headstart.heads.drafting import DynamicTree
+from headstart.heads.registry import HEADS, build_head
+
+VOCABULARY, NUM_NEW = 12, 14
+PROMPTS = [[1, 5, 9, 5, 9], [1, 7, 8, 3, 11, 10, 4, 6, 7, 8], [1], [1, 10, 3, 10]]  # of 5, 10, 1 and 4 tokens
+ACCURACIES = [[0.4, 0.3, 0.2], [0.5, 0.3], [0.5, 0.2]]  # made up: they shape the trees
+TREES = {
+    "chain": None,
+    "static": static_tree(ACCURACIES, num_nodes=8),
+    "dynamic": DynamicTree(num_nodes=7, depth=3, top_k=3),
+    "optimal": optimal_tree(ACCURACIES, verify_ms=lambda n: 9 + 0.8 * n, draft_ms=lambda d: 0.5 * d)[0],
+}
+LOOKUPS = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
+CASES = [(name, "chain") for name in (*LOOKUPS, "draft-model")]
+CASES += [(name, tree) for name in sorted(HEADS) for tree in TREES]
+
+
+@pytest.fixture(scope="module")
+def target_of(tiny_target):
+    """target_of(family), made once."""
+    return cache(lambda family: tiny_target(family, vocab_size=VOCABULARY))
+
+
+@pytest.fixture(scope="module")
+def drafter_of(target_of):
+    """drafter_of(name, family), made once; heads are untrained, with perturbed weights."""
+
+    @cache
+    def make(name, family):
+        if name in LOOKUPS:
+            return LOOKUPS[name]()
+        if name == "draft-model":
+            return DraftModelDrafter(target_of("qwen2"))
+        head = build_head(HEADS[name].config_class(type=name), target_of(family), seed=1)
+        source = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for parameter in head.parameters():
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=source))
+        return head.eval()
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def wanted_of(target_of):
+    """wanted_of(family): what transformers' own generate writes behind each prompt."""
+
+    @cache
+    def write(family):
+        how = {"do_sample": False, "max_new_tokens": NUM_NEW, "pad_token_id": 0, "eos_token_id": None}
+        rows = [torch.tensor([prompt]) for prompt in PROMPTS]
+        model = target_of(family).model
+        return [model.generate(r, attention_mask=torch.ones_like(r), **how)[0, r.shape[1] :].tolist() for r in rows]
+
+    return write
+
+
+@pytest.mark.parametrize("rows", ["1 row", "4 ragged rows"])
+@pytest.mark.parametrize(("drafter", "tree"), CASES, ids=[" ".join(case) for case in CASES])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])
+def test_greedy_text_is_that_of_transformers(architecture, drafter, tree, rows, target_of, drafter_of, wanted_of):
+    which = slice(0, 1) if rows == "1 row" else slice(None)
+    out = generate(
+        target_of(architecture),
+        drafter_of(drafter, architecture),
+        PROMPTS[which],
+        max_new_tokens=NUM_NEW,
+        tree=TREES[tree],
+        num_draft_tokens=3 if TREES[tree] is None else None,
+        eos_token_ids=[],
+    )
+    assert out.token_ids == wanted_of(architecture)[which]
+    if tree != "chain" and len(out.token_ids) > 1:
+        accepted = [num for one in out.rounds[1:] for num in one.num_accepted]
+        assert 0 in accepted and any(accepted), "a case in which nothing is accepted, or all, shows little"
+
+
+def test_the_trees_branch_and_differ():
+    assert [tree and (tree.num_nodes, tree.depth) for tree in TREES.values()] == [None, (8, 3), (7, 3), (5, 2)]
+
+
+def test_a_lossy_engine_is_caught(target_of, drafter_of, wanted_of, monkeypatch):
+    """The bonus is taken from the last node but one of the path: what the matrix must be able to see."""
+    from headstart.eval import engine
+
+    accept = engine.accept_tree
+
+    def wrong(chosen, drafted, parents, *, depth):
+        verdict = accept(chosen, drafted, parents, depth=depth)
+        verdict.bonus = torch.where(verdict.num_accepted > 0, chosen[:, 0], verdict.bonus)
+        return verdict
+
+    monkeypatch.setattr(engine, "accept_tree", wrong)
+    head = drafter_of("medusa", "llama")
+    how = {"max_new_tokens": NUM_NEW, "tree": TREES["static"], "eos_token_ids": []}
+    assert generate(target_of("llama"), head, PROMPTS, **how).token_ids != wanted_of("llama")

@@ -1,0 +1,140 @@
+"""Steps that are recorded, as CUDA graphs or compiled code, decode what eager ones do."""
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from headstart.configs.errors import BadInput
+from headstart.eval import replay
+from headstart.eval.engine import Engine
+from headstart.eval.generate import decode, generate
+from headstart.eval.stopping import Stop
+from headstart.eval.verify import Sampling
+from headstart.heads.drafting import DynamicTree, StaticTree
+from headstart.heads.registry import HEADS, build_head
+from torch.utils._python_dispatch import TorchDispatchMode
+
+PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
+TREES = {
+    "chain": None,
+    "static": StaticTree(((0,), (1,), (0, 0), (1, 0))),
+    "sampled": StaticTree(((0,), (1,), (0, 0), (1, 0)), sampled=True),
+    "dynamic": DynamicTree(num_nodes=6, depth=2, top_k=3),
+}
+# what cannot stand in a CUDA graph: values read to the host, shapes that depend on values, constants made from lists
+FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "lift_fresh", "is_nonzero")
+
+
+class NoHostReads(TorchDispatchMode):
+    """Refuses operations that wait for the device or depend on what it holds."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert not any(word in name for word in FORBIDDEN), f"{name} inside a recorded step"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def recorded_strictly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record a step by running it under NoHostReads, and replay it so every time."""
+
+    def record(step: Callable, arguments: tuple) -> Callable:
+        step(*arguments)  # rotary tables and a tree's indices are made once
+
+        def run(*tensors: Any) -> Any:
+            with NoHostReads(), monkeypatch.context() as patch:
+                patch.setattr(torch.Tensor, "tolist", None)
+                return step(*tensors)
+
+        return run
+
+    monkeypatch.setattr(replay, "compiled", record)
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record by tracing steps whole, without the minutes that a real compiler takes."""
+
+    def record(step: Callable, arguments: tuple) -> Callable:
+        def whole(*tensors: Any) -> Any:
+            return step(*tensors)
+
+        options: Any = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+        trace: Any = torch.compile
+        kept = trace(whole, fullgraph=True, dynamic=False, options=options, backend="eager")
+        return kept.aot_compile((arguments, {}))
+
+    monkeypatch.setattr(replay, "compiled", record)
+
+
+def head_for(head_type: str, target: Any) -> Any:
+    return build_head(HEADS[head_type].config_class(type=head_type), target, seed=1).eval()
+
+
+def both_ways(target: Any, drafter: Any, tree: Any, **how: Any) -> None:
+    """One engine decodes several texts as fresh eager ones do, drafts included."""
+    wanted = generate(target, drafter, PROMPTS, max_new_tokens=24, tree=tree, eos_token_ids=[])
+    engine = Engine(target, drafter, batch_size=4, max_length=32, tree=tree, steps="compile", **how)
+    for _ in range(2):
+        found = decode(engine, PROMPTS, max_new_tokens=24, stop=Stop.of(target, eos_token_ids=[]))
+        assert found.token_ids == wanted.token_ids
+        accepted = [[one.num_accepted for one in text.rounds] for text in (found, wanted)]
+        assert accepted[0] == accepted[1], "drafts are the same too"
+    assert len(engine.replay.recorded) == (1 if drafter is None or engine.drafts_on_host else 2)
+
+
+@pytest.mark.parametrize("tree", ["chain", "static", "dynamic"])
+def test_no_step_of_any_head_reads_to_the_host(head_type, tree, target, recorded_strictly):
+    both_ways(target, head_for(head_type, target), TREES[tree])
+
+
+def test_nor_does_the_baseline(family, tiny_target, recorded_strictly):
+    both_ways(tiny_target(family), None, None)
+
+
+def test_nor_does_sampling(head_type, target, recorded_strictly, monkeypatch):
+    """Trees of drawn children, their rejection rule, top-k, top-p and the bonus included."""
+    head = head_for(head_type, target)
+    sampling = Sampling(temperature=0.8, top_k=20, top_p=0.9)
+    texts = []
+    for steps in ("eager", "compile"):
+        source = torch.Generator().manual_seed(3)
+        how = {"tree": TREES["sampled"], "sampling": sampling, "generator": source}
+        engine = Engine(target, head, batch_size=4, max_length=32, **how)
+        engine.replay.way = steps  # compiled code cannot draw; what is asked here is whether it reads
+        texts.append(decode(engine, PROMPTS, max_new_tokens=24, stop=Stop.of(target, eos_token_ids=[])).token_ids)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tree", ["chain", "static", "dynamic"])
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+def test_steps_of_every_head_are_traced_whole(head_type, tree, target, traced):
+    both_ways(target, head_for(head_type, target), TREES[tree])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_compiled_steps_decode_the_same(target):
+    both_ways(target, head_for("medusa", target), None)
+
+
+def test_a_longer_context_is_another_recording(tiny_target, recorded_strictly):
+    """128 slots, then 256: what was recorded for few slots is not asked to see more."""
+    target = tiny_target("llama")
+    engine = Engine(target, None, batch_size=1, max_length=200, steps="compile")
+    wanted = generate(target, None, [1, 5], max_new_tokens=190, eos_token_ids=[]).token_ids
+    stop = Stop.of(target, eos_token_ids=[])
+    assert decode(engine, [[1, 5]], max_new_tokens=190, stop=stop).token_ids == wanted
+    assert list(engine.replay.recorded) == [("verify", 128), ("verify", 256)]
+
+
+def test_what_cannot_be_recorded_is_one_line(target):
+    with pytest.raises(BadInput, match=r"^steps graph: a CUDA graph needs a GPU, and the target is on cpu; compile"):
+        Engine(target, None, batch_size=1, max_length=8, steps="graph")
+    with pytest.raises(BadInput, match=r"^steps 'fast': expected one of eager, graph, compile$"):
+        Engine(target, None, batch_size=1, max_length=8, steps="fast")
+    with pytest.raises(BadInput, match=r"^steps compile: greedy only"):
+        Engine(target, None, batch_size=1, max_length=8, steps="compile", sampling=Sampling(temperature=1.0))

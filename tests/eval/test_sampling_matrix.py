@@ -1,0 +1,83 @@
+"""Sampled text follows the target's distribution: every way to draft x temperatures, with top-p, through the engine.
+
+Joint counts of four tokens over a vocabulary of 6 against exact enumeration, by chi-square; test_verify_sampling.py
+does the same for the rules alone, with far more rows.
+"""
+
+import pytest
+import torch
+from headstart.eval import engine, verify
+from headstart.eval.drafters import NgramDrafter
+from headstart.eval.tree import sampled_chain
+from headstart.heads.drafting import DynamicTree, StaticTree
+from headstart.heads.registry import HEADS, build_head
+
+SAMPLED = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0)), sampled=True)
+TREES = {
+    "chain": None,
+    "static": StaticTree(SAMPLED.paths),
+    "dynamic": DynamicTree(num_nodes=5, depth=2, top_k=2),
+    "sampled": SAMPLED,
+    "sampled-chain": sampled_chain(2),
+}
+HOWS = [{"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.0, "top_p": 0.9}]
+
+
+@pytest.fixture(scope="module")
+def small(tiny_target):
+    return tiny_target("llama", vocab_size=6, eos_token_id=None)
+
+
+def untrained(head_type, target):
+    return build_head(HEADS[head_type].config_class(type=head_type, num_depths=2), target, seed=1).eval()
+
+
+@pytest.mark.parametrize("how", HOWS, ids=lambda how: f"T={how['temperature']}")
+@pytest.mark.parametrize("tree", TREES)
+def test_heads_draft_without_changing_the_law(tree, how, head_type, small, chi_square):
+    assert chi_square(small, untrained(head_type, small), tree=TREES[tree], **how) < 1.5
+
+
+@pytest.mark.parametrize("how", HOWS, ids=lambda how: f"T={how['temperature']}")
+def test_ngrams_draft_without_changing_the_law(how, small, chi_square):
+    assert chi_square(small, NgramDrafter(), **how) < 1.5
+
+
+# What these tests must be able to see
+
+
+@pytest.mark.parametrize("forgotten", ["normalised", "residual_behind"])
+def test_a_rejection_without_renormalising_is_caught(forgotten, small, chi_square, monkeypatch):
+    """Sums left below 1, which a second child feels; or nothing taken off the target, which a chain's bonus does."""
+    tree = {"normalised": "sampled", "residual_behind": "sampled-chain"}[forgotten]
+    monkeypatch.setattr(verify, forgotten, lambda probs, *_: probs)
+    assert chi_square(small, untrained("medusa", small), tree=TREES[tree], num_rows=12_000, **HOWS[1]) > 3
+
+
+@pytest.mark.parametrize("tree", ["sampled", "sampled-chain"])
+def test_guesses_verified_as_if_drawn_are_caught(tree, small, chi_square, monkeypatch):
+    """The children are the draft's best guesses, but verified as if they had been drawn."""
+    monkeypatch.setattr(
+        "headstart.heads.drafting.ranked",
+        lambda logits, count, draws: (logits.topk(count, -1).indices, (logits / draws.temperature).softmax(-1)),
+    )
+    assert chi_square(small, untrained("medusa", small), tree=TREES[tree], **HOWS[1]) > 3
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_bonus_token_without_logits_processing_is_caught(tree, small, chi_square, monkeypatch):
+    """What follows the last drafted token of a path is sampled from the raw logits."""
+    choose, probs = engine.choose, engine.target_probs
+    first = 2 if "chain" in tree else 3  # the root has at most two children in these trees
+
+    def raw_behind(logits, processed):
+        return torch.cat([processed[:, :first], logits[:, first:].softmax(-1)], 1)
+
+    def choose_wrong(logits, **how):
+        if logits.shape[1] == 1:  # the prefill
+            return choose(logits, **how)
+        return verify.sample(raw_behind(logits, probs(logits, how["sampling"])), how["generator"])
+
+    monkeypatch.setattr(engine, "choose", choose_wrong)
+    monkeypatch.setattr(engine, "target_probs", lambda logits, *how: raw_behind(logits, probs(logits, *how)))
+    assert chi_square(small, untrained("medusa", small), tree=TREES[tree], **HOWS[0]) > 3

@@ -1,0 +1,306 @@
+"""The draft language model: its loss is that of a plain loop, what is saved is a Hugging Face model."""
+
+import builtins
+import json
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from headstart.configs.errors import BadInput
+from headstart.eval.drafters import build_drafter
+from headstart.eval.generate import generate
+from headstart.heads import draft_lm
+from headstart.heads.base import DraftBatch, Reading
+from headstart.heads.draft_lm import DraftLMConfig
+from headstart.heads.drafting import DynamicTree, StaticTree
+from headstart.heads.registry import build_head, load_head, save_head
+from headstart.heads.target import Target
+from transformers import AutoModelForCausalLM
+
+PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
+IDS = torch.tensor([[1, 5, 9, 33, 20, 7, 7, 51, 4, 4, 60]])
+
+
+def build(config, target) -> Any:
+    return build_head(config, target)
+
+
+def load(folder, target) -> Any:
+    return load_head(folder, target)
+
+
+def perturbed(head: Any, scale=0.1) -> Any:
+    """Away from its start, in what trains."""
+    source = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.requires_grad:
+                parameter.add_(scale * torch.randn(parameter.shape, generator=source))
+    return head
+
+
+@pytest.fixture
+def small(tiny_model, tmp_path):
+    """small(family, ...): the folder of a small model."""
+
+    def make(family="llama", **changes):
+        folder = tmp_path / f"small-{len(list(tmp_path.iterdir()))}"
+        tiny_model(family, num_hidden_layers=1, **changes).save_pretrained(folder)
+        return str(folder)
+
+    return make
+
+
+def logits_of(folder):
+    return AutoModelForCausalLM.from_pretrained(folder)(IDS).logits
+
+
+# Training
+
+
+@pytest.mark.parametrize("loss", ["soft_ce", "hard_ce", "tv"])
+def test_the_loss_is_a_plain_loop_over_the_models_logits(loss, target, make_batch):
+    head = perturbed(build(DraftLMConfig(loss={loss: 1.0}, num_depths=3), target))
+    batch = make_batch(target, head)
+    said = target.model(input_ids=batch.input_ids).logits  # [B, T, V]
+    ours = head.reader.model(input_ids=batch.input_ids).logits
+    wanted = torch.zeros(())
+    for depth in range(3):
+        terms = []
+        for row in range(len(said)):
+            for t in range(said.shape[1] - 2 - depth):
+                if batch.loss_mask[row, t + 1 : t + 3 + depth].all():  # x_{t+1} .. x_{t+2+k}
+                    log_q = ours[row, t + 1 + depth].log_softmax(-1)
+                    p = said[row, t + 1 + depth].softmax(-1)
+                    label = batch.input_ids[row, t + 2 + depth]
+                    named = {"hard_ce": -log_q[label], "soft_ce": -(p * log_q).sum()}
+                    named["tv"] = (p - log_q.exp()).abs().sum() / 2
+                    terms.append(named[loss])
+        wanted = wanted + 0.8**depth * torch.stack(terms).mean()
+    out = head.loss(batch)
+    torch.testing.assert_close(out.loss, wanted, rtol=1e-5, atol=1e-5)
+    names = [name for name, _ in head.named_parameters()]
+    for name, a, b in zip(
+        names,
+        torch.autograd.grad(out.loss, list(head.parameters())),
+        torch.autograd.grad(wanted, list(head.parameters())),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_a_fresh_model_starts_from_the_targets_embedding(family, tiny_target):
+    target = tiny_target(family)
+    head = build(DraftLMConfig(num_layers=1), target)
+    assert type(head.reader.model) is type(target.model) and head.reader.num_layers == 1
+    assert torch.equal(head.reader.input_embedding.weight, target.input_embedding.weight)
+    assert torch.equal(head.reader.output_layer.weight, target.output_layer.weight)
+    smaller = build(DraftLMConfig(hidden_size=16), target)
+    assert smaller.reader.hidden_size == 16 and smaller.reader.vocab_size == target.vocab_size
+    assert (
+        generate(target, smaller, PROMPTS, max_new_tokens=6).token_ids
+        == generate(target, None, PROMPTS, max_new_tokens=6).token_ids
+    )
+
+
+def test_a_trained_model_is_taken_as_it_is(target, small):
+    folder = small("qwen2")
+    head = build(DraftLMConfig(path=folder), target)
+    torch.testing.assert_close(head.reader.model(IDS).logits, logits_of(folder))
+    assert all(p.requires_grad and p.dtype == torch.float32 for p in head.parameters())
+
+
+def test_padding_of_the_vocabulary_is_the_targets(tiny_target, small):
+    """As in a family whose bigger models pad more: saved with the target's size, which serving engines ask for."""
+    target = tiny_target("llama", vocab_size=400)
+    for size in (398, 402):
+        folder = small(vocab_size=size)
+        head = build(DraftLMConfig(path=folder), target)
+        assert head.serving_config()["vocab_size"] == head.reader.vocab_size == 400
+        torch.testing.assert_close(head.reader.model(IDS).logits[..., :398], logits_of(folder)[..., :398])
+
+
+# Adapters
+
+
+def test_only_adapters_train_and_merge_into_the_model(target, small, make_batch, tmp_path):
+    folder = small()
+    head = build(DraftLMConfig(path=folder, lora_rank=3, lora_alpha=6.0), target)
+    torch.testing.assert_close(head.reader.model(IDS).logits, logits_of(folder))  # adapters start as nothing
+    trained = {name for name, p in head.named_parameters() if p.requires_grad}
+    assert trained == {name for name, _ in head.named_parameters() if ".lora_" in name}
+    assert len(trained) == 2 * 7, "two matrices for each of the seven linear layers"
+    kept = {name: p.clone() for name, p in head.named_parameters() if name not in trained}
+    optimizer = torch.optim.SGD([p for p in head.parameters() if p.requires_grad], lr=3.0)
+    batch = make_batch(target, head)
+    losses = []
+    for _ in range(5):
+        losses.append(head.loss(batch).loss)
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < losses[0]
+    assert all(torch.equal(p, kept[name]) for name, p in head.named_parameters() if name in kept)
+    adapted = head.eval().reader.model(IDS).logits
+    assert not torch.allclose(adapted, logits_of(folder), atol=1e-3)
+
+    saved = save_head(head, tmp_path / "head")
+    assert set(head.state_dict()) == set(AutoModelForCausalLM.from_pretrained(folder).state_dict())
+    torch.testing.assert_close(logits_of(saved), adapted, rtol=1e-4, atol=1e-4)
+    loaded = load(saved, target)
+    assert loaded.config == head.config
+    torch.testing.assert_close(loaded.reader.model(IDS).logits, adapted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_missing_peft_is_one_clear_line(target, small, monkeypatch):
+    config, real = DraftLMConfig(path=small(), lora_rank=2), builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name == "peft":
+            raise ImportError("no peft")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(BadInput, match=r"^head.lora_rank 2: needs the package peft \(pip install peft\)$"):
+        build(config, target)
+
+
+# What is saved
+
+
+def test_a_saved_head_is_a_hugging_face_model(family, tiny_target, tmp_path):
+    """Also where the output layer is the embedding, and without the folder that it was trained from."""
+    target = tiny_target(family)
+    head = perturbed(build(DraftLMConfig(), target)).eval()
+    folder = save_head(head, tmp_path / "head")
+    found: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    model, info = found
+    assert not any(info.values()), info
+    torch.testing.assert_close(model(IDS).logits, head.reader.model(IDS).logits, rtol=1e-5, atol=1e-5)
+    assert "headstart" in json.loads((folder / "config.json").read_text())
+    loaded = load(folder, target)
+    assert torch.equal(loaded.reader.model(IDS).logits, head.reader.model(IDS).logits)
+
+
+def test_a_saved_head_does_not_need_what_it_was_trained_from(target, small, tmp_path):
+    source = small("qwen3")
+    head = perturbed(build(DraftLMConfig(path=source), target)).eval()
+    folder = save_head(head, tmp_path / "head")
+    shutil.rmtree(source)
+    assert torch.equal(load(folder, target).reader.model(IDS).logits, head.reader.model(IDS).logits)
+
+
+def test_rotary_frequencies_stay_exact_in_bf16(target):
+    head = build(DraftLMConfig(), target)
+    before = head.reader.base.rotary_emb.inv_freq.clone()
+    head.to(torch.bfloat16)
+    assert head.reader.dtype == torch.bfloat16
+    assert torch.equal(head.reader.base.rotary_emb.inv_freq, before)
+
+
+# Drafting
+
+
+@pytest.mark.parametrize("source", ["llama", "qwen3"])
+def test_as_a_head_and_as_a_draft_model_it_drafts_the_same(source, saved_target, small, tmp_path):
+    target = Target.load(saved_target)
+    head = perturbed(build(DraftLMConfig(path=small(source)), target))
+    folder = save_head(head, tmp_path / "head")
+    for file in saved_target.glob("*token*"):
+        shutil.copy(file, folder)
+    rounds, drafts = [], []
+    for spec in (f"head:{folder}", f"draft-model:{folder}"):
+        drafter: Any = build_drafter(spec, target)[1]
+        proposed: list[list[list[int]]] = []
+        propose = drafter.propose
+
+        def watched(state, *, num_draft_tokens, propose=propose, proposed=proposed):
+            proposal = propose(state, num_draft_tokens=num_draft_tokens)
+            proposed.append(proposal.tokens.tolist())
+            return proposal
+
+        drafter.propose = watched
+        done = generate(target, drafter, PROMPTS, max_new_tokens=24, num_draft_tokens=4)
+        rounds.append([one.num_accepted for one in done.rounds])
+        drafts.append(proposed)
+    assert rounds[0] == rounds[1] and drafts[0] == drafts[1] and len(drafts[0]) > 3
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+def test_a_node_of_a_tree_is_scored_as_if_its_path_were_the_text(family, tiny_target):
+    """Also with sliding windows, behind rows of different lengths."""
+    target = tiny_target(family)
+    head = perturbed(build(DraftLMConfig(), target)).eval()
+    texts = [[1, 5, 9, 33, 20, 7, 7, 51, 4, 4, 60, 12], [1, 30, 31, 32, 33]]
+    width = max(map(len, texts)) - 1
+    rows = torch.tensor([text + [0] * (width + 1 - len(text)) for text in texts])
+    num_valid = torch.tensor([len(text) - 1 for text in texts])
+    state = head.begin(batch_size=2, max_length=64)
+    output = target.forward(rows[:, :-1])
+    head.commit(state, Reading(rows[:, :-1], rows[:, 1:], output, torch.zeros_like(num_valid), num_valid))
+    first = head.first_logits(state)
+    seconds = head.expand(state, torch.tensor([[8, 9, 10]] * 2), torch.zeros(2, 3, dtype=torch.long), depth=1)
+    thirds = head.expand(state, torch.tensor([[20, 21]] * 2), torch.tensor([[2, 0]] * 2), depth=2)
+    for i, text in enumerate(texts):
+        paths = [(first[i], [])] + [(seconds[i, j], [8 + j]) for j in range(3)]
+        for logits, path in [*paths, (thirds[i, 0], [10, 20]), (thirds[i, 1], [8, 21])]:
+            alone = head.reader.model(torch.tensor([text + path])).logits[0, -1]
+            torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tree", [StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 0))), DynamicTree(6, 3, 3)])
+def test_trees_leave_the_text_the_targets(tree, target):
+    head = perturbed(build(DraftLMConfig(), target)).eval()
+    expected = generate(target, None, PROMPTS, max_new_tokens=20).token_ids
+    assert generate(target, head, PROMPTS, max_new_tokens=20, tree=tree).token_ids == expected
+
+
+def test_the_target_itself_as_draft_model_is_accepted_whole(saved_target):
+    target = Target.load(saved_target)
+    head = build(DraftLMConfig(path=str(saved_target)), target)
+    done = generate(target, head, PROMPTS, max_new_tokens=21, num_draft_tokens=4, eos_token_ids=[])
+    assert all(one.num_accepted == [4] * 4 for one in done.rounds[1:])
+    batch = DraftBatch(IDS, IDS > 0, target.forward(IDS))
+    starts, logits = head.teacher_forced_logits(batch)
+    torch.testing.assert_close(logits[0, 0, 0], target.logits(batch.output.post_norm)[0, starts.positions[0, 0] + 1])
+
+
+# Refusals
+
+
+def test_another_vocabulary_is_refused_before_weights_are_loaded(target, small, monkeypatch):
+    folder = small(vocab_size=30)
+    monkeypatch.setattr(draft_lm.Target, "load", lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(BadInput) as caught:
+        build(DraftLMConfig(path=folder), target)
+    assert f"head.path {folder}: its vocabulary has 30 tokens, those of tiny-llama 61" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_another_tokenizer_is_refused(saved_target, tmp_path):
+    folder = shutil.copytree(saved_target, tmp_path / "stranger")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] = {f"w{60 - i}": i for i in range(61)}
+    tokenizer["added_tokens"] = []
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(BadInput) as caught:
+        build(DraftLMConfig(path=str(folder)), Target.load(saved_target))
+    assert "is another: 'w" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"draft_vocab_size": 20}, "draft_vocab_size: draft_lm drafts the target's whole vocabulary"),
+        ({"feature_layers": [1]}, "feature_layers: draft_lm reads tokens only"),
+        ({"lora_rank": -1, "path": "x"}, "lora_rank -1: expected 0"),
+        ({"lora_rank": 4}, "lora_rank 4: adapters need a trained model, so head.path is required"),
+        ({"num_layers": 5}, "head.num_layers 5: expected 1 to 4"),
+        ({"path": "./gone"}, "head.path ./gone: "),
+    ],
+)
+def test_what_cannot_be_built_is_refused_in_one_line(changes, problem, target):
+    with pytest.raises(BadInput) as caught:
+        build(DraftLMConfig(**changes), target)
+    assert problem in str(caught.value) and "\n" not in str(caught.value)

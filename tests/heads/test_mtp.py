@@ -1,0 +1,425 @@
+"""MTP modules equal DeepSeek-V3's formulas, draft what training scored on every kind of target, and go back whole."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from headstart.configs.errors import BadInput
+from headstart.eval.generate import generate
+from headstart.heads.base import DraftBatch, Reading
+from headstart.heads.drafting import DynamicTree, StaticTree
+from headstart.heads.mtp import MtpConfig
+from headstart.heads.mtp_checkpoint import stitch
+from headstart.heads.registry import build_head, load_head, save_head
+from headstart.heads.target import Target, TargetOutput
+from safetensors.torch import load_file, save_file
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GPT2Config, GPT2LMHeadModel
+
+PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
+CHANGES = [{"independent": False}, {"independent": True}]
+
+
+def perturbed(target, *, ids=None, **changes) -> Any:
+    """A head whose every weight is away from its start."""
+    size = None if ids is None else len(ids)
+    config = MtpConfig(**{"num_depths": 4, "draft_vocab_size": size, **changes})
+    head = build_head(config, target, draft_token_ids=ids, seed=2)
+    source = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=source))
+    return head.eval()
+
+
+def drafting(head, prefix):
+    """A head's state behind prefix x_0 .. x_{t+1}."""
+    ids = torch.tensor([prefix])
+    num_read = ids.shape[1] - 1
+    state = head.begin(batch_size=1, max_length=64)
+    output = head.target.forward(ids[:, :-1])
+    head.commit(state, Reading(ids[:, :-1], ids[:, 1:], output, torch.tensor([0]), torch.tensor([num_read])))
+    return state
+
+
+def teacher_forced(head, prefix, drafted):
+    """[K, Vd] what training scores at the chain behind a prefix that goes on with these drafts."""
+    row = torch.tensor([[*prefix, *drafted, 3, 4]])
+    mask = torch.arange(row.shape[1])[None] >= len(prefix) - 1
+    starts, logits = head.teacher_forced_logits(DraftBatch(row, mask, head.target.forward(row)))
+    assert starts.positions[0, 0] == len(prefix) - 2
+    return logits[0, 0]
+
+
+# the paper's formulas, in loops
+
+
+def rms(x, norm):
+    return norm.weight * x / torch.sqrt((x * x).mean() + 1e-6)
+
+
+def turned(x, position, theta):
+    """Rotary embedding of one head's vector [H]: channel i pairs with i + H/2 (Su et al. 2021)."""
+    half, out = len(x) // 2, x.clone()
+    for i in range(half):
+        angle = position * theta ** (-2 * i / len(x))
+        out[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
+        out[i + half] = x[i + half] * math.cos(angle) + x[i] * math.sin(angle)
+    return out
+
+
+def transformer(block, xs, theta=500.0, num_heads=4, num_kv_heads=2, size=8):
+    """TRM: one Llama layer over a list of [D], every output."""
+    w, keys, values, out = block.self_attn, [], [], []
+    for position, x in enumerate(xs):
+        n = rms(x, block.input_layernorm)
+        keys.append([turned(k, position, theta) for k in (w.k_proj.weight @ n).split(size)])
+        values.append((w.v_proj.weight @ n).split(size))
+        mixed = []
+        for i, q in enumerate((w.q_proj.weight @ n).split(size)):
+            query, group = turned(q, position, theta), i // (num_heads // num_kv_heads)
+            scores = torch.stack([query @ key[group] / math.sqrt(size) for key in keys])
+            mixed.append(sum(a * v[group] for a, v in zip(scores.softmax(0), values, strict=True)))
+        y = x + w.o_proj.weight @ torch.cat(mixed)
+        n = rms(y, block.post_attention_layernorm)
+        gate, up = block.mlp.gate_proj.weight @ n, block.mlp.up_proj.weight @ n
+        out.append(y + block.mlp.down_proj.weight @ (gate / (1 + (-gate).exp()) * up))
+    return out
+
+
+def project(module, token, hidden, position, layout):
+    """Equation 21; the embedding beside position 0 is zero in two of the layouts."""
+    e = module.driver.target.input_embedding.weight[token]
+    e = torch.zeros_like(e) if position == 0 and layout != "qwen3_next" else e
+    halves = [rms(e, module.enorm), rms(hidden, module.hnorm)]
+    return module.eh_proj.weight @ torch.cat(halves[::-1] if layout == "mimo" else halves)
+
+
+def naive(head, ids, states, t):
+    """Draft logits of the chain at t, depth by depth."""
+    config, first = head.config, head.lanes[0]
+    head_matrix = head.target.output_layer.weight
+    post = config.feedback == "post_norm"
+    if config.independent:
+        hiddens = list(states)
+        for k, module in enumerate(head.lanes):
+            reach = min(len(hiddens), len(ids) - 1 - k)
+            xs = [project(module, int(ids[j + 1 + k]), hiddens[j], j, config.layout) for j in range(reach)]
+            out = transformer(module.block, xs)
+            normed = [rms(x, module.norm) for x in out]
+            hiddens = normed if post else out
+            if t < len(normed):
+                yield head_matrix @ normed[t]
+        return
+    xs = [project(first, int(ids[p + 1]), states[p], p, config.layout) for p in range(t + 1)]
+    for depth in range(head.num_depths):
+        out = transformer(first.block, xs)[-1]
+        yield head_matrix @ rms(out, first.norm)
+        if t + 2 + depth < len(ids):
+            fed_back = rms(out, first.norm) if post else out
+            xs.append(project(first, int(ids[t + 2 + depth]), fed_back, t + 1 + depth, config.layout))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *CHANGES,
+        {"layout": "mimo"},
+        {"layout": "mimo", "independent": True, "feedback": "pre_norm"},
+        {"layout": "qwen3_next", "feedback": "pre_norm"},
+    ],
+)
+def test_loss_and_logits_are_the_papers(changes, target, make_batch):
+    head = perturbed(target, num_depths=3, **changes)
+    batch = make_batch(target, head, num_rows=2, length=9, prompt=2)
+    out = head.loss(batch)
+    starts, logits = head.teacher_forced_logits(batch)
+    terms: list[list[torch.Tensor]] = [[], [], []]
+    for row in range(2):
+        for at, t in enumerate(starts.positions[row].tolist()):
+            plain = list(naive(head, batch.input_ids[row], batch.output.post_norm[row], t))
+            for depth in range(3):
+                if starts.valid[row, at, depth]:
+                    torch.testing.assert_close(logits[row, at, depth], plain[depth], rtol=1e-5, atol=1e-5)
+                    label = int(batch.input_ids[row, t + 2 + depth])
+                    terms[depth].append(-plain[depth].log_softmax(-1)[label])
+    weights = [0.6**depth / (1 + 0.6 + 0.6**2) for depth in range(3)]
+    wanted = torch.stack([w * torch.stack(x).mean() for w, x in zip(weights, terms, strict=True)]).sum()
+    torch.testing.assert_close(out.loss, wanted, rtol=1e-5, atol=1e-5)
+    ours = torch.autograd.grad(out.loss, list(head.parameters()))
+    plain = torch.autograd.grad(wanted, list(head.parameters()))
+    for (name, _), a, b in zip(head.named_parameters(), ours, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+# drafting
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+@pytest.mark.parametrize("prefix", [[1, 9], [1, 9, 14], [1, 9, 14, 33, 20, 7, 7, 51, 18, 25, 36, 4, 9]])
+def test_draft_equals_teacher_forced_on_every_family(changes, prefix, family, tiny_target):
+    """Also behind prompts shorter than the chain, and longer than the sliding window."""
+    head = perturbed(tiny_target(family), **changes)
+    drafted = head.propose(drafting(head, prefix), num_draft_tokens=4)
+    wanted = teacher_forced(head, prefix, drafted.tokens[0].tolist())
+    torch.testing.assert_close(torch.cat(drafted.logits), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+@pytest.mark.parametrize("prefix", [[1, 9], [1, 9, 14, 33, 20, 7, 7, 51, 18]])
+def test_a_window_narrower_than_the_chain(changes, prefix, tiny_target):
+    head = perturbed(tiny_target("mistral"), **changes)
+    head.driver.window = 2
+    drafted = head.propose(drafting(head, prefix), num_draft_tokens=4)
+    wanted = teacher_forced(head, prefix, drafted.tokens[0].tolist())
+    torch.testing.assert_close(torch.cat(drafted.logits), wanted, rtol=1e-3, atol=1e-3)
+    head.driver.window = 3
+    wider = teacher_forced(head, prefix, drafted.tokens[0].tolist())
+    assert len(prefix) == 2 or not torch.allclose(wider, wanted, atol=1e-2)
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+def test_latent_attention_and_routed_experts(changes):
+    """DeepSeek-V3's own layer: keys are cached compressed, and expanded behind the cache."""
+    sizes: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16}
+    sizes |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 4, "n_routed_experts": 4, "n_group": 2}
+    sizes |= {"topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
+    config = DeepseekV3Config(**sizes)
+    torch.manual_seed(0)
+    head = perturbed(Target(DeepseekV3ForCausalLM(config), name="tiny-deepseek", fingerprint=""), **changes)
+    for prefix in ([1, 9], [1, 9, 14, 33, 20, 7, 7, 51, 18]):
+        drafted = head.propose(drafting(head, prefix), num_draft_tokens=4)
+        wanted = teacher_forced(head, prefix, drafted.tokens[0].tolist())
+        torch.testing.assert_close(torch.cat(drafted.logits), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+def test_it_trains_and_drafts_in_bfloat16(changes, tiny_model, make_batch, tmp_path):
+    target = Target(tiny_model("llama").bfloat16(), name="tiny", fingerprint="")
+    head = perturbed(target, **changes)
+    with torch.autocast("cpu", torch.bfloat16):
+        head.loss(make_batch(target, head)).loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in head.parameters())
+    loaded = load_head(save_head(head, tmp_path / "head"), target)
+    for tree in (None, DynamicTree(12, 4, 3)):
+        assert len(generate(target, loaded, PROMPTS, max_new_tokens=8, eos_token_ids=[], tree=tree).token_ids[0]) == 8
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("prefix", [[1, 9], [1, 9, 14, 33, 20, 7, 7, 51, 18]])
+def test_a_trees_paths_are_chains(changes, family, prefix, tiny_target):
+    head = perturbed(tiny_target(family), **changes)
+    state = drafting(head, prefix)
+    levels = [([11, 12], [0, 0]), ([21, 22, 23], [1, 0, 1]), ([31, 32], [2, 0])]  # tokens and rows of their parents
+    paths, logits = [[]], torch.empty(0)
+    for depth, (tokens, parents) in enumerate(levels, 1):
+        logits = head.expand(state, torch.tensor([tokens]), torch.tensor([parents]), depth=depth)
+        paths = [[*paths[up], token] for token, up in zip(tokens, parents, strict=True)]
+    assert paths == [[12, 23, 31], [12, 21, 32]]
+    for i, path in enumerate(paths):
+        torch.testing.assert_close(logits[0, i], teacher_forced(head, prefix, path)[3], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+@pytest.mark.parametrize("tree", [None, StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 1))), DynamicTree(12, 4, 3)])
+def test_greedy_is_lossless(changes, tree, family, tiny_target):
+    target = tiny_target(family)
+    wanted = generate(target, None, PROMPTS, max_new_tokens=20).token_ids
+    assert generate(target, perturbed(target, **changes), PROMPTS, max_new_tokens=20, tree=tree).token_ids == wanted
+
+
+def test_rounds_of_independent_modules_draft_what_training_scored(target):
+    """Over ragged batches and rejected drafts: the rounds counted are those that teacher-forced drafts predict."""
+    head = perturbed(target, independent=True, init="last_layer")
+    text = generate(target, head, PROMPTS, max_new_tokens=40, eos_token_ids=[])
+    num_draft = text.rounds[1].num_drafted
+    for i, (prompt, new) in enumerate(zip(PROMPTS, text.token_ids, strict=True)):
+        more = generate(target, None, [prompt], max_new_tokens=40 + num_draft + 1, eos_token_ids=[]).token_ids[0]
+        assert more[:40] == new
+        ids = torch.tensor([prompt + more])
+        out = head.loss(DraftBatch(ids, torch.arange(ids.shape[1])[None] >= len(prompt), target.forward(ids)))
+        accepted = out.hits[0, :, :num_draft].long().cumprod(-1).sum(-1).tolist()
+        at = len(prompt) - 1
+        for one in text.rounds[1:]:
+            if one.num_committed[i] == 0:
+                break
+            assert accepted[out.starts.positions[0].tolist().index(at)] == one.num_accepted[i]
+            at += one.num_committed[i]
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+def test_committed_modules_hold_what_one_forward_would(changes, target):
+    """Rounds with rejected drafts between them leave the state of one prefill, also where one is committed twice."""
+    head, row = perturbed(target, **changes), [1, 9, 14, 33, 20, 7, 7, 51, 18, 25, 36]
+    ids, state = torch.tensor([row]), drafting(head, row[:5])
+    output = target.forward(ids[:, :-1])
+    for start, stop in ((4, 7), (7, 8), (8, 10)):
+        head.propose(state, num_draft_tokens=4)
+        part = TargetOutput(output.features[:, start:stop], output.post_norm[:, start:stop])
+        where: dict[str, Any] = {"start": torch.tensor([start]), "num_valid": torch.tensor([stop - start])}
+        for _ in range(2):
+            head.commit(
+                state, Reading(ids[:, start:stop], ids[:, start + 1 : stop + 1], part, **where, extent=stop + 9)
+            )
+    ours, wanted = (head.propose(s, num_draft_tokens=4).logits for s in (state, drafting(head, row)))
+    torch.testing.assert_close(torch.cat(ours), torch.cat(wanted), rtol=1e-4, atol=1e-4)
+
+
+def test_a_cut_vocabulary_scores_the_targets_rows(target):
+    ids = torch.tensor([2, 3, 5, 8, 13, 21, 34, 55])
+    cut, whole = perturbed(target, ids=ids), perturbed(target)
+    ours, wanted = (head.first_logits(drafting(head, [1, 9, 14, 33])) for head in (cut, whole))
+    torch.testing.assert_close(ours, wanted[:, ids])
+
+
+# starts and checkpoints
+
+
+def test_it_starts_from_the_targets_last_layer(target):
+    head = build_head(MtpConfig(), target)
+    state = head.state_dict()
+    for name, value in target.layers[-1].state_dict().items():
+        assert torch.equal(state[f"model.layers.4.{name}"], value)
+    final = target.base.norm.state_dict()["weight"]
+    assert torch.equal(state["model.layers.4.shared_head.norm.weight"], final)
+
+
+def test_the_layer_first_reads_the_direction_of_the_residual_stream(tiny_model):
+    """hnorm takes out the gain of the final norm, however it is stored."""
+    for family in ("llama", "gemma3"):
+        model = tiny_model(family)
+        torch.nn.init.uniform_(model.base_model.norm.weight, 0.5, 2)
+        target = Target(model, name="tiny", fingerprint="")
+        hidden = torch.randn(3, 32)
+        head: Any = build_head(MtpConfig(), target)
+        read = head.lanes[0].hnorm(model.base_model.norm(hidden))
+        torch.testing.assert_close(read / read.norm(dim=-1, keepdim=True), hidden / hidden.norm(dim=-1, keepdim=True))
+
+
+@pytest.mark.parametrize("shared_names", [False, True])
+def test_independent_modules_have_names_of_their_own(shared_names, target, tmp_path):
+    layout = "mimo" if shared_names else "deepseek_v3"
+    head = perturbed(target, independent=True, num_depths=2, layout=layout)
+    prefix = "model.mtp_layers.1." if shared_names else "model.layers.5."
+    assert prefix + "self_attn.q_proj.weight" in head.state_dict()
+    loaded = load_head(save_head(head, tmp_path / "head"), target)
+    assert all(torch.equal(a, b) for a, b in zip(head.parameters(), loaded.parameters(), strict=True))
+    assert json.loads((tmp_path / "head" / "config.json").read_text())["num_nextn_predict_layers"] == 2
+
+
+@pytest.fixture
+def checkpoint(request, tiny_model, tmp_path):
+    """A Qwen2 target whose folder carries an MTP module in bfloat16, in a second file, named as MiMo does; or a
+    mixture of experts that keeps one under DeepSeek's names, expert by expert."""
+    family, layout = request.param
+    folder = tmp_path / "target"
+    tiny_model(family).save_pretrained(folder)
+    head = perturbed(Target.load(folder), layout=layout)
+    extra = {}
+    for name, value in head.state_dict().items():
+        stem, _, last = name.rpartition(".")
+        if last == "gate_up_proj":
+            half = value.shape[1] // 2
+            for i in range(len(value)):
+                extra[f"{stem}.{i}.gate_proj.weight"] = value[i, :half].contiguous()
+                extra[f"{stem}.{i}.up_proj.weight"] = value[i, half:].contiguous()
+        elif last == "down_proj":
+            extra |= {f"{stem}.{i}.down_proj.weight": value[i].contiguous() for i in range(len(value))}
+        else:
+            extra[name] = value
+    extra = {name: value.bfloat16() for name, value in extra.items()}
+    extra["model.layers.4.shared_head.head.weight"] = torch.ones(61, 32)  # a copy that nobody trains
+    main = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    save_file(extra, folder / "model-00002-of-00002.safetensors", {"format": "pt"})
+    where = dict.fromkeys(main, "model-00001-of-00002.safetensors")
+    where |= dict.fromkeys(extra, "model-00002-of-00002.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return folder, head
+
+
+BOTH = pytest.mark.parametrize("checkpoint", [("qwen2", "mimo"), ("qwen3_moe", "deepseek_v3")], indirect=True)
+
+
+@BOTH
+def test_a_checkpoints_module_is_read_trained_and_put_back(checkpoint, make_batch, tmp_path):
+    folder, written = checkpoint
+    target = Target.load(folder)
+    config = MtpConfig(layout=written.config.layout, init="checkpoint", num_depths=2)
+    head: Any = build_head(config, target)
+    for ours, theirs in zip(head.parameters(), written.parameters(), strict=True):
+        assert torch.equal(ours, theirs.bfloat16().float())
+    head.loss(make_batch(target, head)).loss.backward()
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.sub_(0.1 * parameter.grad + 0.01)
+    out = stitch(head, folder, tmp_path / "stitched")
+    assert sorted(p.name for p in out.iterdir()) == sorted(p.name for p in folder.iterdir())
+    before, after = (
+        {name: value for path in f.glob("*.safetensors") for name, value in load_file(path).items()}
+        for f in (folder, out)
+    )
+    assert before.keys() == after.keys()
+    assert all(before[name].dtype == after[name].dtype for name in before)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    trained = {name for name in before if ".mtp_layers." in name or ".layers.4." in name}
+    assert changed == trained - {"model.layers.4.shared_head.head.weight"}
+    again = Target.load(out)
+    assert again.fingerprint == target.fingerprint
+    reread = build_head(head.config, again)
+    for ours, theirs in zip(head.parameters(), reread.parameters(), strict=True):
+        assert torch.equal(ours.bfloat16().float(), theirs)
+    with pytest.raises(BadInput, match="exists already"):
+        stitch(head, folder, out)
+
+
+@pytest.mark.parametrize("checkpoint", [("qwen2", "mimo")], indirect=True)
+def test_what_a_checkpoint_lacks_is_refused(checkpoint, tmp_path):
+    folder, _ = checkpoint
+    target = Target.load(folder)
+    with pytest.raises(BadInput, match=r"no tensor model.layers.4.enorm.weight: .* head.layout is another"):
+        build_head(MtpConfig(init="checkpoint"), target)
+    many = build_head(MtpConfig(layout="mimo", independent=True, num_depths=2), target)
+    with pytest.raises(BadInput, match=r"no tensor model.mtp_layers.1"):
+        stitch(many, folder, tmp_path / "stitched")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["target"], "nothing half-written stays"
+    path = folder / "model-00002-of-00002.safetensors"
+    tensors = load_file(path)
+    name = "model.mtp_layers.0.input_proj.weight"
+    narrow, quantised = tensors[name][:, :8].contiguous(), tensors[name].char()
+    for bad, message in ((narrow, r"expected \(32, 64\), found \(32, 8\)"), (quantised, "is quantised")):
+        save_file({**tensors, name: bad}, path)
+        with pytest.raises(BadInput, match=message):
+            build_head(MtpConfig(layout="mimo", init="checkpoint"), target)
+
+
+def test_what_cannot_be_driven_is_refused(target, tiny_target, monkeypatch):
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64))
+    with pytest.raises(BadInput, match="needs a decoder with rotary positions"):
+        build_head(MtpConfig(), Target(model, name="tiny-gpt2", fingerprint=""))
+    with pytest.raises(BadInput, match="tiny-llama is no local folder"):
+        build_head(MtpConfig(init="checkpoint"), target)
+    odd = tiny_target("qwen3")
+    layer = odd.layers[-1]
+    kept = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda x, **k: kept(x, **k) + kept(1.5 * x, **{**k, "past_key_values": None}))
+    with pytest.raises(BadInput, match=r"cannot drive its layer 3 \(Qwen3DecoderLayer\) alone"):
+        build_head(MtpConfig(), odd)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layout": "mimi"}, "layout 'mimi': expected one of deepseek_v3, mimo, qwen3_next"),
+        ({"init": "zero"}, "init 'zero'"),
+        ({"feedback": "none"}, "feedback 'none'"),
+        ({"feature_layers": [1]}, "feature_layers"),
+        ({"independent": True, "layout": "qwen3_next"}, "names one projection only"),
+    ],
+)
+def test_bad_settings_are_refused(changes, message):
+    with pytest.raises(BadInput, match=message):
+        MtpConfig(**changes)
