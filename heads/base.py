@@ -31,7 +31,8 @@ class HeadConfig:
     depth_weights: weight of the loss at depth k: `geometric` depth_decay ** k, `normalised` the same over their sum,
         `exponential` exp(-k / depth_decay).
     loss: weight of each loss in the mix, by its name in losses.LOSSES. loss_by_depth: a mix for each depth instead.
-    loss_eta: how fast `lk_lambda` turns from kl to tv. loss_top_k: target tokens that `topk_ce` reads.
+    loss_eta: how fast `lk_lambda` turns from kl to tv. loss_top_k: target tokens that `topk_ce` reads. loss_exponent: g
+        of `hard_gce` and `greedy_gce`, above 0 (all but cross entropy) up to 1.
     align_top_k: a depth counts a chain only if each of the data's tokens before it was among the head's so many best
         guesses there (GRIFFIN: 3). 1: the chains that greedy drafting reaches, so that a recurrent head is trained on
         reading its own drafts: those equal the data's tokens there, and behind the first that does not, the target
@@ -48,6 +49,7 @@ class HeadConfig:
     loss_by_depth: list[dict[str, float]] | None = None
     loss_eta: float = 3.0
     loss_top_k: int = 10
+    loss_exponent: float = 0.5
     align_top_k: int | None = None
     draft_vocab_size: int | None = None
 
@@ -56,6 +58,8 @@ class HeadConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BadInput(f"{name} {value}: expected at least 1")
+        if not 0 < self.loss_exponent <= 1:
+            raise BadInput(f"loss_exponent {self.loss_exponent}: expected more than 0 and at most 1")
         if not self.loss_eta >= 0:
             raise BadInput(f"loss_eta {self.loss_eta}: expected 0 or more")
         depth_weights_of(self.depth_weights, decay=self.depth_decay, num_depths=self.num_depths)
@@ -258,6 +262,7 @@ class DraftHead(nn.Module):
             vocabulary=self.vocabulary,
             eta=config.loss_eta,
             top_k=config.loss_top_k,
+            exponent=config.loss_exponent,
         )
 
     @torch.no_grad()

@@ -44,7 +44,7 @@ class LossSpec:
 
     mix: weight of each loss of `LOSSES`. draft_logits: [n, D] hidden -> [n, Vd]. predicted_state: [n, D] hidden ->
     [n, D], the head's guess of the target's post-norm state. target_logits: [n, D] post-norm state -> [n, V].
-    eta: of `lk_lambda`. top_k: of `topk_ce`.
+    eta: of `lk_lambda`. top_k: of `topk_ce`. exponent: g of `hard_gce` and `greedy_gce`.
     """
 
     mix: Mapping[str, float]
@@ -54,6 +54,7 @@ class LossSpec:
     vocabulary: DraftVocabulary | None = None
     eta: float = 3.0
     top_k: int = 10
+    exponent: float = 0.5
 
 
 @dataclass
@@ -126,6 +127,24 @@ def hard_ce(rows: Rows) -> Tensor:
     return F.nll_loss(rows.draft_log_probs, rows.draft_labels, ignore_index=-1, reduction="none")
 
 
+def hard_gce(rows: Rows) -> Tensor:
+    """(1 - q(label)^g) / g, the generalised cross entropy (Zhang and Sabuncu 2018): hard_ce as g goes to 0, 1 - q at 1.
+
+    Its gradient is that of -log q times q^g. A head too small to be right everywhere gives up the tokens that it cannot
+    win, whose -log q would dominate, for those that greedy drafting gets accepted.
+    """
+    return -torch.expm1(-rows.spec.exponent * hard_ce(rows)) / rows.spec.exponent
+
+
+def greedy_gce(rows: Rows) -> Tensor:
+    """hard_gce with the target's most probable token as label: what a greedy draft must hit at temperature 0."""
+    labels = rows.target_logits.argmax(-1)  # [n]
+    if rows.spec.vocabulary is not None:
+        labels = rows.spec.vocabulary.to_draft[labels]
+    loss = F.nll_loss(rows.draft_log_probs, labels, ignore_index=-1, reduction="none")
+    return -torch.expm1(-rows.spec.exponent * loss) / rows.spec.exponent
+
+
 def soft_ce(rows: Rows) -> Tensor:
     """-sum_v p(v) log q(v) (EAGLE-3, section 3.1).
 
@@ -188,6 +207,8 @@ def feature(rows: Rows) -> Tensor:
 
 LOSSES: dict[str, Callable[[Rows], Tensor]] = {
     "hard_ce": hard_ce,
+    "hard_gce": hard_gce,
+    "greedy_gce": greedy_gce,
     "soft_ce": soft_ce,
     "kl": kl,
     "reverse_kl": reverse_kl,

@@ -19,6 +19,8 @@ class TrainConfig:
 
     output_dir: the run folder. batch_size: rows per process and forward. accumulation: forwards per optimizer step.
     max_steps: optimizer steps. learning_rate: the peak, reached after warmup_steps, then cosine to min_lr_ratio of it.
+    optimizer: `adamw`, or `muon`: Muon for the matrices, AdamW for vectors and output layers. matrix_learning_rate: the
+    peak for Muon's matrices; None: learning_rate. beta1, beta2: AdamW's; Muon's momentum is 0.95.
     precision: fp32 or bf16 (autocast; master weights stay fp32). validate_every, checkpoint_every: steps; 0: at the end
     only, or never. stop_at_step: leave after this step as if interrupted, the schedule unchanged; the same command
     without it goes on. wandb_project: also log to Weights & Biases, offline where there is no key.
@@ -28,7 +30,9 @@ class TrainConfig:
     max_steps: int
     batch_size: int = 8
     accumulation: int = 1
+    optimizer: str = "adamw"
     learning_rate: float = 4e-4
+    matrix_learning_rate: float | None = None
     warmup_steps: int = 50
     min_lr_ratio: float = 0.0
     weight_decay: float = 0.0
@@ -55,8 +59,13 @@ class TrainConfig:
             raise BadInput(f"device {self.device!r}: expected cpu or cuda; which GPUs, CUDA_VISIBLE_DEVICES says")
         if self.precision not in ("fp32", "bf16"):
             raise BadInput(f"precision {self.precision!r}: expected fp32 or bf16")
-        if self.learning_rate <= 0:
-            raise BadInput(f"learning_rate {self.learning_rate}: expected more than 0")
+        if self.optimizer not in ("adamw", "muon"):
+            raise BadInput(f"optimizer {self.optimizer!r}: expected adamw or muon")
+        if self.matrix_learning_rate is not None and self.optimizer != "muon":
+            raise BadInput(f"matrix_learning_rate {self.matrix_learning_rate}: only with optimizer muon")
+        for name in ("learning_rate", "matrix_learning_rate"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                raise BadInput(f"{name} {getattr(self, name)}: expected more than 0")
 
 
 @dataclass(kw_only=True)

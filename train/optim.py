@@ -1,30 +1,80 @@
 """The optimizer and its schedule, a pure function of the step."""
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
+from ..heads.base import DraftHead
 from .config import TrainConfig
 
 
-def build_optimizer(head: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW; weight decay on matrices only."""
-    matrices = [p for p in head.parameters() if p.requires_grad and p.ndim >= 2]
-    vectors = [p for p in head.parameters() if p.requires_grad and p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        fused=all(p.device.type in ("cpu", "cuda") for p in head.parameters()),
-    )
+class MuonAdamW(torch.optim.Optimizer):
+    """Muon for matrices and AdamW for the rest, seen as one optimizer: one state, one list of groups.
+
+    Muon orthogonalises the momentum of a matrix, so that every direction of the update has the same size (Jordan 2024);
+    scaled to the update that AdamW would make (Liu et al. 2025), both take learning rates of the same order.
+    """
+
+    def __init__(self, matrices: list[dict[str, Any]], others: list[dict[str, Any]], **adamw: Any):
+        self.parts = [
+            torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw"),
+            *([torch.optim.AdamW(others, **adamw)] if others else []),
+        ]
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        self._share()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()
+
+    def _share(self) -> None:
+        """The parts work on this optimizer's own groups and state, also after both were loaded anew."""
+        start = 0
+        for part in self.parts:
+            count = len(part.param_groups)
+            part.param_groups, part.state = self.param_groups[start : start + count], self.state
+            start += count
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        assert closure is None
+        for part in self.parts:
+            part.step()
 
 
-def learning_rate(step: int, config: TrainConfig) -> float:
-    """Learning rate of 0-based `step`: linear warm-up, then half a cosine down to min_lr_ratio of the peak."""
+def build_optimizer(head: DraftHead, config: TrainConfig) -> torch.optim.Optimizer:
+    """AdamW, or Muon with AdamW for vectors and whatever has the vocabulary as a side; decay on matrices only.
+
+    Each group keeps its `peak`, the learning rate that `schedule` scales.
+    """
+    size = head.target.vocab_size if head.vocabulary is None else len(head.vocabulary.to_target)
+    trained = [p for p in head.parameters() if p.requires_grad]
+    inner = [p for p in trained if config.optimizer == "muon" and p.ndim == 2 and size not in p.shape]
+    rest = [p for p in trained if not any(p is matrix for matrix in inner)]
+
+    def group(parameters: Sequence[Tensor], *, peak: float, decay: float) -> list[dict[str, Any]]:
+        return [{"params": list(parameters), "peak": peak, "lr": peak, "weight_decay": decay}] if parameters else []
+
+    peak, decay = config.learning_rate, config.weight_decay
+    others = [
+        *group([p for p in rest if p.ndim >= 2], peak=peak, decay=decay),
+        *group([p for p in rest if p.ndim < 2], peak=peak, decay=0.0),
+    ]
+    fused = all(p.device.type in ("cpu", "cuda") for p in trained)
+    adamw: dict[str, Any] = {"betas": (config.beta1, config.beta2), "fused": fused}
+    if not inner:
+        return torch.optim.AdamW(others, **adamw)
+    matrices = group(inner, peak=config.matrix_learning_rate or peak, decay=decay)
+    return MuonAdamW(matrices, others, **adamw)
+
+
+def schedule(step: int, config: TrainConfig) -> float:
+    """Share of the peak learning rates at 0-based `step`: linear warm-up, then half a cosine down to min_lr_ratio."""
     if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
+        return (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
     low = config.min_lr_ratio
-    return config.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+    return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))

@@ -28,7 +28,7 @@ from ..heads.registry import build_head, save_head
 from ..heads.target import Target
 from .checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from .config import RunConfig, TrainConfig, differing_key
-from .optim import build_optimizer, learning_rate
+from .optim import build_optimizer, schedule
 from .tracking import Tracker
 
 
@@ -138,9 +138,9 @@ class Loop:
         and batches does not change the gradient.
         """
         started = time.perf_counter()
-        lr = learning_rate(step, self.config)
+        share = schedule(step, self.config)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = group["peak"] * share
         counts = torch.stack([chain_starts(mask, self.head.num_depths).counts() for _, mask in batches]).sum(0)
         denominators = self.total(counts)  # [K]
         sums, hits = torch.zeros_like(denominators), torch.zeros_like(denominators)
@@ -168,7 +168,7 @@ class Loop:
             "loss": loss.item(),
             "depth_loss": mean_of(sums, denominators).tolist(),
             "depth_accuracy": mean_of(hits, denominators).tolist(),
-            "learning_rate": lr,
+            "learning_rate": self.config.learning_rate * share,
             "grad_norm": float(norm) if norm is not None else None,
             "num_supervised": int(denominators[0]),
             "tokens_per_second": round(num_tokens / (time.perf_counter() - started), 1),

@@ -10,7 +10,7 @@ from headstart.heads.losses import LOSSES, DraftVocabulary, LossSpec, Rows, chec
 
 NUM_ROWS, SIZE, VOCAB = 7, 5, 11
 CUT = torch.tensor([0, 2, 3, 5, 8, 9])
-ETA, TOP_K = 2.0, 3
+ETA, TOP_K, EXPONENT = 2.0, 3, 0.7
 
 
 def source(seed=0):
@@ -34,6 +34,7 @@ def make_rows(cut=None, *, scale=2.0, mix=None, draft=None, target=None):
         vocabulary=vocabulary,
         eta=ETA,
         top_k=TOP_K,
+        exponent=EXPONENT,
     )
     labels = torch.randint(VOCAB, (NUM_ROWS,), generator=source(3))
     return Rows(spec, draft.clone().requires_grad_(), labels, target)
@@ -53,9 +54,12 @@ def naive(name, draft, target, label, columns):
     alpha = sum(min(whole[c], every[c]) for c in every)
     tv = sum(abs(whole[c] - every[c]) for c in every) / 2
     share = math.exp(-ETA * alpha)
+    top = max(range(len(whole)), key=whole.__getitem__)
     best = sorted(range(len(p)), key=lambda i: -p[i])[:TOP_K]
     return {
         "hard_ce": -math.log(every[label]) if label in columns else 0.0,
+        "hard_gce": (1 - every[label] ** EXPONENT) / EXPONENT if label in columns else 0.0,
+        "greedy_gce": (1 - every[top] ** EXPONENT) / EXPONENT if top in columns else 0.0,
         "soft_ce": -sum(a * math.log(b) for a, b in zip(p, q, strict=True)),
         "kl": kl,
         "reverse_kl": sum(b * math.log(b / a) for a, b in zip(p, q, strict=True)),
@@ -140,6 +144,7 @@ def test_gradients_are_the_closed_forms(cut):
     one = torch.nn.functional.one_hot(rows.draft_labels.clamp(min=0), q.shape[-1])
     wanted = {
         "hard_ce": (q - one) * (rows.draft_labels >= 0)[:, None],
+        "hard_gce": (one * q).sum(-1, keepdim=True) ** EXPONENT * (q - one) * (rows.draft_labels >= 0)[:, None],
         "soft_ce": forward,
         "kl": forward,
         "reverse_kl": q * (score - (q * score).sum(-1, keepdim=True)),
@@ -237,7 +242,7 @@ def test_depth_weights_are_the_papers():
     ("mix", "problem"),
     [
         ({}, "loss {}: expected at least one of hard_ce"),
-        ({"tvv": 1.0}, "loss.tvv: unknown loss; expected some of hard_ce, soft_ce, kl, "),
+        ({"tvv": 1.0}, "loss.tvv: unknown loss; expected some of hard_ce, hard_gce, "),
         ({"tv": 0.0}, "loss.tv 0.0: expected a weight above 0"),
         ({"soft_ce": 1.0, "tv": -1.0}, "loss.tv -1.0: "),
         ({"tv": math.nan}, "loss.tv nan: "),

@@ -83,10 +83,11 @@ def test_the_same_seed_gives_the_same_losses(head_type, run):
 
 
 @pytest.mark.parametrize("every", [0, 2], ids=["at the stop", "every two steps"])
-def test_an_interrupted_run_goes_on_exactly(every, head_type, run, world):
-    rows = f"data.validation={world / 'rows.jsonl'}"
-    whole = run(head_type, "whole", "train.validate_every=2", rows)
-    again = ("train.validate_every=2", rows, f"train.checkpoint_every={every}")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_an_interrupted_run_goes_on_exactly(every, optimizer, head_type, run, world):
+    how = (f"data.validation={world / 'rows.jsonl'}", "train.validate_every=2", f"train.optimizer={optimizer}")
+    whole = run(head_type, "whole", *how)
+    again = (*how, f"train.checkpoint_every={every}")
     half = run(head_type, "half", *again, "train.stop_at_step=3")
     assert not (half / "final").exists() and [row["step"] for row in figures(half)] == [1, 2, 2, 3]
     run(head_type, "half", *again)
@@ -242,17 +243,21 @@ def test_another_config_in_the_same_folder_is_refused(override, key, finished, r
         (["head.feature_layers=[-1, 2]"], "feature layer -1: "),
         (["head.feature_layers=[]"], "head.feature_layers: []: "),
         (["head.feature_layers=[2, 1]"], "head.feature_layers: [2, 1]: must ascend"),
-        (["head.loss.medium_ce=1"], "head: loss.medium_ce: unknown loss; expected some of hard_ce, soft_ce, "),
+        (["head.loss.medium_ce=1"], "head: loss.medium_ce: unknown loss; expected some of hard_ce, hard_gce, "),
         (["head.loss={{tv: 0}}"], "head: loss.tv 0.0: expected a weight above 0"),
         (["head.loss={{tv: much}}"], "head.loss.tv: should be a valid number, got 'much'"),
-        (["head.loss={{}}"], "head: loss {}: expected at least one of hard_ce, soft_ce, "),
+        (["head.loss={{}}"], "head: loss {}: expected at least one of hard_ce, hard_gce, "),
         (["head.loss_by_depth=[{{tv: 1}}]"], "head: loss_by_depth: 1 mixes for num_depths 3"),
         (["head.loss_by_depth=[{{tv: 1}}, {{TV: 1}}, {{tv: 1}}]"], "head: loss_by_depth.1.TV: unknown loss"),
         (["head.depth_weights=linear"], "head: depth_weights 'linear': expected one of geometric, normalised, exp"),
         (["head.depth_decay=0"], "head: depth_decay 0.0: expected more than 0"),
         (["head.loss_eta=-1"], "head: loss_eta -1.0: expected 0 or more"),
         (["head.align_top_k=0"], "head: align_top_k 0: expected at least 1"),
+        (["head.loss_exponent=2"], "head: loss_exponent 2.0: expected more than 0 and at most 1"),
         (["train.precision=fp8"], "train: precision 'fp8': expected fp32 or bf16"),
+        (["train.optimizer=sgd"], "train: optimizer 'sgd': expected adamw or muon"),
+        (["train.matrix_learning_rate=1e-2"], "train: matrix_learning_rate 0.01: only with optimizer muon"),
+        (["train.optimizer=muon", "train.matrix_learning_rate=0"], "train: matrix_learning_rate 0.0: expected more"),
         (["train.max_steps=0"], "train: max_steps 0: expected at least 1"),
         (["train.device=cuda:1"], "train: device 'cuda:1': expected cpu or cuda"),
         (["train.stop_at_step=0"], "train: stop_at_step 0: expected at least 1"),

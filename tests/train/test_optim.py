@@ -1,0 +1,80 @@
+"""Which parameter goes to which optimizer, at which learning rate; and one step of Muon written out."""
+
+import copy
+
+import pytest
+import torch
+from headstart.heads.registry import build_head, head_class
+from headstart.train.config import TrainConfig
+from headstart.train.optim import MuonAdamW, build_optimizer, schedule
+
+
+@pytest.fixture
+def config():
+    return TrainConfig(
+        output_dir="unused", max_steps=10, optimizer="muon", learning_rate=2e-3, matrix_learning_rate=1e-2
+    )
+
+
+@pytest.fixture
+def head(head_type, target):
+    return build_head(head_class(head_type).config_class(), target)
+
+
+def give_gradients(head, seed=0):
+    source = torch.Generator().manual_seed(seed)
+    for p in head.parameters():
+        p.grad = torch.randn(p.shape, generator=source)
+
+
+def test_muon_takes_inner_matrices_and_adamw_vectors_and_output_layers(head, config, target):
+    optimizer = build_optimizer(head, config)
+    assert isinstance(optimizer, MuonAdamW)
+    muon, adamw = (part.param_groups for part in optimizer.parts)
+    matrices = [p for group in muon for p in group["params"]]
+    others = [p for group in adamw for p in group["params"]]
+    assert {id(p) for p in matrices + others} == {id(p) for p in head.parameters()}
+    assert len(matrices) + len(others) == len(list(head.parameters()))
+    assert all(p.ndim == 2 and target.vocab_size not in p.shape for p in matrices)
+    assert all(p.ndim < 2 or target.vocab_size in p.shape for p in others)
+    assert {group["peak"] for group in muon} == {1e-2} and {group["peak"] for group in adamw} == {2e-3}
+
+
+def test_a_muon_step_turns_the_gradient_into_a_matrix_of_even_directions(head, config):
+    """All singular values of the update lie near 0.2 * sqrt(longest side) * learning rate (Liu et al. 2025, eq. 4)."""
+    optimizer = build_optimizer(head, config)
+    assert isinstance(optimizer, MuonAdamW)
+    before = {name: p.detach().clone() for name, p in head.named_parameters()}
+    give_gradients(head)
+    optimizer.step()
+    matrices = {id(p) for group in optimizer.parts[0].param_groups for p in group["params"]}
+    for name, p in head.named_parameters():
+        change = p.detach() - before[name]
+        assert change.abs().max() > 0, name
+        if id(p) in matrices:
+            sizes = torch.linalg.svdvals(change) / (1e-2 * 0.2 * max(p.shape) ** 0.5)
+            assert 0.4 < sizes.median() and sizes.max() < 1.4, name
+
+
+def test_a_loaded_optimizer_goes_on_as_the_one_saved(head, config):
+    """As Accelerate does: state and groups go out as a dict and come back as new objects."""
+    optimizer = build_optimizer(head, config)
+    give_gradients(head)
+    optimizer.step()
+    other = copy.deepcopy(head)
+    loaded = build_optimizer(other, config)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one, its in ((head, optimizer), (other, loaded)):
+        give_gradients(one, seed=1)
+        for group in its.param_groups:
+            group["lr"] = 0.5 * group["peak"]
+        its.step()
+    for (name, a), b in zip(head.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_the_schedule_warms_up_to_one_and_falls_to_its_floor():
+    config = TrainConfig(output_dir="unused", max_steps=10, warmup_steps=2, min_lr_ratio=0.1)
+    shares = [schedule(step, config) for step in range(11)]
+    assert shares[:3] == [0.5, 1.0, 1.0] and shares[10] == pytest.approx(0.1)
+    assert shares[2:] == sorted(shares[2:], reverse=True)
