@@ -18,7 +18,7 @@ def config():
 
 @pytest.fixture
 def head(head_type, target):
-    return build_head(head_class(head_type).config_class(), target)
+    return build_head(head_class(head_type).config_class(type=head_type), target)
 
 
 def give_gradients(head, seed=0):

@@ -1,0 +1,146 @@
+"""EAGLE-3's options: several layers, any features, the norms of EAGLE 3.1."""
+
+import math
+
+import pytest
+import torch
+from headstart.configs.errors import BadInput
+from headstart.eval.generate import generate
+from headstart.heads.base import Reading
+from headstart.heads.drafting import DynamicTree, StaticTree
+from headstart.heads.eagle3 import Eagle3Config
+from headstart.heads.registry import build_head, load_head, save_head
+
+PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
+STATIC = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 1), (0, 0, 0), (0, 1, 0), (2, 1, 1), (0, 0, 0, 0)))
+CASES = {
+    "one layer": {},
+    "EAGLE 3.1": {"fc_norm": True, "norm_output": True},
+    "two layers": {"num_layers": 2},
+    "three layers, 3.1": {"num_layers": 3, "fc_norm": True, "norm_output": True},
+    "one feature": {"feature_layers": [2]},
+}
+
+
+@pytest.fixture(params=list(CASES.values()), ids=list(CASES))
+def head(request, target):
+    """Every weight is away from its start."""
+    made = build_head(Eagle3Config(**{"num_depths": 4, **request.param}), target, seed=2)
+    source = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=source))
+    return made.eval()
+
+
+def rms(x, norm, eps):
+    return norm.weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
+
+
+def turned(x, theta):
+    """Rotary embedding of [T, N, H] at positions 0..T-1: channel i pairs with i + H/2."""
+    half = x.shape[-1] // 2
+    angles = torch.outer(torch.arange(len(x)).float(), theta ** (-torch.arange(half).float() / half))[:, None]
+    low, high = x[..., :half], x[..., half:]
+    return torch.cat([low * angles.cos() - high * angles.sin(), low * angles.sin() + high * angles.cos()], -1)
+
+
+def attention(weights, x, llama):
+    """Causal attention over a whole sequence [T, in], head by head."""
+    theta, size = llama.rope_parameters["rope_theta"], llama.head_dim
+    q, k, v = ((x @ getattr(weights, f"{name}_proj").weight.T).unflatten(-1, (-1, size)) for name in "qkv")  # [T, N, H]
+    q, k = turned(q, theta), turned(k, theta)
+    groups = q.shape[1] // k.shape[1]
+    heads = []
+    for i in range(q.shape[1]):
+        scores = q[:, i] @ k[:, i // groups].T / math.sqrt(size)
+        scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -math.inf)
+        heads.append(scores.softmax(-1) @ v[:, i // groups])
+    return torch.cat(heads, -1) @ weights.o_proj.weight.T
+
+
+def naive(head, ids, features, t):
+    """Draft logits of the chain at t, as deep as there are tokens: the sequence of pairs grows by the head's output."""
+    llama, eps = head.llama, head.llama.rms_norm_eps
+    layers = [head.midlayer] if head.config.num_layers == 1 else list(head.layers)
+    parts = [features[: t + 1, i] for i in range(features.shape[1])]
+    if head.config.fc_norm:
+        parts = [rms(part, norm, eps) for part, norm in zip(parts, head.fc_norm, strict=True)]
+    hidden = torch.cat(parts, -1) @ head.fc.weight.T  # [t + 1, D]
+    while len(hidden) < min(len(ids), t + 1 + head.num_depths):
+        embedded = head.target.input_embedding.weight[ids[1 : len(hidden) + 1]]
+        for i, layer in enumerate(layers):
+            if i == 0:
+                out = hidden
+                x = torch.cat([rms(embedded, layer.input_layernorm, eps), rms(out, layer.hidden_norm, eps)], -1)
+            else:
+                x = rms(out, layer.input_layernorm, eps)
+            out = out + attention(layer.self_attn, x, llama)
+            x = rms(out, layer.post_attention_layernorm, eps)
+            gate, up = x @ layer.mlp.gate_proj.weight.T, x @ layer.mlp.up_proj.weight.T
+            out = out + (torch.nn.functional.silu(gate) * up) @ layer.mlp.down_proj.weight.T
+        last = rms(out[-1], head.norm, eps)
+        yield last @ head.lm_head.weight.T
+        hidden = torch.cat([hidden, (last if head.config.norm_output else out[-1])[None]])
+
+
+def test_logits_and_gradients_are_the_formulas(head, target, make_batch):
+    head.train()
+    batch = make_batch(target, head, num_rows=2, length=10)
+    out = head.loss(batch)
+    starts, logits = head.teacher_forced_logits(batch)
+    said = target.model(input_ids=batch.input_ids, use_cache=False).logits.softmax(-1).detach()
+    terms: list[list[torch.Tensor]] = [[] for _ in range(head.num_depths)]
+    for row in range(2):
+        for at, t in enumerate(starts.positions[row].tolist()):
+            if not starts.valid[row, at, 0]:
+                continue
+            for depth, one in enumerate(naive(head, batch.input_ids[row], batch.output.features[row], t)):
+                if not starts.valid[row, at, depth]:
+                    break
+                torch.testing.assert_close(logits[row, at, depth], one, rtol=1e-5, atol=1e-5)
+                terms[depth].append(-(said[row, t + 1 + depth] * one.log_softmax(-1)).sum())
+    wanted = torch.stack([0.8**depth * torch.stack(each).mean() for depth, each in enumerate(terms)]).sum()
+    torch.testing.assert_close(out.loss, wanted, rtol=1e-5, atol=1e-5)
+    ours = torch.autograd.grad(out.loss, list(head.parameters()))
+    plain = torch.autograd.grad(wanted, list(head.parameters()))
+    for (name, _), a, b in zip(head.named_parameters(), ours, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("tree", [None, STATIC, DynamicTree(num_nodes=12, depth=4, top_k=3)], ids=str)
+def test_drafting_is_what_training_scored_and_lossless(head, tree, target):
+    wanted = generate(target, None, PROMPTS, max_new_tokens=24).token_ids
+    assert generate(target, head, PROMPTS, max_new_tokens=24, tree=tree).token_ids == wanted
+
+
+def test_a_chain_drafts_what_the_formulas_say(head, target):
+    """Along the head's own greedy drafts, step by step over its cache."""
+    prompt, last = torch.tensor(PROMPTS[1]), len(PROMPTS[1]) - 1
+    first = generate(target, None, PROMPTS[1], max_new_tokens=1).token_ids[0]
+    read = target.forward(prompt[None], feature_layers=head.feature_layers)
+    row = torch.cat([prompt, torch.tensor(first)])
+    state = head.begin(batch_size=1, max_length=64)
+    head.commit(state, Reading(prompt[None], row[None, 1:], read, torch.tensor([0]), torch.tensor([len(prompt)])))
+    drafted = head.propose(state, num_draft_tokens=4)
+    for depth in range(4):
+        logits = list(naive(head, row, read.features[0], last))[depth]
+        torch.testing.assert_close(drafted.logits[depth][0], logits, rtol=1e-4, atol=1e-4)
+        row = torch.cat([row, logits.argmax()[None]])
+    assert drafted.tokens[0].tolist() == row[-4:].tolist()
+
+
+def test_options_are_kept_and_served(head, target, tmp_path):
+    loaded = load_head(save_head(head, tmp_path / "head"), target)
+    assert loaded.config == head.config
+    served = head.serving_config()
+    assert served["num_hidden_layers"] == head.config.num_layers and served["fc_norm"] == head.config.fc_norm
+    names = set(head.state_dict())
+    assert ("midlayer.mlp.up_proj.weight" in names) == (head.config.num_layers == 1)
+    assert ("layers.1.input_layernorm.weight" in names) == (head.config.num_layers > 1)
+    assert ("fc_norm.0.weight" in names) == head.config.fc_norm
+
+
+def test_no_layers_are_refused():
+    with pytest.raises(BadInput, match="^num_layers 0: expected at least 1$"):
+        Eagle3Config(num_layers=0)
