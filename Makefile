@@ -29,10 +29,14 @@ test-slow: $(READY) ## the slow tests, the quickstart and its bars among them
 gpu: $(READY) ## what a GPU is asked: captured steps, the engine at 8B shape; results in runs/gpu
 	PYTHON=$(BIN)/python bash scripts/gpu_suite.sh
 
+bench-heads: $(READY) ## every family of heads at one size, on the quickstart's target; or BENCH="--target ... --train ..."
+	$(BIN)/python -m headstart.scripts.bench_heads $(BENCH)
+	$(BIN)/python -m headstart.scripts.bench_heads --table
+
 wheel: $(READY) ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean: ## remove what runs and builds left
 	rm -rf build dist runs *.egg-info
 
-.PHONY: help quickstart check test test-slow gpu wheel clean
+.PHONY: help quickstart check test test-slow gpu bench-heads wheel clean

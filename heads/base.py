@@ -186,6 +186,11 @@ class DraftHead(nn.Module):
         return tuple(self.config.feature_layers or ())
 
     @property
+    def reads_post_norm(self) -> bool:
+        """Whether it drafts from the target's `post_norm`; losses may read that of any head."""
+        return not self.feature_layers
+
+    @property
     def max_draft_tokens(self) -> int | None:
         return None
 

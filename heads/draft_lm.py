@@ -94,6 +94,10 @@ class DraftLMHead(DraftHead):
             sizes = f"{self.reader.hidden_size} against {target.hidden_size}"
             raise BadInput(f"head.loss.feature: the draft model's states have another size than the target's: {sizes}")
 
+    @property
+    def reads_post_norm(self) -> bool:
+        return False
+
     def serving_config(self) -> dict[str, Any]:
         architecture = self.config.architecture or {}
         return {**architecture, "architectures": [type(self.reader.model).__name__]}
@@ -232,8 +236,8 @@ def fresh_model(config: DraftLMConfig, target: Target) -> Any:
     try:
         made = type(target.config).from_dict({**raw, **given})
         model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise BadInput(f"head.hidden_size {size}: {first_line(error)}") from error
+    except Exception as error:  # a config class of its own kind, with what is wrong as the cause
+        raise BadInput(f"head.hidden_size {size}: {first_line(error.__cause__ or error)}") from error
     pairs = [
         (model.get_input_embeddings(), target.input_embedding),
         (model.get_output_embeddings(), target.output_layer),

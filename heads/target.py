@@ -61,6 +61,27 @@ def torch_dtype(name: str) -> torch.dtype | str:
     return names[short.get(name, name)]
 
 
+def found_path(path: str | Path) -> str:
+    """A hub id as it is, a local folder with `~` resolved. Raises BadInput where such a folder holds no model."""
+    path = str(path)
+    if Path(path).exists() or path.startswith((".", "/", "~")):
+        path = str(Path(path).expanduser())
+        if not Path(path, "config.json").is_file():
+            what = "no config.json in it" if Path(path).is_dir() else "no such folder"
+            raise BadInput(f"target {path}: {what}")
+    return path
+
+
+def read_model_config(path: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The Hugging Face config of a model, without its weights. Raises BadInput where there is none."""
+    path = found_path(path)
+    try:
+        with quiet_loading():
+            return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    except Exception as error:  # as in Target.load
+        raise BadInput(f"target {path}: {first_line(error)}") from error
+
+
 def default_device() -> str:
     """cuda where there is one, else cpu."""
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -93,7 +114,8 @@ class Target:
         self._window: int | None = getattr(self.config, "sliding_window", None) if has_window else None
         self._captured: dict[int, Tensor] = {}
         self._watched: set[int] = set()
-        self._check_against_model()
+        if self.device.type != "meta":  # shapes without weights: nothing to compare
+            self._check_against_model()
 
     @classmethod
     def load(
@@ -109,17 +131,11 @@ class Target:
 
         Raises: BadInput where there is no such model, its weights are incomplete, or its logits cannot be reproduced.
         """
-        path = str(path)
-        if Path(path).exists() or path.startswith((".", "/", "~")):
-            path = str(Path(path).expanduser())
-            if not Path(path, "config.json").is_file():
-                what = "no config.json in it" if Path(path).is_dir() else "no such folder"
-                raise BadInput(f"target {path}: {what}")
-        wanted = torch_dtype(dtype)
-        how = {"revision": revision, "trust_remote_code": trust_remote_code}
+        path, wanted = found_path(path), torch_dtype(dtype)
+        how: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        config = read_model_config(path, **how)
         try:
             with quiet_loading():
-                config = AutoConfig.from_pretrained(path, **how)
                 # as stored, so that the fingerprint is of the stored values, whatever dtype the run asks for
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
                     path, config=config, dtype="auto", output_loading_info=True, **how

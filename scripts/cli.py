@@ -8,6 +8,7 @@ import typer
 from .. import __version__
 from ..configs.errors import BadInput
 from .evaluate import evaluate
+from .heads_command import heads
 
 app = typer.Typer(
     name="headstart",
@@ -50,6 +51,7 @@ def train(
 
 
 app.command(name="eval")(evaluate)
+app.command()(heads)
 
 
 def show_version(value: bool) -> None:

@@ -24,6 +24,7 @@ from ..data_pipelines.vocab import coverage, draft_vocabulary
 from ..eval.metrics import Acceptance, expected_acceptance
 from ..heads.base import DraftBatch, DraftHead
 from ..heads.chains import chain_starts, mean_of
+from ..heads.fit import check_fit
 from ..heads.registry import build_head, save_head
 from ..heads.target import Target
 from .checkpoint import checkpoints, load_checkpoint, save_checkpoint
@@ -40,6 +41,7 @@ def train(run: RunConfig, *, console: Console | None = None) -> Path:
     console = console or Console(stderr=True)
 
     # ---- inputs: everything that can be wrong is found here ----
+    check_fit(run.head, run.target)
     # the target is loaded before the Accelerator exists: DeepSpeed's would partition it under ZeRO-3
     target = Target.load(run.target.path, **{k: v for k, v in asdict(run.target).items() if k != "path"})
     samples, validation = load_samples(run, target, console)

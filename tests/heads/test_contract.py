@@ -179,7 +179,7 @@ def test_same_seed_same_weights(head_type, target):
 def test_expected_acceptance_is_what_decoding_counts(head_type, target):
     """One figure from training's view and one from the engine's, on the same text."""
     head = fresh(head_type, target, trained_looking=True)
-    text = generate(target, head, PROMPTS[:1], max_new_tokens=120, eos_token_ids=[])
+    text = generate(target, head, PROMPTS[:1], max_new_tokens=60, eos_token_ids=[])
     num_draft = text.rounds[1].num_drafted
     ids = torch.tensor([PROMPTS[0] + text.token_ids[0]])
     mask = torch.arange(ids.shape[1])[None] >= len(PROMPTS[0])

@@ -224,7 +224,14 @@ def test_a_trees_paths_are_chains(changes, family, prefix, tiny_target):
 
 
 @pytest.mark.parametrize("changes", CHANGES)
-@pytest.mark.parametrize("tree", [None, StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 1))), DynamicTree(12, 4, 3)])
+@pytest.mark.parametrize(
+    "tree",
+    [
+        pytest.param(None, marks=pytest.mark.slow),
+        pytest.param(StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 1))), marks=pytest.mark.slow),
+        DynamicTree(12, 4, 3),
+    ],
+)
 def test_greedy_is_lossless(changes, tree, family, tiny_target):
     target = tiny_target(family)
     wanted = generate(target, None, PROMPTS, max_new_tokens=20).token_ids

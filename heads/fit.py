@@ -1,0 +1,99 @@
+"""Whether a head fits a target, and what it costs, told from the target's config alone: no weights are read."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from ..configs.errors import BadInput, first_line
+from .base import DraftHead, HeadConfig
+from .registry import head_class
+from .target import Target, TargetConfig, quiet_loading, read_model_config
+
+TRAINING_BYTES = 16  # per trained parameter: an fp32 weight, its gradient and AdamW's two moments
+FROZEN_BYTES = 4  # per frozen parameter of the head: an fp32 weight
+
+
+@dataclass(frozen=True)
+class HeadSize:
+    """parameters: trained ones. memory_bytes: what training keeps of them, activations left out. serving_bytes: all the
+    head's parameters in the target's dtype."""
+
+    feature_layers: tuple[int, ...]
+    reads_post_norm: bool
+    parameters: int
+    memory_bytes: int
+    serving_bytes: int
+
+
+def load_skeleton(config: TargetConfig) -> Target:
+    """The target with shapes but no weights, on torch's meta device; a 70B one takes a second.
+
+    Raises: BadInput where there is no such model, or it cannot be built without weights.
+    """
+    return build_skeleton(read_model_config(config.path, **how_to_read(config)), config)
+
+
+def how_to_read(config: TargetConfig) -> dict[str, Any]:
+    return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+
+
+def build_skeleton(model_config: Any, config: TargetConfig) -> Target:
+    """`load_skeleton` of a Hugging Face config that was read."""
+    try:
+        with torch.device("meta"), quiet_loading():
+            model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
+            return Target(model, name=config.path, fingerprint="")
+    except Exception as error:  # whatever the code of an unknown model raises
+        raise BadInput(f"target {config.path}: cannot be built without weights: {first_line(error)}") from error
+
+
+def check_numbers(config: HeadConfig, skeleton: Target) -> None:
+    """Raises BadInput on a layer or a draft vocabulary that the target has not."""
+    skeleton.check_layers(tuple(config.feature_layers or ()))
+    size = config.draft_vocab_size
+    if size is not None and not 1 <= size <= skeleton.vocab_size:
+        raise BadInput(f"draft vocabulary of {size} tokens: should be between 1 and the target's {skeleton.vocab_size}")
+
+
+def build_skeleton_head(config: HeadConfig, skeleton: Target) -> DraftHead:
+    """The head with shapes but no weights. Raises BadInput, with the numbers, where it does not fit the target."""
+    check_numbers(config, skeleton)
+    config = copy.deepcopy(config)  # families write defaults into their config
+    with torch.device("meta"):
+        size = config.draft_vocab_size
+        ids = None if size is None else torch.arange(size)  # [Vd] which ones does not matter here
+        head = head_class(config.type)(config, skeleton, ids)
+    skeleton.check_layers(head.feature_layers)
+    return head
+
+
+def check_fit(config: HeadConfig, target: TargetConfig) -> None:
+    """Raises BadInput where there is no such target or the head cannot be one of it, before any weights are loaded.
+
+    What only weights tell (those that a head starts from, an unknown kind of model) is left to those who load them.
+    """
+    model_config = read_model_config(target.path, **how_to_read(target))
+    try:
+        skeleton = build_skeleton(model_config, target)
+    except BadInput:
+        return
+    check_numbers(config, skeleton)
+    if not (getattr(config, "path", None) or getattr(config, "init", None) == "checkpoint"):
+        build_skeleton_head(config, skeleton)
+
+
+def head_size(config: HeadConfig, skeleton: Target) -> HeadSize:
+    """What the head reads and costs. Raises BadInput where it does not fit the target."""
+    head = build_skeleton_head(config, skeleton)
+    trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
+    every = sum(p.numel() for p in head.parameters())
+    return HeadSize(
+        feature_layers=head.feature_layers,
+        reads_post_norm=head.reads_post_norm,
+        parameters=trained,
+        memory_bytes=TRAINING_BYTES * trained + FROZEN_BYTES * (every - trained),
+        serving_bytes=skeleton.dtype.itemsize * every,
+    )
