@@ -29,8 +29,8 @@ class DraftModelDrafter:
     """K greedy steps of a model with the target's tokenizer, from the pending token on.
 
     Vocabularies may differ in padding: ids that only one of the two has are never drafted, and ids that the draft
-    model lacks are read as its last one. A draft costs K forwards: the first also reads what was committed, all of it
-    again, so that every round has one shape; what a rejected chain left in the cache is overwritten or never seen.
+    model lacks are read as its last one. A draft costs K forwards, the first of them over two tokens, so that all
+    rounds have one shape; what a rejected chain left in the cache is overwritten or never seen.
     """
 
     feature_layers: tuple[int, ...] = ()
@@ -50,10 +50,14 @@ class DraftModelDrafter:
     @torch.no_grad()
     def commit(self, state: DraftModelState, read: Reading) -> None:
         pending = read.next_tokens.gather(1, read.last[:, None])  # [B, 1]
-        tokens = torch.cat([read.tokens, pending], 1).scatter(1, read.num_valid[:, None], pending)  # [B, Q + 1]
         state.extent = read.extent or state.cache.max_length
-        hidden = self._read(state, tokens, read.start)  # [B, Q + 1, D]
         state.position = read.start + read.num_valid
+        if read.follows_draft:  # all but the last drafted token were read in drafting: two tokens are always enough
+            tokens = torch.cat([read.tokens.gather(1, read.last[:, None]), pending], 1)  # [B, 2]
+            state.hidden = self._read(state, tokens, state.position - 1)[:, -1:]
+            return
+        tokens = torch.cat([read.tokens, pending], 1).scatter(1, read.num_valid[:, None], pending)  # [B, Q + 1]
+        hidden = self._read(state, tokens, read.start)  # [B, Q + 1, D]
         state.hidden = hidden[torch.arange(len(hidden), device=hidden.device), read.num_valid][:, None]
 
     @torch.no_grad()

@@ -191,8 +191,14 @@ def build_drafter(spec: str, target: Target) -> tuple[str, Drafter]:
 
 
 def build_drafters(specs: Sequence[str], target: Target) -> list[tuple[str, Drafter]]:
-    """Several drafters under names of their own: where two are alike, with what tells them apart."""
+    """Several drafters under names of their own: where two are alike, with what tells them apart.
+
+    Raises: BadInput where one of several adapts the target: the others would be measured on a model not their own.
+    """
     built = [build_drafter(spec, target) for spec in specs]
+    if target.is_adapted and len(specs) > 1:
+        names = [name for name, drafter in built if getattr(drafter, "adapts_target", False)]
+        raise BadInput(f"drafter {names[0]}: computes with adapters on the target; measure it by itself")
     names = [name for name, _ in built]
     for i, (spec, name) in enumerate(zip(specs, list(names), strict=True)):
         argument = parse_drafter(spec)[1]

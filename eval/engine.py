@@ -208,12 +208,14 @@ class Engine:
 
     # the two steps: tensors in, tensors out, no host read
 
-    def _draft(self, *read: Tensor | None) -> Tensors:
+    def _draft(self, *tensors: Tensor | None) -> Tensors:
         """From the six tensors of a Reading to those of a Proposal."""
         assert self.drafter is not None
-        tokens, next_tokens, features, post_norm, start, num_valid = cast(tuple[Tensor, ...], read)
+        tokens, next_tokens, features, post_norm, start, num_valid = cast(tuple[Tensor, ...], tensors)
         output = TargetOutput(features, post_norm)
-        self.drafter.commit(self.state, Reading(tokens, next_tokens, output, start, num_valid, self.extent))
+        is_chain = self.tree is None
+        read = Reading(tokens, next_tokens, output, start, num_valid, self.extent, follows_draft=is_chain)
+        self.drafter.commit(self.state, read)
         if self.tree is None:
             return self.drafter.propose(self.state, num_draft_tokens=self.num_drafted).tokens, None, None
         warm = self.sampling.temperature > 0

@@ -51,6 +51,7 @@ def build_report(target: Target, results: list[dict[str, Any]]) -> dict[str, Any
         "target": {
             "name": target.name,
             "fingerprint": target.fingerprint,
+            "is_adapted": target.is_adapted,
             "architecture": type(target.model).__name__,
             "num_parameters": sum(p.numel() for p in target.model.parameters()),
             "dtype": str(target.dtype).removeprefix("torch."),
@@ -95,7 +96,8 @@ def show(report: dict[str, Any], console: Any) -> None:
     from rich.table import Table
 
     about, machine = report["target"], report["environment"]
-    console.print(f"{about['name']} ({about['dtype']}) on {machine['device']}, {machine['num_threads']} threads")
+    name = f"{about['name']} with the head's adapters" if about["is_adapted"] else about["name"]
+    console.print(f"{name} ({about['dtype']}) on {machine['device']}, {machine['num_threads']} threads")
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0))
     for column in ("drafter", "suite", "tree"):
         table.add_column(column)

@@ -106,6 +106,7 @@ class Reading:
     tokens: [B, Q] the token at each position (x_p). next_tokens: [B, Q] the one that follows it (x_{p+1}). output: the
     target's states. start: [B] the first position. num_valid: [B]; what lies beyond was rejected or is padding. 0 in
     rows that had ended. extent: no position of this round, drafts included, lies at or beyond it; 0: not known.
+    follows_draft: it is what became of the drafter's last proposal, a chain, so accepted drafts are nothing new to it.
     """
 
     tokens: Tensor
@@ -114,6 +115,7 @@ class Reading:
     start: Tensor
     num_valid: Tensor
     extent: int = 0
+    follows_draft: bool = False
 
     @property
     def last(self) -> Tensor:
@@ -165,6 +167,7 @@ class DraftHead(nn.Module):
 
     config_class: ClassVar[type[HeadConfig]] = HeadConfig
     on_host: bool = False
+    adapts_target: bool = False  # whether it trains adapters of the target, as its submodule `adapter`
     default_draft_tokens: ClassVar[int] = 5
 
     def __init__(self, config: HeadConfig, target: Target, draft_token_ids: Tensor | None = None):
@@ -204,6 +207,10 @@ class DraftHead(nn.Module):
 
     # training
 
+    def learning_rate_scales(self, step: int) -> dict[str, float]:
+        """What share of the learning rate parameters take at a step, by how their names begin; all others take all."""
+        return {}
+
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         """Teacher-forced drafting: for each depth, [B, S, D] what `draft_logits` reads for every chain start."""
         raise NotImplementedError
@@ -241,7 +248,7 @@ class DraftHead(nn.Module):
                 hidden[valid],
                 self.loss_spec(depth),
                 labels=labels,
-                teacher_hidden=starts.take(batch.output.post_norm, offset=depth + 1)[valid],  # [rows, D]
+                teacher_hidden=starts.take(batch.output.post_norm, offset=depth + 1)[valid].detach(),  # [rows, D]
                 weights=weights,
                 num_guesses=top_k or 1,
             )

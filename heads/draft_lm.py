@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ..configs.errors import BadInput, first_line
+from .adapters import add_adapters
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, Reading
 from .cache import SlotCache, tree_mask
 from .target import Target, quiet_loading
@@ -83,7 +84,8 @@ class DraftLMHead(DraftHead):
         self.reader = Target(model, name=config.path or "draft_lm", fingerprint="")  # how a model is read over a cache
         architecture = json.loads(model.config.to_json_string(use_diff=False))
         if config.lora_rank and config.architecture is None:
-            add_adapters(model, rank=config.lora_rank, alpha=config.lora_alpha)
+            how: dict[str, Any] = {"vocab_size": target.vocab_size, "key": "head.lora_rank"}
+            add_adapters(model, rank=config.lora_rank, alpha=config.lora_alpha, **how)
         else:
             model.requires_grad_(True)
         self.config: DraftLMConfig = replace(config, architecture=architecture)
@@ -103,15 +105,9 @@ class DraftLMHead(DraftHead):
         return {**architecture, "architectures": [type(self.reader.model).__name__]}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Tensors under Hugging Face's names: adapters merged into their layers, a tied output layer stored once."""
-        state = super().state_dict(*args, **kwargs)
-        for name, module in self.named_modules():
-            adapted: Any = module
-            if hasattr(module, "base_layer"):
-                weight = state[f"{name}.base_layer.weight"]
-                state[f"{name}.base_layer.weight"] = weight + adapted.get_delta_weight("default").detach().to(weight)
-        kept = (item for item in state.items() if item[0] not in self._tied() and ".lora_" not in item[0])
-        return {name.replace(".base_layer.", "."): value for name, value in kept}
+        """Tensors under Hugging Face's names; a tied output layer is stored once."""
+        tied = self._tied()
+        return {name: value for name, value in super().state_dict(*args, **kwargs).items() if name not in tied}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         own = super().state_dict()
@@ -283,13 +279,3 @@ def differing_word(words: Mapping[str, int], others: Mapping[str, int]) -> str |
     """A token of the smaller vocabulary that is not the same in the other; None: one of them holds the other."""
     few, many = sorted((words, others), key=len)
     return next((word for word, i in few.items() if many.get(word) != i), None)
-
-
-def add_adapters(model: Any, *, rank: int, alpha: float) -> None:
-    """Freeze the model and put a trainable adapter on every linear layer but the output's."""
-    try:
-        from peft import LoraConfig, inject_adapter_in_model  # an optional part: see docs/dependencies.md
-    except ImportError as error:
-        raise BadInput(f"head.lora_rank {rank}: needs the package peft (pip install peft)") from error
-    how: dict[str, Any] = {"r": rank, "lora_alpha": alpha, "target_modules": "all-linear"}
-    inject_adapter_in_model(LoraConfig(**how), model)

@@ -30,16 +30,17 @@ class Rotary:
 
     def __init__(self, config: LlamaConfig):
         self.embedding = LlamaRotaryEmbedding(config)
-        self.tables: tuple[Tensor, Tensor] | None = None  # [positions, H] each
+        # [positions, H] each, by size; none is dropped: a captured graph reads the one it was captured with
+        self.tables: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, positions: Tensor, *, like: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
         """cos, sin [B, 1, Q, H] in `like`'s dtype for positions [B, Q], all below num_positions."""
-        if self.tables is None or len(self.tables[0]) < num_positions or self.tables[0].device != positions.device:
-            size = max(256, 1 << (num_positions - 1).bit_length())
+        size = max(256, 1 << (num_positions - 1).bit_length())
+        if (size, positions.device) not in self.tables:
             every = torch.arange(size, device=positions.device)[None]
             cos, sin = self.embedding.to(positions.device)(torch.zeros(1, device=positions.device), every)
-            self.tables = cos[0], sin[0]
-        cos, sin = self.tables
+            self.tables[size, positions.device] = cos[0], sin[0]
+        cos, sin = self.tables[size, positions.device]
         return cos[positions][:, None].to(like.dtype), sin[positions][:, None].to(like.dtype)
 
 

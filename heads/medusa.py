@@ -1,7 +1,8 @@
-"""Medusa-1: independent heads, each a stack of residual blocks on the target's last state (Cai et al. 2024)."""
+"""Medusa-1 and Medusa-2: independent heads, residual blocks on the target's last state (Cai et al. 2024)."""
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -9,20 +10,35 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..configs.errors import BadInput
-from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, Reading
+from .adapters import TargetAdapter
+from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, LossOutput, Reading
+from .chains import mean_of
+from .losses import LossSpec, summed_loss
 from .target import Target
 
 
 @dataclass(kw_only=True)
 class MedusaConfig(HeadConfig):
     """num_blocks: residual blocks per head. output: `own`, each head has an output layer that starts as a copy of the
-    target's lm_head, or `shared`, all use the target's frozen one."""
+    target's lm_head, or `shared`, all use the target's frozen one.
+
+    target_lora_rank: above 0, for Medusa-2: low-rank adapters of the target's linear layers train with the heads, and
+    the text that is drafted and verified is the target's with them. target_lora_alpha / target_lora_rank scales them.
+    The loss is then the target's own plus head_weight times the heads'. self_distillation: the target's own is the KL
+    divergence from the target without adapters, which keeps its text; else cross entropy on the data's tokens.
+    target_learning_rate_scale: adapters learn at this share of the heads' rate, from step target_warmup_steps on."""
 
     type: str = "medusa"
     loss: dict[str, float] = field(default_factory=lambda: {"hard_ce": 1.0})
     loss_eta: float = 10.0
     num_blocks: int = 1
     output: str = "own"
+    target_lora_rank: int = 0
+    target_lora_alpha: float = 16.0
+    self_distillation: bool = True
+    head_weight: float = 0.2
+    target_learning_rate_scale: float = 0.25
+    target_warmup_steps: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -32,6 +48,12 @@ class MedusaConfig(HeadConfig):
             raise BadInput("draft_vocab_size: medusa drafts the target's whole vocabulary")
         if self.feature_layers:
             raise BadInput("feature_layers: medusa reads the state after the final norm only")
+        for name in ("target_lora_rank", "target_warmup_steps"):
+            if getattr(self, name) < 0:
+                raise BadInput(f"{name} {getattr(self, name)}: expected 0 or more")
+        for name in ("target_lora_alpha", "head_weight", "target_learning_rate_scale"):
+            if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
+                raise BadInput(f"{name} {getattr(self, name)}: expected more than 0")
 
 
 class ResidualBlock(nn.Module):
@@ -75,6 +97,9 @@ class MedusaHead(DraftHead):
                 layer.load_state_dict(target.output_layer.state_dict())
                 parts.append(layer)
             self.add_module(str(k), nn.ModuleList(parts))
+        self.adapts_target = config.target_lora_rank > 0
+        if self.adapts_target:
+            self.adapter = TargetAdapter(target, rank=config.target_lora_rank, alpha=config.target_lora_alpha)
 
     @property
     def max_draft_tokens(self) -> int | None:
@@ -92,6 +117,23 @@ class MedusaHead(DraftHead):
             "medusa_num_layers": self.config.num_blocks,
             "medusa_fc_bias": True,
         }
+
+    def learning_rate_scales(self, step: int) -> dict[str, float]:
+        config = self.config
+        return {"adapter.": config.target_learning_rate_scale if step >= config.target_warmup_steps else 0.0}
+
+    def loss(self, batch: DraftBatch, denominators: Tensor | None = None) -> LossOutput:
+        """The heads' loss; of Medusa-2 head_weight times it, plus the target's own (section 2.2.2).
+
+        The latter is summed over all supervised tokens and divided as the loss of the first head is, by one token less
+        per answer, so that how rows are spread over batches does not change it.
+        """
+        out = super().loss(batch, denominators)
+        if not self.adapts_target:
+            return out
+        counts = out.depth_count if denominators is None else denominators
+        own = mean_of(self._target_loss(batch), counts[0])
+        return replace(out, loss=own + self.config.head_weight * out.loss)
 
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         hidden = starts.take(batch.output.post_norm)  # [B, S, D]
@@ -118,6 +160,24 @@ class MedusaHead(DraftHead):
         """Heads do not read drafted tokens: all nodes of a depth share its scores."""
         logits = self.draft_logits(self._blocks(cast(Tensor, state.hidden), depth), depth)  # [B, V]
         return logits[:, None].expand(-1, tokens.shape[1], -1)
+
+    def _target_loss(self, batch: DraftBatch) -> Tensor:
+        """The adapted target's loss on the tokens that it is to write itself, summed: a scalar."""
+        states, after = batch.output.post_norm[:, :-1], batch.loss_mask[:, 1:]  # [B, T - 1, D], [B, T - 1]
+        teacher = states.detach()
+        if self.config.self_distillation:
+            # as the target itself computes: the states to compare with were read outside any autocast
+            with torch.no_grad(), self.adapter.off(), torch.autocast(states.device.type, enabled=False):
+                teacher = self.target.forward(batch.input_ids).post_norm[:, :-1]
+        spec = LossSpec(
+            mix={"kl": 1.0} if self.config.self_distillation else {"hard_ce": 1.0},
+            draft_logits=self.target.logits,
+            predicted_state=lambda hidden: hidden,
+            target_logits=self.target.logits,
+        )
+        weights = None if batch.weights is None else batch.weights[:, 1:][after]
+        labels = batch.input_ids[:, 1:][after]
+        return summed_loss(states[after], spec, labels=labels, teacher_hidden=teacher[after], weights=weights)[0]
 
     def _parts(self, k: int) -> nn.ModuleList:
         return cast(nn.ModuleList, self.get_submodule(str(k)))

@@ -1,4 +1,4 @@
-"""The table of head families, and head folders: config.json and model.safetensors."""
+"""The table of head families, and head folders: config.json, model.safetensors and, of some, a target's adapter."""
 
 import json
 import os
@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .. import __version__
-from ..configs.errors import BadInput
+from ..configs.errors import BadInput, first_line
+from .adapters import adapted_layers, merged_state, read_adapter, write_adapter
 from .base import DraftHead, HeadConfig
 from .draft_lm import DraftLMHead
 from .eagle import EagleHead
@@ -34,6 +35,9 @@ HEADS: dict[str, type[DraftHead]] = {
 }
 
 
+ADAPTER = "adapter."  # how the tensors begin that a head puts on the target's layers
+
+
 def head_class(name: str) -> type[DraftHead]:
     """The family of that name. Raises BadInput with the names there are."""
     if name not in HEADS:
@@ -47,7 +51,11 @@ def build_head(
     """A fresh head for a target, on its device, in fp32; the same seed gives the same weights.
 
     Args: draft_token_ids: [Vd] ascending target ids, where config.draft_vocab_size is set.
+
+    Raises: BadInput where another head has put its adapters on this target.
     """
+    if target.is_adapted:
+        raise BadInput(f"target {target.name}: computes with another head's adapters, so {config.type} needs it afresh")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         head = head_class(config.type)(config, target, draft_token_ids).to(target.device)
@@ -59,10 +67,11 @@ def save_head(head: DraftHead, folder: str | Path, *, dtype: torch.dtype | None 
     """Write a head folder, whole or not at all.
 
     config.json has the serving keys of the family and, under `headstart`, what `load_head` needs; model.safetensors
-    has the tensors under the family's served names, with `d2t` and `t2d` where the draft vocabulary is cut.
+    has the tensors under the family's served names, with `d2t` and `t2d` where the draft vocabulary is cut. Adapters of
+    the head's own layers are merged into them; those of the target are in peft's two files beside.
     """
     folder = Path(folder)
-    state = head.state_dict().items()
+    state = merged_state(head).items()
     tensors = {name: value.detach().to(dtype or value.dtype).cpu().contiguous() for name, value in state}
     if head.vocabulary is not None:
         to_target = head.vocabulary.to_target.cpu()
@@ -79,6 +88,9 @@ def save_head(head: DraftHead, folder: str | Path, *, dtype: torch.dtype | None 
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     temporary.chmod(0o755)
     (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if head.adapts_target:
+        names = [name for name in tensors if name.startswith(ADAPTER)]
+        write_adapter({name.removeprefix(ADAPTER): tensors.pop(name) for name in names}, head.target, temporary)
     save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
     if folder.exists():
         shutil.rmtree(folder)
@@ -117,18 +129,55 @@ def load_head(folder: str | Path, target: Target) -> DraftHead:
     unknown = set(raw) - {f.name for f in fields(config_class)}
     if unknown:
         raise BadInput(f"head {folder}: config keys of another version of Headstart: {sorted(unknown)}")
+    tensors, draft_token_ids = read_tensors(folder)
+    head = build_head(config_class(**raw), target, draft_token_ids=draft_token_ids)
+    load_weights(head, tensors, folder)
+    return head.to(target.dtype).eval().requires_grad_(False)
+
+
+def start_head(config: HeadConfig, target: Target, folder: str | Path, *, seed: int = 0) -> DraftHead:
+    """A head to go on training, in fp32, with the weights and the draft vocabulary of a head folder.
+
+    The folder's target may be another one. A head that adapts its target may start from one that does not.
+
+    Raises: BadInput where the folder holds another family, another draft vocabulary size or tensors of other shapes.
+    """
+    family = read_head_config(folder)["head"]["type"]
+    if family != config.type:
+        raise BadInput(f"head {folder}: is of type {family}, not {config.type}")
+    tensors, draft_token_ids = read_tensors(folder)
+    size = None if draft_token_ids is None else len(draft_token_ids)
+    if size != config.draft_vocab_size:
+        raise BadInput(f"head {folder}: its draft_vocab_size is {size}, not {config.draft_vocab_size}")
+    head = build_head(config, target, draft_token_ids=draft_token_ids, seed=seed)
+    if adapted_layers(head):
+        raise BadInput(
+            f"head {folder}: a head with adapters of its own cannot start from it; train.lora_rank adds them"
+        )
+    if not any(name.startswith(ADAPTER) for name in tensors):
+        tensors |= {name: value for name, value in head.state_dict().items() if name.startswith(ADAPTER)}
+    load_weights(head, tensors, folder)
+    return head
+
+
+def read_tensors(folder: str | Path) -> tuple[dict[str, Tensor], Tensor | None]:
+    """The tensors of a head folder by the head's names, and the draft token ids [Vd] where its vocabulary is cut."""
     path = Path(folder, "model.safetensors")
     try:
         tensors = load_file(path)
+        adapter = read_adapter(Path(folder))
     except (OSError, SafetensorError) as error:
-        raise BadInput(f"{path}: {str(error).splitlines()[0]}") from error
+        raise BadInput(f"{path}: {first_line(error)}") from error
+    tensors |= {ADAPTER + name: value for name, value in adapter.items()}
     d2t, _ = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    draft_token_ids = None if d2t is None else d2t + torch.arange(len(d2t))
-    head = build_head(config_class(**raw), target, draft_token_ids=draft_token_ids)
+    return tensors, None if d2t is None else d2t + torch.arange(len(d2t))
+
+
+def load_weights(head: DraftHead, tensors: dict[str, Tensor], folder: str | Path) -> None:
+    """Copy a folder's tensors into a head, in the head's own dtype. Raises BadInput unless they fit one to one."""
     expected = {name: tuple(value.shape) for name, value in head.state_dict().items()}
     found = {name: tuple(value.shape) for name, value in tensors.items()}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
-            raise BadInput(f"{path}: tensor {name}: expected {expected.get(name)}, found {found.get(name)}")
+            raise BadInput(f"head {folder}: tensor {name}: expected {expected.get(name)}, found {found.get(name)}")
     head.load_state_dict(tensors)
-    return head.to(target.dtype).eval().requires_grad_(False)

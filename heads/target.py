@@ -114,6 +114,7 @@ class Target:
         self._window: int | None = getattr(self.config, "sliding_window", None) if has_window else None
         self._captured: dict[int, Tensor] = {}
         self._watched: set[int] = set()
+        self.is_adapted = False  # whether it computes with a head's adapters, see adapters.TargetAdapter
         if self.device.type != "meta":  # shapes without weights: nothing to compare
             self._check_against_model()
 
@@ -205,7 +206,6 @@ class Target:
             )
         return SlotCache(num_layers=self.num_layers, max_length=max_length)
 
-    @torch.no_grad()
     def forward(
         self,
         input_ids: Tensor,
@@ -218,6 +218,8 @@ class Target:
         is_newest: bool = False,
     ) -> TargetOutput:
         """Read tokens and return what heads read of them. Never computes logits.
+
+        Its weights are frozen: gradients are recorded only where a head trains adapters on it, see adapters.py.
 
         Args:
             input_ids: [B, T]; without a cache, rows start at position 0 and may be right-padded with any token.

@@ -24,6 +24,9 @@ class TrainConfig:
     precision: fp32 or bf16 (autocast; master weights stay fp32). validate_every, checkpoint_every: steps; 0: at the end
     only, or never. stop_at_step: leave after this step as if interrupted, the schedule unchanged; the same command
     without it goes on. wandb_project: also log to Weights & Biases, offline where there is no key.
+    start_from: a head folder (RUN/final) of the same family and shapes to go on from, with its draft vocabulary; None:
+    a fresh head. lora_rank: above 0, train low-rank adapters of that head's linear layers and nothing else, scaled by
+    lora_alpha / lora_rank; they are merged when the head is saved.
     """
 
     output_dir: str
@@ -46,6 +49,9 @@ class TrainConfig:
     checkpoint_every: int = 0
     keep_checkpoints: int = 2
     stop_at_step: int | None = None
+    start_from: str | None = None
+    lora_rank: int = 0
+    lora_alpha: float = 32.0
     wandb_project: str | None = None
     device: str | None = None
 
@@ -55,6 +61,12 @@ class TrainConfig:
                 raise BadInput(f"{name} {getattr(self, name)}: expected at least 1")
         if self.stop_at_step is not None and self.stop_at_step < 1:
             raise BadInput(f"stop_at_step {self.stop_at_step}: expected at least 1")
+        if self.lora_rank < 0:
+            raise BadInput(f"lora_rank {self.lora_rank}: expected 0, for none, or more")
+        if self.lora_rank and self.start_from is None:
+            raise BadInput(f"lora_rank {self.lora_rank}: adapters need a trained head, so train.start_from is required")
+        if self.lora_alpha <= 0:
+            raise BadInput(f"lora_alpha {self.lora_alpha}: expected more than 0")
         if self.device not in (None, "cpu", "cuda"):
             raise BadInput(f"device {self.device!r}: expected cpu or cuda; which GPUs, CUDA_VISIBLE_DEVICES says")
         if self.precision not in ("fp32", "bf16"):

@@ -48,15 +48,25 @@ class MuonAdamW(torch.optim.Optimizer):
 def build_optimizer(head: DraftHead, config: TrainConfig) -> torch.optim.Optimizer:
     """AdamW, or Muon with AdamW for vectors and whatever has the vocabulary as a side; decay on matrices only.
 
-    Each group keeps its `peak`, the learning rate that `schedule` scales.
+    Each group keeps its `peak`, the learning rate that `schedule` scales, and its `part`: how the names of its
+    parameters begin where `DraftHead.learning_rate_scales` tells them apart, else "".
     """
     size = head.target.vocab_size if head.vocabulary is None else len(head.vocabulary.to_target)
     trained = [p for p in head.parameters() if p.requires_grad]
     inner = [p for p in trained if config.optimizer == "muon" and p.ndim == 2 and size not in p.shape]
     rest = [p for p in trained if not any(p is matrix for matrix in inner)]
 
+    parts = {
+        id(p): part for part in head.learning_rate_scales(0) for n, p in head.named_parameters() if n.startswith(part)
+    }
+
     def group(parameters: Sequence[Tensor], *, peak: float, decay: float) -> list[dict[str, Any]]:
-        return [{"params": list(parameters), "peak": peak, "lr": peak, "weight_decay": decay}] if parameters else []
+        groups: dict[str, dict[str, Any]] = {}
+        for parameter in parameters:
+            part = parts.get(id(parameter), "")
+            fresh = {"params": [], "part": part, "peak": peak, "lr": peak, "weight_decay": decay}
+            groups.setdefault(part, fresh)["params"].append(parameter)
+        return list(groups.values())
 
     peak, decay = config.learning_rate, config.weight_decay
     others = [

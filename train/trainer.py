@@ -22,10 +22,11 @@ from ..data_pipelines.loader import BatchPlan, collate
 from ..data_pipelines.sources import load_rows
 from ..data_pipelines.vocab import coverage, draft_vocabulary
 from ..eval.metrics import Acceptance, expected_acceptance
+from ..heads.adapters import add_adapters
 from ..heads.base import DraftBatch, DraftHead
 from ..heads.chains import chain_starts, mean_of
 from ..heads.fit import check_fit
-from ..heads.registry import build_head, save_head
+from ..heads.registry import build_head, read_head_config, save_head, start_head
 from ..heads.target import Target
 from .checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from .config import RunConfig, TrainConfig, differing_key
@@ -48,7 +49,7 @@ def train(run: RunConfig, *, console: Console | None = None) -> Path:
     ids = draft_token_ids(run, samples, target, console)
     accelerator = start_accelerator(run.train)
     target.to(accelerator.device)
-    head = build_head(run.head, target, draft_token_ids=ids, seed=run.train.seed)
+    head = first_head(run, target, ids, console)
     folder = Path(run.train.output_dir)
     if (folder / "final").is_dir() or (folder / "config.yaml").is_file():
         check_same_run(folder, run)
@@ -76,7 +77,7 @@ def train(run: RunConfig, *, console: Console | None = None) -> Path:
     )
     loop = Loop(run.train, accelerator, target, head, wrapped, optimizer)
     say = console.print if accelerator.is_main_process else lambda *_: None
-    num_parameters = sum(p.numel() for p in head.parameters())
+    num_parameters = sum(p.numel() for p in head.parameters() if p.requires_grad)
     say(
         f"{run.head.type}: {num_parameters:,} parameters on {target.name}; {len(samples)} rows; steps from {first_step}"
     )
@@ -140,9 +141,9 @@ class Loop:
         and batches does not change the gradient.
         """
         started = time.perf_counter()
-        share = schedule(step, self.config)
+        share, scales = schedule(step, self.config), self.head.learning_rate_scales(step)
         for group in self.optimizer.param_groups:
-            group["lr"] = group["peak"] * share
+            group["lr"] = group["peak"] * share * scales.get(group["part"], 1.0)
         counts = torch.stack([chain_starts(mask, self.head.num_depths).counts() for _, mask in batches]).sum(0)
         denominators = self.total(counts)  # [K]
         sums, hits = torch.zeros_like(denominators), torch.zeros_like(denominators)
@@ -231,15 +232,39 @@ def load_samples(run: RunConfig, target: Target, console: Console) -> tuple[list
 
 
 def draft_token_ids(run: RunConfig, samples: list[Sample], target: Target, console: Console) -> Tensor | None:
-    """The tokens that the head is to draft, [Vd], where its config cuts the vocabulary; says what they cover."""
+    """The tokens that a fresh head is to draft, [Vd], where its config cuts the vocabulary; says what they cover."""
     size = run.head.draft_vocab_size
-    if size is None:
+    if size is None or run.train.start_from is not None:
         return None
     ids = draft_vocabulary(samples, size=size, vocab_size=target.vocab_size, always=sorted(target.eos_token_ids))
     console.print(
         f"draft vocabulary: {size} of {target.vocab_size} tokens, {coverage(samples, ids):.1%} of the answers"
     )
     return ids
+
+
+def first_head(run: RunConfig, target: Target, ids: Tensor | None, console: Console) -> DraftHead:
+    """The head before the first step: fresh, or as an earlier run left it, and then perhaps with adapters to train."""
+    config, folder = run.train, run.train.start_from
+    if folder is None:
+        return build_head(run.head, target, draft_token_ids=ids, seed=config.seed)
+    try:
+        head = start_head(run.head, target, folder, seed=config.seed)
+    except BadInput as error:
+        raise BadInput(f"train.start_from: {error}") from error
+    before, now = read_head_config(folder), head.config.as_dict()
+    if before["target"]["fingerprint"] != target.fingerprint:
+        name = before["target"]["name"]
+        console.print(f"train.start_from: a head of another target, {name}; it goes on for {target.name}")
+    changed = [key for key, value in before["head"].items() if now.get(key) != value]
+    if changed:
+        console.print(f"train.start_from: that head was trained with another {', '.join(changed)}")
+    if config.lora_rank:
+        size = target.vocab_size if head.vocabulary is None else len(head.vocabulary.to_target)
+        with torch.random.fork_rng():
+            torch.manual_seed(config.seed)
+            add_adapters(head, rank=config.lora_rank, alpha=config.lora_alpha, vocab_size=size, key="train.lora_rank")
+    return head
 
 
 def start_accelerator(config: TrainConfig) -> Accelerator:

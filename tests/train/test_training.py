@@ -1,11 +1,9 @@
 """Training repeats exactly: by seed, from a checkpoint, after a kill, however a batch is cut; and never half-starts."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from accelerate.state import AcceleratorState
 from headstart.configs.errors import BadInput
 from headstart.eval.generate import generate
@@ -14,32 +12,6 @@ from headstart.heads.target import Target
 from headstart.train import trainer
 from headstart.train.config import load_run
 from headstart.train.tracking import read_rows
-
-
-@pytest.fixture
-def world(saved_target) -> Path:
-    """The folder with `target` and `rows.jsonl`."""
-    return saved_target.parent
-
-
-@pytest.fixture
-def run(world, tmp_path):
-    """run(head_type, name, "key=value", ...): trains into tmp_path/name and returns that folder."""
-
-    def start(head_type, name, *overrides):
-        config = {
-            "target": {"path": str(world / "target")},
-            "head": {"type": head_type, "num_depths": 3},
-            "data": {"train": str(world / "rows.jsonl")},
-            "train": {"max_steps": 6, "batch_size": 2, "warmup_steps": 2, "learning_rate": 3e-3, "device": "cpu"},
-        }
-        config["train"]["output_dir"] = str(tmp_path / name)
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(config))
-        trainer.train(load_run(path, overrides))
-        return tmp_path / name
-
-    return start
 
 
 @pytest.fixture

@@ -1,0 +1,122 @@
+"""Low-rank adapters (Hu et al. 2022), by peft: on a head's own layers, merged when saved, or on the target's.
+
+peft is imported where adapters are made, and nowhere else.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ..configs.errors import BadInput
+from .target import Target
+
+ADAPTER = "default"  # what peft calls the only adapter of a module
+PREFIX = "base_model.model."  # what peft puts before a module's name in its files
+WEIGHTS = "adapter_model.safetensors"
+
+
+def add_adapters(module: nn.Module, *, rank: int, alpha: float, vocab_size: int, key: str) -> None:
+    """Freeze a module and put a trainable adapter on each linear layer but output layers.
+
+    An adapter adds alpha / rank * B A x, with B zero at first. vocab_size: outputs of an output layer. key: of
+    the rank in the config.
+
+    Raises: BadInput without peft, and where the module has adapters or no layer for them.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model  # an optional part: see docs/dependencies.md
+    except ImportError as error:
+        raise BadInput(f"{key} {rank}: needs the package peft (pip install peft)") from error
+    linear = {name: one for name, one in module.named_modules() if isinstance(one, nn.Linear)}
+    outputs = [name for name, one in linear.items() if one.out_features == vocab_size]
+    if adapted_layers(module) or any(isinstance(one, TargetAdapter) for one in module.modules()):
+        raise BadInput(f"{key} {rank}: this {type(module).__name__} has adapters already")
+    how: dict[str, Any] = {"r": rank, "lora_alpha": alpha, "target_modules": "all-linear"}
+    try:
+        inject_adapter_in_model(LoraConfig(**how, exclude_modules=outputs or None), module)
+    except ValueError as error:
+        raise BadInput(f"{key} {rank}: {type(module).__name__} has no linear layer to adapt") from error
+
+
+def adapted_layers(module: nn.Module) -> dict[str, Any]:
+    """The layers that `add_adapters` put in place of linear ones, by name."""
+    return {name: one for name, one in module.named_modules() if hasattr(one, "base_layer")}
+
+
+def merged_state(module: nn.Module) -> dict[str, Tensor]:
+    """The state of a module as if it never had adapters: each is merged into its layer, and names are the module's."""
+    layers = adapted_layers(module)
+    for name, layer in layers.items():
+        plain = copy.deepcopy(layer.base_layer)
+        plain.weight.data += layer.get_delta_weight(ADAPTER).detach().to(plain.weight)
+        module.set_submodule(name, plain)
+    try:
+        return module.state_dict()
+    finally:
+        for name, layer in layers.items():
+            module.set_submodule(name, layer)
+
+
+class TargetAdapter(nn.Module):
+    """Adapters on each linear layer of a target but its output's, held by the head that trains them (Medusa-2).
+
+    From here on the target computes with them; its own weights stay as they are. Tensors, in fp32, are
+    `{layer}.lora_A.weight` and `{layer}.lora_B.weight`, the very ones that the target's layers use.
+
+    Raises: BadInput without peft, and where the target has adapters already.
+    """
+
+    def __init__(self, target: Target, *, rank: int, alpha: float):
+        super().__init__()
+        add_adapters(target.model, rank=rank, alpha=alpha, vocab_size=target.vocab_size, key="head.target_lora_rank")
+        target.is_adapted = True
+        adapted = adapted_layers(target.model)
+        self.layers_of_target = list(adapted.values())  # in a list, so no submodules
+        for name, layer in adapted.items():
+            place: nn.Module = self
+            for part in name.split("."):
+                if part not in dict(place.named_children()):
+                    place.add_module(part, nn.Module())
+                place = place.get_submodule(part)
+            place.add_module("lora_A", layer.lora_A[ADAPTER])
+            place.add_module("lora_B", layer.lora_B[ADAPTER])
+        self.float()
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Within, the target is the model that was loaded."""
+        trained = [parameter.requires_grad for parameter in self.parameters()]
+        for layer in self.layers_of_target:
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in self.layers_of_target:
+                layer.enable_adapters(True)
+            for parameter, flag in zip(self.parameters(), trained, strict=True):  # peft sets them as it sees fit
+                parameter.requires_grad_(flag)
+
+
+def write_adapter(tensors: dict[str, Tensor], target: Target, folder: Path) -> None:
+    """A target's adapter as peft writes it: `PeftModel.from_pretrained` puts it on the target's model.
+
+    Args: tensors: of a `TargetAdapter`, by its names.
+    """
+    from peft import LoraConfig
+
+    ours = target.model.peft_config[ADAPTER]
+    how: dict[str, Any] = {"r": ours.r, "lora_alpha": ours.lora_alpha, "target_modules": sorted(ours.target_modules)}
+    where = {"base_model_name_or_path": target.name, "task_type": "CAUSAL_LM", "inference_mode": True}
+    LoraConfig(**how, **where).save_pretrained(str(folder))
+    save_file({PREFIX + name: value for name, value in tensors.items()}, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def read_adapter(folder: Path) -> dict[str, Tensor]:
+    """What `write_adapter` wrote, by the names of a `TargetAdapter`; nothing where there is none."""
+    path = folder / WEIGHTS
+    return {name.removeprefix(PREFIX): value for name, value in load_file(path).items()} if path.is_file() else {}

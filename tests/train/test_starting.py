@@ -1,0 +1,163 @@
+"""Training goes on from a head: whole, or by adapters alone; and a target may learn with its heads."""
+
+import json
+
+import pytest
+import torch
+from headstart.configs.errors import BadInput
+from headstart.eval.generate import generate
+from headstart.heads.medusa import MedusaHead
+from headstart.heads.registry import HEADS, build_head, load_head, save_head
+from headstart.heads.target import Target
+from headstart.train import trainer
+from safetensors.torch import load_file
+
+MEDUSA2 = ("head.target_lora_rank=2", "head.num_depths=2")
+ALL_MEDUSA2 = (*MEDUSA2, "head.self_distillation=false")
+
+
+def losses(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["loss"]) for row in rows if "loss" in row]
+
+
+def final(folder):
+    """Every tensor of the head's folder, the adapter's too."""
+    return {name: t for path in sorted((folder / "final").glob("*.safetensors")) for name, t in load_file(path).items()}
+
+
+def same(folder, other):
+    a, b = final(folder), final(other)
+    return losses(folder) == losses(other) and a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_run_goes_on_from_a_head(head_type, run, capsys):
+    first = run(head_type, "first", "train.max_steps=30", "train.learning_rate=1e-2")
+    more = run(head_type, "more", f"train.start_from={first / 'final'}", "train.learning_rate=1e-12")
+    assert "was trained with another" not in capsys.readouterr().err
+    assert losses(more)[0][1] < losses(first)[0][1]
+    for name, value in final(more).items():
+        torch.testing.assert_close(value, final(first)[name])
+
+
+def test_adapters_alone_train_and_resume_exactly(head_type, run):
+    first = run(head_type, "first")
+    how = (f"train.start_from={first / 'final'}", "train.lora_rank=2", "train.lora_alpha=4", "train.weight_decay=0.1")
+    whole = run(head_type, "whole", *how)
+    run(head_type, "half", *how, "train.stop_at_step=3")
+    assert same(run(head_type, "half", *how), whole)
+    before, after = final(first), final(whole)
+    assert before.keys() == after.keys(), "an ordinary head"
+    moved = [name for name in before if not torch.equal(before[name], after[name])]
+    assert moved
+    for name in moved:
+        assert torch.linalg.matrix_rank(after[name] - before[name], rtol=1e-4) <= 2, name
+
+
+def test_the_draft_vocabulary_is_that_of_the_head(run, world, tmp_path):
+    first = run("eagle3", "first", "head.draft_vocab_size=20")
+    rows = (world / "rows.jsonl").read_text().splitlines(keepends=True)[:2]
+    (tmp_path / "few.jsonl").write_text("".join(rows))
+    how = (f"data.train={tmp_path / 'few.jsonl'}", "head.draft_vocab_size=20", f"train.start_from={first / 'final'}")
+    more = run("eagle3", "more", *how)
+    assert torch.equal(final(more)["d2t"], final(first)["d2t"])
+
+
+def test_a_head_of_another_target_is_adapted_with_a_note(run, world, tmp_path, capsys):
+    target = Target.load(world / "target")
+    target.fingerprint, target.name = "other", "elsewhere"
+    config = HEADS["eagle3"].config_class(type="eagle3", num_depths=3)
+    folder = save_head(build_head(config, target), tmp_path / "of_another_target")
+    done = run("eagle3", "a", f"train.start_from={folder}")
+    told = " ".join(capsys.readouterr().err.split())
+    assert "train.start_from: a head of another target, elsewhere; it goes on for" in told
+    assert "was trained with another" not in told
+    load_head(done / "final", Target.load(world / "target"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["train.start_from=./gone"], "train.start_from: head ./gone: no such folder"),
+        (["train.lora_rank=2"], "train: lora_rank 2: adapters need a trained head, so train.start_from is required"),
+        (["train.lora_rank=-1"], "train: lora_rank -1: expected 0, for none, or more"),
+        (["train.lora_alpha=0"], "train: lora_alpha 0.0: expected more than 0"),
+        (["train.start_from={first}"], "train.start_from: head {first}: is of type medusa, not eagle3"),
+        (
+            ["head.type=medusa", "head.num_depths=5", "train.start_from={first}"],
+            "tensor 3.0.linear.bias: expected (32,",
+        ),
+    ],
+)
+def test_what_cannot_be_gone_on_from_is_refused(overrides, problem, run, tmp_path):
+    first = run("medusa", "first", "train.max_steps=1") / "final"
+    with pytest.raises(BadInput) as caught:
+        run("eagle3", "a", *[one.format(first=first) for one in overrides])
+    assert problem.format(first=first) in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "a").exists()
+
+
+# Medusa-2
+
+
+@pytest.mark.parametrize("how", [MEDUSA2, ALL_MEDUSA2], ids=["distilled", "on the data"])
+def test_medusa_2_resumes_exactly(how, run, world):
+    how = (*how, "train.validate_every=2", f"data.validation={world / 'rows.jsonl'}")
+    whole = run("medusa", "whole", *how)
+    run("medusa", "half", *how, "train.stop_at_step=3")
+    assert same(run("medusa", "half", *how), whole)
+
+
+def test_medusa_2_does_not_depend_on_how_batches_are_cut(run):
+    one = run("medusa", "one", *MEDUSA2, "train.batch_size=4", "head.target_learning_rate_scale=1")
+    how = ("train.batch_size=2", "train.accumulation=2", "head.target_learning_rate_scale=1")
+    assert losses(run("medusa", "two", *MEDUSA2, *how)) == [
+        (n, pytest.approx(loss, rel=1e-4)) for n, loss in losses(one)
+    ]
+
+
+def test_warm_up_steps_train_the_heads_only(run, monkeypatch):
+    seen = []
+
+    def watched(self, step, batches, real=trainer.Loop.step):
+        row = real(self, step, batches)
+        state = {name: p.detach().clone() for name, p in self.head.named_parameters()}
+        seen.append((state, {group["part"]: group["lr"] for group in self.optimizer.param_groups}))
+        return row
+
+    monkeypatch.setattr(trainer.Loop, "step", watched)
+    run("medusa", "a", *MEDUSA2, "head.target_warmup_steps=3", "train.weight_decay=0.1")
+    adapter = [name for name in seen[0][0] if name.startswith("adapter.")]
+    heads = [name for name in seen[0][0] if name not in adapter]
+    for before, after in ((0, 1), (1, 2)):
+        assert all(torch.equal(seen[before][0][name], seen[after][0][name]) for name in adapter)
+        assert seen[after][1]["adapter."] == 0
+    assert all((seen[2][0][name] == 0).all() for name in adapter if "lora_B" in name), "the target is itself"
+    assert all(not torch.equal(seen[1][0][name], seen[2][0][name]) for name in heads)
+    assert all(not torch.equal(seen[2][0][name], seen[3][0][name]) for name in adapter)
+    rates = seen[3][1]
+    assert rates["adapter."] == pytest.approx(0.25 * rates[""])
+
+
+def test_medusa_2_learns_and_its_target_keeps_its_own_weights(run, world):
+    how = ("train.max_steps=30", "train.batch_size=6", "train.learning_rate=1e-2")
+    folder = run("medusa", "a", *MEDUSA2, *how)
+    assert losses(folder)[-1][1] < 0.7 * losses(folder)[0][1]
+    target, plain = Target.load(world / "target"), Target.load(world / "target")
+    head = load_head(folder / "final", target)
+    prompts = [[1, 5, 9], [1, 44, 3]]
+    drafted = generate(target, head, prompts, max_new_tokens=24, eos_token_ids=[])
+    assert drafted.token_ids == generate(target, None, prompts, max_new_tokens=24, eos_token_ids=[]).token_ids
+    assert isinstance(head, MedusaHead)
+    with head.adapter.off():
+        before = generate(target, None, prompts, max_new_tokens=24, eos_token_ids=[]).token_ids
+    assert before == generate(plain, None, prompts, max_new_tokens=24, eos_token_ids=[]).token_ids
+
+
+def test_medusa_2_goes_on_from_medusa_1(run, capsys):
+    first = run("medusa", "first", "head.num_depths=2")
+    second = run("medusa", "second", *MEDUSA2, f"train.start_from={first / 'final'}")
+    assert "that head was trained with another target_lora_rank" in " ".join(capsys.readouterr().err.split())
+    assert any("lora_B" in name and value.abs().sum() > 0 for name, value in final(second).items())
+    with pytest.raises(BadInput, match="train.lora_rank 2: this MedusaHead has adapters already"):
+        run("medusa", "third", *MEDUSA2, f"train.start_from={second / 'final'}", "train.lora_rank=2")
