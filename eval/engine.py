@@ -12,6 +12,7 @@ from ..heads.cache import SlotCache
 from ..heads.drafting import Draws, Proposal, StaticTree, Tree, ancestors
 from ..heads.target import Target, TargetOutput
 from .replay import Replay, Tensors
+from .seen import SeenTokens
 from .verify import (
     Sampling,
     Verdict,
@@ -106,7 +107,8 @@ class Engine:
         # one query that sees all there is needs no mask; shapes that grow by one each step cost nothing on a CPU
         self.is_newest = drafter is None and batch_size == 1 and steps == "eager" and target.device.type == "cpu"
         self.extent = 0  # slots that this round's attention reads
-        self.seen: Tensor | None = None  # [B, V] bool: tokens read so far, for a repetition penalty
+        has_penalty = self.sampling.repetition_penalty != 1
+        self.seen = SeenTokens(batch_size, target.vocab_size, target.device) if has_penalty else None
         self.offsets = torch.arange(max(self.room, self.num_drafted + 1), device=target.device)
         self.nothing = torch.zeros(batch_size, 0, dtype=torch.long, device=target.device)
         self.none_accepted = torch.zeros(batch_size, dtype=torch.long, device=target.device)
@@ -121,14 +123,11 @@ class Engine:
         start = torch.zeros_like(num_valid)
         self.extent = tokens.shape[1]
         output = self._forward(tokens, start[:, None] + self.offsets[: tokens.shape[1]])
-        if self.sampling.repetition_penalty != 1:
-            if self.seen is None:
-                size = (self.batch_size, self.target.vocab_size)
-                self.seen = torch.zeros(size, dtype=torch.bool, device=tokens.device)
-            self.seen.zero_()
-            self._mark(tokens, num_valid)
+        if self.seen is not None:
+            self.seen.tokens.zero_()
+            self.seen.mark(tokens, num_valid)
         logits = self.target.logits(output.at(num_valid - 1).post_norm)  # [B, 1, V]
-        seen = None if self.seen is None else self.seen[:, None]
+        seen = None if self.seen is None else self.seen.tokens[:, None]
         return output, choose(logits, sampling=self.sampling, seen=seen, generator=self.generator)
 
     @torch.no_grad()
@@ -198,7 +197,7 @@ class Engine:
         """One forward over the last committed token [B, 1] at start [B] and everything drafted behind it."""
         verified = self._run_verify(last, proposal, start)
         if self.seen is not None:
-            self._mark(verified.tokens, verified.num_accepted + 1)
+            self.seen.mark(verified.tokens, verified.num_accepted + 1)
         return verified
 
     def _run_verify(self, last: Tensor, proposal: Proposal, start: Tensor) -> Verified:
@@ -290,21 +289,4 @@ class Engine:
         return choose(logits, sampling=self.sampling, seen=before, generator=self.generator)
 
     def _seen_at(self, tokens: Tensor, seen: Tensor | None) -> Tensor | None:
-        """[B, S + 1, V] tokens read up to each position; None without a penalty. seen: of a tree, [B, S + 1, S]."""
-        if self.seen is None:
-            return None
-        size = tokens.shape[1]
-        if seen is None:
-            line = torch.ones(size, size, dtype=torch.bool, device=tokens.device).tril().expand(len(tokens), -1, -1)
-        else:  # the root is on every path
-            line = torch.cat([torch.ones_like(seen[..., :1]), seen], -1)  # [B, S + 1, S + 1]
-        each = torch.zeros(*tokens.shape, self.target.vocab_size, device=tokens.device)
-        each = each.scatter_(2, tokens[..., None], 1.0)  # [B, S + 1, V]
-        return self.seen[:, None] | (line.float() @ each > 0)
-
-    def _mark(self, tokens: Tensor, num_valid: Tensor) -> None:
-        """Remember the first num_valid [B] of tokens [B, Q] as read."""
-        assert self.seen is not None
-        valid = torch.arange(tokens.shape[1], device=tokens.device) < num_valid[:, None]  # [B, Q]
-        counts = torch.zeros(self.seen.shape, device=tokens.device).scatter_add_(1, tokens, valid.float())
-        self.seen |= counts > 0
+        return None if self.seen is None else self.seen.at(tokens, seen)

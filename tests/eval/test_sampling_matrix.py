@@ -32,9 +32,8 @@ def untrained(head_type, target):
     return build_head(HEADS[head_type].config_class(type=head_type, num_depths=2), target, seed=1).eval()
 
 
-# rules and engine are the same for every head: two of them here, one independent and one recurrent, the others slow
-FAST = ("medusa", "eagle3")
-EVERY_HEAD = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in sorted(HEADS)]
+# rules and engine are the same for every head: one of them here, the others with the slow tests
+EVERY_HEAD = [name if name == "eagle3" else pytest.param(name, marks=pytest.mark.slow) for name in sorted(HEADS)]
 
 
 @pytest.mark.parametrize("how", HOWS, ids=lambda how: f"T={how['temperature']}")

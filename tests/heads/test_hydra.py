@@ -211,7 +211,14 @@ def test_states_read_in_pieces_are_the_whole_prefix(kind, target):
     torch.testing.assert_close(split, whole, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("tree", [None, STATIC, DYNAMIC], ids=["chain", "static", "dynamic"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [pytest.param(None, marks=SLOW), pytest.param(STATIC, marks=SLOW), DYNAMIC],
+    ids=["chain", "static", "dynamic"],
+)
 def test_greedy_is_lossless(kind, tree, target):
     """In a ragged batch and row by row."""
     wanted = generate(target, None, PROMPTS, max_new_tokens=24).token_ids
@@ -221,6 +228,7 @@ def test_greedy_is_lossless(kind, tree, target):
     assert generate(target, head, PROMPTS[1], max_new_tokens=24, tree=tree).token_ids == wanted[1:2]
 
 
+@pytest.mark.slow
 def test_trees_behind_windows_and_other_embeddings_are_lossless(family, tiny_target):
     target = tiny_target(family)
     head = perturbed(target, **KINDS["hydra++"])
