@@ -20,7 +20,7 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' scaled dot product attention, but for several masked queries per row (verification, trees).
+    """transformers' scaled dot product attention, but for masked queries (verification, trees, drafts, batches).
 
     There transformers repeats keys and values once per query head of a group, a copy of the whole cache in every layer
     and round. Here the queries that share a key head are laid one behind the other instead, with the mask tiled.
@@ -29,7 +29,7 @@ def grouped_attention(
     """
     num_rows, num_heads, num_queries, head_dim = query.shape
     groups = num_heads // key.shape[1]
-    is_plain = attention_mask is None or groups == 1 or num_queries == 1 or attention_mask.shape[1] != 1
+    is_plain = attention_mask is None or groups == 1 or attention_mask.shape[1] != 1
     if is_plain or kwargs.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     assert attention_mask is not None
