@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ..configs.errors import BadInput
+from .cache import visibility_mask
 from .chains import ChainStarts, chain_starts, mean_of
+from .documents import Documents
 from .drafting import Draws, Proposal, StaticTree, Tree, draft_chain, draft_dynamic, draft_static
 from .losses import DraftVocabulary, LossSpec, check_mix, depth_weights_of, summed_loss
 from .target import Target, TargetOutput
@@ -78,13 +80,33 @@ class DraftBatch:
     """Right-padded rows and what the target made of them; filled by the live target or from shards, alike.
 
     input_ids: [B, T]. loss_mask: [B, T] bool, True on the tokens that count. output: the target's states on the rows.
-    weights: [B, T] how much each token counts as a label, 0 or more; None: all 1.
+    weights: [B, T] how much each token counts as a label, 0 or more; None: all 1. documents: where a row holds several
+    texts; None: one. The first token of each is not supervised, so that no chain runs from one into the next.
     """
 
     input_ids: Tensor
     loss_mask: Tensor
     output: TargetOutput
     weights: Tensor | None = None
+    documents: Documents | None = None
+
+    @property
+    def positions(self) -> Tensor:
+        """[B, T] of each token in its text."""
+        if self.documents is not None:
+            return self.documents.positions
+        return self.every
+
+    def visibility(self, places: Tensor, *, dtype: torch.dtype, window: int | None = None) -> Tensor:
+        """The additive mask [B, 1, Q, T] of queries at `places` [B, Q] of their rows over the row's tokens."""
+        if self.documents is not None:
+            return self.documents.mask(places, dtype=dtype, window=window)
+        return visibility_mask(places, extent=self.input_ids.shape[1], dtype=dtype, window=window)
+
+    @property
+    def every(self) -> Tensor:
+        """[B, T] all places of the rows, as `visibility` takes them."""
+        return torch.arange(self.input_ids.shape[1], device=self.input_ids.device).expand_as(self.input_ids)
 
 
 @dataclass
@@ -192,6 +214,11 @@ class DraftHead(nn.Module):
     def reads_post_norm(self) -> bool:
         """Whether it drafts from the target's `post_norm`; losses may read that of any head."""
         return not self.feature_layers
+
+    @property
+    def reads_context(self) -> bool:
+        """Whether a chain reads the target's states at all positions up to its start, and not at its start alone."""
+        return True
 
     @property
     def max_draft_tokens(self) -> int | None:

@@ -147,17 +147,6 @@ class LayerDriver:
         )
         return out[0] if isinstance(out, tuple) else out
 
-    def causal_mask(self, positions: Tensor, *, dtype: torch.dtype) -> Tensor | None:
-        """What `positions` [B, T], all there are, see of each other; None where plain causality says it."""
-        if self.window is None:
-            return None
-        return visibility_mask(positions, extent=positions.shape[1], dtype=dtype, window=self.window)
-
-    def chain_mask(self, starts: Tensor, depth: int, *, extent: int, dtype: torch.dtype) -> Tensor:
-        """What queries at this depth behind starts [B, S] see of the text: up to the start, within the window."""
-        window = None if self.window is None else self.window - depth
-        return visibility_mask(starts, extent=extent, dtype=dtype, window=window)
-
     def _takes_layer_type(self) -> bool:
         return "layer_type" in inspect.signature(type(self.rotary).forward).parameters
 
@@ -185,9 +174,10 @@ class LayerDriver:
         layer = self.new_layer().to(x).eval()
         layer.load_state_dict(original.state_dict())
         positions, cache = torch.arange(4, device=x.device)[None], ChainKeys(window=self.window)
-        mask = self.causal_mask(positions[:, :3], dtype=x.dtype)
+        how: dict[str, Any] = {"extent": 3, "dtype": x.dtype}
+        mask = None if self.window is None else visibility_mask(positions[:, :3], window=self.window, **how)
         text = self(layer, x[:, :3], positions[:, :3], mask=mask, cache=cache)
-        mask = self.chain_mask(positions[:, 2:3], 1, extent=3, dtype=x.dtype)
+        mask = visibility_mask(positions[:, 2:3], window=None if self.window is None else self.window - 1, **how)
         drafted = self(layer, x[:, 3:], positions[:, 3:], mask=mask, cache=cache)
         got = torch.cat([text, drafted], 1).float() - x.float()  # what the layer adds: the residual would hide a fault
         wanted = wanted.float() - x.float()

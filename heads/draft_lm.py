@@ -22,7 +22,8 @@ from ..configs.errors import BadInput, first_line
 from .adapters import add_adapters
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, Reading
 from .cache import SlotCache, tree_mask
-from .target import Target, quiet_loading
+from .loading import quiet_loading
+from .target import Target
 
 PADDING = 0.01  # sizes of one family's vocabularies differ by this share at most, for padding
 
@@ -117,7 +118,7 @@ class DraftLMHead(DraftHead):
     # training
 
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
-        hidden = self.reader.base(input_ids=batch.input_ids, use_cache=False).last_hidden_state  # [B, T, D]
+        hidden = self.reader.forward(batch.input_ids, documents=batch.documents).post_norm  # [B, T, D]
         for depth in range(self.num_depths):
             yield starts.take(hidden, offset=depth + 1)
 

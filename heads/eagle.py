@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, Reading
-from .cache import visibility_mask
 from .layers import Attention, GatedMLP, RMSNorm, Rotary, llama_config
 from .recurrent import Context, Queries, RecurrentState, attend
 from .target import Target
@@ -128,10 +127,10 @@ class EagleHead(DraftHead):
         if self.training and self.config.noise:
             features = features + (torch.rand_like(features) - 0.5) * self.config.noise
         fused = self._fuse(batch.input_ids.roll(-1, 1), features)  # x_{t+1}; the last is never supervised
-        contexts = self._contexts(fused, starts, limit)
+        contexts = self._contexts(fused, batch, starts, limit)
         x, hidden = starts.take(fused), fused  # [B, S, D]
         for depth in range(num_depths):
-            positions = starts.positions + depth
+            positions = starts.take(batch.positions) + depth
             if depth > 0:
                 own = hidden.detach() if self.config.detach else hidden
                 x = self._fuse(starts.take(batch.input_ids, offset=depth + 1), own)
@@ -172,17 +171,14 @@ class EagleHead(DraftHead):
         """[B, Q] and [B, Q, D] -> [B, Q, D]."""
         return self.fc(torch.cat([self.target.embed(token_ids).to(hidden.dtype), hidden], -1))
 
-    def _contexts(self, fused: Tensor, starts: ChainStarts, limit: int) -> list[Context]:
+    def _contexts(self, fused: Tensor, batch: DraftBatch, starts: ChainStarts, limit: int) -> list[Context]:
         """For each layer, the keys and values of true features at every position, seen up to each chain's start."""
-        num_rows, num_positions = fused.shape[:2]
-        every = torch.arange(num_positions, device=fused.device).expand(num_rows, -1)  # [B, T]
-        rotary = self.rotary(every, like=fused, num_positions=limit)
-        how = {"extent": num_positions, "dtype": fused.dtype}
-        seen = visibility_mask(starts.positions, **how)  # [B, 1, S, T]
+        rotary = self.rotary(batch.positions, like=fused, num_positions=limit)
+        seen = batch.visibility(starts.positions, dtype=fused.dtype)  # [B, 1, S, T]
         contexts, hidden = [], fused
         for i, layer in enumerate(self._layers):
             if i > 0:
-                below, causal = contexts[-1], visibility_mask(every, **how)
+                below, causal = contexts[-1], batch.visibility(batch.every, dtype=fused.dtype)
                 hidden = self._layers[i - 1](hidden, rotary, Context(below.keys, below.values, causal, []))
             contexts.append(Context(*layer.keys_values(hidden, rotary), seen, []))
         return contexts

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, Reading
-from .cache import visibility_mask
 from .eagle import EagleLayer
 from .layers import Attention, GatedMLP, RMSNorm, Rotary, llama_config
 from .recurrent import Context, Queries, RecurrentState, attend
@@ -153,10 +152,10 @@ class Eagle3Head(DraftHead):
         limit = batch.input_ids.shape[1] + self.num_depths
         fused = self._fuse(batch.output)  # [B, T, D]
         every = self._read(batch.input_ids.roll(-1, 1), fused)  # [B, T, 2D] x_{t+1}; the last is never supervised
-        contexts = self._contexts(every, fused, starts, limit)
+        contexts = self._contexts(every, fused, batch, starts, limit)
         x, hidden = starts.take(every), starts.take(fused)  # [B, S, 2D], [B, S, D]
         for depth in range(self.num_depths):
-            positions = starts.positions + depth
+            positions = starts.take(batch.positions) + depth
             if depth > 0:
                 hidden = self._fed_back(hidden)
                 x = self._read(starts.take(batch.input_ids, offset=depth + 1), hidden)
@@ -217,17 +216,15 @@ class Eagle3Head(DraftHead):
     def _read(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
         return self._first.read(self.target.embed(token_ids).to(hidden.dtype), hidden)
 
-    def _contexts(self, x: Tensor, fused: Tensor, starts: ChainStarts, limit: int) -> list[Context]:
+    def _contexts(self, x: Tensor, fused: Tensor, batch: DraftBatch, starts: ChainStarts, limit: int) -> list[Context]:
         """For each layer, keys and values of true features x [B, T, 2D] everywhere, seen up to a chain's start."""
-        num_rows, num_positions = fused.shape[:2]
-        every = torch.arange(num_positions, device=fused.device).expand(num_rows, -1)  # [B, T]
-        rotary = self.rotary(every, like=fused, num_positions=limit)
-        how = {"extent": num_positions, "dtype": fused.dtype}
-        seen = visibility_mask(starts.positions, **how)  # [B, 1, S, T]
+        rotary = self.rotary(batch.positions, like=fused, num_positions=limit)
+        seen = batch.visibility(starts.positions, dtype=fused.dtype)  # [B, 1, S, T]
         contexts = [Context(*self._first.self_attn.keys_values(x, rotary), seen, [])]
         hidden = fused
         for i, layer in enumerate(self._more):  # what a further layer reads at every position
-            below = Context(contexts[-1].keys, contexts[-1].values, visibility_mask(every, **how), [])
+            causal = batch.visibility(batch.every, dtype=fused.dtype)
+            below = Context(contexts[-1].keys, contexts[-1].values, causal, [])
             hidden = self._first(x, hidden, rotary, below) if i == 0 else self._more[i - 1](hidden, rotary, below)
             contexts.append(Context(*layer.keys_values(hidden, rotary), seen, []))
         return contexts

@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM
 
 from ..configs.errors import BadInput, first_line
 from .base import DraftHead, HeadConfig
+from .loading import TargetConfig, quiet_loading, read_model_config
 from .registry import head_class
-from .target import Target, TargetConfig, quiet_loading, read_model_config
+from .target import Target
 
 TRAINING_BYTES = 16  # per trained parameter: an fp32 weight, its gradient and AdamW's two moments
 FROZEN_BYTES = 4  # per frozen parameter of the head: an fp32 weight

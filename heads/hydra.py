@@ -95,12 +95,11 @@ class PrefixLayer(nn.Module):
         rotary = self.rotary(positions, like=hidden, num_positions=num_positions)
         return self.self_attn.keys_values(self.input_layernorm(hidden), rotary)
 
-    def forward(self, hidden: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """hidden [B, Q, D] at positions [B, Q], over those up to each of keys, values [B, Nkv, P, H] -> [B, Q, D]."""
+    def forward(self, hidden: Tensor, positions: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor) -> Tensor:
+        """hidden [B, Q, D] at positions [B, Q], over keys, values [B, Nkv, P, H]; mask [B, 1, Q, P] additive."""
         attention, num_queries, num_positions = self.self_attn, hidden.shape[1], keys.shape[2]
         rotary = self.rotary(positions, like=hidden, num_positions=num_positions)
         queries = attention.group(attention.queries(self.input_layernorm(hidden), rotary))  # [B, Nkv, G * Q, H]
-        mask = visibility_mask(positions, extent=num_positions, dtype=hidden.dtype)  # [B, 1, Q, P]
         mask = mask.repeat(1, 1, attention.num_heads // attention.num_kv_heads, 1)  # [B, 1, G * Q, P]
         mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
         hidden = hidden + attention.output(mixed, num_queries)
@@ -151,6 +150,10 @@ class HydraHead(DraftHead):
         return layer
 
     @property
+    def reads_context(self) -> bool:
+        return self.config.prefix_attention
+
+    @property
     def max_draft_tokens(self) -> int | None:
         return self.num_depths
 
@@ -170,10 +173,10 @@ class HydraHead(DraftHead):
         states = self._cast(batch.output.post_norm)  # [B, T, D]
         x = starts.take(states)  # [B, S, D]
         if self.prefix is not None:
-            num_rows, num_positions = batch.input_ids.shape
-            every = torch.arange(num_positions, device=x.device).expand(num_rows, -1)  # [B, T]
-            keys, values = self.prefix.keys_values(states, every, num_positions=num_positions)
-            x = self.prefix(x, starts.positions, keys, values)
+            positions = batch.positions  # [B, T]
+            keys, values = self.prefix.keys_values(states, positions, num_positions=positions.shape[1])
+            mask = batch.visibility(starts.positions, dtype=x.dtype)
+            x = self.prefix(x, starts.take(positions), keys, values, mask=mask)
         for depth in range(self.num_depths):
             known = self.target.embed(starts.take(batch.input_ids, offset=depth + 1))  # [B, S, D]
             x = torch.cat([x, self._cast(known)], -1)  # [B, S, (depth + 2) * D]
@@ -198,7 +201,9 @@ class HydraHead(DraftHead):
         new = self.prefix.keys_values(self._cast(read.output.post_norm), positions, num_positions=state.max_length)
         state.cache.seek(positions, extent=state.max_length)
         keys, values = state.cache.update(*new, 0)
-        state.hidden = self.prefix(state.hidden, positions.gather(1, read.last[:, None]), keys, values)
+        last = positions.gather(1, read.last[:, None])  # [B, 1]
+        mask = visibility_mask(last, extent=keys.shape[2], dtype=keys.dtype)
+        state.hidden = self.prefix(state.hidden, last, keys, values, mask=mask)
 
     @torch.no_grad()
     def first_logits(self, state: HydraState) -> Tensor:

@@ -102,6 +102,10 @@ class MedusaHead(DraftHead):
             self.adapter = TargetAdapter(target, rank=config.target_lora_rank, alpha=config.target_lora_alpha)
 
     @property
+    def reads_context(self) -> bool:
+        return False
+
+    @property
     def max_draft_tokens(self) -> int | None:
         return self.num_depths
 
@@ -168,7 +172,7 @@ class MedusaHead(DraftHead):
         if self.config.self_distillation:
             # as the target itself computes: the states to compare with were read outside any autocast
             with torch.no_grad(), self.adapter.off(), torch.autocast(states.device.type, enabled=False):
-                teacher = self.target.forward(batch.input_ids).post_norm[:, :-1]
+                teacher = self.target.forward(batch.input_ids, documents=batch.documents).post_norm[:, :-1]
         spec = LossSpec(
             mix={"kl": 1.0} if self.config.self_distillation else {"hard_ce": 1.0},
             draft_logits=self.target.logits,

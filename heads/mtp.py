@@ -147,9 +147,10 @@ class MtpHead(DraftHead):
 
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         ids, hidden = batch.input_ids, self._cast(batch.output.post_norm)  # [B, T], [B, T, D]
-        num_positions = ids.shape[1]
-        every = torch.arange(num_positions, device=ids.device).expand_as(ids)  # [B, T]
-        mask = self.driver.causal_mask(every, dtype=hidden.dtype)
+        every = batch.positions  # [B, T]
+        mask = None  # where plain causality says it
+        if self.driver.window is not None or batch.documents is not None:
+            mask = batch.visibility(batch.every, dtype=hidden.dtype, window=self.driver.window)
         if self.config.independent:
             for k in range(self.num_depths):  # x_{j+1+k}; those rolled around the end are never supervised
                 hidden = self._step(k, ids.roll(-1 - k, 1), hidden, every, mask=mask, cache=None)  # [B, T, D]
@@ -159,8 +160,9 @@ class MtpHead(DraftHead):
         hidden = starts.take(self._step(0, ids.roll(-1, 1), hidden, every, mask=mask, cache=keys))  # [B, S, D]
         yield hidden
         for depth in range(1, self.num_depths):
-            tokens, positions = starts.take(ids, offset=depth + 1), starts.positions + depth  # [B, S]
-            mask = self.driver.chain_mask(starts.positions, depth, extent=num_positions, dtype=hidden.dtype)
+            tokens, positions = starts.take(ids, offset=depth + 1), starts.take(every) + depth  # [B, S]
+            window = None if self.driver.window is None else self.driver.window - depth
+            mask = batch.visibility(starts.positions, dtype=hidden.dtype, window=window)
             hidden = self._step(0, tokens, hidden, positions, mask=mask, cache=keys)
             yield hidden
 

@@ -1,36 +1,21 @@
 """The frozen model whose tokens are drafted: hidden states of chosen layers, embedding, output logits, caches."""
 
-import hashlib
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as hf_logging
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..configs.errors import BadInput, first_line
 from .attention import NAME as GROUPED_ATTENTION
 from .cache import SlotCache, tree_mask, visibility_mask
+from .documents import Documents
+from .loading import fingerprint_of, found_path, quiet_loading, read_model_config, torch_dtype
 
 LAYER_LISTS = ("layers", "h", "blocks")  # what the decoder layers are called in Hugging Face models
-
-
-@dataclass(kw_only=True)
-class TargetConfig:
-    """Which frozen model to load.
-
-    path: local folder or hub id. dtype: float32, bfloat16, float16, or auto (as stored).
-    """
-
-    path: str
-    dtype: str = "auto"
-    revision: str | None = None
-    trust_remote_code: bool = False
 
 
 @dataclass
@@ -48,43 +33,6 @@ class TargetOutput:
         """One position per batch row. rows: [B] positions. Returns tensors with T = 1."""
         index = torch.arange(len(rows), device=rows.device)
         return TargetOutput(self.features[index, rows][:, None], self.post_norm[index, rows][:, None])
-
-
-def torch_dtype(name: str) -> torch.dtype | str:
-    """`torch.dtype` of a config's name; `auto` stays as it is. Raises BadInput on an unknown name."""
-    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    short = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-    if name == "auto":
-        return name
-    if short.get(name, name) not in names:
-        raise BadInput(f"dtype {name!r}: expected one of auto, {', '.join(names)}")
-    return names[short.get(name, name)]
-
-
-def found_path(path: str | Path) -> str:
-    """A hub id as it is, a local folder with `~` resolved. Raises BadInput where such a folder holds no model."""
-    path = str(path)
-    if Path(path).exists() or path.startswith((".", "/", "~")):
-        path = str(Path(path).expanduser())
-        if not Path(path, "config.json").is_file():
-            what = "no config.json in it" if Path(path).is_dir() else "no such folder"
-            raise BadInput(f"target {path}: {what}")
-    return path
-
-
-def read_model_config(path: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """The Hugging Face config of a model, without its weights. Raises BadInput where there is none."""
-    path = found_path(path)
-    try:
-        with quiet_loading():
-            return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
-    except Exception as error:  # as in Target.load
-        raise BadInput(f"target {path}: {first_line(error)}") from error
-
-
-def default_device() -> str:
-    """cuda where there is one, else cpu."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Target:
@@ -216,6 +164,7 @@ class Target:
         extent: int = 0,
         seen: Tensor | None = None,
         is_newest: bool = False,
+        documents: Documents | None = None,
     ) -> TargetOutput:
         """Read tokens and return what heads read of them. Never computes logits.
 
@@ -228,12 +177,14 @@ class Target:
             seen: [B, T, T - 1] bool, for a drafted tree: the first token is the last committed one, the others are
                 nodes, written to the slots behind it in their order, and each attends to the nodes named here.
             is_newest: one token of one row, in slot extent - 1: it sees all there is, so a mask can be left out.
+            documents: without a cache, rows that hold several texts.
         """
         if not self._watched.issuperset(feature_layers):
             self._watch(feature_layers)
         if cache is None:
             # right padding needs no mask: a causal model's earlier positions never see it
-            post_norm = self.base(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, T, D]
+            apart = {} if documents is None else self._kept_apart(documents)
+            post_norm = self.base(input_ids=input_ids, use_cache=False, **apart).last_hidden_state  # [B, T, D]
         else:
             assert positions is not None
             slots = positions
@@ -303,7 +254,7 @@ class Target:
             self._watched.add(i)
 
     def _masks(self, positions: Tensor, extent: int, seen: Tensor | None) -> Any:
-        """The additive mask of each attention type that the model has."""
+        """The additive mask of each attention type, in decoding."""
 
         def mask(window: int | None) -> Tensor:
             if seen is None:
@@ -311,6 +262,19 @@ class Target:
             where = {"positions": positions, "drafted_positions": positions[:, 1:]}
             return tree_mask(positions[:, 0], seen, extent=extent, dtype=self.dtype, window=window, **where)
 
+        return self._by_attention_type(mask)
+
+    def _kept_apart(self, documents: Documents) -> dict[str, Any]:
+        """What makes the model read several texts in a row as if each were alone."""
+        kinds = set(getattr(self.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+        if kinds:
+            raise BadInput(f"target {self.name}: {', '.join(kinds)} reads a row as one text: use data.layout padded")
+        every = torch.arange(documents.ids.shape[1], device=documents.ids.device).expand_as(documents.ids)
+        masks = self._by_attention_type(lambda window: documents.mask(every, dtype=self.dtype, window=window))
+        return {"position_ids": documents.positions, "attention_mask": masks}
+
+    def _by_attention_type(self, mask: Callable[[int | None], Tensor]) -> Any:
+        """What the model takes as its mask, from one made for a sliding window, or None."""
         if self._window is None:
             return mask(None)
         window = mask(self._window)
@@ -331,28 +295,3 @@ class Target:
                 raise BadInput(
                     f"target {self.name}: {type(self.model).__name__} computes its outputs in an unknown way"
                 )
-
-
-@contextmanager
-def quiet_loading() -> Iterator[None]:
-    """Without transformers' report of a bad checkpoint, which we sum up, and its progress bar, but on a terminal."""
-    verbosity, bar = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
-    hf_logging.set_verbosity_error()
-    if not sys.stderr.isatty():
-        hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(verbosity)
-        if bar:
-            hf_logging.enable_progress_bar()
-
-
-def fingerprint_of(model: nn.Module) -> str:
-    """Which weights a model holds: sha256 over names, shapes and 64 spread values of each parameter, as stored."""
-    digest = hashlib.sha256()
-    for name, value in sorted(cast(Any, model.named_parameters())):
-        spread = value.detach().flatten()[:: max(1, value.numel() // 64)][:64]
-        digest.update(f"{name} {tuple(value.shape)}".encode())
-        digest.update(spread.float().cpu().numpy().tobytes())
-    return digest.hexdigest()[:32]

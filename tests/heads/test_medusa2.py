@@ -7,9 +7,10 @@ from headstart.configs.loader import build, read_config, shipped
 from headstart.eval.drafters import build_drafters
 from headstart.eval.generate import generate
 from headstart.eval.report import build_report
+from headstart.heads.loading import fingerprint_of
 from headstart.heads.medusa import MedusaConfig, MedusaHead
 from headstart.heads.registry import build_head, load_head, save_head, start_head
-from headstart.heads.target import Target, fingerprint_of
+from headstart.heads.target import Target
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM

@@ -6,9 +6,10 @@ import pytest
 import torch
 from headstart.heads.base import DraftBatch
 from headstart.heads.chains import chain_starts
+from headstart.heads.loading import fingerprint_of
 from headstart.heads.medusa import MedusaConfig
 from headstart.heads.registry import HEADS, build_head, load_head, save_head
-from headstart.heads.target import Target, fingerprint_of
+from headstart.heads.target import Target
 from safetensors.torch import load_file
 
 CUT = torch.tensor([2, 3, 5, 8, 13, 14, 21, 22, 30, 31, 34, 40, 41, 42, 43, 50, 51, 52, 55, 60])

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.heads.target import Target, torch_dtype
+from headstart.heads.loading import torch_dtype
+from headstart.heads.target import Target
 from safetensors.torch import load_file, save_file
 
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-5}

@@ -1,0 +1,164 @@
+"""The contract checker: everything wrong with an exported head that an engine would serve without a word."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...configs.errors import BadInput, first_line
+from . import contracts
+from .contracts import Contract
+from .folder import switching_word
+from .model_contracts import COUNT_KEYS, draft_model, is_module, mtp, mtp_layout
+from .stored import INTEGERS, Stored, read_stored
+
+FAMILIES = {"eagle": "eagle", "eagle3": "eagle3", "speculators": "eagle3", "medusa": "medusa", "mtp": "mtp"}
+TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
+
+
+@dataclass(frozen=True)
+class Checked:
+    """layout: as recognised, None where config.json cannot be read. problems: a line each."""
+
+    layout: str | None
+    problems: list[str]
+
+
+def check_folder(folder: str | Path) -> Checked:
+    """Hold a folder against the contract of its layout. Raises BadInput where it is no head's folder at all."""
+    folder = Path(folder)
+    path = folder / "config.json"
+    if not path.is_file():
+        raise BadInput(f"{folder}: {'no config.json in it' if folder.is_dir() else 'no such folder'}")
+    try:
+        config = json.loads(path.read_text())
+    except (ValueError, OSError) as error:
+        return Checked(None, [f"config.json: not JSON: {first_line(error)}"])
+    if not isinstance(config, dict):
+        return Checked(None, ["config.json: no JSON object"])
+    stored = read_stored(folder)
+    layout = recognised(config, stored)
+    if layout is None:
+        raise BadInput(f"{folder}: neither its config nor its tensors are those of a head that an engine serves")
+    contract = contract_of(layout, folder, config, stored)
+    family = FAMILIES.get(layout, "draft_lm")
+    problems = [*stored.problems, *contract.problems]
+    word = switching_word(folder.absolute(), family)
+    if word is not None:
+        problems.append(f"the path has `{word}` in it: vLLM takes the head for another method")
+    problems += compared(contract, stored, config)
+    problems += dtype_problems(family, config, stored)
+    problems += value_problems(contract, stored, config)
+    return Checked(contract.layout, problems)
+
+
+def recognised(config: dict[str, Any], stored: Stored) -> str | None:
+    """The layout that config and tensor names speak for, whatever is wrong with the one or the other."""
+    names, architectures = stored.shapes, str(config.get("architectures") or "").lower()
+    if "speculators_model_type" in config or "speculators_config" in config:
+        return "speculators"
+    if config.get("model_type") == "medusa" or "medusa_num_heads" in config or "blocks.0.layers.0.weight" in names:
+        return "medusa"
+    if config.get("model_type") == "hydra":
+        return None
+    if "eagle3" in architectures or any(name.endswith("hidden_norm.weight") for name in names if "mtp" not in name):
+        return "eagle3"
+    if "eagle" in architectures or "fc.weight" in names:
+        return "eagle"
+    inner = config.get("text_config", config)
+    if mtp_layout(names) or any(inner.get(key) for key in COUNT_KEYS):
+        return "mtp"
+    return "draft model" if "forcausallm" in architectures else None
+
+
+def contract_of(layout: str, folder: Path, config: dict[str, Any], stored: Stored) -> Contract:
+    if layout == "draft model":
+        return draft_model(folder, config, stored)
+    if layout == "mtp":
+        return mtp(config, stored)
+    return getattr(contracts, layout)(config, list(stored.shapes))
+
+
+def compared(contract: Contract, stored: Stored, config: dict[str, Any]) -> list[str]:
+    """Tensors that are missing, of another shape, or should not be there."""
+    if not contract.shapes or not stored.shapes:
+        return []
+    problems = []
+    for name, shape in contract.shapes.items():
+        if name not in stored.shapes:
+            problems.append(f"tensor {name}: missing, expected {list(shape)}; engines would serve what the memory held")
+    for name, found in stored.shapes.items():
+        shape = contract.shapes.get(name, contract.optional.get(name))
+        if shape is None:
+            if contract.layout.startswith("mtp") and not is_module(name, config):
+                continue  # the target's own
+            why = contract.forbidden.get(name, "the layout has no such tensor")
+            problems.append(f"tensor {name}: must not be there: {why}")
+        elif shape != found:
+            turned = ": transposed" if found == shape[::-1] else ""
+            problems.append(f"tensor {name}: expected {list(shape)}, found {list(found)}{turned}")
+    return problems
+
+
+def dtype_problems(family: str, config: dict[str, Any], stored: Stored) -> list[str]:
+    """Weights are floating point, all alike, as config.json says; maps of the draft vocabulary are whole numbers."""
+    problems, mapping = [], {"d2t": INTEGERS, "t2d": ("BOOL",)}
+    for name, allowed in mapping.items():
+        if name in stored.dtypes and stored.dtypes[name] not in allowed:
+            problems.append(f"tensor {name}: of dtype {stored.dtypes[name]}, expected {allowed[0]}")
+    if family == "mtp":  # a target's checkpoint may mix dtypes as it likes
+        return problems
+    weights = {name: dtype for name, dtype in stored.dtypes.items() if name not in mapping}
+    odd = sorted(name for name, dtype in weights.items() if dtype not in TORCH_NAMES)
+    if odd:
+        problems.append(f"tensor {odd[0]}: of dtype {weights[odd[0]]}, expected floating point of 16 or 32 bits")
+    kinds = sorted({TORCH_NAMES[dtype] for dtype in weights.values() if dtype in TORCH_NAMES})
+    if len(kinds) > 1:
+        problems.append(f"weights are of several dtypes: {', '.join(kinds)}")
+    for key in ("dtype", "torch_dtype"):
+        if len(kinds) == 1 and config.get(key) not in (None, kinds[0]):
+            problems.append(f"{key}: {config[key]}, but the weights are {kinds[0]}")
+    return problems
+
+
+def value_problems(contract: Contract, stored: Stored, config: dict[str, Any]) -> list[str]:
+    """Values that no trained head has. Of a target with MTP modules, only the modules are read."""
+    problems = []
+    for name in stored.floats:
+        if contract.layout.startswith("mtp") and not is_module(name, config):
+            continue
+        value = stored.read(name).float()
+        num_bad = int((~torch.isfinite(value)).sum())
+        if num_bad:
+            kind = "NaN" if value.isnan().any() else "infinite"
+            problems.append(f"tensor {name}: {num_bad} of {value.numel()} values are {kind}")
+        if name in contract.zero and value.any():
+            problems.append(f"tensor {name}: not zero: vLLM leaves it out, SGLang adds it")
+    for one, other in contract.equal:
+        if one in stored.files and other in stored.files and not torch.equal(stored.read(one), stored.read(other)):
+            problems.append(f"tensor {other}: differs from {one}: SGLang reads the first, vLLM the second")
+    if "d2t" in contract.shapes and stored.shapes.get("d2t") == contract.shapes["d2t"]:
+        if stored.dtypes["d2t"] in INTEGERS:
+            problems += map_problems(stored, config)
+    return problems
+
+
+def map_problems(stored: Stored, config: dict[str, Any]) -> list[str]:
+    """d2t holds offsets: draft token i is target token i + d2t[i]; t2d marks those targets."""
+    offsets = stored.read("d2t").long()
+    ids = offsets + torch.arange(len(offsets))  # [Vd]
+    size = (config.get("transformer_layer_config") or config)["vocab_size"]
+    outside = (ids < 0) | (ids >= size)
+    if outside.any():
+        i = int(outside.nonzero()[0])
+        return [f"tensor d2t: draft token {i} is target token {int(ids[i])}, outside 0..{size - 1}; it holds offsets"]
+    if (ids.diff() <= 0).any():
+        i = int((ids.diff() <= 0).nonzero()[0]) + 1
+        return [f"tensor d2t: target tokens do not ascend: draft token {i} is {int(ids[i])} after {int(ids[i - 1])}"]
+    if stored.dtypes.get("t2d") == "BOOL" and stored.shapes["t2d"] == (size,):
+        marked = stored.read("t2d").nonzero().flatten()
+        if not torch.equal(marked, ids):
+            return [f"tensor t2d: marks {len(marked)} tokens, and not those {len(ids)} that d2t gives"]
+    return []

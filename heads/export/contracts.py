@@ -1,0 +1,258 @@
+"""What each layout must hold, from its config alone: tensors with shapes, tensors that must not be there, config keys.
+
+Sources: the loaders of vLLM 0.32 and SGLang 0.5.23. Neither notices a tensor that is missing: it serves what the memory
+held, the text stays right, and drafts are no longer accepted. So completeness is checked here or nowhere.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .folder import PROVENANCE
+
+Shapes = dict[str, tuple[int, ...]]
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+PORTABLE_OPTIONS = {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "hidden_act": "silu"}
+
+
+@dataclass
+class Contract:
+    """shapes: of the tensors that must be there. optional: of those that may. forbidden: why a tensor must not be
+    there, by name. equal: pairs of tensors with the same values. zero: tensors of zeros. problems: of the config."""
+
+    layout: str
+    shapes: Shapes = field(default_factory=dict)
+    optional: Shapes = field(default_factory=dict)
+    forbidden: dict[str, str] = field(default_factory=dict)
+    equal: list[tuple[str, str]] = field(default_factory=list)
+    zero: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def want(self, config: Mapping[str, Any], key: str, value: Any, why: str) -> None:
+        if config.get(key) != value:
+            self.problems.append(f"{key}: expected {value!r}, found {config.get(key)!r}: {why}")
+
+
+def sizes_of(config: Mapping[str, Any], contract: Contract, keys: Iterable[str] = SIZES) -> dict[str, int] | None:
+    """Counts that shapes follow from; None, with the problem, where one is not there."""
+    found = {key: config.get(key) for key in keys}
+    for key, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            contract.problems.append(f"{key}: expected a count, found {value!r}")
+    return None if contract.problems else {key: int(value) for key, value in found.items()}  # pyright: ignore
+
+
+def decoder_layer(place: str, sizes: Mapping[str, int], *, in_size: int, norms: Iterable[str]) -> Shapes:
+    """A Llama layer without biases."""
+    hidden, inner, head_dim = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
+    wide, narrow = sizes["num_attention_heads"] * head_dim, sizes["num_key_value_heads"] * head_dim
+    shapes: Shapes = {
+        "self_attn.q_proj": (wide, in_size),
+        "self_attn.k_proj": (narrow, in_size),
+        "self_attn.v_proj": (narrow, in_size),
+        "self_attn.o_proj": (hidden, wide),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+        **dict.fromkeys(norms, (hidden,)),
+    }
+    return {f"{place}.{name}.weight": shape for name, shape in shapes.items()}
+
+
+def llama_keys(config: Mapping[str, Any], contract: Contract) -> None:
+    """Keys that both engines read of a Llama-like draft."""
+    contract.want(config, "model_type", "llama", "both engines have the draft as a Llama")
+    for key, value in PORTABLE_OPTIONS.items():
+        contract.want(config, key, value, "engines would compute another layer")
+    if config.get("bias"):
+        contract.problems.append("bias: vLLM takes it for a bias of the attention")
+    for key in ("rms_norm_eps", "max_position_embeddings"):
+        if not config.get(key):
+            contract.problems.append(f"{key}: missing; engines would take a default that is not the target's")
+    rope = config.get("rope_parameters") or {}
+    scaling = config.get("rope_scaling") or {}
+    thetas = [value for value in (config.get("rope_theta"), rope.get("rope_theta")) if value is not None]
+    if not thetas:
+        contract.problems.append("rope_theta: missing; engines would take a default that is not the target's")
+    if len(set(thetas)) > 1:
+        contract.problems.append(f"rope_theta: {thetas[0]}, but rope_parameters.rope_theta {thetas[1]}")
+    kinds = [part.get("rope_type", part.get("type", "default")) for part in (rope, scaling)]
+    if rope and kinds[0] != kinds[1]:
+        contract.problems.append(f"rope_scaling: of type {kinds[1]}, but rope_parameters of type {kinds[0]}")
+    for key in ("mrope_section", "partial_rotary_factor"):
+        if key in rope or key in scaling or key in config:
+            contract.problems.append(f"{key}: a plain layer has no such rotation; vLLM refuses it or rotates otherwise")
+
+
+def eagle(config: Mapping[str, Any], names: Iterable[str]) -> Contract:
+    contract = Contract("eagle")
+    architectures = config.get("architectures") or []
+    if architectures[:1] != ["LlamaForCausalLMEagle"] or "LlamaForCausalLM" not in architectures:
+        contract.problems.append(
+            f"architectures: found {architectures}: SGLang reads LlamaForCausalLMEagle from the first place, and vLLM "
+            "loads it only with LlamaForCausalLM behind it"
+        )
+    llama_keys(config, contract)
+    sizes = sizes_of(config, Contract("eagle", problems=[]), (*SIZES, "num_hidden_layers"))
+    if sizes is None:
+        sizes_of(config, contract, (*SIZES, "num_hidden_layers"))
+        return contract
+    hidden = sizes["hidden_size"]
+    contract.shapes = {"fc.weight": (hidden, 2 * hidden), "fc.bias": (hidden,)}
+    for i in range(sizes["num_hidden_layers"]):
+        norms = ["post_attention_layernorm"] if i == 0 else ["input_layernorm", "post_attention_layernorm"]
+        contract.shapes |= decoder_layer(f"layers.{i}", sizes, in_size=hidden, norms=norms)
+    is_biased = config.get(PROVENANCE, config.get("headstart", {})).get("head", {}).get("bias", False)
+    contract.zero = [] if is_biased else ["fc.bias"]
+    contract.forbidden = {
+        "layers.0.input_layernorm.weight": "the first layer does not normalise what it reads",
+        "norm.weight": "there is no norm behind the last layer",
+        "lm_head.weight": "the output layer is the target's",
+        "embed_tokens.weight": "SGLang puts the target's embedding in its place, vLLM does not",
+    }
+    return contract
+
+
+def eagle3(config: Mapping[str, Any], names: Iterable[str]) -> Contract:
+    contract = Contract("eagle3")
+    contract.want(config, "architectures", ["LlamaForCausalLMEagle3"], "the only name that every engine knows")
+    llama_keys(config, contract)
+    feature_ids(config, contract)
+    nested = config.get("eagle_config") or {}
+    ids = config.get("eagle_aux_hidden_state_layer_ids")
+    if ids is not None or "eagle_aux_hidden_state_layer_ids" in nested:
+        wanted = [i - 1 for i in ids] if isinstance(ids, list) and all(isinstance(i, int) for i in ids) else None
+        if nested.get("eagle_aux_hidden_state_layer_ids") != wanted:
+            contract.problems.append(
+                f"eagle_config.eagle_aux_hidden_state_layer_ids: {nested.get('eagle_aux_hidden_state_layer_ids')}, "
+                f"expected {wanted}: SGLang counts outputs of layers, one less than vLLM's {ids}"
+            )
+        contract.want(nested, "use_aux_hidden_state", True, "SGLang reads no features without it")
+    if "norm_before_fc" in nested and bool(nested["norm_before_fc"]) != bool(config.get("norm_before_fc")):
+        contract.problems.append("eagle_config.norm_before_fc: differs from norm_before_fc")
+    if "draft_vocab_size" not in config:
+        contract.problems.append("draft_vocab_size: missing; SGLang needs the key")
+    return eagle3_tensors(config, config, contract, names)
+
+
+def speculators(config: Mapping[str, Any], names: Iterable[str]) -> Contract:
+    contract = Contract("speculators")
+    layer = config.get("transformer_layer_config") or {}
+    contract.want(
+        config, "speculators_model_type", "eagle3", "the one of our families that vLLM serves from this format"
+    )
+    for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
+        if key not in config or layer.get(key) != config[key]:
+            contract.problems.append(
+                f"{key}: must be there and in transformer_layer_config alike; vLLM starts from that"
+            )
+    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
+    if not verifier.get("name_or_path"):
+        contract.problems.append("speculators_config.verifier.name_or_path: missing; vLLM finds the target by it")
+    if not (config.get("speculators_config") or {}).get("proposal_methods"):
+        contract.problems.append("speculators_config.proposal_methods: missing; vLLM reads the draft's length there")
+    llama_keys(layer, contract)
+    feature_ids({**config, "num_aux_hidden_states": layer.get("num_aux_hidden_states")}, contract)
+    if "draft_vocab_size" not in config:
+        contract.problems.append("draft_vocab_size: missing")
+    return eagle3_tensors(config, layer, contract, names)
+
+
+def feature_ids(config: Mapping[str, Any], contract: Contract) -> None:
+    """Feature layers ascend, are as many as said, and are those that the head was trained with."""
+    ids, key = config.get("eagle_aux_hidden_state_layer_ids"), "eagle_aux_hidden_state_layer_ids"
+    if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and i >= 0 for i in ids):
+        contract.problems.append(f"{key}: expected layer numbers at the top, where vLLM reads them, found {ids!r}")
+        return
+    if ids != sorted(set(ids)):
+        contract.problems.append(f"{key}: {ids} do not ascend; vLLM sorts them, and fc reads features in order")
+    if config.get("num_aux_hidden_states") != len(ids):
+        contract.problems.append(
+            f"num_aux_hidden_states: {config.get('num_aux_hidden_states')!r} for {len(ids)} ids; vLLM sizes fc by it"
+        )
+    trained = config.get(PROVENANCE, config.get("headstart", {})).get("head", {}).get("feature_layers")
+    if trained is not None and trained != ids:
+        contract.problems.append(f"{key}: {ids}, but the head was trained on {trained}")
+
+
+def eagle3_tensors(
+    config: Mapping[str, Any], layer: Mapping[str, Any], contract: Contract, names: Iterable[str]
+) -> Contract:
+    """The tensors of EAGLE-3, whose sizes `layer` says."""
+    contract.want(config, "norm_before_residual", False, "SGLang has no such layer")
+    if "target_hidden_size" in config and not isinstance(config["target_hidden_size"], int):
+        contract.problems.append("target_hidden_size: must be a number or not there; engines multiply by it")
+    sized = Contract("")
+    sizes = sizes_of(layer, sized, (*SIZES, "num_hidden_layers", "num_aux_hidden_states"))
+    vocab = config.get("draft_vocab_size")
+    if sizes is None:
+        contract.problems += sized.problems
+        return contract
+    hidden, num_features, num_layers = sizes["hidden_size"], sizes["num_aux_hidden_states"], sizes["num_hidden_layers"]
+    if vocab is None:
+        vocab = sizes["vocab_size"]
+    if not isinstance(vocab, int) or not 1 <= vocab <= sizes["vocab_size"]:
+        contract.problems.append(f"draft_vocab_size: {vocab!r}, expected 1 to vocab_size {sizes['vocab_size']}")
+        return contract
+    is_mid = num_layers == 1 and contract.layout == "eagle3" and not any(name.startswith("layers.0.") for name in names)
+    norms = ["input_layernorm", "hidden_norm", "post_attention_layernorm"]
+    place = "midlayer" if is_mid else "layers.0"
+    contract.shapes = {
+        "fc.weight": (hidden, num_features * (config.get("target_hidden_size") or hidden)),
+        **decoder_layer(place, sizes, in_size=2 * hidden, norms=norms),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (vocab, hidden),
+    }
+    for i in range(1, num_layers):
+        contract.shapes |= decoder_layer(f"layers.{i}", sizes, in_size=hidden, norms=norms)
+        contract.equal.append((f"layers.{i}.input_layernorm.weight", f"layers.{i}.hidden_norm.weight"))
+    if config.get("fc_norm"):
+        contract.shapes |= {f"fc_norm.{i}.weight": (hidden,) for i in range(num_features)}
+    if config.get("norm_before_fc"):
+        contract.shapes["input_norm.weight"] = (num_features * hidden,)
+    if vocab < sizes["vocab_size"]:
+        contract.shapes |= {"d2t": (vocab,), "t2d": (sizes["vocab_size"],)}
+    contract.forbidden = {
+        "embed_tokens.weight": "SGLang puts the target's embedding in its place, vLLM does not",
+        "d2t": "the draft vocabulary is the whole one",
+        "t2d": "the draft vocabulary is the whole one",
+    }
+    return contract
+
+
+def medusa(config: Mapping[str, Any], names: Iterable[str]) -> Contract:
+    names = list(names)
+    is_blocks = any(re.match(r"blocks\.|lm_heads\.|lm_head\.", name) for name in names)
+    contract = Contract("medusa" if is_blocks else "medusa (FasterDecoding)")
+    counts = {
+        "num_heads": config.get("num_heads", config.get("medusa_num_heads")),
+        "num_hidden_layers": config.get("num_hidden_layers", config.get("medusa_num_layers")),
+    }
+    sizes = sizes_of({**config, **counts}, contract, ("hidden_size", "vocab_size", *counts))
+    contract.want(config, "model_type", "medusa", "vLLM reads the config as another model's")
+    if sizes is None:
+        return contract
+    for ours, theirs in (("num_heads", "medusa_num_heads"), ("num_hidden_layers", "medusa_num_layers")):
+        if theirs in config and config[theirs] != sizes[ours]:
+            contract.problems.append(f"{theirs}: {config[theirs]}, but {ours} {sizes[ours]}")
+    hidden, vocab, num_blocks = sizes["hidden_size"], sizes["vocab_size"], sizes["num_hidden_layers"]
+    is_biased = any(name.endswith(".bias") for name in names)
+    if is_biased and not config.get("medusa_fc_bias"):
+        contract.problems.append("medusa_fc_bias: must be true; vLLM drops the blocks' biases without it")
+    if "truncated_vocab_size" in config and config["truncated_vocab_size"] not in (None, vocab):
+        contract.problems.append(
+            f"truncated_vocab_size: {config['truncated_vocab_size']}: heads draft all {vocab} tokens"
+        )
+    for k in range(sizes["num_heads"]):
+        for j in range(num_blocks):
+            place = f"blocks.{k}.layers.{j}" if is_blocks else f"{k}.{j}.linear"
+            contract.shapes[f"{place}.weight"] = (hidden, hidden)
+            if is_biased or config.get("medusa_fc_bias"):
+                contract.shapes[f"{place}.bias"] = (hidden,)
+        if not (is_blocks and config.get("original_lm_head")):
+            place = f"lm_heads.{k}" if is_blocks else f"{k}.{num_blocks}"
+            contract.shapes[f"{place}.weight"] = (vocab, hidden)
+    if is_blocks and config.get("original_lm_head"):
+        contract.shapes["lm_head.weight"] = (vocab, hidden)
+    return contract

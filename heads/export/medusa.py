@@ -1,0 +1,71 @@
+"""Medusa in the layout of vLLM, up to 0.32, and in FasterDecoding's, which vLLM and TGI also read."""
+
+import re
+import shutil
+from pathlib import Path
+
+from torch import Tensor
+
+from ...configs.errors import BadInput
+from ..adapters import WEIGHTS as ADAPTER_WEIGHTS
+from .folder import HeadFolder, output_rows, write_config, write_tensors
+
+ADAPTER_FOLDER = "target_adapter"
+
+
+def write_blocks(head: HeadFolder, folder: Path, *, to: str) -> None:
+    """vLLM: blocks.{k}.layers.{j} and lm_heads.{k}, or one lm_head for all where the head shares the target's.
+
+    Raises: BadInput where output layers have a bias, for which vLLM has no place.
+    """
+    tensors = {served_name(head, name): value for name, value in head.tensors.items()}
+    is_shared = head.ours["head"]["output"] == "shared"
+    if is_shared:
+        tensors["lm_head.weight"] = output_rows(head)
+    config = {key: value for key, value in head.config.items() if not key.startswith("medusa_num_")}
+    write_config(folder, {**config, "original_lm_head": is_shared, **head.provenance})
+    write_tensors(folder, tensors)
+    carry_adapter(head, folder)
+
+
+def write_published(head: HeadFolder, folder: Path, *, to: str) -> None:
+    """FasterDecoding: {k}.{j}.linear and {k}.{num_blocks}, each with the target's rows where the head shares them."""
+    tensors = dict(head.tensors)
+    if head.ours["head"]["output"] == "shared":
+        rows, config = output_rows(head), head.config
+        names = [f"{k}.{config['medusa_num_layers']}.weight" for k in range(config["medusa_num_heads"])]
+        tensors |= {name: rows.clone() for name in names}
+    own = {"base_model_name_or_path": head.target}
+    write_config(folder, {**head.config, **own, **head.provenance})
+    write_tensors(folder, tensors, name="medusa_lm_head.safetensors")
+    carry_adapter(head, folder)
+
+
+def served_name(head: HeadFolder, name: str) -> str:
+    found = re.fullmatch(r"(\d+)\.(\d+)\.linear\.(weight|bias)", name)
+    if found:
+        k, j, kind = found.groups()
+        return f"blocks.{k}.layers.{j}.{kind}"
+    found = re.fullmatch(r"(\d+)\.\d+\.weight", name)
+    if found is None:
+        raise BadInput(f"head {head.path}: tensor {name}: vLLM's Medusa has no bias in its output layers")
+    return f"lm_heads.{found.group(1)}.weight"
+
+
+def carry_adapter(head: HeadFolder, folder: Path) -> None:
+    """The target's adapter in a folder of its own: engines read every safetensors file beside a head's config."""
+    if head.has_adapter:
+        (folder / ADAPTER_FOLDER).mkdir()
+        for name in ("adapter_config.json", ADAPTER_WEIGHTS):
+            shutil.copyfile(head.path / name, folder / ADAPTER_FOLDER / name)
+
+
+def from_blocks(tensors: dict[str, Tensor], *, num_blocks: int) -> dict[str, Tensor]:
+    """Tensors of either layout under FasterDecoding's names, which are ours; a shared output layer is left out."""
+    found = {}
+    for name, value in tensors.items():
+        name = re.sub(r"^medusa_heads?\.", "", name)
+        name = re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear.", name)
+        found[re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{num_blocks}.", name)] = value
+    found.pop("lm_head.weight", None)
+    return found

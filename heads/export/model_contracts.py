@@ -1,0 +1,106 @@
+"""What folders that are whole models must hold: a draft model's, and a target's with MTP modules in it."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ...configs.errors import first_line
+from ..loading import quiet_loading
+from ..mtp_checkpoint import LAYOUTS, views_on_disk
+from .contracts import Contract, sizes_of
+from .stored import Stored
+
+MARKS = {"mimo": ".mtp_layers.", "qwen3_next": "mtp.fc.", "deepseek_v3": ".eh_proj."}  # in names, of each MTP layout
+PARTS = ("enorm", "hnorm", "eh_proj", "norm", "block")
+COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+
+
+def draft_model(folder: Path, config: Mapping[str, Any], stored: Stored) -> Contract:
+    """Everything that transformers' own class of the config has, and the tokenizer."""
+    contract = Contract("draft model")
+    if "auto_map" in config:
+        contract.problems.append("auto_map: asks engines to run code of the folder")
+        return contract
+    if not any(folder.glob("tokenizer*")):
+        contract.problems.append("tokenizer.json: missing; engines compare it with the target's")
+    try:
+        with quiet_loading(), torch.device("meta"):
+            made = AutoConfig.from_pretrained(folder)
+            model = AutoModelForCausalLM.from_config(made)
+    except Exception as error:  # whatever a config class raises
+        contract.problems.append(f"config.json: transformers makes no model of it: {first_line(error)}")
+        return contract
+    if config.get("architectures") != [type(model).__name__]:
+        contract.problems.append(
+            f"architectures: found {config.get('architectures')}, expected {[type(model).__name__]}"
+        )
+    tied = set(getattr(model, "all_tied_weights_keys", {})) if made.get_text_config().tie_word_embeddings else set()
+    state = {name: value for name, value in model.state_dict().items() if name not in tied}
+    where = stored.files
+    contract.shapes = {name: tuple(value.shape) for name, value in views_on_disk(state, where).items()}
+    contract.optional = {name: tuple(value.shape) for name, value in model.state_dict().items() if name in tied}
+    return contract
+
+
+def mtp_layout(names: Mapping[str, Any]) -> str | None:
+    """Which layout of MTP modules is among these tensors."""
+    return next((layout for layout, mark in MARKS.items() if any(mark in name for name in names)), None)
+
+
+def mtp(config: Mapping[str, Any], stored: Stored) -> Contract:
+    """The modules' tensors: a decoder layer like the target's last that attends, and what joins and norms."""
+    inner = config.get("text_config", config)
+    name = mtp_layout(stored.shapes) or "deepseek_v3"
+    layout, contract = LAYOUTS[name], Contract(f"mtp ({name})")
+    counts = {inner[key] for key in COUNT_KEYS if inner.get(key)}
+    if len(counts) != 1:
+        contract.problems.append(f"{layout.count_key}: expected the number of modules, found {sorted(counts) or None}")
+    sizes = sizes_of(inner, contract, ("hidden_size", "vocab_size", "num_hidden_layers"))
+    if sizes is None:
+        return contract
+    hidden, num_layers = sizes["hidden_size"], sizes["num_hidden_layers"]
+    last = last_attending(stored, num_layers)
+    for i in range(num_layers):
+        if not any(re.search(rf"\.layers\.{i}\.", key) for key in stored.shapes):
+            contract.problems.append(
+                f"layer {i} of the target: no tensor of it: MTP modules are served within the target"
+            )
+    if not last:
+        return contract
+    for k in range(counts.pop()):
+        place = {part: getattr(layout, part).format(module=k, layer=num_layers + k) for part in PARTS}
+        contract.shapes |= {f"{place[part]}.weight": (hidden,) for part in ("enorm", "hnorm", "norm")}
+        contract.shapes[f"{place['eh_proj']}.weight"] = (hidden, 2 * hidden)
+        contract.shapes |= {f"{place['block']}.{rest}": shape for rest, shape in last.items()}
+        if name == "deepseek_v3":
+            for table in ("embed_tokens", "shared_head.head"):
+                contract.shapes[f"{place['block']}.{table}.weight"] = (sizes["vocab_size"], hidden)
+    is_tied = inner.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
+    if not is_tied and not any(key.endswith("lm_head.weight") for key in stored.shapes):
+        contract.problems.append("lm_head.weight: missing in the target")
+    return contract
+
+
+def last_attending(stored: Stored, num_layers: int) -> dict[str, tuple[int, ...]]:
+    """Names, from the layer on, and shapes of the last layer of the target that has full attention."""
+    for i in reversed(range(num_layers)):
+        found = {
+            key.split(f".layers.{i}.", 1)[1]: shape
+            for key, shape in stored.shapes.items()
+            if f".layers.{i}." in key and not key.startswith("mtp.")
+        }
+        if any(key.startswith("self_attn.") for key in found):
+            return found
+    return {}
+
+
+def is_module(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether a tensor of a checkpoint belongs to an MTP module."""
+    num_layers = config.get("text_config", config).get("num_hidden_layers", 0)
+    found = re.search(r"\.layers\.(\d+)\.", name)
+    behind = found is not None and not name.startswith("mtp.") and int(found.group(1)) >= num_layers
+    return behind or name.startswith("mtp.") or ".mtp_layers." in name

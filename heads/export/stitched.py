@@ -1,0 +1,84 @@
+"""MTP modules in a copy of their target's checkpoint: in place of those that it has, or beside its layers."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ...configs.errors import BadInput
+from ..mtp_checkpoint import LAYOUTS, stitch, stored_tensors, views_on_disk
+from .folder import EMBEDDINGS, HeadFolder, write_config
+
+# kinds of target (model_type) that engines load modules of a layout with
+SERVED = {
+    "deepseek_v3": ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite"),
+    "mimo": ("mimo", "qwen2"),
+    "qwen3_next": ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+}
+BESIDE = "model-mtp.safetensors"
+CARD_FILES = ("README.md", ".git*", ".cache")
+
+
+def write_stitched(head: HeadFolder, folder: Path, *, to: str) -> None:
+    """The whole target with the head's modules, its other tensors byte for byte.
+
+    Raises: BadInput where the target is no local folder, or no engine loads modules of this layout with it.
+    """
+    if not Path(head.target).is_dir():
+        raise BadInput(
+            f"target {head.target}: no local folder; name one with --target: the modules go into a copy of it"
+        )
+    tensors = {name: value for name, value in head.tensors.items() if name not in ("d2t", "t2d")}
+    where = stored_tensors(head.target)
+    layout = LAYOUTS[head.ours["head"]["layout"]]
+    num_modules = head.config[layout.count_key]
+    if all(name in where for name in views_on_disk(tensors, where)):
+        whole = folder / "whole"
+        stitch(cast(Any, SimpleNamespace(state_dict=lambda: tensors)), head.target, whole)
+        for path in whole.iterdir():
+            path.rename(folder / path.name)
+        whole.rmdir()
+    else:
+        write_beside(head, folder, tensors, where)
+    for name in CARD_FILES:  # the target's card is not the new checkpoint's
+        for path in folder.glob(name):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    config = json.loads((folder / "config.json").read_text())
+    inner = config.get("text_config", config)
+    inner[layout.count_key] = num_modules
+    if "mtp_num_hidden_layers" in inner:
+        inner["mtp_num_hidden_layers"] = num_modules
+    if head.ours["head"]["layout"] == "mimo":
+        config["architectures"] = ["MiMoForCausalLM"]
+    write_config(folder, config)
+
+
+def write_beside(head: HeadFolder, folder: Path, tensors: dict[str, Tensor], where: dict[str, Path]) -> None:
+    """A copy of a target without MTP modules, and one more file with the head's."""
+    own = head.ours["head"]["layout"]
+    kind = str((head.target_config or {}).get("model_type"))
+    if kind not in SERVED[own]:
+        raise BadInput(
+            f"target {head.target}: no engine loads MTP modules of layout {own} with a {kind} target, only with "
+            f"{', '.join(SERVED[own])}; train eagle3 for this one"
+        )
+    new = {name: value.contiguous().clone() for name, value in views_on_disk(tensors, {}).items()}
+    if own == "deepseek_v3":  # each module of this family has the target's tables once more
+        embedding = next(name for name in EMBEDDINGS if name in where)
+        output = "lm_head.weight" if "lm_head.weight" in where else embedding
+        first = int((head.target_config or {})["num_hidden_layers"])
+        for i in range(first, first + head.config[LAYOUTS[own].count_key]):
+            for name, source in (("embed_tokens", embedding), ("shared_head.head", output)):
+                with safe_open(where[source], framework="pt") as opened:
+                    new[f"model.layers.{i}.{name}.weight"] = opened.get_tensor(source)
+    shutil.copytree(head.target, folder, dirs_exist_ok=True)
+    save_file(new, folder / BESIDE, metadata={"format": "pt"})
+    files = {name: path.name for name, path in where.items()} | dict.fromkeys(new, BESIDE)
+    size = sum((folder / name).stat().st_size for name in set(files.values()))
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

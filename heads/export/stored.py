@@ -1,0 +1,86 @@
+"""The safetensors files of a folder as engines find them: each tensor's file, shape and dtype, read without weights."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ...configs.errors import first_line
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+INTEGERS = ("I64", "I32", "I16", "I8", "U8")
+
+
+@dataclass
+class Stored:
+    """files: where each tensor lies. shapes, dtypes (as safetensors calls them): of each. problems: of the files."""
+
+    files: dict[str, Path] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def floats(self) -> list[str]:
+        return [name for name, dtype in self.dtypes.items() if dtype.startswith(("F", "BF"))]
+
+    def read(self, name: str) -> Tensor:
+        with safe_open(self.files[name], framework="pt") as opened:
+            return opened.get_tensor(name)
+
+
+def read_stored(folder: Path) -> Stored:
+    """All tensors of a folder, with what is wrong about its files."""
+    stored = Stored()
+    paths = sorted(folder.glob("*.safetensors"))
+    for path in sorted(folder.iterdir()):
+        if path.suffix in PICKLES:
+            stored.problems.append(f"{path.name}: a pickle, which can run code: weights belong in safetensors")
+    if not paths:
+        stored.problems.append("no safetensors file in it")
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  (a method of safetensors, not a dict)
+                    if name in stored.files:
+                        stored.problems.append(f"{path.name}: tensor {name} is in {stored.files[name].name} too")
+                    part = opened.get_slice(name)
+                    stored.files[name] = path
+                    stored.shapes[name], stored.dtypes[name] = tuple(part.get_shape()), part.get_dtype()
+        except (OSError, SafetensorError) as error:
+            what = "a pickle under that name" if is_pickle(path) else first_line(error)
+            stored.problems.append(f"{path.name}: not a whole safetensors file: {what}")
+    check_index(folder, stored)
+    return stored
+
+
+def is_pickle(path: Path) -> bool:
+    """By its first bytes, of a bare pickle or of torch.save's archive; those of a sound file's length can be alike."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    return start.startswith((b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")) or start == b"PK\x03\x04"
+
+
+def check_index(folder: Path, stored: Stored) -> None:
+    """Adds where the index of a folder of several files and its files disagree."""
+    path = folder / "model.safetensors.index.json"
+    if not path.is_file():
+        return
+    try:
+        index: dict[str, str] = json.loads(path.read_text())["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        stored.problems.append(f"{path.name}: no index of tensors: {first_line(error)}")
+        return
+    for file in sorted(set(index.values())):
+        if not (folder / file).is_file():
+            stored.problems.append(f"{path.name}: names {file}, which is not there")
+    for name in sorted(index.keys() & stored.files.keys()):
+        if index[name] != stored.files[name].name:
+            stored.problems.append(f"{path.name}: has {name} in {index[name]}, it is in {stored.files[name].name}")
+    for name in sorted(stored.files.keys() - index.keys()):
+        stored.problems.append(f"{path.name}: lacks {name}, so engines do not load it")
+    for name in sorted(index.keys() - stored.files.keys()):
+        if (folder / index[name]).is_file():
+            stored.problems.append(f"{path.name}: names {name}, which {index[name]} does not hold")

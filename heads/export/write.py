@@ -1,0 +1,95 @@
+"""Which layout each family is exported in for which engine, and the export itself."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ...configs.errors import BadInput
+from .folder import HeadFolder, new_folder, read_folder, switching_word
+from .medusa import ADAPTER_FOLDER, write_blocks, write_published
+from .plain import write_plain
+from .portable import write_eagle, write_eagle3
+from .speculators import write_speculators
+from .stitched import write_stitched
+
+ENGINES = ("vllm", "sglang", "speculators", "hf")
+WRITERS: dict[str, dict[str, Callable[..., None]]] = {
+    "eagle": {"vllm": write_eagle, "sglang": write_eagle},
+    "eagle3": {"vllm": write_eagle3, "sglang": write_eagle3, "speculators": write_speculators},
+    "medusa": {"vllm": write_blocks, "hf": write_published},
+    "mtp": {"vllm": write_stitched, "sglang": write_stitched, "hf": write_stitched},
+    "draft_lm": {"vllm": write_plain, "sglang": write_plain, "hf": write_plain},
+}
+
+
+def export_head(
+    source: str | Path, output: str | Path, *, to: str, target: str | None = None, dtype: str | None = None
+) -> HeadFolder:
+    """Write a trained head in an engine's layout, whole or not at all; returns what was exported.
+
+    Args: source: a run or head folder. to: one of ENGINES. target: folder or hub id, where it is not where it was when
+        the head was trained. dtype: as in `read_folder`.
+    Raises: BadInput where no such engine loads the family, the output exists or its path switches vLLM's method.
+    """
+    if to not in ENGINES:
+        raise BadInput(f"--to {to}: expected one of {', '.join(ENGINES)}")
+    if Path(output).exists():
+        raise BadInput(f"{output}: exists already")
+    head = read_folder(source, target=target, dtype=dtype)
+    writers = WRITERS.get(head.family)
+    if writers is None:
+        raise BadInput(f"head {source}: no serving engine loads {head.family} heads; headstart eval decodes with it")
+    if to not in writers:
+        raise BadInput(f"head {source}: {to} loads no {head.family} heads; expected --to {' or '.join(writers)}")
+    word = switching_word(Path(output).absolute(), head.family)
+    if word is not None:
+        raise BadInput(
+            f"{output}: `{word}` in its path makes vLLM take {head.family} for another method; name it otherwise"
+        )
+    with new_folder(output) as folder:
+        writers[to](head, folder, to=to)
+    return head
+
+
+def notes(head: HeadFolder) -> list[str]:
+    """What serving a head asks for beyond its folder, or what an engine does otherwise than `headstart eval`."""
+    own, found = head.ours["head"], []
+    if head.has_adapter:
+        found.append(
+            f"it drafts for the target with {ADAPTER_FOLDER}/ on it: merge that into the target that you serve"
+        )
+    if head.family == "mtp" and own["draft_vocab_size"]:
+        found.append("engines draft the whole vocabulary from MTP modules: draft_vocab_size has no effect there")
+    if head.family == "mtp" and own["feedback"] == "pre_norm":
+        found.append("engines feed the next depth from behind the norm: drafts behind the first differ from training")
+    if head.target_config is None:
+        found.append(f"target {head.target} is not there: weights keep their dtype, {head.config['dtype']}")
+    return found
+
+
+def serve_commands(head: HeadFolder, output: str, *, to: str, target: str | None = None) -> dict[str, str]:
+    """The command of each engine that loads the exported folder, by engine."""
+    own: dict[str, Any] = head.ours["head"]
+    name, num = target or head.target, own["num_depths"]
+    if head.family == "mtp":
+        num = head.config.get("num_nextn_predict_layers", 1)
+        spec = f'{{"method":"mtp","num_speculative_tokens":{num}}}'
+        flags = f"--speculative-algorithm NEXTN --speculative-num-steps {num} --speculative-eagle-topk 1"
+        return {
+            "vllm": f"vllm serve {output} --speculative-config '{spec}'",
+            "sglang": f"python -m sglang.launch_server --model-path {output} {flags} "
+            f"--speculative-num-draft-tokens {num + 1}",
+        }
+    if to == "speculators":
+        return {"vllm": f"vllm serve {output}"}
+    method = {"draft_lm": "draft_model"}.get(head.family, head.family)
+    spec = f'{{"method":"{method}","model":"{output}","num_speculative_tokens":{num}}}'
+    found = {"vllm": f"vllm serve {name} --speculative-config '{spec}'"}
+    algorithm = {"eagle": "EAGLE", "eagle3": "EAGLE3", "draft_lm": "STANDALONE"}.get(head.family)
+    if algorithm is not None:
+        found["sglang"] = (
+            f"python -m sglang.launch_server --model-path {name} --speculative-algorithm {algorithm} "
+            f"--speculative-draft-model-path {output} --speculative-num-steps {num} --speculative-eagle-topk 1 "
+            f"--speculative-num-draft-tokens {num + 1}"
+        )
+    return found

@@ -1,0 +1,91 @@
+"""How a target is named and read from disk or the hub: its config, dtype and device, and which weights it holds."""
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import AutoConfig
+from transformers.utils import logging as hf_logging
+
+from ..configs.errors import BadInput, first_line
+
+
+@dataclass(kw_only=True)
+class TargetConfig:
+    """Which frozen model to load.
+
+    path: local folder or hub id. dtype: float32, bfloat16, float16, or auto (as stored).
+    """
+
+    path: str
+    dtype: str = "auto"
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+
+def torch_dtype(name: str) -> torch.dtype | str:
+    """`torch.dtype` of a config's name; `auto` stays as it is. Raises BadInput on an unknown name."""
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    short = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    if name == "auto":
+        return name
+    if short.get(name, name) not in names:
+        raise BadInput(f"dtype {name!r}: expected one of auto, {', '.join(names)}")
+    return names[short.get(name, name)]
+
+
+def found_path(path: str | Path) -> str:
+    """A hub id as it is, a local folder with `~` resolved. Raises BadInput where such a folder holds no model."""
+    path = str(path)
+    if Path(path).exists() or path.startswith((".", "/", "~")):
+        path = str(Path(path).expanduser())
+        if not Path(path, "config.json").is_file():
+            what = "no config.json in it" if Path(path).is_dir() else "no such folder"
+            raise BadInput(f"target {path}: {what}")
+    return path
+
+
+def read_model_config(path: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The Hugging Face config of a model, without its weights. Raises BadInput where there is none."""
+    path = found_path(path)
+    try:
+        with quiet_loading():
+            return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    except Exception as error:  # as in Target.load
+        raise BadInput(f"target {path}: {first_line(error)}") from error
+
+
+def default_device() -> str:
+    """cuda where there is one, else cpu."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Without transformers' report of a bad checkpoint, which we sum up, and its progress bar, but on a terminal."""
+    verbosity, bar = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        if bar:
+            hf_logging.enable_progress_bar()
+
+
+def fingerprint_of(model: nn.Module) -> str:
+    """Which weights a model holds: sha256 over names, shapes and 64 spread values of each parameter, as stored."""
+    digest = hashlib.sha256()
+    for name, value in sorted(cast(Any, model.named_parameters())):
+        spread = value.detach().flatten()[:: max(1, value.numel() // 64)][:64]
+        digest.update(f"{name} {tuple(value.shape)}".encode())
+        digest.update(spread.float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:32]

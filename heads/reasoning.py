@@ -1,0 +1,32 @@
+"""What opens and closes a reasoning trace: the texts and tokens that a tokenizer or its chat template has for it."""
+
+from typing import Any
+
+MARKERS = (  # what opens, what closes
+    ("<think>", "</think>"),  # DeepSeek-R1, Qwen3, GLM-4.5, Kimi-K2-Thinking
+    ("[THINK]", "[/THINK]"),  # Magistral
+    ("<seed:think>", "</seed:think>"),  # Seed-OSS
+    ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A Reasoning
+)
+CHANNEL = ("<|channel|>analysis<|message|>", "<|end|>")  # gpt-oss: the trace is a message of its own
+CHANNEL_TOKENS = {"<|channel|>", "<|message|>", "<|end|>"}
+
+
+def think_markers(tokenizer: Any) -> tuple[str, str] | None:
+    """The texts that open and close a trace: tokens of the tokenizer, else texts in its chat template, else None."""
+    vocabulary = tokenizer.get_vocab()
+    for pair in MARKERS:
+        if vocabulary.keys() >= set(pair):
+            return pair
+    if vocabulary.keys() >= CHANNEL_TOKENS:
+        return CHANNEL
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    return next((pair for pair in MARKERS if all(text in template for text in pair)), None)
+
+
+def think_tokens(tokenizer: Any) -> tuple[int, int] | None:
+    """The ids of the tokens that open and close a trace; None where these are not single tokens."""
+    vocabulary, markers = tokenizer.get_vocab(), think_markers(tokenizer)
+    if markers is None or not vocabulary.keys() >= set(markers):
+        return None
+    return vocabulary[markers[0]], vocabulary[markers[1]]

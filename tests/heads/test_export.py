@@ -1,0 +1,213 @@
+"""Exported heads have the names, shapes and keys that engines read, or nothing is written."""
+
+import json
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from headstart.configs.errors import BadInput
+from headstart.heads.eagle import EagleConfig
+from headstart.heads.export.check import check_folder
+from headstart.heads.export.write import ENGINES, WRITERS, export_head, notes, serve_commands
+from headstart.heads.medusa import MedusaConfig
+from headstart.heads.registry import HEADS, build_head, head_class, save_head
+from headstart.heads.target import Target
+from safetensors.torch import load_file
+
+CASES = [(family, to) for family, writers in WRITERS.items() for to in writers if family != "mtp"]
+OPTIONS: dict[str, Any] = {"medusa": {"num_depths": 2}, "eagle3": {"draft_vocab_size": 24}}
+KEPT = "rms_norm_eps max_position_embeddings rope_theta eos_token_id bos_token_id head_dim num_key_value_heads".split()
+
+
+@pytest.fixture(scope="module")
+def on_disk(saved_target):
+    """The target as `headstart train` loads it, so that heads name its folder."""
+    return Target.load(saved_target)
+
+
+@pytest.fixture
+def trained(on_disk, tmp_path):
+    """trained("eagle3", **options): the run folder of a head whose every weight is away from its start."""
+
+    def make(family, **options):
+        options = OPTIONS.get(family, {}) | options
+        config = head_class(family).config_class(**options)
+        ids = torch.arange(3, 51, 2) if config.draft_vocab_size else None
+        head = build_head(config, on_disk, draft_token_ids=ids, seed=2)
+        source = torch.Generator().manual_seed(4)
+        with torch.no_grad():
+            for parameter in head.parameters():
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=source))
+        save_head(head, tmp_path / "run" / "final")
+        return tmp_path / "run"
+
+    return make
+
+
+def read(folder, name="model.safetensors"):
+    return json.loads((folder / "config.json").read_text()), load_file(folder / name)
+
+
+@pytest.mark.parametrize(("family", "to"), CASES)
+def test_what_is_exported_passes_the_contract(trained, tmp_path, family, to):
+    out = tmp_path / "served"
+    head = export_head(trained(family), out, to=to)
+    assert check_folder(out).problems == []
+    assert head.family == family and notes(head) == []
+    commands = serve_commands(head, str(out), to=to)
+    assert commands and all(str(out) in command for command in commands.values())
+    assert ("sglang" in commands) == (family != "medusa" and to != "speculators")
+    names = {path.name for path in out.iterdir()}
+    weights = "medusa_lm_head.safetensors" if (family, to) == ("medusa", "hf") else "model.safetensors"
+    tokenizer = {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+    assert names == {"config.json", weights} | (tokenizer if family == "draft_lm" else set())
+
+
+def test_one_eagle3_folder_is_right_for_both_engines(trained, tmp_path, on_disk):
+    run = trained("eagle3", num_layers=2)
+    folders = [tmp_path / "vllm", tmp_path / "sglang"]
+    for folder in folders:
+        export_head(run, folder, to=folder.name)
+    assert [f.read_bytes() for f in folders[0].iterdir()] == [f.read_bytes() for f in folders[1].iterdir()]
+    config, tensors = read(folders[0])
+    ids = config["eagle_aux_hidden_state_layer_ids"]
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [i - 1 for i in ids]
+    assert config["num_aux_hidden_states"] == len(ids) and config["draft_vocab_size"] == 24
+    assert torch.equal(tensors["layers.1.hidden_norm.weight"], tensors["layers.1.input_layernorm.weight"])
+    assert torch.equal(tensors["d2t"] + torch.arange(24), torch.arange(3, 51, 2))
+    assert not any("embed" in name for name in tensors)
+    kept = {**on_disk.config.to_dict(), "rope_theta": 500.0}
+    assert {key: config[key] for key in KEPT} == {key: kept[key] for key in KEPT}
+    assert config["rope_scaling"] is None and config["hidden_act"] == "silu"
+
+
+def test_eagle_has_zeros_where_sglang_would_have_noise(trained, tmp_path):
+    export_head(trained("eagle"), tmp_path / "out", to="vllm")
+    config, tensors = read(tmp_path / "out")
+    assert config["architectures"] == ["LlamaForCausalLMEagle", "LlamaForCausalLM"] and "bias" not in config
+    assert not tensors["fc.bias"].any() and "layers.0.input_layernorm.weight" not in tensors
+
+
+def test_a_trained_bias_is_sglangs_alone(trained, tmp_path):
+    run = trained("eagle", bias=True)
+    with pytest.raises(BadInput, match="fc.bias is trained and vLLM leaves it out"):
+        export_head(run, tmp_path / "out", to="vllm")
+    assert not (tmp_path / "out").exists()
+    export_head(run, tmp_path / "out", to="sglang")
+    assert check_folder(tmp_path / "out").problems == []
+
+
+def test_speculators_name_their_target(trained, tmp_path, on_disk):
+    export_head(trained("eagle3"), tmp_path / "out", to="speculators")
+    config, tensors = read(tmp_path / "out")
+    assert config["speculators_config"]["verifier"] == {
+        "name_or_path": on_disk.name,
+        "architectures": ["LlamaForCausalLM"],
+    }
+    assert config["transformer_layer_config"]["num_aux_hidden_states"] == 3
+    assert "layers.0.hidden_norm.weight" in tensors and not any(name.startswith("midlayer") for name in tensors)
+
+
+@pytest.mark.parametrize("output", ["own", "shared"])
+def test_medusa_in_both_layouts_is_the_same_head(trained, tmp_path, on_disk, output):
+    run = trained("medusa", output=output, num_blocks=2)
+    _, ours = read(run / "final")
+    export_head(run, tmp_path / "blocks", to="vllm")
+    export_head(run, tmp_path / "published", to="hf")
+    config, blocks = read(tmp_path / "blocks")
+    _, published = read(tmp_path / "published", "medusa_lm_head.safetensors")
+    assert config["original_lm_head"] == (output == "shared") and config["medusa_fc_bias"] is True
+    for name, value in ours.items():
+        assert torch.equal(published[name], value)
+    for k, j in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        assert torch.equal(blocks[f"blocks.{k}.layers.{j}.weight"], ours[f"{k}.{j}.linear.weight"])
+    rows = on_disk.output_layer.weight
+    if output == "shared":
+        assert torch.equal(blocks["lm_head.weight"], rows) and torch.equal(published["1.2.weight"], rows)
+    else:
+        assert torch.equal(blocks["lm_heads.1.weight"], ours["1.2.weight"])
+
+
+def test_the_adapter_of_a_target_lies_in_a_folder_of_its_own(saved_target, tmp_path):
+    head = build_head(MedusaConfig(num_depths=2, target_lora_rank=2), Target.load(saved_target))
+    save_head(head, tmp_path / "head")
+    said = notes(export_head(tmp_path / "head", tmp_path / "out", to="vllm"))
+    assert "target_adapter/ on it" in said[0] and check_folder(tmp_path / "out").problems == []
+    assert (tmp_path / "out" / "target_adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_weights_take_the_targets_dtype_or_the_one_asked_for(trained, saved_target, tmp_path):
+    run, half = trained("eagle3"), tmp_path / "half"
+    shutil.copytree(saved_target, half)
+    config = json.loads((half / "config.json").read_text())
+    (half / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    for how, wanted in (
+        ({}, torch.float32),
+        ({"target": str(half)}, torch.bfloat16),
+        ({"dtype": "fp16"}, torch.float16),
+    ):
+        out = tmp_path / str(wanted)
+        export_head(run, out, to="vllm", **how)
+        config, tensors = read(out)
+        assert tensors["fc.weight"].dtype == wanted and tensors["d2t"].dtype == torch.int64
+        assert config["torch_dtype"] == config["dtype"] == str(wanted).removeprefix("torch.")
+        assert check_folder(out).problems == []
+
+
+def test_a_target_that_is_gone_is_said(trained, tmp_path):
+    run = trained("eagle")
+    path = run / "final" / "config.json"
+    config = json.loads(path.read_text())
+    config["headstart"]["target"]["name"] = str(tmp_path / "gone")
+    path.write_text(json.dumps(config))
+    [line] = notes(export_head(run, tmp_path / "out", to="vllm"))
+    assert line.endswith("gone is not there: weights keep their dtype, float32")
+    with pytest.raises(BadInput, match="target .*nowhere: no such folder"):
+        export_head(run, tmp_path / "other", to="vllm", target=str(tmp_path / "nowhere"))
+
+
+def test_what_no_engine_loads_is_refused(trained, tmp_path):
+    cases = [("hydra", to, "no serving engine loads hydra heads") for to in ENGINES]
+    cases += [("medusa", "sglang", "sglang loads no medusa heads; expected --to vllm or hf")]
+    cases += [("eagle", "speculators", "speculators loads no eagle heads; expected --to vllm or sglang")]
+    cases += [("eagle3", "tgi", "--to tgi: expected one of vllm, sglang, speculators, hf")]
+    cases += [("mtp", "vllm", "no engine loads MTP modules of layout deepseek_v3 with a llama target")]
+    for family, to, problem in cases:
+        with pytest.raises(BadInput, match=problem):
+            export_head(trained(family), tmp_path / "out", to=to)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["run"], "nothing half-written stays"
+
+
+def test_a_path_that_switches_the_method_is_refused(trained, tmp_path):
+    for family, name in (
+        ("medusa", "My-EAGLE3-medusa"),
+        ("draft_lm", "dflash/x"),
+        ("eagle", "eagle3"),
+        ("eagle3", "eagle-3"),
+    ):
+        with pytest.raises(BadInput, match="in its path makes vLLM take"):
+            export_head(trained(family), tmp_path / name, to="vllm")
+    export_head(trained("eagle3"), tmp_path / "eagle3", to="vllm")
+
+
+def test_an_existing_folder_is_left_alone(trained, tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(BadInput, match="out: exists already"):
+        export_head(trained("eagle"), tmp_path / "out", to="vllm")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_target_that_scales_its_embeddings_is_refused(trained, saved_target, tmp_path):
+    scaled = tmp_path / "gemma"
+    shutil.copytree(saved_target, scaled)
+    config = json.loads((scaled / "config.json").read_text())
+    (scaled / "config.json").write_text(json.dumps({**config, "model_type": "gemma2"}))
+    for family in ("eagle", "eagle3"):
+        with pytest.raises(BadInput, match="gemma2 scales its embeddings"):
+            export_head(trained(family), tmp_path / "out", to="vllm", target=str(scaled))
+
+
+def test_every_family_is_exported_or_known_not_to_be():
+    assert set(WRITERS) == set(HEADS) - {"hydra"}
+    assert EagleConfig().bias is False
