@@ -1,57 +1,133 @@
-"""Training batches as a pure function of the batch number: what makes resuming exact."""
+"""Training batches as a pure function of their number, read ahead: what makes resuming exact."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from .chat import Sample
+from ..heads.base import DraftBatch
+from ..heads.documents import Documents
+from ..heads.target import TargetOutput
+from .packing import Row, RowSequence
+from .samples import SEGMENTS
+from .shards import States, Stored
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class BatchPlan:
     """Which rows the n-th batch of a rank holds.
 
-    Rows come from an endless sequence of permutations, one per epoch, each a function of (seed, epoch). Every batch is
-    full; ranks take consecutive shares of a global batch, so that its rows do not depend on how many ranks share it.
+    Every batch is full; ranks take consecutive shares of a global batch, so that its rows do not depend on how many
+    ranks share it.
     """
 
-    num_rows: int
+    sequence: RowSequence
     batch_size: int  # rows per rank
-    seed: int
     num_ranks: int = 1
     rank: int = 0
 
-    def rows(self, number: int) -> list[int]:
-        """Row indices of this rank's batch `number` (0-based)."""
+    def rows(self, number: int) -> list[Row]:
+        """The samples, by index, of each row of this rank's batch `number` (0-based)."""
         first = (number * self.num_ranks + self.rank) * self.batch_size
-        return [self._row(place) for place in range(first, first + self.batch_size)]
+        return [self.sequence[place] for place in range(first, first + self.batch_size)]
 
     def epoch(self, number: int) -> float:
-        """How many epochs have been read before batch `number`."""
-        return number * self.num_ranks * self.batch_size / self.num_rows
+        """How many times the samples have been read before batch `number`."""
+        place = number * self.num_ranks * self.batch_size
+        return self.sequence.num_samples_before(place) / len(self.sequence.lengths)
 
-    def _row(self, place: int) -> int:
-        epoch, index = divmod(place, self.num_rows)
-        return int(self._permutation(epoch)[index])
-
-    def _permutation(self, epoch: int) -> Tensor:
-        kept: tuple[int, Tensor] | None = self.__dict__.get("_kept")
-        if kept is None or kept[0] != epoch:
-            # torch's CPU generator reads the low 32 bits of a seed only
-            source = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**32)
-            kept = epoch, torch.randperm(self.num_rows, generator=source)
-            self.__dict__["_kept"] = kept
-        return kept[1]
+    def padding(self, *, num_batches: int = 16) -> float:
+        """The share of the first batches' positions that holds nothing, 0..1."""
+        filled = positions = 0
+        for number in range(num_batches):
+            rows = [int(self.sequence.lengths[row].sum()) for row in self.rows(number)]
+            filled, positions = filled + sum(rows), positions + len(rows) * max(rows)
+        return 1 - filled / positions
 
 
-def collate(samples: Sequence[Sample], *, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """Right-pad samples to the longest: input_ids [B, T] and loss_mask [B, T] bool (False on padding)."""
-    longest = max(len(sample.input_ids) for sample in samples)
-    input_ids = torch.zeros(len(samples), longest, dtype=torch.long)  # [B, T]
-    loss_mask = torch.zeros(len(samples), longest, dtype=torch.bool)
-    for i, sample in enumerate(samples):
-        input_ids[i, : len(sample.input_ids)] = torch.tensor(sample.input_ids)
-        loss_mask[i, : len(sample.loss_mask)] = torch.tensor(sample.loss_mask, dtype=torch.bool)
-    return input_ids.to(device), loss_mask.to(device)
+@dataclass
+class Batch:
+    """Rows on a device, with what was stored of the target's states: `output` None means that the target has to run.
+
+    Fields as in `heads.base.DraftBatch`. num_tokens: without padding.
+    """
+
+    input_ids: Tensor
+    loss_mask: Tensor
+    weights: Tensor | None
+    documents: Documents | None
+    output: TargetOutput | None
+    num_tokens: int
+
+    def to(self, device: torch.device | str) -> "Batch":
+        def moved(value: Any) -> Any:
+            return None if value is None else value.to(device, non_blocking=True)
+
+        output = self.output and TargetOutput(moved(self.output.features), moved(self.output.post_norm))
+        tensors = {name: moved(getattr(self, name)) for name in ("input_ids", "loss_mask", "weights", "documents")}
+        return replace(self, **tensors, output=output)
+
+    def filled(self, read: Callable[..., TargetOutput]) -> DraftBatch:
+        """What a head's loss takes. read(input_ids, documents=...): the live target, where no states are stored."""
+        output = self.output or read(self.input_ids, documents=self.documents)
+        return DraftBatch(self.input_ids, self.loss_mask, output, self.weights, self.documents)
+
+
+def collate(rows: Sequence[Sequence[Stored]], *, segment_weights: Mapping[str, float] | None = None) -> Batch:
+    """Samples laid into rows [B, T], padded on the right to the longest row.
+
+    Where a row holds several samples, none sees another. The first token of each is not supervised: there is nothing
+    before it to draft it from. `segment_weights`: by segment; not named: 1.
+    """
+    lengths = [[len(stored.sample) for stored in row] for row in rows]
+    shape = len(rows), max(sum(row) for row in lengths)
+    input_ids = torch.zeros(shape, dtype=torch.long)  # [B, T]
+    loss_mask, segments = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.long)
+    output = None if rows[0][0].states is None else empty_output(rows[0][0].states, shape)
+    for i, row in enumerate(rows):
+        start = 0
+        for stored in row:
+            here = slice(start, start + len(stored.sample))
+            input_ids[i, here] = torch.from_numpy(stored.sample.input_ids).long()
+            loss_mask[i, here] = torch.from_numpy(stored.sample.loss_mask)
+            segments[i, here] = torch.from_numpy(stored.sample.segments).long()
+            loss_mask[i, start] = False
+            if output is not None and stored.states is not None:
+                output.features[i, here], output.post_norm[i, here] = stored.states.features, stored.states.post_norm
+            start = here.stop
+    weights = None
+    if segment_weights:
+        weights = torch.tensor([segment_weights.get(name, 1.0) for name in SEGMENTS])[segments]  # [B, T]
+    is_packed = any(len(row) > 1 for row in rows)
+    documents = Documents.of(lengths, num_positions=shape[1]) if is_packed else None
+    return Batch(input_ids, loss_mask, weights, documents, output, num_tokens=sum(map(sum, lengths)))
+
+
+def empty_output(states: States, shape: tuple[int, int]) -> TargetOutput:
+    """Zeros for rows of samples whose states look like these."""
+    features, post_norm = states.features, states.post_norm  # [T, L, D], [T, D]
+    return TargetOutput(
+        features.new_zeros(*shape, *features.shape[1:]), post_norm.new_zeros(*shape, *post_norm.shape[1:])
+    )
+
+
+def read_ahead(make: Callable[[int], T], numbers: Iterable[int], *, depth: int = 2) -> Iterator[T]:
+    """make(number) for each number, in order, `depth` of them made ahead in a thread; errors come out in their turn."""
+    with ThreadPoolExecutor(1, thread_name_prefix="batches") as thread:
+        waiting: deque[Any] = deque()
+        try:
+            for number in numbers:
+                waiting.append(thread.submit(make, number))
+                if len(waiting) > depth:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()

@@ -1,132 +1,185 @@
-"""Where training rows come from: local JSON Lines, JSON and Parquet files, or data sets on the Hugging Face hub."""
+"""Where rows come from: local JSON Lines, JSON, Parquet and Arrow files, or data sets on the Hugging Face hub."""
 
-import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import chain, islice
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from ..configs.errors import BadInput
-from ..configs.jsonl import iter_jsonl
+from ..configs.loader import build
+from .formats import LOCAL_FORMATS, is_known, one_line, read_file
+from .mixture import UNTIL, interleave
 
-LOCAL_FORMATS = ".jsonl, .jsonl.gz, .json (a list), .parquet"
-
-
-@dataclass(kw_only=True)
-class DataConfig:
-    """Which rows to train and validate on. Each source is a file or a hub name, `owner/name` or `owner/name:split`."""
-
-    train: str | list[str]
-    validation: str | list[str] | None = None
-    max_length: int = 2048  # tokens; longer rows are cut on the right
-    num_rows: int | None = None  # the first rows of `train`, over all its sources; None is all
-
-    def __post_init__(self) -> None:
-        for name, value in (("max_length", self.max_length), ("num_rows", self.num_rows)):
-            if value is not None and value < 1:
-                raise BadInput(f"{name} should be at least 1, got {value}")
+BESIDE_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # by datasets' save_to_disk
+HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*/[\w.-]+)(@(?P<config>[^:]+))?(:(?P<split>.+))?")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row as its source gave it, and where it stood there ("train.jsonl:17"), for error messages."""
+    """One row as its source gave it.
+
+    origin: where it stood ("train.jsonl:17"), for error messages. source: the name of its source. epoch: how often the
+    source had been read through before.
+    """
 
     data: dict[str, Any]
     origin: str
+    source: str = ""
+    epoch: int = 0
 
 
-def load_rows(spec: str | list[str], *, num_rows: int | None = None) -> list[Row]:
-    """The rows of one source or of several, in the order given; only the first `num_rows` when that is set.
+@dataclass(kw_only=True, frozen=True)
+class Source:
+    """One source of rows, as a mapping in a config; a plain text there is its `source` alone.
 
-    A source is a path to a .jsonl, .jsonl.gz, .json (a list of objects) or .parquet file or, when there is no such path
-    and it reads like one, a hub name: `owner/name` (split `train`) or `owner/name:split`.
+    source: a file, a folder (its data files, by name, subfolders too), a pattern with `*`, or, where there is no such
+    path and it reads like one, a hub name: `owner/name`, `owner/name:split`, `owner/name@config:split`. Formats:
+    .jsonl, .jsonl.gz, .json (a list of objects, read whole), .parquet, .arrow (stream or file).
+    name: what counts and rows call it; None: `source`. num_rows: only its first rows.
+    weight: its share of a mixture; None: as many rows as it has, or 1 where another source has a weight.
+    epochs: how often it is read; rows repeat only when this is above 1.
+    columns: keys to rename, {its name: ours}, e.g. {question: prompt, answer: response}.
+    config, split, streaming: of a hub data set; split is `train` where none is said. streaming: read over the network
+    row by row, not downloaded first.
+    """
+
+    source: str
+    name: str | None = None
+    weight: float | None = None
+    num_rows: int | None = None
+    epochs: int = 1
+    columns: dict[str, str] = field(default_factory=dict)
+    config: str | None = None
+    split: str | None = None
+    streaming: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.source:
+            raise BadInput("no data source is given")
+        if self.weight is not None and not 0 < self.weight < float("inf"):
+            raise BadInput(f"weight {self.weight}: expected above 0")
+        for key in ("num_rows", "epochs"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise BadInput(f"{key} should be at least 1, got {value}")
+
+    @property
+    def called(self) -> str:
+        return self.name or self.source
+
+    def files(self) -> list[Path]:
+        """The local files that are read, in order; none for a hub data set. BadInput: there is no such file."""
+        path = Path(self.source)
+        if path.is_dir():
+            files = sorted(file for file in path.rglob("*") if _is_data(file.relative_to(path)) and file.is_file())
+            if not files:
+                raise BadInput(f"{path}: no data file in this folder; known formats are {LOCAL_FORMATS}")
+            return files
+        if path.exists():
+            return [path]
+        if "*" in self.source:
+            found = Path(path.anchor).glob(str(path.relative_to(path.anchor)))
+            files = sorted(file for file in found if file.is_file())
+            if not files:
+                raise BadInput(f"{self.source}: no file matches")
+            return files
+        if not self._is_hub():
+            raise BadInput(f"{self.source}: no such file")
+        return []
+
+    def rows(self, *, epoch: int = 0) -> Iterator[Row]:
+        """Its rows, one in memory at a time. BadInput as `iter_rows`."""
+        places = self._places()
+        for data, origin in islice(places, self.num_rows):
+            for theirs, ours in self.columns.items():
+                if theirs not in data:
+                    raise BadInput(f"{origin}: columns: no key {theirs!r}; there are {', '.join(data)}")
+                data[ours] = data.pop(theirs)
+            yield Row(data, origin, self.called, epoch)
+
+    def all_rows(self) -> Iterator[Row]:
+        """Its rows of every epoch."""
+        for epoch in range(self.epochs):
+            yield from self.rows(epoch=epoch)
+
+    def _places(self) -> Iterator[tuple[dict[str, Any], str]]:
+        files = self.files()
+        for key in ("config", "split", "streaming") if files else ():
+            if getattr(self, key):
+                raise BadInput(f"{self.source}: {key} is for hub data sets; this is a local file")
+        return (found for file in files for found in read_file(file)) if files else self._hub_rows()
+
+    def _is_hub(self) -> bool:
+        """Whether it reads as a hub name; a version such as `-2.5` in it is no file suffix."""
+        found = HUB_NAME.fullmatch(self.source)
+        return found is not None and re.search(r"\.[A-Za-z]\w*$", found["name"]) is None
+
+    def _hub_rows(self) -> Iterator[tuple[dict[str, Any], str]]:
+        found = HUB_NAME.fullmatch(self.source)
+        assert found is not None
+        for key in ("config", "split"):
+            if found[key] and getattr(self, key):
+                raise BadInput(f"{self.source}: {key} is given twice, {found[key]!r} and {getattr(self, key)!r}")
+        config, split = found["config"] or self.config, found["split"] or self.split or "train"
+        try:
+            import datasets
+        except ImportError as error:
+            problem = "no such file, and a hub data set needs datasets: pip install datasets"
+            raise BadInput(f"{self.source}: {problem}") from error
+        index = 0
+        try:
+            for data in datasets.load_dataset(found["name"], config, split=split, streaming=self.streaming):
+                yield dict(data), f"{self.source}[{index}]"
+                index += 1
+        except Exception as error:  # the hub, the network and the data set's own format each raise their own kind
+            problem = f"the hub data set stops at row {index}" if index else "the hub data set does not load"
+            raise BadInput(f"{self.source}: no such file, and {problem}: {one_line(error)}") from error
+        if index == 0:
+            raise BadInput(f"{self.source}: no row in split {split}")
+
+
+def read_sources(spec: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]) -> list[Source]:
+    """One source or several, as a config has them. BadInput: none at all, an unknown key (named from `sources`)."""
+    specs = [spec] if isinstance(spec, (str, Mapping)) else spec
+    if not specs:
+        raise BadInput("no data source is given")
+    sources = []
+    for index, one in enumerate(specs):
+        sources.append(Source(source=one) if isinstance(one, str) else build(Source, one, where=f"sources.{index}"))
+    return sources
+
+
+def iter_rows(
+    spec: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]],
+    *,
+    num_rows: int | None = None,
+    seed: int = 0,
+    until: str = "first",
+) -> Iterator[Row]:
+    """The rows of one source or of several, one in memory at a time; only the first `num_rows` when that is set.
+
+    `spec` is what `Source` says, or a list of such. Without weights, sources follow each other; where a source has one,
+    they are interleaved by `seed` in the proportions of their weights, up to the end of the first or of `all`.
 
     BadInput: no such file, another format, a line or item that is no object (with its place), a hub data set that
-    cannot be loaded, no source at all.
+    cannot be loaded, no source at all. Raised when the reader gets there, and for the files' names at once.
     """
-    specs = [spec] if isinstance(spec, str) else spec
-    if not all(specs) or not specs:
-        raise BadInput("no data source is given")
-    rows = chain.from_iterable(_rows_of(one) for one in specs)
-    return list(islice(rows, num_rows))
+    sources = read_sources(spec)
+    if until not in UNTIL:
+        raise BadInput(f"until {until!r}: expected {' or '.join(UNTIL)}")
+    for source in sources:
+        source.files()
+    if all(source.weight is None for source in sources):
+        rows = (row for source in sources for row in source.all_rows())
+    else:
+        weights = [1.0 if source.weight is None else source.weight for source in sources]
+        rows = interleave([source.all_rows() for source in sources], weights=weights, seed=seed, until=until)
+    return islice(rows, num_rows)
 
 
-def _rows_of(spec: str) -> Iterator[Row]:
-    path = Path(spec)
-    if not path.exists():
-        if _looks_local(spec):
-            raise BadInput(f"{spec}: no such file")
-        return _hub_rows(spec)
-    if path.is_dir():
-        raise BadInput(f"{spec}: a folder, not a file; give its files one by one")
-    if path.name.endswith((".jsonl", ".jsonl.gz")):
-        return (Row(data, f"{spec}:{line}") for line, data in iter_jsonl(path))
-    if path.suffix == ".json":
-        return _json_rows(path)
-    if path.suffix == ".parquet":
-        return _parquet_rows(path)
-    raise BadInput(f"{spec}: unknown data format; known are {LOCAL_FORMATS}")
-
-
-def _looks_local(spec: str) -> bool:
-    """True unless `spec` reads as `owner/name` or `owner/name:split`; a version such as `-2.5` is no file suffix."""
-    name, _, _ = spec.partition(":")
-    is_hub_name = re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) is not None
-    return not is_hub_name or re.search(r"\.[A-Za-z]\w*$", name) is not None
-
-
-def _json_rows(path: Path) -> Iterator[Row]:
-    try:
-        items = json.loads(path.read_text(encoding="utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise BadInput(f"{path}: not UTF-8: {error.reason} at byte {error.start + 1}") from error
-    except json.JSONDecodeError as error:
-        hint = "; a file with one object per line should be named .jsonl" if error.msg == "Extra data" else ""
-        raise BadInput(f"{path}:{error.lineno}: not JSON: {error.msg}{hint}") from error
-    if not isinstance(items, list):
-        raise BadInput(f"{path}: should be a list of objects, got {type(items).__name__}")
-    if not items:
-        raise BadInput(f"{path}: empty file")
-    for index, item in enumerate(items):
-        if not isinstance(item, dict):
-            raise BadInput(f"{path}[{index}]: not a JSON object but {json.dumps(item)[:60]}")
-        yield Row(item, f"{path}[{index}]")
-
-
-def _parquet_rows(path: Path) -> Iterator[Row]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise BadInput(f"{path}: reading .parquet needs pyarrow: pip install pyarrow") from error
-    index = 0
-    try:
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                for data in batch.to_pylist():
-                    yield Row(data, f"{path}[{index}]")
-                    index += 1
-    except (pyarrow.ArrowException, OSError) as error:
-        raise BadInput(f"{path}: not readable as Parquet: {_one_line(error)}") from error
-    if index == 0:
-        raise BadInput(f"{path}: empty file")
-
-
-def _hub_rows(spec: str) -> Iterator[Row]:
-    name, _, split = spec.partition(":")
-    try:
-        import datasets
-    except ImportError as error:
-        raise BadInput(f"{spec}: no such file, and a hub data set needs datasets: pip install datasets") from error
-    try:
-        rows: Any = datasets.load_dataset(name, split=split or "train")
-    except Exception as error:  # the hub, the network and the data set's own format each raise their own kind
-        raise BadInput(f"{spec}: no such file, and the hub data set does not load: {_one_line(error)}") from error
-    return (Row(data, f"{spec}[{index}]") for index, data in enumerate(rows))
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else f"{text[:197]}..."
+def _is_data(path: Path) -> bool:
+    """Whether a file of a folder holds rows; what is hidden, or lies beside data by other tools, does not."""
+    beside = path.name in BESIDE_DATA or path.name.startswith("cache-") or any(part[0] in "._" for part in path.parts)
+    return not beside and is_known(path)

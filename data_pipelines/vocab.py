@@ -1,53 +1,92 @@
 """The draft vocabulary: the target tokens that answers really use, so that the draft lm_head can be small."""
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import compress
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from ..configs.errors import BadInput
-from .chat import Sample
+from .samples import Sample
 
 
-def draft_vocabulary(
-    samples: Iterable[Sample], *, size: int, vocab_size: int, always: Sequence[int] = ()
-) -> torch.LongTensor:
+def count_supervised(samples: Iterable[Sample], *, vocab_size: int) -> np.ndarray:
+    """How often each token id is supervised: [vocab_size] int64. BadInput: an id outside the vocabulary."""
+    counts = np.zeros(vocab_size, dtype=np.int64)  # [V]
+    for sample in samples:
+        ids = sample.input_ids[sample.loss_mask]
+        outside = ids[(ids < 0) | (ids >= vocab_size)]
+        if len(outside):
+            raise BadInput(f"token id {outside[0]} is outside the target's vocabulary of {vocab_size}")
+        np.add.at(counts, ids, 1)
+    return counts
+
+
+def draft_vocabulary(counts: np.ndarray, *, size: int, always: Sequence[int] = ()) -> torch.LongTensor:
     """The `size` target token ids most frequent at supervised positions, ascending: [size], int64.
 
-    The ids in `always` (eos, other special tokens) are kept whatever their count. Ties, and the places left when fewer
-    than `size` ids were seen, go to the lowest ids. BadInput: a size outside 1..vocab_size or below the number of
-    `always` ids, an id outside the vocabulary.
+    The ids in `always` (see `always_kept`) are kept whatever their count. Ties, and the places left when fewer than
+    `size` ids were seen, go to the lowest ids. BadInput: a size outside 1..vocab_size or below the number of `always`
+    ids, one of those outside the vocabulary.
+
+    Args: counts: [V], `count_supervised`.
     """
+    vocab_size = len(counts)
     if not 1 <= size <= vocab_size:
         raise BadInput(f"draft vocabulary of {size} tokens: should be between 1 and the target's {vocab_size}")
     if len(set(always)) > size:
         raise BadInput(f"draft vocabulary of {size} tokens: {len(set(always))} ids are to be kept always")
-    counts = _count_supervised(samples)
-    for token_id in (*always, *counts):
+    for token_id in always:
         if not 0 <= token_id < vocab_size:
             raise BadInput(f"token id {token_id} is outside the target's vocabulary of {vocab_size}")
-    rank = torch.zeros(vocab_size, dtype=torch.int64)  # [V]
-    rank[list(counts.keys())] = torch.tensor(list(counts.values()), dtype=torch.int64)
-    rank[list(always)] = torch.iinfo(torch.int64).max
-    kept = rank.argsort(descending=True, stable=True)[:size]  # [V] -> [size]; stable: ties to the lowest id
-    return torch.LongTensor(kept.sort().values)
+    rank = counts.copy()
+    rank[list(always)] = np.iinfo(np.int64).max
+    kept = np.argsort(-rank, kind="stable")[:size]  # stable: ties to the lowest id
+    return torch.LongTensor(np.sort(kept))
 
 
-def coverage(samples: Iterable[Sample], ids: torch.Tensor) -> float:
+def always_kept(tokenizer: Any, *, eos_token_ids: Iterable[int], vocab_size: int) -> list[int]:
+    """The ids that a draft vocabulary holds whatever the data: what ends a text, the tokenizer's special tokens, and
+    the added tokens that its chat template writes; ascending."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    text = template if isinstance(template, str) else "".join(map(str, template.values()))
+    written = {token_id for token, token_id in tokenizer.get_added_vocab().items() if token in text}
+    ids = {*eos_token_ids, *tokenizer.all_special_ids, *written}
+    return sorted(token_id for token_id in ids if token_id < vocab_size)
+
+
+def coverage(counts: np.ndarray, ids: torch.Tensor) -> float:
     """The share (0..1) of supervised tokens that are in the draft vocabulary `ids`: [size].
 
     BadInput when no token is supervised.
     """
-    counts = _count_supervised(samples)
-    if not counts:
+    if not counts.any():
         raise BadInput("coverage of a draft vocabulary: no token is supervised")
-    kept = set(ids.tolist())
-    return sum(count for token_id, count in counts.items() if token_id in kept) / counts.total()
+    return float(counts[ids.numpy()].sum() / counts.sum())
 
 
-def _count_supervised(samples: Iterable[Sample]) -> Counter[int]:
-    counts: Counter[int] = Counter()
-    for sample in samples:
-        counts.update(compress(sample.input_ids, sample.loss_mask))
-    return counts
+def coverage_curve(counts: np.ndarray, *, always: Sequence[int] = (), num_points: int = 64) -> list[tuple[int, float]]:
+    """(size, coverage) of draft vocabularies from the smallest possible to the whole, evenly spaced in log size."""
+    smallest = max(1, len(set(always)))
+    sizes = np.unique(np.geomspace(smallest, len(counts), num_points).round().astype(int))
+    rank = counts.copy()
+    rank[list(always)] = np.iinfo(np.int64).max
+    covered = counts[np.argsort(-rank, kind="stable")].cumsum() / max(1, counts.sum())
+    return [(int(size), float(covered[size - 1])) for size in sizes]
+
+
+def plot_coverage(curve: Sequence[tuple[int, float]], path: Path, *, marks: Sequence[int] = ()) -> None:
+    """The curve as a picture (by the suffix of `path`), with lines at the sizes in `marks`."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise BadInput(f"{path}: plotting needs matplotlib: pip install matplotlib") from error
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(*zip(*curve, strict=True))
+    for size in marks:
+        axes.axvline(size, color="grey", linewidth=0.7, linestyle=":")
+    axes.set(xscale="log", xlabel="draft vocabulary [tokens]", ylabel="share of supervised tokens", ylim=(None, 1.005))
+    axes.grid(alpha=0.3)
+    figure.savefig(path)

@@ -5,7 +5,9 @@ from operator import itemgetter
 from typing import Any
 
 import pytest
-from headstart.data_pipelines.chat import Sample, encode_row
+from headstart.data_pipelines.chat import encode_row
+from headstart.data_pipelines.config import DataConfig
+from headstart.data_pipelines.samples import Sample
 from headstart.data_pipelines.sources import Row
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -131,8 +133,7 @@ def turns(*contents: str, system: str | None = None) -> list[dict[str, Any]]:
 
 
 def encode(row: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> Sample:
-    sample = encode_row(Row(row, "train.jsonl:17"), tokenizer, max_length=100_000)
-    assert sample is not None and len(sample.input_ids) == len(sample.loss_mask)
+    [sample] = encode_row(Row(row, "train.jsonl:17"), tokenizer, DataConfig(train="train.jsonl", max_length=100_000))
     return sample
 
 
@@ -147,7 +148,7 @@ def supervised_chat(template: str, messages: list[dict[str, Any]], **tokens: str
     """What is supervised, after checking that the ids are those of the whole conversation."""
     tokenizer = make_tokenizer(template, **tokens)
     sample = encode({"messages": messages}, tokenizer)
-    assert sample.input_ids == tokenizer.apply_chat_template(messages, return_dict=False)
+    assert sample.input_ids.tolist() == tokenizer.apply_chat_template(messages, return_dict=False)
     return supervised(sample, tokenizer)
 
 
@@ -234,6 +235,11 @@ def test_a_conversation_may_begin_with_the_assistant(template: str) -> None:
     assert [run.split("<|")[0] for run in runs] == ["Welcome.", "ok."]
 
 
+def test_a_greeting_that_no_prompt_asks_for_is_supervised() -> None:
+    messages = [{"role": "assistant", "content": "Welcome."}, {"role": "user", "content": "hi"}]
+    assert supervised_chat(QWEN25, messages) == ["Welcome.<|im_end|>"]
+
+
 def test_messages_after_the_last_answer_are_not_supervised() -> None:
     assert supervised_chat(QWEN25, turns("hi", "ok.", "and?")) == ["ok.<|im_end|>"]
 
@@ -278,7 +284,7 @@ def test_the_token_after_a_conversation_closed_by_eos_is_not_supervised() -> Non
     chat = supervised_chat(
         twice + "{{ '' if add_generation_prompt else '</s>' }}", turns("hi", "ok.", "again?", "sure")
     )
-    assert chat == ["<|final|>ok.<|end|>", "<|final|>sure<|end|>\n</s>"]
+    assert chat == ["<|final|>ok.<|end|>", "<|final|>sure<|end|>"]
 
 
 def test_an_emptied_think_block_before_an_earlier_answer_is_supervised() -> None:

@@ -1,12 +1,16 @@
 """Every row shape becomes tokens and a mask by its own rule, and every fault of a row is named by its origin."""
 
+from collections import Counter
+from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
 import pytest
 from headstart.configs.errors import BadInput
-from headstart.data_pipelines.chat import Sample, encode_row, encode_rows
+from headstart.data_pipelines.chat import encode_row, encode_rows
+from headstart.data_pipelines.config import DataConfig
+from headstart.data_pipelines.samples import Sample
 from headstart.data_pipelines.sources import Row
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -46,9 +50,12 @@ def turns(*contents: str, system: str | None = None) -> list[dict[str, Any]]:
     return [{"role": "system", "content": system}, *chat] if system is not None else chat
 
 
+def config(**options: Any) -> DataConfig:
+    return DataConfig(train="train.jsonl", **options)
+
+
 def encode(row: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> Sample:
-    sample = encode_row(Row(row, "train.jsonl:17"), tokenizer, max_length=100_000)
-    assert sample is not None and len(sample.input_ids) == len(sample.loss_mask)
+    [sample] = encode_row(Row(row, "train.jsonl:17"), tokenizer, config(max_length=100_000))
     return sample
 
 
@@ -90,10 +97,10 @@ def test_prompt_and_response_are_split_between_ids(key: str) -> None:
     tokenizer = make_tokenizer(None, bos="<s>", eos="</s>")
     sample = encode({"prompt": "Say: ", key: "ok."}, tokenizer)
     prompt = tokenizer("Say: ")["input_ids"]
-    assert sample.input_ids[: len(prompt)] == prompt and prompt[0] == tokenizer.bos_token_id
+    assert sample.input_ids[: len(prompt)].tolist() == prompt and prompt[0] == tokenizer.bos_token_id
     assert tokenizer.decode(sample.input_ids) == "<s>Say: ok.</s>"
     assert supervised(sample, tokenizer) == ["ok.</s>"]
-    assert sample.loss_mask.index(True) == len(prompt)
+    assert sample.loss_mask.argmax() == len(prompt)
 
 
 def test_a_response_without_an_eos_token_ends_where_it_ends() -> None:
@@ -113,13 +120,13 @@ def test_alpaca_rows_are_set_apart_by_blank_lines() -> None:
 def test_text_is_supervised_but_for_a_leading_bos() -> None:
     with_bos, without = make_tokenizer(None, bos="<s>"), make_tokenizer(None)
     assert supervised(encode({"text": "hi ok"}, with_bos), with_bos) == ["hi ok"]
-    assert encode({"text": "hi ok"}, with_bos).loss_mask[0] is False
-    assert all(encode({"text": "hi ok"}, without).loss_mask)
+    assert encode({"text": "hi ok"}, with_bos).loss_mask[0] == 0
+    assert encode({"text": "hi ok"}, without).loss_mask.all()
 
 
 def test_ready_tokens_are_supervised_after_the_prompt() -> None:
     sample = encode({"input_ids": [5, 6, 7, 8], "prompt_length": 3, "text": "ignored"}, make_tokenizer(None))
-    assert sample == Sample(input_ids=[5, 6, 7, 8], loss_mask=[False, False, False, True])
+    assert sample == Sample.of([5, 6, 7, 8], [False, False, False, True])
 
 
 @pytest.mark.parametrize(
@@ -147,20 +154,40 @@ def test_generation_blocks_may_leave_out_a_part_of_the_answer() -> None:
 # Length
 
 
+def ready(length: int, prompt_length: int) -> Row:
+    """Ready tokens 1, 2, ..."""
+    return Row({"input_ids": list(range(1, length + 1)), "prompt_length": prompt_length}, "a.jsonl:1")
+
+
 def test_long_rows_are_cut_on_the_right_and_counted() -> None:
-    tokenizer = make_tokenizer(None)
-    rows: list[Row | dict[str, Any]] = [
-        {"input_ids": [1, 2, 3], "prompt_length": 1},
-        {"input_ids": [1, 2, 3, 4, 5], "prompt_length": 2},
-        Row({"input_ids": [1, 2, 3, 4, 5], "prompt_length": 3}, "a.jsonl:3"),
-    ]
-    samples, counts = encode_rows(rows, tokenizer, max_length=3)
-    assert counts == {"kept": 2, "cut": 1, "dropped": 1}
+    counts: Counter[str] = Counter()
+    rows = [ready(3, 1), ready(5, 2), ready(5, 3)]
+    samples = list(encode_rows(rows, make_tokenizer(None), config(max_length=3), counts=counts))
+    assert +counts == {"kept": 2, "cut": 1, "dropped": 1}
     assert samples == [
-        Sample(input_ids=[1, 2, 3], loss_mask=[False, True, True]),
-        Sample(input_ids=[1, 2, 3], loss_mask=[False, False, True], num_cut=2),
+        Sample.of([1, 2, 3], [False, True, True]),
+        Sample.of([1, 2, 3], [False, False, True], num_cut=2),
     ]
-    assert encode_row(rows[2], tokenizer, max_length=3) is None
+
+
+def test_long_rows_are_dropped_or_split_where_that_is_asked_for() -> None:
+    rows, counts = [ready(3, 1), ready(9, 2)], Counter[str]()
+    dropping = config(max_length=3, too_long="drop")
+    assert [len(sample) for sample in encode_rows(rows, make_tokenizer(None), dropping, counts=counts)] == [3]
+    assert +counts == {"kept": 1, "dropped": 1}
+    splitting, counts = config(max_length=4, too_long="split"), Counter[str]()
+    samples = list(encode_rows(rows, make_tokenizer(None), splitting, counts=counts))
+    assert +counts == {"kept": 2, "split": 1} and len(samples) > 2
+    new = [token for sample in samples[1:] for token in sample.input_ids[sample.loss_mask].tolist()]
+    assert new == [3, 4, 5, 6, 7, 8, 9]
+
+
+def test_rows_are_encoded_one_at_a_time() -> None:
+    def endless() -> Iterator[Row]:
+        while True:
+            yield ready(3, 1)
+
+    assert len(next(encode_rows(endless(), make_tokenizer(None), config(), counts=Counter()))) == 3
 
 
 # Errors
@@ -189,7 +216,8 @@ def test_long_rows_are_cut_on_the_right_and_counted() -> None:
         ({"instruction": 3, "output": "ok"}, "`instruction` and `input` should be text"),
         ({"text": ["a"]}, "`text` should be text, got list"),
         ({"question": "a", "answer": "b"}, "unknown row shape with keys question, answer; known are `messages`"),
-        ({"prompt": "a", "response": None}, "unknown row shape with keys prompt; known are `messages`"),
+        ({"prompt": "a", "response": None}, "a prompt without an answer to train on; `headstart data regenerate`"),
+        ({"instruction": "a"}, "a prompt without an answer to train on; `headstart data regenerate`"),
         ({}, "unknown row shape with keys (none); known are `messages`"),
     ],
 )
@@ -199,7 +227,8 @@ def test_a_bad_row_is_named_by_origin_and_fault(row: dict[str, Any], message: st
 
 def test_a_row_without_supervised_tokens_shows_at_most_80_characters() -> None:
     shown = problem({"messages": turns("long " * 100)}, make_tokenizer(CHATML))
-    assert len(shown) == len("no token is supervised in ''") + 80
+    start, _, why = shown.removeprefix("no token is supervised in '").partition("': ")
+    assert len(start) == 80 and why.endswith("`headstart data regenerate` has the target write answers")
 
 
 def test_a_tokenizer_without_chat_template_is_refused_for_chats() -> None:
@@ -213,6 +242,23 @@ def test_what_a_template_refuses_is_said_in_its_words() -> None:
     assert refused == "the chat template refuses this row: System role not supported"
 
 
-def test_plain_dicts_are_named_by_their_number() -> None:
-    with pytest.raises(BadInput, match="^row 1: unknown row shape"):
-        encode_rows([{"text": "a"}, {"txt": "b"}], make_tokenizer(None), max_length=10)
+def test_several_processes_encode_the_same_samples_in_order() -> None:
+    tokenizer = make_tokenizer(None, bos="<s>", eos="</s>")
+    rows = [Row({"prompt": f"Say {i}: ", "response": f"ok {i}."}, f"a.jsonl:{i}") for i in range(600)]
+    alone, together = Counter(), Counter()
+    expected = list(encode_rows(rows, tokenizer, config(), counts=alone))
+    how = config(num_workers=2)
+    assert list(encode_rows(rows, tokenizer, how, counts=together)) == expected and together == alone
+    rows[300] = Row({"prompt": 3, "response": "ok"}, "a.jsonl:300")
+    with pytest.raises(BadInput, match="^a.jsonl:300: prompt and response should be text"):
+        list(encode_rows(rows, tokenizer, how, counts=Counter()))
+
+
+def test_an_answer_that_was_cut_off_does_not_teach_to_end_there() -> None:
+    tokenizer = make_tokenizer(CHATML)
+    rows = [{"messages": turns("hi", "ok", "again?", "I thi"), "truncated": truncated} for truncated in (True, False)]
+    assert supervised(encode(rows[0], tokenizer), tokenizer) == ["ok<|im_end|>", "I thi"]
+    assert supervised(encode(rows[1], tokenizer), tokenizer) == ["ok<|im_end|>", "I thi<|im_end|>"]
+    with_eos = make_tokenizer(None, bos="<s>", eos="</s>")
+    cut = encode({"prompt": "Say: ", "response": "o", "truncated": True}, with_eos)
+    assert supervised(cut, with_eos) == ["o"] and with_eos.decode(cut.input_ids) == "<s>Say: o</s>"

@@ -1,8 +1,9 @@
-"""Rows load from every kind of source with their place in it, and every source that cannot be read is named."""
+"""Rows come from every kind of source one at a time, with their place in it, and what cannot be read is named."""
 
 import gzip
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import pyarrow
 import pytest
 from headstart.configs.errors import BadInput
 from headstart.configs.loader import build
-from headstart.data_pipelines.sources import DataConfig, Row, load_rows
-from pyarrow import parquet
+from headstart.data_pipelines.config import DataConfig
+from headstart.data_pipelines.sources import Row, iter_rows
+from pyarrow import ipc, parquet
 
 ROWS = [{"text": "one"}, {"text": "two"}, {"text": "three"}]
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok"}]
 
 
 @pytest.fixture(autouse=True)
@@ -24,74 +27,145 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """Stands in for the hub: records (name, split) and gives ROWS."""
-    calls: list[tuple[str, str]] = []
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None, str, bool]]:
+    """Stands in for the hub: records (name, config, split, streaming) and gives ROWS."""
+    calls: list[tuple[str, str | None, str, bool]] = []
 
-    def load_dataset(name: str, *, split: str) -> list[dict[str, Any]]:
-        calls.append((name, split))
-        return ROWS
+    def load_dataset(name: str, config: str | None, *, split: str, streaming: bool) -> Iterator[dict[str, Any]]:
+        calls.append((name, config, split, streaming))
+        return (dict(row) for row in ROWS)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     return calls
 
 
-def message(spec: str | list[str]) -> str:
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_arrow(path: Path, rows: list[dict[str, Any]], *, stream: bool) -> None:
+    table = pyarrow.Table.from_pylist(rows)
+    with (ipc.new_stream if stream else ipc.new_file)(str(path), table.schema) as writer:
+        for batch in table.to_batches(max_chunksize=2):
+            writer.write_batch(batch)
+
+
+def texts(spec: Any, **how: Any) -> list[str]:
+    return [row.data["text"] for row in iter_rows(spec, **how)]
+
+
+def message(spec: Any, **how: Any) -> str:
     with pytest.raises(BadInput) as caught:
-        load_rows(spec)
+        list(iter_rows(spec, **how))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-def test_jsonl_rows_carry_file_and_line(folder: Path) -> None:
+def test_jsonl_rows_carry_file_line_and_source(folder: Path) -> None:
     lines = "\n".join(json.dumps(row) for row in ROWS[:2])
     (folder / "train.jsonl").write_text(f"\n{lines}\n\n{json.dumps(ROWS[2])}\n")
-    rows = load_rows("train.jsonl")
+    rows = list(iter_rows("train.jsonl"))
     assert [row.data for row in rows] == ROWS
     assert [row.origin for row in rows] == ["train.jsonl:2", "train.jsonl:3", "train.jsonl:5"]
+    assert {row.source for row in rows} == {"train.jsonl"}
 
 
-def test_gzip_json_and_parquet_give_the_same_rows(folder: Path) -> None:
+def test_every_format_gives_the_same_rows(folder: Path) -> None:
     (folder / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, ROWS)).encode()))
     (folder / "a.json").write_text(json.dumps(ROWS, indent=2))
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), folder / "a.parquet", row_group_size=2)
-    for name, last in (("a.jsonl.gz", "a.jsonl.gz:3"), ("a.json", "a.json[2]"), ("a.parquet", "a.parquet[2]")):
-        rows = load_rows(name)
-        assert [row.data for row in rows] == ROWS
-        assert rows[-1].origin == last
+    write_arrow(folder / "stream.arrow", ROWS, stream=True)
+    write_arrow(folder / "file.arrow", ROWS, stream=False)
+    for name in ("a.jsonl.gz", "a.json", "a.parquet", "stream.arrow", "file.arrow"):
+        rows = list(iter_rows(name))
+        assert [row.data for row in rows] == ROWS, name
+        assert rows[-1].origin == ("a.jsonl.gz:3" if name == "a.jsonl.gz" else f"{name}[2]")
 
 
-def test_parquet_chats_come_as_lists_of_dicts(folder: Path) -> None:
-    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok"}]
-    parquet.write_table(pyarrow.Table.from_pylist([{"messages": chat}]), folder / "a.parquet")
-    assert load_rows("a.parquet") == [Row({"messages": chat}, "a.parquet[0]")]
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_chats_in_columns_come_as_lists_of_dicts(folder: Path, name: str) -> None:
+    rows = [{"messages": CHAT}]
+    if name == "a.parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), folder / name)
+    else:
+        write_arrow(folder / name, rows, stream=True)
+    assert list(iter_rows(name)) == [Row({"messages": CHAT}, f"{name}[0]", name)]
+
+
+def test_what_save_to_disk_writes_is_a_source(folder: Path) -> None:
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(folder / "saved"), num_shards=2)
+    assert texts("saved") == ["one", "two", "three"]
+
+
+def test_a_folder_gives_its_data_files_in_order_and_a_pattern_some_of_them(folder: Path) -> None:
+    write_jsonl(folder / "data" / "b" / "train-1.jsonl", ROWS[1:])
+    write_jsonl(folder / "data" / "a-test.jsonl", [{"text": "test"}])
+    write_jsonl(folder / "data" / "a-train-0.jsonl", ROWS[:1])
+    write_jsonl(folder / "data" / ".cache" / "x.jsonl", [{"text": "hidden"}])
+    (folder / "data" / "README.md").write_text("no rows")
+    assert texts("data") == ["test", "one", "two", "three"]
+    assert texts("data/**/*train-?.jsonl") == ["one", "two", "three"]
+    assert texts(str(folder / "data" / "*.jsonl")) == ["test", "one"]
+    assert message("data/*.parquet") == "data/*.parquet: no file matches"
+    (folder / "empty").mkdir()
+    assert message("empty").startswith("empty: no data file in this folder; known formats are .jsonl")
 
 
 def test_several_sources_follow_each_other_up_to_num_rows(folder: Path) -> None:
     (folder / "a.json").write_text(json.dumps(ROWS))
     (folder / "b.jsonl").write_text('{"text": "four"}\n{"text": "five"}\nnot read\n')
-    assert [row.origin for row in load_rows(["a.json", "b.jsonl"], num_rows=5)][3:] == ["b.jsonl:1", "b.jsonl:2"]
-    assert [row.data for row in load_rows(["a.json", "gone.jsonl"], num_rows=2)] == ROWS[:2]
+    assert texts(["a.json", "b.jsonl"], num_rows=5) == ["one", "two", "three", "four", "five"]
+
+
+def test_only_what_is_asked_for_is_read(folder: Path) -> None:
+    (folder / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\nno JSON\n')
+    rows = iter_rows("a.jsonl")
+    assert [next(rows).data, next(rows).data] == ROWS[:2]
+    with pytest.raises(BadInput, match="^a.jsonl:3: not JSON"):
+        next(rows)
+
+
+def test_a_missing_file_is_named_before_anything_is_read(folder: Path) -> None:
+    write_jsonl(folder / "a.jsonl", ROWS)
+    with pytest.raises(BadInput, match="^gone.jsonl: no such file$"):
+        iter_rows(["a.jsonl", "gone.jsonl"])
+
+
+def test_a_mapping_limits_repeats_names_and_renames(folder: Path) -> None:
+    write_jsonl(folder / "a.jsonl", [{"question": "1?", "answer": "1"}, {"question": "2?", "answer": "2"}])
+    columns = {"question": "prompt", "answer": "response"}
+    spec = {"source": "a.jsonl", "name": "sums", "num_rows": 1, "epochs": 2, "columns": columns}
+    first, second = iter_rows(spec)
+    assert first.data == second.data == {"prompt": "1?", "response": "1"}
+    assert (first.source, first.epoch, second.epoch) == ("sums", 0, 1)
+    spec["columns"] = {"query": "prompt"}
+    assert message(spec) == "a.jsonl:1: columns: no key 'query'; there are question, answer"
 
 
 @pytest.mark.parametrize(
     ("spec", "call"),
     [
-        ("owner/chats", ("owner/chats", "train")),
-        ("owner/chats:train_sft[:10%]", ("owner/chats", "train_sft[:10%]")),
-        ("owner/OpenHermes-2.5", ("owner/OpenHermes-2.5", "train")),
+        ("owner/chats", ("owner/chats", None, "train", False)),
+        ("owner/chats:train_sft[:10%]", ("owner/chats", None, "train_sft[:10%]", False)),
+        ("owner/OpenHermes-2.5", ("owner/OpenHermes-2.5", None, "train", False)),
+        ("owner/chats@en", ("owner/chats", "en", "train", False)),
+        ("owner/chats@en:test", ("owner/chats", "en", "test", False)),
+        ({"source": "owner/chats", "config": "en", "split": "test"}, ("owner/chats", "en", "test", False)),
+        ({"source": "owner/chats", "streaming": True}, ("owner/chats", None, "train", True)),
     ],
 )
-def test_a_hub_name_loads_its_split(spec: str, call: tuple[str, str], hub: list[tuple[str, str]]) -> None:
-    assert load_rows(spec, num_rows=2) == [Row(ROWS[0], f"{spec}[0]"), Row(ROWS[1], f"{spec}[1]")]
+def test_a_hub_name_loads_its_config_and_split(spec: Any, call: tuple[Any, ...], hub: list[Any]) -> None:
+    name = spec if isinstance(spec, str) else spec["source"]
+    assert list(iter_rows(spec, num_rows=2)) == [Row(ROWS[i], f"{name}[{i}]", name) for i in range(2)]
     assert hub == [call]
 
 
-def test_a_path_wins_over_a_hub_name(folder: Path, hub: list[tuple[str, str]]) -> None:
+def test_a_path_wins_over_a_hub_name(folder: Path, hub: list[Any]) -> None:
     (folder / "owner").mkdir()
     (folder / "owner" / "chats").write_text("")
     assert message("owner/chats") == (
-        "owner/chats: unknown data format; known are .jsonl, .jsonl.gz, .json (a list), .parquet"
+        "owner/chats: unknown data format; known are .jsonl, .jsonl.gz, .json (a list), .parquet, .arrow"
     )
     assert hub == []
 
@@ -99,23 +173,47 @@ def test_a_path_wins_over_a_hub_name(folder: Path, hub: list[tuple[str, str]]) -
 @pytest.mark.parametrize(
     "spec", ["train.jsonl", "data/train.jsonl", "data/x.parquet", "./data/x", "../x", "/data/x", "a/b/c", "train"]
 )
-def test_what_looks_like_a_file_is_never_looked_up_on_the_hub(spec: str, hub: list[tuple[str, str]]) -> None:
+def test_what_looks_like_a_file_is_never_looked_up_on_the_hub(spec: str, hub: list[Any]) -> None:
     assert message(spec) == f"{spec}: no such file"
     assert hub == []
 
 
 def test_a_hub_data_set_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(name: str, *, split: str) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise ConnectionError("first line\nsecond line")
+
+    def fail_later(*_: Any, **__: Any) -> Iterator[dict[str, Any]]:
+        yield ROWS[0]
+        raise ConnectionError("gone")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
     expected = "owner/chats:test: no such file, and the hub data set does not load: first line second line"
     assert message("owner/chats:test") == expected
+    monkeypatch.setattr(datasets, "load_dataset", fail_later)
+    assert message("owner/chats") == "owner/chats: no such file, and the hub data set stops at row 1: gone"
 
 
 def test_missing_datasets_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert message("owner/chats").endswith("a hub data set needs datasets: pip install datasets")
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ({"source": "a.jsonl", "weigth": 2}, "sources.0.weigth: unknown key; did you mean sources.0.weight?"),
+        ({"source": "a.jsonl", "weight": 0}, "sources.0: weight 0.0: expected above 0"),
+        ({"source": "a.jsonl", "epochs": 0}, "sources.0: epochs should be at least 1, got 0"),
+        ({"source": "a.jsonl", "split": "train"}, "a.jsonl: split is for hub data sets; this is a local file"),
+        ({"source": "o/n:test", "split": "train"}, "o/n:test: split is given twice, 'test' and 'train'"),
+        ({"name": "x"}, "sources.0.source: required key is missing"),
+        ([], "no data source is given"),
+        ("", "no data source is given"),
+    ],
+)
+def test_a_bad_source_is_one_line(folder: Path, spec: Any, problem: str) -> None:
+    write_jsonl(folder / "a.jsonl", ROWS)
+    assert message(spec) == problem
 
 
 @pytest.mark.parametrize(
@@ -128,6 +226,7 @@ def test_missing_datasets_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         ("a.json", "[]", "a.json: empty file"),
         ("a.jsonl", '{"a": 1}\n{"a"\n', "a.jsonl:2: not JSON: "),
         ("a.parquet", "not parquet", "a.parquet: not readable as Parquet: "),
+        ("a.arrow", "not arrow", "a.arrow: not readable as Arrow: "),
         ("a.csv", "a,b", "a.csv: unknown data format; known are .jsonl"),
     ],
 )
@@ -136,12 +235,12 @@ def test_a_bad_file_is_named(folder: Path, name: str, content: str, problem: str
     assert message(name).startswith(problem)
 
 
-def test_an_empty_parquet_file_a_folder_and_no_source_are_named(folder: Path) -> None:
+def test_a_truncated_arrow_file_and_an_empty_parquet_file_are_named(folder: Path) -> None:
+    write_arrow(folder / "a.arrow", [{"text": "x" * 1000}] * 100, stream=True)
+    (folder / "a.arrow").write_bytes((folder / "a.arrow").read_bytes()[:2000])
+    assert message("a.arrow").startswith("a.arrow: not readable as Arrow: ")
     parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), folder / "a.parquet")
-    (folder / "data").mkdir()
     assert message("a.parquet") == "a.parquet: empty file"
-    assert message("data") == "data: a folder, not a file; give its files one by one"
-    assert message([]) == message("") == "no data source is given"
 
 
 def test_the_config_builds_from_a_mapping_and_refuses_empty_limits() -> None:

@@ -1,41 +1,81 @@
 """The draft vocabulary holds the most frequent supervised tokens, and coverage is their true share."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.data_pipelines.chat import Sample
-from headstart.data_pipelines.vocab import coverage, draft_vocabulary
+from headstart.data_pipelines.samples import Sample
+from headstart.data_pipelines.vocab import (
+    always_kept,
+    count_supervised,
+    coverage,
+    coverage_curve,
+    draft_vocabulary,
+    plot_coverage,
+)
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 
 def sample(*tokens: int, prompt: tuple[int, ...] = ()) -> Sample:
     mask = [False] * len(prompt) + [True] * len(tokens)
-    return Sample(input_ids=[*prompt, *tokens], loss_mask=mask)
+    return Sample.of([*prompt, *tokens], mask)
 
 
 SAMPLES = [sample(7, 7, 7, 5, 5, prompt=(1, 1, 1, 1, 1, 1)), sample(5, 9, 3, 7, prompt=(1, 2))]  # 7: 4, 5: 3, 9 3: 1
+COUNTS = count_supervised(SAMPLES, vocab_size=12)
+
+
+def test_only_supervised_tokens_are_counted() -> None:
+    assert COUNTS.tolist() == [0, 0, 0, 1, 0, 3, 0, 4, 0, 1, 0, 0]
 
 
 def test_the_most_frequent_supervised_tokens_are_kept_ascending() -> None:
-    ids = draft_vocabulary(SAMPLES, size=2, vocab_size=12)
+    ids = draft_vocabulary(COUNTS, size=2)
     assert ids.dtype == torch.int64 and ids.tolist() == [5, 7]
 
 
 def test_ties_and_free_places_go_to_the_lowest_ids() -> None:
-    assert draft_vocabulary(SAMPLES, size=3, vocab_size=12).tolist() == [3, 5, 7]
-    assert draft_vocabulary(SAMPLES, size=6, vocab_size=12).tolist() == [0, 1, 3, 5, 7, 9]
-    assert draft_vocabulary([], size=3, vocab_size=12).tolist() == [0, 1, 2]
-    assert draft_vocabulary(SAMPLES, size=12, vocab_size=12).tolist() == list(range(12))
+    assert draft_vocabulary(COUNTS, size=3).tolist() == [3, 5, 7]
+    assert draft_vocabulary(COUNTS, size=6).tolist() == [0, 1, 3, 5, 7, 9]
+    assert draft_vocabulary(0 * COUNTS, size=3).tolist() == [0, 1, 2]
+    assert draft_vocabulary(COUNTS, size=12).tolist() == list(range(12))
 
 
 def test_always_ids_are_kept_whatever_their_count() -> None:
-    assert draft_vocabulary(SAMPLES, size=3, vocab_size=12, always=[11, 11, 7]).tolist() == [5, 7, 11]
-    assert draft_vocabulary(SAMPLES, size=2, vocab_size=12, always=[10, 11]).tolist() == [10, 11]
+    assert draft_vocabulary(COUNTS, size=3, always=[11, 11, 7]).tolist() == [5, 7, 11]
+    assert draft_vocabulary(COUNTS, size=2, always=[10, 11]).tolist() == [10, 11]
+
+
+def test_special_tokens_and_those_that_the_template_writes_are_always_kept() -> None:
+    words = {"a": 0, "b": 1, "<s>": 2, "</s>": 3}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words)), eos_token="</s>")
+    tokenizer.add_tokens(["<|im_end|>", "<think>", "<unused>"])  # 4, 5, 6
+    tokenizer.chat_template = "{{ messages[0].content + '<|im_end|>' }}<think>"
+    assert always_kept(tokenizer, eos_token_ids=[2], vocab_size=7) == [2, 3, 4, 5]
+    assert always_kept(tokenizer, eos_token_ids=[2], vocab_size=5) == [2, 3, 4]  # the target has no row for 5
+    tokenizer.chat_template = None
+    assert always_kept(tokenizer, eos_token_ids=[], vocab_size=7) == [3]
 
 
 def test_coverage_is_the_share_of_supervised_tokens() -> None:
-    assert coverage(SAMPLES, torch.tensor([5, 7])) == pytest.approx(7 / 9)
-    assert coverage(SAMPLES, torch.tensor([1, 2])) == 0.0
-    assert coverage(SAMPLES, draft_vocabulary(SAMPLES, size=12, vocab_size=12)) == 1.0
+    assert coverage(COUNTS, torch.tensor([5, 7])) == pytest.approx(7 / 9)
+    assert coverage(COUNTS, torch.tensor([1, 2])) == 0.0
+    assert coverage(COUNTS, draft_vocabulary(COUNTS, size=12)) == 1.0
+
+
+def test_the_curve_is_the_coverage_of_each_size() -> None:
+    curve = coverage_curve(COUNTS, always=[2, 10])
+    assert curve[0][0] == 2 and curve[-1] == (12, 1.0)
+    for size, covered in curve:
+        assert covered == pytest.approx(coverage(COUNTS, draft_vocabulary(COUNTS, size=size, always=[2, 10])))
+
+
+def test_the_plot_is_a_picture(tmp_path: Path) -> None:
+    plot_coverage(coverage_curve(COUNTS), tmp_path / "coverage.svg", marks=[4])
+    assert "<svg" in (tmp_path / "coverage.svg").read_text()
 
 
 @pytest.mark.parametrize(
@@ -50,14 +90,14 @@ def test_coverage_is_the_share_of_supervised_tokens() -> None:
 )
 def test_impossible_sizes_and_ids_are_refused(size: int, always: list[int], problem: str) -> None:
     with pytest.raises(BadInput, match=f"^{problem}$"):
-        draft_vocabulary(SAMPLES, size=size, vocab_size=12, always=always)
+        draft_vocabulary(COUNTS, size=size, always=always)
 
 
 def test_a_sample_of_another_vocabulary_is_refused() -> None:
     with pytest.raises(BadInput, match="token id 9 is outside the target's vocabulary of 8"):
-        draft_vocabulary(SAMPLES, size=3, vocab_size=8)
+        count_supervised(SAMPLES, vocab_size=8)
 
 
 def test_coverage_of_nothing_is_refused() -> None:
     with pytest.raises(BadInput, match="no token is supervised"):
-        coverage([sample(prompt=(1, 2))], torch.tensor([1]))
+        coverage(np.zeros(12, dtype=np.int64), torch.tensor([1]))

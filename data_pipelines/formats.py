@@ -1,0 +1,111 @@
+"""Rows of one local file: JSON Lines, JSON, Parquet or Arrow."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..configs.errors import BadInput
+from ..configs.jsonl import iter_jsonl
+
+LOCAL_FORMATS = ".jsonl, .jsonl.gz, .json (a list), .parquet, .arrow"
+ROWS_AT_A_TIME = 256  # of a column format
+
+Places = Iterator[tuple[dict[str, Any], str]]  # a row, and where it stands
+Reader = Callable[[Path], Places]
+
+
+def is_known(path: Path) -> bool:
+    """Whether its name is that of a known format."""
+    return _reader_of(path) is not None
+
+
+def read_file(path: Path) -> Places:
+    """Yields (row, where it stands), one row in memory at a time, but of .json all.
+
+    BadInput: another format, a damaged or empty file, a line or item that is no object (with its place).
+    """
+    reader = _reader_of(path)
+    if reader is None:
+        raise BadInput(f"{path}: unknown data format; known are {LOCAL_FORMATS}")
+    return reader(path)
+
+
+def _reader_of(path: Path) -> Reader | None:
+    if path.name.endswith((".jsonl", ".jsonl.gz")):
+        return _jsonl_rows
+    return {".json": _json_rows, ".parquet": _parquet_rows, ".arrow": _arrow_rows}.get(path.suffix)
+
+
+def _jsonl_rows(path: Path) -> Places:
+    return ((data, f"{path}:{line}") for line, data in iter_jsonl(path))
+
+
+def _json_rows(path: Path) -> Places:
+    try:
+        items = json.loads(path.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path}: not UTF-8: {error.reason} at byte {error.start + 1}") from error
+    except json.JSONDecodeError as error:
+        hint = "; a file with one object per line should be named .jsonl" if error.msg == "Extra data" else ""
+        raise BadInput(f"{path}:{error.lineno}: not JSON: {error.msg}{hint}") from error
+    if not isinstance(items, list):
+        raise BadInput(f"{path}: should be a list of objects, got {type(items).__name__}")
+    if not items:
+        raise BadInput(f"{path}: empty file")
+    for index, item in enumerate(items):
+        if not isinstance(item, dict):
+            raise BadInput(f"{path}[{index}]: not a JSON object but {json.dumps(item)[:60]}")
+        yield item, f"{path}[{index}]"
+
+
+def _parquet_rows(path: Path) -> Places:
+    def batches() -> Iterator[Any]:
+        from pyarrow import parquet
+
+        with parquet.ParquetFile(path) as file:
+            yield from file.iter_batches(ROWS_AT_A_TIME)
+
+    return _column_rows(path, batches, kind="Parquet")
+
+
+def _arrow_rows(path: Path) -> Places:
+    def batches() -> Iterator[Any]:
+        from pyarrow import ipc, memory_map
+
+        with memory_map(str(path)) as file:
+            is_file_format = file.read(6) == b"ARROW1"
+            file.seek(0)
+            if is_file_format:
+                reader = ipc.open_file(file)
+                found = (reader.get_batch(index) for index in range(reader.num_record_batches))
+            else:
+                found = iter(ipc.open_stream(file))
+            for batch in found:
+                for start in range(0, batch.num_rows, ROWS_AT_A_TIME):
+                    yield batch.slice(start, ROWS_AT_A_TIME)
+
+    return _column_rows(path, batches, kind="Arrow")
+
+
+def _column_rows(path: Path, batches: Callable[[], Iterator[Any]], *, kind: str) -> Places:
+    try:
+        from pyarrow import ArrowException
+    except ImportError as error:
+        raise BadInput(f"{path}: reading {path.suffix} needs pyarrow: pip install pyarrow") from error
+    index = 0
+    try:
+        for batch in batches():
+            for data in batch.to_pylist():
+                yield data, f"{path}[{index}]"
+                index += 1
+    except (ArrowException, OSError) as error:
+        raise BadInput(f"{path}: not readable as {kind}: {one_line(error)}") from error
+    if index == 0:
+        raise BadInput(f"{path}: empty file")
+
+
+def one_line(error: Exception) -> str:
+    """What another library's error says, in one line of at most 200 characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else f"{text[:197]}..."

@@ -1,0 +1,93 @@
+"""Which samples lie in which row of which batch: an endless sequence of rows, as a pure function of the seed.
+
+Samples come from one permutation per epoch. Laid out `padded`, a row is a sample. `bucketed`, rows are put next to
+others of like length; `packed`, a row holds as many samples as fit. Both look at a window of samples at a time, so that
+the order stays random and nothing is ever sorted whole.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+WINDOW = 4096  # samples that are arranged at a time, at least
+BLOCKS_PER_WINDOW = 64  # when bucketed: batches over all ranks
+
+Row = list[int]  # the samples of one row, by index
+
+
+class RowSequence:
+    """Rows 0, 1, 2, ... without end. Each call with the same arguments gives the same rows, in any order of asking.
+
+    lengths: [num_samples] tokens of each sample. block: rows that one batch takes over all ranks: when bucketed, those
+    of like length. capacity: tokens of a packed row; no sample is longer.
+    """
+
+    def __init__(self, lengths: np.ndarray, *, layout: str, seed: int, block: int = 1, capacity: int = 0):
+        assert len(lengths) and (layout != "packed" or lengths.max() <= capacity)
+        self.lengths, self.layout, self.seed, self.block, self.capacity = lengths, layout, seed, block, capacity
+        self._epoch: tuple[int, np.ndarray] | None = None  # the permutation looked at last
+        self._window: tuple[int, list[Row]] | None = None  # the rows of the window looked at last
+        self._ends: list[int] = []  # packed: the number of rows up to the end of each window so far
+
+    def __getitem__(self, place: int) -> Row:
+        """The samples of row `place`."""
+        if self.layout == "padded":
+            return [self._sample(place)]
+        if self.layout == "bucketed":
+            window, index = divmod(place, BLOCKS_PER_WINDOW * self.block)
+            return self._rows(window)[index]
+        while not self._ends or self._ends[-1] <= place:
+            before = self._ends[-1] if self._ends else 0
+            self._ends.append(before + len(self._rows(len(self._ends))))
+        window = bisect_left(self._ends, place + 1)
+        return self._rows(window)[place - (self._ends[window - 1] if window else 0)]
+
+    def num_samples_before(self, place: int) -> int:
+        """How many samples rows 0 .. place - 1 hold; within a packed window, by its mean."""
+        if self.layout != "packed" or place == 0:
+            return place
+        self[place - 1]
+        window = bisect_left(self._ends, place)
+        first = self._ends[window - 1] if window else 0
+        return round(WINDOW * (window + (place - first) / (self._ends[window] - first)))
+
+    def _rows(self, window: int) -> list[Row]:
+        if self._window is None or self._window[0] != window:
+            size = WINDOW if self.layout == "packed" else BLOCKS_PER_WINDOW * self.block
+            samples = [self._sample(place) for place in range(window * size, (window + 1) * size)]
+            source = np.random.default_rng([self.seed, window])
+            if self.layout == "packed":
+                rows = packed(samples, self.lengths[samples].tolist(), capacity=self.capacity)
+                rows = [rows[i] for i in source.permutation(len(rows))]
+            else:
+                by_length = sorted(samples, key=lambda sample: self.lengths[sample])
+                starts = source.permutation(BLOCKS_PER_WINDOW) * self.block
+                rows = [[sample] for start in starts for sample in by_length[start : start + self.block]]
+            self._window = window, rows
+        return self._window[1]
+
+    def _sample(self, place: int) -> int:
+        epoch, index = divmod(place, len(self.lengths))
+        if self._epoch is None or self._epoch[0] != epoch:
+            # torch's CPU generator reads the low 32 bits of a seed only
+            source = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**32)
+            self._epoch = epoch, torch.randperm(len(self.lengths), generator=source).numpy()
+        return int(self._epoch[1][index])
+
+
+def packed(samples: Sequence[int], lengths: Sequence[int], *, capacity: int) -> list[Row]:
+    """Samples in rows of at most `capacity` tokens: best fit, the longest first."""
+    rows: list[Row] = []
+    free: list[tuple[int, int]] = []  # ascending (tokens free, row)
+    for length, sample in sorted(zip(lengths, samples, strict=True), key=lambda pair: -pair[0]):
+        at = bisect_left(free, (length, -1))
+        if at == len(free):
+            rows.append([sample])
+            insort(free, (capacity - length, len(rows) - 1))
+        else:
+            left, row = free.pop(at)
+            rows[row].append(sample)
+            insort(free, (left - length, row))
+    return rows

@@ -1,0 +1,97 @@
+"""A rendered conversation as text and as token ids, and where in it an answer begins and ends."""
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .segments import TokenTable
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """text: the whole conversation. ids: its tokens. starts, ends: the characters that each holds, where these are
+    known; blanks at the edges of a token may be left out of them, as byte-level tokenizers do."""
+
+    text: str
+    ids: list[int]
+    starts: list[int]
+    ends: list[int]
+    table: TokenTable
+
+    @classmethod
+    def of(cls, text: str, table: TokenTable) -> "Rendering":
+        tokenizer = table.tokenizer
+        encoded = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=tokenizer.is_fast)
+        offsets = encoded["offset_mapping"] if tokenizer.is_fast else []
+        return cls(
+            text, list(encoded["input_ids"]), [start for start, _ in offsets], [end for _, end in offsets], table
+        )
+
+    def start_of_turn(
+        self, behind: int, first: int, opener: list[int], markers: tuple[str, str] | None
+    ) -> tuple[int, int] | None:
+        """(the character where a turn's header begins, the token where its answer does); None where that is unclear.
+
+        behind: the character where the turn before ended. first: the first character that the assistant wrote, no
+        blank, or follows the markers of its trace. opener: the ids of a generation prompt; the answer begins
+        where the turn goes on otherwise.
+        """
+        ids, special = self.ids, self.table.special
+        if not opener and markers:
+            opens, closes = map(re.escape, markers)
+            trace = re.search(rf"{opens}\s*({closes}\s*)?$", self.text[behind:first])
+            first = behind + trace.start() if trace else first
+        at = bisect_right(self.ends, first)
+        if not opener:
+            while at and self.table.is_blank(ids[at - 1]):
+                at -= 1
+            ends_prompt = at > 0 and ids[at - 1] in special
+            is_alone = at < 2 or ids[at - 2] not in special  # of two, the second may be the answer's own
+            return (first, at) if ends_prompt and is_alone else None
+        header = self.text.rfind(self.table.text(opener[0]), behind, first)
+        place = bisect_left(self.starts, header)
+        if opener[0] not in special or header < 0 or (ids[place], self.starts[place]) != (opener[0], header):
+            return None
+        return header, min(at, place + num_common(opener, ids[place : place + len(opener)]))
+
+    def end_of_turn(self, behind: int, markers: tuple[str, str] | None, *, is_last: bool) -> int | None:
+        """The token behind the one that ends a turn whose last character, no blank, is before `behind`, or None.
+
+        In between there may be the marker that closes a trace which nothing follows. At the end of the conversation
+        (is_last) there need be no such token.
+        """
+        closes = re.compile(rf"\s*{re.escape(markers[1])}").match(self.text, behind) if markers else None
+        place = bisect_left(self.starts, closes.end() if closes else behind)
+        closing = closing_token(self.ids, place, self.table)
+        if closing is not None:
+            return closing + 1
+        return len(self.ids) if is_last and all(map(self.table.is_blank, self.ids[place:])) else None
+
+
+def close(ids: Sequence[int], start: int, end: int, table: TokenTable) -> int:
+    """The end of an answer moved to just behind the special token that ends the turn, which the target must emit.
+
+    Blank tokens behind that token are given up, and those between answer and token are taken in.
+    """
+    last = end - 1
+    while last > start and table.is_blank(ids[last]):
+        last -= 1
+    if last >= start and ids[last] in table.special:
+        return last + 1
+    closing = closing_token(ids, end, table)
+    return end if closing is None else closing + 1
+
+
+def closing_token(ids: Sequence[int], end: int, table: TokenTable) -> int | None:
+    """Where the special token is that follows an answer, blank tokens apart; None where another token does."""
+    while end < len(ids) and table.is_blank(ids[end]):
+        end += 1
+    has_end = end < len(ids) and ids[end] in table.special and ids[end] != table.tokenizer.bos_token_id
+    return end if has_end else None
+
+
+def num_common(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two sequences have in common from the left."""
+    pairs = zip(first, second, strict=False)
+    return next((count for count, (ours, theirs) in enumerate(pairs) if ours != theirs), min(len(first), len(second)))

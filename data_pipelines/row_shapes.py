@@ -1,0 +1,135 @@
+"""A row of any source as one conversation: what is written of it, and its turns as text for filters and hashes."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any
+
+from ..configs.errors import BadInput
+from .messages import normalise
+from .sources import Row
+
+SHAPES = (
+    "`messages` (role, content), `conversations` (from, value), `prompt` + `response` or `completion`, "
+    "`instruction` + `output` or `response`, `text`, or `prompt` alone"
+)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a row says.
+
+    data: the row in one of our shapes: `messages` (with `tools`), `prompt` + `response`, `prompt`, or `text`.
+    turns: (role, text) of each turn; the role of a plain text is `text`. The text of a turn has its reasoning and its
+    tool calls in it. truncated: the row says that its last answer was cut off (`truncated`, `finish_reason: length`).
+    """
+
+    data: dict[str, Any]
+    turns: list[tuple[str, str]]
+    truncated: bool
+
+    @property
+    def answers(self) -> Iterator[str]:
+        """What a head would learn to draft."""
+        return (text for role, text in self.turns if role in ("assistant", "text"))
+
+    @cached_property
+    def num_characters(self) -> int:
+        return sum(len(text) for _, text in self.turns)
+
+    @property
+    def prompt(self) -> list[tuple[str, str]]:
+        """The turns before the first answer; of a text, the text itself."""
+        answers = (index for index, (role, _) in enumerate(self.turns) if role == "assistant")
+        return self.turns[: next(answers, None)]
+
+    @property
+    def question(self) -> list[tuple[str, str]]:
+        """The first user turn; of a text, the text itself."""
+        return [turn for turn in self.turns if turn[0] in ("user", "text")][:1]
+
+    @property
+    def tools(self) -> str:
+        """The functions that the assistant may call, as JSON; nothing where there are none."""
+        return json.dumps(self.data["tools"], default=str) if "tools" in self.data else ""
+
+    def id(self, *more: object) -> str:
+        """32 hexadecimal digits, equal only for the same texts, tools, and `more`."""
+        return digest([*self.turns, ("tools", self.tools), *(("more", str(one)) for one in more)], exact=True).hex()
+
+
+def digest(turns: list[tuple[str, str]], *, exact: bool = False) -> bytes:
+    """16 bytes, BLAKE2b. Not exact: texts that differ in case or white space alone are the same."""
+    hashed = blake2b(digest_size=16)
+    for role, text in turns:
+        text = text if exact else " ".join(text.split()).casefold()
+        hashed.update(f"{role}\x1f{text}\x1e".encode("utf-8", "surrogatepass"))
+    return hashed.digest()
+
+
+def conversation_of(row: Row, *, as_messages: bool = True) -> Conversation:
+    """A row of one of SHAPES; keys whose value is None count as absent.
+
+    as_messages: a prompt with its response, or an instruction with its output, becomes a user and an assistant turn;
+    else it stays `prompt` and `response`, which training reads as plain text. `prompt` and `response` may be lists of
+    turns. A text under `system` becomes the first turn. BadInput, which opens with the row's origin: another shape, an
+    unknown role, content that is not text.
+    """
+    data = {key: value for key, value in row.data.items() if value is not None}
+    answer = next((data[key] for key in ("response", "completion", "output") if key in data), None)
+    if "messages" in data or "conversations" in data:
+        kept = _messages(data.get("messages", data.get("conversations")), data, row.origin)
+    elif "prompt" in data and (answer is not None or "text" not in data):
+        kept = _prompted(data["prompt"], answer, data, row.origin, as_messages=as_messages)
+    elif "instruction" in data and answer is not None:
+        parts = [data["instruction"], data.get("input", "")]
+        if not all(isinstance(part, str) for part in parts):
+            raise BadInput(f"{row.origin}: `instruction` and `input` should be text")
+        prompt = "".join(f"{part}\n\n" for part in parts if part)
+        prompt = prompt.strip() if as_messages else prompt
+        kept = _prompted(prompt, answer, data, row.origin, as_messages=as_messages)
+    elif "text" in data:
+        kept = {"text": data["text"]}
+    else:
+        raise BadInput(f"{row.origin}: unknown row shape with keys {', '.join(data) or '(none)'}; known are {SHAPES}")
+    truncated = data.get("truncated") is True or data.get("finish_reason") == "length"
+    return Conversation(kept, list(_turns(kept, row.origin)), truncated)
+
+
+def _messages(turns: Any, data: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    messages = normalise(turns, origin)
+    system = data.get("system")
+    if isinstance(system, str) and system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    tools = data.get("tools")
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
+    except ValueError as error:
+        raise BadInput(f"{origin}: `tools` is text, but no JSON: {error}") from error
+    return {"messages": messages, **({"tools": tools} if tools else {})}
+
+
+def _prompted(prompt: Any, answer: Any, data: Mapping[str, Any], origin: str, *, as_messages: bool) -> dict[str, Any]:
+    if answer is None and not isinstance(prompt, list):
+        return {"prompt": prompt}
+    if not as_messages and not isinstance(prompt, list):
+        return {"prompt": prompt, "response": answer}
+    turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    if answer is not None:
+        turns = turns + (answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}])
+    return _messages(turns, data, origin)
+
+
+def _turns(data: Mapping[str, Any], origin: str) -> Iterator[tuple[str, str]]:
+    for message in data.get("messages", ()):
+        parts = [message.get("reasoning_content"), message["content"]]
+        calls = message.get("tool_calls")
+        parts.append(json.dumps(calls, ensure_ascii=False, default=str) if calls else None)
+        yield message["role"], "\n".join(part for part in parts if part)
+    for key, role in (("prompt", "user"), ("response", "assistant"), ("text", "text")):
+        if key in data:
+            if not isinstance(data[key], str):
+                raise BadInput(f"{origin}: `{key}` should be text, got {type(data[key]).__name__}")
+            yield role, data[key]

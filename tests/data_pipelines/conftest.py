@@ -1,0 +1,55 @@
+"""Real chat templates, rewritten in templates/, on a small byte-level tokenizer that has their special tokens."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+TEMPLATES = Path(__file__).parent / "templates"
+SPECIAL = {
+    "chatml": ["<|im_start|>", "<|im_end|>"],
+    "qwen2.5": ["<|im_start|>", "<|im_end|>"],
+    "qwen3": ["<|im_start|>", "<|im_end|>"],
+    "llama-3.1": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+    "mistral": ["<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"],
+    "gemma-2": ["<bos>", "<start_of_turn>", "<end_of_turn>"],
+    "deepseek-r1": ["<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"],
+}
+SPECIAL["mistral"] += ["[TOOL_RESULTS]", "[/TOOL_RESULTS]"]
+BEGINNINGS = {"llama-3.1": "<|begin_of_text|>", "mistral": "<s>", "gemma-2": "<bos>"}
+BEGINNINGS["deepseek-r1"] = "<｜begin▁of▁sentence｜>"
+ADDED = {"qwen3": ["<think>", "</think>", "<tool_call>", "</tool_call>"], "deepseek-r1": ["<think>", "</think>"]}
+MERGES = [("Ċ", "Ċ"), (".", "Ċ"), (":", "Ġ"), ("Ġ", "o"), ("o", "k"), ("Ġo", "k"), ("h", "i"), ("Ġ", "hi")]
+
+
+def make_chat_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """256 bytes and a few merges, which reach across every boundary that is no added token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate([*alphabet, *("".join(pair) for pair in MERGES)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=MERGES))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL[name]])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in ADDED.get(name, [])])  # not special ones
+    if name == "llama-3.1":
+        tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=BEGINNINGS.get(name),
+        eos_token="</s>" if name == "mistral" else None,
+        chat_template=(TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8"),
+    )
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer() -> Callable[[str], PreTrainedTokenizerFast]:
+    """A factory: chat_tokenizer("qwen3")."""
+    return make_chat_tokenizer
+
+
+@pytest.fixture(params=sorted(SPECIAL))
+def template_name(request: pytest.FixtureRequest) -> str:
+    """Every template in templates/."""
+    return request.param

@@ -1,0 +1,74 @@
+"""`inspect` shows what training sees: supervised runs by segment, grey for the rest, and statistics at the end."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from headstart.configs.errors import BadInput
+from headstart.scripts.data_inspect import inspect
+from typer.testing import CliRunner
+
+app = typer.Typer(pretty_exceptions_enable=False)
+app.command()(inspect)
+
+
+@pytest.fixture
+def run(saved_target: Path, chat_tokenizer: Callable[[str], Any], tmp_path: Path) -> Callable[..., str]:
+    """Runs `inspect` on three chats and returns what it printed."""
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "config.json").write_text((saved_target / "config.json").read_text())
+    chat_tokenizer("qwen3").save_pretrained(target)
+    rows = [
+        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<think>\nhm\n</think>\n\n[b]ok.[/b]"}],
+        [{"role": "user", "content": "again?"}, {"role": "assistant", "content": "1" * 150 + ".\n\n" + "2" * 90}],
+        [{"role": "user", "content": "x" * 300}, {"role": "assistant", "content": "late"}],
+    ]
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
+
+    def invoke(*arguments: str) -> str:
+        overrides = [f"target.path={target}", f"data.train={chats}", "data.max_length=200"]
+        done = CliRunner().invoke(app, ["runs/eagle3.yaml", *overrides, *arguments])
+        if done.exception is not None and not isinstance(done.exception, SystemExit):
+            raise done.exception
+        assert done.exit_code == 0, done.output
+        return done.output.replace(str(tmp_path), "")
+
+    return invoke
+
+
+def test_supervised_runs_stand_in_the_brackets_of_their_segment(run: Callable[..., str]) -> None:
+    shown = run("--row", "0", "--no-color")
+    assert shown.startswith("/chats.jsonl:1: ")
+    assert "<|im_start|>assistant\n⟦<think>\nhm\n</think>⟧«\n\n[b]ok.[/b]<|im_end|>»\n" in shown
+    assert "again?" not in shown
+
+
+def test_in_colour_there_are_no_brackets(run: Callable[..., str]) -> None:
+    shown = run("--row", "0", "--color")
+    assert "\x1b[33m<think>" in shown and "\x1b[32m" in shown and "⟦" not in shown and "«" not in shown
+
+
+def test_pieces_cuts_and_drops_are_said(run: Callable[..., str]) -> None:
+    shown = run("--no-color")
+    assert "/chats.jsonl:2: 200 tokens, " in shown and " more cut off, " in shown
+    assert "of 3 rows: kept 2, cut 1, dropped 1" in shown
+    pieces = run("--row", "1", "data.too_long=split", "--no-color")
+    assert "/chats.jsonl:2, piece 1 of 2: " in pieces and "/chats.jsonl:2, piece 2 of 2: " in pieces
+    assert "/chats.jsonl:3: dropped" in run("--row", "2", "--no-color")
+
+
+def test_statistics_close_the_output(run: Callable[..., str]) -> None:
+    shown = run("--num-rows", "0", "--no-color")
+    assert "chats.jsonl" not in shown
+    for name in ("prompt", "think", "answer", "supervised", "p50", "p90"):
+        assert name in shown
+
+
+def test_a_row_that_is_not_there_is_refused(run: Callable[..., str]) -> None:
+    with pytest.raises(BadInput, match="^--row 3: data.train has fewer rows$"):
+        run("--row", "3")

@@ -1,0 +1,94 @@
+"""The plan's figures follow from counts and measured rates, and the estimate before writing is what is written."""
+
+import json
+
+import pytest
+from headstart.configs.errors import BadInput
+from headstart.data_pipelines.extract import ExtractConfig, Extraction, extract, fields_of, in_bytes
+from headstart.data_pipelines.features import Reads
+from headstart.data_pipelines.plan import Rates, Survey, compare, estimate, in_hours, measure_rates, survey
+from headstart.data_pipelines.samples import Sample
+from headstart.data_pipelines.shards import Shards, ShardWriter, Stored
+from headstart.heads.registry import HEADS, build_head
+from headstart.scripts.data_plan import plan as plan_command
+
+
+@pytest.fixture
+def head(target):
+    return build_head(HEADS["eagle3"].config_class(type="eagle3"), target)
+
+
+def make_samples(num_rows=30):
+    return [Sample.of([5] * (10 + row % 7), [i >= 4 for i in range(10 + row % 7)]) for row in range(num_rows)]
+
+
+def test_a_survey_counts_all_rows_and_draws_some():
+    samples, reads = make_samples(), Reads((1, 2, 3), "context", "labels")
+    found = survey(iter(samples), reads, hidden_size=32, num_sampled=8)
+    assert (found.num_rows, found.num_tokens) == (30, sum(map(len, samples)))
+    assert found.num_supervised_tokens == sum(len(sample) - 4 for sample in samples)
+    for name, item, scale in (("float32", 4, 0), ("bfloat16", 2, 0), ("8bit", 1, 2)):
+        kept = sum(3 * (len(sample) - 2) + len(sample) - 5 for sample in samples)  # features to the last start; labels
+        assert found.num_bytes[name] == 28 * 30 + 5 * found.num_tokens + kept * (32 * item + scale)
+    assert len(found.sampled) == 8
+    assert found.sampled == survey(samples, reads, hidden_size=32, num_sampled=8).sampled
+    assert found.sampled != samples[:8]
+
+
+def test_the_epochs_from_which_the_cache_pays_off():
+    found = Survey(100, 36_000_000, 30_000_000, {"float32": 10**12, "8bit": 10**11})
+    rates = {"float32": Rates(1000.0, 800.0, 1125.0), "8bit": Rates(1000.0, 1000.0, 10_000.0)}
+    result = compare(found, rates, free_bytes=5 * 10**11, num_processes=2)
+    exact, small = result["extracted"]
+    assert result["online"] == {"tokens_per_second": 2000.0, "seconds_per_epoch": 18_000.0}
+    assert small["extraction_hours"] == 5.0 and small["seconds_saved_per_epoch"] == 16_200.0
+    assert small["pays_off_after_epochs"] == 2 and small["fits"] and not exact["fits"]
+    assert exact["pays_off_after_epochs"] == 12 and exact["extraction_over_forward"] == 0.8
+    slow = {"8bit": Rates(1000.0, 900.0, 500.0)}
+    assert compare(found, slow, free_bytes=0)["extracted"][0]["pays_off_after_epochs"] is None
+    json.dumps(result)
+
+
+def test_rates_are_measured_and_leave_nothing_behind(target, head, tmp_path):
+    how = {"config": ExtractConfig(batch_tokens=100), "folder": tmp_path, "num_passes": 1}
+    rates = measure_rates(make_samples(), target, Reads.of(head), **how)
+    assert 0 < rates.ratio < 5 and rates.reading > 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_estimate_says_what_is_left(target, head, tmp_path):
+    writer = ShardWriter(tmp_path / "tokens")
+    for sample in make_samples():
+        writer.add(Stored(sample))
+    writer.finish()
+    samples, reads, config = Shards(tmp_path / "tokens"), Reads.of(head), ExtractConfig(shard_bytes=9000)
+    extraction = Extraction(samples, target, reads, config=config, fields=fields_of(target, reads, config, {}))
+    said = estimate(extraction, tmp_path / "out")
+    tokens = int(samples.lengths.sum())
+    assert f"{tokens:,} tokens, {in_bytes(extraction.num_bytes)} in 8bit" in said and f"for the {tokens:,} tok" in said
+    extraction.run(tmp_path / "out", rank=1, num_ranks=2)
+    left = extraction.num_tokens(0, 2)
+    assert 0 < left < tokens and f"for the {left:,} tok" in estimate(extraction, tmp_path / "out")
+    extract(samples, target, head, tmp_path / "out", config=config)
+    assert sorted(path.name[:5] for path in (tmp_path / "out").iterdir())[0] == "manif", "nothing is left of measuring"
+
+
+def test_sizes_and_times_in_words():
+    assert [in_bytes(x) for x in (5_000, 2.4e6, 1.234e9, 38e12)] == ["5 kB", "2.4 MB", "1.23 GB", "38 TB"]
+    assert [in_hours(x) for x in (0.05, 2.345)] == ["3 minutes", "2.35 hours"]
+
+
+def test_the_command(tmp_path, saved_target, capsys):
+    path = tmp_path / "run.yaml"
+    data = saved_target.with_name("rows.jsonl")
+    path.write_text(f"target: {{path: {saved_target}}}\nhead: {{type: medusa}}\ndata: {{train: {data}}}\n")
+    plan_command(str(path), disk=tmp_path, device="cpu", as_json=True)
+    result = json.loads(capsys.readouterr().out)
+    assert result["num_rows"] == 6 and result["post_norm_at"] == "starts"
+    assert [row["storage_dtype"] for row in result["extracted"]] == ["float32", "bfloat16", "8bit"]
+    plan_command(str(path), ["data.max_length=20"], disk=tmp_path, device="cpu", num_sampled=2)
+    assert "pays off" in capsys.readouterr().out
+    with pytest.raises(BadInput, match="--disk .*nowhere: no such folder"):
+        plan_command(str(path), disk=tmp_path / "nowhere", device="cpu")
+    with pytest.raises(BadInput, match="--num-sampled 0"):
+        plan_command(str(path), num_sampled=0)
