@@ -7,10 +7,10 @@ from typing import Any
 
 from ..configs.errors import BadInput
 from ..configs.loader import build, read_config
-from ..data_pipelines.sources import DataConfig
+from ..data_pipelines.config import DataConfig
 from ..heads.base import HeadConfig
+from ..heads.loading import TargetConfig
 from ..heads.registry import head_class
-from ..heads.target import TargetConfig
 
 
 @dataclass(kw_only=True)
@@ -81,12 +81,18 @@ class TrainConfig:
 
 
 @dataclass(kw_only=True)
-class RunConfig:
-    """Everything that a run depends on; written to OUTPUT_DIR/config.yaml, which repeats the run."""
+class Inputs:
+    """What goes into training: all that the `headstart data` commands need of a run."""
 
     target: TargetConfig
     head: HeadConfig
     data: DataConfig
+
+
+@dataclass(kw_only=True)
+class RunConfig(Inputs):
+    """Everything that a run depends on; written to OUTPUT_DIR/config.yaml, which repeats the run."""
+
     train: TrainConfig
 
 
@@ -103,20 +109,28 @@ class Outline:
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run config. Raises BadInput naming the file or the key at fault."""
     outline = build(Outline, read_config(path, overrides))
+    return RunConfig(**vars(inputs_of(outline, path)), train=build(TrainConfig, outline.train, where="train"))
+
+
+def load_inputs(path: str | Path, overrides: Sequence[str] = ()) -> Inputs:
+    """A run config without its `train` section, which may be missing or incomplete. Raises BadInput as `load_run`."""
+    return inputs_of(build(Outline, {"train": {}, **read_config(path, overrides)}), path)
+
+
+def inputs_of(outline: Outline, path: str | Path) -> Inputs:
     if "type" not in outline.head:
         raise BadInput(f"{path}: head.type is missing: the family of head to train")
-    return RunConfig(
+    return Inputs(
         target=build(TargetConfig, outline.target, where="target"),
         head=build(head_class(outline.head["type"]).config_class, outline.head, where="head"),
         data=build(DataConfig, outline.data, where="data"),
-        train=build(TrainConfig, outline.train, where="train"),
     )
 
 
 def differing_key(run: RunConfig, other: dict[str, Any]) -> str | None:
-    """The first key in which a resolved config differs from a written one; how long to run this time does not count."""
+    """The first key in which a resolved config differs from a written one, but for those that change no result."""
     for section, values in asdict(run).items():
         for key, value in values.items():
-            if key != "stop_at_step" and (other.get(section) or {}).get(key) != value:
+            if key not in ("stop_at_step", "num_workers") and (other.get(section) or {}).get(key) != value:
                 return f"{section}.{key}"
     return None

@@ -1,43 +1,46 @@
 """The one training loop: a frozen target reads each batch, a head learns to draft what follows."""
 
-import os
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
-from itertools import pairwise
+from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+import numpy as np
 import torch
 import yaml
-from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor
 
 from ..configs.errors import BadInput
 from ..configs.loader import dump_config
-from ..data_pipelines.chat import Sample, encode_rows
-from ..data_pipelines.loader import BatchPlan, collate
-from ..data_pipelines.sources import load_rows
-from ..data_pipelines.vocab import coverage, draft_vocabulary
+from ..data_pipelines.loader import Batch, collate
+from ..data_pipelines.shards import Stored
 from ..eval.metrics import Acceptance, expected_acceptance
 from ..heads.adapters import add_adapters
-from ..heads.base import DraftBatch, DraftHead
+from ..heads.base import DraftHead
 from ..heads.chains import chain_starts, mean_of
+from ..heads.documents import Documents
 from ..heads.fit import check_fit
 from ..heads.registry import build_head, read_head_config, save_head, start_head
-from ..heads.target import Target
-from .checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from ..heads.target import Target, TargetOutput
+from .backend import Backend
+from .checkpoint import checkpoints, load_checkpoint, read_progress, remove_partial, save_checkpoint
 from .config import RunConfig, TrainConfig, differing_key
+from .data import check_stored_states, draft_token_ids, load_data, removed_on_failure
+from .launch import start_accelerator
 from .optim import build_optimizer, schedule
+from .provenance import origin, write_provenance
+from .stopping import Stopping
 from .tracking import Tracker
 
 
 def train(run: RunConfig, *, console: Console | None = None) -> Path:
     """Train a head as the config says, from its last checkpoint if the run folder has one; returns the head's folder.
 
-    Raises: BadInput on anything the user can mend, before the run folder is touched.
+    Raises: BadInput on anything the user can mend, before the run folder is touched; SystemExit with a signal's exit
+    code after SIGTERM or SIGINT, with a checkpoint of the step that was under way.
     """
     console = console or Console(stderr=True)
 
@@ -45,71 +48,82 @@ def train(run: RunConfig, *, console: Console | None = None) -> Path:
     check_fit(run.head, run.target)
     # the target is loaded before the Accelerator exists: DeepSpeed's would partition it under ZeRO-3
     target = Target.load(run.target.path, **{k: v for k, v in asdict(run.target).items() if k != "path"})
-    samples, validation = load_samples(run, target, console)
-    ids = draft_token_ids(run, samples, target, console)
-    accelerator = start_accelerator(run.train)
-    target.to(accelerator.device)
-    head = first_head(run, target, ids, console)
     folder = Path(run.train.output_dir)
-    if (folder / "final").is_dir() or (folder / "config.yaml").is_file():
-        check_same_run(folder, run)
+    accelerator = start_accelerator(run.train)
+    with removed_on_failure(folder / "tokens"):
+        data = load_data(run, target, accelerator, console)
+        target.to(accelerator.device)
+        head = first_head(run, target, draft_token_ids(run, data, target, console), console)
+        check_stored_states(data, head, target)
+        optimizer = build_optimizer(head, run.train)
+        done = checkpoints(folder / "checkpoints")
+        progress = read_progress(done[-1]) if done else {"step": 0, "num_processes": accelerator.num_processes}
+        if (folder / "final").is_dir() or (folder / "config.yaml").is_file():
+            check_same_run(folder, run, before=progress["num_processes"], now=accelerator.num_processes)
     if (folder / "final").is_dir():
         console.print(f"{folder} holds this run, finished; nothing to do (another train.output_dir starts anew)")
         return folder / "final"
 
     # ---- state ----
-    optimizer = build_optimizer(head, run.train)
-    done = checkpoints(folder / "checkpoints")
-    first_step = load_checkpoint(done[-1], head, optimizer) if done else 0
+    first_step = progress["step"]
+    state = load_checkpoint(done[-1], head) if done else {}
+    num_parameters = sum(p.numel() for p in head.parameters() if p.requires_grad)
+    backend = Backend(accelerator, head, optimizer, run.train)
+    backend.load_optimizer_state(state)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
+        remove_partial(folder / "checkpoints")
         try:
             dump_config(run, folder / "config.yaml")
+            write_provenance(folder, origin(target, data, num_processes=accelerator.num_processes))
         except OSError as error:
             raise BadInput(f"train.output_dir {folder}: {error.strerror}") from error
-    wrapped, optimizer = accelerator.prepare(head, optimizer)
-    plan = BatchPlan(
-        num_rows=len(samples),
-        batch_size=run.train.batch_size,
-        seed=run.train.seed,
-        num_ranks=accelerator.num_processes,
-        rank=accelerator.process_index,
-    )
-    loop = Loop(run.train, accelerator, target, head, wrapped, optimizer)
+    ranks = {"num_ranks": accelerator.num_processes, "rank": accelerator.process_index}
+    plan = data.plan(batch_size=run.train.batch_size, seed=run.train.seed, **ranks)
     say = console.print if accelerator.is_main_process else lambda *_: None
-    num_parameters = sum(p.numel() for p in head.parameters() if p.requires_grad)
     say(
-        f"{run.head.type}: {num_parameters:,} parameters on {target.name}; {len(samples)} rows; steps from {first_step}"
+        f"{run.head.type}: {num_parameters:,} parameters on {target.name}; {len(data.samples)} rows, "
+        f"{run.data.layout}, {plan.padding():.0%} padding; steps from {first_step}"
     )
 
     # ---- the loop ----
     last_step = min(run.train.max_steps, run.train.stop_at_step or run.train.max_steps)
-    is_main = accelerator.is_main_process
-    with Tracker(
-        folder, num_steps=run.train.max_steps, first_step=first_step, is_main=is_main, console=console
-    ) as tracker:
+    how: dict[str, Any] = {"is_main": accelerator.is_main_process, "console": console}
+    with (
+        Stopping() as stopping,
+        Tracker(folder, num_steps=run.train.max_steps, first_step=first_step, **how) as tracker,
+    ):
         if run.train.wandb_project:
             tracker.start_wandb(project=run.train.wandb_project, folder=folder, config=asdict(run))
+        loop = Loop(run.train, backend, target, stopping)
+        per_step = run.train.accumulation
+        batches = data.batches(plan, range(first_step * per_step, last_step * per_step))
+        count = first_step
         for step in range(first_step, last_step):
-            numbers = range(step * run.train.accumulation, (step + 1) * run.train.accumulation)
-            batches = [collate([samples[i] for i in plan.rows(n)], device=accelerator.device) for n in numbers]
-            row = loop.step(step, batches)
+            row = loop.step(step, list(islice(batches, per_step)))
             count = step + 1
-            if count % run.train.log_every == 0 or count == last_step:
-                row["epoch"] = round(plan.epoch(numbers[-1] + 1), 4)
+            is_last = count == last_step or loop.should_stop
+            if count % run.train.log_every == 0 or is_last:
+                row["epoch"] = round(plan.epoch(count * per_step), 4)
                 tracker.log(row, figures=f"loss {row['loss']:.4f}")
-            if validation and (is_due(count, run.train.validate_every) or count == run.train.max_steps):
-                measured = loop.validate(validation)
+            if data.validation and (is_due(count, run.train.validate_every) or count == run.train.max_steps):
+                measured = loop.validate(data.validation)
                 tracker.log({"step": count, "validation": measured})
                 length = measured["acceptance_length"]
                 say(f"step {count}: loss {row['loss']:.4f}, expected acceptance length {length} on the validation rows")
-            if is_due(count, run.train.checkpoint_every) or count == last_step < run.train.max_steps:
+            if is_due(count, run.train.checkpoint_every) or (is_last and count < run.train.max_steps):
                 loop.save(folder / "checkpoints", step=count)
-    if last_step < run.train.max_steps:
-        say(f"stopped at step {last_step} of {run.train.max_steps}; the same command goes on from there")
+            if is_last:
+                break
+    if count < run.train.max_steps:
+        why = f"{stopping.received.name}: " if stopping.received else ""
+        say(f"{why}stopped at step {count} of {run.train.max_steps}; the same command goes on from there")
+        if loop.should_stop:
+            raise SystemExit(stopping.exit_code)
         return folder
-    if accelerator.is_main_process:
-        save_head(head, folder / "final")
+    with backend.whole() as whole:
+        if accelerator.is_main_process:
+            save_head(whole, folder / "final")
     accelerator.wait_for_everyone()
     say(f"head written to {folder / 'final'}")
     return folder / "final"
@@ -118,86 +132,86 @@ def train(run: RunConfig, *, console: Console | None = None) -> Path:
 class Loop:
     """One optimizer step and one validation, over whatever Accelerate runs on."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        accelerator: Accelerator,
-        target: Target,
-        head: DraftHead,
-        wrapped: Any,
-        optimizer: Any,
-    ):
-        self.config, self.accelerator, self.target = config, accelerator, target
-        self.head, self.wrapped, self.optimizer = head, wrapped, optimizer
+    def __init__(self, config: TrainConfig, backend: Backend, target: Target, stopping: Stopping):
+        self.config, self.backend, self.target, self.stopping = config, backend, target, stopping
+        self.accelerator, self.head, self.optimizer = backend.accelerator, backend.head, backend.optimizer
+        self.should_stop = False  # some rank was told to; all of them know it after the same step
 
-    def total(self, values: Tensor) -> Tensor:
-        """The sum over all ranks."""
-        return cast(Tensor, self.accelerator.reduce(values, "sum"))
+    def read(self, input_ids: Tensor, *, documents: Documents | None = None) -> TargetOutput:
+        """What the head reads of the live target."""
+        return self.target.forward(input_ids, feature_layers=self.head.feature_layers, documents=documents)
 
-    def step(self, step: int, batches: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Any]:
-        """One optimizer step over accumulated batches (input_ids, loss_mask), [B, T] each; returns its metrics row.
+    def step(self, step: int, batches: Sequence[Batch]) -> dict[str, Any]:
+        """One optimizer step over accumulated batches; returns its metrics row.
 
-        Denominators are the supervised chains of all ranks and all batches of the step: how rows are spread over ranks
-        and batches does not change the gradient.
+        Denominators are the supervised chains, by their labels' weights, of all ranks and all batches of the step: how
+        rows are spread over ranks and batches does not change the gradient.
         """
         started = time.perf_counter()
+        torch.manual_seed(seed_of(self.config.seed, step, self.accelerator.process_index))
         share, scales = schedule(step, self.config), self.head.learning_rate_scales(step)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * share * scales.get(group["part"], 1.0)
-        counts = torch.stack([chain_starts(mask, self.head.num_depths).counts() for _, mask in batches]).sum(0)
-        denominators = self.total(counts)  # [K]
+        batches = [batch.to(self.accelerator.device) for batch in batches]
+        starts = [chain_starts(batch.loss_mask, self.head.num_depths) for batch in batches]
+        weighted = [one.counts(batch.weights) for one, batch in zip(starts, batches, strict=True)]
+        num_chains = torch.stack([one.counts() for one in starts]).sum(0)
+        denominators, num_chains = self.backend.total(
+            torch.stack([torch.stack(weighted).sum(0), num_chains])
+        )  # [K] each
         sums, hits = torch.zeros_like(denominators), torch.zeros_like(denominators)
         loss = torch.zeros((), device=self.accelerator.device)
-        for i, (input_ids, loss_mask) in enumerate(batches):
-            output = self.target.forward(input_ids, feature_layers=self.head.feature_layers)
-            is_last = i == len(batches) - 1
-            with nullcontext() if is_last else self.accelerator.no_sync(self.wrapped):
-                out = self.wrapped(DraftBatch(input_ids, loss_mask, output), denominators)
-                # data parallelism averages gradients over ranks; the denominators are already global
-                self.accelerator.backward(out.loss * self.accelerator.num_processes)
+        for i, batch in enumerate(batches):
+            with self.backend.accumulating(is_last=i == len(batches) - 1):
+                out = self.backend.loss(batch.filled(self.read), denominators)
+                self.backend.backward(out.loss)  # the denominators are those of all ranks already
             loss += out.loss.detach()
             sums += out.depth_loss
             hits += out.hits.sum((0, 1))
-        norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), self.config.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        totals = self.total(torch.cat([loss[None], sums, hits]))
-        loss, sums, hits = totals[0], *totals[1:].chunk(2)
+        grad_norm = self.backend.update()
+        told = loss.new_full((1,), float(self.stopping.received is not None))
+        totals = self.backend.total(torch.cat([told, loss[None], sums, hits]))
+        self.should_stop, loss, sums, hits = bool(totals[0] > 0), totals[1], *totals[2:].chunk(2)
         if not torch.isfinite(loss):
             raise BadInput(f"step {step + 1}: the loss is {loss.item()}; lower train.learning_rate or check the data")
-        num_tokens = sum(mask.numel() for _, mask in batches) * self.accelerator.num_processes
+        num_positions = sum(batch.input_ids.numel() for batch in batches)
+        padding = 1 - sum(batch.num_tokens for batch in batches) / num_positions
         return {
             "step": step + 1,
             "loss": loss.item(),
             "depth_loss": mean_of(sums, denominators).tolist(),
-            "depth_accuracy": mean_of(hits, denominators).tolist(),
+            "depth_accuracy": mean_of(hits, num_chains).tolist(),
             "learning_rate": self.config.learning_rate * share,
-            "grad_norm": float(norm) if norm is not None else None,
-            "num_supervised": int(denominators[0]),
-            "tokens_per_second": round(num_tokens / (time.perf_counter() - started), 1),
+            "grad_norm": grad_norm,
+            "num_supervised": int(num_chains[0]),
+            "padding": round(padding, 4),
+            "tokens_per_second": round(
+                num_positions * self.accelerator.num_processes / (time.perf_counter() - started), 1
+            ),
         }
 
     @torch.no_grad()
-    def validate(self, samples: Sequence[Sample]) -> dict[str, Any]:
+    def validate(self, samples: Sequence[Stored]) -> dict[str, Any]:
         """Expected acceptance_length, from teacher-forced drafts at every depth, over all ranks' shares of the rows."""
         accelerator, size = self.accelerator, self.config.batch_size
-        self.head.eval()
         num_draft = min(self.head.num_depths, self.head.default_draft_tokens)
         counted = Acceptance(0, 0, [0] * num_draft, [0] * num_draft)
         share = samples[accelerator.process_index :: accelerator.num_processes]
-        for start in range(0, len(share), size):
-            input_ids, loss_mask = collate(share[start : start + size], device=accelerator.device)
-            output = self.target.forward(input_ids, feature_layers=self.head.feature_layers)
-            with accelerator.autocast():
-                out = self.head.loss(DraftBatch(input_ids, loss_mask, output))
-            one = expected_acceptance(out.starts, out.hits, num_draft_tokens=num_draft)
-            counted.num_rounds += one.num_rounds
-            counted.num_committed += one.num_committed
-            counted.tried = [a + b for a, b in zip(counted.tried, one.tried, strict=True)]
-            counted.taken = [a + b for a, b in zip(counted.taken, one.taken, strict=True)]
-        self.head.train()
+        with self.backend.whole() as head:
+            head.eval()
+            for start in range(0, len(share), size):
+                rows = [[stored] for stored in share[start : start + size]]
+                batch = collate(rows).to(accelerator.device).filled(self.read)  # the target reads outside any autocast
+                with self.backend.autocast():
+                    out = head.loss(batch)
+                one = expected_acceptance(out.starts, out.hits, num_draft_tokens=num_draft)
+                counted.num_rounds += one.num_rounds
+                counted.num_committed += one.num_committed
+                counted.tried = [a + b for a, b in zip(counted.tried, one.tried, strict=True)]
+                counted.taken = [a + b for a, b in zip(counted.taken, one.taken, strict=True)]
+            head.train()
         figures = [counted.num_rounds, counted.num_committed, *counted.tried, *counted.taken]
-        total = self.total(torch.tensor(figures, device=accelerator.device)).tolist()
+        total = self.backend.total(torch.tensor(figures, device=accelerator.device)).tolist()
         counted = Acceptance(total[0], total[1], total[2 : 2 + num_draft], total[2 + num_draft :])
         return {
             "num_draft_tokens": num_draft,
@@ -207,40 +221,12 @@ class Loop:
         }
 
     def save(self, folder: Path, *, step: int) -> None:
-        """A checkpoint, by the main process."""
+        """A checkpoint, by the main process, of what all hold."""
+        weights, state = self.backend.weights(), self.backend.optimizer_state()
         if self.accelerator.is_main_process:
-            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-            save_checkpoint(folder, self.head, optimizer, step=step, keep=self.config.keep_checkpoints)
+            progress = {"step": step, "num_processes": self.accelerator.num_processes}
+            save_checkpoint(folder, weights, state, progress=progress, keep=self.config.keep_checkpoints)
         self.accelerator.wait_for_everyone()
-
-
-def load_samples(run: RunConfig, target: Target, console: Console) -> tuple[list[Sample], list[Sample]]:
-    """Tokenised training and validation rows. Raises BadInput where there is nothing to train on."""
-    tokenizer, length = target.tokenizer, min(run.data.max_length, target.max_positions)
-    rows = load_rows(run.data.train, num_rows=run.data.num_rows)
-    samples, counts = encode_rows(rows, tokenizer, max_length=length)
-    if not samples:
-        raise BadInput(f"data.train: no row has supervised tokens within data.max_length {length}: {counts}")
-    if not any(a and b for sample in samples for a, b in pairwise(sample.loss_mask[1:])):
-        raise BadInput(f"data.train: no row has a token to draft (two supervised tokens in a row): {counts}")
-    if counts.get("dropped"):
-        console.print(f"data.train: {counts}")
-    validation = (
-        encode_rows(load_rows(run.data.validation), tokenizer, max_length=length)[0] if run.data.validation else []
-    )
-    return samples, validation
-
-
-def draft_token_ids(run: RunConfig, samples: list[Sample], target: Target, console: Console) -> Tensor | None:
-    """The tokens that a fresh head is to draft, [Vd], where its config cuts the vocabulary; says what they cover."""
-    size = run.head.draft_vocab_size
-    if size is None or run.train.start_from is not None:
-        return None
-    ids = draft_vocabulary(samples, size=size, vocab_size=target.vocab_size, always=sorted(target.eos_token_ids))
-    console.print(
-        f"draft vocabulary: {size} of {target.vocab_size} tokens, {coverage(samples, ids):.1%} of the answers"
-    )
-    return ids
 
 
 def first_head(run: RunConfig, target: Target, ids: Tensor | None, console: Console) -> DraftHead:
@@ -267,31 +253,36 @@ def first_head(run: RunConfig, target: Target, ids: Tensor | None, console: Cons
     return head
 
 
-def start_accelerator(config: TrainConfig) -> Accelerator:
-    """Accelerate as launched, or a clear stop where it silently came up as something else."""
-    accelerator = Accelerator(
-        mixed_precision="bf16" if config.precision == "bf16" else "no",
-        cpu=config.device == "cpu",
-    )
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if accelerator.num_processes != launched:
-        raise BadInput(
-            f"launched with {launched} processes, but Accelerate runs {accelerator.num_processes}: each would train "
-            "alone. On CPU, launch with ACCELERATE_USE_CPU=true"
-        )
-    return accelerator
+def check_same_run(folder: Path, run: RunConfig, *, before: int, now: int) -> None:
+    """Raises BadInput where a run folder holds a run of another config.
 
+    With another number of processes, batch_size and accumulation may differ too: a step must read the same rows.
 
-def check_same_run(folder: Path, run: RunConfig) -> None:
-    """Raises BadInput where a run folder holds a run of another config."""
+    Args: before, now: processes that trained it, and that are to go on.
+    """
     path = folder / "config.yaml"
     try:
         written = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
+        shape = {key: written["train"][key] for key in ("batch_size", "accumulation")}
+    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
         raise BadInput(f"{path}: cannot be read, so the run in {folder} cannot be continued") from error
+    if before != now:
+        size, times, config = shape["batch_size"], shape["accumulation"], run.train
+        was, would = f"{before} x {size} x {times}", f"{now} x {config.batch_size} x {config.accumulation}"
+        counted = "(processes x batch_size x accumulation) rows a step"
+        if before * size * times != now * config.batch_size * config.accumulation:
+            raise BadInput(f"{folder} was trained with {was} {counted}, this would be {would}: the products must agree")
+        if run.data.layout == "bucketed" and before * size != now * config.batch_size:
+            raise BadInput(f"{folder} was trained with {was} {counted}: bucketed, processes x batch_size must stay")
+        written["train"] |= {"batch_size": config.batch_size, "accumulation": config.accumulation}
     key = differing_key(run, written)
     if key is not None:
         raise BadInput(f"{folder} holds a run with another {key}; choose another train.output_dir")
+
+
+def seed_of(seed: int, step: int, rank: int) -> int:
+    """The seed of whatever a rank draws in a step: a resumed run draws the same."""
+    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0] >> 1)
 
 
 def is_due(step: int, every: int) -> bool:

@@ -260,3 +260,12 @@ def test_a_damaged_checkpoint_is_named(run, tmp_path):
     file = folder / "checkpoints" / "step_00000002" / "optimizer.safetensors"
     file.write_bytes(file.read_bytes()[:100])
     assert said(run, "medusa", "a").startswith(f"checkpoint {file.parent}: ")
+
+
+def test_every_start_is_on_record(run):
+    folder = run("eagle3", "a", "train.stop_at_step=3")
+    run("eagle3", "a")
+    first, second = json.loads((folder / "run.json").read_text())
+    assert first["data"]["num_rows"] == 6 and len(first["data"]["sha256"]) == 1
+    assert len(first["target"]["fingerprint"]) > 8 and first["packages"]["torch"]
+    assert {**first, "started": ""} == {**second, "started": ""}

@@ -1,0 +1,202 @@
+"""The head and its optimizer under whatever was launched: all that differs from backend to backend in training.
+
+The loop and the checkpoints do not ask which one runs. The head is one unit in each of them: a rank holds all its
+weights throughout a step, however often it needs which, and every checkpoint holds whole tensors.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+
+from ..configs.errors import BadInput
+from ..heads.base import DraftBatch, DraftHead, LossOutput
+from .checkpoint import head_tensors
+from .config import TrainConfig
+from .launch import came_up
+
+
+class Step(nn.Module):
+    """The head's loss as a tuple: wrappers hook the tensors in tuples, but not those in dataclasses."""
+
+    def __init__(self, head: DraftHead, *, dtype: torch.dtype | None):
+        super().__init__()
+        self.head, self.dtype = head, dtype
+
+    def autocast(self) -> Any:
+        """bf16 where the run asks for it; weights stay fp32."""
+        return nullcontext() if self.dtype is None else torch.autocast(self.head.target.device.type, self.dtype)
+
+    def forward(self, batch: DraftBatch, denominators: Tensor | None) -> tuple[Any, ...]:
+        with self.autocast():
+            out = self.head(batch, denominators)
+        return out.loss, out.depth_loss, out.depth_count, out.starts, out.hits
+
+
+class Backend:
+    """A head and its optimizer under whatever was launched.
+
+    autocast(): the context in which the run's precision computes; `loss` enters it by itself.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, head: DraftHead, optimizer: torch.optim.Optimizer, config: TrainConfig
+    ):
+        """Raises BadInput on what the backend cannot train rightly."""
+        self.accelerator, self.head, self.config = accelerator, head, config
+        self.is_zero = accelerator.distributed_type == DistributedType.DEEPSPEED
+        self.is_fsdp = accelerator.distributed_type == DistributedType.FSDP
+        self.is_zero3 = self.is_zero and cast(Any, accelerator.state).deepspeed_plugin.zero_stage == 3
+        self._check()
+        step = Step(head, dtype=torch.bfloat16 if config.precision == "bf16" else None)
+        self.plain = without_weights(head) if self.is_zero3 or self.is_fsdp else head
+        if self.is_zero3:
+            from deepspeed.runtime.zero import register_external_parameter
+
+            # held from the step's start to its end: ranks differ in how often they call a layer, and would deadlock
+            for parameter in head.parameters():
+                register_external_parameter(step, parameter)
+        self.autocast = step.autocast
+        self.wrapped, self.optimizer = cast(Any, accelerator.prepare(step, optimizer))
+
+    def _check(self) -> None:
+        name = came_up(self.accelerator).backend
+        if self.config.optimizer == "muon" and (self.is_zero or self.is_fsdp):
+            raise BadInput(
+                f"train.optimizer muon under {name}: it needs whole matrices, and a rank has parts; take ddp"
+            )
+        if self.head.adapts_target and (self.is_zero3 or self.is_fsdp):
+            raise BadInput(f"{name} would shard the adapters that the target runs through: launch this head with ddp")
+
+    def loss(self, batch: DraftBatch, denominators: Tensor) -> LossOutput:
+        """The head's loss, for `backward`."""
+        return LossOutput(*self.wrapped(batch, denominators))
+
+    @contextmanager
+    def accumulating(self, *, is_last: bool) -> Iterator[None]:
+        """Around the loss and backward pass of a batch; gradients are summed over ranks with the last of a step."""
+        self.accelerator.sync_gradients = is_last
+        with nullcontext() if is_last else self.accelerator.no_sync(self.wrapped):
+            yield
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of the sum of `loss` over ranks: data parallelism takes their mean."""
+        self.accelerator.backward(loss * self.accelerator.num_processes)
+
+    def update(self) -> float:
+        """Clip, step, forget the gradients; returns their norm before. DeepSpeed did it all in `backward`."""
+        norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), self.config.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # pyright: ignore
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum over all ranks."""
+        return cast(Tensor, self.accelerator.reduce(values, "sum"))
+
+    @contextmanager
+    def whole(self) -> Iterator[DraftHead]:
+        """The head with all its weights, in every process, to read: any use of it but the training step.
+
+        All processes enter and leave together; within, each may do what it likes.
+        """
+        if self.plain is self.head:
+            yield self.head
+            return
+        mine = dict(self.plain.named_parameters())
+        for name, parameter in self.head.named_parameters():
+            with self._gathered(parameter) as value:
+                mine[name].data = value.detach().clone()
+        yield self.plain
+        for parameter in mine.values():
+            parameter.data = parameter.new_empty(0)
+
+    @contextmanager
+    def _gathered(self, parameter: Any) -> Iterator[Tensor]:
+        if self.is_fsdp:
+            yield parameter.full_tensor()
+            return
+        from deepspeed.runtime.zero import GatheredParameters
+
+        with GatheredParameters(parameter):
+            yield parameter
+
+    def weights(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of the head, in the main process; elsewhere nothing."""
+        with self.whole() as head:
+            return head_tensors(head) if self.accelerator.is_main_process else {}
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """`NAME|KEY`: the state of each parameter, whole, on the CPU of the main process; elsewhere nothing."""
+        whole = {}
+        for name, parameter in self.head.named_parameters():
+            for key, value in self._state_of(parameter).items():
+                value = value.full_tensor() if hasattr(value, "full_tensor") else value
+                if self.accelerator.is_main_process:
+                    whole[f"{name}|{key}"] = value.detach().cpu().contiguous()
+        return whole
+
+    def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        if not self.is_zero:
+            return {
+                key: torch.as_tensor(value) for key, value in self._torch_optimizer.state.get(parameter, {}).items()
+            }
+        from deepspeed.utils import safe_get_full_optimizer_state as full
+
+        one = next(iter(self._torch_optimizer.state.values()), {})  # ZeRO flattens; all of it is at the same step
+        if not parameter.requires_grad:
+            return {}
+        return {key: value if value.ndim == 0 else full(parameter, key) for key, value in one.items()}
+
+    def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
+        """Put back what `optimizer_state` gave, under this backend or another, of these parameters."""
+        optimizer, parameters = self._torch_optimizer, dict(self.head.named_parameters())
+        # a fused optimizer counts its steps on the device
+        is_fused = any(group.get("fused") for group in optimizer.param_groups)
+        if self.is_zero:
+            self._make_room(state, is_fused=is_fused)
+        for place, value in state.items():
+            name, _, key = place.rpartition("|")
+            parameter = parameters[name]
+            value = value.to(parameter.device) if is_fused or value.ndim else value
+            if self.is_zero and value.ndim:
+                from deepspeed.utils import safe_set_full_optimizer_state
+
+                safe_set_full_optimizer_state(parameter, value, key)
+            elif not self.is_zero:
+                optimizer.state[parameter][key] = sharded_like(parameter, value) if self.is_fsdp else value
+
+    def _make_room(self, state: Mapping[str, Tensor], *, is_fused: bool) -> None:
+        """Zeros in ZeRO's flat partitions for the state that its first step would have made, at the step of `state`."""
+        zero, keys = self.optimizer.optimizer, {place.rpartition("|")[2]: value for place, value in state.items()}
+        for flat in zero.fp32_partitioned_groups_flat if self.is_zero3 else zero.single_partition_of_fp32_groups:
+            room = {key: torch.zeros_like(flat) if value.ndim else value.clone() for key, value in keys.items()}
+            room = {key: value.to(flat.device) if is_fused else value for key, value in room.items()}
+            self._torch_optimizer.state[flat] = room
+        if state and not self.is_zero3:
+            zero._lazy_init_hp_params_optimizer_state()
+
+    @property
+    def _torch_optimizer(self) -> torch.optim.Optimizer:
+        """Behind the wrapper of Accelerate and, under ZeRO, that of DeepSpeed."""
+        return self.optimizer.optimizer.optimizer if self.is_zero else self.optimizer.optimizer
+
+
+def without_weights(head: DraftHead) -> DraftHead:
+    """A copy of a head for the same target, its parameters empty."""
+    copied = copy.deepcopy(head, {id(head.target): head.target})
+    for parameter in copied.parameters():
+        parameter.data = parameter.new_empty(0)
+    return copied
+
+
+def sharded_like(parameter: Any, value: Tensor) -> Tensor:
+    """A whole tensor as this rank's part of it, cut as its parameter is."""
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements) if value.ndim else value

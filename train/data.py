@@ -1,0 +1,151 @@
+"""What a run trains on: its rows, encoded once into the run folder, or extracted features; and batches made of them."""
+
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from rich.console import Console
+from torch import Tensor
+
+from ..configs.errors import BadInput
+from ..data_pipelines.chat import encode_rows
+from ..data_pipelines.config import DataConfig
+from ..data_pipelines.features import check_features
+from ..data_pipelines.loader import Batch, BatchPlan, collate, read_ahead
+from ..data_pipelines.packing import RowSequence
+from ..data_pipelines.shards import Shards, ShardWriter, Stored
+from ..data_pipelines.sources import iter_rows
+from ..data_pipelines.vocab import always_kept, count_supervised, coverage, draft_vocabulary
+from ..heads.base import DraftHead
+from ..heads.target import Target
+from .config import Inputs, RunConfig
+
+
+@dataclass
+class TrainingData:
+    """samples: token ids, masks, and perhaps the target's states, memory-mapped. validation: rows of at most
+    data.max_length tokens."""
+
+    config: DataConfig
+    samples: Shards
+    validation: list[Stored]
+
+    def plan(self, *, batch_size: int, seed: int, num_ranks: int = 1, rank: int = 0) -> BatchPlan:
+        """batch_size: rows per rank."""
+        config, lengths = self.config, self.samples.lengths
+        how = {"layout": config.layout, "block": batch_size * num_ranks, "capacity": config.max_length, "seed": seed}
+        return BatchPlan(RowSequence(lengths, **how), batch_size, num_ranks, rank)
+
+    def batch(self, rows: Sequence[Sequence[int]]) -> Batch:
+        return collate([[self.samples[i] for i in row] for row in rows], segment_weights=self.config.segment_weights)
+
+    def batches(self, plan: BatchPlan, numbers: Sequence[int]) -> Iterator[Batch]:
+        """The batches of these numbers, in order, read ahead in a thread."""
+        return read_ahead(lambda number: self.batch(plan.rows(number)), numbers)
+
+
+def load_data(run: RunConfig, target: Target, accelerator: Accelerator, console: Console) -> TrainingData:
+    """The run's samples: those in its folder where an earlier start left them, else encoded there now.
+
+    Raises: BadInput, in every process, where there is nothing to train on.
+    """
+    config = replace(run.data, max_length=min(run.data.max_length, target.max_positions))
+    rows = iter_rows(config.validation) if config.validation else ()
+    validation = [Stored(sample) for sample in encode_rows(rows, target.tokenizer, config, counts=Counter())]
+    if config.features is not None:
+        features = Shards(Path(config.features))
+        on_main(accelerator, features.verify)
+        return TrainingData(config, features, validation)
+    folder = Path(run.train.output_dir, "tokens")
+    on_main(accelerator, lambda: encode_into(folder, config, target, console))
+    if not folder.is_dir():
+        raise BadInput(f"train.output_dir {run.train.output_dir}: not on a disk that all nodes share")
+    return TrainingData(config, Shards(folder), validation)
+
+
+def encode_into(folder: Path, config: DataConfig, target: Target, console: Console) -> None:
+    """The rows of data.train as a folder of samples, unless it is there. Raises BadInput where none can be drafted."""
+    if (folder / "manifest.json").is_file():
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise BadInput(f"train.output_dir {folder.parent}: {error.strerror}") from error
+    counts: Counter[str] = Counter()
+    can_draft, writer = False, ShardWriter(folder)
+    rows = iter_rows(config.train, num_rows=config.num_rows)
+    for sample in encode_rows(rows, target.tokenizer, config, counts=counts):
+        can_draft = can_draft or bool((sample.loss_mask[1:-1] & sample.loss_mask[2:]).any())
+        writer.add(Stored(sample))
+    said = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
+    if not counts["kept"]:
+        raise BadInput(f"data.train: no row has supervised tokens within data.max_length {config.max_length}: {said}")
+    if not can_draft:
+        raise BadInput(f"data.train: no row has a token to draft (two supervised tokens in a row): {said}")
+    writer.finish()
+    if counts["dropped"] or counts["split"]:
+        console.print(f"data.train: {said}")
+
+
+def draft_token_ids(run: RunConfig, data: TrainingData, target: Target, console: Console) -> Tensor | None:
+    """The tokens that a fresh head is to draft, [Vd], where its config cuts the vocabulary; says what they cover."""
+    size = run.head.draft_vocab_size
+    if size is None or run.train.start_from is not None:
+        return None
+    counts = supervised_counts(data.samples, vocab_size=target.vocab_size)
+    always = always_kept(target.tokenizer, eos_token_ids=target.eos_token_ids, vocab_size=target.vocab_size)
+    ids = draft_vocabulary(counts, size=size, always=always)
+    console.print(f"draft vocabulary: {size} of {target.vocab_size} tokens, {coverage(counts, ids):.1%} of the answers")
+    return ids
+
+
+def supervised_counts(samples: Shards, *, vocab_size: int) -> np.ndarray:
+    """How often each token is supervised, [V]."""
+    return count_supervised((samples[i].sample for i in range(len(samples))), vocab_size=vocab_size)
+
+
+def count_rows(inputs: Inputs, target: Target) -> tuple[np.ndarray, int]:
+    """How often each token of data.train is supervised, [V], and how many rows were kept."""
+    config = replace(inputs.data, max_length=min(inputs.data.max_length, target.max_positions))
+    counts: Counter[str] = Counter()
+    rows = iter_rows(config.train, num_rows=config.num_rows)
+    samples = encode_rows(rows, target.tokenizer, config, counts=counts)
+    return count_supervised(samples, vocab_size=target.vocab_size), counts["kept"]
+
+
+def check_stored_states(data: TrainingData, head: DraftHead, target: Target) -> None:
+    """Raises BadInput where extracted features are not what this head reads of this target."""
+    if data.config.features is not None:
+        check_features(data.samples, head, target, data=data.config)
+
+
+@contextmanager
+def removed_on_failure(folder: Path) -> Iterator[None]:
+    """Where what follows fails, a folder that was not there before is gone again, with the one around it if new."""
+    new = [path for path in (folder, folder.parent) if not path.exists()]
+    try:
+        yield
+    except BaseException:
+        for path in new:
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+
+
+def on_main(accelerator: Accelerator, work: Callable[[], None]) -> None:
+    """Does the work in the main process; the BadInput that it raises there is raised in all of them."""
+    problem: list[str | None] = [None]
+    if accelerator.is_main_process:
+        try:
+            work()
+        except BadInput as error:
+            problem = [str(error)]
+    broadcast_object_list(problem)
+    if problem[0] is not None:
+        raise BadInput(problem[0])

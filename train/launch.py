@@ -1,0 +1,146 @@
+"""What the run was launched as, checked against what came up: several launches come up as something else, silently."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DeepSpeedPlugin, DistributedType
+
+from ..configs.errors import BadInput, first_line
+from ..configs.loader import PACKAGE_CONFIGS
+from .config import TrainConfig
+
+OTHER_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # how many processes they started
+
+
+@dataclass(frozen=True)
+class Launch:
+    """backend: `single`, `ddp`, `deepspeed` or `fsdp2`. num_processes: on all nodes."""
+
+    backend: str
+    num_processes: int
+
+    def __str__(self) -> str:
+        return f"{self.backend} on {self.num_processes} process" + "es" * (self.num_processes > 1)
+
+
+def is_on(environ: Mapping[str, str], key: str) -> bool:
+    return environ.get(key, "").lower() in ("1", "true", "yes")
+
+
+def asked_for(environ: Mapping[str, str]) -> Launch:
+    """What a launcher's environment asks for. Raises BadInput where it cannot come true."""
+    num_processes = int(environ.get("WORLD_SIZE", "1"))
+    if "WORLD_SIZE" not in environ:
+        for key in OTHER_LAUNCHERS:
+            if int(environ.get(key, "1")) > 1:
+                alone = f"{key} is {environ[key]} but WORLD_SIZE is not set: each process would train alone"
+                raise BadInput(f"{alone}; start them with accelerate launch")
+        if "MASTER_ADDR" in environ and "ACCELERATE_MIXED_PRECISION" in environ:
+            problem = "accelerate launch was asked for several processes and started one, as --cpu and MULTI_CPU do"
+            raise BadInput(f"{problem}; launch with configs/accelerate/ddp.yaml, which runs on CPUs too")
+    elif num_processes > 1 and not {"RANK", "LOCAL_RANK"} <= environ.keys():
+        raise BadInput(f"WORLD_SIZE is {num_processes} but RANK or LOCAL_RANK is not set; start with accelerate launch")
+    if is_on(environ, "ACCELERATE_USE_DEEPSPEED"):
+        return Launch("deepspeed", num_processes)
+    if is_on(environ, "ACCELERATE_USE_FSDP"):
+        if environ.get("FSDP_VERSION", "1") != "2":
+            raise BadInput("the launch config asks for FSDP 1: set fsdp_version: 2, as configs/accelerate/fsdp2.yaml")
+        if is_on(environ, "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+            problem = "fsdp_cpu_ram_efficient_loading would leave models empty in all processes but the first"
+            raise BadInput(f"{problem}: set it to false")
+        return Launch("fsdp2", num_processes)
+    return Launch("ddp" if num_processes > 1 else "single", num_processes)
+
+
+def came_up(accelerator: Accelerator) -> Launch:
+    """What Accelerate really runs."""
+    kind = accelerator.distributed_type
+    backend = {DistributedType.NO: "single", DistributedType.DEEPSPEED: "deepspeed"}.get(kind, "ddp")
+    if kind == DistributedType.FSDP:
+        backend = "fsdp2" if accelerator.is_fsdp2 else "fsdp1"
+    return Launch(backend, accelerator.num_processes)
+
+
+def start_accelerator(config: TrainConfig) -> Accelerator:
+    """Accelerate as launched. Raises BadInput where something else than what was asked for would run, or came up."""
+    asked = asked_for(os.environ)
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision not in ("no", config.precision):
+        problem = f"the launch config asks for mixed_precision {precision}, the run for train.precision"
+        raise BadInput(f"{problem} {config.precision}: the run decides, so leave `no` in the launch config")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise BadInput("train.device cuda: no CUDA device here")
+    on_cpu = config.device == "cpu" or is_on(os.environ, "ACCELERATE_USE_CPU") or not torch.cuda.is_available()
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not on_cpu and num_local > torch.cuda.device_count():
+        raise BadInput(f"launched {num_local} processes on a machine of {torch.cuda.device_count()} GPUs: one each")
+    is_sharded = asked.backend in ("deepspeed", "fsdp2")
+    if is_sharded and on_cpu and torch.cuda.is_available():
+        raise BadInput(f"{asked.backend} on the CPUs of a machine with GPUs: hide them, with CUDA_VISIBLE_DEVICES=")
+    if is_sharded and "LOCAL_RANK" not in os.environ:
+        raise BadInput(f"{asked.backend} was asked for but LOCAL_RANK is not set; start with accelerate launch")
+    try:
+        if is_sharded and on_cpu:
+            # left alone, Accelerate finds no GPU, takes each process for the only one, and none of them would know
+            state = PartialState(backend="gloo")
+            if asked.backend == "fsdp2":
+                state.distributed_type = DistributedType.MULTI_GPU
+        accelerator = Accelerator(
+            cpu=on_cpu and not is_sharded,
+            mixed_precision="no",  # `Backend` casts, and alike everywhere
+            deepspeed_plugin=deepspeed_plugin(config) if asked.backend == "deepspeed" else None,
+        )
+    except (ValueError, ImportError, RuntimeError) as error:
+        raise error if isinstance(error, BadInput) else BadInput(f"{asked}: {first_line(error)}") from error
+    actual = came_up(accelerator)
+    if actual != asked:
+        raise BadInput(f"launched as {asked}, but {actual} came up{reason(asked, actual)}")
+    if actual.backend == "deepspeed":
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()  # under ZeRO-3, Transformers would load every model from now on in parts
+    return accelerator
+
+
+def reason(asked: Launch, actual: Launch) -> str:
+    """Why something else came up, where that is known."""
+    if actual.num_processes < asked.num_processes:
+        return ": each process would train alone"
+    if asked.backend in ("deepspeed", "fsdp2") and is_on(os.environ, "ACCELERATE_USE_CPU"):
+        return ": ACCELERATE_USE_CPU, or use_cpu in the launch config, turns it off; without GPUs it needs neither"
+    return ""
+
+
+def deepspeed_plugin(config: TrainConfig) -> DeepSpeedPlugin:
+    """DeepSpeed as the launch config says, but for what the run decides: batches, clipping, precision, optimizer."""
+    name = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    plugin = DeepSpeedPlugin(hf_ds_config=None if name == "none" else read_deepspeed(name))
+    settings = plugin.deepspeed_config
+    for key in ("optimizer", "scheduler", "fp16", "bf16", "amp"):
+        if settings.pop(key, None) is not None:
+            raise BadInput(f"the DeepSpeed config has {key!r}, which the run decides (train.*): take it out")
+    settings |= {
+        "train_micro_batch_size_per_gpu": config.batch_size,
+        "gradient_accumulation_steps": 1,  # the loop says itself which backward pass is the last of a step
+        "gradient_clipping": config.max_grad_norm,
+        "zero_force_ds_cpu_optimizer": False,  # ours is torch's
+    }
+    settings.pop("train_batch_size", None)
+    return plugin
+
+
+def read_deepspeed(name: str) -> dict[str, Any]:
+    """A DeepSpeed JSON file, here or in the package. Raises BadInput."""
+    path = Path(name)
+    if not path.is_file():
+        path = PACKAGE_CONFIGS.joinpath(*path.parts[1:])
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise BadInput(f"DeepSpeed config {name}: {first_line(error)}") from error
