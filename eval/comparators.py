@@ -11,7 +11,8 @@ import torch
 from transformers import GenerationConfig
 
 from ..heads.base import Drafter
-from ..heads.target import Target, quiet_loading
+from ..heads.loading import quiet_loading
+from ..heads.target import Target
 from .bandwidth import baseline_bandwidth
 from .breakdown import conventions
 from .draft_model import DraftModelDrafter

@@ -10,6 +10,7 @@ from jinja2.exceptions import TemplateError
 
 from ..configs.errors import BadInput, first_line
 from ..configs.jsonl import iter_jsonl
+from ..heads.reasoning import think_tokens
 from ..heads.target import Target
 
 
@@ -21,12 +22,6 @@ class Suite:
     name: str
     prompts: list[list[int]]
     think_tokens: tuple[int, int] | None = None
-
-
-def think_tokens(tokenizer: Any) -> tuple[int, int] | None:
-    """The ids of `<think>` and `</think>`; None where a tokenizer has no such tokens."""
-    vocabulary = tokenizer.get_vocab()
-    return (vocabulary["<think>"], vocabulary["</think>"]) if {"<think>", "</think>"} <= vocabulary.keys() else None
 
 
 def prompt_ids(row: dict[str, Any], tokenizer: Any, *, origin: str) -> list[int]:

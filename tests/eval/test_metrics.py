@@ -8,7 +8,8 @@ from headstart.eval.generate import Round, generate
 from headstart.eval.lossless import MAX_ULPS, compare_texts, gap_in_ulps, ulp
 from headstart.eval.metrics import acceptance, bootstrap_ratio, expected_acceptance
 from headstart.heads.base import chain_starts
-from headstart.heads.target import Target, fingerprint_of
+from headstart.heads.loading import fingerprint_of
+from headstart.heads.target import Target
 
 PROMPT = [1, 5, 9]
 

@@ -13,7 +13,8 @@ from headstart.eval.drafters import build_drafter
 from headstart.eval.generate import generate
 from headstart.eval.translated_draft import Tail, TranslatedDrafter, TranslatedRow, Vocabulary
 from headstart.heads.base import Reading
-from headstart.heads.target import Target, TargetOutput, fingerprint_of
+from headstart.heads.loading import fingerprint_of
+from headstart.heads.target import Target, TargetOutput
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
