@@ -16,13 +16,14 @@ from rich.console import Console
 
 from ..configs.errors import BadInput
 from ..configs.loader import build, read_config, shipped
-from ..data_pipelines.sources import DataConfig
+from ..data_pipelines.config import DataConfig
 from ..eval.measure import MeasureConfig, measure
 from ..eval.suites import load_suite
 from ..heads.base import HeadConfig
 from ..heads.fit import head_size, load_skeleton
+from ..heads.loading import TargetConfig, default_device
 from ..heads.registry import head_class, load_head
-from ..heads.target import Target, TargetConfig, default_device
+from ..heads.target import Target
 from ..train.config import RunConfig, TrainConfig
 from ..train.tracking import read_rows
 from ..train.trainer import train

@@ -1,4 +1,4 @@
-"""The `headstart` command: train a head, measure what it saves."""
+"""The `headstart` command: prepare data, train a head, measure what it saves."""
 
 import sys
 from typing import Annotated
@@ -7,8 +7,14 @@ import typer
 
 from .. import __version__
 from ..configs.errors import BadInput
+from .check_command import check
+from .compare import compare
+from .data_command import data
+from .doctor import doctor
 from .evaluate import evaluate
+from .export_command import export
 from .heads_command import heads
+from .push_command import push
 
 app = typer.Typer(
     name="headstart",
@@ -51,7 +57,9 @@ def train(
 
 
 app.command(name="eval")(evaluate)
-app.command()(heads)
+for command in (heads, compare, export, check, push, doctor):
+    app.command()(command)
+app.add_typer(data, name="data")
 
 
 def show_version(value: bool) -> None:

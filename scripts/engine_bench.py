@@ -20,8 +20,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ..eval.measure import MeasureConfig, measure
 from ..eval.report import build_report, write_whole
 from ..eval.suites import Suite
+from ..heads.loading import default_device
 from ..heads.registry import HEADS, build_head
-from ..heads.target import Target, default_device
+from ..heads.target import Target
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,8 @@ def evaluate(
     from ..eval.replay import check_way
     from ..eval.report import check_output
     from ..eval.suites import load_suite
-    from ..heads.target import Target, default_device
+    from ..heads.loading import default_device
+    from ..heads.target import Target
 
     check_output(output)
     check_choices(compare=compare, accept=accept, allow_lossy=allow_lossy)

@@ -35,8 +35,8 @@ def heads(
                    shares with the target are counted with the target
     """
     from ..heads.fit import load_skeleton
+    from ..heads.loading import TargetConfig
     from ..heads.registry import HEADS
-    from ..heads.target import TargetConfig
 
     skeleton = load_skeleton(TargetConfig(path=target)) if target else stand_in()
     rows = [describe(name, skeleton, sized=bool(target)) for name in HEADS]

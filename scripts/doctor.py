@@ -1,0 +1,183 @@
+"""`headstart doctor`: what this machine has, and which launch configs can run on it."""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..configs.errors import BadInput
+
+PACKAGES = ("torch", "transformers", "accelerate", "deepspeed")
+SHARDING = {"DEEPSPEED": "DeepSpeed", "FSDP": "FSDP2", "MULTI_GPU": "DDP", "NO": "one process"}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """gpus: name and bytes of each. cuda, nccl: versions that torch was built with. compiler, ninja: where they are.
+
+    shm_op: whether DeepSpeed's operation for processes on CPUs is built. versions: of packages, None: not installed.
+    """
+
+    num_cores: int
+    memory: int
+    gpus: tuple[tuple[str, int], ...]
+    cuda: str | None
+    nccl: str | None
+    gloo: bool
+    compiler: str | None
+    ninja: str | None
+    shm_op: bool
+    versions: dict[str, str | None]
+
+
+def doctor(
+    config: Annotated[str, typer.Argument(metavar="[CONFIG]", help="A YAML of configs/accelerate; else all.")] = "",
+    num_processes: Annotated[int | None, typer.Option(help="On all nodes, instead of the config's.", min=1)] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="As it would run on CPUs, over gloo.")] = False,
+) -> None:
+    """Say what this machine can launch, and what is missing.
+
+    \b
+    Examples:
+      headstart doctor
+      headstart doctor configs/accelerate/ddp.yaml --num-processes 2
+      headstart doctor zero2 --cpu --num-processes 2
+
+    With CONFIG, a file or the name of a shipped one, the exit code is 0 where it can run here and 1 where not. Of
+    several nodes, this one is judged.
+    """
+    from rich.console import Console
+
+    console, machine = Console(), this_machine()
+    chosen = [find(config)] if config else shipped_configs()
+    console.print(facts_table(machine))
+    problems = {path: missing(read(path), machine, num_processes=num_processes, cpu=cpu) for path in chosen}
+    console.print(configs_table(problems, num_processes))
+    if config and problems[chosen[0]]:
+        raise typer.Exit(1)
+
+
+def shipped_configs() -> list[Path]:
+    from ..configs.loader import shipped
+
+    return shipped("accelerate/*.yaml")
+
+
+def find(name: str) -> Path:
+    """A launch config by path, here or in the package, or by its bare name. Raises BadInput where there is none."""
+    for path in [Path(name), *shipped_configs()]:
+        if path.is_file() and (path == Path(name) or path.stem == name or path.as_posix().endswith(f"/{name}")):
+            return path
+    known = ", ".join(path.stem for path in shipped_configs())
+    raise BadInput(f"{name}: no such launch config; shipped are {known}")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Raises BadInput where the file is no launch config."""
+    from ..configs.loader import read_config
+
+    config = read_config(path)
+    if config.get("distributed_type") not in SHARDING:
+        raise BadInput(f"{path}: distributed_type {config.get('distributed_type')!r}: expected one of {list(SHARDING)}")
+    return config
+
+
+def missing(
+    config: dict[str, Any], machine: Machine, *, num_processes: int | None = None, cpu: bool = False
+) -> list[str]:
+    """What a launch config needs and this machine lacks, as a node of it; empty: it can run."""
+    kind, on_cpu = config["distributed_type"], cpu or bool(config.get("use_cpu"))
+    num_local = (num_processes or config.get("num_processes", 1)) // config.get("num_machines", 1)
+    problems = [f"{name} is not installed" for name in ("torch", "accelerate") if machine.versions[name] is None]
+    if on_cpu and num_local > machine.num_cores:
+        problems.append(f"{num_local} processes on {machine.num_cores} cores: --num-processes {machine.num_cores}")
+    if on_cpu and num_local > 1 and not machine.gloo:
+        problems.append("torch is built without gloo")
+    if not on_cpu and len(machine.gpus) < num_local:
+        instead = "" if kind == "NO" else "; on CPUs: --cpu --num-processes 2"
+        problems.append(f"{num_local} GPU{'s' * (num_local > 1)}, here are {len(machine.gpus)}{instead}")
+    if not on_cpu and machine.cuda is None:
+        problems.append("torch is built without CUDA")
+    if not on_cpu and num_local > 1 and machine.cuda is not None and machine.nccl is None:
+        problems.append("torch is built without NCCL")
+    if kind == "DEEPSPEED":
+        problems += missing_for_deepspeed(machine, on_cpu=on_cpu)
+    return problems
+
+
+def missing_for_deepspeed(machine: Machine, *, on_cpu: bool) -> list[str]:
+    """On CPUs it compiles one operation at its first start; with torch's optimizers, none on GPUs."""
+    problems = [] if machine.versions["deepspeed"] else ["deepspeed is not installed: pip install deepspeed"]
+    if on_cpu and not machine.shm_op:
+        problems += [] if machine.compiler else ["no C++ compiler on PATH: g++ 9 or newer"]
+        problems += [] if machine.ninja else ["no ninja on PATH: pip install ninja, with its folder on PATH"]
+    return problems
+
+
+def this_machine() -> Machine:
+    import torch
+    from torch import distributed as dist
+    from torch.cuda import nccl as cuda_nccl
+
+    from ..train.provenance import version
+
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    nccl = dist.is_available() and dist.is_nccl_available()
+    return Machine(
+        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        gpus=tuple((gpu.name, gpu.total_memory) for gpu in gpus),
+        cuda=torch.version.cuda,
+        nccl=".".join(map(str, cuda_nccl.version())) if nccl else None,
+        gloo=dist.is_available() and dist.is_gloo_available(),
+        compiler=shutil.which("g++") or shutil.which("c++"),
+        ninja=shutil.which("ninja"),
+        shm_op=is_shm_op_built(),
+        versions={name: version(name) for name in PACKAGES},
+    )
+
+
+def is_shm_op_built() -> bool:
+    from torch.utils.cpp_extension import _get_build_directory
+
+    folder = Path(_get_build_directory("deepspeed_shm_comm", verbose=False))
+    return any(folder.glob("*.so"))
+
+
+def facts_table(machine: Machine) -> Any:
+    from rich.table import Table
+
+    gpus = [f"{name}, {size / 2**30:.0f} GiB" for name, size in machine.gpus]
+    built = "built" if machine.shm_op else "compiled at the first start of DeepSpeed on CPUs, one to five minutes"
+    facts = {
+        "cores": str(machine.num_cores),
+        "memory": f"{machine.memory / 2**30:.0f} GiB",
+        "GPUs": "\n".join(gpus) or "none",
+        "CUDA": machine.cuda or "torch is built without it",
+        "NCCL (GPUs)": machine.nccl or "no",
+        "gloo (CPUs)": "yes" if machine.gloo else "no",
+        "C++ compiler": machine.compiler or "none on PATH",
+        "ninja": machine.ninja or "none on PATH",
+        "shm_comm": built,
+        **{name: found or "not installed" for name, found in machine.versions.items()},
+    }
+    table = Table("this machine", "")
+    for name, value in facts.items():
+        table.add_row(name, value)
+    return table
+
+
+def configs_table(problems: dict[Path, list[str]], num_processes: int | None) -> Any:
+    from rich.table import Table
+
+    table = Table("launch config", "what", "processes", "runs here", "missing")
+    for path, lacking in problems.items():
+        config = read(path)
+        nodes = config.get("num_machines", 1)
+        processes = f"{num_processes or config.get('num_processes', 1)}" + (f" on {nodes} nodes" if nodes > 1 else "")
+        kind = SHARDING[config["distributed_type"]]
+        table.add_row(path.stem, kind, processes, "no" if lacking else "yes", "\n".join(lacking))
+    return table

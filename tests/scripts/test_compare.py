@@ -1,0 +1,61 @@
+"""`headstart compare` names what differs between runs and what came of it."""
+
+import json
+
+import pytest
+import yaml
+from headstart.configs.errors import BadInput
+from headstart.scripts.compare import compare
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    def make(name, *, seed=0, loss=("soft_ce", 1.0), lengths=(), steps=3, finished=True):
+        folder = tmp_path / name
+        folder.mkdir()
+        config = {"head": {"type": "eagle3", "loss": {loss[0]: loss[1]}}, "train": {"seed": seed, "output_dir": name}}
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        rows = [{"step": step, "loss": 3.0 / step, "tokens_per_second": 100.0 * step} for step in range(1, steps + 1)]
+        rows += [{"step": step, "validation": {"acceptance_length": length}} for step, length in lengths]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        if finished:
+            (folder / "final").mkdir()
+        return folder
+
+    return make
+
+
+def test_what_differs_and_the_best_validation_are_named(make_run, capsys, tmp_path):
+    runs = [
+        make_run("a", lengths=[(1, 1.5), (2, 1.9), (3, 1.8)]),
+        make_run("b", seed=2, loss=("tv", 0.5), lengths=[(3, 2.0)], finished=False),
+    ]
+    compare(runs, output=tmp_path / "out", as_json=True)
+    first, second = json.loads(capsys.readouterr().out)
+    assert first["differs"] == {"head.loss.soft_ce": 1.0, "head.loss.tv": None, "train.seed": 0}
+    assert second["differs"] == {"head.loss.soft_ce": None, "head.loss.tv": 0.5, "train.seed": 2}
+    assert (first["best_acceptance_length"], first["best_step"], first["last_acceptance_length"]) == (1.9, 2, 1.8)
+    assert (first["loss"], first["tokens_per_second"], first["steps"]) == (1.0, 200.0, 3)
+    assert first["finished"] and not second["finished"]
+    assert json.loads((tmp_path / "out" / "compare.json").read_text()) == [first, second]
+    assert "<svg" in (tmp_path / "out" / "compare.svg").read_text()
+
+
+def test_the_table_has_a_line_per_run(make_run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    compare([make_run("a"), make_run("b", seed=7, finished=False)])
+    said = capsys.readouterr().out
+    assert "a: train.seed=0\n" in said and "b: train.seed=7\n" in said and "not finished" in said
+
+
+def test_what_is_no_run_is_refused(make_run, tmp_path):
+    run = make_run("a")
+    for runs, problem in (
+        ([run], "give at least two runs"),
+        ([run, tmp_path], "no run folder: it has no config.yaml"),
+        ([run, make_run("empty", steps=0)], "empty: no step was logged yet"),
+    ):
+        with pytest.raises(BadInput, match=problem):
+            compare(runs)
+    with pytest.raises(BadInput, match="exists already"):
+        compare([run, run], output=tmp_path)

@@ -1,0 +1,253 @@
+"""`headstart push` against a stand-in of the hub's API: the head arrives, its card, and nothing of the machine."""
+
+import base64
+import hashlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlparse
+
+import pytest
+import torch
+import yaml
+from headstart.configs.errors import BadInput
+from headstart.heads.eagle3 import Eagle3Config
+from headstart.heads.export.check import check_folder
+from headstart.heads.imports import import_head
+from headstart.heads.registry import build_head, load_head, save_head
+from headstart.heads.target import Target
+from headstart.scripts.push_command import push
+
+TOKEN = "hf_" + "notARealTokenOfAnyone"  # in two parts, so that no scanner takes it for one
+OID = "a" * 40
+
+
+class Hub(ThreadingHTTPServer):
+    """files: by repository, what was committed. calls: method and path. refuses: the status of every answer, if set."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files: dict[str, dict[str, bytes]] = {}
+        self.created: list[dict] = []
+        self.calls: list[str] = []
+        self.tokens: set[str | None] = set()
+        self.refuses = 0
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def log_message(self, *args):
+        pass
+
+    def answer(self, value, status=200, headers=None):
+        body = value if isinstance(value, bytes) else json.dumps(value).encode()
+        self.send_response(status)
+        for name, text in {"Content-Length": str(len(body)), "X-Repo-Commit": OID, **(headers or {})}.items():
+            self.send_header(name, text)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def do_POST(self):
+        hub, path = self.server, urlparse(self.path).path
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        hub.calls.append(f"POST {self.path}")
+        hub.tokens.add(self.headers.get("Authorization"))
+        if hub.refuses:
+            self.answer(
+                {"error": f"no access with {TOKEN}"}, hub.refuses, {"X-Error-Message": f"no access with {TOKEN}"}
+            )
+        elif path == "/api/repos/create":
+            hub.created.append(json.loads(body))
+            self.answer({"url": f"{hub.url}/me/mine"})
+        elif path.startswith("/api/validate-yaml"):
+            self.answer({"errors": [], "warnings": []})
+        elif "/preupload/" in path:
+            files = [{**file, "uploadMode": "regular", "shouldIgnore": False} for file in json.loads(body)["files"]]
+            self.answer({"files": files})
+        elif "/commit/" in path:
+            repo = "/".join(path.split("/")[3:5])
+            for line in body.splitlines():
+                entry = json.loads(line)
+                if entry["key"] == "file":
+                    content = base64.b64decode(entry["value"]["content"])
+                    hub.files.setdefault(repo, {})[entry["value"]["path"]] = content
+            done = {"success": True, "commitOid": OID, "commitUrl": f"{hub.url}/{repo}/commit/{OID}"}
+            self.answer(
+                done | ({"pullRequestUrl": f"{hub.url}/{repo}/discussions/1"} if "create_pr" in self.path else {})
+            )
+        else:
+            self.answer({"error": "unknown"}, 404)
+
+    def do_GET(self):
+        hub, path = self.server, unquote(urlparse(self.path).path)
+        hub.calls.append(f"{self.command} {self.path}")
+        repo = "/".join(path.split("/")[3:5] if path.startswith("/api/") else path.split("/")[1:3])
+        files = hub.files.get(repo, {})
+        if "/resolve/" in path:
+            content = files.get(path.split("/resolve/")[1].split("/", 1)[1])
+            if content is None:
+                return self.answer({"error": "no"}, 404, {"X-Error-Code": "EntryNotFound"})
+            return self.answer(content, headers={"ETag": f'"{hashlib.sha1(content).hexdigest()}"'})
+        if "/tree/" in path:
+            rows = [
+                {"type": "file", "path": name, "size": len(value), "oid": hashlib.sha1(value).hexdigest()}
+                for name, value in files.items()
+            ]
+            return self.answer(rows)
+        if path.startswith("/api/models/") and files:
+            siblings = [{"rfilename": name} for name in files]
+            return self.answer(
+                {"id": repo, "modelId": repo, "sha": OID, "siblings": siblings, "tags": [], "private": False}
+            )
+        return self.answer({"error": "unknown"}, 404, {"X-Error-Code": "RepoNotFound"})
+
+    do_HEAD = do_GET
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    server = Hub()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url)
+    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def run(saved_target, tmp_path):
+    """A run folder with its records, and report.json of a measurement on its target."""
+    target = Target.load(saved_target)
+    ids = torch.arange(3, 51, 2)
+    save_head(
+        build_head(Eagle3Config(draft_vocab_size=24), target, draft_token_ids=ids, seed=2),
+        tmp_path / "run" / "final",
+    )
+    recipe = {
+        "target": {"path": str(saved_target)},
+        "head": {"type": "eagle3", "num_depths": 7},
+        "data": {"train": "/home/somebody/private/chats.jsonl"},
+        "train": {"learning_rate": 1e-3, "output_dir": "/home/somebody/run"},
+    }
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(recipe))
+    start = {"headstart": "0.1.0", "git": None, "data": {"train": {"fingerprint": "0123abcd", "num_rows": 12}}}
+    (tmp_path / "run" / "run.json").write_text(json.dumps([start]))
+    entry = {
+        "engine": "headstart",
+        "drafter": "eagle3",
+        "suite": "stories",
+        "tree": "chain",
+        "accept": "exact",
+        "num_draft_tokens": 7,
+        "batch_size": 1,
+        "temperature": 0.0,
+        "acceptance_length": 2.34567,
+        "speedup": 1.5,
+        "speedup_ci95": [1.4, 1.6],
+    }
+    report = {
+        "environment": {"headstart": "0.1.0", "device": "a CPU", "torch": "2.13"},
+        "target": {"name": str(saved_target), "fingerprint": target.fingerprint},
+        "results": [entry, {**entry, "drafter": "ngram"}, {**entry, "accept": "typical"}],
+    }
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    (tmp_path / "report.svg").write_text("<svg/>")
+    return tmp_path / "run"
+
+
+def front_matter(text):
+    return yaml.safe_load(text.split("---")[1])
+
+
+def test_what_is_pushed_is_loaded_as_the_same_head(hub, run, tmp_path, saved_target, capsys):
+    push(run, "me/mine", base_model="org/base", report=tmp_path / "report.json", private=True, endpoint=hub.url)
+    said = capsys.readouterr()
+    assert said.out == f"{hub.url}/me/mine/commit/{OID}\n"
+    assert hub.created[0]["name"] == "mine" and "private" in (hub.created[0].get("visibility"), *hub.created[0])
+    files = hub.files["me/mine"]
+    assert set(files) == {"README.md", "config.json", "model.safetensors", "report.json", "report.svg"}
+    target = Target.load(saved_target)
+    head, ours = import_head("me/mine", target), load_head(run / "final", target)
+    assert head.config == ours.config
+    assert all(torch.equal(value, ours.state_dict()[name]) for name, value in head.state_dict().items())
+    [snapshot] = (tmp_path / "cache").glob("models--me--mine/snapshots/*")
+    assert check_folder(snapshot).problems == []
+
+
+def test_the_card_says_what_counts(hub, run, tmp_path):
+    push(run, "me/mine", base_model="org/base", report=tmp_path / "report.json", endpoint=hub.url)
+    card = hub.files["me/mine"]["README.md"].decode()
+    front = front_matter(card)
+    assert front["base_model"] == "org/base" and "eagle3" in front["tags"]
+    [model] = front["model-index"]
+    [result] = model["results"]
+    assert result["dataset"]["name"] == "stories"
+    assert {metric["type"]: metric["value"] for metric in result["metrics"]} == {
+        "acceptance_length": 2.3457,
+        "speedup": 1.5,
+    }
+    assert "learning_rate: 0.001" in card and "fingerprint: 0123abcd" in card and "train: chats.jsonl" in card
+    assert "vllm serve org/base" in card and '"model":"me/mine"' in card
+    assert "--speculative-draft-model-path me/mine" in card and "| stories | chain, K 7" in card
+
+
+def test_nothing_of_the_machine_or_the_token_goes_out(hub, run, tmp_path, saved_target, capsys):
+    push(run, "me/mine", base_model="org/base", report=tmp_path / "report.json", endpoint=hub.url)
+    said = capsys.readouterr()
+    for name, content in hub.files["me/mine"].items():
+        for secret in (TOKEN, str(saved_target), "/home/somebody", str(tmp_path)):
+            assert secret.encode() not in content, (name, secret)
+    assert hub.tokens == {f"Bearer {TOKEN}"} and TOKEN not in said.out + said.err
+    hub.refuses = 403
+    with pytest.raises(BadInput, match="me/mine: the hub refused: ") as caught:
+        push(run, "me/mine", base_model="org/base", endpoint=hub.url)
+    said = capsys.readouterr()
+    assert TOKEN not in str(caught.value) + said.out + said.err and "\n" not in str(caught.value)
+    assert not any(TOKEN in path.read_text(errors="ignore") for path in tmp_path.rglob("*") if path.is_file())
+
+
+def test_a_dry_run_sends_nothing(hub, run, capsys):
+    push(run, "me/mine", base_model="org/base", dry_run=True, endpoint=hub.url)
+    said = capsys.readouterr().out
+    assert hub.calls == [] and "model.safetensors" in said
+    assert "base_model: org/base" in said and "Not measured yet" in said and "model-index" not in said
+
+
+def test_a_pull_request_is_opened(hub, run, capsys):
+    push(run, "me/mine", base_model="org/base", create_pr=True, endpoint=hub.url)
+    assert capsys.readouterr().out.endswith("/me/mine/discussions/1\n")
+    assert any("create_pr=1" in call for call in hub.calls)
+
+
+def test_what_cannot_be_pushed_is_refused_before_anything_is_sent(hub, run, tmp_path, saved_target):
+    other = json.loads((tmp_path / "report.json").read_text())
+    reports = {
+        "target": {**other, "target": {"name": "x", "fingerprint": "0" * 32}},
+        "results": {**other, "results": other["results"][1:]},
+        "none": {},
+    }
+    for name, content in reports.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    cases = [
+        ({"repo": "mine"}, "mine: expected a repository as owner/name"),
+        ({"repo": "me/dflash-x"}, "`dflash` in its name makes vLLM take eagle3 for another method"),
+        ({"base_model": ""}, "no hub id; say with --base-model"),
+        ({"to": "hf"}, "hf loads no eagle3 heads"),
+        ({"report": tmp_path / "target.json"}, "measured on target x"),
+        ({"report": tmp_path / "results.json"}, "no lossless result of a eagle3 head in it"),
+        ({"report": tmp_path / "none.json"}, "no report of headstart eval: KeyError"),
+        ({"report": tmp_path / "absent.json"}, "no report of headstart eval: FileNotFoundError"),
+        ({"run": tmp_path}, "no config.json in it"),
+    ]
+    for changes, problem in cases:
+        how = {"run": run, "repo": "me/mine", "base_model": "org/base", "endpoint": hub.url, **changes}
+        with pytest.raises(BadInput, match=problem):
+            push(how.pop("run"), how.pop("repo"), **how)
+    assert hub.calls == []
