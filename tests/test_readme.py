@@ -23,17 +23,19 @@ def test_every_make_word_is_a_target():
 
 
 def test_every_option_of_a_shown_command_exists():
-    shown = re.findall(r"^\s*headstart (\w+)(.*)$", TEXT, re.M)
-    assert {name for name, _ in shown} >= {"train", "eval"}
+    shown = re.findall(r"^\s*headstart (data \w+|\w+)(.*)$", TEXT, re.M)
+    assert {name for name, _ in shown} >= {"train", "eval", "data prepare", "data extract"}
     for name, rest in shown:
-        options = {option for parameter in COMMANDS[name].params for option in parameter.opts}
+        verb, _, of_data = name.partition(" ")
+        command = COMMANDS[verb].commands[of_data] if of_data else COMMANDS[verb]
+        options = {option for parameter in command.params for option in parameter.opts}
         assert set(re.findall(r"--[a-z-]+", rest)) <= options, (name, rest)
 
 
 def test_every_named_config_and_file_exists():
     for name in set(re.findall(r"\b(?:configs|heads|docs|tests|scripts)/[\w/.]+\.(?:py|md|yaml|sh|json)\b", TEXT)):
         assert (ROOT / name).is_file(), name
-    for name in set(re.findall(r"headstart train (runs/\w+\.yaml)", TEXT)):
+    for name in set(re.findall(r"headstart (?:train|data \w+) ((?:runs|data)/\w+\.yaml)", TEXT)):
         assert (ROOT / "configs" / name).is_file(), name
 
 
