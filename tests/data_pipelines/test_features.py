@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from headstart.configs.errors import BadInput
+from headstart.configs.loader import PACKAGE_CONFIGS
 from headstart.data_pipelines import extract as extract_module
 from headstart.data_pipelines.config import DataConfig
 from headstart.data_pipelines.extract import ExtractConfig, Extraction, batches, extract, fields_of
@@ -360,9 +361,10 @@ def test_a_refused_command_leaves_nothing_behind(run_yaml, tmp_path, monkeypatch
 def test_two_processes_write_what_one_does(run_yaml, tmp_path):
     """Launched by Accelerate."""
     how = ["-m", "headstart.scripts.data_extract", run_yaml, "--shard-bytes", "3000", "--device", "cpu", "--output"]
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
-    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    for name, before in (("one", []), ("two", [*launch, "--mixed_precision", "no"])):
+    ddp = PACKAGE_CONFIGS / "accelerate" / "ddp.yaml"
+    launch = ["-m", "accelerate.commands.launch", "--config_file", str(ddp), "--num_processes", "2"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    for name, before in (("one", []), ("two", [*launch, "--main_process_port", "0"])):
         command = [sys.executable, *before, *how, str(tmp_path / name)]
         done = subprocess.run(command, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
