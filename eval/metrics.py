@@ -33,6 +33,12 @@ class Acceptance:
         """acceptance_rate[k]: P(draft position k accepted | reached); None where never reached."""
         return [taken / tried if tried else None for taken, tried in zip(self.taken, self.tried, strict=True)]
 
+    def __add__(self, other: "Acceptance") -> "Acceptance":
+        """Of both together, drafts of one length."""
+        tried, taken = zip(self.tried, other.tried, strict=True), zip(self.taken, other.taken, strict=True)
+        rounds, committed = self.num_rounds + other.num_rounds, self.num_committed + other.num_committed
+        return Acceptance(rounds, committed, [a + b for a, b in tried], [a + b for a, b in taken])
+
     def add(self, accepted: int, committed: int) -> None:
         """One round of one row."""
         self.num_rounds += 1

@@ -128,7 +128,8 @@ def count_parameters(work: Work, names: Sequence[str], *, budget: int | None) ->
 def settings_of(work: Work, name: str, *, seed: int, target: Target, bench: Bench) -> str:
     """A digest of all that the figures of one entry depend on, machine and code apart."""
     run = training_run(work, read_bench(name), seed=seed, folder="")
-    changes_nothing = ("output_dir", "device", "log_every", "checkpoint_every", "keep_checkpoints", "wandb_project")
+    changes_nothing = "output_dir device log_every checkpoint_every keep_checkpoints wandb_project tensorboard".split()
+    changes_nothing += ["decode_prompts", "decode_tokens", "patience"]  # nothing is validated
     parts = {
         "target": target.fingerprint,
         "head": run.head.as_dict(),

@@ -27,12 +27,11 @@ def save_checkpoint(
     *,
     progress: Mapping[str, Any],
     keep: int,
-    best: str | None = None,
 ) -> Path:
     """Write FOLDER/step_N, through a temporary folder, and drop all but the newest `keep`.
 
     Args: weights: `head_tensors`. optimizer_state: `NAME|KEY` of each parameter. progress: where the run stands, kept
-        as trainer.json; `step` is N, the optimizer steps done. best: the name of a checkpoint that is never dropped.
+        as trainer.json; `step` is N, the optimizer steps done.
     """
     name = f"step_{progress['step']:08d}"
     final, temporary = folder / name, folder / f".{name}.partial"
@@ -44,8 +43,7 @@ def save_checkpoint(
     shutil.rmtree(final, ignore_errors=True)
     os.replace(temporary, final)
     for old in checkpoints(folder)[:-keep]:
-        if old.name != best:
-            shutil.rmtree(old)
+        shutil.rmtree(old)
     return final
 
 

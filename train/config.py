@@ -22,8 +22,11 @@ class TrainConfig:
     optimizer: `adamw`, or `muon`: Muon for the matrices, AdamW for vectors and output layers. matrix_learning_rate: the
     peak for Muon's matrices; None: learning_rate. beta1, beta2: AdamW's; Muon's momentum is 0.95.
     precision: fp32 or bf16 (autocast; master weights stay fp32). validate_every, checkpoint_every: steps; 0: at the end
-    only, or never. stop_at_step: leave after this step as if interrupted, the schedule unchanged; the same command
-    without it goes on. wandb_project: also log to Weights & Biases, offline where there is no key.
+    only, or never. decode_prompts, decode_tokens: a validation also decodes answers of so many tokens to the prompts of
+    the first validation rows; 0 prompts: it does not. patience: end the run after so many validations in a row without
+    a better acceptance_length; 0: never. stop_at_step: leave after this step as if interrupted, the schedule unchanged;
+    the same command without it goes on. wandb_project: also log to Weights & Biases, offline where there is no key.
+    tensorboard: also log to OUTPUT_DIR/tensorboard.
     start_from: a head folder (RUN/final) of the same family and shapes to go on from, with its draft vocabulary; None:
     a fresh head. lora_rank: above 0, train low-rank adapters of that head's linear layers and nothing else, scaled by
     lora_alpha / lora_rank; they are merged when the head is saved.
@@ -46,6 +49,9 @@ class TrainConfig:
     seed: int = 0
     log_every: int = 1
     validate_every: int = 0
+    decode_prompts: int = 8
+    decode_tokens: int = 64
+    patience: int = 0
     checkpoint_every: int = 0
     keep_checkpoints: int = 2
     stop_at_step: int | None = None
@@ -53,14 +59,20 @@ class TrainConfig:
     lora_rank: int = 0
     lora_alpha: float = 32.0
     wandb_project: str | None = None
+    tensorboard: bool = False
     device: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_steps", "batch_size", "accumulation", "log_every", "keep_checkpoints"):
+        for name in ("max_steps", "batch_size", "accumulation", "log_every", "keep_checkpoints", "decode_tokens"):
             if getattr(self, name) < 1:
                 raise BadInput(f"{name} {getattr(self, name)}: expected at least 1")
         if self.stop_at_step is not None and self.stop_at_step < 1:
             raise BadInput(f"stop_at_step {self.stop_at_step}: expected at least 1")
+        for name in ("decode_prompts", "patience"):
+            if getattr(self, name) < 0:
+                raise BadInput(f"{name} {getattr(self, name)}: expected 0 or more")
+        if self.patience and not self.validate_every:
+            raise BadInput(f"patience {self.patience}: counts validations, so validate_every must be above 0")
         if self.lora_rank < 0:
             raise BadInput(f"lora_rank {self.lora_rank}: expected 0, for none, or more")
         if self.lora_rank and self.start_from is None:

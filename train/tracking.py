@@ -1,6 +1,7 @@
-"""Where a run's figures go: metrics.jsonl, the progress bar and, when asked for, Weights & Biases."""
+"""Where a run's figures go: metrics.jsonl, the progress bar and, when asked for, Weights & Biases and TensorBoard."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..configs.errors import BadInput
+from .config import RunConfig
 
 
 class Tracker:
@@ -20,8 +22,9 @@ class Tracker:
     """
 
     def __init__(self, folder: Path, *, num_steps: int, first_step: int, is_main: bool, console: Console):
-        self.is_main = is_main
+        self.folder, self.first_step, self.is_main = folder, first_step, is_main
         self.wandb: Any = None
+        self.board: Any = None
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -39,16 +42,25 @@ class Tracker:
             for row in kept:
                 self.file.write(json.dumps(row) + "\n")
 
-    def start_wandb(self, *, project: str, folder: Path, config: dict[str, Any]) -> None:
-        """Log there too: online with a key, else to files under the run folder. Raises BadInput without wandb."""
+    def start(self, run: RunConfig) -> None:
+        """Log also where the run asks for it. Raises BadInput where a package for it is missing."""
         if not self.is_main:
             return
-        try:
-            import wandb
-        except ImportError as error:
-            raise BadInput("train.wandb_project: needs wandb: pip install wandb") from error
-        mode = "online" if wandb.api.api_key else "offline"
-        self.wandb = wandb.init(project=project, dir=str(folder), config=config, name=folder.name, mode=mode)
+        if run.train.wandb_project:
+            try:
+                import wandb
+            except ImportError as error:
+                raise BadInput("train.wandb_project: needs wandb: pip install wandb") from error
+            mode = "online" if wandb.api.api_key else "offline"  # online with a key, else to files in the run folder
+            how = {"config": asdict(run), "name": self.folder.name, "mode": mode}
+            self.wandb = wandb.init(project=run.train.wandb_project, dir=str(self.folder), **how)
+        if run.train.tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise BadInput("train.tensorboard: needs tensorboard: pip install tensorboard") from error
+            # what an interrupted start logged behind its last checkpoint is hidden
+            self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=self.first_step + 1)
 
     def log(self, row: dict[str, Any], *, figures: str = "") -> None:
         """One row of metrics; figures: the few that the progress bar shows."""
@@ -58,8 +70,12 @@ class Tracker:
         self.file.flush()
         if figures:
             self.progress.update(self.task, completed=row["step"], figures=figures)
+        values = {key: value for key, value in flat(row).items() if key != "step" and value is not None}
         if self.wandb is not None:
-            self.wandb.log({key: value for key, value in flat(row).items() if key != "step"}, step=row["step"])
+            self.wandb.log(values, step=row["step"])
+        if self.board is not None:
+            for key, value in values.items():
+                self.board.add_scalar(key, value, row["step"])
 
     def __enter__(self) -> "Tracker":
         self.progress.start()
@@ -69,6 +85,8 @@ class Tracker:
         self.progress.stop()
         if self.is_main:
             self.file.close()
+        if self.board is not None:
+            self.board.close()
         if self.wandb is not None:
             self.wandb.finish(exit_code=0 if error is None else 1)
 

@@ -1,7 +1,8 @@
 """The one training loop: a frozen target reads each batch, a head learns to draft what follows."""
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -15,9 +16,7 @@ from torch import Tensor
 
 from ..configs.errors import BadInput
 from ..configs.loader import dump_config
-from ..data_pipelines.loader import Batch, collate
-from ..data_pipelines.shards import Stored
-from ..eval.metrics import Acceptance, expected_acceptance
+from ..data_pipelines.loader import Batch
 from ..heads.adapters import add_adapters
 from ..heads.base import DraftHead
 from ..heads.chains import chain_starts, mean_of
@@ -32,6 +31,8 @@ from .data import check_stored_states, draft_token_ids, load_data, removed_on_fa
 from .launch import start_accelerator
 from .optim import build_optimizer, schedule
 from .provenance import origin, write_provenance
+from .speed import Speed
+from .steering import Best, Validation
 from .stopping import Stopping
 from .tracking import Tracker
 
@@ -46,6 +47,8 @@ def train(run: RunConfig, *, console: Console | None = None) -> Path:
 
     # ---- inputs: everything that can be wrong is found here ----
     check_fit(run.head, run.target)
+    if run.train.patience and not run.data.validation:
+        raise BadInput(f"train.patience {run.train.patience}: counts validations, so data.validation must be given")
     # the target is loaded before the Accelerator exists: DeepSpeed's would partition it under ZeRO-3
     target = Target.load(run.target.path, **{k: v for k, v in asdict(run.target).items() if k != "path"})
     folder = Path(run.train.output_dir)
@@ -65,7 +68,7 @@ def train(run: RunConfig, *, console: Console | None = None) -> Path:
         return folder / "final"
 
     # ---- state ----
-    first_step = progress["step"]
+    first_step, best = progress["step"], Best(**progress.get("best", {}))
     state = load_checkpoint(done[-1], head) if done else {}
     num_parameters = sum(p.numel() for p in head.parameters() if p.requires_grad)
     backend = Backend(accelerator, head, optimizer, run.train)
@@ -88,71 +91,88 @@ def train(run: RunConfig, *, console: Console | None = None) -> Path:
 
     # ---- the loop ----
     last_step = min(run.train.max_steps, run.train.stop_at_step or run.train.max_steps)
+    validation = Validation(run.train, backend, target, data.validation) if data.validation else None
     how: dict[str, Any] = {"is_main": accelerator.is_main_process, "console": console}
     with (
         Stopping() as stopping,
         Tracker(folder, num_steps=run.train.max_steps, first_step=first_step, **how) as tracker,
     ):
-        if run.train.wandb_project:
-            tracker.start_wandb(project=run.train.wandb_project, folder=folder, config=asdict(run))
+        tracker.start(run)
         loop = Loop(run.train, backend, target, stopping)
         per_step = run.train.accumulation
         batches = data.batches(plan, range(first_step * per_step, last_step * per_step))
-        count = first_step
+        count, is_over = first_step, False
         for step in range(first_step, last_step):
-            row = loop.step(step, list(islice(batches, per_step)))
+            row = loop.step(step, batches)
             count = step + 1
             is_last = count == last_step or loop.should_stop
             if count % run.train.log_every == 0 or is_last:
                 row["epoch"] = round(plan.epoch(count * per_step), 4)
                 tracker.log(row, figures=f"loss {row['loss']:.4f}")
-            if data.validation and (is_due(count, run.train.validate_every) or count == run.train.max_steps):
-                measured = loop.validate(data.validation)
+            if validation and (is_due(count, run.train.validate_every) or count == run.train.max_steps):
+                measured = validation.measure()
                 tracker.log({"step": count, "validation": measured})
-                length = measured["acceptance_length"]
-                say(f"step {count}: loss {row['loss']:.4f}, expected acceptance length {length} on the validation rows")
-            if is_due(count, run.train.checkpoint_every) or (is_last and count < run.train.max_steps):
-                loop.save(folder / "checkpoints", step=count)
-            if is_last:
+                say(f"step {count}: loss {row['loss']:.4f}, {in_words(measured)}")
+                if best.take(count, measured["acceptance_length"]):
+                    loop.write_head(folder / "best")
+                is_over = count == run.train.max_steps or 0 < run.train.patience <= best.waited
+            is_over = is_over or count == run.train.max_steps
+            if is_due(count, run.train.checkpoint_every) or (is_last and not is_over):
+                loop.save(folder / "checkpoints", step=count, best=best)
+            if is_last or is_over:
                 break
-    if count < run.train.max_steps:
+    if not is_over:
         why = f"{stopping.received.name}: " if stopping.received else ""
         say(f"{why}stopped at step {count} of {run.train.max_steps}; the same command goes on from there")
         if loop.should_stop:
             raise SystemExit(stopping.exit_code)
         return folder
-    with backend.whole() as whole:
-        if accelerator.is_main_process:
-            save_head(whole, folder / "final")
-    accelerator.wait_for_everyone()
+    loop.write_head(folder / "final")
+    if best.step:
+        early = f"no better validation in {best.waited}: ended at step {count}; " if count < run.train.max_steps else ""
+        say(f"{early}best acceptance length {best.acceptance_length} at step {best.step}, in {folder / 'best'}")
     say(f"head written to {folder / 'final'}")
     return folder / "final"
 
 
 class Loop:
-    """One optimizer step and one validation, over whatever Accelerate runs on."""
+    """One optimizer step, and what is kept of it, over whatever Accelerate runs on."""
 
     def __init__(self, config: TrainConfig, backend: Backend, target: Target, stopping: Stopping):
         self.config, self.backend, self.target, self.stopping = config, backend, target, stopping
         self.accelerator, self.head, self.optimizer = backend.accelerator, backend.head, backend.optimizer
+        self.speed = Speed(self.accelerator.device, torch.bfloat16 if config.precision == "bf16" else torch.float32)
         self.should_stop = False  # some rank was told to; all of them know it after the same step
 
-    def read(self, input_ids: Tensor, *, documents: Documents | None = None) -> TargetOutput:
-        """What the head reads of the live target."""
-        return self.target.forward(input_ids, feature_layers=self.head.feature_layers, documents=documents)
-
-    def step(self, step: int, batches: Sequence[Batch]) -> dict[str, Any]:
-        """One optimizer step over accumulated batches; returns its metrics row.
+    def step(self, step: int, batches: Iterator[Batch]) -> dict[str, Any]:
+        """One optimizer step over the next `accumulation` batches; returns its metrics row.
 
         Denominators are the supervised chains, by their labels' weights, of all ranks and all batches of the step: how
         rows are spread over ranks and batches does not change the gradient.
         """
         started = time.perf_counter()
+        taken = list(islice(batches, self.config.accumulation))
+        waited = time.perf_counter() - started
         torch.manual_seed(seed_of(self.config.seed, step, self.accelerator.process_index))
         share, scales = schedule(step, self.config), self.head.learning_rate_scales(step)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * share * scales.get(group["part"], 1.0)
-        batches = [batch.to(self.accelerator.device) for batch in batches]
+        num_positions = sum(batch.input_ids.numel() for batch in taken)
+        with self.speed.counted(num_positions):
+            row = self._learn([batch.to(self.accelerator.device) for batch in taken])
+        if not math.isfinite(row["loss"]):
+            raise BadInput(f"step {step + 1}: the loss is {row['loss']}; lower train.learning_rate or check the data")
+        seconds, num_ranks = time.perf_counter() - started, self.accelerator.num_processes
+        return {
+            "step": step + 1,
+            **row,
+            "learning_rate": self.config.learning_rate * share,
+            "padding": round(1 - sum(batch.num_tokens for batch in taken) / num_positions, 4),
+            **self.speed.row(num_positions=num_positions, seconds=seconds, waited=waited, num_devices=num_ranks),
+        }
+
+    def _learn(self, batches: Sequence[Batch]) -> dict[str, Any]:
+        """Forward, backward and update; returns the figures of all ranks."""
         starts = [chain_starts(batch.loss_mask, self.head.num_depths) for batch in batches]
         weighted = [one.counts(batch.weights) for one, batch in zip(starts, batches, strict=True)]
         num_chains = torch.stack([one.counts() for one in starts]).sum(0)
@@ -163,7 +183,7 @@ class Loop:
         loss = torch.zeros((), device=self.accelerator.device)
         for i, batch in enumerate(batches):
             with self.backend.accumulating(is_last=i == len(batches) - 1):
-                out = self.backend.loss(batch.filled(self.read), denominators)
+                out = self.backend.loss(batch.filled(self._read), denominators)
                 self.backend.backward(out.loss)  # the denominators are those of all ranks already
             loss += out.loss.detach()
             sums += out.depth_loss
@@ -172,60 +192,31 @@ class Loop:
         told = loss.new_full((1,), float(self.stopping.received is not None))
         totals = self.backend.total(torch.cat([told, loss[None], sums, hits]))
         self.should_stop, loss, sums, hits = bool(totals[0] > 0), totals[1], *totals[2:].chunk(2)
-        if not torch.isfinite(loss):
-            raise BadInput(f"step {step + 1}: the loss is {loss.item()}; lower train.learning_rate or check the data")
-        num_positions = sum(batch.input_ids.numel() for batch in batches)
-        padding = 1 - sum(batch.num_tokens for batch in batches) / num_positions
         return {
-            "step": step + 1,
             "loss": loss.item(),
             "depth_loss": mean_of(sums, denominators).tolist(),
             "depth_accuracy": mean_of(hits, num_chains).tolist(),
-            "learning_rate": self.config.learning_rate * share,
             "grad_norm": grad_norm,
             "num_supervised": int(num_chains[0]),
-            "padding": round(padding, 4),
-            "tokens_per_second": round(
-                num_positions * self.accelerator.num_processes / (time.perf_counter() - started), 1
-            ),
         }
 
-    @torch.no_grad()
-    def validate(self, samples: Sequence[Stored]) -> dict[str, Any]:
-        """Expected acceptance_length, from teacher-forced drafts at every depth, over all ranks' shares of the rows."""
-        accelerator, size = self.accelerator, self.config.batch_size
-        num_draft = min(self.head.num_depths, self.head.default_draft_tokens)
-        counted = Acceptance(0, 0, [0] * num_draft, [0] * num_draft)
-        share = samples[accelerator.process_index :: accelerator.num_processes]
-        with self.backend.whole() as head:
-            head.eval()
-            for start in range(0, len(share), size):
-                rows = [[stored] for stored in share[start : start + size]]
-                batch = collate(rows).to(accelerator.device).filled(self.read)  # the target reads outside any autocast
-                with self.backend.autocast():
-                    out = head.loss(batch)
-                one = expected_acceptance(out.starts, out.hits, num_draft_tokens=num_draft)
-                counted.num_rounds += one.num_rounds
-                counted.num_committed += one.num_committed
-                counted.tried = [a + b for a, b in zip(counted.tried, one.tried, strict=True)]
-                counted.taken = [a + b for a, b in zip(counted.taken, one.taken, strict=True)]
-            head.train()
-        figures = [counted.num_rounds, counted.num_committed, *counted.tried, *counted.taken]
-        total = self.backend.total(torch.tensor(figures, device=accelerator.device)).tolist()
-        counted = Acceptance(total[0], total[1], total[2 : 2 + num_draft], total[2 + num_draft :])
-        return {
-            "num_draft_tokens": num_draft,
-            "num_rounds": counted.num_rounds,
-            "acceptance_length": round(counted.length, 4) if counted.length else None,
-            "acceptance_rate": [None if rate is None else round(rate, 4) for rate in counted.rate],
-        }
+    def _read(self, input_ids: Tensor, *, documents: Documents | None = None) -> TargetOutput:
+        """What the head reads of the live target."""
+        return self.target.forward(input_ids, feature_layers=self.head.feature_layers, documents=documents)
 
-    def save(self, folder: Path, *, step: int) -> None:
+    def save(self, folder: Path, *, step: int, best: Best) -> None:
         """A checkpoint, by the main process, of what all hold."""
         weights, state = self.backend.weights(), self.backend.optimizer_state()
         if self.accelerator.is_main_process:
-            progress = {"step": step, "num_processes": self.accelerator.num_processes}
+            progress = {"step": step, "num_processes": self.accelerator.num_processes, "best": asdict(best)}
             save_checkpoint(folder, weights, state, progress=progress, keep=self.config.keep_checkpoints)
+        self.accelerator.wait_for_everyone()
+
+    def write_head(self, folder: Path) -> None:
+        """The head as it is, to be loaded, by the main process."""
+        with self.backend.whole() as whole:
+            if self.accelerator.is_main_process:
+                save_head(whole, folder)
         self.accelerator.wait_for_everyone()
 
 
@@ -278,6 +269,12 @@ def check_same_run(folder: Path, run: RunConfig, *, before: int, now: int) -> No
     key = differing_key(run, written)
     if key is not None:
         raise BadInput(f"{folder} holds a run with another {key}; choose another train.output_dir")
+
+
+def in_words(measured: Mapping[str, Any]) -> str:
+    """A validation in a line."""
+    said = f"acceptance length {measured['acceptance_length']} taught"
+    return f"{said}, {measured['decoded']['acceptance_length']} decoded" if "decoded" in measured else said
 
 
 def seed_of(seed: int, step: int, rank: int) -> int:

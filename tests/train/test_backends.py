@@ -22,10 +22,11 @@ from headstart.configs.loader import PACKAGE_CONFIGS, shipped
 from headstart.heads.registry import build_head, head_class
 from headstart.train import trainer
 from headstart.train.backend import Backend
-from headstart.train.checkpoint import checkpoints, save_checkpoint
+from headstart.train.checkpoint import checkpoints
 from headstart.train.config import TrainConfig, load_run
 from headstart.train.launch import Launch, asked_for, start_accelerator
 from headstart.train.optim import build_optimizer
+from headstart.train.speed import MEASURED
 from headstart.train.tracking import read_rows
 from safetensors.torch import load_file
 
@@ -40,7 +41,7 @@ def losses(folder):
 
 def curve(folder):
     """What training and validation gave, but for how long it took."""
-    return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in read_rows(folder / "metrics.jsonl")]
+    return [{k: v for k, v in row.items() if k not in MEASURED} for row in read_rows(folder / "metrics.jsonl")]
 
 
 def final(folder):
@@ -390,19 +391,6 @@ def test_twenty_random_kills_leave_the_curve_of_an_uninterrupted_run(command, la
 
 
 # What is kept
-
-
-def test_the_best_checkpoint_is_never_dropped(tmp_path):
-    def save(step, best=None):
-        weights = {"w": torch.zeros(1)}
-        save_checkpoint(tmp_path, weights, {}, progress={"step": step}, keep=2, best=best)
-
-    for step in range(1, 4):
-        save(step)
-    save(4, best="step_00000003")
-    save(5, best="step_00000003")
-    save(6, best="step_00000003")
-    assert [path.name[-1] for path in checkpoints(tmp_path)] == ["3", "5", "6"]
 
 
 def test_what_a_kill_left_of_a_checkpoint_is_cleared_away(run):

@@ -11,6 +11,7 @@ from headstart.heads.registry import load_head
 from headstart.heads.target import Target
 from headstart.train import trainer
 from headstart.train.config import load_run
+from headstart.train.speed import MEASURED
 from headstart.train.tracking import read_rows
 
 
@@ -25,7 +26,7 @@ def other_precision():
 def figures(folder, *keys):
     """The rows of metrics.jsonl but for how long they took."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k != "tokens_per_second" and (not keys or k in keys)} for row in rows]
+    return [{k: v for k, v in row.items() if k not in MEASURED and (not keys or k in keys)} for row in rows]
 
 
 def weights(folder):

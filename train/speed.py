@@ -1,0 +1,92 @@
+"""How fast a run is against what its machine can do: operations of a step, the machine's measured rate, memory."""
+
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+MEASURED = ("tokens_per_second", "mfu", "data_wait", "peak_bytes")  # of a metrics row: what two equal runs differ in
+SIDE = {"cuda": 8192, "cpu": 1024}  # of the square matrices that measure the rate
+TRIALS = 5
+
+
+class Speed:
+    """Counts the operations of a start's first step, and scales them to the others by their positions.
+
+    mfu: floating point operations of a step, the target's forward and the head's forward and backward with all that is
+    computed twice, per second, over the rate of one large matrix product on the same device and in the same dtype.
+    What torch counts are matrix products, convolutions and attention.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype):
+        """Measures the device's rate: milliseconds on a GPU, a quarter of a second on a CPU core."""
+        self.device = device
+        self.rate = matmul_rate(device, dtype)
+        self.per_position: float | None = None
+
+    @contextmanager
+    def counted(self, num_positions: int) -> Iterator[None]:
+        """Around a step of as many token positions on this device; counts in the first one."""
+        if self.per_position is not None:
+            yield
+            return
+        with Operations() as counted:
+            yield
+        self.per_position = counted.total / num_positions
+
+    def row(self, *, num_positions: int, seconds: float, waited: float, num_devices: int) -> dict[str, Any]:
+        """Of a step: positions on this device, seconds in all and of them waiting for data."""
+        per_second = (self.per_position or 0.0) * num_positions / seconds
+        return {
+            "tokens_per_second": round(num_positions * num_devices / seconds, 1),
+            "mfu": round(per_second / self.rate, 4),
+            "data_wait": round(waited / seconds, 4),
+            "peak_bytes": peak_bytes(self.device),
+        }
+
+
+class Operations(TorchDispatchMode):
+    """Counts floating point operations as they run. torch's own counter takes some apart first, which rounds otherwise:
+    a resumed run must give the same numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self.total += count(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating point operations per second of the fastest of a few large matrix products."""
+    side = SIDE[device.type]
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    fastest = float("inf")
+    for _ in range(TRIALS):
+        synchronize(device)
+        started = time.perf_counter()
+        a @ b
+        synchronize(device)
+        fastest = min(fastest, time.perf_counter() - started)
+    return 2 * side**3 / fastest
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that tensors held of the GPU so far; on a CPU, that the process held of the memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
