@@ -9,7 +9,7 @@ import random
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from .quantise import STORAGE
 from .samples import Sample
 from .shards import PROGRESS, Shards, ShardWriter
 from .stored import Stored
+
+NUM_SHARDS = 8  # that a measured sample is written in
 
 
 @dataclass
@@ -77,7 +79,8 @@ def measure_rates(
 ) -> Rates:
     """Rates on these samples, in the batches of `config`. folder: on the disk to be measured; None: the temporary one.
 
-    The first pass, in which caches fill, is left out.
+    They are written in several shards, as a long run writes them: each while the target reads the next. The first pass,
+    in which caches fill, is left out.
     """
     times = {"forward": 0.0, "extraction": 0.0, "reading": 0.0}
     num_tokens = sum(map(len, samples))
@@ -87,6 +90,8 @@ def measure_rates(
             writer.add(Stored(sample))
         writer.finish()
         tokens = Shards(Path(temporary, "tokens"))
+        size = Extraction(tokens, target, reads, config=config, fields={}).num_bytes
+        config = replace(config, shard_bytes=max(1, min(config.shard_bytes, size // NUM_SHARDS)))
         fields = fields_of(target, reads, config, {})
         extraction = Extraction(tokens, target, reads, config=config, fields=fields)
         for number in range(num_passes + 1):
