@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from ..configs.errors import BadInput
 from ..heads.base import DraftBatch, DraftHead, LossOutput
@@ -52,6 +53,7 @@ class Backend:
         self.is_zero = accelerator.distributed_type == DistributedType.DEEPSPEED
         self.is_fsdp = accelerator.distributed_type == DistributedType.FSDP
         self.is_zero3 = self.is_zero and cast(Any, accelerator.state).deepspeed_plugin.zero_stage == 3
+        self.is_zero2 = self.is_zero and not self.is_zero3
         self._check()
         step = Step(head, dtype=torch.bfloat16 if config.precision == "bf16" else None)
         self.plain = without_weights(head) if self.is_zero3 or self.is_fsdp else head
@@ -133,6 +135,8 @@ class Backend:
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """`NAME|KEY`: the state of each parameter, whole, on the CPU of the main process; elsewhere nothing."""
+        if self.is_zero2:
+            self._link_state()
         whole = {}
         for name, parameter in self.head.named_parameters():
             for key, value in self._state_of(parameter).items():
@@ -148,38 +152,59 @@ class Backend:
             }
         from deepspeed.utils import safe_get_full_optimizer_state as full
 
-        one = next(iter(self._torch_optimizer.state.values()), {})  # ZeRO flattens; all of it is at the same step
         if not parameter.requires_grad:
             return {}
-        return {key: value if value.ndim == 0 else full(parameter, key) for key, value in one.items()}
+        one = next(iter(self._torch_optimizer.state.values()), {})  # ZeRO flattens; all of it is at the same step
+        return {key: full(parameter, key) if value.ndim else value.clone() for key, value in one.items()}
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
         """Put back what `optimizer_state` gave, under this backend or another, of these parameters."""
         optimizer, parameters = self._torch_optimizer, dict(self.head.named_parameters())
         # a fused optimizer counts its steps on the device
         is_fused = any(group.get("fused") for group in optimizer.param_groups)
-        if self.is_zero:
+        if self.is_zero and state:
             self._make_room(state, is_fused=is_fused)
         for place, value in state.items():
             name, _, key = place.rpartition("|")
             parameter = parameters[name]
             value = value.to(parameter.device) if is_fused or value.ndim else value
-            if self.is_zero and value.ndim:
-                from deepspeed.utils import safe_set_full_optimizer_state
-
-                safe_set_full_optimizer_state(parameter, value, key)
-            elif not self.is_zero:
+            if not self.is_zero:
                 optimizer.state[parameter][key] = sharded_like(parameter, value) if self.is_fsdp else value
+            elif value.ndim:
+                self._fill(parameter, key, value)
 
     def _make_room(self, state: Mapping[str, Tensor], *, is_fused: bool) -> None:
         """Zeros in ZeRO's flat partitions for the state that its first step would have made, at the step of `state`."""
         zero, keys = self.optimizer.optimizer, {place.rpartition("|")[2]: value for place, value in state.items()}
-        for flat in zero.fp32_partitioned_groups_flat if self.is_zero3 else zero.single_partition_of_fp32_groups:
+        for flat in zero.single_partition_of_fp32_groups if self.is_zero2 else zero.fp32_partitioned_groups_flat:
             room = {key: torch.zeros_like(flat) if value.ndim else value.clone() for key, value in keys.items()}
-            room = {key: value.to(flat.device) if is_fused else value for key, value in room.items()}
-            self._torch_optimizer.state[flat] = room
-        if state and not self.is_zero3:
-            zero._lazy_init_hp_params_optimizer_state()
+            self._torch_optimizer.state[flat] = {k: v.to(flat.device) if is_fused else v for k, v in room.items()}
+        if self.is_zero2:
+            self._link_state()
+
+    def _link_state(self) -> None:
+        """Tell each parameter where in ZeRO-2's flat partitions its state lies.
+
+        DeepSpeed does it itself as its first step updates the first group of parameters: too early for the others.
+        """
+        from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
+        zero, state = self.optimizer.optimizer, self._torch_optimizer.state
+        for parameters, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
+            lazy_init_hp_params_optimizer_state(parameters, flat, state)
+
+    def _fill(self, parameter: Any, key: str, value: Tensor) -> None:
+        """Write this rank's part of a whole tensor into ZeRO's partitions."""
+        if self.is_zero2:
+            from deepspeed.utils import safe_set_full_optimizer_state
+
+            safe_set_full_optimizer_state(parameter, value, key)
+            return
+        from deepspeed.utils import safe_set_local_optimizer_state
+
+        size, rank = parameter.ds_tensor.numel(), self.accelerator.process_index
+        padding = size * self.accelerator.num_processes - value.numel()  # parts are of one size
+        safe_set_local_optimizer_state(parameter, pad(value.flatten(), (0, padding))[rank * size :][:size], key)
 
     @property
     def _torch_optimizer(self) -> torch.optim.Optimizer:
