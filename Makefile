@@ -21,9 +21,9 @@ check: $(READY) ## lint, format and types
 	$(BIN)/pyright
 
 test: $(READY) ## every test but the slow and the GPU ones; under 5 minutes on 2 cores
-	$(BIN)/pytest -n auto -m "not slow and not gpu and not backends"
+	$(BIN)/pytest -n auto -m "not slow and not gpu"
 
-test-slow: $(READY) ## the slow tests, the quickstart and its bars among them
+test-slow: $(READY) ## the slow tests, among them the quickstart and two processes under every backend
 	$(BIN)/pytest -m "slow and not gpu"
 
 VLLM := .venv-vllm
@@ -36,9 +36,6 @@ $(VLLM)/.ready:
 
 test-vllm: $(READY) $(VLLM)/.ready ## exported heads in vLLM itself, in an environment of its own (3.5 GB), on a CPU
 	$(BIN)/pytest tests/vllm --vllm-python $(VLLM)/bin/python
-
-test-backends: $(READY) ## two CPU processes under every launch config
-	$(BIN)/pytest -m backends
 
 gpu: $(READY) ## what a GPU is asked: captured steps, the engine at 8B shape; results in runs/gpu
 	PYTHON=$(BIN)/python bash scripts/gpu_suite.sh
@@ -56,4 +53,4 @@ wheel: $(READY) ## build the wheel into dist/
 clean: ## remove what runs and builds left
 	rm -rf build dist runs *.egg-info
 
-.PHONY: help quickstart check test test-slow test-vllm test-backends gpu bench-heads bench-train wheel clean
+.PHONY: help quickstart check test test-slow test-vllm gpu bench-heads bench-train wheel clean

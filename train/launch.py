@@ -46,9 +46,13 @@ def asked_for(environ: Mapping[str, str]) -> Launch:
             raise BadInput(f"{problem}; launch with configs/accelerate/ddp.yaml, which runs on CPUs too")
     elif num_processes > 1 and not {"RANK", "LOCAL_RANK"} <= environ.keys():
         raise BadInput(f"WORLD_SIZE is {num_processes} but RANK or LOCAL_RANK is not set; start with accelerate launch")
-    if is_on(environ, "ACCELERATE_USE_DEEPSPEED"):
+    is_deepspeed, is_fsdp = is_on(environ, "ACCELERATE_USE_DEEPSPEED"), is_on(environ, "ACCELERATE_USE_FSDP")
+    if (is_deepspeed or is_fsdp) and is_on(environ, "ACCELERATE_USE_CPU"):
+        name = "deepspeed" if is_deepspeed else "fsdp2"
+        raise BadInput(f"{name}: ACCELERATE_USE_CPU would turn it off; unset it, without GPUs it is not needed either")
+    if is_deepspeed:
         return Launch("deepspeed", num_processes)
-    if is_on(environ, "ACCELERATE_USE_FSDP"):
+    if is_fsdp:
         if environ.get("FSDP_VERSION", "1") != "2":
             raise BadInput("the launch config asks for FSDP 1: set fsdp_version: 2, as configs/accelerate/fsdp2.yaml")
         if is_on(environ, "FSDP_CPU_RAM_EFFICIENT_LOADING"):
@@ -100,21 +104,13 @@ def start_accelerator(config: TrainConfig) -> Accelerator:
         raise error if isinstance(error, BadInput) else BadInput(f"{asked}: {first_line(error)}") from error
     actual = came_up(accelerator)
     if actual != asked:
-        raise BadInput(f"launched as {asked}, but {actual} came up{reason(asked, actual)}")
+        lost = ": each process would train alone" if actual.num_processes < asked.num_processes else ""
+        raise BadInput(f"launched as {asked}, but {actual} came up{lost}")
     if actual.backend == "deepspeed":
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
         unset_hf_deepspeed_config()  # under ZeRO-3, Transformers would load every model from now on in parts
     return accelerator
-
-
-def reason(asked: Launch, actual: Launch) -> str:
-    """Why something else came up, where that is known."""
-    if actual.num_processes < asked.num_processes:
-        return ": each process would train alone"
-    if asked.backend in ("deepspeed", "fsdp2") and is_on(os.environ, "ACCELERATE_USE_CPU"):
-        return ": ACCELERATE_USE_CPU, or use_cpu in the launch config, turns it off; without GPUs it needs neither"
-    return ""
 
 
 def deepspeed_plugin(config: TrainConfig) -> DeepSpeedPlugin:

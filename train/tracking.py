@@ -1,6 +1,7 @@
 """Where a run's figures go: metrics.jsonl, the progress bar and, when asked for, Weights & Biases and TensorBoard."""
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -38,9 +39,10 @@ class Tracker:
         if is_main:
             path = folder / "metrics.jsonl"
             kept = [row for row in read_rows(path) if row["step"] <= first_step] if first_step else []
-            self.file = path.open("w")
-            for row in kept:
-                self.file.write(json.dumps(row) + "\n")
+            fresh = path.with_suffix(".partial")  # a kill leaves the old rows or the new ones
+            fresh.write_text("".join(json.dumps(row) + "\n" for row in kept))
+            os.replace(fresh, path)
+            self.file = path.open("a")
 
     def start(self, run: RunConfig) -> None:
         """Log also where the run asks for it. Raises BadInput where a package for it is missing."""

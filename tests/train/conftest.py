@@ -1,14 +1,27 @@
-"""A tiny run: a saved target, text that it wrote, and training on it from a config."""
+"""A tiny run: a saved target, text that it wrote, and training on it from a config, in this process or in two."""
 
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from headstart.configs.loader import PACKAGE_CONFIGS
 from headstart.train import trainer
 from headstart.train.config import load_run
+from headstart.train.tracking import read_rows
+
+BY_LAUNCHER = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def world(saved_target) -> Path:
     """The folder with `target` and `rows.jsonl`."""
     return saved_target.parent
@@ -32,3 +45,131 @@ def run(world, tmp_path):
         return tmp_path / name
 
     return start
+
+
+class Launching:
+    """The same run by two processes on CPUs, launched or forked, or by this one.
+
+    A forked run has the environment that `accelerate launch` gave to a process of its kind, but not its long start.
+    """
+
+    def __init__(self, world: Path, folder: Path):
+        self.world, self.folder = world, folder
+        self.environs: dict[Any, list[dict[str, str]]] = {}
+        self.server: subprocess.Popen[str] | None = None
+        # parameters this small would otherwise all be kept whole
+        zero3 = json.loads((PACKAGE_CONFIGS / "deepspeed" / "zero3.json").read_text())
+        zero3["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        (folder / "zero3.json").write_text(json.dumps(zero3))
+
+    def write(self, folder: Path, *, batch_size: int) -> Path:
+        """The config of a run into `folder`, beside it."""
+        train = {"max_steps": 20, "warmup_steps": 2, "learning_rate": 3e-3, "device": "cpu", "validate_every": 8}
+        config = {
+            "target": {"path": str(self.world / "target")},
+            "head": {"type": "eagle3", "num_depths": 3},
+            "data": {"train": str(self.world / "rows.jsonl"), "validation": str(self.world / "rows.jsonl")},
+            "train": {**train, "output_dir": str(folder), "batch_size": batch_size},
+        }
+        path = folder.with_suffix(".yaml")
+        path.write_text(yaml.safe_dump(config))
+        return path
+
+    def alone(self, folder: Path, *overrides: str) -> Path:
+        """By this process, with two rows a batch."""
+        trainer.train(load_run(self.write(folder, batch_size=2), overrides))
+        return folder
+
+    def command(self, backend: str, *what: str, flags: Sequence[str] = ()) -> tuple[list[str], dict[str, str]]:
+        """The command line that launches two processes of `what`, and its environment."""
+        how = ["--config_file", str(PACKAGE_CONFIGS / "accelerate" / f"{backend}.yaml"), "--num_processes", "2"]
+        how += ["--deepspeed_config_file", str(self.folder / "zero3.json")] * (backend == "zero3")
+        how += ["--main_process_port", str(free_port()), *flags]
+        inherited = {key: value for key, value in os.environ.items() if key not in BY_LAUNCHER}
+        env = {**inherited, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"  # ninja is there
+        return [sys.executable, "-m", "accelerate.commands.launch", *how, *what], env
+
+    def environ_of(self, backend: str, flags: tuple[str, ...], env: dict[str, str]) -> list[dict[str, str]]:
+        """The environment of each process that such a launch starts."""
+        key = (backend, flags, *env.items())
+        if key not in self.environs:
+            folder = self.folder / f"launch{len(self.environs)}"
+            folder.mkdir()
+            line, variables = self.command(backend, "--no_python", "sh", "-c", 'env -0 > "rank$RANK"', flags=flags)
+            subprocess.run(line, env={**variables, **env}, cwd=folder, check=True, capture_output=True)
+            texts = [path.read_text().split("\0") for path in sorted(folder.iterdir())]
+            self.environs[key] = [dict(entry.split("=", 1) for entry in text if entry) for text in texts]
+        return self.environs[key]
+
+    def ask(self, *message: Any) -> int:
+        if self.server is None:
+            line = [sys.executable, str(Path(__file__).with_name("ranks.py"))]
+            self.server = subprocess.Popen(
+                line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+            )
+        assert self.server.stdin and self.server.stdout
+        self.server.stdin.write(json.dumps(message) + "\n")
+        self.server.stdin.flush()
+        return int(self.server.stdout.readline())
+
+    def start(
+        self,
+        backend: str,
+        folder: Path,
+        *overrides: str,
+        flags: tuple[str, ...] = (),
+        env: dict[str, str] | None = None,
+    ) -> list[int]:
+        """Fork the processes of a run; returns their ids. They write into FOLDER.log."""
+        path, meeting = self.write(folder, batch_size=1), {"MASTER_PORT": str(free_port())}
+        meeting["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # the launcher that kept it is gone
+        log = str(folder.with_suffix(".log"))
+        return [
+            self.ask("start", {**environ, **meeting}, [str(path), *overrides], log)
+            for environ in self.environ_of(backend, flags, env or {})
+        ]
+
+    def wait(self, processes: Sequence[int]) -> list[int]:
+        """Their exit codes, minus the signal where one ended them."""
+        return [self.ask("wait", process) for process in processes]
+
+    def finish(self, backend: str, folder: Path, *overrides: str) -> Path:
+        """Fork a run and see it end well."""
+        codes = self.wait(self.start(backend, folder, *overrides))
+        assert codes == [0, 0], folder.with_suffix(".log").read_text()[-3000:]
+        return folder
+
+    def wait_for_rows(self, folder: Path, count: int, *, seconds: float = 120) -> None:
+        """Until a run has logged as many rows."""
+        end = time.monotonic() + seconds
+        while len(read_rows(folder / "metrics.jsonl")) < count:
+            assert time.monotonic() < end, f"{folder} has fewer than {count} rows after {seconds} s"
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        """Ends what it started, also what hangs."""
+        if self.server is not None:
+            os.killpg(self.server.pid, signal.SIGKILL)
+            self.server.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def launching(world, tmp_path_factory) -> Iterator[Launching]:
+    started = Launching(world, tmp_path_factory.mktemp("launching"))
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="session")
+def shared_memory_op() -> None:
+    """DeepSpeed's one compiled operation, built beforehand: a minute or two on a fresh machine."""
+    build = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load()"
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    subprocess.run([sys.executable, "-c", build], env=env, check=True, capture_output=True, timeout=1500)

@@ -1,38 +1,28 @@
-"""However a run is launched it trains the same head, resumes exactly, and goes on under another launch; or it says why
-not. Two processes on CPUs, over gloo."""
+"""However a run is launched it trains the same head, resumes exactly, and goes on under another launch.
+
+Two processes on CPUs, over gloo.
+"""
 
 import json
 import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import time
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
-from accelerate.utils import DistributedType
 from headstart.configs.errors import BadInput
-from headstart.configs.loader import PACKAGE_CONFIGS, shipped
-from headstart.heads.registry import build_head, head_class
 from headstart.train import trainer
-from headstart.train.backend import Backend
 from headstart.train.checkpoint import checkpoints
-from headstart.train.config import TrainConfig, load_run
-from headstart.train.launch import Launch, asked_for, start_accelerator
-from headstart.train.optim import build_optimizer
 from headstart.train.speed import MEASURED
 from headstart.train.tracking import read_rows
 from safetensors.torch import load_file
 
-SHARDED = ("zero2", "zero3", "fsdp2")
-DEEPSPEED = json.loads((PACKAGE_CONFIGS / "deepspeed" / "zero3.json").read_text())
-LAUNCHERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+pytestmark = pytest.mark.timeout(600, func_only=True)  # not counting the compilation for DeepSpeed
+BACKENDS = ("ddp", "zero2", "zero3", "fsdp2")
 
 
 def losses(folder):
@@ -48,76 +38,13 @@ def final(folder):
     return load_file(folder / "final" / "model.safetensors")
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-@pytest.fixture
-def write_run(world, tmp_path):
-    """write_run(name, batch_size): the config of a run into tmp_path/name."""
-
-    def write(name, batch_size):
-        train = {"max_steps": 20, "warmup_steps": 2, "learning_rate": 3e-3, "device": "cpu", "validate_every": 8}
-        config = {
-            "target": {"path": str(world / "target")},
-            "head": {"type": "eagle3", "num_depths": 3},
-            "data": {"train": str(world / "rows.jsonl"), "validation": str(world / "rows.jsonl")},
-            "train": {**train, "output_dir": str(tmp_path / name), "batch_size": batch_size},
-        }
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(config))
-        return path
-
-    return write
-
-
-@pytest.fixture
-def command(write_run, tmp_path):
-    """command(backend, name, "key=value", ...): the command line and environment of a run by two processes."""
-    # parameters this small would otherwise all be kept whole
-    zero3 = {"zero_optimization": {**DEEPSPEED["zero_optimization"], "stage3_param_persistence_threshold": 0}}
-    (tmp_path / "zero3.json").write_text(json.dumps(zero3))
-
-    def build(backend, name, *overrides, flags=()):
-        how = ["--config_file", str(PACKAGE_CONFIGS / "accelerate" / f"{backend}.yaml"), "--num_processes", "2"]
-        how += ["--deepspeed_config_file", str(tmp_path / "zero3.json")] * (backend == "zero3")
-        how += ["--main_process_port", str(free_port()), *flags, "-m", "headstart.train"]
-        inherited = {key: value for key, value in os.environ.items() if key not in LAUNCHERS}
-        env = {**inherited, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"  # ninja is there
-        path = write_run(name, batch_size=1)
-        return [sys.executable, "-m", "accelerate.commands.launch", *how, str(path), *overrides], env
-
-    return build
-
-
-@pytest.fixture
-def launch(command, tmp_path):
-    """launch(backend, name, "key=value", ..., ok=True): runs it to its end; returns the run folder, or what it said."""
-
-    def start(backend, name, *overrides, ok=True, env=None, flags=()):
-        line, variables = command(backend, name, *overrides, flags=flags)
-        done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env={**variables, **(env or {})})
-        assert (done.returncode == 0) == ok, done.stderr[-3000:]
-        return tmp_path / name if ok else done.stderr
-
-    return start
-
-
-@pytest.fixture
-def alone(write_run, tmp_path):
-    """alone(name, "key=value", ...): the same run by this process, with two rows a batch."""
-
-    def start(name, *overrides):
-        trainer.train(load_run(write_run(name, batch_size=2), overrides))
-        return tmp_path / name
-
-    return start
-
-
 # The same run under every backend
+
+
+@pytest.fixture(scope="module")
+def single(launching, tmp_path_factory):
+    """The run by one process."""
+    return launching.alone(tmp_path_factory.mktemp("single") / "one")
 
 
 def same_training(folder, single):
@@ -134,45 +61,50 @@ def same_training(folder, single):
         torch.testing.assert_close(final(folder)[name], value, rtol=1e-3, atol=1e-5)
 
 
-def test_two_processes_train_as_one(launch, alone):
-    same_training(launch("ddp", "two"), alone("one"))
+def test_two_launched_processes_train_as_one(launching, single, tmp_path):
+    path = launching.write(tmp_path / "two", batch_size=1)
+    line, env = launching.command("ddp", "-m", "headstart.train", str(path))
+    done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    same_training(tmp_path / "two", single)
 
 
-@pytest.mark.backends
-@pytest.mark.parametrize("backend", ["ddp", *SHARDED])
-def test_every_backend_trains_as_one_process_and_resumes_exactly(backend, launch, alone):
-    whole = launch(backend, "whole")
-    same_training(whole, alone("one"))
-    launch(backend, "half", "train.stop_at_step=9")
-    half = launch(backend, "half")
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_backend_trains_as_one_process_and_resumes_exactly(
+    backend, launching, shared_memory_op, single, tmp_path
+):
+    whole = launching.finish(backend, tmp_path / "whole")
+    same_training(whole, single)
+    launching.finish(backend, tmp_path / "half", "train.stop_at_step=9")
+    half = launching.finish(backend, tmp_path / "half")
     assert curve(half) == curve(whole)
     for name, value in final(whole).items():
         assert torch.equal(final(half)[name], value), name
 
 
-@pytest.mark.backends
-@pytest.mark.parametrize("backend", ["ddp", *SHARDED])
-def test_batches_of_a_step_accumulate(backend, launch, alone):
-    two = launch(backend, "two", "train.accumulation=2", "train.max_steps=5")
-    one = alone("one", "train.batch_size=4", "train.max_steps=5")
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_batches_of_a_step_accumulate(backend, launching, shared_memory_op, tmp_path):
+    two = launching.finish(backend, tmp_path / "two", "train.accumulation=2", "train.max_steps=5")
+    one = launching.alone(tmp_path / "one", "train.batch_size=4", "train.max_steps=5")
     assert losses(two) == pytest.approx(losses(one), abs=1e-4)
 
 
-@pytest.mark.backends
-@pytest.mark.parametrize("backend", ["ddp", *SHARDED])
-def test_bf16_casts_alike(backend, launch, alone):
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bf16_casts_alike(backend, launching, shared_memory_op, tmp_path):
     how = ("train.precision=bf16", "train.max_steps=5")
-    two, one = launch(backend, "two", *how), alone("one", *how)
+    two, one = launching.finish(backend, tmp_path / "two", *how), launching.alone(tmp_path / "one", *how)
     assert losses(two) == pytest.approx(losses(one), rel=2e-2)
     assert all(value.dtype == torch.float32 for value in final(two).values() if value.is_floating_point())
 
 
-@pytest.mark.backends
-def test_a_run_goes_from_backend_to_backend_and_to_one_process(launch, alone):
+@pytest.mark.slow
+def test_a_run_goes_from_backend_to_backend_and_to_one_process(launching, shared_memory_op, single, tmp_path):
     for step, backend in enumerate(["zero2", "fsdp2", "zero3", "ddp"], start=1):
-        launch(backend, "travels", f"train.stop_at_step={4 * step}")
-    travelled = alone("travels")
-    same_training(travelled, alone("one"))
+        launching.finish(backend, tmp_path / "travels", f"train.stop_at_step={4 * step}")
+    same_training(launching.alone(tmp_path / "travels"), single)
 
 
 # Another number of processes
@@ -211,110 +143,6 @@ def test_a_step_of_other_rows_is_refused(run, of_two):
         run("eagle3", "half", "data.layout=bucketed", "train.batch_size=1", "train.accumulation=2")
 
 
-# What was launched is what runs
-
-
-@pytest.mark.parametrize(
-    ("environ", "launch"),
-    [
-        ({}, Launch("single", 1)),
-        ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, Launch("ddp", 2)),
-        ({"WORLD_SIZE": "1", "LOCAL_RANK": "0", "ACCELERATE_USE_DEEPSPEED": "true"}, Launch("deepspeed", 1)),
-        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, Launch("fsdp2", 1)),
-        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP 1: set fsdp_version: 2"),
-        (
-            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"},
-            "would leave models empty in all processes but the first",
-        ),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2 but RANK or LOCAL_RANK is not set"),
-        ({"OMPI_COMM_WORLD_SIZE": "4"}, "each process would train alone; start them with accelerate launch"),
-        ({"SLURM_STEP_NUM_TASKS": "16"}, "SLURM_STEP_NUM_TASKS is 16 but WORLD_SIZE is not set"),
-        ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, "asked for several processes and started"),
-    ],
-)
-def test_what_was_asked_for_is_read_from_the_launchers_environment(environ, launch):
-    if isinstance(launch, Launch):
-        assert asked_for(environ) == launch
-    else:
-        with pytest.raises(BadInput, match=launch):
-            asked_for(environ)
-
-
-@pytest.mark.parametrize(
-    ("environ", "settings", "problem"),
-    [
-        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, {}, "asks for mixed_precision bf16, the run for train.precision fp32"),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, {}, "deepspeed was asked for but LOCAL_RANK is not set"),
-        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, {}, "fsdp2 was asked for but LOCAL_RANK is not set"),
-        ({}, {"device": "cuda"}, "train.device cuda: no CUDA device here"),
-    ],
-)
-def test_a_launch_that_contradicts_the_run_is_refused(environ, settings, problem, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for key in LAUNCHERS:
-        monkeypatch.delenv(key, raising=False)
-    for key, value in environ.items():
-        monkeypatch.setenv(key, value)
-    with pytest.raises(BadInput, match=problem):
-        start_accelerator(TrainConfig(output_dir="unused", max_steps=1, **settings))
-
-
-def test_a_backend_that_came_up_as_another_is_caught(monkeypatch):
-    """Accelerate leaves out DeepSpeed and FSDP where it is told to use the CPU."""
-    monkeypatch.setattr("headstart.train.launch.asked_for", lambda _: Launch("ddp", 2))
-    with pytest.raises(BadInput) as caught:
-        start_accelerator(TrainConfig(output_dir="unused", max_steps=1, device="cpu"))
-    told = "launched as ddp on 2 processes, but single on 1 process came up: each process would train alone"
-    assert str(caught.value) == told
-
-
-@pytest.mark.backends
-@pytest.mark.parametrize(
-    ("backend", "how", "problem"),
-    [
-        ("cpu", {"flags": ["--cpu"]}, "was asked for several processes and started one"),
-        (
-            "zero2",
-            {"env": {"ACCELERATE_USE_CPU": "true"}},
-            "ACCELERATE_USE_CPU, or use_cpu in the launch config",
-        ),
-        (
-            "fsdp2",
-            {"env": {"ACCELERATE_USE_CPU": "true"}},
-            "ACCELERATE_USE_CPU, or use_cpu in the launch config",
-        ),
-        ("fsdp2", {"flags": ["--fsdp_version", "1"]}, "asks for FSDP 1: set fsdp_version: 2"),
-        ("ddp", {"flags": ["--mixed_precision", "bf16"]}, "asks for mixed_precision bf16"),
-    ],
-)
-def test_a_planted_wrong_launch_stops_with_its_reason(backend, how, problem, launch):
-    said = launch(backend, "wrong", ok=False, **how)
-    assert any(line.startswith("headstart: ") and problem in line for line in said.splitlines()), said
-
-
-@pytest.mark.parametrize("kind", [DistributedType.DEEPSPEED, DistributedType.FSDP])
-def test_what_cannot_be_trained_in_parts_is_refused(kind, target):
-    plugin = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=3))
-    accelerator = SimpleNamespace(distributed_type=kind, is_fsdp2=True, num_processes=2, state=plugin)
-    config = TrainConfig(output_dir="unused", max_steps=1, optimizer="muon")
-    head = build_head(head_class("medusa").config_class(type="medusa"), target)
-    with pytest.raises(BadInput, match="train.optimizer muon under .*: it needs whole matrices"):
-        Backend(accelerator, head, build_optimizer(head, config), config)  # pyright: ignore[reportArgumentType]
-    head.adapts_target = True
-    config = TrainConfig(output_dir="unused", max_steps=1)
-    with pytest.raises(BadInput, match="would shard the adapters that the target runs through"):
-        Backend(accelerator, head, build_optimizer(head, config), config)  # pyright: ignore[reportArgumentType]
-
-
-def test_every_shipped_launch_config_says_its_command():
-    configs = shipped("accelerate/*.yaml")
-    assert {path.stem for path in configs} >= {"cpu", "gpu", "ddp", *SHARDED, "multinode"}
-    for path in configs:
-        assert f"--config_file configs/accelerate/{path.name}" in path.read_text(), path
-    for path in PACKAGE_CONFIGS.glob("deepspeed/*.json"):
-        assert set(json.loads(path.read_text())) == {"zero_optimization"}, "the run decides the rest"
-
-
 # Randomness, signals, kills
 
 
@@ -348,44 +176,43 @@ def test_a_signal_saves_and_leaves(number, code, run, monkeypatch, tmp_path, cap
     assert curve(run("medusa", "half")) == curve(whole)
 
 
-def wait_for_rows(folder, count, process, *, seconds=120):
-    end = time.monotonic() + seconds
-    while len(read_rows(folder / "metrics.jsonl")) < count:
-        assert process.poll() is None, "ended by itself"
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-@pytest.mark.backends
-def test_sigterm_to_the_launcher_saves_once_for_all_ranks(command, launch, tmp_path):
-    line, env = command("ddp", "half", "train.max_steps=60")
+@pytest.mark.slow
+def test_sigterm_to_the_launcher_saves_once_for_all_ranks(launching, tmp_path):
+    half, whole = tmp_path / "half", tmp_path / "whole"
+    path = launching.write(half, batch_size=1)
+    line, env = launching.command("ddp", "-m", "headstart.train", str(path), "train.max_steps=60")
     process = subprocess.Popen(line, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    wait_for_rows(tmp_path / "half", 5, process)
+    launching.wait_for_rows(half, 5)
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=60)
     assert process.returncode != 0 and "SIGTERM: stopped at step" in said
-    (saved,) = checkpoints(tmp_path / "half" / "checkpoints")
-    assert json.loads((saved / "trainer.json").read_text())["step"] == len(losses(tmp_path / "half"))
-    half, whole = (launch("ddp", name, "train.max_steps=60") for name in ("half", "whole"))
+    (saved,) = checkpoints(half / "checkpoints")
+    assert json.loads((saved / "trainer.json").read_text())["step"] == len(losses(half))
+    for folder in (half, whole):
+        launching.finish("ddp", folder, "train.max_steps=60")
     assert curve(half) == curve(whole)
 
 
-@pytest.mark.backends
-@pytest.mark.timeout(2400)
-def test_twenty_random_kills_leave_the_curve_of_an_uninterrupted_run(command, launch, tmp_path):
-    how = ("train.max_steps=400", "train.checkpoint_every=4")
+@pytest.mark.slow
+def test_twenty_random_kills_leave_the_curve_of_an_uninterrupted_run(launching, tmp_path):
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    how = ("train.max_steps=240", "train.checkpoint_every=4")
     source, steps = random.Random(5), []
-    for _ in range(20):
-        line, env = command("ddp", "killed", *how)
-        process = subprocess.Popen(line, env=env, cwd=tmp_path, start_new_session=True, stderr=subprocess.DEVNULL)
-        before = len(losses(tmp_path / "killed")) // 4 * 4  # what is behind the last checkpoint is trained again
-        wait_for_rows(tmp_path / "killed", before + 1, process)
-        time.sleep(source.uniform(0, 0.6))
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        steps.append(len(losses(tmp_path / "killed")))
-    assert steps == sorted(steps) and steps[-1] < 400, steps
-    killed, whole = launch("ddp", "killed", *how), launch("ddp", "whole", *how)
+    for kill in range(20):
+        seen = len(read_rows(killed / "metrics.jsonl"))
+        processes = launching.start("ddp", killed, *how)
+        if kill % 4 == 3:  # while it starts, most likely
+            time.sleep(source.uniform(0, 2))
+        else:
+            launching.wait_for_rows(killed, seen + source.randint(1, 9))
+            time.sleep(source.uniform(0, 0.03))
+        for process in processes:
+            os.kill(process, signal.SIGKILL)
+        assert set(launching.wait(processes)) == {-signal.SIGKILL}
+        steps.append(len(losses(killed)))
+    assert steps[-1] < 240 and len(set(steps)) > 10, steps
+    for folder in (killed, whole):
+        launching.finish("ddp", folder, *how)
     assert curve(killed) == curve(whole)
     assert not list((killed / "checkpoints").glob(".*"))
 

@@ -12,7 +12,8 @@ from headstart.heads.target import Target
 from headstart.train import trainer
 from headstart.train.config import load_run
 from headstart.train.speed import MEASURED
-from headstart.train.tracking import read_rows
+from headstart.train.tracking import Tracker, read_rows
+from rich.console import Console
 
 
 @pytest.fixture
@@ -180,6 +181,12 @@ def test_rows_that_a_kill_cut_short_are_left_out(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
     assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
     assert read_rows(tmp_path / "none.jsonl") == []
+
+
+def test_a_kill_before_the_first_new_row_loses_no_old_one(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    Tracker(tmp_path, num_steps=6, first_step=2, is_main=True, console=Console())
+    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
 
 
 # What is refused, before anything is written
