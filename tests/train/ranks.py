@@ -9,6 +9,7 @@ import os
 import sys
 
 import headstart.train.__main__ as program
+import torch._inductor.compile_fx  # noqa: F401  # DeepSpeed imports it at each start
 
 
 def become(environ: dict[str, str], log: str) -> None:
