@@ -25,7 +25,7 @@ def serve() -> None:
     for line in sys.stdin:
         word, *values = json.loads(line)
         if word == "wait":
-            answer = os.waitstatus_to_exitcode(os.waitpid(*values, 0)[1])
+            answer = os.waitstatus_to_exitcode(os.waitpid(values[0], 0)[1])
         else:
             environ, arguments, log = values
             answer = os.fork()
