@@ -11,13 +11,14 @@ from typing import Any
 
 from ..configs.errors import BadInput
 from ..heads.base import Drafter
-from ..heads.registry import load_head, read_head_config
+from ..heads.registry import head_record, load_head
 from ..heads.target import Target
 from .draft_model import DraftModelDrafter, has_tokenizer_of, load_draft_model
 from .text_drafter import RowText, TextDrafter
 from .translated_draft import TranslatedDrafter
 
-SPECS = ("ngram", "ngram:MAX", "suffix", "draft-model:PATH", "head:PATH")  # what `--drafter` takes
+# what `--drafter` takes; PATH is a folder or a hub id
+SPECS = ("ngram", "ngram:MAX", "suffix", "draft-model:PATH", "head:PATH")
 
 
 class NgramRow:
@@ -165,12 +166,12 @@ def parse_drafter(spec: str) -> tuple[str, str]:
     if kind == "ngram" and argument and not (argument.isdecimal() and int(argument) > 0):
         raise BadInput(f"drafter {spec!r}: MAX should be a whole number from 1 on")
     if kind == "head":
-        read_head_config(argument)
+        head_record(argument)
     return kind, argument
 
 
 def build_drafter(spec: str, target: Target) -> tuple[str, Drafter]:
-    """A drafter for a target from one of SPECS; MAX is the longest n-gram, PATH a folder.
+    """A drafter for a target from one of SPECS; MAX is the longest n-gram, PATH a folder or a hub id.
 
     Returns: its name in reports, `ngram`, `suffix`, `draft-model` or the head's family; and the drafter.
 
@@ -201,7 +202,7 @@ def build_drafters(specs: Sequence[str], target: Target) -> list[tuple[str, Draf
         raise BadInput(f"drafter {names[0]}: computes with adapters on the target; measure it by itself")
     names = [name for name, _ in built]
     for i, (spec, name) in enumerate(zip(specs, list(names), strict=True)):
-        argument = parse_drafter(spec)[1]
+        argument = spec.partition(":")[2]
         if argument and [one for one, _ in built].count(name) > 1:
             names[i] = f"{name}:{argument}"
     return [

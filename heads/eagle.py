@@ -32,7 +32,8 @@ from .target import Target
 class EagleConfig(HeadConfig):
     """num_depths: 1 is EAGLE-1, 3 is HASS; the default is as deep as the head drafts. num_layers: decoder layers.
 
-    bias: whether `fc` has a trained one. detach: stop the gradient between depths.
+    bias: whether `fc` has a trained one. detach: stop the gradient between depths. architecture: what of the layers is
+    not as in the target (`layers.ARCHITECTURE`), as heads that others trained have it; empty: nothing.
     noise: width of the uniform noise on the target's features in training, U(-noise/2, noise/2) in feature units. The
     papers take 0.2; their code also scales it by 512 / tokens of the row, which we do not: rows are padded.
     """
@@ -44,6 +45,7 @@ class EagleConfig(HeadConfig):
     bias: bool = False
     detach: bool = True
     noise: float = 0.0
+    architecture: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,7 +94,7 @@ class EagleHead(DraftHead):
     def __init__(self, config: EagleConfig, target: Target, draft_token_ids: Tensor | None = None):
         super().__init__(config, target, draft_token_ids)
         self.config: EagleConfig = config
-        self.llama = llama_config(target.config)
+        self.llama = llama_config(target.config, config.architecture)
         size = target.hidden_size
         self.fc = nn.Linear(2 * size, size, bias=config.bias)
         if not config.bias:  # zeros in the file, which SGLang would otherwise leave at random values

@@ -15,7 +15,7 @@ ascending layer order.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -35,6 +35,10 @@ class Eagle3Config(HeadConfig):
 
     num_layers: decoder layers. EAGLE 3.1 is fc_norm, an RMSNorm on each of the target's features before they are fused,
     and norm_output, drafted hidden states fed back after the output norm.
+
+    Of heads that others trained: norm_before_residual, the first layer's residual is the normalised hidden state (the
+    speculators library's default; SGLang serves no such head). norm_before_fc: one RMSNorm over all features side by
+    side, before they are fused. architecture: what of the layers is not as in the target (`layers.ARCHITECTURE`).
     """
 
     type: str = "eagle3"
@@ -42,9 +46,14 @@ class Eagle3Config(HeadConfig):
     num_layers: int = 1
     fc_norm: bool = False
     norm_output: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    architecture: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.norm_before_fc and self.fc_norm:
+            raise BadInput("norm_before_fc: not together with fc_norm")
         if self.num_layers < 1:
             raise BadInput(f"num_layers {self.num_layers}: expected at least 1")
 
@@ -83,9 +92,16 @@ class Eagle3Layer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
+class NormedResidualLayer(Eagle3Layer):
+    """The residual is what `hidden_norm` made of the hidden state."""
+
+    def forward(self, x: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], context: Context) -> Tensor:
+        return super().forward(x, self.hidden_norm(hidden), rotary, context)
+
+
 class Eagle3Head(DraftHead):
     """EAGLE-3 with the tensor names that vLLM, SGLang and TensorRT-LLM load: fc, midlayer.*, norm, lm_head; of several
-    layers layers.{i}.*; with fc_norm, fc_norm.{i}."""
+    layers layers.{i}.*; with fc_norm, fc_norm.{i}; with norm_before_fc, input_norm."""
 
     config_class = Eagle3Config
 
@@ -98,12 +114,15 @@ class Eagle3Head(DraftHead):
             raise BadInput(
                 f"head.feature_layers: {config.feature_layers}: must ascend without repeats, as engines read"
             )
-        self.llama = llama_config(target.config)
+        self.llama = llama_config(target.config, config.architecture)
         size, eps, num_features = target.hidden_size, self.llama.rms_norm_eps, len(config.feature_layers)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(size, eps=eps) for _ in range(num_features))
         self.fc = nn.Linear(num_features * size, size, bias=False)
-        first, more = Eagle3Layer(config=self.llama), range(config.num_layers - 1)
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(num_features * size, eps=eps)
+        first_class = NormedResidualLayer if config.norm_before_residual else Eagle3Layer
+        first, more = first_class(config=self.llama), range(config.num_layers - 1)
         if config.num_layers == 1:
             self.midlayer = first
         else:
@@ -135,8 +154,8 @@ class Eagle3Head(DraftHead):
             "mlp_bias": False,
             "tie_word_embeddings": False,
             "num_aux_hidden_states": len(layers),
-            "norm_before_residual": False,
-            "norm_before_fc": False,
+            "norm_before_residual": self.config.norm_before_residual,
+            "norm_before_fc": self.config.norm_before_fc,
             "fc_norm": self.config.fc_norm,
             "norm_output": self.config.norm_output,
             # vLLM counts layer inputs, as HF hidden_states does; SGLang counts layer outputs
@@ -144,7 +163,7 @@ class Eagle3Head(DraftHead):
             "eagle_config": {
                 "eagle_aux_hidden_state_layer_ids": [i - 1 for i in layers],
                 "use_aux_hidden_state": True,
-                "norm_before_fc": False,
+                "norm_before_fc": self.config.norm_before_fc,
             },
         }
 
@@ -208,7 +227,8 @@ class Eagle3Head(DraftHead):
         features = output.features.to(self.fc.weight.dtype)
         if self.config.fc_norm:
             features = torch.stack([norm(features[:, :, i]) for i, norm in enumerate(self.fc_norm)], 2)
-        return self.fc(features.flatten(2))
+        fused = features.flatten(2)  # [B, T, L * D]
+        return self.fc(self.input_norm(fused) if self.config.norm_before_fc else fused)
 
     def _fed_back(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden) if self.config.norm_output else hidden

@@ -2,12 +2,15 @@
 
 Layouts: EAGLE and EAGLE-3 as their authors, SpecForge and vLLM have them; EAGLE-3 of the speculators library; Medusa of
 FasterDecoding and of vLLM; MTP modules in their target's checkpoint; a plain draft model. Pickles are refused.
+`registry.load_head` and `start_head` come here with every folder that is not a run's, and with hub ids.
 """
 
 import json
 import re
-from collections.abc import Callable
-from dataclasses import fields
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,8 @@ from .adapters import read_adapter
 from .base import DraftHead, HeadConfig
 from .draft_lm import DraftLMConfig
 from .eagle import EagleConfig
-from .eagle3 import Eagle3Config
-from .export.check import recognised
+from .eagle3 import Eagle3Config, default_feature_layers
+from .export.check import FAMILIES, recognised
 from .export.folder import PROVENANCE
 from .export.medusa import ADAPTER_FOLDER, from_blocks
 from .export.model_contracts import COUNT_KEYS, mtp_layout
@@ -28,19 +31,27 @@ from .export.stored import Stored, read_stored
 from .medusa import MedusaConfig
 from .mtp import MtpConfig
 from .mtp_checkpoint import LAYOUTS, read_modules
-from .published import (
-    PublishedEagle,
-    PublishedEagle3,
-    PublishedEagle3Config,
-    PublishedEagleConfig,
-    architecture_of,
-    same_tensor,
-)
+from .published import architecture_of, same_tensor
 from .registry import ADAPTER, build_head, head_class, load_weights
 from .target import Target
 
 Tensors = dict[str, Tensor]
+HUB_ID = r"\w[\w.-]*/[\w.-]+"
 WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+
+
+# keys that say what a head computes and that its tensors do not tell: training goes on with the same ones
+COMPUTES = ("feature_layers", "num_layers", "bias", "fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")
+COMPUTES += ("architecture", "num_blocks", "output", "layout", "independent", "feedback", "draft_vocab_size")
+
+
+@dataclass(frozen=True)
+class Imported:
+    """config: what the head is. tensors: by our names. draft_token_ids: [Vd], where it drafts a cut vocabulary."""
+
+    config: HeadConfig
+    tensors: Tensors
+    draft_token_ids: Tensor | None = None
 
 
 def import_head(folder: str | Path, target: Target) -> DraftHead:
@@ -50,23 +61,75 @@ def import_head(folder: str | Path, target: Target) -> DraftHead:
     Raises: BadInput where the layout is unknown, the weights are pickles or do not fit, or a part is not supported.
     """
     folder = local_folder(folder)
+    with named(folder):
+        found = read_imported(folder, target)
+        head = build_head(found.config, target, draft_token_ids=found.draft_token_ids)
+        load_weights(head, found.tensors, folder)
+    return head.to(target.dtype).eval().requires_grad_(False)
+
+
+def imported_start(folder: str | Path, config: HeadConfig, target: Target) -> Imported:
+    """A published or exported head to train on from, as the family that `config` says; its target may be another one.
+
+    Raises: BadInput as `import_head`, and with the keys to set where `config` would have it compute otherwise.
+    """
+    folder = local_folder(folder)
+    with named(folder):
+        found = read_imported(folder, target, is_its_target=False)
+    if found.config.type != config.type:
+        raise BadInput(f"head {folder}: is of type {found.config.type}, not {config.type}")
+    theirs, ours = found.config.as_dict(), config.as_dict()
+    if isinstance(config, Eagle3Config) and config.feature_layers is None:
+        ours["feature_layers"] = default_feature_layers(target.num_layers)
+    other = {key: theirs[key] for key in COMPUTES if key in theirs and theirs[key] != ours[key]}
+    if other and config.type != "draft_lm":  # whose config.json is the whole of it
+        keys = " ".join(shlex.quote(f"head.{key}={json.dumps(value)}") for key, value in other.items())
+        raise BadInput(f"head {folder}: was made otherwise than this config says: {keys}")
+    return found
+
+
+def read_imported(folder: Path, target: Target, *, is_its_target: bool = True) -> Imported:
+    """What a folder holds. is_its_target: the tables in it must be the target's. Raises BadInput as `import_head`."""
     config, stored = read_all(folder)
-    layout = recognised(config, stored)
-    if layout is None:
-        raise BadInput(f"head {folder}: neither its config nor its tensors are those of a head known here")
-    check_target(folder, config, target)
+    layout = layout_of(folder, config, stored)
+    if is_its_target:
+        check_target(folder, config, target)
+    found = IMPORTERS[layout](folder, config, stored, target)
+    if is_its_target:
+        check_tables(found, stored, target)
+    return found
+
+
+@contextmanager
+def named(folder: Path) -> Iterator[None]:
+    """What is wrong with a head is said with its folder."""
     try:
-        head = IMPORTERS[layout](folder, config, stored, target)
+        yield
     except BadInput as error:
         known = str(error).startswith(("head ", str(folder)))
         raise BadInput(str(error) if known else f"head {folder}: {error}") from error
-    return head.to(target.dtype).eval().requires_grad_(False)
+
+
+def record_of(folder: str | Path) -> dict[str, Any]:
+    """Of a folder, before any target is loaded: what `registry.head_record` tells. Raises BadInput as `import_head`."""
+    folder = local_folder(folder)
+    config, stored = read_all(folder)
+    family = FAMILIES.get(layout_of(folder, config, stored), "draft_lm")
+    unknown = {"head": {"type": family}, "target": {"name": "", "fingerprint": None}}
+    return config.get(PROVENANCE) or unknown
+
+
+def layout_of(folder: Path, config: dict[str, Any], stored: Stored) -> str:
+    layout = recognised(config, stored)
+    if layout is None:
+        raise BadInput(f"head {folder}: neither its config nor its tensors are those of a head known here")
+    return layout
 
 
 def local_folder(folder: str | Path) -> Path:
     """A folder as it is; a hub id downloaded, or from the cache. Raises BadInput where neither is there."""
     path = Path(folder).expanduser()
-    if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)):
+    if path.exists() or not re.fullmatch(HUB_ID, str(folder)):
         if not (path / "config.json").is_file():
             raise BadInput(f"head {folder}: {'no config.json in it' if path.is_dir() else 'no such folder'}")
         return path
@@ -91,8 +154,7 @@ def read_all(folder: Path) -> tuple[dict[str, Any], Stored]:
     if broken:
         raise BadInput(f"head {folder}: {broken[0]}")
     if not stored.files:
-        pickles = "; pickles are not read: convert them to safetensors" if stored.problems[1:] else ""
-        raise BadInput(f"head {folder}: no safetensors file in it{pickles}")
+        raise BadInput(f"head {folder}: no safetensors file in it; pickles are not read: convert them to safetensors")
     return config, stored
 
 
@@ -118,11 +180,11 @@ def own_config(config: dict[str, Any], *, plain: type[HeadConfig]) -> HeadConfig
     return plain(**raw)
 
 
-def import_eagle3(folder: Path, config: dict[str, Any], stored: Stored, target: Target) -> DraftHead:
+def import_eagle3(folder: Path, config: dict[str, Any], stored: Stored, target: Target) -> Imported:
     """Also of speculators, whose layer has a config within the config and where norm_before_residual is the default."""
     layer = config.get("transformer_layer_config", config)
     num_layers = layer.get("num_hidden_layers") or 1
-    tensors = without_tables({bare(name): stored.read(name) for name in stored.files}, target, keep_output=True)
+    tensors = without_tables({bare(name): stored.read(name) for name in stored.files}, keep_output=True)
     for i in range(1, num_layers):  # the same norm under two names
         hidden, given = (f"layers.{i}.{name}.weight" for name in ("hidden_norm", "input_layernorm"))
         if hidden in tensors:
@@ -141,25 +203,16 @@ def import_eagle3(folder: Path, config: dict[str, Any], stored: Stored, target: 
     if methods[0].get("speculative_tokens"):
         options["num_depths"] = methods[0]["speculative_tokens"]
     nested = config.get("eagle_config") or {}
-    extra: dict[str, Any] = {
+    options |= {
         "norm_before_residual": bool(config.get("norm_before_residual", "speculators_config" in config)),
         "norm_before_fc": bool(config.get("norm_before_fc", nested.get("norm_before_fc", False))),
+        "architecture": architecture_of(layer, target),
     }
-    architecture = architecture_of(layer, target)
-    is_plain = not architecture and not any(extra.values())
-    made = own_config(config, plain=Eagle3Config if is_plain else PublishedEagle3Config)
-    if is_plain:
-        head = build_head(made or Eagle3Config(**options), target, draft_token_ids=ids)
-    else:
-        made = made or PublishedEagle3Config(**options, **extra, architecture=architecture)
-        head = PublishedEagle3(made, target, ids).to(target.device)  # pyright: ignore[reportArgumentType]
-        target.check_layers(head.feature_layers)
     if "lm_head.weight" not in tensors:
         if ids is not None:
             raise BadInput("tensor lm_head.weight: missing, and the draft vocabulary is cut")
         tensors["lm_head.weight"] = target.output_layer.weight
-    load_weights(head, tensors, folder)
-    return head
+    return Imported(own_config(config, plain=Eagle3Config) or Eagle3Config(**options), tensors, ids)
 
 
 def feature_layers(config: dict[str, Any], layer: dict[str, Any], tensors: Tensors, target: Target) -> list[int]:
@@ -190,40 +243,43 @@ def draft_ids(tensors: Tensors, target: Target) -> Tensor | None:
     return ids
 
 
-def import_eagle(folder: Path, config: dict[str, Any], stored: Stored, target: Target) -> DraftHead:
-    tensors = without_tables({bare(name): stored.read(name) for name in stored.files}, target, keep_output=False)
+def import_eagle(folder: Path, config: dict[str, Any], stored: Stored, target: Target) -> Imported:
+    tensors = without_tables({bare(name): stored.read(name) for name in stored.files}, keep_output=False)
     bias = tensors.get("fc.bias")
-    options = {"num_layers": config.get("num_hidden_layers") or 1, "bias": bias is not None and bool(bias.any())}
-    architecture = architecture_of(config, target)
-    made = own_config(config, plain=PublishedEagleConfig if architecture else EagleConfig)
-    if architecture:
-        made = made or PublishedEagleConfig(**options, architecture=architecture)
-        head: DraftHead = PublishedEagle(made, target).to(target.device)  # pyright: ignore[reportArgumentType]
-    else:
-        head = build_head(made or EagleConfig(**options), target)
+    made = own_config(config, plain=EagleConfig) or EagleConfig(
+        num_layers=config.get("num_hidden_layers") or 1,
+        bias=bias is not None and bool(bias.any()),
+        architecture=architecture_of(config, target),
+    )
     tensors.setdefault("fc.bias", torch.zeros(target.hidden_size))
-    load_weights(head, tensors, folder)
-    return head
+    return Imported(made, tensors)
 
 
 def bare(name: str) -> str:
     return name.removeprefix("model.")
 
 
-def without_tables(tensors: Tensors, target: Target, *, keep_output: bool) -> Tensors:
-    """Without the target's own tables and what is computed. Raises BadInput on tables that are not the target's."""
-    tensors = {name: value for name, value in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+def without_tables(tensors: Tensors, *, keep_output: bool) -> Tensors:
+    """Without the target's own tables, which `check_tables` holds against it, and what is computed."""
+    tables = ("embed_tokens.weight",) if keep_output else ("embed_tokens.weight", "lm_head.weight")
+    return {n: value for n, value in tensors.items() if n not in tables and not n.endswith("rotary_emb.inv_freq")}
+
+
+def check_tables(found: Imported, stored: Stored, target: Target) -> None:
+    """Raises BadInput where a head's folder has tables of the target, and they are not this target's."""
+    if found.config.type in ("mtp", "draft_lm"):  # a model's own
+        return
     tables = {"embed_tokens.weight": target.input_embedding.weight}
-    if not keep_output:
+    if "lm_head.weight" not in found.tensors:
         tables["lm_head.weight"] = target.output_layer.weight
-    for name, reference in tables.items():
-        value = tensors.pop(name, None)
+    for name in stored.files:
+        reference = tables.get(bare(name))
+        value = None if reference is None else stored.read(name)
         if value is not None and not same_tensor(value, reference.detach().cpu()):  # pyright: ignore
             raise BadInput(f"tensor {name} {list(value.shape)}: not that of {target.name}; a head reads the target's")
-    return tensors
 
 
-def import_medusa(folder: Path, config: dict[str, Any], stored: Stored, target: Target) -> DraftHead:
+def import_medusa(folder: Path, config: dict[str, Any], stored: Stored, target: Target) -> Imported:
     raw = {name: stored.read(name) for name in stored.files}
     blocks = [
         found for name in raw if (found := re.search(r"(\d+)\.(\d+)\.linear\.|blocks\.(\d+)\.layers\.(\d+)\.", name))
@@ -235,8 +291,6 @@ def import_medusa(folder: Path, config: dict[str, Any], stored: Stored, target: 
     tensors = from_blocks(raw, num_blocks=num_blocks)
     outputs = [f"{k}.{num_blocks}.weight" for k in range(num_depths)]
     is_shared = not any(name in tensors for name in outputs)
-    if is_shared and "lm_head.weight" in raw:
-        without_tables({"lm_head.weight": raw["lm_head.weight"]}, target, keep_output=False)
     made = own_config(config, plain=MedusaConfig)
     if made is None:
         how = "shared" if is_shared else "own"
@@ -247,13 +301,10 @@ def import_medusa(folder: Path, config: dict[str, Any], stored: Stored, target: 
     for k, j in numbers:
         tensors.setdefault(f"{k}.{j}.linear.bias", torch.zeros(target.hidden_size))
     adapter = read_adapter(folder / ADAPTER_FOLDER)
-    tensors |= {ADAPTER + name: value for name, value in adapter.items()}
-    head = build_head(made, target)
-    load_weights(head, tensors, folder)
-    return head
+    return Imported(made, tensors | {ADAPTER + name: value for name, value in adapter.items()})
 
 
-def import_mtp(folder: Path, config: dict[str, Any], stored: Stored, target: Target) -> DraftHead:
+def import_mtp(folder: Path, config: dict[str, Any], stored: Stored, target: Target) -> Imported:
     """The modules of a whole checkpoint, whose other tensors are the target's."""
     inner = config.get("text_config", config)
     name = mtp_layout(stored.shapes)
@@ -262,21 +313,19 @@ def import_mtp(folder: Path, config: dict[str, Any], stored: Stored, target: Tar
     num = next((inner[key] for key in COUNT_KEYS if inner.get(key)), 1)
     is_many = num > 1 and LAYOUTS[name].has_many
     options: dict[str, Any] = {"num_depths": num} if is_many else {}
-    head = build_head(MtpConfig(layout=name, init="random", independent=is_many, **options), target)
-    head.load_state_dict(read_modules(folder, head.state_dict()))
-    return head
+    made = MtpConfig(layout=name, init="random", independent=is_many, **options)
+    return Imported(made, read_modules(folder, build_head(made, target).state_dict()))
 
 
-def import_draft_model(folder: Path, config: dict[str, Any], stored: Stored, target: Target) -> DraftHead:
+def import_draft_model(folder: Path, config: dict[str, Any], stored: Stored, target: Target) -> Imported:
     made = own_config(config, plain=head_class("draft_lm").config_class)
-    if made is None:
-        return build_head(DraftLMConfig(path=str(folder)), target)
-    head = build_head(made, target)
-    load_weights(head, {name: stored.read(name) for name in stored.files}, folder)
-    return head
+    if made is not None:
+        return Imported(made, {name: stored.read(name) for name in stored.files})
+    head = build_head(DraftLMConfig(path=str(folder)), target)
+    return Imported(head.config, head.state_dict())
 
 
-IMPORTERS: dict[str, Callable[[Path, dict[str, Any], Stored, Target], DraftHead]] = {
+IMPORTERS: dict[str, Callable[[Path, dict[str, Any], Stored, Target], Imported]] = {
     "eagle": import_eagle,
     "eagle3": import_eagle3,
     "speculators": import_eagle3,

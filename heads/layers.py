@@ -8,6 +8,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from ..configs.errors import BadInput, first_line
+
+# what a head's layers can have of their own, as keys of a Llama config
+ARCHITECTURE = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
+ARCHITECTURE += ("rope_parameters",)
+
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, computed in fp32 (Zhang and Sennrich 2019)."""
@@ -97,8 +103,11 @@ class GatedMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def llama_config(target_config: Any) -> LlamaConfig:
+def llama_config(target_config: Any, architecture: dict[str, Any] | None = None) -> LlamaConfig:
     """A one-layer Llama config with the target's sizes, norm epsilon, context and rotary parameters.
+
+    Args: architecture: what of the layer is not the target's, by the config's own keys; each of ARCHITECTURE.
+    Raises: BadInput on another key.
 
     What serving engines know as the draft's config. Families that keep one set of rotary parameters per attention type
     give their full-attention set; keys that engines would misread on a plain layer (mrope, partial rotation) go.
@@ -108,7 +117,10 @@ def llama_config(target_config: Any) -> LlamaConfig:
     rope = dict(rope.get("full_attention", rope))
     for key in ("mrope_section", "mrope_interleaved", "partial_rotary_factor"):
         rope.pop(key, None)
-    return LlamaConfig(
+    unknown = sorted(set(architecture or {}) - set(ARCHITECTURE))
+    if unknown:
+        raise BadInput(f"head.architecture.{unknown[0]}: expected keys of {', '.join(ARCHITECTURE)}")
+    ours = LlamaConfig(
         hidden_size=c.hidden_size,
         intermediate_size=c.intermediate_size,
         num_hidden_layers=1,
@@ -123,3 +135,9 @@ def llama_config(target_config: Any) -> LlamaConfig:
         bos_token_id=getattr(c, "bos_token_id", None),
         eos_token_id=getattr(c, "eos_token_id", None),
     )
+    if not architecture:
+        return ours
+    try:
+        return LlamaConfig(**(ours.to_dict() | architecture))
+    except Exception as error:  # of whatever validates configs in transformers
+        raise BadInput(f"head.architecture: {first_line(error)}") from error

@@ -1,99 +1,15 @@
-"""EAGLE heads of others: as ours, but with sizes, rotary positions and norms of their own instead of the target's."""
+"""What the configs of heads that others trained say of their layers, and what of it is not the target's."""
 
-import copy
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import LlamaConfig
+from torch import Tensor
 
 from ..configs.errors import BadInput
-from .eagle import EagleConfig, EagleHead
-from .eagle3 import Eagle3Config, Eagle3Head, Eagle3Layer
-from .layers import RMSNorm, llama_config
-from .recurrent import Context
-from .target import Target, TargetOutput
+from .layers import llama_config
+from .target import Target
 
 SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
-
-
-@dataclass(kw_only=True)
-class PublishedEagleConfig(EagleConfig):
-    """architecture: what of the head's layers is not the target's, see `architecture_of`."""
-
-    architecture: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(kw_only=True)
-class PublishedEagle3Config(Eagle3Config):
-    """architecture: as in `PublishedEagleConfig`. norm_before_residual: the first layer's residual is the normalised
-    hidden state. norm_before_fc: one RMSNorm over all features side by side, before they are fused."""
-
-    architecture: dict[str, Any] = field(default_factory=dict)
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.norm_before_fc and self.fc_norm:
-            raise BadInput("norm_before_fc: not together with fc_norm")
-
-
-class PublishedEagle(EagleHead):
-    """EAGLE-1 with layers of its own sizes."""
-
-    config_class = PublishedEagleConfig
-
-    def __init__(self, config: PublishedEagleConfig, target: Target, draft_token_ids: Tensor | None = None):
-        super().__init__(config, dressed(target, config.architecture), draft_token_ids)
-        object.__setattr__(self, "target", target)
-
-
-class NormedResidualLayer(Eagle3Layer):
-    """The residual is what `hidden_norm` made of the hidden state."""
-
-    def forward(self, x: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], context: Context) -> Tensor:
-        return super().forward(x, self.hidden_norm(hidden), rotary, context)
-
-
-class PublishedEagle3(Eagle3Head):
-    """EAGLE-3 with layers of its own sizes; with norm_before_fc also `input_norm`."""
-
-    config_class = PublishedEagle3Config
-
-    def __init__(self, config: PublishedEagle3Config, target: Target, draft_token_ids: Tensor | None = None):
-        super().__init__(config, dressed(target, config.architecture), draft_token_ids)
-        object.__setattr__(self, "target", target)
-        self.config: PublishedEagle3Config = config
-        self.input_norm: nn.Module | None = None
-        if config.norm_before_fc:
-            self.input_norm = RMSNorm(self.fc.in_features, eps=self.llama.rms_norm_eps)
-        if config.norm_before_residual:
-            first = NormedResidualLayer(config=self.llama)
-            if config.num_layers == 1:
-                self.midlayer = first
-            else:
-                self.layers[0] = first
-
-    def serving_config(self) -> dict[str, Any]:
-        config = super().serving_config()
-        config |= {key: getattr(self.config, key) for key in ("norm_before_residual", "norm_before_fc")}
-        config["eagle_config"]["norm_before_fc"] = self.config.norm_before_fc
-        return config
-
-    def _fuse(self, output: TargetOutput) -> Tensor:
-        if self.input_norm is None:
-            return super()._fuse(output)
-        return self.fc(self.input_norm(output.features.to(self.fc.weight.dtype).flatten(2)))
-
-
-def dressed(target: Target, architecture: dict[str, Any]) -> Target:
-    """The target as a head's constructor reads it, with the sizes of the head's layers in its config."""
-    config = llama_config(target.config).to_dict() | architecture
-    worn = copy.copy(target)
-    worn.config = LlamaConfig(**config)
-    return worn
 
 
 def architecture_of(config: dict[str, Any], target: Target) -> dict[str, Any]:

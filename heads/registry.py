@@ -112,11 +112,34 @@ def read_head_config(folder: str | Path) -> dict[str, Any]:
     return config["headstart"]
 
 
+def is_run_head(folder: str | Path) -> bool:
+    """Whether it is a head as `save_head` writes it; else others wrote it, or `headstart export`, or it is a hub id."""
+    try:
+        return "headstart" in json.loads(Path(folder, "config.json").read_text())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def head_record(folder: str | Path) -> dict[str, Any]:
+    """What a head folder or hub id says of its head, read without a target: `head`, its config (of heads that others
+    trained the type alone), and `target`, name and fingerprint (None: it does not say). Raises BadInput on none."""
+    if is_run_head(folder):
+        return read_head_config(folder)
+    from .imports import record_of
+
+    return record_of(folder)
+
+
 def load_head(folder: str | Path, target: Target) -> DraftHead:
     """Load a head for the target it was trained on, in the target's dtype, on its device, in evaluation mode.
 
+    Args: folder: a run's (RUN/final), one that `headstart export` wrote, a published head's, or the hub id of such.
     Raises: BadInput where the folder is no head, belongs to another target, or its tensors do not fit.
     """
+    if not is_run_head(folder):
+        from .imports import import_head
+
+        return import_head(folder, target)
     ours = read_head_config(folder)
     trained_on = ours["target"]
     if trained_on["fingerprint"] != target.fingerprint:
@@ -140,12 +163,10 @@ def start_head(config: HeadConfig, target: Target, folder: str | Path, *, seed: 
 
     The folder's target may be another one. A head that adapts its target may start from one that does not.
 
+    Args: folder: as in `load_head`.
     Raises: BadInput where the folder holds another family, another draft vocabulary size or tensors of other shapes.
     """
-    family = read_head_config(folder)["head"]["type"]
-    if family != config.type:
-        raise BadInput(f"head {folder}: is of type {family}, not {config.type}")
-    tensors, draft_token_ids = read_tensors(folder)
+    tensors, draft_token_ids = read_start(config, target, folder)
     size = None if draft_token_ids is None else len(draft_token_ids)
     if size != config.draft_vocab_size:
         raise BadInput(f"head {folder}: its draft_vocab_size is {size}, not {config.draft_vocab_size}")
@@ -158,6 +179,19 @@ def start_head(config: HeadConfig, target: Target, folder: str | Path, *, seed: 
         tensors |= {name: value for name, value in head.state_dict().items() if name.startswith(ADAPTER)}
     load_weights(head, tensors, folder)
     return head
+
+
+def read_start(config: HeadConfig, target: Target, folder: str | Path) -> tuple[dict[str, Tensor], Tensor | None]:
+    """`read_tensors` of whatever `load_head` takes. Raises BadInput where it is another family than the config's."""
+    if not is_run_head(folder):
+        from .imports import imported_start
+
+        found = imported_start(folder, config, target)
+        return dict(found.tensors), found.draft_token_ids
+    family = read_head_config(folder)["head"]["type"]
+    if family != config.type:
+        raise BadInput(f"head {folder}: is of type {family}, not {config.type}")
+    return read_tensors(folder)
 
 
 def read_tensors(folder: str | Path) -> tuple[dict[str, Tensor], Tensor | None]:

@@ -26,7 +26,7 @@ def evaluate(
     target: Annotated[str, typer.Option(help="The target: local folder or hub id.")],
     prompts: Annotated[list[str], typer.Option(help="JSONL rows with prompt, messages or turns. Repeatable: suites.")],
     output: Annotated[Path, typer.Option(help="Folder for report.json and rounds.jsonl.")],
-    head: Annotated[list[str] | None, typer.Option(help="A trained head's folder, RUN/final. Repeatable.")] = None,
+    head: Annotated[list[str] | None, typer.Option(help="RUN/final, an exported head, or a hub id.")] = None,
     drafter: Annotated[
         list[str] | None,
         typer.Option(help="ngram, ngram:MAX, suffix, draft-model:PATH, or head:PATH, as --head. Repeatable."),

@@ -27,9 +27,9 @@ class TrainConfig:
     a better acceptance_length; 0: never. stop_at_step: leave after this step as if interrupted, the schedule unchanged;
     the same command without it goes on. wandb_project: also log to Weights & Biases, offline where there is no key.
     tensorboard: also log to OUTPUT_DIR/tensorboard.
-    start_from: a head folder (RUN/final) of the same family and shapes to go on from, with its draft vocabulary; None:
-    a fresh head. lora_rank: above 0, train low-rank adapters of that head's linear layers and nothing else, scaled by
-    lora_alpha / lora_rank; they are merged when the head is saved.
+    start_from: a head of the same family and shapes to go on from, with its draft vocabulary: RUN/final, the folder of
+    an exported or published head, or its hub id; None: a fresh head. lora_rank: above 0, train low-rank adapters of
+    that head's linear layers and nothing else, scaled by lora_alpha / lora_rank; they are merged when it is saved.
     """
 
     output_dir: str

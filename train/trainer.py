@@ -22,7 +22,7 @@ from ..heads.base import DraftHead
 from ..heads.chains import chain_starts, mean_of
 from ..heads.documents import Documents
 from ..heads.fit import check_fit
-from ..heads.registry import build_head, read_head_config, save_head, start_head
+from ..heads.registry import build_head, head_record, save_head, start_head
 from ..heads.target import Target, TargetOutput
 from .backend import Backend
 from .checkpoint import checkpoints, load_checkpoint, read_progress, remove_partial, save_checkpoint
@@ -229,8 +229,8 @@ def first_head(run: RunConfig, target: Target, ids: Tensor | None, console: Cons
         head = start_head(run.head, target, folder, seed=config.seed)
     except BadInput as error:
         raise BadInput(f"train.start_from: {error}") from error
-    before, now = read_head_config(folder), head.config.as_dict()
-    if before["target"]["fingerprint"] != target.fingerprint:
+    before, now = head_record(folder), head.config.as_dict()
+    if before["target"]["fingerprint"] not in (None, target.fingerprint):
         name = before["target"]["name"]
         console.print(f"train.start_from: a head of another target, {name}; it goes on for {target.name}")
     changed = [key for key, value in before["head"].items() if now.get(key) != value]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from headstart.configs.errors import BadInput
+from headstart.eval.drafters import build_drafter, parse_drafter
 from headstart.eval.generate import generate
 from headstart.heads.base import Reading
 from headstart.heads.eagle import EagleConfig
@@ -13,7 +14,7 @@ from headstart.heads.export.write import WRITERS, export_head
 from headstart.heads.imports import import_head
 from headstart.heads.medusa import MedusaConfig
 from headstart.heads.mtp import MtpConfig
-from headstart.heads.registry import build_head, head_class, load_head, save_head
+from headstart.heads.registry import build_head, head_class, head_record, load_head, save_head
 from headstart.heads.target import Target
 from safetensors.torch import save_file
 
@@ -268,14 +269,53 @@ def test_exported_and_imported_is_exported_alike(saved_target, tmp_path, family,
         torch.testing.assert_close(first_draft(loaded, target)[0], first_draft(ours.eval(), target)[0])
 
 
-def test_what_is_imported_with_sizes_of_its_own_is_not_loaded_as_another(published, target, tmp_path):
-    head = import_head(published({**EAGLE3, **VLLM, "rope_theta": 7.0}, eagle3_tensors()), target)
+@pytest.mark.parametrize("config", [{**VLLM, "rope_theta": 7.0}, speculators()], ids=["rotation", "residual"])
+def test_what_others_made_otherwise_is_saved_and_exported_so(published, target, tmp_path, config):
+    head = load_head(published({**EAGLE3, **config}, eagle3_tensors("layers.0")), target)
     save_head(head, tmp_path / "head")
-    with pytest.raises(BadInput, match="architecture"):
-        load_head(tmp_path / "head", target)
+    loaded = load_head(tmp_path / "head", target)
     export_head(tmp_path / "head", tmp_path / "out", to="vllm")
-    again = import_head(tmp_path / "out", target)
-    torch.testing.assert_close(first_draft(again, target)[0], first_draft(head, target)[0])
+    for again in (loaded, load_head(tmp_path / "out", target)):
+        assert again.config == head.config
+        torch.testing.assert_close(first_draft(again, target)[0], first_draft(head, target)[0])
+
+
+@pytest.mark.parametrize(("family", "to"), [(family, to) for family, writers in WRITERS.items() for to in writers])
+def test_an_exported_head_is_measured_as_the_head_is(tiny_model, tmp_path, family, to):
+    """The same drafts, and so the same rounds, by the name that `headstart eval --head` takes."""
+    tiny_model("qwen2" if family == "mtp" else "llama").save_pretrained(tmp_path / "target")
+    (tmp_path / "target" / "tokenizer.json").write_text("{}")
+    target = Target.load(tmp_path / "target")
+    options = {"mtp": {"layout": "mimo", "num_depths": 1}, "eagle3": {"draft_vocab_size": 24}}.get(family, {})
+    config = head_class(family).config_class(**options)
+    head = build_head(config, target, draft_token_ids=IDS if config.draft_vocab_size else None, seed=2).eval()
+    with torch.no_grad():  # away from a start that only repeats the target's output layer
+        for parameter in head.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    save_head(head, tmp_path / "head")
+    export_head(tmp_path / "head", tmp_path / "out", to=to)
+    prompts, accepted = [[1, 5, 9], [1, 30, 31]], []
+    for folder in ("head", "out"):
+        name, drafter = build_drafter(f"head:{tmp_path / folder}", target)
+        assert name == family
+        done = generate(target, drafter, prompts, max_new_tokens=24, eos_token_ids=[], num_draft_tokens=1)
+        accepted.append([one.num_accepted for one in done.rounds])
+        assert torch.equal(first_draft(drafter, target)[0], first_draft(head, target)[0])
+    assert accepted[0] == accepted[1]
+
+
+def test_a_hub_id_names_a_head(published, target, monkeypatch):
+    folder, asked = published({**EAGLE3, **VLLM}, eagle3_tensors()), []
+
+    def download(repo, **how):
+        asked.append(repo)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert parse_drafter("head:owner/name") == ("head", "owner/name")
+    head = load_head("owner/name", target)
+    assert head.config.type == "eagle3" and head_record("owner/name")["target"]["fingerprint"] is None
+    assert set(asked) == {"owner/name"}
 
 
 @pytest.mark.parametrize(

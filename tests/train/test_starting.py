@@ -1,11 +1,13 @@
 """Training goes on from a head: whole, or by adapters alone; and a target may learn with its heads."""
 
 import json
+import shlex
 
 import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.generate import generate
+from headstart.heads.export.write import export_head
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.registry import HEADS, build_head, load_head, save_head
 from headstart.heads.target import Target
@@ -73,6 +75,42 @@ def test_a_head_of_another_target_is_adapted_with_a_note(run, world, tmp_path, c
     assert "train.start_from: a head of another target, elsewhere; it goes on for" in told
     assert "was trained with another" not in told
     load_head(done / "final", Target.load(world / "target"))
+
+
+def exported(run, name, to, *how):
+    folder = run(*how)
+    export_head(folder, folder.with_name(name), to=to)
+    return folder / "final", folder.with_name(name)
+
+
+EXPORTS = [("medusa", "vllm"), ("eagle", "vllm"), ("eagle3", "vllm"), ("eagle3", "speculators"), ("draft_lm", "hf")]
+
+
+@pytest.mark.parametrize(("family", "to"), EXPORTS)
+def test_a_run_goes_on_from_an_export_as_from_the_head(run, family, to, capsys):
+    head, served = exported(run, "served", to, family, "first", "train.max_steps=3")
+    ours = run(family, "ours", f"train.start_from={head}")
+    theirs = run(family, "theirs", f"train.start_from={served}")
+    assert same(ours, theirs)
+    assert "another target" not in capsys.readouterr().err
+
+
+def test_a_run_goes_on_from_a_head_that_others_made(run, world, tmp_path):
+    """One of another rotation and residual: refused with the keys to set, and with these it learns."""
+    rotation = "{rope_parameters: {rope_type: default, rope_theta: 7.0}}"
+    how = ("head.norm_before_residual=true", f"head.architecture={rotation}")
+    _, served = exported(run, "served", "vllm", "eagle3", "first", *how)
+    config = json.loads((served / "config.json").read_text())
+    del config["headstart_export"]
+    (served / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadInput, match="was made otherwise than this config says: ") as caught:
+        run("eagle3", "a", f"train.start_from={served}")
+    named = shlex.split(str(caught.value).partition("says: ")[2])
+    assert [one.partition("=")[0] for one in named] == ["head.norm_before_residual", "head.architecture"]
+    before = run("eagle3", "b", f"train.start_from={served}", *named, "train.max_steps=20", "train.learning_rate=1e-2")
+    assert losses(before)[-1][1] < losses(before)[0][1]
+    target = Target.load(world / "target")
+    assert load_head(before / "final", target).config.as_dict()["norm_before_residual"]
 
 
 @pytest.mark.parametrize(
