@@ -47,10 +47,19 @@ bench-heads: $(READY) ## every family of heads at one size, on the quickstart's 
 bench-train: $(READY) ## tokens per second and memory of a training step by shape, in docs/results/train.json
 	$(BIN)/python -m headstart.scripts.bench_train $(BENCH)
 
+DOCS := .venv-docs
+$(DOCS)/.ready: pyproject.toml
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet "mkdocs-material>=9.6"
+	touch $@
+
+docs: $(DOCS)/.ready ## the pages of docs/ as a site in build/site, in an environment of its own; broken links fail
+	$(DOCS)/bin/mkdocs build --strict --quiet
+
 wheel: $(READY) ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean: ## remove what runs and builds left
 	rm -rf build dist runs *.egg-info
 
-.PHONY: help quickstart check test test-slow test-vllm gpu bench-heads bench-train wheel clean
+.PHONY: help quickstart check test test-slow test-vllm gpu bench-heads bench-train docs wheel clean

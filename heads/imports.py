@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..configs.errors import BadInput, first_line
+from ..configs.errors import BadInput
 from .adapters import read_adapter
 from .base import DraftHead, HeadConfig
 from .draft_lm import DraftLMConfig
@@ -27,17 +27,15 @@ from .export.check import FAMILIES, recognised
 from .export.folder import PROVENANCE
 from .export.medusa import ADAPTER_FOLDER, from_blocks
 from .export.model_contracts import COUNT_KEYS, mtp_layout
-from .export.stored import Stored, read_stored
+from .export.stored import Stored
 from .medusa import MedusaConfig
 from .mtp import MtpConfig
 from .mtp_checkpoint import LAYOUTS, read_modules
-from .published import architecture_of, same_tensor
+from .published import architecture_of, local_folder, read_all, same_tensor
 from .registry import ADAPTER, build_head, head_class, load_weights
 from .target import Target
 
 Tensors = dict[str, Tensor]
-HUB_ID = r"\w[\w.-]*/[\w.-]+"
-WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
 
 # keys that say what a head computes and that its tensors do not tell: training goes on with the same ones
@@ -124,38 +122,6 @@ def layout_of(folder: Path, config: dict[str, Any], stored: Stored) -> str:
     if layout is None:
         raise BadInput(f"head {folder}: neither its config nor its tensors are those of a head known here")
     return layout
-
-
-def local_folder(folder: str | Path) -> Path:
-    """A folder as it is; a hub id downloaded, or from the cache. Raises BadInput where neither is there."""
-    path = Path(folder).expanduser()
-    if path.exists() or not re.fullmatch(HUB_ID, str(folder)):
-        if not (path / "config.json").is_file():
-            raise BadInput(f"head {folder}: {'no config.json in it' if path.is_dir() else 'no such folder'}")
-        return path
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(str(folder), allow_patterns=list(WANTED_FILES)))
-    except Exception as error:  # the hub's own, of the network, of a missing repository
-        raise BadInput(f"head {folder}: no such folder, and from the hub: {first_line(error)}") from error
-
-
-def read_all(folder: Path) -> tuple[dict[str, Any], Stored]:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise BadInput(f"head {folder}: no config.json in it")
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise BadInput(f"{path}: not JSON: {error}") from error
-    stored = read_stored(folder)
-    broken = [problem for problem in stored.problems if "not a whole" in problem or "names " in problem]
-    if broken:
-        raise BadInput(f"head {folder}: {broken[0]}")
-    if not stored.files:
-        raise BadInput(f"head {folder}: no safetensors file in it; pickles are not read: convert them to safetensors")
-    return config, stored
 
 
 def check_target(folder: Path, config: dict[str, Any], target: Target) -> None:

@@ -1,15 +1,53 @@
-"""What the configs of heads that others trained say of their layers, and what of it is not the target's."""
+"""Folders and hub repositories of heads that others trained: reading them, and what their layers have of their own."""
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..configs.errors import BadInput
+from ..configs.errors import BadInput, first_line
+from .export.stored import Stored, read_stored
 from .layers import llama_config
 from .target import Target
 
+HUB_ID = r"\w[\w.-]*/[\w.-]+"
+WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
+
+
+def local_folder(folder: str | Path) -> Path:
+    """A folder as it is; a hub id downloaded, or from the cache. Raises BadInput where neither is there."""
+    path = Path(folder).expanduser()
+    if path.exists() or not re.fullmatch(HUB_ID, str(folder)):
+        if not (path / "config.json").is_file():
+            raise BadInput(f"head {folder}: {'no config.json in it' if path.is_dir() else 'no such folder'}")
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(folder), allow_patterns=list(WANTED_FILES)))
+    except Exception as error:  # the hub's own, of the network, of a missing repository
+        raise BadInput(f"head {folder}: no such folder, and from the hub: {first_line(error)}") from error
+
+
+def read_all(folder: Path) -> tuple[dict[str, Any], Stored]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise BadInput(f"head {folder}: no config.json in it")
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise BadInput(f"{path}: not JSON: {error}") from error
+    stored = read_stored(folder)
+    broken = [problem for problem in stored.problems if "not a whole" in problem or "names " in problem]
+    if broken:
+        raise BadInput(f"head {folder}: {broken[0]}")
+    if not stored.files:
+        raise BadInput(f"head {folder}: no safetensors file in it; pickles are not read: convert them to safetensors")
+    return config, stored
 
 
 def architecture_of(config: dict[str, Any], target: Target) -> dict[str, Any]:

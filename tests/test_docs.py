@@ -1,0 +1,204 @@
+"""Every command that README, CONTRIBUTING and docs tell people to type: it runs, on tiny stand-ins for what they name.
+
+What needs a server, several processes or another engine is parsed by the same parsers and configs as the real thing.
+"""
+
+import json
+import re
+import shlex
+import shutil
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from headstart.configs.loader import build, read_config
+from headstart.data_pipelines.config import DataConfig
+from headstart.data_pipelines.regenerate import RegenerateConfig
+from headstart.heads.export.folder import read_folder
+from headstart.heads.export.write import serve_commands
+from headstart.heads.loading import TargetConfig
+from headstart.heads.registry import HEADS
+from headstart.scripts.cli import app
+from headstart.train.config import TrainConfig, load_run
+from transformers import AutoTokenizer
+from typer.main import get_command
+from typer.testing import CliRunner
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+VERBS = ("headstart", "make", "accelerate", "pip", "python", "vllm")
+TEMPLATE = (
+    "{% for m in messages %}{{ 'w10 ' if m.role == 'user' else 'w11 ' }}{{ m.content }} w2 {% endfor %}"
+    "{% if add_generation_prompt %}w11 {% endif %}"
+)
+# the smallest work that still goes through all of a command
+SMALL = {
+    "train": "train.max_steps=1 train.batch_size=1 train.accumulation=1 train.precision=fp32 train.device=cpu "
+    "train.checkpoint_every=0 train.validate_every=1 head.num_depths=2",
+    "eval": "--max-new-tokens 4 --limit 2 --repeats 1 --tree-nodes 4 --steps eager",
+    "data prepare": "validation_share=0.3",
+    "data plan": "--num-sampled 2",
+    "data regenerate": "sampling.max_tokens=4 num_rows=2 engine.device=cpu",
+}
+
+
+def shown(page: Path) -> list[list[str]]:
+    """The commands in a page's blocks, as words."""
+    blocks = re.findall(r"^```(?:sh)?\n(.*?)^```", page.read_text(), re.S | re.M)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    words = [shlex.split(line, comments=True) for line in lines if re.match(rf"({'|'.join(VERBS)})\s", line)]
+    return [line for line in words if line]
+
+
+@pytest.fixture(scope="module")
+def world(saved_target, tmp_path_factory):
+    """A folder with what the pages name: MODEL, SMALLER, rows, a trained, an exported and a published head."""
+    folder = tmp_path_factory.mktemp("docs")
+    shutil.copytree(saved_target, folder / "MODEL")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "MODEL")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder / "MODEL")
+    shutil.copytree(folder / "MODEL", folder / "SMALLER")
+    asked = [f"w{20 + i} w{3 + i}" for i in range(12)]
+    chats = [[("user", one), ("assistant", f"{one} w7 w8 w9 w{13 + i} w14 w15")] for i, one in enumerate(asked)]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    for name in ("CHATS.jsonl", "TRACES.jsonl", "data/mine/train.jsonl", "data/answers/answers.jsonl"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("".join(lines))
+    (folder / "data" / "mine" / "validation.jsonl").write_text("".join(lines[:2]))
+    (folder / "PROMPTS.jsonl").write_text("".join(json.dumps({"prompt": f"w{i} w30"}) + "\n" for i in range(3, 6)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run(shlex.split("headstart train runs/eagle3.yaml target.path=MODEL data.train=CHATS.jsonl "
+                        "train.output_dir=runs/mine data.validation=data/mine/validation.jsonl"))  # fmt: skip
+        run(shlex.split("headstart eval --target MODEL --head runs/mine/final --prompts PROMPTS.jsonl "
+                        "--output runs/mine/eval"))  # fmt: skip
+        run(shlex.split("headstart export runs/mine served/mine --to vllm"))
+        shutil.copytree("served/mine", "OWNER/NAME")
+        config = json.loads(Path("OWNER/NAME/config.json").read_text())
+        del config["headstart_export"]
+        Path("OWNER/NAME/config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def here(world, tmp_path, monkeypatch):
+    shutil.copytree(world, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def run(words: list[str]) -> str:
+    """A `headstart` command, made small; returns what it printed. What it would write is not there yet."""
+    verb = " ".join(words[1:3]) if words[1] == "data" else words[1]
+    for word, value in zip(words, [*words[1:], ""], strict=True):
+        output = value if word == "--output" else word.partition("=")[2] if "output" in word else ""
+        output = words[3] if verb == "export" else output
+        shutil.rmtree(output or "nothing", ignore_errors=True)
+    extra = shlex.split(SMALL.get(verb, ""))
+    done = CliRunner().invoke(app, [*words[1:], *extra], catch_exceptions=False)
+    assert done.exit_code == 0, (words, done.output)
+    return done.output
+
+
+def parsed(words: list[str]) -> None:
+    """A command that cannot run here: its options, files and config keys exist."""
+    line = " ".join(words)
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M), line
+    elif words[0] == "accelerate":
+        from accelerate.commands.launch import launch_command_parser
+
+        end = words.index("-m")
+        launch = launch_command_parser().parse_args(words[2 : end + 1] + ["headstart.train"])
+        assert (ROOT / launch.config_file).is_file() and words[end + 1] == "headstart.train", line
+    elif words[0] == "pip":
+        assert words[1] == "install" and set(words[2:]) <= {"-e", "."}, line
+    elif words[:2] == ["python", "-c"]:
+        compile(words[2], line, "exec")
+    elif words[0] == "vllm" or words[:2] == ["python", "-m"]:
+        head = read_folder("runs/mine")
+        served = shlex.split(serve_commands(head, "served/mine", to="vllm")["vllm" if words[0] == "vllm" else "sglang"])
+        assert [one for one in words if one.startswith("--")] == [one for one in served if one.startswith("--")], line
+        if words[0] == "vllm":
+            mine, ours = json.loads(words[-1]), json.loads(served[-1])
+            assert mine.keys() == ours.keys() and mine["method"] == ours["method"], line
+    else:
+        raise AssertionError(f"what is this? {line}")
+
+
+def commands_of(page: Path) -> list[list[str]]:
+    return [line for line in shown(page) if line[0] == "headstart" and "CONFIG" not in line]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands_of(page)], ids=lambda page: page.stem)
+def test_the_commands_of_a_page_run(page, here):
+    for words in commands_of(page):
+        if words[1] == "train":
+            load_run(words[2], words[3:])
+        if any(word.startswith("servers=") for word in words):
+            built = build(RegenerateConfig, read_config(words[3], words[4:]))
+            assert built.servers
+            continue
+        run(words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_other_commands_of_a_page_parse(page, here):
+    for words in shown(page):
+        if words[0] != "headstart":
+            parsed(words)
+
+
+def test_an_exported_head_prints_what_the_page_says(here):
+    told = run(shlex.split("headstart export runs/mine served/again --to vllm"))
+    assert "vllm serve MODEL --speculative-config" in told and "sglang.launch_server --model-path MODEL" in told
+
+
+def in_text() -> list[tuple[str, str]]:
+    return [(page.stem, code) for page in PAGES for code in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", page.read_text())]
+
+
+def test_config_keys_named_in_the_text_exist():
+    families = {field.name for head in HEADS.values() for field in fields(head.config_class)}
+    known = {
+        "train": {field.name for field in fields(TrainConfig)},
+        "data": {field.name for field in fields(DataConfig)},
+        "target": {field.name for field in fields(TargetConfig)},
+        "head": families,
+        "sampling": set(yaml.safe_load((ROOT / "configs/data/regenerate_server.yaml").read_text())["sampling"]),
+    }
+    for page, code in in_text():
+        for section, key in re.findall(r"(?<![\w./])(train|data|target|head|sampling)\.(\w+)(?![\w/]*\.)", code):
+            if (section, key) not in {("data", "py"), ("target", "py"), ("train", "json")} and "jsonl" not in key:
+                assert key in known[section] or key in ("py", "json"), (page, code)
+
+
+def test_commands_and_options_named_in_the_text_exist():
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    for page, code in in_text():
+        found = re.match(r"headstart (data \w+|\w+)(.*)$", code)
+        if found:
+            verb, _, of_data = found[1].partition(" ")
+            command = commands[verb].commands[of_data] if of_data and verb == "data" else commands[verb]
+            options = {option for one in getattr(command, "params", []) for option in one.opts}
+            assert set(re.findall(r"--[a-z-]+", found[2])) <= options, (page, code)
+
+
+def test_every_page_is_in_the_site():
+    listed = re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert sorted(listed) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
+
+
+def test_a_wrong_command_is_seen(here):
+    """What the tests above would say of a page with a mistake in it."""
+    for line in ("make tset", "accelerate launch --no_such 1 -m headstart.train x", "vllm serve MODEL --spec '{}'"):
+        with pytest.raises((AssertionError, SystemExit)):
+            parsed(shlex.split(line))
+    for line in ("headstart train runs/eagle3.yaml train.stpes=1", "headstart eval --heda runs/mine/final"):
+        with pytest.raises((AssertionError, ValueError)):
+            run(shlex.split(line))
+    assert torch.get_num_threads() == 1
