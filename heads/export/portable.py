@@ -27,8 +27,12 @@ def write_eagle(head: HeadFolder, folder: Path, *, to: str) -> None:
 
 
 def write_eagle3(head: HeadFolder, folder: Path, *, to: str) -> None:
-    """fc, midlayer or layers.{i}, norm, lm_head, d2t and t2d."""
+    """fc, midlayer or layers.{i}, norm, lm_head, d2t and t2d. Raises BadInput on what SGLang computes otherwise."""
     check_target(head)
+    if to == "sglang" and head.config["norm_before_residual"]:
+        raise BadInput(
+            f"head {head.path}: norm_before_residual: SGLang has no such layer: export to vllm or speculators"
+        )
     ids = head.config["eagle_aux_hidden_state_layer_ids"]
     kind = (head.target_config or {}).get("model_type")
     if to == "sglang" and kind in COUNTS_FROM_ONE and ids[0] != 2:

@@ -275,6 +275,9 @@ def test_what_others_made_otherwise_is_saved_and_exported_so(published, target, 
     save_head(head, tmp_path / "head")
     loaded = load_head(tmp_path / "head", target)
     export_head(tmp_path / "head", tmp_path / "out", to="vllm")
+    if "speculators_config" in config:
+        with pytest.raises(BadInput, match="norm_before_residual: SGLang has no such layer"):
+            export_head(tmp_path / "head", tmp_path / "other", to="sglang")
     for again in (loaded, load_head(tmp_path / "out", target)):
         assert again.config == head.config
         torch.testing.assert_close(first_draft(again, target)[0], first_draft(head, target)[0])

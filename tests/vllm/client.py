@@ -1,15 +1,17 @@
-"""Runs where vLLM is, not in the project's environment: decodes prompts with and without heads, notes every draft.
+"""Runs where vLLM is, not in the project's environment: decodes prompts with heads, notes every draft.
 
     python client.py JOB.json RESULT.json
 
-JOB: {"target", "max_new_tokens", "prompts": [[token ids]], "heads": {NAME: {"method", "model",
-"num_speculative_tokens"}}}. RESULT: {"texts": token ids without a head, "heads": {NAME: {"texts", "rounds": per prompt
-the drafted tokens of every round, "num_drafts", "accepted_at": drafts accepted at each position}}}.
+JOB: {TARGET: {"folder", "max_new_tokens", "prompts": [[token ids]], "heads": {NAME: {"method", "model",
+"num_speculative_tokens"}}}}; a head without a "model" lies in the target's folder that it names as "within". RESULT:
+{NAME: {"texts": token ids, "rounds": per prompt the drafted tokens of every round, "num_drafts", "accepted_at": drafts
+accepted at each position}}.
 """
 
 import gc
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +35,24 @@ ENGINE: dict[str, Any] = {
 
 def main() -> None:
     job, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    result = {"texts": decoded(job, None)["texts"], "heads": {}}
-    for name, speculation in job["heads"].items():
-        try:
-            result["heads"][name] = decoded(job, speculation)
-        except Exception as error:  # whatever an engine does not take: the others are still of interest
-            result["heads"][name] = {"error": f"{type(error).__name__}: {error}"}
-    out.write_text(json.dumps(result))
+    results: dict[str, Any] = {}
+    for one in job.values():
+        for name, speculation in one["heads"].items():
+            started = time.monotonic()
+            try:
+                results[name] = decoded(one, speculation)
+            except Exception as error:  # whatever an engine does not take: the others are still of interest
+                results[name] = {"error": f"{type(error).__name__}: {error}"}
+            print(f"{name}: {time.monotonic() - started:.0f} s", flush=True)
+    out.write_text(json.dumps(results))
 
 
-def decoded(job: dict[str, Any], speculation: dict[str, Any] | None) -> dict[str, Any]:
-    llm = LLM(model=job["target"], **ENGINE, speculative_config=speculation)
+def decoded(job: dict[str, Any], speculation: dict[str, Any]) -> dict[str, Any]:
+    folder = speculation.pop("within", job["folder"])
+    llm = LLM(model=folder, **ENGINE, speculative_config=speculation)
     drafts: list[list[int]] = []
-    if speculation is not None:
-        executor = llm.llm_engine.engine_core.engine_core.model_executor
-        spy_on(executor.driver_worker.worker.model_runner.drafter, drafts)
+    executor = llm.llm_engine.engine_core.engine_core.model_executor
+    spy_on(executor.driver_worker.worker.model_runner.drafter, drafts)
     sampling = SamplingParams(temperature=0.0, max_tokens=job["max_new_tokens"], detokenize=False)
     texts, rounds = [], []
     for prompt in job["prompts"]:
@@ -56,7 +61,7 @@ def decoded(job: dict[str, Any], speculation: dict[str, Any] | None) -> dict[str
         texts.append(list(done.outputs[0].token_ids))
         rounds.append([list(draft) for draft in drafts])
     counts = {"num_drafts": 0, "accepted_at": []}
-    for metric in llm.get_metrics() if speculation is not None else ():
+    for metric in llm.get_metrics():
         if metric.name == "vllm:spec_decode_num_drafts":
             counts["num_drafts"] = int(metric.value)
         if metric.name == "vllm:spec_decode_num_accepted_tokens_per_pos":

@@ -2,6 +2,8 @@
 
 import json
 import subprocess
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +20,27 @@ from headstart.heads.target import Target
 from headstart.train.config import load_run
 from headstart.train.trainer import train
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
-World = tuple[Path, list[list[int]]]  # a folder, and the prompts
+World = dict[str, tuple[Path, list[list[int]]]]  # of each kind of target a folder, and the prompts
 SIZE = 120  # tokens of the vocabulary
 LENGTH = 40  # tokens of an answer
-HEADS = {  # family: its config, vLLM's method, K
-    "eagle3": ({"num_depths": 4}, "eagle3", 4),
-    "eagle": ({"num_depths": 3}, "eagle", 3),
-    "medusa": ({"num_depths": 3, "output": "own"}, "medusa", 3),
-    "draft_lm": ({}, "draft_model", 3),
+TARGETS: dict[str, Callable[..., Any]] = {
+    "llama": LlamaConfig,
+    "qwen3": partial(Qwen3Config, head_dim=32),
+    "qwen2": partial(Qwen2Config, architectures=["Qwen2ForCausalLM"]),
+}
+HEADS = {  # name: target, config, vLLM's method, K
+    "eagle3": ("llama", {"type": "eagle3", "num_depths": 4}, "eagle3", 4),
+    "eagle": ("llama", {"type": "eagle", "num_depths": 3}, "eagle", 3),
+    "medusa": ("llama", {"type": "medusa", "num_depths": 3, "output": "own"}, "medusa", 3),
+    "draft_lm": ("llama", {"type": "draft_lm"}, "draft_model", 3),
+    "eagle3 of qwen3": ("qwen3", {"type": "eagle3", "num_depths": 3}, "eagle3", 3),
+    "cut vocabulary": ("qwen3", {"type": "eagle3", "num_depths": 3, "draft_vocab_size": 60}, "eagle3", 3),
+    "mtp": ("qwen2", {"type": "mtp", "layout": "mimo", "num_depths": 1}, "mtp", 1),
 }
 OFFLINE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+pytestmark = pytest.mark.timeout(3600)  # an engine starts for every head
 
 
 @pytest.fixture(scope="module")
@@ -42,17 +53,25 @@ def python(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def world(python: str, tmp_path_factory: pytest.TempPathFactory) -> World:
-    """A folder with `target`, and prompts whose greedy answers stand in rows.jsonl: a head can learn them by heart."""
-    folder = tmp_path_factory.mktemp("served")
+    """Targets, and prompts whose greedy answers stand in rows.jsonl beside each: a head can learn them by heart."""
+    source = torch.Generator().manual_seed(3)
+    prompts = [[1, *torch.randint(3, SIZE, (4 + i,), generator=source).tolist()] for i in range(6)]
+    return {kind: (make_target(kind, tmp_path_factory.mktemp(f"served-{kind}"), prompts), prompts) for kind in TARGETS}
+
+
+def make_target(kind: str, folder: Path, prompts: list[list[int]]) -> Path:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
+        "vocab_size": SIZE,
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 8,
         "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
     }
     ids: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=SIZE, num_key_value_heads=2, head_dim=32, **sizes, **ids))
+    model = AutoModelForCausalLM.from_config(TARGETS[kind](**sizes, **ids))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
@@ -61,50 +80,53 @@ def world(python: str, tmp_path_factory: pytest.TempPathFactory) -> World:
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(SIZE)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2").save_pretrained(folder / "target")
-    source = torch.Generator().manual_seed(3)
-    prompts = [[1, *torch.randint(3, SIZE, (4 + i,), generator=source).tolist()] for i in range(6)]
     target = Target.load(folder / "target", dtype="float32")
     answers = generate(target, None, prompts, max_new_tokens=LENGTH, eos_token_ids=[]).token_ids
     rows = [{"input_ids": p + a, "prompt_length": len(p)} for p, a in zip(prompts, answers, strict=True)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder, prompts
+    return folder
 
 
 @pytest.fixture(scope="module")
-def served(python: str, world: World) -> dict:
+def served(python: str, world: World, tmp_path_factory: pytest.TempPathFactory) -> dict:
     """What vLLM made of every head."""
-    folder, prompts = world
-    heads: dict[str, Any] = {}
-    for family, (options, method, num_draft) in HEADS.items():
-        head = {"type": family, **options}
-        if family == "draft_lm":
-            head["path"] = str(folder / "target")
-        how = {"max_steps": 60, "batch_size": 6, "learning_rate": 3e-3, "warmup_steps": 5, "device": "cpu"}
-        config = {"target": {"path": str(folder / "target"), "dtype": "float32"}, "head": head}
-        config |= {"data": {"train": str(folder / "rows.jsonl")}}
-        config |= {"train": {**how, "output_dir": str(folder / f"run-{family[0]}{len(family)}")}}
-        (folder / "run.yaml").write_text(yaml.safe_dump(config))
-        trained = train(load_run(folder / "run.yaml"))
-        export_head(trained, folder / f"head{len(heads)}", to="vllm")
-        heads[family] = {"method": method, "model": str(folder / f"head{len(heads)}")}
-        heads[family]["num_speculative_tokens"] = num_draft
-        (folder / f"{family}.txt").write_text(str(trained))
-    job = {"target": str(folder / "target"), "prompts": prompts, "max_new_tokens": LENGTH, "heads": heads}
-    (folder / "job.json").write_text(json.dumps(job))
-    command = [python, str(Path(__file__).with_name("client.py")), str(folder / "job.json"), str(folder / "out.json")]
+    job: dict[str, Any] = {
+        kind: {"folder": str(folder / "target"), "prompts": prompts, "max_new_tokens": LENGTH, "heads": {}}
+        for kind, (folder, prompts) in world.items()
+    }
+    for i, (name, (kind, config, method, num_draft)) in enumerate(HEADS.items()):
+        folder, _ = world[kind]
+        export_head(trained(folder, f"run{i}", config), folder / f"head{i}", to="vllm")
+        where = "within" if method == "mtp" else "model"
+        speculation = {"method": method, where: str(folder / f"head{i}"), "num_speculative_tokens": num_draft}
+        job[kind]["heads"][name] = speculation
+        (folder / f"{name}.txt").write_text(str(folder / f"run{i}" / "final"))
+    work = tmp_path_factory.mktemp("job")
+    (work / "job.json").write_text(json.dumps(job))
+    command = [python, str(Path(__file__).with_name("client.py")), str(work / "job.json"), str(work / "out.json")]
     done = subprocess.run(command, capture_output=True, text=True, env={**OFFLINE, "PATH": "/usr/bin:/bin"})
     assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads((folder / "out.json").read_text())
+    return json.loads((work / "out.json").read_text())
 
 
-@pytest.mark.parametrize("family", sorted(HEADS))
-def test_vllm_drafts_and_accepts_what_we_measure(family: str, world: World, served: dict) -> None:
-    folder, prompts = world
-    theirs, num_draft = served["heads"][family], HEADS[family][2]
+def trained(folder: Path, name: str, head: dict[str, Any]) -> Path:
+    if head["type"] == "draft_lm":
+        head = {**head, "path": str(folder / "target")}
+    how = {"max_steps": 60, "batch_size": 6, "learning_rate": 3e-3, "warmup_steps": 5, "device": "cpu"}
+    config = {"target": {"path": str(folder / "target"), "dtype": "float32"}, "head": head}
+    config |= {"data": {"train": str(folder / "rows.jsonl")}, "train": {**how, "output_dir": str(folder / name)}}
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
+    return train(load_run(folder / f"{name}.yaml"))
+
+
+@pytest.mark.parametrize("name", list(HEADS))
+def test_vllm_drafts_and_accepts_what_we_measure(name: str, world: World, served: dict) -> None:
+    kind, _, _, num_draft = HEADS[name]
+    folder, prompts = world[kind]
+    theirs = served[name]
     assert "error" not in theirs, theirs["error"]
-    assert theirs["texts"] == served["texts"]
     target = Target.load(folder / "target", dtype="float32")
-    head = load_head(Path((folder / f"{family}.txt").read_text()), target)
+    head = load_head(Path((folder / f"{name}.txt").read_text()), target)
     num_rounds, accepted_at = 0, [0] * num_draft
     for prompt, text, drafted in zip(prompts, theirs["texts"], theirs["rounds"], strict=True):
         how: dict[str, Any] = {
