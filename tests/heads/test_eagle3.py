@@ -19,6 +19,12 @@ CASES = {
     "two layers": {"num_layers": 2},
     "three layers, 3.1": {"num_layers": 3, "fc_norm": True, "norm_output": True},
     "one feature": {"feature_layers": [2]},
+    "as others made it": {
+        "norm_before_residual": True,
+        "norm_before_fc": True,
+        "architecture": {"intermediate_size": 40, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}},
+    },
+    "two layers of others": {"num_layers": 2, "norm_before_residual": True, "architecture": {"num_key_value_heads": 1}},
 }
 
 
@@ -66,13 +72,18 @@ def naive(head, ids, features, t):
     parts = [features[: t + 1, i] for i in range(features.shape[1])]
     if head.config.fc_norm:
         parts = [rms(part, norm, eps) for part, norm in zip(parts, head.fc_norm, strict=True)]
-    hidden = torch.cat(parts, -1) @ head.fc.weight.T  # [t + 1, D]
+    every = torch.cat(parts, -1)  # [t + 1, L * D]
+    if head.config.norm_before_fc:
+        every = rms(every, head.input_norm, eps)
+    hidden = every @ head.fc.weight.T  # [t + 1, D]
     while len(hidden) < min(len(ids), t + 1 + head.num_depths):
         embedded = head.target.input_embedding.weight[ids[1 : len(hidden) + 1]]
         for i, layer in enumerate(layers):
             if i == 0:
                 out = hidden
-                x = torch.cat([rms(embedded, layer.input_layernorm, eps), rms(out, layer.hidden_norm, eps)], -1)
+                normed = rms(out, layer.hidden_norm, eps)
+                x = torch.cat([rms(embedded, layer.input_layernorm, eps), normed], -1)
+                out = normed if head.config.norm_before_residual else out
             else:
                 x = rms(out, layer.input_layernorm, eps)
             out = out + attention(layer.self_attn, x, llama)
@@ -139,6 +150,13 @@ def test_options_are_kept_and_served(head, target, tmp_path):
     assert ("midlayer.mlp.up_proj.weight" in names) == (head.config.num_layers == 1)
     assert ("layers.1.input_layernorm.weight" in names) == (head.config.num_layers > 1)
     assert ("fc_norm.0.weight" in names) == head.config.fc_norm
+
+
+def test_an_architecture_of_unknown_keys_or_norms_twice_are_refused(target):
+    with pytest.raises(BadInput, match="head.architecture.hidden_size: expected keys of intermediate_size, "):
+        build_head(Eagle3Config(architecture={"hidden_size": 8}), target)
+    with pytest.raises(BadInput, match="^norm_before_fc: not together with fc_norm$"):
+        Eagle3Config(norm_before_fc=True, fc_norm=True)
 
 
 def test_no_layers_are_refused():
