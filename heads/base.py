@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from ..configs.errors import BadInput
 from .cache import visibility_mask
 from .chains import ChainStarts, chain_starts, mean_of
+from .depth_loss import Drafts, chunk_size, score
 from .documents import Documents
 from .drafting import Draws, Proposal, StaticTree, Tree, draft_chain, draft_dynamic, draft_static
-from .losses import DraftVocabulary, LossSpec, check_mix, depth_weights_of, summed_loss
+from .losses import DraftVocabulary, LossSpec, check_mix, depth_weights_of
 from .target import Target, TargetOutput
 
 
@@ -234,6 +235,11 @@ class DraftHead(nn.Module):
 
     # training
 
+    @property
+    def has_one_output(self) -> bool:
+        """Whether `draft_logits` is the same function at every depth, so that all depths can be scored at once."""
+        return False
+
     def learning_rate_scales(self, step: int) -> dict[str, float]:
         """What share of the learning rate parameters take at a step, by how their names begin; all others take all."""
         return {}
@@ -261,34 +267,35 @@ class DraftHead(nn.Module):
 
         Args: denominators: [K] `ChainStarts.counts` over all ranks and accumulated batches; None: of this batch.
         """
-        starts, top_k = chain_starts(batch.loss_mask, self.num_depths), self.config.align_top_k
+        starts, config = chain_starts(batch.loss_mask, self.num_depths), self.config
         counts = starts.counts(batch.weights)  # [K]
-        aligned = torch.ones_like(starts.valid[..., 0])  # [B, S] the data's tokens so far were among the guesses
-        sums, hits = [], torch.zeros_like(starts.valid)
-        for depth, hidden in enumerate(self.unroll(batch, starts)):
-            valid = starts.valid[..., depth]
-            labels = starts.take(batch.input_ids, offset=depth + 2)[valid]  # [rows]
-            weights = None if batch.weights is None else starts.take(batch.weights, offset=depth + 2)[valid]
-            if top_k is not None:
-                weights = aligned[valid].float() if weights is None else weights * aligned[valid]
-            total, guesses = summed_loss(
-                hidden[valid],
-                self.loss_spec(depth),
-                labels=labels,
-                teacher_hidden=starts.take(batch.output.post_norm, offset=depth + 1)[valid].detach(),  # [rows, D]
-                weights=weights,
-                num_guesses=top_k or 1,
-            )
-            sums.append(total)
-            hits[..., depth][valid] = guesses[:, 0] == labels
-            if top_k is not None:
-                aligned[valid] &= (guesses == labels[:, None]).any(-1)
-        depth_loss = torch.stack(sums)  # [K]
-        means = mean_of(depth_loss, counts if denominators is None else denominators)
-        config = self.config
         by_depth = depth_weights_of(config.depth_weights, decay=config.depth_decay, num_depths=self.num_depths)
-        loss = (depth_loss.new_tensor(by_depth) * means).sum()
-        return LossOutput(loss, depth_loss.detach(), counts, starts, hits)
+        hidden = [one.flatten(0, 1) for one in self.unroll(batch, starts)]  # [B * S, D] each
+        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        scored = score(
+            Drafts(
+                hidden=hidden,
+                specs=[self.loss_spec(depth) for depth in range(self.num_depths)],
+                coefficients=mean_of(counts.new_tensor(by_depth), counts if denominators is None else denominators),
+                teacher_hidden=batch.output.post_norm.detach().flatten(0, 1),
+                labels=batch.input_ids.roll(-1, 1).flatten(),
+                weights=None if batch.weights is None else batch.weights.roll(-1, 1).flatten(),
+                plan=starts.plan(batch.input_ids.shape[1], size=self._chunk_size()),
+                parameters=parameters,
+                has_one_output=self.has_one_output,
+                align_top_k=config.align_top_k,
+            )
+        )
+        guesses = scored.guesses[..., 0].unflatten(1, starts.positions.shape)  # [K, B, S]
+        labels = [starts.take(batch.input_ids, offset=depth + 2) for depth in range(self.num_depths)]
+        hits = (guesses == torch.stack(labels)).permute(1, 2, 0) & starts.valid  # [B, S, K]
+        return LossOutput(scored.loss, scored.sums, counts, starts, hits)
+
+    def _chunk_size(self) -> int:
+        """Positions whose logits exist at a time."""
+        num_drafted = self.target.vocab_size if self.vocabulary is None else len(self.vocabulary.to_target)
+        num_at_once = self.num_depths if self.has_one_output else 1
+        return chunk_size(self.target.vocab_size + num_at_once * num_drafted, self.target.device)
 
     def loss_spec(self, depth: int) -> LossSpec:
         """The loss at a depth."""

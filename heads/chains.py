@@ -4,9 +4,13 @@ Shapes as in base.py.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from .chain_attention import Block, blocks_of
+from .depth_loss import Plan, plan_rows
 
 
 @dataclass
@@ -24,6 +28,26 @@ class ChainStarts:
         index = (self.positions + offset).clamp(max=values.shape[1] - 1)
         rows = torch.arange(len(values), device=values.device)[:, None]  # [B, 1]
         return values[rows, index]
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        """How attention reads the chains, block by block; starts that are not supervised only fill up rows."""
+        last = torch.where(self.valid[..., 0], self.positions, 0).amax(0)  # [S]
+        return blocks_of(last.tolist(), last.device)
+
+    def plan(self, num_positions: int, *, size: int) -> Plan:
+        """How the loss reads rows of num_positions tokens, `size` positions at a time: depth k of the chain that starts
+        at t is scored at position t + 1 + k. Rows are flattened: chain b * S + s, position b * T + p."""
+        num_rows, num_starts, num_depths = self.valid.shape
+        rows = torch.arange(num_rows, device=self.positions.device)[:, None]
+        index = torch.zeros(num_rows, num_positions, dtype=torch.long, device=self.positions.device)
+        chain = rows * num_starts + torch.arange(num_starts, device=rows.device)  # [B, S]
+        index = index.scatter_(1, self.positions, chain)  # [B, T] the chain that starts at a position
+        is_scored = torch.zeros(num_rows, num_positions, num_depths, dtype=torch.bool, device=rows.device)
+        is_scored[rows, self.positions] = self.valid
+        chains = torch.stack([index.roll(depth + 1, 1) for depth in range(num_depths)])  # [K, B, T]
+        scored = torch.stack([is_scored[..., depth].roll(depth + 1, 1) for depth in range(num_depths)])
+        return plan_rows(chains.flatten(1), scored.flatten(1), size=size)
 
     def counts(self, weights: Tensor | None = None) -> Tensor:
         """[K] what the loss at each depth is divided by: its supervised chains, or the sum of their labels' weights.

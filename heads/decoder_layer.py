@@ -7,6 +7,7 @@ unchanged. Only the attention function is ours: transformers calls it with the k
 
 import copy
 import inspect
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from ..configs.errors import BadInput, first_line
 from .attention import grouped_attention
 from .cache import visibility_mask
+from .chain_attention import Block, attend_chains, blocks_of
 from .target import Target
 
 NAME = "headstart_chains"
@@ -26,22 +28,30 @@ class ChainKeys:
     """Stands in for the cache of one layer in training. The first write holds every position of the text, which all
     queries share under their mask; each later one holds a drafted key per query, which that query alone sees."""
 
-    def __init__(self, *, window: int | None):
-        """Args: window: sliding window in tokens; None: no limit."""
-        self.window = window
+    def __init__(self, *, window: int | None, blocks: Sequence[Block]):
+        """Args: window: sliding window in tokens; None: no limit. blocks: how queries of the later ones are read."""
+        self.window, self.blocks = window, blocks
         self.written: list[tuple[Tensor, Tensor]] = []  # [B, Nkv, T, H] each, then per depth [B, Nkv, S, H]
-
-    @property
-    def num_shared(self) -> int:
-        """T."""
-        return self.written[0][0].shape[2]
+        self.joined: Tensor | None = None  # the keys that the last `update` returned
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """All keys and values in a row, [B, Nkv, T + depths * S, H]: a layer may still have to expand them."""
         self.written.append((keys, values))
+        self.joined, values = (torch.cat(part, 2) for part in zip(*self.seen, strict=True))
+        return self.joined, values
+
+    @property
+    def seen(self) -> list[tuple[Tensor, Tensor]]:
+        """What was written, without what the window leaves out."""
         drafted = self.written[1:] if self.window is None else self.written[1:][-self.window :]
-        both = [self.written[0], *drafted]
-        return torch.cat([keys for keys, _ in both], 2), torch.cat([values for _, values in both], 2)
+        return [self.written[0], *drafted]
+
+    def parts(self, key: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The shared keys and values, then those of each depth, of what the layer made of what `update` returned."""
+        if key is self.joined:  # as written: no depth keeps a copy of those before
+            return self.seen
+        sizes = [keys.shape[2] for keys, _ in self.seen]
+        return list(zip(key.split(sizes, 2), value.split(sizes, 2), strict=True))
 
 
 def chain_attention(
@@ -61,24 +71,12 @@ def chain_attention(
     """
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise ValueError("attention with soft-capped scores or sinks")
-    if chains is None or len(chains.written) == 1:
+    if chains is None or attention_mask is None:
         return grouped_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    assert attention_mask is not None
-    num_rows, num_heads, num_queries, head_dim = query.shape
-    num_shared = chains.num_shared
-    depths = (key.shape[2] - num_shared) // num_queries
-    scale = head_dim**-0.5 if scaling is None else scaling
-    query = query.reshape(num_rows, key.shape[1], -1, num_queries, head_dim)  # [B, Nkv, G, S, H]
-    own_key, own_value = (
-        x[:, :, num_shared:].unflatten(2, (depths, num_queries)).transpose(2, 3)[:, :, None] for x in (key, value)
-    )  # [B, Nkv, 1, S, depths, H]
-    key, value = key[:, :, None, :num_shared], value[:, :, None, :num_shared]  # [B, Nkv, 1, T, H]
-    shared = query @ key.transpose(-1, -2) * scale + attention_mask[:, :, None]  # [B, Nkv, G, S, T]
-    own = (query[..., None, :] * own_key).sum(-1) * scale  # [B, Nkv, G, S, depths]
-    weights = torch.cat([shared, own], -1).softmax(-1, dtype=torch.float32).to(value.dtype)
-    shared, own = weights.split([num_shared, depths], -1)
-    mixed = shared @ value + (own[..., None] * own_value).sum(-2)  # [B, Nkv, G, S, H]
-    return mixed.reshape(num_rows, num_heads, num_queries, -1).transpose(1, 2).contiguous(), None
+    (key, value), *drafted = chains.parts(key, value)
+    blocks = chains.blocks if drafted else blocks_of(range(query.shape[2]), query.device)
+    mixed = attend_chains(query, key, value, attention_mask, blocks=blocks, drafted=drafted, scale=scaling)
+    return mixed.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, chain_attention)
@@ -173,7 +171,10 @@ class LayerDriver:
         x, wanted = seen
         layer = self.new_layer().to(x).eval()
         layer.load_state_dict(original.state_dict())
-        positions, cache = torch.arange(4, device=x.device)[None], ChainKeys(window=self.window)
+        positions, cache = (
+            torch.arange(4, device=x.device)[None],
+            ChainKeys(window=self.window, blocks=blocks_of([2], x.device)),
+        )
         how: dict[str, Any] = {"extent": 3, "dtype": x.dtype}
         mask = None if self.window is None else visibility_mask(positions[:, :3], window=self.window, **how)
         text = self(layer, x[:, :3], positions[:, :3], mask=mask, cache=cache)

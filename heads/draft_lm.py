@@ -117,6 +117,10 @@ class DraftLMHead(DraftHead):
 
     # training
 
+    @property
+    def has_one_output(self) -> bool:
+        return True
+
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         hidden = self.reader.forward(batch.input_ids, documents=batch.documents).post_norm  # [B, T, D]
         for depth in range(self.num_depths):

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, Reading
+from .chain_attention import blocks_of
 from .layers import Attention, GatedMLP, RMSNorm, Rotary, llama_config
 from .recurrent import Context, Queries, RecurrentState, attend
 from .target import Target
@@ -122,6 +123,10 @@ class EagleHead(DraftHead):
             "tie_word_embeddings": False,
         }
 
+    @property
+    def has_one_output(self) -> bool:
+        return True
+
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         num_depths = starts.valid.shape[-1]
         limit = batch.input_ids.shape[1] + num_depths
@@ -181,8 +186,9 @@ class EagleHead(DraftHead):
         for i, layer in enumerate(self._layers):
             if i > 0:
                 below, causal = contexts[-1], batch.visibility(batch.every, dtype=fused.dtype)
-                hidden = self._layers[i - 1](hidden, rotary, Context(below.keys, below.values, causal, []))
-            contexts.append(Context(*layer.keys_values(hidden, rotary), seen, []))
+                every = blocks_of(range(fused.shape[1]), fused.device)
+                hidden = self._layers[i - 1](hidden, rotary, Context(below.keys, below.values, causal, every))
+            contexts.append(Context(*layer.keys_values(hidden, rotary), seen, starts.blocks))
         return contexts
 
     def _decode(self, state: RecurrentState, token_ids: Tensor, queries: Queries) -> Tensor:
@@ -191,5 +197,5 @@ class EagleHead(DraftHead):
         rotary = self.rotary(queries.positions, like=hidden, num_positions=state.cache.max_length)
         for i, layer in enumerate(self._layers):
             keys, values = state.cache.update(*layer.keys_values(hidden, rotary), i)
-            hidden = layer(hidden, rotary, Context(keys, values, queries.mask, []))
+            hidden = layer(hidden, rotary, Context(keys, values, queries.mask))
         return hidden

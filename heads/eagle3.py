@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, Reading
+from .chain_attention import blocks_of
 from .eagle import EagleLayer
 from .layers import Attention, GatedMLP, RMSNorm, Rotary, llama_config
 from .recurrent import Context, Queries, RecurrentState, attend
@@ -167,6 +168,10 @@ class Eagle3Head(DraftHead):
             },
         }
 
+    @property
+    def has_one_output(self) -> bool:
+        return True
+
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         limit = batch.input_ids.shape[1] + self.num_depths
         fused = self._fuse(batch.output)  # [B, T, D]
@@ -240,13 +245,14 @@ class Eagle3Head(DraftHead):
         """For each layer, keys and values of true features x [B, T, 2D] everywhere, seen up to a chain's start."""
         rotary = self.rotary(batch.positions, like=fused, num_positions=limit)
         seen = batch.visibility(starts.positions, dtype=fused.dtype)  # [B, 1, S, T]
-        contexts = [Context(*self._first.self_attn.keys_values(x, rotary), seen, [])]
+        contexts = [Context(*self._first.self_attn.keys_values(x, rotary), seen, starts.blocks)]
         hidden = fused
         for i, layer in enumerate(self._more):  # what a further layer reads at every position
             causal = batch.visibility(batch.every, dtype=fused.dtype)
-            below = Context(contexts[-1].keys, contexts[-1].values, causal, [])
+            every = blocks_of(range(fused.shape[1]), fused.device)
+            below = Context(contexts[-1].keys, contexts[-1].values, causal, every)
             hidden = self._first(x, hidden, rotary, below) if i == 0 else self._more[i - 1](hidden, rotary, below)
-            contexts.append(Context(*layer.keys_values(hidden, rotary), seen, []))
+            contexts.append(Context(*layer.keys_values(hidden, rotary), seen, starts.blocks))
         return contexts
 
     def _decode(self, state: RecurrentState, token_ids: Tensor, queries: Queries) -> Tensor:
@@ -254,8 +260,8 @@ class Eagle3Head(DraftHead):
         x = self._read(token_ids, queries.hidden)
         rotary = self.rotary(queries.positions, like=x, num_positions=state.cache.max_length)
         keys, values = state.cache.update(*self._first.self_attn.keys_values(x, rotary), 0)
-        hidden = self._first(x, queries.hidden, rotary, Context(keys, values, queries.mask, []))
+        hidden = self._first(x, queries.hidden, rotary, Context(keys, values, queries.mask))
         for i, layer in enumerate(self._more, 1):
             keys, values = state.cache.update(*layer.keys_values(hidden, rotary), i)
-            hidden = layer(hidden, rotary, Context(keys, values, queries.mask, []))
+            hidden = layer(hidden, rotary, Context(keys, values, queries.mask))
         return hidden

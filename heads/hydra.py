@@ -169,6 +169,10 @@ class HydraHead(DraftHead):
             "prefix_attention": self.config.prefix_attention,
         }
 
+    @property
+    def has_one_output(self) -> bool:
+        return self.config.output == "shared"
+
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         states = self._cast(batch.output.post_norm)  # [B, T, D]
         x = starts.take(states)  # [B, S, D]

@@ -12,13 +12,10 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from ..configs.errors import BadInput
 
 TensorMap = Callable[[Tensor], Tensor]
-
-CHUNK = 2048  # rows whose logits exist at a time
 
 
 @dataclass
@@ -58,20 +55,68 @@ class LossSpec:
 
 
 @dataclass
-class Rows:
-    """One chunk of n rows as losses see it; what is derived from it is computed on first use and kept.
+class TargetRows:
+    """The target's side of n rows, computed on first use and kept: drafts of several depths are scored against it.
 
-    hidden: [n, D] what the draft's output layer reads. labels: [n] target ids to be predicted. teacher_hidden: [n, D]
-    the target's post-norm state that predicts `labels`.
+    teacher_hidden: [n, D] the target's post-norm state.
 
     With a draft vocabulary the target's distribution keeps its full-vocabulary normaliser and only its columns are
     selected: what the vocabulary misses is mass at which the draft has none, and no row is dropped.
     """
 
     spec: LossSpec
+    teacher_hidden: Tensor
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """[n, V] fp32, without gradient."""
+        with torch.no_grad():
+            return self.spec.target_logits(self.teacher_hidden).float()
+
+    @cached_property
+    def probs(self) -> Tensor:
+        """[n, Vd]; the row sums to what the draft vocabulary covers."""
+        return self._drafted(self.logits.softmax(-1))
+
+    @cached_property
+    def log_probs(self) -> Tensor:
+        """[n, Vd]."""
+        return self._drafted(self.logits.log_softmax(-1))
+
+    @cached_property
+    def covered(self) -> Tensor:
+        """[n] the probability of the tokens that can be drafted."""
+        return self.probs.sum(-1)
+
+    @cached_property
+    def negative_entropy(self) -> Tensor:
+        """[n] sum_v p(v) log p(v) over the tokens that can be drafted."""
+        return (self.probs * self.log_probs).sum(-1)
+
+    @cached_property
+    def best(self) -> Tensor:
+        """[n] the draft id of the most probable token, -1 where the draft vocabulary has it not."""
+        ids = self.logits.argmax(-1)
+        return ids if self.spec.vocabulary is None else self.spec.vocabulary.to_draft[ids]
+
+    def _drafted(self, of_target: Tensor) -> Tensor:
+        return of_target if self.spec.vocabulary is None else of_target[:, self.spec.vocabulary.to_target]
+
+
+@dataclass
+class Rows:
+    """n rows of one depth as losses see them; what is derived from them is computed on first use and kept.
+
+    hidden: [n, D] what the draft's output layer reads. labels: [n] target ids to be predicted. teacher_hidden: [n, D]
+    the target's post-norm state that predicts `labels`. shared: the target's side of these rows and perhaps of more
+    behind them, where depths share it; None: of these alone.
+    """
+
+    spec: LossSpec
     hidden: Tensor
     labels: Tensor
     teacher_hidden: Tensor
+    shared: TargetRows | None = None
 
     @cached_property
     def draft_logits(self) -> Tensor:
@@ -94,28 +139,24 @@ class Rows:
         return self.labels if self.spec.vocabulary is None else self.spec.vocabulary.to_draft[self.labels]
 
     @cached_property
-    def target_logits(self) -> Tensor:
-        """[n, V] fp32, without gradient."""
-        with torch.no_grad():
-            return self.spec.target_logits(self.teacher_hidden).float()
+    def target(self) -> TargetRows:
+        """The target's side; its rows beyond n are of no concern here."""
+        return TargetRows(self.spec, self.teacher_hidden) if self.shared is None else self.shared
 
-    @cached_property
+    @property
     def target_probs(self) -> Tensor:
-        """[n, Vd], without gradient; the row sums to what the draft vocabulary covers."""
-        return self._drafted(self.target_logits.softmax(-1))
+        """[n, Vd], without gradient."""
+        return self.target.probs[: len(self.labels)]
 
-    @cached_property
+    @property
     def target_log_probs(self) -> Tensor:
         """[n, Vd], without gradient."""
-        return self._drafted(self.target_logits.log_softmax(-1))
+        return self.target.log_probs[: len(self.labels)]
 
     @cached_property
     def overlap(self) -> Tensor:
         """[n] sum_v min(p(v), q(v)): the probability that a sampled draft is accepted (Leviathan et al. 2023)."""
         return torch.minimum(self.target_probs, self.draft_probs).sum(-1)
-
-    def _drafted(self, of_target: Tensor) -> Tensor:
-        return of_target if self.spec.vocabulary is None else of_target[:, self.spec.vocabulary.to_target]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -138,9 +179,7 @@ def hard_gce(rows: Rows) -> Tensor:
 
 def greedy_gce(rows: Rows) -> Tensor:
     """hard_gce with the target's most probable token as label: what a greedy draft must hit at temperature 0."""
-    labels = rows.target_logits.argmax(-1)  # [n]
-    if rows.spec.vocabulary is not None:
-        labels = rows.spec.vocabulary.to_draft[labels]
+    labels = rows.target.best[: len(rows.labels)]
     loss = F.nll_loss(rows.draft_log_probs, labels, ignore_index=-1, reduction="none")
     return -torch.expm1(-rows.spec.exponent * loss) / rows.spec.exponent
 
@@ -254,45 +293,3 @@ def depth_weights_of(kind: str, *, decay: float, num_depths: int) -> list[float]
         return [math.exp(-k / decay) for k in range(num_depths)]
     weights = [decay**k for k in range(num_depths)]
     return [w / sum(weights) for w in weights] if kind == "normalised" else weights
-
-
-def summed_loss(
-    hidden: Tensor,
-    spec: LossSpec,
-    *,
-    labels: Tensor,
-    teacher_hidden: Tensor,
-    weights: Tensor | None = None,
-    num_guesses: int = 1,
-) -> tuple[Tensor, Tensor]:
-    """The mix summed over rows, and the draft's best guesses; logits of CHUNK rows exist at a time.
-
-    Args:
-        hidden: [N, D] what the draft's output layer reads.
-        labels: [N] target ids to be predicted.
-        teacher_hidden: [N, D] the target's post-norm state that predicts `labels`.
-        weights: [N] of the rows; None: all 1.
-
-    Returns: the sum (scalar, fp32) and [N, num_guesses] target ids, the most probable first.
-    """
-
-    def of_chunk(
-        hidden: Tensor, labels: Tensor, teacher_hidden: Tensor, weights: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        rows = Rows(spec, hidden, labels, teacher_hidden)
-        value = sum((weight * LOSSES[name](rows) for name, weight in spec.mix.items()), hidden.new_zeros(()))  # [n]
-        logits = rows.draft_logits.detach()
-        most = min(num_guesses, logits.shape[-1])
-        guesses = logits.argmax(-1, keepdim=True) if most == 1 else logits.topk(most, -1).indices
-        return (value if weights is None else value * weights).sum(), guesses
-
-    total, found = hidden.new_zeros((), dtype=torch.float32), []
-    recompute = len(hidden) > CHUNK and torch.is_grad_enabled()
-    for start in range(0, max(len(hidden), 1), CHUNK):  # once also for no rows: every parameter stays in the graph
-        part = slice(start, start + CHUNK)
-        arguments = (hidden[part], labels[part], teacher_hidden[part], None if weights is None else weights[part])
-        value, guesses = checkpoint(of_chunk, *arguments, use_reentrant=False) if recompute else of_chunk(*arguments)  # type: ignore[misc]
-        total = total + value
-        found.append(guesses)
-    guesses = torch.cat(found)
-    return total, guesses if spec.vocabulary is None else spec.vocabulary.to_target[guesses]

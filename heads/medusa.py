@@ -13,7 +13,8 @@ from ..configs.errors import BadInput
 from .adapters import TargetAdapter
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, LossOutput, Reading
 from .chains import mean_of
-from .losses import LossSpec, summed_loss
+from .depth_loss import chunk_size, summed_loss
+from .losses import LossSpec
 from .target import Target
 
 
@@ -139,6 +140,10 @@ class MedusaHead(DraftHead):
         own = mean_of(self._target_loss(batch), counts[0])
         return replace(out, loss=own + self.config.head_weight * out.loss)
 
+    @property
+    def has_one_output(self) -> bool:
+        return self.config.output == "shared"
+
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         hidden = starts.take(batch.output.post_norm)  # [B, S, D]
         for k in range(self.num_depths):
@@ -181,7 +186,9 @@ class MedusaHead(DraftHead):
         )
         weights = None if batch.weights is None else batch.weights[:, 1:][after]
         labels = batch.input_ids[:, 1:][after]
-        return summed_loss(states[after], spec, labels=labels, teacher_hidden=teacher[after], weights=weights)[0]
+        size = chunk_size(2 * self.target.vocab_size, states.device)
+        how = {"labels": labels, "teacher_hidden": teacher[after], "weights": weights, "size": size}
+        return summed_loss(states[after], spec, **how)[0]
 
     def _parts(self, k: int) -> nn.ModuleList:
         return cast(nn.ModuleList, self.get_submodule(str(k)))

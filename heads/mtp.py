@@ -145,6 +145,10 @@ class MtpHead(DraftHead):
 
     # training
 
+    @property
+    def has_one_output(self) -> bool:
+        return not self.config.independent or self.config.feedback == "post_norm"
+
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         ids, hidden = batch.input_ids, self._cast(batch.output.post_norm)  # [B, T], [B, T, D]
         every = batch.positions  # [B, T]
@@ -156,13 +160,14 @@ class MtpHead(DraftHead):
                 hidden = self._step(k, ids.roll(-1 - k, 1), hidden, every, mask=mask, cache=None)  # [B, T, D]
                 yield starts.take(hidden)
             return
-        keys = ChainKeys(window=self.driver.window)
+        keys = ChainKeys(window=self.driver.window, blocks=starts.blocks)
         hidden = starts.take(self._step(0, ids.roll(-1, 1), hidden, every, mask=mask, cache=keys))  # [B, S, D]
         yield hidden
         for depth in range(1, self.num_depths):
             tokens, positions = starts.take(ids, offset=depth + 1), starts.take(every) + depth  # [B, S]
             window = None if self.driver.window is None else self.driver.window - depth
-            mask = batch.visibility(starts.positions, dtype=hidden.dtype, window=window)
+            if depth == 1 or window is not None:
+                mask = batch.visibility(starts.positions, dtype=hidden.dtype, window=window)
             hidden = self._step(0, tokens, hidden, positions, mask=mask, cache=keys)
             yield hidden
 

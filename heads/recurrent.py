@@ -5,8 +5,8 @@ So in training a query of the chain at start t attends to the shared keys at pos
 keys of depths 1..k, one per depth: the diagonal of the attention (EAGLE-3, section 3.2; HASS, section 3.2).
 """
 
-import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -14,43 +14,36 @@ from torch import Tensor
 
 from .base import Reading
 from .cache import SlotCache, tree_mask, visibility_mask
+from .chain_attention import Block, attend_chains
 from .layers import Attention
 
 
 @dataclass
 class Context:
-    """What the queries of one layer call may attend to: keys, values [B, Nkv, P, H] and an additive mask [B, 1, Q, P];
-    and per query its own drafted keys and values, [B, Nkv, Q, H] for each depth."""
+    """What the queries of one layer call may attend to: keys, values [B, Nkv, P, H] and an additive mask [B, 1, Q, P].
+
+    In training, blocks: how queries are read; drafted: per depth their own keys and values, [B, Nkv, Q, H] each.
+    """
 
     keys: Tensor
     values: Tensor
     mask: Tensor
-    drafted: list[tuple[Tensor, Tensor]]
+    blocks: Sequence[Block] | None = None
+    drafted: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 def attend(attention: Attention, x: Tensor, rotary: tuple[Tensor, Tensor], context: Context) -> Tensor:
     """[B, Q, in] -> [B, Q, D]: attention over a context, its output projection included."""
-    queries = attention.group(attention.queries(x, rotary))  # [B, Nkv, G * Q, H] with G query heads per key head
-    groups = attention.num_heads // attention.num_kv_heads
-    mask = context.mask.to(x.dtype).repeat(1, 1, groups, 1)  # [B, 1, G * Q, P]
-    if context.drafted:
-        mixed = _attend_with_diagonal(queries, mask, context, groups)
-    else:
+    queries = attention.queries(x, rotary)  # [B, N, Q, H]
+    if context.blocks is None:
+        groups = attention.num_heads // attention.num_kv_heads
+        mask = context.mask.to(x.dtype).repeat(1, 1, groups, 1)  # [B, 1, G * Q, P]
+        queries = attention.group(queries)  # [B, Nkv, G * Q, H]
         mixed = F.scaled_dot_product_attention(queries, context.keys, context.values, attn_mask=mask)
+    else:
+        how = {"blocks": context.blocks, "drafted": context.drafted}
+        mixed = attend_chains(queries, context.keys, context.values, context.mask, **how)
     return attention.output(mixed, x.shape[1])
-
-
-def _attend_with_diagonal(queries: Tensor, mask: Tensor, context: Context, groups: int) -> Tensor:
-    """One softmax over the shared keys and each query's own drafted keys."""
-    scale = 1 / math.sqrt(queries.shape[-1])
-    shared = queries @ context.keys.transpose(-1, -2) * scale + mask  # [B, Nkv, G * Q, P]
-    own_keys = torch.stack([keys for keys, _ in context.drafted], -2)  # [B, Nkv, Q, depths, H]
-    own_values = torch.stack([values for _, values in context.drafted], -2)
-    own_keys, own_values = own_keys.repeat(1, 1, groups, 1, 1), own_values.repeat(1, 1, groups, 1, 1)
-    own = (queries[..., None, :] * own_keys).sum(-1) * scale  # [B, Nkv, G * Q, depths]
-    weights = torch.cat([shared, own], -1).softmax(-1, dtype=torch.float32).to(queries.dtype)
-    shared, own = weights.split([context.keys.shape[2], len(context.drafted)], -1)
-    return shared @ context.values + (own[..., None] * own_values).sum(-2)  # [B, Nkv, G * Q, H]
 
 
 @dataclass

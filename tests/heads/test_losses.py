@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.heads import losses
-from headstart.heads.losses import LOSSES, DraftVocabulary, LossSpec, Rows, check_mix, depth_weights_of, summed_loss
+from headstart.heads.depth_loss import summed_loss
+from headstart.heads.losses import LOSSES, DraftVocabulary, LossSpec, Rows, check_mix, depth_weights_of
 
 NUM_ROWS, SIZE, VOCAB = 7, 5, 11
 CUT = torch.tensor([0, 2, 3, 5, 8, 9])
@@ -191,19 +191,18 @@ def test_losses_stay_finite_where_draft_and_target_share_nothing():
 # Mixes, rows and chunks
 
 
-def of_rows(mix, *, weights=None, num_guesses=1, cut=CUT):
+def of_rows(mix, *, weights=None, num_guesses=1, cut=CUT, size=100):
     rows = make_rows(cut, mix=mix)
-    how = {"labels": rows.labels, "teacher_hidden": rows.teacher_hidden, "weights": weights}
+    how = {"labels": rows.labels, "teacher_hidden": rows.teacher_hidden, "weights": weights, "size": size}
     value, guesses = summed_loss(rows.hidden, rows.spec, num_guesses=num_guesses, **how)
     return rows, value, guesses
 
 
 @pytest.mark.parametrize("chunk", [2, 100])
-def test_a_mix_weighs_losses_and_rows(chunk, monkeypatch):
-    monkeypatch.setattr(losses, "CHUNK", chunk)
+def test_a_mix_weighs_losses_and_rows(chunk):
     weights = torch.rand(NUM_ROWS, generator=source(8))
     mix = {"hard_ce": 0.1, "l1": 0.9, "lk_lambda": 2.0}
-    rows, value, guesses = of_rows(mix, weights=weights, num_guesses=2)
+    rows, value, guesses = of_rows(mix, weights=weights, num_guesses=2, size=chunk)
     wanted = torch.stack([w * (LOSSES[name](rows) * weights).sum() for name, w in mix.items()]).sum()
     torch.testing.assert_close(value, wanted)
     ours, naive_one = (torch.autograd.grad(x, rows.hidden, retain_graph=True)[0] for x in (value, wanted))
@@ -223,7 +222,7 @@ def test_what_a_mix_shares_is_computed_once_and_what_it_does_not_need_never():
         rows = make_rows(mix=mix)
         rows.spec.target_logits = target_logits
         seen.clear()
-        summed_loss(rows.hidden, rows.spec, labels=rows.labels, teacher_hidden=rows.teacher_hidden)
+        summed_loss(rows.hidden, rows.spec, labels=rows.labels, teacher_hidden=rows.teacher_hidden, size=100)
         assert len(seen) == wanted
 
 

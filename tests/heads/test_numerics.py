@@ -175,8 +175,8 @@ def test_halves_with_shared_denominators_add_up_to_the_whole(head_type, target, 
         value += out.loss.item()
         total = [a + b for a, b in zip(total, torch.autograd.grad(out.loss, list(head.parameters())), strict=True)]
     assert value == pytest.approx(head.loss(batch).loss.item(), rel=1e-5)
-    for a, b in zip(total, whole, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    for a, b in zip(total, whole, strict=True):  # scores of these weights reach hundreds: fp32 holds 1e-5 of them
+        assert (a - b).norm() <= 1e-4 * b.norm()
 
 
 @pytest.mark.parametrize("output", ["own", "shared"])
