@@ -18,7 +18,7 @@ from .losses import LOSSES, LossSpec, Rows, TargetRows
 
 # logits, the target's and the drafts', that exist at a time: few enough for a CPU's cache, many enough for a GPU
 CHUNK = {"cpu": 2**22}
-CHUNK_ELSEWHERE = 2**28
+CHUNK_ELSEWHERE = 2**27
 
 
 @dataclass
@@ -152,7 +152,7 @@ class Pass:
         with torch.set_grad_enabled(self.with_gradients):
             hidden = hidden.detach().requires_grad_(self.with_gradients)
             logits = drafts.specs[depths[0]].draft_logits(hidden)  # [n, Vd]
-        grads = torch.empty_like(logits, dtype=torch.float32) if self.with_gradients else None
+        grads = torch.empty_like(logits) if self.with_gradients else None
         by_state: Tensor | None = None  # [n, D] what losses of the predicted state send back
         for k, rows, end in zip(depths, chains, ends, strict=True):
             here, where = slice(end - len(rows), end), positions[: len(rows)]
@@ -168,7 +168,7 @@ class Pass:
             if grads is None:
                 values = mix_of(one)
             elif all(name in CLOSED for name in one.spec.mix):
-                values = closed_mix(one, best, scale, grads[here])
+                values, grads[here] = closed_mix(one, best, scale)
             else:
                 values, grads[here], of_state = self._differentiate(one, scale)
                 if of_state is not None:
@@ -177,7 +177,8 @@ class Pass:
             self.sums[k] += (values if counted is None else values * counted).sum()
             self._note(k, rows, labels, best.ids)
         if grads is not None:
-            found = torch.autograd.grad(logits, [hidden, *drafts.parameters], grads.to(logits.dtype), allow_unused=True)
+            inputs = [hidden, *edges_of(drafts.parameters, logits)]
+            found = torch.autograd.grad(logits, inputs, grads, allow_unused=True)
             self._add(found[1:])
             of_hidden = found[0] if by_state is None else found[0] + by_state
             for k, rows, part in zip(depths, chains, of_hidden.split([len(rows) for rows in chains]), strict=True):
@@ -200,7 +201,7 @@ class Pass:
         for i, one in enumerate(found):
             total = self.parameter_grads[i]
             if one is not None:
-                self.parameter_grads[i] = one if total is None else total.add_(one)
+                self.parameter_grads[i] = one.float() if total is None else total.add_(one)
 
     def _note(self, depth: int, chains: Tensor, labels: Tensor, guesses: Tensor) -> None:
         """The guesses of chains [n] at a depth, and whether they still align with the data's tokens."""
@@ -210,6 +211,24 @@ class Pass:
         self.guesses[depth, chains] = guesses
         if self.drafts.align_top_k is not None:
             self.aligned[chains] &= (guesses == labels[:, None]).any(-1)
+
+
+def edges_of(parameters: Sequence[nn.Parameter], logits: Tensor) -> list[Any]:
+    """Where to take the parameters' gradients: before autocast's copies turn them to fp32, so that those of a large
+    output layer are added up without another copy in fp32."""
+    found: dict[int, Any] = {id(parameter): parameter for parameter in parameters}
+    seen, waiting = set(), [logits.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for after, _ in node.next_functions:
+            parameter = getattr(after, "variable", None)
+            if parameter is not None and id(parameter) in found and node.name() == "ToCopyBackward0":
+                found[id(parameter)] = torch.autograd.graph.GradientEdge(node, 0)
+            waiting.append(after)
+    return list(found.values())
 
 
 def mix_of(rows: Rows) -> Tensor:
@@ -237,10 +256,10 @@ class Best:
 CLOSED = ("hard_ce", "hard_gce", "greedy_gce", "soft_ce", "kl")
 
 
-def closed_mix(rows: Rows, best: Best, scale: Tensor, grads: Tensor) -> Tensor:
-    """The mix [n] of losses of CLOSED, as `LOSSES` has them; writes scale times its gradients into grads [n, Vd]."""
+def closed_mix(rows: Rows, best: Best, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The mix [n] of losses of CLOSED, as `LOSSES` has them, and scale times its gradients [n, Vd]."""
     logits, mix = rows.draft_logits, rows.spec.mix
-    torch.softmax(logits, -1, out=grads)
+    grads = torch.softmax(logits, -1)
     normaliser = best.scores - grads.gather(-1, best.ids[:, :1])[:, 0].log()  # [n] log of the sum of exp(logits)
     values = torch.zeros_like(normaliser)
     of_probs, ones = torch.zeros_like(normaliser), []  # [n] times draft_probs; what goes off at single tokens
@@ -269,7 +288,7 @@ def closed_mix(rows: Rows, best: Best, scale: Tensor, grads: Tensor) -> Tensor:
         grads.addcmul_(rows.target_probs, (scale * soft).expand_as(values)[:, None], value=-1)
     for labels, share in ones:
         grads.scatter_add_(-1, labels, -(share * scale)[:, None])
-    return values
+    return values, grads
 
 
 def summed_loss(

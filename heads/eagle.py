@@ -25,7 +25,7 @@ from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, Reading
 from .chain_attention import blocks_of
 from .layers import Attention, GatedMLP, RMSNorm, Rotary, llama_config
-from .recurrent import Context, Queries, RecurrentState, attend
+from .recurrent import Context, Queries, RecurrentState, advance, attend
 from .target import Target
 
 
@@ -136,18 +136,32 @@ class EagleHead(DraftHead):
         fused = self._fuse(batch.input_ids.roll(-1, 1), features)  # x_{t+1}; the last is never supervised
         contexts = self._contexts(fused, batch, starts, limit)
         x, hidden = starts.take(fused), fused  # [B, S, D]
+        how = {"contexts": contexts, "config": self.llama, "num_depths": num_depths}
         for depth in range(num_depths):
-            positions = starts.take(batch.positions) + depth
-            if depth > 0:
-                own = hidden.detach() if self.config.detach else hidden
-                x = self._fuse(starts.take(batch.input_ids, offset=depth + 1), own)
-            rotary = self.rotary(positions, like=x, num_positions=limit)
-            hidden = x
-            for layer, context in zip(self._layers, contexts, strict=True):
-                if depth > 0:
-                    context.drafted.append(layer.keys_values(hidden, rotary))
-                hidden = layer(hidden, rotary, context)
+            rotary = self.rotary(starts.take(batch.positions) + depth, like=x, num_positions=limit)
+            if depth == 0:
+                hidden, _ = advance(self._step, x, rotary, **how)  # [B, S, D]
+            else:
+                tokens = starts.take(batch.input_ids, offset=depth + 1)
+                hidden = hidden.detach() if self.config.detach else hidden
+                hidden, drafted = advance(self._draft, hidden, tokens, rotary, **how)
+                for context, keys in zip(contexts, drafted, strict=True):
+                    context.drafted.append(keys)
             yield hidden
+
+    def _draft(self, hidden: Tensor, tokens: Tensor, rotary: tuple[Tensor, Tensor], contexts: list[Context]) -> Any:
+        """A depth of chains behind the first: tokens [B, S] beside the last one's hidden [B, S, D]."""
+        return self._step(self._fuse(tokens, hidden), rotary, contexts, is_drafted=True)
+
+    def _step(
+        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], contexts: list[Context], is_drafted: bool = False
+    ) -> Any:
+        """[B, S, D] through all layers: [B, S, D], and each layer's keys and values of it where it is drafted."""
+        for layer, context in zip(self._layers, contexts, strict=True):
+            if is_drafted:
+                context.drafted.append(layer.keys_values(hidden, rotary))
+            hidden = layer(hidden, rotary, context)
+        return hidden, [context.drafted[-1] for context in contexts if is_drafted]
 
     def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
         return self.target.logits(hidden)

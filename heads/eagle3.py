@@ -26,7 +26,7 @@ from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, Reading
 from .chain_attention import blocks_of
 from .eagle import EagleLayer
 from .layers import Attention, GatedMLP, RMSNorm, Rotary, llama_config
-from .recurrent import Context, Queries, RecurrentState, attend
+from .recurrent import Context, Queries, RecurrentState, advance, attend
 from .target import Target, TargetOutput
 
 
@@ -178,20 +178,33 @@ class Eagle3Head(DraftHead):
         every = self._read(batch.input_ids.roll(-1, 1), fused)  # [B, T, 2D] x_{t+1}; the last is never supervised
         contexts = self._contexts(every, fused, batch, starts, limit)
         x, hidden = starts.take(every), starts.take(fused)  # [B, S, 2D], [B, S, D]
+        how = {"contexts": contexts, "config": self.llama, "num_depths": self.num_depths}
         for depth in range(self.num_depths):
-            positions = starts.take(batch.positions) + depth
-            if depth > 0:
-                hidden = self._fed_back(hidden)
-                x = self._read(starts.take(batch.input_ids, offset=depth + 1), hidden)
-            rotary = self.rotary(positions, like=x, num_positions=limit)
-            if depth > 0:
-                contexts[0].drafted.append(self._first.self_attn.keys_values(x, rotary))
-            hidden = self._first(x, hidden, rotary, contexts[0])  # [B, S, D]
-            for layer, context in zip(self._more, contexts[1:], strict=True):
-                if depth > 0:
-                    context.drafted.append(layer.keys_values(hidden, rotary))
-                hidden = layer(hidden, rotary, context)
+            rotary = self.rotary(starts.take(batch.positions) + depth, like=x, num_positions=limit)
+            if depth == 0:
+                hidden, _ = advance(self._step, hidden, x, rotary, **how)  # [B, S, D]
+            else:
+                tokens = starts.take(batch.input_ids, offset=depth + 1)
+                hidden, drafted = advance(self._draft, hidden, tokens, rotary, **how)
+                for context, own in zip(contexts, drafted, strict=True):
+                    context.drafted.append(own)
             yield hidden
+
+    def _draft(self, hidden: Tensor, tokens: Tensor, rotary: tuple[Tensor, Tensor], contexts: list[Context]) -> Any:
+        """A depth of chains behind the first: tokens [B, S] beside the last one's hidden [B, S, D]."""
+        hidden = self._fed_back(hidden)
+        x = self._read(tokens, hidden)
+        contexts[0].drafted.append(self._first.self_attn.keys_values(x, rotary))
+        return self._step(hidden, x, rotary, contexts)
+
+    def _step(self, hidden: Tensor, x: Tensor, rotary: tuple[Tensor, Tensor], contexts: list[Context]) -> Any:
+        """x [B, S, 2D] and the residual hidden through all layers: [B, S, D], and each layer's last drafted keys."""
+        hidden = self._first(x, hidden, rotary, contexts[0])
+        for layer, context in zip(self._more, contexts[1:], strict=True):
+            if len(contexts[0].drafted) > len(context.drafted):
+                context.drafted.append(layer.keys_values(hidden, rotary))
+            hidden = layer(hidden, rotary, context)
+        return hidden, [context.drafted[-1] for context in contexts if context.drafted]
 
     def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
         return self.lm_head(self.norm(hidden))

@@ -5,12 +5,14 @@ So in training a query of the chain at start t attends to the shared keys at pos
 keys of depths 1..k, one per depth: the diagonal of the attention (EAGLE-3, section 3.2; HASS, section 3.2).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from .base import Reading
 from .cache import SlotCache, tree_mask, visibility_mask
@@ -44,6 +46,26 @@ def attend(attention: Attention, x: Tensor, rotary: tuple[Tensor, Tensor], conte
         how = {"blocks": context.blocks, "drafted": context.drafted}
         mixed = attend_chains(queries, context.keys, context.values, context.mask, **how)
     return attention.output(mixed, x.shape[1])
+
+
+KEPT_BYTES = 2**31  # what the depths of a step may keep of their inner results; beyond it, backward computes them again
+
+
+def advance(step: Callable[..., Any], *inputs: Any, contexts: list[Context], config: Any, num_depths: int) -> Any:
+    """step(*inputs, contexts): one depth of the unrolled chains; what it returns.
+
+    Args: inputs: the first is the hidden states [B, S, D]. config: the layer's sizes, as a Llama config.
+    """
+    now, hidden = [tuple(context.drafted) for context in contexts], inputs[0]
+
+    def run(*inputs: Any) -> Any:  # more is drafted before backward runs it again
+        return step(*inputs, [replace(one, drafted=list(drafted)) for one, drafted in zip(contexts, now, strict=True)])
+
+    widths = 16 * config.hidden_size + 4 * config.intermediate_size  # about what a layer keeps per position
+    kept = hidden[..., 0].numel() * hidden.element_size() * widths * len(contexts) * num_depths
+    if kept <= KEPT_BYTES or not torch.is_grad_enabled():
+        return run(*inputs)
+    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 @dataclass
