@@ -244,7 +244,7 @@ def test_train_names_a_config_that_is_missing(headstart):
 def test_eval_refuses_in_one_line(
     changes, rows, problem, headstart, head_folder, saved_target, prompts, tiny_target, tmp_path
 ):
-    names = {name: tmp_path / name for name in ("empty", "damaged", "other", "file")} | {"target": saved_target}
+    names = {name: tmp_path / name for name in ("empty", "damaged", "other", "file")}
     if changes.get("--drafter") == "draft-model:{mute}":  # the same model without its tokenizer
         names["mute"] = shutil.copytree(saved_target, tmp_path / "mute", ignore=shutil.ignore_patterns("tokenizer*"))
     names["empty"].mkdir()
