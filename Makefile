@@ -35,7 +35,7 @@ $(VLLM)/.ready:
 	touch $@
 
 test-vllm: $(READY) $(VLLM)/.ready ## exported heads in vLLM itself, in an environment of its own (3.5 GB), on a CPU
-	$(BIN)/pytest tests/vllm --vllm-python $(VLLM)/bin/python
+	$(BIN)/pytest tests/vllm --vllm-python $(VLLM)/bin/python --vllm-log docs/results/vllm.json
 
 gpu: $(READY) ## what a GPU is asked: captured steps, the engine at 8B shape; results in runs/gpu
 	PYTHON=$(BIN)/python bash scripts/gpu_suite.sh

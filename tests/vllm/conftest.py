@@ -1,7 +1,23 @@
-"""Where vLLM is: `make test-vllm` gives the interpreter of its environment."""
+"""Where vLLM is, as `make test-vllm` has it, and the file that takes down what both engines counted."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--vllm-python", help="an interpreter that can import vllm")
+    parser.addoption("--vllm-log", help="a JSON file for what both engines counted")
+
+
+@pytest.fixture(scope="module")
+def figures(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
+    """Of each head, once its test has passed; written down at the end where --vllm-log names a file."""
+    found: list[dict[str, Any]] = []
+    yield found
+    path = request.config.getoption("--vllm-log", default=None)
+    if path and found:
+        Path(str(path)).write_text(json.dumps(found, indent=2) + "\n")

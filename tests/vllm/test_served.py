@@ -120,7 +120,7 @@ def trained(folder: Path, name: str, head: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize("name", list(HEADS))
-def test_vllm_drafts_and_accepts_what_we_measure(name: str, world: World, served: dict) -> None:
+def test_vllm_drafts_and_accepts_what_we_measure(name: str, world: World, served: dict, figures: list) -> None:
     kind, _, _, num_draft = HEADS[name]
     folder, prompts = world[kind]
     theirs = served[name]
@@ -156,3 +156,6 @@ def test_vllm_drafts_and_accepts_what_we_measure(name: str, world: World, served
     assert sum(accepted_at) > num_rounds / 4  # it did learn: equal drafts that never stand would show little
     for ours_at, theirs_at in zip(accepted_at, theirs["accepted_at"], strict=True):
         assert 0 <= theirs_at - ours_at <= len(prompts)  # drafts behind the end of a text count there
+    counted = {"num_rounds": num_rounds, "accepted_at": accepted_at, "vllm_accepted_at": theirs["accepted_at"]}
+    of = {"head": name, "target": kind, "method": HEADS[name][2], "num_draft_tokens": num_draft}
+    figures.append({**of, "num_texts_equal": len(prompts), **counted, "vllm_num_drafts": theirs["num_drafts"]})
