@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,11 +20,14 @@ from ..configs.errors import BadInput, first_line
 class TargetConfig:
     """Which frozen model to load.
 
-    path: local folder or hub id. dtype: float32, bfloat16, float16, or auto (as stored).
+    path: local folder or hub id. dtype: float32, bfloat16, float16, or auto (as stored). device_map: for a target that
+    no single GPU holds, as Accelerate takes it: `auto` spreads its layers over all GPUs of the machine and then over
+    host memory, for one process; None: each process has it on a device of its own.
     """
 
     path: str
     dtype: str = "auto"
+    device_map: str | dict[str, str | int] | None = None
     revision: str | None = None
     trust_remote_code: bool = False
 
@@ -83,9 +86,18 @@ def quiet_loading() -> Iterator[None]:
 
 def fingerprint_of(model: nn.Module) -> str:
     """Which weights a model holds: sha256 over names, shapes and 64 spread values of each parameter, as stored."""
+    from accelerate.utils import align_module_device
+
+    found: dict[str, tuple[Any, bytes]] = {}
+    for place, module in model.named_modules():
+        with align_module_device(module):  # of weights that are kept elsewhere until they are used
+            for name, value in module.named_parameters(recurse=False):
+                spread = value.detach().flatten()[:: max(1, value.numel() // 64)][:64]
+                found[f"{place}.{name}".lstrip(".")] = tuple(value.shape), spread.float().cpu().numpy().tobytes()
+    names = {name for name, _ in model.named_parameters()}  # of tied ones the first name
     digest = hashlib.sha256()
-    for name, value in sorted(cast(Any, model.named_parameters())):
-        spread = value.detach().flatten()[:: max(1, value.numel() // 64)][:64]
-        digest.update(f"{name} {tuple(value.shape)}".encode())
-        digest.update(spread.float().cpu().numpy().tobytes())
+    for name in sorted(names):
+        shape, values = found[name]
+        digest.update(f"{name} {shape}".encode())
+        digest.update(values)
     return digest.hexdigest()[:32]

@@ -75,19 +75,23 @@ class Target:
         device: str | torch.device | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
+        device_map: str | dict[str, str | int] | None = None,
     ) -> "Target":
         """Load a target from a local folder or the hub.
 
+        Args: device_map: as in `TargetConfig`; then `device` is not asked.
         Raises: BadInput where there is no such model, its weights are incomplete, or its logits cannot be reproduced.
         """
         path, wanted = found_path(path), torch_dtype(dtype)
         how: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
         config = read_model_config(path, **how)
+        if device_map is not None and isinstance(wanted, torch.dtype) and wanted != config.get_text_config().dtype:
+            raise BadInput(f"target.dtype {dtype}: with target.device_map weights stay as stored: leave it at auto")
         try:
             with quiet_loading():
                 # as stored, so that the fingerprint is of the stored values, whatever dtype the run asks for
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
-                    path, config=config, dtype="auto", output_loading_info=True, **how
+                    path, config=config, dtype="auto", output_loading_info=True, device_map=device_map, **how
                 )
             model, info = loaded
         except Exception as error:  # transformers raises OSError, ValueError, KeyError, safetensors' own ...
@@ -95,6 +99,8 @@ class Target:
         if info["missing_keys"]:
             raise BadInput(f"target {path}: weights missing in the checkpoint: {sorted(info['missing_keys'])[:3]} ...")
         fingerprint = fingerprint_of(model)
+        if device_map is not None:
+            return cls(model, name=path, fingerprint=fingerprint)
         try:
             model = model.to(device)
         except (RuntimeError, AssertionError) as error:  # no such device, none in this build, too little memory
@@ -115,8 +121,17 @@ class Target:
         return self._tokenizer
 
     @property
+    def is_spread(self) -> bool:
+        """Whether its layers are on several devices, or come from host memory or a disk when they are used."""
+        return len(set(getattr(self.model, "hf_device_map", {}).values())) > 1
+
+    @property
     def device(self) -> torch.device:
-        return self.output_layer.weight.device
+        """Where its inputs and outputs are, of a target on several devices too."""
+        if not self.is_spread:
+            return self.output_layer.weight.device
+        places = [place for place in self.model.hf_device_map.values() if place not in ("cpu", "disk")]
+        return torch.device(places[0] if places else "cpu")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -137,8 +152,9 @@ class Target:
         return frozenset()
 
     def to(self, device: str | torch.device) -> "Target":
-        """Move the weights; returns itself."""
-        self.model.to(device)
+        """Move the weights, where they are not spread over devices already; returns itself."""
+        if not self.is_spread:
+            self.model.to(device)
         return self
 
     def new_cache(self, max_length: int) -> SlotCache:
@@ -202,17 +218,18 @@ class Target:
                 past_key_values=cache,
                 use_cache=True,
             ).last_hidden_state
-        chosen = [self._captured[i] for i in feature_layers]
+        post_norm = post_norm.to(input_ids.device)  # where it is already, but for a target on several devices
+        chosen = [self._captured[i].to(input_ids.device) for i in feature_layers]
         features = torch.stack(chosen, 2) if chosen else post_norm.new_empty(*post_norm.shape[:2], 0, self.hidden_size)
         return TargetOutput(features, post_norm)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """[B, T] -> [B, T, D], the target's own (frozen) input embedding."""
-        return self.input_embedding(input_ids)
+        return self.input_embedding(input_ids).to(input_ids.device)
 
     def logits(self, post_norm: Tensor) -> Tensor:
         """[..., D] -> [..., V] fp32 logits, as the model itself computes them."""
-        logits = self.output_layer(post_norm.to(self.dtype)).float()
+        logits = self.output_layer(post_norm.to(self.dtype)).to(post_norm.device).float()
         cap = getattr(self.config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

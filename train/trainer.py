@@ -53,6 +53,8 @@ def train(run: RunConfig, *, console: Console | None = None) -> Path:
     target = Target.load(run.target.path, **{k: v for k, v in asdict(run.target).items() if k != "path"})
     folder = Path(run.train.output_dir)
     accelerator = start_accelerator(run.train)
+    if target.is_spread and accelerator.num_processes > 1:
+        raise BadInput("target.device_map: one process has all GPUs of the target: launch one, as headstart train does")
     with removed_on_failure(folder / "tokens"):
         data = load_data(run, target, accelerator, console)
         target.to(accelerator.device)

@@ -264,3 +264,29 @@ def test_a_path_may_be_text_or_path(saved, monkeypatch):
     _, folder = saved()
     monkeypatch.chdir(folder.parent)
     assert Target.load(f"./{folder.name}").fingerprint == Target.load(Path(folder.name)).fingerprint
+
+
+# Spread over devices
+
+
+@pytest.fixture
+def spread(saved_target) -> Target:
+    """Half of its layers are read from the disk when they run."""
+    layers = {f"model.layers.{i}": "disk" if i % 2 else "cpu" for i in range(4)}
+    rest = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    return Target.load(saved_target, device_map={**rest, **layers})
+
+
+def test_a_target_spread_over_devices_is_the_same_target(spread, saved_target):
+    whole, ids = Target.load(saved_target), torch.tensor([[1, 5, 9, 30, 2]])
+    assert spread.is_spread and not whole.is_spread and spread.layers[1].mlp.up_proj.weight.is_meta
+    assert spread.fingerprint == whole.fingerprint and spread.device == whole.device
+    ours, theirs = (target.forward(ids, feature_layers=(1, 2)) for target in (spread.to("cpu"), whole))
+    assert torch.equal(ours.features, theirs.features) and torch.equal(ours.post_norm, theirs.post_norm)
+    assert torch.equal(spread.logits(ours.post_norm), whole.logits(theirs.post_norm))
+    assert torch.equal(spread.embed(ids), whole.embed(ids))
+
+
+def test_a_spread_target_stays_as_stored(saved_target):
+    told = message(Target.load, saved_target, dtype="bfloat16", device_map="auto")
+    assert told == "target.dtype bfloat16: with target.device_map weights stay as stored: leave it at auto"

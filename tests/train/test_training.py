@@ -156,6 +156,14 @@ def test_training_on_the_targets_own_text_raises_the_acceptance_length(head_type
     assert len(out.rounds) < 24, "fewer rounds than tokens"
 
 
+def test_a_target_spread_over_devices_trains_the_same_head(head_type, run):
+    """A layer that is read from the disk in every forward."""
+    places = {f"model.layers.{i}": "disk" if i == 1 else "cpu" for i in range(4)}
+    places |= dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    spread = run(head_type, "spread", f"target.device_map={json.dumps(places)}")
+    assert figures(spread) == figures(run(head_type, "whole"))
+
+
 def test_a_cut_draft_vocabulary_keeps_the_end_token(run, world):
     folder = run("eagle3", "a", "head.draft_vocab_size=20", "train.max_steps=2")
     head = load_head(folder / "final", Target.load(world / "target"))
