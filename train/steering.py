@@ -70,7 +70,7 @@ class Validation:
 
     def _decoded(self, head: DraftHead) -> tuple[Acceptance, Acceptance]:
         """Greedy chains on this rank's prompts, and the same texts walked."""
-        how = {"max_new_tokens": self.config.decode_tokens, "num_draft_tokens": self.num_draft}
+        how: dict[str, Any] = {"max_new_tokens": self.config.decode_tokens, "num_draft_tokens": self.num_draft}
         done = generate(self.target, head, self.prompts, **how)
         decoded = acceptance(done.rounds, num_draft_tokens=self.num_draft)
         rows = [prompt + new for prompt, new in zip(self.prompts, done.token_ids, strict=True)]
