@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .losses import LOSSES, LossSpec, Rows, TargetRows
 
 # logits, the target's and the drafts', that exist at a time: few enough for a CPU's cache, many enough for a GPU
-CHUNK = {"cpu": 2**22}
+CHUNK = {"cpu": 2**21}
 CHUNK_ELSEWHERE = 2**27
 
 
@@ -109,7 +109,7 @@ class Scoring(torch.autograd.Function):
         grads, ctx.grads = ctx.grads, None  # given away, so that autograd need not copy them
         if grads is None:
             raise RuntimeError("the loss of drafts can be differentiated once")
-        torch._foreach_mul_([one for one in grads if one is not None], grad)
+        torch._foreach_mul_([one for one in grads if one is not None], grad)  # pyright: ignore[reportPrivateImportUsage]
         return None, *grads
 
 
