@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..configs.errors import BadInput
+from ..configs.loader import read_config
 from ..heads.base import Drafter
 from ..heads.registry import head_record, load_head
 from ..heads.target import Target
@@ -209,3 +210,17 @@ def build_drafters(specs: Sequence[str], target: Target) -> list[tuple[str, Draf
         (f"{name}#{names[:i].count(name) + 1}" if name in names[:i] else name, drafter)
         for i, (name, (_, drafter)) in enumerate(zip(names, built, strict=True))
     ]
+
+
+def trained_max_length(spec: str) -> int | None:
+    """Tokens of the longest rows that a head was trained on, where its run folder is still around it; else None."""
+    kind, argument = parse_drafter(spec)
+    path = Path(argument).parent / "config.yaml"
+    if kind != "head" or not path.is_file():
+        return None
+    try:
+        data = read_config(path).get("data")
+    except BadInput:
+        return None  # somebody else's file
+    length = data.get("max_length") if isinstance(data, dict) else None
+    return length if isinstance(length, int) else None

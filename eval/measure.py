@@ -13,6 +13,7 @@ from ..heads.drafting import Tree
 from ..heads.target import Target
 from .bandwidth import baseline_bandwidth
 from .breakdown import acceptance_by, as_entries, context_bucket, conventions, segment_label
+from .drafted import draft_vocabulary, tree_shape
 from .engine import Engine, draft_length
 from .generate import Generation, Round, check_request, decode
 from .lossless import LosslessReport, compare_texts
@@ -120,7 +121,9 @@ def measure(
         "drafter": name,
         "suite": suite.name,
         "tree": config.tree_name,
+        "tree_shape": tree_shape(config.tree),
         "num_drafted": config.tree.num_nodes if config.tree else num_draft,
+        "draft_vocabulary": draft_vocabulary(drafter, (row for run in first_runs for row in run.token_ids)),
         "temperature": config.temperature,
         "top_k": config.top_k,
         "top_p": config.top_p,

@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 def evaluate(
     target: Annotated[str, typer.Option(help="The target: local folder or hub id.")],
     prompts: Annotated[list[str], typer.Option(help="JSONL rows with prompt, messages or turns. Repeatable: suites.")],
-    output: Annotated[Path, typer.Option(help="Folder for report.json and rounds.jsonl.")],
-    head: Annotated[list[str] | None, typer.Option(help="RUN/final, an exported head, or a hub id.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for report.html, report.json and rounds.jsonl.")],
+    head: Annotated[
+        list[str] | None, typer.Option(help="RUN/final, an exported head, or a hub id. Repeatable.")
+    ] = None,
     drafter: Annotated[
         list[str] | None,
         typer.Option(help="ngram, ngram:MAX, suffix, draft-model:PATH, or head:PATH, as --head. Repeatable."),
@@ -71,7 +73,7 @@ def evaluate(
     Baseline and speculation run interleaved over the same prompts. Exit code 1 where a greedy text differs from the
     target's own beyond rounding; the report says where.
     """
-    from ..eval.drafters import build_drafters
+    from ..eval.drafters import build_drafters, trained_max_length
     from ..eval.measure import MeasureConfig
     from ..eval.replay import check_way
     from ..eval.report import check_output
@@ -105,6 +107,8 @@ def evaluate(
     results, rounds = measure_all(loaded, drafters, suites, configs, trees, tree_nodes)
     if compare:
         results += compare_all(loaded, drafters, suites, configs[0])
+    trained = {name: trained_max_length(spec) for spec, (name, _) in zip(specs, drafters, strict=True)}
+    results = [{**entry, "trained_max_length": trained.get(entry["drafter"])} for entry in results]
     report_all(loaded, results, rounds, output)
     if any(entry["lossless"]["unexplained"] for entry in results if entry["accept"] == "exact"):
         raise typer.Exit(1)
@@ -210,14 +214,16 @@ def compare_all(
 
 
 def report_all(target: "Target", results: list[dict[str, Any]], rounds: list[dict[str, Any]], output: Path) -> None:
-    """Write the report and show it."""
+    """Write the report, as figures and as a page, and show it."""
     from ..eval.report import build_report, show, write_report
+    from ..eval.report_page import write_page
 
     console = Console()
     report = build_report(target, results)
     path = write_report(output, report, rounds)
+    page = write_page(output, report)
     show(report, console)
-    console.print(f"written to {path}")
+    console.print(f"written to {path}, as a page to {page}")
 
 
 def progress(total: int, what: str) -> Callable[[], object]:

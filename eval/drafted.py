@@ -1,0 +1,32 @@
+"""What was drafted with, as far as the figures depend on it: the tree's shape and the draft vocabulary."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ..heads.base import Drafter, DraftHead
+from ..heads.drafting import StaticTree, Tree
+
+
+def tree_shape(tree: Tree | None) -> dict[str, Any] | None:
+    """The report's form of a tree; None for a chain.
+
+    A tree of fixed shape: `parents`, for each node the index of the node before it, -1 for the last committed token; of
+    a parent's children the likelier come first. A dynamic one, whose shape is another in every round: its limits.
+    """
+    if tree is None:
+        return None
+    if isinstance(tree, StaticTree):
+        return {"parents": tree.parents}
+    return {"num_nodes": tree.num_nodes, "depth": tree.depth, "top_k": tree.top_k}
+
+
+def draft_vocabulary(drafter: Drafter, texts: Iterable[Iterable[int]]) -> dict[str, Any] | None:
+    """Size of a head's cut vocabulary, and the share of these tokens that it holds; None for a drafter without one.
+
+    Args: texts: new tokens that the target chose. A token outside the vocabulary cannot be drafted.
+    """
+    if not isinstance(drafter, DraftHead) or drafter.vocabulary is None:
+        return None
+    known = set(drafter.vocabulary.to_target.tolist())
+    inside = [token in known for text in texts for token in text]
+    return {"size": len(known), "coverage": round(sum(inside) / len(inside), 4) if inside else None}
