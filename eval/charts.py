@@ -52,7 +52,7 @@ def bar_chart(title: str, bars: Sequence[Bar], *, most: float | None = None, mar
             x += width
         if bar.interval:
             drawn.append(whisker([one * scale for one in bar.interval], at=y + 22.0))
-        drawn.append(words(end * scale + 6, y + 26, bar.text, look="value"))
+        drawn.append(words(max(end, mark or 0.0) * scale + 6, y + 26, bar.text, look="value"))
     return svg(title, height, drawn)
 
 

@@ -21,9 +21,10 @@ LEAST_GAIN = 0.02  # expected gain by fewer drafts below which K is left alone
 
 @dataclass(frozen=True)
 class Finding:
-    """cause: a heading, alike for all results it is found in. words: the figures that say so, and what to do."""
+    """cause, advice: a heading, and what it means, alike for all results. words: the figures of one that say so."""
 
     cause: str
+    advice: str
     words: str
 
 
@@ -34,6 +35,11 @@ def accepted_share(entry: Result) -> float | None:
     """Accepted drafts per drafted position of a path, 0 to 1."""
     length = entry["acceptance_length"]
     return None if length is None else (length - 1) / entry["num_draft_tokens"]
+
+
+def tokens(part: dict[str, Any]) -> str:
+    """An acceptance_length in words."""
+    return f"{part['acceptance_length']:.2f} tokens per forward"
 
 
 def standard_error(part: dict[str, Any]) -> float:
@@ -64,18 +70,16 @@ def sampling(entry: Result, peers: Sequence[Result]) -> Finding | None:
     share = accepted_share(entry)
     if not entry["temperature"] or share is None or share >= LOW_ACCEPTANCE or entry["tree"].startswith("sampled"):
         return None
-    words = (
-        f"Measured at temperature {entry['temperature']:g}: acceptance length {entry['acceptance_length']:.2f}, of at "
-        f"most {entry['num_draft_tokens'] + 1}. A draft is the drafter's best guess, and the target's sampled token "
-        "need not be its own most probable one. "
-    )
-    better = [one for one in peers if one["tree"].startswith("sampled") and one["drafter"] == entry["drafter"]]
-    better = [one for one in better if one["suite"] == entry["suite"] and is_lower(entry, one)]
+    words = f"temperature {entry['temperature']:g}, {tokens(entry)} of at most {entry['num_draft_tokens'] + 1}"
+    alike = [one for one in peers if one["drafter"] == entry["drafter"] and one["suite"] == entry["suite"]]
+    better = [one for one in alike if one["tree"].startswith("sampled") and is_lower(entry, one)]
     if better:
-        words += f"Here --tree {better[0]['tree']} reaches {better[0]['acceptance_length']:.2f}."
-    else:
-        words += "--temperature 0 on the same prompts would show what sampling costs."
-    return Finding("Sampling: temperature above 0", words)
+        words += f"; with --tree {better[0]['tree']} {tokens(better[0])}"
+    advice = (
+        "A draft is the drafter's best guess, and the target's sampled token need not be its own most probable one. "
+        "--tree sampled draws the drafts too; --temperature 0 on the same prompts shows what sampling costs."
+    )
+    return Finding("Sampling: temperature above 0", advice, words)
 
 
 def too_many_drafts(entry: Result, peers: Sequence[Result]) -> Finding | None:
@@ -91,13 +95,16 @@ def too_many_drafts(entry: Result, peers: Sequence[Result]) -> Finding | None:
     gain = per_token[most] / per_token[best] - 1
     if best == most or gain < LEAST_GAIN:
         return None
-    return Finding(
-        "K too large: late positions add little",
-        f"Position {most} adds {joint[-1]:.3f} tokens to a round: so often all {most} drafts stand. At "
-        f"{per_token[most]:.2f} ms per token it may cost {joint[-1] * per_token[most]:.2f} ms; spread evenly, drafting "
-        f"and the verification beyond a baseline step cost {each:.2f} ms per position. By that estimate K {best} would be "
-        f"{gain:.0%} faster: measure --num-draft-tokens {best}.",
+    advice = (
+        "The last position adds as many tokens to a round as all drafts stand, and may cost what a round takes for as "
+        "many. What it does cost is estimated: drafting, and verifying beyond a baseline step, spread evenly over the "
+        "positions; a part of it does not depend on K, so less is gained than the estimate. Measure the smaller K."
     )
+    words = (
+        f"position {most} adds {joint[-1]:.3f} tokens, may cost {joint[-1] * per_token[most]:.2f} ms and costs about "
+        f"{each:.2f} ms; --num-draft-tokens {best} would be up to {gain:.0%} faster"
+    )
+    return Finding("K may be too large: late positions add little", advice, words)
 
 
 def tree_too_wide(entry: Result, peers: Sequence[Result]) -> Finding | None:
@@ -109,15 +116,12 @@ def tree_too_wide(entry: Result, peers: Sequence[Result]) -> Finding | None:
     if entry["acceptance_length"] <= chain["acceptance_length"] or high >= chain["speedup_ci95"][0]:
         return None
     ours, theirs = (
-        f"{one['timing']['draft_ms']:.2f} ms of drafting and {one['timing']['verify_ms']:.2f} ms of verifying"
+        f"{tokens(one)}, drafts {one['timing']['draft_ms']:.2f} ms, verifies {one['timing']['verify_ms']:.2f} ms, "
+        f"speedup {speedup_words(one)}"
         for one in (entry, chain)
     )
-    return Finding(
-        "The tree costs more than it brings",
-        f"It is accepted more than the chain ({entry['acceptance_length']:.2f} tokens against "
-        f"{chain['acceptance_length']:.2f}) and slower: speedup {speedup_words(entry)} against {speedup_words(chain)}. "
-        f"A round takes {ours}, the chain's {theirs}. Draft the chain, or fewer --tree-nodes.",
-    )
+    advice = "It is accepted more than the chain and is slower. Draft the chain, or fewer --tree-nodes."
+    return Finding("The tree costs more than it brings", advice, f"{ours}; the chain {theirs}")
 
 
 def is_twin(one: Result, entry: Result) -> bool:
@@ -131,12 +135,12 @@ def other_domain(entry: Result, peers: Sequence[Result]) -> Finding | None:
     if not better:
         return None
     best = max(better, key=lambda one: one["acceptance_length"])
-    return Finding(
-        "Domain: this suite is drafted worse than another",
-        f"On {entry['suite']} {entry['acceptance_length']:.2f} tokens per forward, on {best['suite']} "
-        f"{best['acceptance_length']:.2f}, same drafter and settings. If such prompts are served, train on the "
-        "target's own answers to prompts like them, in the template that they are served in.",
+    advice = (
+        "The same drafter and settings are accepted less on one suite than on another. If such prompts are served, "
+        "train on the target's own answers to prompts like them, in the template that they are served in."
     )
+    words = f"{tokens(entry)} here, {tokens(best)} on {best['suite']}"
+    return Finding("Domain: this suite is drafted worse than another", advice, words)
 
 
 def segments_differ(entry: Result, peers: Sequence[Result]) -> Finding | None:
@@ -145,11 +149,9 @@ def segments_differ(entry: Result, peers: Sequence[Result]) -> Finding | None:
     if len(parts) < 2 or not is_lower(parts[0][1], parts[-1][1]):
         return None
     (worse, low), (better, high) = parts[0], parts[-1]
-    return Finding(
-        "Segments: one is drafted worse than the other",
-        f"In `{worse}` {low['acceptance_length']:.2f} tokens per forward, in `{better}` "
-        f"{high['acceptance_length']:.2f}. Check that training rows have `{worse}` tokens, and that they count.",
-    )
+    advice = "Check that training rows have tokens of the worse segment, and that they are supervised."
+    words = f"in `{worse}` {tokens(low)}, in `{better}` {tokens(high)}"
+    return Finding("Segments: one is drafted worse than the other", advice, words)
 
 
 def training_disagrees(entry: Result, peers: Sequence[Result]) -> Finding | None:
@@ -161,13 +163,13 @@ def training_disagrees(entry: Result, peers: Sequence[Result]) -> Finding | None
     high = entry["num_committed"] / (rounds - rows)
     if low <= forced <= high:
         return None
-    return Finding(
-        "Training and decoding disagree",
-        f"On the very text that was decoded, the head's training-time view predicts {forced:.2f} tokens per forward; "
-        f"decoding reaches {entry['acceptance_length']:.2f}, and cut last rounds explain only {low:.2f} to {high:.2f}. "
-        "The head reads something else in decoding than in training (positions, hidden states, masks): no setting here "
-        "mends that.",
+    advice = (
+        "On the very text that was decoded, the head's training-time view predicts another figure than decoding "
+        "reaches, beyond what cut last rounds explain. The head reads something else in decoding than in training (positions, "
+        "hidden states, masks): no setting here mends that."
     )
+    words = f"predicted {forced:.2f}, decoded {tokens(entry)}; cut rounds explain {low:.2f} to {high:.2f}"
+    return Finding("Training and decoding disagree", advice, words)
 
 
 def cut_vocabulary(entry: Result, peers: Sequence[Result]) -> Finding | None:
@@ -178,12 +180,15 @@ def cut_vocabulary(entry: Result, peers: Sequence[Result]) -> Finding | None:
     missing = 1 - cut["coverage"]
     if missing < LEAST_UNCOVERED * (1 - rate):
         return None
-    return Finding(
-        "Vocabulary: the head cannot draft what the target writes",
-        f"Its {cut['size']:,} draft tokens are {cut['coverage']:.1%} of what the target wrote on {entry['suite']}; the "
-        f"other {missing:.1%} can never be drafted, and at the first position {1 - rate:.1%} of all drafts are "
-        "rejected. Train with a larger head.draft_vocab_size, or choose it from answers in this domain (headstart data vocab).",
+    advice = (
+        "A token outside the draft vocabulary can never be drafted. Train with a larger head.draft_vocab_size, or "
+        "choose the vocabulary from answers in this domain (headstart data vocab)."
     )
+    words = (
+        f"{cut['size']:,} draft tokens lack {missing:.1%} of what the target wrote here; at the first position "
+        f"{1 - rate:.1%} of drafts are rejected"
+    )
+    return Finding("Vocabulary: the head cannot draft what the target writes", advice, words)
 
 
 def long_context(entry: Result, peers: Sequence[Result]) -> Finding | None:
@@ -193,20 +198,17 @@ def long_context(entry: Result, peers: Sequence[Result]) -> Finding | None:
     if not fallen:
         return None
     (first, short), (name, part) = parts[0], min(fallen, key=lambda item: item[1]["acceptance_length"])
-    words = (
-        f"At {name} tokens of context {part['acceptance_length']:.2f} tokens per forward, at {first} "
-        f"{short['acceptance_length']:.2f}. "
-    )
+    words = f"at {name} tokens {tokens(part)}, at {first} {tokens(short)}"
     trained = entry.get("trained_max_length")
     if trained is None:
-        return Finding(
-            "Long contexts are drafted worse", words + "How long the head's training rows were is not known here."
-        )
+        advice = "Acceptance falls with the context's length. How long training rows were is not known here."
+        return Finding("Long contexts are drafted worse", advice, words)
+    words += f"; training rows had at most {trained:,} tokens"
     if int(name.split("-")[0]) < trained:
-        words += f"Training rows had up to {trained:,} tokens: check how many were that long."
-        return Finding("Long contexts are drafted worse", words)
-    words += f"Training rows had at most {trained:,} tokens: train on longer ones (data.max_length)."
-    return Finding("Contexts beyond the training length", words)
+        advice = "Acceptance falls within the length of training rows: check how many of them were that long."
+        return Finding("Long contexts are drafted worse, within the training length", advice, words)
+    advice = "Acceptance falls where contexts are longer than any training row: train on longer ones (data.max_length)."
+    return Finding("Contexts beyond the training length", advice, words)
 
 
 def costs_more_than_it_saves(entry: Result, peers: Sequence[Result]) -> Finding | None:
@@ -215,8 +217,7 @@ def costs_more_than_it_saves(entry: Result, peers: Sequence[Result]) -> Finding 
     if timing["draft_ms"] is None or length is None:
         return None
     base = timing["baseline_ms"]
-    whole = timing["draft_ms"] + timing["verify_ms"] + timing["overhead_ms"]
-    if whole < length * base:
+    if timing["draft_ms"] + timing["verify_ms"] + timing["overhead_ms"] < length * base:
         return None
     excess = {
         "Drafting": timing["draft_ms"],
@@ -224,12 +225,16 @@ def costs_more_than_it_saves(entry: Result, peers: Sequence[Result]) -> Finding 
         "The work around a round": timing["overhead_ms"],
     }
     largest = max(excess, key=lambda name: excess[name])
-    return Finding(
-        f"{largest} costs more than the drafts save",
-        f"A round saves {length - 1:.2f} baseline steps of {base:.2f} ms, {(length - 1) * base:.2f} ms. "
-        f"It adds {timing['draft_ms']:.2f} ms of drafting, {timing['verify_ms'] - base:+.2f} ms of verifying against a "
-        f"baseline step, and {timing['overhead_ms']:.2f} ms of the rest.",
+    advice = (
+        "A round adds more time to a baseline step than the steps that it saves would have taken; "
+        f"{largest[0].lower()}{largest[1:]} is the largest part."
     )
+    words = (
+        f"saves {length - 1:.2f} steps of {base:.2f} ms, {(length - 1) * base:.2f} ms; adds {timing['draft_ms']:.2f} ms "
+        f"of drafting, {timing['verify_ms'] - base:.2f} ms of verifying beyond a step, {timing['overhead_ms']:.2f} ms of "
+        "the rest"
+    )
+    return Finding(f"{largest} costs more than the drafts save", advice, words)
 
 
 RULES: tuple[Rule, ...] = (
@@ -254,10 +259,10 @@ def diagnose(entry: Result, peers: Sequence[Result]) -> list[Finding]:
     if share is None or share >= LOW_ACCEPTANCE or any(found[rule] for rule in ACCEPTANCE_RULES):
         return named
     rate = (entry["acceptance_rate"] or [None])[0]
-    first = "" if rate is None else f" {1 - rate:.0%} of drafts are rejected at the first position."
-    words = (
-        f"{entry['acceptance_length']:.2f} tokens per forward, of at most {entry['num_draft_tokens'] + 1}.{first} None "
-        "of the causes that these figures could show is there: what is left is what the drafter guesses from (a head: "
-        "what it learnt, and how long)."
+    words = f"{tokens(entry)} of at most {entry['num_draft_tokens'] + 1}"
+    words += "" if rate is None else f"; {1 - rate:.0%} of drafts are rejected at the first position"
+    advice = (
+        "None of the causes that lower acceptance and would show in these figures is there. What is left is what the "
+        "drafter guesses from; of a head, what it learnt from, and how long."
     )
-    return [Finding("Low acceptance, cause not in these figures", words), *named]
+    return [Finding("Low acceptance, cause not in these figures", advice, words), *named]

@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from . import report_sections
-from .diagnosis import Finding, diagnose
+from .diagnosis import diagnose
 from .lossless import MAX_ULPS
 from .report import write_whole
 from .report_sections import Table, words
@@ -28,7 +28,6 @@ def render(report: dict[str, Any]) -> str:
     ours = [entry for entry in results if entry["engine"] == "headstart"]
     sections = [
         report_sections.settings_section(results),
-        report_sections.speed_section(ours),
         report_sections.acceptance_section(ours),
         report_sections.time_section(ours),
         report_sections.trees_section(ours),
@@ -38,13 +37,14 @@ def render(report: dict[str, Any]) -> str:
         report_sections.environment_section(report),
     ]
     return page_template().render(
-        target=report["target"],
+        target={**report["target"], "name": short_name(report["target"]["name"])},
         environment=report["environment"],
         verdict=verdict(results),
         evidence=lossless_evidence(results),
         where=where_table(ours),
         divergences=divergences(ours),
         findings=findings(ours),
+        speed=report_sections.speed_section(ours),
         sections=[one for one in sections if one.tables or one.figures],
     )
 
@@ -82,13 +82,28 @@ def divergences(ours: Sequence[Result]) -> Table | None:
     return Table(caption, columns, found[:MOST_DIVERGENCES], num_labels=2) if found else None
 
 
-def findings(ours: Sequence[Result]) -> dict[str, list[tuple[str, str]]]:
-    """By cause: what the figures say, and of which settings."""
-    found: dict[Finding, list[str]] = {}
+def findings(ours: Sequence[Result]) -> dict[tuple[str, str], dict[str, str]]:
+    """By cause and advice: of which settings, as settings to figures."""
+    causes: dict[tuple[str, str], dict[str, list[Result]]] = {}
     for entry in ours:
-        for finding in diagnose(entry, ours):
-            found.setdefault(finding, []).append(f"{label(entry)}, {entry['suite']}")
-    causes: dict[str, list[tuple[str, str]]] = {}
-    for finding, whose in found.items():
-        causes.setdefault(finding.cause, []).append(("; ".join(whose), finding.words))
-    return causes
+        for found in diagnose(entry, ours):
+            causes.setdefault((found.cause, found.advice), {}).setdefault(found.words, []).append(entry)
+    several = len({entry["suite"] for entry in ours}) > 1
+    return {
+        cause: {whose(entries, with_suite=several): what for what, entries in found.items()}
+        for cause, found in causes.items()
+    }
+
+
+def whose(entries: Sequence[Result], *, with_suite: bool) -> str:
+    """Several settings in a few words: batch sizes of one drafter and suite together."""
+    sizes: dict[str, list[str]] = {}
+    for entry in entries:
+        name = label(entry, with_batch=False) + (f", {entry['suite']}" if with_suite else "")
+        sizes.setdefault(name, []).append(str(entry["batch_size"]))
+    return "; ".join(f"{name}, batch {' and '.join(found)}" for name, found in sizes.items())
+
+
+def short_name(name: str) -> str:
+    """Of a local folder its last part; a hub id as it is."""
+    return Path(name).name if Path(name).is_absolute() else name
