@@ -165,8 +165,8 @@ def training_disagrees(entry: Result, peers: Sequence[Result]) -> Finding | None
         return None
     advice = (
         "On the very text that was decoded, the head's training-time view predicts another figure than decoding "
-        "reaches, beyond what cut last rounds explain. The head reads something else in decoding than in training (positions, "
-        "hidden states, masks): no setting here mends that."
+        "reaches, beyond what cut last rounds explain. The head reads something else in decoding than in training "
+        "(positions, hidden states, masks): no setting here mends that."
     )
     words = f"predicted {forced:.2f}, decoded {tokens(entry)}; cut rounds explain {low:.2f} to {high:.2f}"
     return Finding("Training and decoding disagree", advice, words)
@@ -230,9 +230,9 @@ def costs_more_than_it_saves(entry: Result, peers: Sequence[Result]) -> Finding 
         f"{largest[0].lower()}{largest[1:]} is the largest part."
     )
     words = (
-        f"saves {length - 1:.2f} steps of {base:.2f} ms, {(length - 1) * base:.2f} ms; adds {timing['draft_ms']:.2f} ms "
-        f"of drafting, {timing['verify_ms'] - base:.2f} ms of verifying beyond a step, {timing['overhead_ms']:.2f} ms of "
-        "the rest"
+        f"saves {length - 1:.2f} steps of {base:.2f} ms, {(length - 1) * base:.2f} ms; adds {timing['draft_ms']:.2f} "
+        f"ms of drafting, {timing['verify_ms'] - base:.2f} ms of verifying beyond a step, {timing['overhead_ms']:.2f} "
+        "ms of the rest"
     )
     return Finding(f"{largest} costs more than the drafts save", advice, words)
 

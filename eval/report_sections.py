@@ -60,8 +60,8 @@ def interval_of(entry: Result) -> Interval | None:
 def settings_section(results: Sequence[Result]) -> Section:
     """Every result in a row."""
     columns = [
-        "setting", "suite", "prompts", "length", "tok/s", "base tok/s", "speedup [95 %]", "p10 / median / p90",
-        "with prefill", "first token, ms", "base", "texts identical",
+        "setting", "suite", "prompts", "length", "speedup [95 %]", "p10 / median / p90", "with prefill",
+        "tok/s, base's", "first token, base's, ms", "texts identical",
     ]  # fmt: skip
     rows = [
         [
@@ -69,13 +69,11 @@ def settings_section(results: Sequence[Result]) -> Section:
             entry["suite"],
             str(entry["num_prompts"]),
             number(entry["acceptance_length"]),
-            number(entry["tokens_per_second"], 1),
-            number(entry["baseline_tokens_per_second"], 1),
             speedup_words(entry),
             " / ".join(number(entry[f"speedup_{which}"]) for which in ("p10", "median", "p90")),
             number(entry["end_to_end_speedup"]),
-            number(entry["ttft_ms"], 1),
-            number(entry["baseline_ttft_ms"], 1),
+            ", ".join(number(entry[key], 1) for key in ("tokens_per_second", "baseline_tokens_per_second")),
+            ", ".join(number(entry[key], 1) for key in ("ttft_ms", "baseline_ttft_ms")),
             lossless_words(entry["lossless"]),
         ]
         for entry in results
@@ -123,8 +121,8 @@ def speed_section(ours: Sequence[Result]) -> Section:
 def acceptance_section(ours: Sequence[Result]) -> Section:
     """By draft position, suite, segment and context."""
     text = (
-        "The rate at a position is conditional: accepted, given that all before it were. Acceptance does not depend on "
-        "the batch size, so the first of several stands for all."
+        "The rate at a position is conditional: accepted, given that all before it were. The batch size changes it by "
+        "chance alone, so the first of several stands for all."
     )
     section = Section("acceptance", "Where drafts are accepted", [text])
     distinct = [entry for entry in once_per_batch_size(ours) if entry["acceptance_length"] is not None]

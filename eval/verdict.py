@@ -23,14 +23,14 @@ class Verdict:
 
 
 def label(entry: Result, *, with_batch: bool = True) -> str:
-    """A setting in a few words: drafter, tree, K, batch size."""
-    tree = entry["tree"] if "chain" in entry["tree"] else f"{entry['tree']} tree of {entry['num_drafted']}"
-    parts = [entry["drafter"], tree, f"K {entry['num_draft_tokens']}"]
+    """A setting in a few words: drafter, tree, K, batch size. A number stays with its name on one line."""
+    tree = entry["tree"] if "chain" in entry["tree"] else f"{entry['tree']} tree of\xa0{entry['num_drafted']}"
+    parts = [entry["drafter"], tree, f"K\xa0{entry['num_draft_tokens']}"]
     if entry["engine"] != "headstart":
         parts.insert(0, entry["engine"])
     if entry["accept"] != "exact":
         parts.append(f"{entry['accept']} (lossy)")
-    return " · ".join([*parts, f"batch {entry['batch_size']}"] if with_batch else parts)
+    return " · ".join([*parts, f"batch\xa0{entry['batch_size']}"] if with_batch else parts)
 
 
 def setting(entry: Result) -> tuple[Any, ...]:
