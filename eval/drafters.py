@@ -9,8 +9,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from ..configs.errors import BadInput
-from ..configs.loader import read_config
 from ..heads.base import Drafter
 from ..heads.registry import head_record, load_head
 from ..heads.target import Target
@@ -219,8 +220,9 @@ def trained_max_length(spec: str) -> int | None:
     if kind != "head" or not path.is_file():
         return None
     try:
-        data = read_config(path).get("data")
-    except BadInput:
+        config = yaml.safe_load(path.read_text())  # as resolved, without bases
+    except (ValueError, yaml.YAMLError):
         return None  # somebody else's file
+    data = config.get("data") if isinstance(config, dict) else None
     length = data.get("max_length") if isinstance(data, dict) else None
     return length if isinstance(length, int) else None

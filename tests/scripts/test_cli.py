@@ -81,7 +81,8 @@ def test_train_then_eval(head_type, headstart, config, saved_target, prompts, tm
     line = f"eval --target {saved_target} --head {final} --prompts {file} --output {output} --max-new-tokens 12"
     code, out, err = headstart(line, "--repeats", 1, "--limit", 3, "--batch-size", 1, "--batch-size", 2)
     assert code == 0, err
-    assert str(output / "report.json") in out.replace("\n", "")
+    assert all(str(output / name) in out.replace("\n", "") for name in ("report.json", "report.html"))
+    assert head_type in (output / "report.html").read_text()
     report = json.loads((output / "report.json").read_text())
     assert set(report) == {"schema_version", "environment", "target", "results"}
     assert report["environment"]["num_threads"] >= 1 and report["target"]["dtype"] == "float32"
@@ -91,6 +92,7 @@ def test_train_then_eval(head_type, headstart, config, saved_target, prompts, tm
         keys += " acceptance_rate tokens_per_second baseline_tokens_per_second speedup speedup_ci95 lossless"
         assert set(keys.split()) <= set(entry)
         assert (entry["drafter"], entry["suite"], entry["num_prompts"]) == (head_type, "prompts", 3)
+        assert entry["trained_max_length"] == 2048 and entry["tree_shape"] is entry["draft_vocabulary"] is None
         assert {"checked", "identical", "explained", "unexplained"} <= set(entry["lossless"])
         assert entry["lossless"]["checked"] == entry["lossless"]["identical"] == 3
     assert len(read_jsonl(output / "rounds.jsonl")) == 2 * (3 + 2)
