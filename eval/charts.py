@@ -145,8 +145,8 @@ def tag(name: str, inside: Markup | None = None, *, look: str | None = None, **a
 def svg(title: str, height: float, drawn: Sequence[Markup]) -> Markup:
     """The whole picture, named for those who do not see it."""
     inside = tag("title", escape(title)) + Markup("").join(drawn)
-    how: dict[str, float | str] = {"viewBox": f"0 0 {WIDTH} {fixed(height)}", "role": "img", "aria-label": title}
-    return tag("svg", inside, **how)
+    whole = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>')
+    return whole.format(WIDTH, fixed(height), title, inside)
 
 
 def round_steps(most: float) -> list[float]:

@@ -136,8 +136,8 @@ def other_domain(entry: Result, peers: Sequence[Result]) -> Finding | None:
         return None
     best = max(better, key=lambda one: one["acceptance_length"])
     advice = (
-        "The same drafter and settings are accepted less on one suite than on another. If such prompts are served, "
-        "train on the target's own answers to prompts like them, in the template that they are served in."
+        "The same drafter and settings are accepted less on one suite than on another. A head that is to serve such "
+        "prompts learns from the target's own answers to prompts like them, in the template that they are served in."
     )
     words = f"{tokens(entry)} here, {tokens(best)} on {best['suite']}"
     return Finding("Domain: this suite is drafted worse than another", advice, words)

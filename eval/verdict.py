@@ -113,7 +113,10 @@ def approval(best: Result, ours: Sequence[Result]) -> Verdict:
             f"The baseline reads memory at {share:.0%} of what a copy reaches here, so its time goes elsewhere "
             "(launching, Python, arithmetic): over a faster engine the speedup may be another."
         )
-    return Verdict(True, f"Deploy {label(best)}", speedup_words(best), reasons, cautions, best)
+    headline = f"Deploy {label(best)}"
+    if any(entry["suite"] != best["suite"] for entry in others):
+        headline += f", for traffic like {best['suite']}"
+    return Verdict(True, headline, speedup_words(best), reasons, cautions, best)
 
 
 def refusal(ours: Sequence[Result]) -> Verdict:

@@ -87,7 +87,7 @@ def slow(**changes):
 
 
 def unexplained(**changes):
-    lossless = {"checked": 20, "identical": 19, "explained": 0, "unexplained": 1}
+    lossless: dict = {"checked": 20, "identical": 19, "explained": 0, "unexplained": 1}
     lossless["divergences"] = [{"prompt": 4, "position": 17, "gap_ulp": 900.0}]
     return result(**{"lossless": lossless, **changes})
 
@@ -184,7 +184,7 @@ def test_names_from_users_are_text_and_nothing_else():
 
 def test_the_page_stays_small_and_beside_the_report(tmp_path):
     """Its size follows the settings, not the prompts; 500 texts that differ are not all listed."""
-    lossless = {"checked": 500, "identical": 0, "explained": 0, "unexplained": 500}
+    lossless: dict = {"checked": 500, "identical": 0, "explained": 0, "unexplained": 500}
     lossless["divergences"] = [{"prompt": i, "position": i, "gap_ulp": None} for i in range(500)]
     entries = [
         slow(drafter=f"drafter{i}", batch_size=size, suite=suite, num_prompts=500, lossless=lossless)
@@ -240,12 +240,12 @@ def test_another_engine_is_never_the_advice():
 
 
 def test_the_verdict_says_where_it_does_not_hold():
-    cautions = verdict([result(), slow(suite="code"), slow(batch_size=8), slow(drafter="ngram")]).cautions
-    assert [one.split(":")[0] for one in cautions if "Not on" in one] == [
-        "Not on code at batch 1",
-        "Not on chat at batch 8",
-    ]
-    assert not any("Not on" in one for one in verdict([result(), result(suite="code")]).cautions)
+    said = verdict([result(), slow(suite="code"), slow(batch_size=8), slow(drafter="ngram")])
+    cautions = [one.split(":")[0] for one in said.cautions if "Not on" in one]
+    assert cautions == ["Not on code at batch 1", "Not on chat at batch 8"]
+    assert said.headline.endswith(", for traffic like chat")
+    everywhere = verdict([result(), result(suite="code"), slow(batch_size=8)])
+    assert everywhere.headline.endswith("batch\xa01")
 
 
 def test_the_verdict_warns_of_few_prompts_and_of_a_slow_baseline():
