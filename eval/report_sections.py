@@ -176,7 +176,8 @@ def length_bar(words: str, part: dict[str, Any]) -> Bar:
 
 
 def percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
+    """A share; a decimal below ten percent."""
+    return "-" if share is None else f"{share:.{0 if share >= 0.1 else 1}%}"
 
 
 def leading_number(words: str) -> int:
@@ -216,7 +217,7 @@ def time_section(ours: Sequence[Result]) -> Section:
         for entry in timed
     ]
     columns = ["setting", "suite", "draft, ms", "verify, ms", "rest, ms", "baseline step, ms", "formula's speedup",
-               "measured", "base's bandwidth / a copy's"]  # fmt: skip
+               "measured", "base, of a copy's bandwidth"]  # fmt: skip
     if rows:
         section.tables.append(Table("Milliseconds per round, and the speedup they explain", columns, rows, 2))
     return section

@@ -110,7 +110,7 @@ def approval(best: Result, ours: Sequence[Result]) -> Verdict:
     share = best["baseline_bandwidth"]["share_of_copy"]
     if share is not None and share < LOW_BANDWIDTH:
         cautions.append(
-            f"The baseline reads memory at {share:.0%} of what a copy reaches here, so its time goes elsewhere "
+            f"The baseline reads memory at {share:.1%} of what a copy reaches here, so its time goes elsewhere "
             "(launching, Python, arithmetic): over a faster engine the speedup may be another."
         )
     headline = f"Deploy {label(best)}"

@@ -252,7 +252,7 @@ def test_the_verdict_warns_of_few_prompts_and_of_a_slow_baseline():
     few = verdict([result(num_prompts=5)]).cautions
     assert any("Only 5 prompts were timed" in one for one in few)
     idle = verdict([result(baseline_bandwidth={"gigabytes_per_second": 0.1, "share_of_copy": 0.01})]).cautions
-    assert any("1% of what a copy reaches" in one for one in idle)
+    assert any("1.0% of what a copy reaches" in one for one in idle)
     assert verdict([result()]).cautions == []
 
 
