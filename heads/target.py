@@ -151,6 +151,11 @@ class Target:
                 return frozenset(eos if isinstance(eos, list) else [eos])
         return frozenset()
 
+    @property
+    def can_decode(self) -> bool:
+        """Whether rejected drafts can be taken back: not where layers keep a recurrent state."""
+        return "linear_attention" not in (getattr(self.config, "layer_types", None) or [])
+
     def to(self, device: str | torch.device) -> "Target":
         """Move the weights, where they are not spread over devices already; returns itself."""
         if not self.is_spread:
@@ -162,11 +167,11 @@ class Target:
 
         Raises: BadInput where layers keep a recurrent state, from which a rejected draft could not be taken back.
         """
-        kinds = getattr(self.config, "layer_types", None) or []
-        if "linear_attention" in kinds:
+        if not self.can_decode:
+            number = self.config.layer_types.index("linear_attention")
             raise BadInput(
-                f"target {self.name}: layer {kinds.index('linear_attention')} is linear_attention: its state "
-                "cannot forget rejected drafts, so this target can be trained on, but not decoded"
+                f"target {self.name}: layer {number} is linear_attention: its state cannot forget rejected drafts, "
+                "so this target can be trained on, but not decoded"
             )
         return SlotCache(num_layers=self.num_layers, max_length=max_length)
 

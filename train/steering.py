@@ -36,10 +36,9 @@ class Validation:
         rank, num_ranks = accelerator.process_index, accelerator.num_processes
         self.config, self.backend, self.target = config, backend, target
         self.rows = rows[rank::num_ranks]
-        room = max(target.max_positions - config.decode_tokens, 0)
-        prompts = [prompt_of(row.sample)[-room:] for row in rows] if room else []
-        self.prompts = prompts[: config.decode_prompts][rank::num_ranks]
-        self.num_prompts = len(prompts[: config.decode_prompts])
+        room = max(target.max_positions - config.decode_tokens, 0) if target.can_decode else 0
+        prompts = [prompt_of(row.sample)[-room:] for row in rows[: config.decode_prompts]] if room else []
+        self.prompts, self.num_prompts = prompts[rank::num_ranks], len(prompts)
         self.num_draft = min(backend.head.num_depths, backend.head.default_draft_tokens)
 
     @torch.no_grad()

@@ -56,8 +56,11 @@ def test_a_head_that_drafts_from_something_else_shows(validated, monkeypatch):
     assert decoded["acceptance_length"] < 1.1 < 1.2 < decoded["taught"]["acceptance_length"]
 
 
-def test_decoding_can_be_left_out(validated):
+def test_decoding_can_be_left_out_and_is_where_a_target_cannot(validated, monkeypatch):
     _, validations = validated("medusa", "a", "train.decode_prompts=0")
+    assert [step for step, _ in validations] == [10, 20, 30] and "decoded" not in validations[0][1]
+    monkeypatch.setattr(Target, "can_decode", False)
+    _, validations = validated("medusa", "b")
     assert [step for step, _ in validations] == [10, 20, 30] and "decoded" not in validations[0][1]
 
 
