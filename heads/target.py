@@ -85,10 +85,11 @@ class Target:
         path, wanted = found_path(path), torch_dtype(dtype)
         how: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
         config = read_model_config(path, **how)
+        how["use_safetensors"] = True
         if device_map is not None and isinstance(wanted, torch.dtype) and wanted != config.get_text_config().dtype:
             raise BadInput(f"target.dtype {dtype}: with target.device_map weights stay as stored: leave it at auto")
         try:
-            with quiet_loading():
+            with quiet_loading():  # from safetensors alone: pickles can run code
                 # as stored, so that the fingerprint is of the stored values, whatever dtype the run asks for
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
                     path, config=config, dtype="auto", output_loading_info=True, device_map=device_map, **how

@@ -1,6 +1,8 @@
 """What heads read of a target is what Hugging Face computes, in every family, cached or not, however it is stored."""
 
 import json
+import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -290,3 +292,36 @@ def test_a_target_spread_over_devices_is_the_same_target(spread, saved_target):
 def test_a_spread_target_stays_as_stored(saved_target):
     told = message(Target.load, saved_target, dtype="bfloat16", device_map="auto")
     assert told == "target.dtype bfloat16: with target.device_map weights stay as stored: leave it at auto"
+
+
+# What it never runs
+
+
+class Planted:
+    """Unpickled, it leaves a file behind."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_weights_in_a_pickle_are_refused_unread(saved_target, tmp_path):
+    shutil.copytree(saved_target, tmp_path / "target")
+    (tmp_path / "target" / "model.safetensors").unlink()
+    (tmp_path / "target" / "pytorch_model.bin").write_bytes(pickle.dumps(Planted(tmp_path / "ran")))
+    assert "model.safetensors" in message(Target.load, tmp_path / "target")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_code_in_a_models_folder_runs_only_where_it_is_trusted(saved_target, tmp_path, monkeypatch):
+    folder = tmp_path / "target"
+    shutil.copytree(saved_target, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "planted", "auto_map": {"AutoConfig": "planted.Planted"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "planted.py").write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).touch()\n")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked instead of refused"))
+    message(Target.load, folder)
+    assert not (tmp_path / "ran").exists()

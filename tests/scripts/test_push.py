@@ -11,6 +11,8 @@ import pytest
 import torch
 import yaml
 from headstart.configs.errors import BadInput
+from headstart.eval.measure import MeasureConfig, measure
+from headstart.eval.suites import Suite
 from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.export.check import check_folder
 from headstart.heads.imports import import_head
@@ -179,6 +181,11 @@ def test_what_is_pushed_is_loaded_as_the_same_head(hub, run, tmp_path, saved_tar
     assert all(torch.equal(value, ours.state_dict()[name]) for name, value in head.state_dict().items())
     [snapshot] = (tmp_path / "cache").glob("models--me--mine/snapshots/*")
     assert check_folder(snapshot).problems == []
+    suite, config = Suite("two", [[1, 5, 9], [1, 30, 31]]), MeasureConfig(max_new_tokens=12, num_repeats=1)
+    heads = [load_head(name, target) for name in ("me/mine", run / "final")]
+    reports = [measure(target, head, suite, config, name="eagle3")[0] for head in heads]
+    for key in ("num_rounds", "num_committed", "acceptance_rate", "teacher_forced_acceptance_length", "lossless"):
+        assert reports[0][key] == reports[1][key], key
 
 
 def test_the_card_says_what_counts(hub, run, tmp_path):

@@ -14,6 +14,7 @@ from headstart.eval.engine import Engine
 from headstart.eval.generate import decode, generate
 from headstart.eval.stopping import Stop
 from headstart.eval.verify import Sampling
+from headstart.heads.export.check import check_folder
 from headstart.heads.export.write import export_head
 from headstart.heads.registry import load_head
 from headstart.heads.target import Target
@@ -97,6 +98,7 @@ def served(python: str, world: World, tmp_path_factory: pytest.TempPathFactory) 
     for i, (name, (kind, config, method, num_draft)) in enumerate(HEADS.items()):
         folder, _ = world[kind]
         export_head(trained(folder, f"run{i}", config), folder / f"head{i}", to="vllm")
+        assert check_folder(folder / f"head{i}").problems == []
         where = "within" if method == "mtp" else "model"
         speculation = {"method": method, where: str(folder / f"head{i}"), "num_speculative_tokens": num_draft}
         job[kind]["heads"][name] = speculation
