@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 # queries whose scores exist at a time: the fewer, the more of what causality hides is skipped
-QUERY_BLOCK = {"cpu": 64}
+QUERY_BLOCK = {"cpu": 32}
 QUERY_BLOCK_ELSEWHERE = 512
 
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

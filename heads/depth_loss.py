@@ -168,7 +168,10 @@ class Pass:
             if grads is None:
                 values = mix_of(one)
             elif all(name in CLOSED for name in one.spec.mix):
-                values, grads[here] = closed_mix(one, best, scale)
+                in_place = grads[here] if grads.dtype == scores.dtype else None
+                values, of_logits = closed_mix(one, best, scale, out=in_place)
+                if in_place is None:
+                    grads[here] = of_logits
             else:
                 values, grads[here], of_state = self._differentiate(one, scale)
                 if of_state is not None:
@@ -256,10 +259,10 @@ class Best:
 CLOSED = ("hard_ce", "hard_gce", "greedy_gce", "soft_ce", "kl")
 
 
-def closed_mix(rows: Rows, best: Best, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The mix [n] of losses of CLOSED, as `LOSSES` has them, and scale times its gradients [n, Vd]."""
+def closed_mix(rows: Rows, best: Best, scale: Tensor, *, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The mix [n] of losses of CLOSED, as `LOSSES` has them, and scale times its gradients [n, Vd], in `out` if given."""
     logits, mix = rows.draft_logits, rows.spec.mix
-    grads = torch.softmax(logits, -1)
+    grads = torch.softmax(logits, -1, out=out)
     normaliser = best.scores - grads.gather(-1, best.ids[:, :1])[:, 0].log()  # [n] log of the sum of exp(logits)
     values = torch.zeros_like(normaliser)
     of_probs, ones = torch.zeros_like(normaliser), []  # [n] times draft_probs; what goes off at single tokens

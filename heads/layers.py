@@ -24,7 +24,37 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.eps).to(x.dtype)
+        weight = self.weight.float()
+        if x.device.type == "cpu" and torch.is_grad_enabled():
+            out: Tensor = Normalise.apply(x.float(), weight, self.eps)  # pyright: ignore[reportAssignmentType]
+            return out.to(x.dtype)
+        return F.rms_norm(x.float(), x.shape[-1:], weight, self.eps).to(x.dtype)
+
+
+class Normalise(torch.autograd.Function):
+    """x / rms(x) * weight in fp32 for training on a CPU, where torch has no kernel of its own for it: autograd takes
+    twice the passes over x and keeps its inner results."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        return (x * inverse).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, inverse = ctx.saved_tensors
+        size = x.shape[-1]
+        flat_grad, flat, inverse = grad.reshape(-1, size), x.reshape(-1, size), inverse.view(-1, 1)
+        for_x, for_weight = None, None
+        with torch.autocast("cpu", enabled=False):  # the loss takes gradients within its own
+            product = flat_grad * flat  # [n, D]
+            if ctx.needs_input_grad[1]:
+                for_weight = (inverse.T @ product)[0]
+            if ctx.needs_input_grad[0]:
+                along = (product @ weight)[:, None] * inverse.pow(3) / size  # [n, 1] what goes off along x
+                for_x = torch.mul(flat_grad, weight, out=product).mul_(inverse).addcmul_(flat, along, value=-1)
+        return None if for_x is None else for_x.view_as(x), for_weight, None
 
 
 class Rotary:
