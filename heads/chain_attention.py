@@ -73,12 +73,14 @@ class ChainAttention(torch.autograd.Function):
         parts = [shared_forward(block, query, key, value, mask, scale=scale) for block in blocks]
         out, lse = (torch.cat(part, 2) for part in zip(*parts, strict=True))  # [B, N, Q, H], [B, N, Q] fp32
         if own:
-            scores = [own_scores(query, keys, scale) for keys in own[::2]]  # [B, N, Q] each
+            num_kv_heads = key.shape[1]
+            queries, lse = by_channel(query, num_kv_heads), lse.unflatten(1, (num_kv_heads, -1))
+            scores = [own_scores(queries, by_channel(keys), scale) for keys in own[::2]]  # [B, Nkv, G, Q] each
             merged = torch.logsumexp(torch.stack([lse, *scores]), 0)
-            out = out * (lse - merged).exp()[..., None]
+            mixed = by_channel(out, num_kv_heads) * (lse - merged).exp()[..., None, :]  # [B, Nkv, G, H, Q]
             for score, values in zip(scores, own[1::2], strict=True):
-                out += grouped(values, out.shape[1]) * (score - merged).exp()[..., None]
-            lse, out = merged, out.to(query.dtype)
+                mixed += by_channel(values) * (score - merged).exp()[..., None, :]
+            lse, out = merged.flatten(1, 2), mixed.flatten(1, 2).transpose(-1, -2).to(query.dtype).contiguous()
         ctx.save_for_backward(mask, query, key, value, out, lse, *own)
         ctx.scale, ctx.blocks = scale, blocks
         return out
@@ -96,29 +98,37 @@ class ChainAttention(torch.autograd.Function):
             grad_value[:, :, : block.extent] += for_value
         grads: list[Tensor] = []
         if own:
-            delta = (grad.float() * out).sum(-1)  # [B, N, Q]
-        for keys, values in zip(own[::2], own[1::2], strict=True):
-            weights = (own_scores(query, keys, ctx.scale) - lse).exp()  # [B, N, Q]
-            scores = weights * ((grouped(values, grad.shape[1]) * grad).float().sum(-1) - delta) * ctx.scale
-            grad_query += (scores[..., None] * grouped(keys, query.shape[1])).to(query.dtype)
-            grads += [over_groups(scores[..., None] * query, keys), over_groups(weights[..., None] * grad, values)]
+            num_kv_heads = key.shape[1]
+            queries, grad, out = (by_channel(x, num_kv_heads) for x in (query, grad, out))  # [B, Nkv, G, H, Q]
+            lse, delta = lse.unflatten(1, (num_kv_heads, -1)), (grad.float() * out).sum(-2)  # [B, Nkv, G, Q]
+            for_query = torch.zeros_like(queries, dtype=torch.float32)
+            for keys, values in zip(own[::2], own[1::2], strict=True):
+                keys, values = by_channel(keys), by_channel(values)
+                weights = (own_scores(queries, keys, ctx.scale) - lse).exp()  # [B, Nkv, G, Q]
+                scores = weights * ((values * grad).float().sum(-2) - delta) * ctx.scale
+                for_query += scores[..., None, :] * keys
+                for one, weight in ((queries, scores), (grad, weights)):
+                    grads.append((weight[..., None, :] * one).sum(2).transpose(-1, -2).to(query.dtype))
+            grad_query += for_query.flatten(1, 2).transpose(-1, -2).to(query.dtype)
         return None, None, None, grad_query, grad_key, grad_value, *grads
 
 
-def grouped(shared: Tensor, num_heads: int) -> Tensor:
-    """[B, Nkv, Q, H] as seen by num_heads query heads, [B, N, Q, H]."""
-    groups = num_heads // shared.shape[1]
-    return shared if groups == 1 else shared.repeat_interleave(groups, 1)
+def laid_out(drafted: Tensor) -> Tensor:
+    """The same [B, Nkv, Q, H] with its chains side by side in memory, as `by_channel` reads it without a copy."""
+    return drafted.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
-def over_groups(per_head: Tensor, like: Tensor) -> Tensor:
-    """[B, N, Q, H] -> [B, Nkv, Q, H] as `like`: the sum over query heads that share a key head."""
-    return per_head.unflatten(1, (like.shape[1], -1)).sum(2).to(like.dtype)
+def by_channel(x: Tensor, num_kv_heads: int | None = None) -> Tensor:
+    """[B, N, Q, H] -> [B, Nkv, G, H, Q]: what is done per query to few channels runs over many queries at a time.
+
+    Args: num_kv_heads: Nkv; None: N, of own keys and values, which G query heads share.
+    """
+    return x.transpose(-1, -2).contiguous().unflatten(1, (num_kv_heads or x.shape[1], -1))
 
 
-def own_scores(query: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """[B, N, Q] fp32 scores of each query [B, N, Q, H] with its own key [B, Nkv, Q, H]."""
-    return (query * grouped(keys, query.shape[1])).float().sum(-1) * scale
+def own_scores(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """[B, Nkv, G, Q] fp32 scores of each query [B, Nkv, G, H, Q] with its own key [B, Nkv, 1, H, Q]."""
+    return (queries * keys).float().sum(-2) * scale
 
 
 def shared_forward(

@@ -18,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from ..configs.errors import BadInput, first_line
 from .attention import grouped_attention
 from .cache import visibility_mask
-from .chain_attention import Block, attend_chains, blocks_of
+from .chain_attention import Block, attend_chains, blocks_of, laid_out
 from .target import Target
 
 NAME = "headstart_chains"
@@ -36,7 +36,7 @@ class ChainKeys:
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """All keys and values in a row, [B, Nkv, T + depths * S, H]: a layer may still have to expand them."""
-        self.written.append((keys, values))
+        self.written.append((laid_out(keys), laid_out(values)) if self.written else (keys, values))
         self.joined, values = (torch.cat(part, 2) for part in zip(*self.seen, strict=True))
         return self.joined, values
 

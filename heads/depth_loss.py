@@ -260,7 +260,7 @@ CLOSED = ("hard_ce", "hard_gce", "greedy_gce", "soft_ce", "kl")
 
 
 def closed_mix(rows: Rows, best: Best, scale: Tensor, *, out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The mix [n] of losses of CLOSED, as `LOSSES` has them, and scale times its gradients [n, Vd], in `out` if given."""
+    """The mix [n] of losses of CLOSED, as `LOSSES` has them, and scale times its gradients [n, Vd]; out: where to."""
     logits, mix = rows.draft_logits, rows.spec.mix
     grads = torch.softmax(logits, -1, out=out)
     normaliser = best.scores - grads.gather(-1, best.ids[:, :1])[:, 0].log()  # [n] log of the sum of exp(logits)

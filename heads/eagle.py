@@ -159,7 +159,7 @@ class EagleHead(DraftHead):
         """[B, S, D] through all layers: [B, S, D], and each layer's keys and values of it where it is drafted."""
         for layer, context in zip(self._layers, contexts, strict=True):
             if is_drafted:
-                context.drafted.append(layer.keys_values(hidden, rotary))
+                context.draft(*layer.keys_values(hidden, rotary))
             hidden = layer(hidden, rotary, context)
         return hidden, [context.drafted[-1] for context in contexts if is_drafted]
 

@@ -194,7 +194,7 @@ class Eagle3Head(DraftHead):
         """A depth of chains behind the first: tokens [B, S] beside the last one's hidden [B, S, D]."""
         hidden = self._fed_back(hidden)
         x = self._read(tokens, hidden)
-        contexts[0].drafted.append(self._first.self_attn.keys_values(x, rotary))
+        contexts[0].draft(*self._first.self_attn.keys_values(x, rotary))
         return self._step(hidden, x, rotary, contexts)
 
     def _step(self, hidden: Tensor, x: Tensor, rotary: tuple[Tensor, Tensor], contexts: list[Context]) -> Any:
@@ -202,7 +202,7 @@ class Eagle3Head(DraftHead):
         hidden = self._first(x, hidden, rotary, contexts[0])
         for layer, context in zip(self._more, contexts[1:], strict=True):
             if len(contexts[0].drafted) > len(context.drafted):
-                context.drafted.append(layer.keys_values(hidden, rotary))
+                context.draft(*layer.keys_values(hidden, rotary))
             hidden = layer(hidden, rotary, context)
         return hidden, [context.drafted[-1] for context in contexts if context.drafted]
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .base import Reading
 from .cache import SlotCache, tree_mask, visibility_mask
-from .chain_attention import Block, attend_chains
+from .chain_attention import Block, attend_chains, laid_out
 from .layers import Attention
 
 
@@ -32,6 +32,10 @@ class Context:
     mask: Tensor
     blocks: Sequence[Block] | None = None
     drafted: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def draft(self, keys: Tensor, values: Tensor) -> None:
+        """A depth's own keys and values [B, Nkv, Q, H]."""
+        self.drafted.append((laid_out(keys), laid_out(values)))
 
 
 def attend(attention: Attention, x: Tensor, rotary: tuple[Tensor, Tensor], context: Context) -> Tensor:
