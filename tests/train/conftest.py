@@ -65,6 +65,7 @@ class Launching:
     def write(self, folder: Path, *, batch_size: int) -> Path:
         """The config of a run into `folder`, beside it."""
         train = {"max_steps": 20, "warmup_steps": 2, "learning_rate": 3e-3, "device": "cpu", "validate_every": 8}
+        train |= {"decode_tokens": 12}
         config = {
             "target": {"path": str(self.world / "target")},
             "head": {"type": "eagle3", "num_depths": 3},

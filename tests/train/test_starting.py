@@ -140,7 +140,7 @@ def test_what_cannot_be_gone_on_from_is_refused(overrides, problem, run, tmp_pat
 
 @pytest.mark.parametrize("how", [MEDUSA2, ALL_MEDUSA2], ids=["distilled", "on the data"])
 def test_medusa_2_resumes_exactly(how, run, world):
-    how = (*how, "train.validate_every=2", f"data.validation={world / 'rows.jsonl'}")
+    how = (*how, "train.validate_every=2", "train.decode_tokens=8", f"data.validation={world / 'rows.jsonl'}")
     whole = run("medusa", "whole", *how)
     run("medusa", "half", *how, "train.stop_at_step=3")
     assert same(run("medusa", "half", *how), whole)

@@ -23,6 +23,7 @@ def validated(run, world):
 
     def start(head_type, name, *overrides):
         how = ["train.max_steps=30", "train.batch_size=6", "train.learning_rate=1e-2", "train.validate_every=10"]
+        how += ["train.decode_tokens=24"]
         folder = run(head_type, name, *how, f"data.validation={world / 'rows.jsonl'}", *overrides)
         rows = read_rows(folder / "metrics.jsonl")
         return folder, [(row["step"], row["validation"]) for row in rows if "validation" in row]

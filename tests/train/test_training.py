@@ -59,7 +59,8 @@ def test_the_same_seed_gives_the_same_losses(head_type, run):
 @pytest.mark.parametrize("every", [0, 2], ids=["at the stop", "every two steps"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_an_interrupted_run_goes_on_exactly(every, optimizer, head_type, run, world):
-    how = (f"data.validation={world / 'rows.jsonl'}", "train.validate_every=2", f"train.optimizer={optimizer}")
+    how = (f"data.validation={world / 'rows.jsonl'}", "train.validate_every=2", "train.decode_tokens=8")
+    how += (f"train.optimizer={optimizer}",)
     whole = run(head_type, "whole", *how)
     again = (*how, f"train.checkpoint_every={every}")
     half = run(head_type, "half", *again, "train.stop_at_step=3")
@@ -140,7 +141,8 @@ def test_a_seed_past_many_epochs_keeps_going(run):
 
 def test_training_on_the_targets_own_text_raises_the_acceptance_length(head_type, run, world):
     how = ["train.max_steps=30", "train.batch_size=6", "train.learning_rate=1e-2", "train.validate_every=10"]
-    folder = run(head_type, "a", *how, f"data.validation={world / 'rows.jsonl'}")
+    how += ["train.decode_tokens=8", f"data.validation={world / 'rows.jsonl'}"]
+    folder = run(head_type, "a", *how)
     validated = [row for row in figures(folder) if "validation" in row]
     assert [row["step"] for row in validated] == [10, 20, 30]
     lengths = [row["validation"]["acceptance_length"] for row in validated]
