@@ -269,6 +269,19 @@ def test_exported_and_imported_is_exported_alike(saved_target, tmp_path, family,
         torch.testing.assert_close(first_draft(loaded, target)[0], first_draft(ours.eval(), target)[0])
 
 
+@pytest.mark.parametrize("to", WRITERS["mtp"])
+def test_modules_stitched_into_their_target_are_stitched_alike_again(tiny_model, tmp_path, to):
+    tiny_model("qwen2").save_pretrained(tmp_path / "target")
+    (tmp_path / "target" / "tokenizer.json").write_text("{}")
+    target = Target.load(tmp_path / "target")
+    save_head(build_head(head_class("mtp").config_class(layout="mimo", num_depths=1), target), tmp_path / "head")
+    export_head(tmp_path / "head", tmp_path / "one", to=to)
+    save_head(import_head(tmp_path / "one", target), tmp_path / "again")
+    export_head(tmp_path / "again", tmp_path / "two", to=to)
+    for path in (path for path in (tmp_path / "one").rglob("*") if path.is_file()):
+        assert path.read_bytes() == (tmp_path / "two" / path.relative_to(tmp_path / "one")).read_bytes(), path
+
+
 @pytest.mark.parametrize("config", [{**VLLM, "rope_theta": 7.0}, speculators()], ids=["rotation", "residual"])
 def test_what_others_made_otherwise_is_saved_and_exported_so(published, target, tmp_path, config):
     head = load_head(published({**EAGLE3, **config}, eagle3_tensors("layers.0")), target)
