@@ -274,7 +274,8 @@ def test_modules_stitched_into_their_target_are_stitched_alike_again(tiny_model,
     tiny_model("qwen2").save_pretrained(tmp_path / "target")
     (tmp_path / "target" / "tokenizer.json").write_text("{}")
     target = Target.load(tmp_path / "target")
-    save_head(build_head(head_class("mtp").config_class(layout="mimo", num_depths=1), target), tmp_path / "head")
+    options = {"layout": "mimo", "num_depths": 1}
+    save_head(build_head(head_class("mtp").config_class(**options), target), tmp_path / "head")
     export_head(tmp_path / "head", tmp_path / "one", to=to)
     save_head(import_head(tmp_path / "one", target), tmp_path / "again")
     export_head(tmp_path / "again", tmp_path / "two", to=to)
