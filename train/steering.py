@@ -97,6 +97,7 @@ def prompt_of(sample: Sample) -> list[int]:
 
 
 def described(counted: Acceptance) -> dict[str, Any]:
+    """A metrics row's figures of these counts: tokens per target forward, and the rate at each draft position."""
     return {
         "num_rounds": counted.num_rounds,
         "acceptance_length": round(counted.length, 4) if counted.length else None,
