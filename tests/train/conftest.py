@@ -106,8 +106,9 @@ class Launching:
     def ask(self, *message: Any) -> int:
         if self.server is None:
             line = [sys.executable, str(Path(__file__).with_name("ranks.py"))]
+            env = {**os.environ, "OMP_NUM_THREADS": "1"}  # what a fork sets comes too late: OpenMP read it at import
             self.server = subprocess.Popen(
-                line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+                line, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
             )
         assert self.server.stdin and self.server.stdout
         self.server.stdin.write(json.dumps(message) + "\n")
