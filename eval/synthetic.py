@@ -31,8 +31,9 @@ class SyntheticDrafter:
     """Drafts the target's own next tokens, draft position k with probability rates[k], else a wrong one.
 
     The engine verifies them as it does any draft, so the text stays the target's, and acceptance_rate[k] comes out as
-    rates[k] (rates' last one, beyond them). Greedy decoding of the given prompts only. With `inner`, an untrained head
-    say, that drafter drafts too, and its time counts; what it drafts is not used.
+    rates[k] (rates' last one, beyond them). That holds in greedy decoding of the given prompts; behind others, which
+    are good for timing only, drafts are arbitrary. With `inner`, an untrained head say, that drafter drafts too, and
+    its time counts; what it drafts is not used.
     """
 
     feature_layers: tuple[int, ...] = ()
@@ -87,7 +88,5 @@ class SyntheticDrafter:
 
     def _recall(self, texts: Tensor, read: Reading) -> None:
         for row, (ids, length) in enumerate(zip(read.tokens.tolist(), read.num_valid.tolist(), strict=True)):
-            text = self.texts.get(tuple(ids[:length]))
-            if text is None:
-                raise BadInput("a synthetic acceptance knows the prompts it was made for, and was given another")
-            texts[row, : len(text)] = torch.tensor(text, device=self.device)
+            text = self.texts.get(tuple(ids[:length]), [])
+            texts[row] = torch.tensor([*text, *[0] * (texts.shape[1] - len(text))], device=self.device)

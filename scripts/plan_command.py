@@ -29,8 +29,12 @@ def plan(
     synthetic_acceptance: Annotated[
         str,
         typer.Option(
-            help="Instead of a head: 0.8,0.6,0.5, the rates of draft positions. Drafting itself costs nothing."
+            help="Instead of a head: 0.8,0.6,0.5, the rates of draft positions. Drafting is free, see --head-type."
         ),
+    ] = "",
+    head_type: Annotated[
+        str,
+        typer.Option(help="With synthetic rates: an untrained head of this family drafts too, which costs time."),
     ] = "",
     num_draft_tokens: Annotated[
         list[int] | None, typer.Option(help="A K to consider. Repeatable. [default: 1 to 8]", min=1)
@@ -75,7 +79,7 @@ def plan(
     from ..heads.loading import default_device
     from ..heads.target import Target
 
-    rates = check_choices(head, drafter, synthetic_acceptance)
+    rates = check_choices(head, drafter, synthetic_acceptance, head_type)
     check_output(output)
     config = PlanConfig(
         measure=MeasureConfig(max_new_tokens=max_new_tokens, temperature=temperature, num_repeats=repeats),
@@ -90,17 +94,25 @@ def plan(
     config.measure.steps = "eager" if device == "cpu" else "graph"
     loaded = Target.load(target, dtype=dtype or ("float32" if device == "cpu" else "auto"), device=device)
     suite = load_suite(prompts, loaded, max_new_tokens=max_new_tokens, limit=limit)
-    name, chosen = the_drafter(loaded, suite, head, drafter, rates, max_new_tokens=max_new_tokens)
+    name, chosen = the_drafter(
+        loaded, f"head:{head}" if head else drafter, suite, rates, head_type, max_new_tokens=max_new_tokens
+    )
     planned, times = Planner(loaded, chosen, suite, config, name, bar=progress).plan()
     write(loaded, planned, times, output)
     show(planned, Console())
     print(f"written to {output / 'plan.json'}")
 
 
-def check_choices(head: str, drafter: str, synthetic_acceptance: str) -> list[float]:
-    """Synthetic rates, empty where a drafter is given. Raises BadInput unless exactly one of the three is."""
+def check_choices(head: str, drafter: str, synthetic_acceptance: str, head_type: str) -> list[float]:
+    """Synthetic rates, empty where a drafter is given. Raises BadInput unless exactly one of the first three is."""
+    from ..heads.registry import HEADS
+
     if sum(map(bool, (head, drafter, synthetic_acceptance))) != 1:
         raise BadInput("give one of --head, --drafter and --synthetic-acceptance")
+    if head_type and not synthetic_acceptance:
+        raise BadInput(f"--head-type {head_type}: goes with --synthetic-acceptance")
+    if head_type and head_type not in HEADS:
+        raise BadInput(f"--head-type {head_type}: expected one of {', '.join(HEADS)}")
     try:
         return [float(rate) for rate in synthetic_acceptance.split(",")] if synthetic_acceptance else []
     except ValueError as error:
@@ -108,16 +120,20 @@ def check_choices(head: str, drafter: str, synthetic_acceptance: str) -> list[fl
 
 
 def the_drafter(
-    target: "Target", suite: "Suite", head: str, drafter: str, rates: list[float], *, max_new_tokens: int
+    target: "Target", spec: str, suite: "Suite", rates: list[float], head_type: str, *, max_new_tokens: int
 ) -> "tuple[str, Drafter]":
-    """What to plan for, and its name."""
+    """What to plan for, and its name: as `headstart eval` takes it, or drafts that are right at the given rates."""
     from ..eval.drafters import build_drafter
     from ..eval.synthetic import SyntheticDrafter
+    from ..heads.registry import HEADS, build_head
 
-    if rates:
-        drafts = SyntheticDrafter(target, suite.prompts, rates, max_new_tokens=max_new_tokens)
-        return f"synthetic {','.join(f'{rate:g}' for rate in rates)}", drafts
-    return build_drafter(f"head:{head}" if head else drafter, target)
+    if not rates:
+        return build_drafter(spec, target)
+    inner = None
+    if head_type:
+        inner = build_head(HEADS[head_type].config_class(type=head_type), target).to(target.dtype).eval()
+    name = f"synthetic {','.join(f'{rate:g}' for rate in rates)}" + f" like {head_type}" * bool(head_type)
+    return name, SyntheticDrafter(target, suite.prompts, rates, max_new_tokens=max_new_tokens, inner=inner)
 
 
 def write(target: "Target", planned: dict[str, Any], times: "list[StepTime]", output: Path) -> None:

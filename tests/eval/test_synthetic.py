@@ -36,10 +36,13 @@ def test_certain_drafts_are_all_accepted_and_impossible_ones_never(target):
         assert acceptance(text.rounds, num_draft_tokens=4).length == length
 
 
-def test_unknown_prompts_and_rates_outside_are_refused(target):
-    drafter = SyntheticDrafter(target, PROMPTS[:1], [0.5], max_new_tokens=8)
-    with pytest.raises(BadInput, match="was given another"):
-        generate(target, drafter, PROMPTS[1], max_new_tokens=8)
+def test_other_prompts_are_decoded_losslessly_too(target):
+    drafter = SyntheticDrafter(target, PROMPTS[:1], [1.0], max_new_tokens=20)
+    text = generate(target, drafter, PROMPTS[1:3], max_new_tokens=20)
+    assert text.token_ids == generate(target, None, PROMPTS[1:3], max_new_tokens=20).token_ids
+
+
+def test_rates_outside_are_refused(target):
     for wrong in ([], [1.2], [0.5, -0.1]):
         with pytest.raises(BadInput, match="expected one or more between 0 and 1"):
             SyntheticDrafter(target, PROMPTS[:1], wrong, max_new_tokens=8)
