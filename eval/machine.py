@@ -135,6 +135,7 @@ class MachineTimes:
             draft_ms=share * forward(batch_size, 0.0),
             verify_ms=forward(batch_size * num_tokens, batch_size * context),
             overhead_ms=machine.overhead_ms,
+            prefill_ms=forward(batch_size * context, 0.0),
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from ..configs.errors import BadInput
 from ..heads.base import Drafter
 from ..heads.target import Target
+from .load import load_curve
 from .machine import Machine, times_on
 from .measure import MeasureConfig, measure
 from .prediction import (
@@ -93,6 +94,7 @@ class Planner:
         if machine is None:
             self.check(accepted, cells, advice)
         furthest = FURTHEST if machine else max(config.batch_sizes)
+        ranges = schedule(accepted, times, max_batch_size=furthest, context=self.workload.context)
         document = {
             "schema_version": SCHEMA_VERSION,
             "drafter": self.name,
@@ -106,7 +108,15 @@ class Planner:
             "cells": cells,
             "check": errors(cells),
             "recommendation": advice,
-            "vllm_schedule": schedule(accepted, times, max_batch_size=furthest, context=self.workload.context),
+            "load": load_curve(
+                accepted,
+                self.workload,
+                times,
+                fixed=advice[0]["setting"],
+                schedule=ranges,
+                max_batch_size=furthest,
+            ),
+            "vllm_schedule": ranges,
             "sglang_flags": for_sglang(accepted, cells, getattr(getattr(self.drafter, "config", None), "type", "")),
         }
         return document, measured

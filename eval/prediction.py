@@ -31,12 +31,21 @@ class StepTimes(Protocol):
 
 @dataclass(frozen=True)
 class Accepted:
-    """What a workload's texts accept of a setting. rounds, tokens: of each prompt; tokens with the prefill's one."""
+    """What a workload's texts accept of a setting. emitted: of each prompt, the tokens that each of its rounds gave."""
 
     setting: Setting
     counted: Acceptance
-    rounds: list[int]
-    tokens: list[int]
+    emitted: list[list[int]]
+
+    @property
+    def rounds(self) -> list[int]:
+        """Rounds of each prompt, the prefill left out."""
+        return [len(row) for row in self.emitted]
+
+    @property
+    def tokens(self) -> list[int]:
+        """New tokens of each prompt, the prefill's one included."""
+        return [1 + sum(row) for row in self.emitted]
 
     @property
     def length(self) -> float:
@@ -88,8 +97,7 @@ def accepted_by(
         run = runner(target, drafter, prompts, with_setting(config, setting))
         runs = [run(prompts[i : i + size], drafter, config.seed) for i in range(0, len(prompts), size)]
         counted = acceptance((one for text in runs for one in text.rounds), num_draft_tokens=setting.num_draft_tokens)
-        rounds = [count for text in runs for count in rounds_by_row(text)]
-        found.append(Accepted(setting, counted, rounds, [len(row) for text in runs for row in text.token_ids]))
+        found.append(Accepted(setting, counted, [row for text in runs for row in emitted_by_row(text)]))
         on_setting()
     return found
 
@@ -101,10 +109,12 @@ def with_setting(config: MeasureConfig, setting: Setting) -> MeasureConfig:
     return MeasureConfig(**{**vars(config), **changes})
 
 
-def rounds_by_row(text: Generation) -> list[int]:
-    """How many rounds each row of a batch took, the prefill left out."""
-    active = [[num > 0 for num in one.num_committed] for one in text.rounds[1:]]
-    return [sum(row) for row in zip(*active, strict=True)] if active else [0] * len(text.token_ids)
+def emitted_by_row(text: Generation) -> list[list[int]]:
+    """The tokens that each row's rounds gave until it ended, the prefill left out."""
+    return [
+        [one.num_emitted[row] for one in text.rounds[1:] if one.num_committed[row]]
+        for row in range(len(text.token_ids))
+    ]
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,14 @@ from .verify import Sampling
 NUM_ROUNDS = 8  # timed per cell and pass
 NUM_PASSES = 3  # over all cells, in alternating order, so that a machine whose speed drifts slows all alike
 
+PARTS = ("draft_ms", "verify_ms", "overhead_ms", "reading_ms", "prefill_ms")
+
 
 @dataclass(frozen=True)
 class StepTime:
     """A round's parts in milliseconds, medians. setting: None for the baseline. num_tokens: the target reads per row.
 
-    reading_ms: what the drafter takes to read the prompts, once per batch of texts.
+    prefill_ms: what the target takes to read the prompts, and reading_ms the drafter, once per batch of texts.
     """
 
     setting: str | None
@@ -36,6 +38,7 @@ class StepTime:
     verify_ms: float
     overhead_ms: float
     reading_ms: float = 0.0
+    prefill_ms: float = 0.0
 
     @property
     def round_ms(self) -> float:
@@ -129,15 +132,13 @@ def one_pass(engine: Engine, rows: list[list[int]], setting: Setting | None, *, 
         verify_ms=verify,
         overhead_ms=max(whole - draft - verify, 0.0),
         reading_ms=max(1000 * rounds[1].seconds - whole, 0.0) if setting else 0.0,
+        prefill_ms=1000 * rounds[0].seconds,
     )
 
 
 def middle(passes: Sequence[StepTime]) -> StepTime:
     """The medians of several passes over one cell."""
-    parts = {
-        name: statistics.median(getattr(one, name) for one in passes)
-        for name in ("draft_ms", "verify_ms", "overhead_ms", "reading_ms")
-    }
+    parts = {name: statistics.median(getattr(one, name) for one in passes) for name in PARTS}
     return StepTime(**{**asdict(passes[0]), **parts})
 
 
@@ -154,10 +155,7 @@ class StepTable:
             known = [one for one in self.times if one.setting and one.num_tokens == one.num_draft_tokens + 1]
         if not known:
             raise BadInput(f"{setting.name if setting else 'baseline'}: no step time was measured")
-        parts = {
-            name: self._read(known, name, setting, batch_size, context)
-            for name in ("draft_ms", "verify_ms", "overhead_ms", "reading_ms")
-        }
+        parts = {name: self._read(known, name, setting, batch_size, context) for name in PARTS}
         num_tokens = 1 + (setting.num_drafted if setting else 0)
         num_draft = setting.num_draft_tokens if setting else 0
         name = setting.name if setting else None

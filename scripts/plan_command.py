@@ -179,6 +179,7 @@ def show(planned: dict[str, Any], console: Console) -> None:
             f"leave drafting off: the best, {one['setting']}, is {gain}" if one["off"] else f"{one['setting']}, {gain}"
         )
         console.print(f"{where}: {what}", highlight=False)
+    show_load(planned["load"], console)
     found = planned["check"]
     if found["num_cells"]:
         apart = f"median {found['median_error']:.1%}, at most {found['max_error']:.1%}"
@@ -189,6 +190,21 @@ def show(planned: dict[str, Any], console: Console) -> None:
         console.print(f"vLLM, in --speculative-config: {json.dumps(told)[1:-1]}", highlight=False, soft_wrap=True)
     if planned["sglang_flags"]:
         console.print(f"SGLang: {planned['sglang_flags']}", highlight=False, soft_wrap=True)
+
+
+def show_load(load: list[dict[str, Any]], console: Console) -> None:
+    """Throughput and what a user waits per token, by rate of arrival."""
+    names = list(dict.fromkeys(one["drafts"] for one in load))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("requests/s", justify="right")
+    for name in names:
+        table.add_column(f"{name}: tok/s, ms/token p50", justify="right")
+    for rate in dict.fromkeys(one["requests_per_second"] for one in load):
+        here = [one for one in load if one["requests_per_second"] == rate]
+        cells = [f"{one['tokens_per_second']:.0f}, {one['time_per_output_token_ms_p50']:.2f}" for one in here]
+        table.add_row(f"{rate:.2f}", *cells)
+    console.print("requests arriving at a rate, simulated from these step times:")
+    console.print(table)
 
 
 def in_cell(cell: dict[str, Any]) -> str:

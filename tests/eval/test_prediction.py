@@ -42,8 +42,11 @@ class Times:
 def accepted(length, per_round, *, tokens=(13, 13), tree=None, name=""):
     """A setting of which each round commits per_round tokens."""
     rounds = [round((new - 1) / per_round) for new in tokens]
+    emitted = [
+        [(new - 1) // num + (i < (new - 1) % num) for i in range(num)] for new, num in zip(tokens, rounds, strict=True)
+    ]
     counted = Acceptance(sum(rounds), round(sum(rounds) * per_round), [1] * length, [1] * length)
-    return Accepted(Setting(name or f"K {length}", length, tree), counted, rounds, list(tokens))
+    return Accepted(Setting(name or f"K {length}", length, tree), counted, emitted)
 
 
 def test_a_batch_lasts_as_long_as_its_slowest_row():
