@@ -1,21 +1,22 @@
-"""What users see when requests arrive at a rate: a server with continuous batching, simulated from step times.
+"""What users see when requests arrive at a rate: figures of a server with continuous batching, run or simulated.
 
-Prompts, answers and what each round accepts are those that were decoded; times are those of a table or a profile. A
-request joins the batch when there is room for it: its prompt is read while the others wait, and then all rows run
-rounds together. Nothing is decoded here.
+A request joins the batch when there is room for it: its prompt is read while the others wait, and then all rows run
+rounds together. `serving.LiveServer` does that; `SimulatedServer` follows the same rules with prompts, answers and what
+each round accepts as they were decoded, and times as a table or a profile has them.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from .prediction import Accepted, StepTimes, Workload
 from .settings import Setting
 
-NUM_REQUESTS = 256
+NUM_SIMULATED = 256  # requests
+NUM_SERVED = 64
 SHARES = (0.25, 0.5, 0.75, 1.0, 1.25)  # rates, of what a full batch serves without drafts
 SEED = 0
 
@@ -35,9 +36,17 @@ class Request:
 Choice = Callable[[int], Accepted | None]  # what is drafted when so many rows run; None: nothing
 
 
+class Serves(Protocol):
+    """A server, run or simulated."""
+
+    def serve(self, requests: Sequence[Request]) -> float:
+        """Fill in when each request got its first token and its last; returns the mean number of rows per round."""
+        ...
+
+
 @dataclass(frozen=True)
-class Server:
-    """The rules of the simulation. choice: what to draft by the number of rows; lengths: new tokens of each prompt."""
+class SimulatedServer:
+    """choice: what to draft by the number of rows; lengths: new tokens of each prompt."""
 
     workload: Workload
     lengths: Sequence[int]
@@ -46,7 +55,7 @@ class Server:
     max_batch_size: int
 
     def serve(self, requests: Sequence[Request]) -> float:
-        """Fill in when each request got its first token and its last; returns the mean number of rows per round."""
+        """See `Serves`."""
         now, waiting, active = 0.0, list(requests), []
         rows, rounds = 0, 0
         while waiting or active:
@@ -89,10 +98,10 @@ class Server:
                 one.tokens, one.finish = self.lengths[one.number], now
 
 
-def arrivals(rate: float, num_prompts: int) -> list[Request]:
-    """NUM_REQUESTS requests, a Poisson process of `rate` per second (all at once at infinity), prompts in turn."""
+def arrivals(rate: float, num_prompts: int, *, num_requests: int) -> list[Request]:
+    """A Poisson process of `rate` requests per second (all at once at infinity), prompts in turn."""
     source, now, found = random.Random(SEED), 0.0, []
-    for number in range(NUM_REQUESTS):
+    for number in range(num_requests):
         now += source.expovariate(1.0) / rate
         found.append(Request(number % num_prompts, now))
     return found
@@ -119,7 +128,7 @@ def quantiles(name: str, values: Sequence[float]) -> dict[str, float]:
     return {f"{name}_{label}": round(value, 3) for label, value in zip(("p50", "p90"), found.tolist(), strict=True)}
 
 
-def load_curve(
+def simulated_servers(
     accepted: Sequence[Accepted],
     workload: Workload,
     times: StepTimes,
@@ -127,14 +136,13 @@ def load_curve(
     fixed: str,
     schedule: Sequence[Sequence[int]],
     max_batch_size: int,
-) -> list[dict[str, Any]]:
-    """plan.json's `load`: at each rate, without drafts, with one setting, and with K by the schedule.
+) -> dict[str, Serves]:
+    """Servers without drafts, with one setting, and with K by the schedule.
 
     Args: fixed: the name of the one setting. schedule: [from, to, K] over batch sizes, as `prediction.schedule` has it.
     """
     by_name = {one.setting.name: one for one in accepted}
     by_length = {one.setting.num_draft_tokens: one for one in accepted if one.setting.tree is None}
-    lengths = by_name[fixed].tokens
 
     def scheduled(rows: int) -> Accepted | None:
         length = next((length for low, high, length in schedule if low <= rows <= high), 0)
@@ -142,16 +150,25 @@ def load_curve(
 
     choices: dict[str, Choice] = {"none": lambda rows: None, fixed: lambda rows: by_name[fixed]}
     choices |= {"schedule": scheduled} if by_length else {}
-    servers = {name: Server(workload, lengths, times, one, max_batch_size) for name, one in choices.items()}
-    at_once = arrivals(float("inf"), len(lengths))
+    lengths = by_name[fixed].tokens
+    return {name: SimulatedServer(workload, lengths, times, one, max_batch_size) for name, one in choices.items()}
+
+
+def load_curve(
+    servers: Mapping[str, Serves], num_prompts: int, *, served: str, num_requests: int
+) -> list[dict[str, Any]]:
+    """plan.json's `load`: what each server gives at each of SHARES of what the one without drafts can serve.
+
+    Args: servers: by what they draft, `none` among them. served: `run` or `simulated`.
+    """
+    at_once = arrivals(float("inf"), num_prompts, num_requests=num_requests)
     servers["none"].serve(at_once)
     capacity = len(at_once) / max(one.finish for one in at_once)  # requests per second
     found = []
     for share in SHARES:
         for name, server in servers.items():
-            requests = arrivals(share * capacity, len(lengths))
+            requests = arrivals(share * capacity, num_prompts, num_requests=num_requests)
             mean_batch = server.serve(requests)
-            rate = round(share * capacity, 4)
-            found.append({"requests_per_second": rate, "share_of_capacity": share, "drafts": name})
-            found[-1] |= figures(requests, mean_batch)
+            entry = {"served": served, "requests_per_second": round(share * capacity, 4), "share_of_capacity": share}
+            found.append({**entry, "drafts": name, **figures(requests, mean_batch)})
     return found

@@ -11,7 +11,7 @@ from typing import Any
 from ..configs.errors import BadInput
 from ..heads.base import Drafter
 from ..heads.target import Target
-from .load import load_curve
+from .load import NUM_SERVED, NUM_SIMULATED, load_curve, simulated_servers
 from .machine import Machine, times_on
 from .measure import MeasureConfig, measure
 from .prediction import (
@@ -27,6 +27,7 @@ from .prediction import (
     schedule,
     with_setting,
 )
+from .serving import LiveServer
 from .settings import Setting, chains
 from .step_times import NUM_PASSES, StepTable, StepTime, measure_step_times
 from .suites import Suite
@@ -108,14 +109,7 @@ class Planner:
             "cells": cells,
             "check": errors(cells),
             "recommendation": advice,
-            "load": load_curve(
-                accepted,
-                self.workload,
-                times,
-                fixed=advice[0]["setting"],
-                schedule=ranges,
-                max_batch_size=furthest,
-            ),
+            "load": self.load(accepted, times, advice[0]["setting"], ranges, furthest),
             "vllm_schedule": ranges,
             "sglang_flags": for_sglang(accepted, cells, getattr(getattr(self.drafter, "config", None), "type", "")),
         }
@@ -124,6 +118,11 @@ class Planner:
     @property
     def workload(self) -> Workload:
         return Workload([len(prompt) for prompt in self.suite.prompts], self.config.measure.max_new_tokens)
+
+    @property
+    def sampling(self) -> Sampling:
+        how = self.config.measure
+        return Sampling(temperature=how.temperature, top_k=how.top_k, top_p=how.top_p)
 
     def settings(self) -> list[Setting]:
         """Chains and trees to consider."""
@@ -160,7 +159,7 @@ class Planner:
             batch_sizes=sorted(sizes),
             contexts=sorted(contexts),
             text=[token for prompt in self.suite.prompts for token in prompt],
-            sampling=Sampling(temperature=how.temperature, top_k=how.top_k, top_p=how.top_p),
+            sampling=self.sampling,
             steps=how.steps,
             lengths={one.setting.name: one.length for one in accepted},
             on_cell=tick,
@@ -181,6 +180,35 @@ class Planner:
             cell |= {"measured_speedup": entry["speedup"], "measured_ci95": entry["speedup_ci95"]}
             tick()
         tick()
+
+    def load(
+        self, accepted: Sequence[Accepted], times: StepTimes, fixed: str, ranges: Sequence[Sequence[int]], most: int
+    ) -> list[dict[str, Any]]:
+        """What users see of no drafts, of one setting and of the schedule: simulated; of the first two also run."""
+        simulated = simulated_servers(accepted, self.workload, times, fixed=fixed, schedule=ranges, max_batch_size=most)
+        num_prompts, how = len(self.suite.prompts), self.config.measure
+        found = load_curve(simulated, num_prompts, served="simulated", num_requests=NUM_SIMULATED)
+        if self.config.machine is not None or self.config.check == "none":
+            return found
+        setting = next(one.setting for one in accepted if one.setting.name == fixed)
+        live = {
+            name: LiveServer(
+                self.target,
+                self.drafter,
+                drafted,
+                self.suite.prompts,
+                max_new_tokens=how.max_new_tokens,
+                max_batch_size=most,
+                sampling=self.sampling,
+                steps=how.steps,
+            )
+            for name, drafted in (("none", None), (fixed, setting))
+        }
+        tick = self.bar(1, f"requests at a rate, {self.name}")
+        found += load_curve(live, num_prompts, served="run", num_requests=NUM_SERVED)
+        tick()
+        tick()
+        return found
 
     def is_checked(self, cell: dict[str, Any], advice: Sequence[dict[str, Any]]) -> bool:
         """Whether a cell is among those to measure."""

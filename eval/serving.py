@@ -78,7 +78,11 @@ class LiveServer:
             _, read, last, start, _ = prefill(one, texts, self.watch)
             run_round(one, texts, read, last, start, self.watch)
 
-    def serve(self, requests: Sequence[Request]) -> tuple[list[list[int]], float]:
+    def serve(self, requests: Sequence[Request]) -> float:
+        """See `load.Serves`."""
+        return self.decode(requests)[1]
+
+    def decode(self, requests: Sequence[Request]) -> tuple[list[list[int]], float]:
         """Run until all have ended, filling in when each got its first and last token.
 
         Args: requests: by time of arrival, in seconds.
@@ -144,12 +148,12 @@ class LiveServer:
         for place, old in enumerate(places):
             if found.engine is not batch.engine or place != old:
                 self.move(found.engine, place, batch.engine, old)
-            for mine, other in (
-                (found.texts.prompts, batch.texts.prompts),
-                (found.texts.new, batch.texts.new),
-                (found.texts.ended, batch.texts.ended),
-            ):
-                mine[place] = other[old]
+            mine, other = found.texts, batch.texts
+            mine.prompts[place], mine.new[place], mine.ended[place] = (
+                other.prompts[old],
+                other.new[old],
+                other.ended[old],
+            )
             found.last[place], found.start[place] = batch.last[old], batch.start[old]
         found.numbers = [batch.numbers[old] for old in places]
         if batch.read is not None:

@@ -193,17 +193,18 @@ def show(planned: dict[str, Any], console: Console) -> None:
 
 
 def show_load(load: list[dict[str, Any]], console: Console) -> None:
-    """Throughput and what a user waits per token, by rate of arrival."""
-    names = list(dict.fromkeys(one["drafts"] for one in load))
+    """Throughput and what a user waits per token, by rate of arrival; as run, where it was."""
+    served = "run" if any(one["served"] == "run" for one in load) else "simulated"
+    load = [one for one in load if one["served"] == served]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("requests/s", justify="right")
-    for name in names:
+    for name in dict.fromkeys(one["drafts"] for one in load):
         table.add_column(f"{name}: tok/s, ms/token p50", justify="right")
     for rate in dict.fromkeys(one["requests_per_second"] for one in load):
         here = [one for one in load if one["requests_per_second"] == rate]
         cells = [f"{one['tokens_per_second']:.0f}, {one['time_per_output_token_ms_p50']:.2f}" for one in here]
         table.add_row(f"{rate:.2f}", *cells)
-    console.print("requests arriving at a rate, simulated from these step times:")
+    console.print(f"requests arriving at a rate, continuous batching, {served}:")
     console.print(table)
 
 

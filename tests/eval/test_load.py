@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import pytest
-from headstart.eval.load import NUM_REQUESTS, Request, Server, arrivals, figures, load_curve
+from headstart.eval.load import Request, SimulatedServer, arrivals, figures, load_curve, simulated_servers
 from headstart.eval.metrics import Acceptance
 from headstart.eval.prediction import Accepted, Workload, schedule
 from headstart.eval.settings import Setting
@@ -25,7 +25,7 @@ class Times:
 
 
 def server(times, *, drafts, size=2):
-    return Server(WORK, [7, 7], times, (lambda rows: ACCEPTED if drafts else None), size)
+    return SimulatedServer(WORK, [7, 7], times, (lambda rows: ACCEPTED if drafts else None), size)
 
 
 def test_one_request_alone():
@@ -55,17 +55,18 @@ def test_a_full_batch_keeps_requests_waiting():
 
 
 def test_arrivals_have_their_rate_and_are_alike_each_time():
-    found = arrivals(50.0, 3)
-    assert len(found) == NUM_REQUESTS and {one.number for one in found} == {0, 1, 2}
-    assert found[-1].arrival == pytest.approx(NUM_REQUESTS / 50, rel=0.2)
-    assert [one.arrival for one in arrivals(50.0, 3)] == [one.arrival for one in found]
+    found = arrivals(50.0, 3, num_requests=256)
+    assert len(found) == 256 and {one.number for one in found} == {0, 1, 2}
+    assert found[-1].arrival == pytest.approx(256 / 50, rel=0.2)
+    assert [one.arrival for one in arrivals(50.0, 3, num_requests=256)] == [one.arrival for one in found]
 
 
 def test_cheap_drafts_pay_at_every_rate_and_dear_ones_by_schedule_only():
     for each, pays in ((0.0, True), (3.0, False)):
         times = Times(each)
         ranges = schedule([ACCEPTED], times, max_batch_size=32, context=10)
-        curve = load_curve([ACCEPTED], WORK, times, fixed="K 2", schedule=ranges, max_batch_size=32)
+        servers = simulated_servers([ACCEPTED], WORK, times, fixed="K 2", schedule=ranges, max_batch_size=32)
+        curve = load_curve(servers, 2, served="simulated", num_requests=256)
         by_name = {(one["drafts"], one["share_of_capacity"]): one for one in curve}
         assert len(by_name) == 3 * 5
         busiest = {name: by_name[name, 1.25]["time_per_output_token_ms_p50"] for name in ("none", "K 2", "schedule")}

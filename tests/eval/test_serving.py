@@ -3,7 +3,8 @@
 import pytest
 from headstart.eval.draft_model import DraftModelDrafter
 from headstart.eval.drafters import NgramDrafter, SuffixDrafter
-from headstart.eval.generate import generate, run_round
+from headstart.eval.engine import Engine
+from headstart.eval.generate import Stopwatch, Texts, generate, prefill, run_round
 from headstart.eval.load import Request
 from headstart.eval.serving import LiveServer
 from headstart.eval.settings import Setting
@@ -26,7 +27,7 @@ def serve(target, drafter, setting, requests, *, size=4, eos=frozenset({2})):
     server = LiveServer(
         target, drafter, setting, PROMPTS, max_new_tokens=LENGTHS, max_batch_size=size, stop=Stop(frozenset(eos))
     )
-    return server.serve(requests)
+    return server.decode(requests)
 
 
 @pytest.mark.parametrize("name", [*sorted(HEADS), "ngram", "suffix", "draft-model", "none"])
@@ -46,22 +47,31 @@ def test_texts_are_those_of_requests_alone(name, at_once, target, tiny_target):
 @pytest.mark.parametrize("name", sorted(HEADS))
 def test_drafts_are_those_of_a_request_alone(name, target):
     """The same drafts in a crowd as alone, round by round: a row that moved kept its keys, values and states."""
-    head = drafter_of(name, target, None)
+    head, prompts, watch = drafter_of(name, target, None), PROMPTS[1:4], Stopwatch(target.device)
+    alone = []
+    for prompt in prompts:
+        engine = Engine(target, head, batch_size=1, max_length=40, num_draft_tokens=3)
+        texts = Texts([prompt], 20, Stop(frozenset()))
+        _, *state, _ = prefill(engine, texts, watch)
+        alone.append(drafts(engine, texts, state, watch))
+    server = LiveServer(
+        target, head, Setting("K 3", 3), PROMPTS, max_new_tokens=20, max_batch_size=3, stop=Stop(frozenset())
+    )
+    batch = server.empty(1)
+    for number, prompt in enumerate(prompts):
+        batch, _ = server.join(batch, number, prompt)
+    crowd = drafts(batch.engine, batch.texts, [batch.read, batch.last, batch.start], watch)
+    for row in range(len(prompts)):
+        assert [one[row] for one in crowd] == [one[0] for one in alone[row]]
+
+
+def drafts(engine, texts, state, watch):
+    """What four rounds draft, [round][row]."""
     found = []
-    for crowd in (1, 3):
-        server = LiveServer(target, head, Setting("K 3", 3), PROMPTS, max_new_tokens=20, max_batch_size=crowd,
-                            stop=Stop(frozenset()))  # fmt: skip
-        batch = server.empty(1)
-        for number in range(crowd):
-            batch, _ = server.join(batch, number, PROMPTS[number + 1])  # engines were warmed up with the first
-        drafts = []
-        for _ in range(4):
-            drafts.append(batch.engine.draft(batch.read).tokens[0].tolist())
-            _, batch.read, batch.last, batch.start = run_round(
-                batch.engine, batch.texts, batch.read, batch.last, batch.start, server.watch
-            )
-        found.append(drafts)
-    assert found[0] == found[1]
+    for _ in range(4):
+        found.append(engine.draft(state[0]).tokens.tolist())
+        _, *state = run_round(engine, texts, *state, watch)
+    return found
 
 
 @pytest.mark.parametrize("name", ["eagle3", "medusa"])

@@ -43,6 +43,10 @@ def test_a_head_is_planned_checked_and_told_to_engines(plan, head_folder, tmp_pa
     low, high = found["vllm_schedule"][0][0], found["vllm_schedule"][-1][1]
     assert (low, high) == (1, 2) and "batch 2, 10 tokens of context" in said
     assert found["sglang_flags"] is None, "SGLang has no Medusa"
+    served = {(one["served"], one["drafts"]) for one in found["load"]}
+    fixed = found["recommendation"][0]["setting"]
+    assert served == {("simulated", one) for one in ("none", fixed, "schedule")} | {("run", "none"), ("run", fixed)}
+    assert all(one["tokens_per_second"] > 0 and one["mean_batch_size"] >= 1 for one in found["load"])
     machine = json.loads((tmp_path / "plan" / "machine.json").read_text())
     assert machine["fixed_ms"] >= 0 and machine["target"] == found["target"]["name"]
 
