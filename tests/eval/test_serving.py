@@ -81,7 +81,7 @@ def test_trees_and_ends_after_one_token(name, target):
     tree = Setting("dynamic:5", 3, DynamicTree(num_nodes=5, depth=3, top_k=2))
     first = [generate(target, None, prompt, max_new_tokens=1).token_ids[0][0] for prompt in PROMPTS]
     requests = [Request(i, 0.0) for i in range(len(PROMPTS))]
-    texts, _ = serve(target, head, tree, requests, eos={first[0], first[2]})
+    texts, _ = serve(target, head, tree, requests, eos=frozenset({first[0], first[2]}))
     for i, text in enumerate(texts):
         alone = generate(target, None, PROMPTS[i], max_new_tokens=LENGTHS, eos_token_ids={first[0], first[2]})
         assert text == alone.token_ids[0]
