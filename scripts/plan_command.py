@@ -1,6 +1,7 @@
 """`headstart plan`: which K or tree to serve at which batch size, and where to leave drafting off."""
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..configs.errors import BadInput
+from ..configs.loader import PACKAGE_CONFIGS
 from .evaluate import progress
 
 if TYPE_CHECKING:
@@ -19,11 +21,19 @@ if TYPE_CHECKING:
     from ..heads.base import Drafter
     from ..heads.target import Target
 
+GENERAL_PROMPTS = PACKAGE_CONFIGS / "prompts" / "general.jsonl"
+
 
 def plan(
     target: Annotated[str, typer.Option(help="The target: local folder or hub id.")],
-    prompts: Annotated[Path, typer.Option(help="JSONL rows as for `headstart eval`: the traffic to plan for.")],
     output: Annotated[Path, typer.Option(help="Folder for plan.json and machine.json.")],
+    prompts: Annotated[
+        Path,
+        typer.Option(
+            help="JSONL rows as for `headstart eval`: the traffic to plan for. [default: a few of ours]",
+            show_default=False,
+        ),
+    ] = GENERAL_PROMPTS,
     head: Annotated[str, typer.Option(help="RUN/final, an exported head, or a hub id.")] = "",
     drafter: Annotated[str, typer.Option(help="Instead of a head: as `headstart eval --drafter` takes it.")] = "",
     synthetic_acceptance: Annotated[
@@ -92,6 +102,8 @@ def plan(
     )
     device = device or default_device()
     config.measure.steps = "eager" if device == "cpu" else "graph"
+    if prompts == GENERAL_PROMPTS:
+        print("headstart: planned on a few general prompts; give --prompts with some of your traffic", file=sys.stderr)
     loaded = Target.load(target, dtype=dtype or ("float32" if device == "cpu" else "auto"), device=device)
     suite = load_suite(prompts, loaded, max_new_tokens=max_new_tokens, limit=limit)
     name, chosen = the_drafter(

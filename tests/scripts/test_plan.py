@@ -59,6 +59,14 @@ def test_what_is_recommended_is_measured_by_default(plan):
     assert all(one["tree"] == "chain" for one in found["cells"]), "n-grams draft chains only"
 
 
+def test_without_prompts_a_few_general_ones_are_taken(headstart, saved_target, head_folder, tmp_path):
+    line = f"plan {SMALL} --limit 2 --tree none --check none --head {head_folder} --output {tmp_path / 'plan'}"
+    code, _, err = headstart(line, "--target", saved_target)
+    assert code == 0 and "planned on a few general prompts; give --prompts" in err
+    found = json.loads((tmp_path / "plan" / "plan.json").read_text())
+    assert (found["suite"], found["num_prompts"]) == ("general", 2)
+
+
 def test_synthetic_rates_come_out_and_another_machine_is_predicted(plan, tmp_path):
     code, said, found = plan(f"{SMALL} --synthetic-acceptance 1.0 --machine h100-llama-3.1-8b-vllm")
     assert code == 0, said
