@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ..configs.errors import BadInput
 from ..configs.loader import PACKAGE_CONFIGS
-from .evaluate import progress
+from .eval_run import WantedSuites, progress
 
 if TYPE_CHECKING:
     from ..eval.step_times import StepTime
@@ -21,19 +21,21 @@ if TYPE_CHECKING:
     from ..heads.base import Drafter
     from ..heads.target import Target
 
-GENERAL_PROMPTS = PACKAGE_CONFIGS / "prompts" / "general.jsonl"
+GENERAL_PROMPTS = str(PACKAGE_CONFIGS / "prompts" / "general.jsonl")
 
 
 def plan(
     target: Annotated[str, typer.Option(help="The target: local folder or hub id.")],
     output: Annotated[Path, typer.Option(help="Folder for plan.json and machine.json.")],
     prompts: Annotated[
-        Path,
-        typer.Option(
-            help="JSONL rows as for `headstart eval`: the traffic to plan for. [default: a few of ours]",
-            show_default=False,
-        ),
-    ] = GENERAL_PROMPTS,
+        str, typer.Option(help="JSONL rows as for `headstart eval`: the traffic to plan for. [default: a few of ours]")
+    ] = "",
+    suite: Annotated[str, typer.Option(help="Instead: a suite by name, as for `headstart eval`; also NAME=FILE.")] = "",
+    suites_dir: Annotated[
+        Path, typer.Option(envvar="HEADSTART_SUITES", help="Where suites' files are; else from the hub.")
+    ] = Path("suites"),
+    system: Annotated[str | None, typer.Option(help="A system prompt, put in front of chats that have none.")] = None,
+    thinking: Annotated[str, typer.Option(help="on or off: what the chat template is told as enable_thinking.")] = "",
     head: Annotated[str, typer.Option(help="RUN/final, an exported head, or a hub id.")] = "",
     drafter: Annotated[str, typer.Option(help="Instead of a head: as `headstart eval --drafter` takes it.")] = "",
     synthetic_acceptance: Annotated[
@@ -85,12 +87,15 @@ def plan(
     from ..eval.measure import MeasureConfig
     from ..eval.planner import PlanConfig, Planner
     from ..eval.report import check_output
-    from ..eval.suites import load_suite
     from ..heads.loading import default_device
     from ..heads.target import Target
 
     rates = check_choices(head, drafter, synthetic_acceptance, head_type)
     check_output(output)
+    if prompts and suite:
+        raise BadInput("give --prompts or --suite, not both: a plan is for one kind of traffic")
+    files, named = ([], [suite]) if suite else ([prompts or GENERAL_PROMPTS], [])
+    wanted = WantedSuites.of(files, named, suites_dir, system=system, thinking=thinking)
     config = PlanConfig(
         measure=MeasureConfig(max_new_tokens=max_new_tokens, temperature=temperature, num_repeats=repeats),
         lengths=num_draft_tokens or range(1, 9),
@@ -102,14 +107,14 @@ def plan(
     )
     device = device or default_device()
     config.measure.steps = "eager" if device == "cpu" else "graph"
-    if prompts == GENERAL_PROMPTS:
+    if not (prompts or suite):
         print("headstart: planned on a few general prompts; give --prompts with some of your traffic", file=sys.stderr)
     loaded = Target.load(target, dtype=dtype or ("float32" if device == "cpu" else "auto"), device=device)
-    suite = load_suite(prompts, loaded, max_new_tokens=max_new_tokens, limit=limit)
+    asked = wanted.load(loaded, max_new_tokens=max_new_tokens, limit=limit)[0]
     name, chosen = the_drafter(
-        loaded, f"head:{head}" if head else drafter, suite, rates, head_type, max_new_tokens=max_new_tokens
+        loaded, f"head:{head}" if head else drafter, asked, rates, head_type, max_new_tokens=max_new_tokens
     )
-    planned, times = Planner(loaded, chosen, suite, config, name, bar=progress).plan()
+    planned, times = Planner(loaded, chosen, asked, config, name, bar=progress).plan()
     write(loaded, planned, times, output)
     show(planned, Console())
     print(f"written to {output / 'plan.json'}")

@@ -102,6 +102,7 @@ def test_a_profile_that_was_written_can_be_planned_with(plan, tmp_path):
         ("--synthetic-acceptance 1.5", "acceptance rates [1.5]: expected one or more between 0 and 1"),
         ("--synthetic-acceptance 0.5 --head-type egle", "--head-type egle: expected one of"),
         ("--drafter ngram --head-type eagle3", "--head-type eagle3: goes with --synthetic-acceptance"),
+        ("--drafter ngram --suite mt-bench", "give --prompts or --suite, not both"),
         ("--drafter ngram --check some", "check some: expected one of advice, all, none"),
         ("--drafter ngram --tree static:4", "NgramDrafter drafts chains only"),
         ("--drafter ngram --machine nowhere", "--machine nowhere: no such profile"),
