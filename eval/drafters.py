@@ -1,7 +1,8 @@
 """Drafters that look up the text so far (n-gram, suffix), and how the command line names a drafter.
 
-Lookups keep the committed texts on the host and read what is new of all rows once per round. They always draft K tokens:
-where fewer were found, filler makes up the rest, and is verified like any other draft, so the text stays the target's.
+Lookups keep the committed texts on the host and read what is new of all rows once per round. They always draft K
+tokens: where fewer were found, filler makes up the rest, and is verified like any other draft, so the text stays the
+target's.
 """
 
 from collections.abc import Sequence
