@@ -16,7 +16,7 @@ from ..heads.cache import SlotCache, SlotLayer, hiding
 from ..heads.target import Target
 
 NUM_SINKS = 4  # first tokens, which queries attend to whatever they say (StreamingLLM, Xiao et al. 2024)
-NUM_OBSERVED = 32  # last prompt tokens whose attention chooses keys (SnapKV, Li et al. 2024)
+NUM_OBSERVED = 16  # last prompt tokens whose attention chooses keys (SnapKV, Li et al. 2024)
 SMALLEST_BUDGET = 32
 
 

@@ -8,7 +8,7 @@ from headstart.configs.errors import BadInput
 from headstart.eval.engine import Engine
 from headstart.eval.generate import decode, generate
 from headstart.eval.metrics import acceptance
-from headstart.eval.sparse_self import NUM_SINKS, SparseSelfDrafter
+from headstart.eval.sparse_self import NUM_OBSERVED, NUM_SINKS, SparseSelfDrafter
 from headstart.eval.stopping import Stop
 from headstart.heads.cache import SlotCache
 from headstart.heads.target import Target
@@ -107,7 +107,7 @@ def test_the_keys_chosen_are_those_that_the_prompt_s_end_attends_to(tiny_model):
     base, num_chosen = one["base"].item(), one["cache"].num_chosen
     assert base == 90 - 8
     for layer, probs in enumerate(attention):
-        mass = probs[0].unflatten(0, (2, -1)).sum(1)[:, -32:].sum(1)[:, :base]  # [Nkv, base]
+        mass = probs[0].unflatten(0, (2, -1)).sum(1)[:, -NUM_OBSERVED:].sum(1)[:, :base]  # [Nkv, base]
         mass[:, :NUM_SINKS] = torch.inf
         wanted = mass.topk(num_chosen, -1).indices.sort(-1).values
         for head in range(2):
