@@ -68,8 +68,10 @@ def beyond_training(entry: dict[str, Any], trained_length: int | None) -> dict[s
     From the ranges of `by_context`; one that holds the training length in its midst counts on neither side. None where
     no context was longer, or nothing is known of the training.
     """
+    if trained_length is None:
+        return None
     parts: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
-    for name, part in entry["by_context"].items() if trained_length else ():
+    for name, part in entry["by_context"].items():
         low, _, high = name.partition("-")
         if int(low) >= trained_length or (high and int(high) <= trained_length):
             parts[int(low) >= trained_length].append(part)

@@ -33,7 +33,9 @@ from ..heads.target import Target
 
 SPARSE = "sparse-self"
 NEARNESS = 1.5
-RANDOM = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8, vocab_size=512)
+RANDOM: dict[str, Any] = dict(
+    hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8, vocab_size=512
+)
 
 
 @dataclass
@@ -59,13 +61,12 @@ class Contender:
 def random_target(device: str) -> Target:
     """Queries and keys share a constant part, which the rotary embedding turns away with distance."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**RANDOM, max_position_embeddings=2**17, attention_bias=True))
+    model: Any = LlamaForCausalLM(LlamaConfig(**RANDOM, max_position_embeddings=2**17, attention_bias=True))
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.q_proj.bias.fill_(NEARNESS)
             layer.self_attn.k_proj.bias.fill_(NEARNESS)
-    placed: Any = model.to(device)  # pyright: ignore[reportArgumentType]
-    return Target(placed, name="random Llama", fingerprint="random")
+    return Target(model.to(device), name="random Llama", fingerprint="random")
 
 
 def read_rows(path: str | None, target: Target) -> list[tuple[list[int], int]]:

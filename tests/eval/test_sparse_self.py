@@ -49,6 +49,11 @@ def test_where_the_budget_holds_the_context_everything_is_accepted(family, tiny_
         assert (counted.length, counted.rate) == (5.0, [1.0] * 4)
 
 
+def copied(cache: Any) -> list[list[torch.Tensor]]:
+    """Keys and values of each layer."""
+    return [[layer.keys.clone(), layer.values.clone()] for layer in cache.layers]
+
+
 class Watched(SparseSelfDrafter):
     """Shows what its cache holds whenever it drafts."""
 
@@ -63,8 +68,7 @@ class Watched(SparseSelfDrafter):
         self.whole = read.cache
 
     def propose(self, state, *, num_draft_tokens):
-        held = [[x.clone() for x in (ours.keys, ours.values)] for ours in state.cache.layers]
-        true = [[x.clone() for x in (layer.keys, layer.values)] for layer in self.whole.layers]  # pyright: ignore
+        held, true = copied(state.cache), copied(self.whole)
         proposal = super().propose(state, num_draft_tokens=num_draft_tokens)
         base, position = state.cache.base.clone(), state.position.clone()
         self.shown.append({"held": held, "true": true, "base": base, "position": position, "cache": state.cache})
@@ -131,17 +135,13 @@ def test_drafts_do_not_touch_the_target_s_cache(target):
     drafter, rows = SparseSelfDrafter(target, 32), prompts(70, 40)
     engine = Engine(target, drafter, batch_size=2, max_length=120, num_draft_tokens=3)
     kept: list[torch.Tensor] = []
-
-    def stored() -> list[torch.Tensor]:
-        return [x.clone() for layer in engine.cache.layers for x in (layer.keys, layer.values)]  # pyright: ignore
-
     take_in, draft = engine.take_in, engine.draft
 
     def untouched(step):
         def run(*arguments):
-            kept[:] = stored()
+            kept[:] = sum(copied(engine.cache), [])
             result = step(*arguments)
-            assert all(torch.equal(a, b) for a, b in zip(kept, stored(), strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(kept, sum(copied(engine.cache), []), strict=True))
             return result
 
         return run
