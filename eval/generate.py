@@ -157,57 +157,73 @@ def generate(
 @torch.no_grad()
 def decode(engine: Engine, rows: list[list[int]], *, max_new_tokens: int, stop: Stop) -> Generation:
     """One batch of checked prompts through an engine of that batch size; see `generate`."""
-    texts, device = Texts(rows, max_new_tokens, stop), engine.target.device
-    watch = Stopwatch(device)
+    texts, watch = Texts(rows, max_new_tokens, stop), Stopwatch(engine.target.device)
+    first, read, last, start, reading_seconds = prefill(engine, texts, watch)
+    rounds = [first]
+    while not all(texts.ended):
+        done, read, last, start = run_round(engine, texts, read, last, start, watch)
+        rounds.append(done)
+    if len(rounds) > 1:  # the first token was out before the drafter read: part of the first round
+        rounds[1].seconds += reading_seconds
+        rounds[1].draft_seconds += reading_seconds
+    return Generation(texts.new, rounds)
 
-    # 1. Prefill: the target reads the prompts, right-padded, and chooses each row's first token; then the drafter reads
-    started = watch.now()
+
+def prefill(engine: Engine, texts: Texts, watch: "Stopwatch") -> tuple[Round, Reading | None, Tensor, Tensor, float]:
+    """Read the prompts, right-padded: the target, which chooses each row's first token, then the drafter.
+
+    Returns: the prefill as a round; what `run_round` takes: read, last and start; and the drafter's seconds.
+    """
+    rows, device, started = texts.prompts, engine.target.device, watch.now()
     longest = texts.num_committed
     tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)  # [B, T]
     num_valid = torch.tensor([len(row) for row in rows], device=device)
     output, last = engine.prefill(tokens, num_valid)  # last [B, 1]: committed, not yet read
     next_tokens = torch.cat([tokens[:, 1:], last], 1).scatter(1, num_valid[:, None] - 1, last)  # [B, T]
-    start = torch.zeros_like(num_valid)
-    rounds = [texts.take([0] * len(rows), last.tolist(), num_drafted=0)]
-    rounds[0].seconds = rounds[0].verify_seconds = watch.now() - started
+    done = texts.take([0] * len(rows), last.tolist(), num_drafted=0)
+    done.seconds = done.verify_seconds = watch.now() - started
     prefilled = watch.now()
-    read = engine.take_in(Reading(tokens, next_tokens, output, start, num_valid))
-    reading_seconds = watch.now() - prefilled  # the first token was out before: part of the first round
-    start = num_valid  # [B] position of `last`
+    read = engine.take_in(Reading(tokens, next_tokens, output, torch.zeros_like(num_valid), num_valid))
+    return done, read, last, num_valid, watch.now() - prefilled
 
-    while not all(texts.ended):
-        engine.begin_round(texts.num_committed)
-        if not engine.is_recorded():
-            engine.rehearse(read, last, start)
-        started = watch.now()
-        marks = [watch.mark()]
-        # 2. Draft: the drafter takes in what was committed, then drafts
-        proposal = engine.draft(read)
-        marks.append(watch.mark())
-        # 3. Verify: one forward over the last committed token and the drafted ones
-        accepted, committed, tokens, output = engine.verify(last, proposal, start)
-        marks.append(watch.mark())
-        said = torch.cat([accepted[:, None], start[:, None], committed, tokens], 1).cpu()  # the host read
-        # 4. Commit; rows that have ended stay where they are
-        width = committed.shape[1]
-        done = texts.take(said[:, 0].tolist(), said[:, 2 : 2 + width].tolist(), num_drafted=engine.num_drafted)
-        num_valid = accepted + 1
-        if any(texts.ended):
-            num_valid = num_valid * torch.tensor([not ended for ended in texts.ended], device=device)
-        if engine.drafts_on_host:
-            grows = torch.tensor([not ended for ended in texts.ended])
-            read = Reading(said[:, 2 + width :], said[:, 2 : 2 + width], output, said[:, 1], (said[:, 0] + 1) * grows)
-        elif engine.drafter is not None:
-            read = Reading(tokens, committed, output, start, num_valid)
-        last = committed.gather(1, accepted[:, None])  # [B, 1]
-        start = start + num_valid
-        done.draft_seconds, done.verify_seconds = watch.between(*marks)
-        done.seconds = time.perf_counter() - started
-        rounds.append(done)
-    if len(rounds) > 1:
-        rounds[1].seconds += reading_seconds
-        rounds[1].draft_seconds += reading_seconds
-    return Generation(texts.new, rounds)
+
+def run_round(
+    engine: Engine, texts: Texts, read: Reading | None, last: Tensor, start: Tensor, watch: "Stopwatch"
+) -> tuple[Round, Reading | None, Tensor, Tensor]:
+    """One propose-verify-commit of all rows; rows that have ended take part and stay where they are.
+
+    Args: read: what the drafter is to take in first. last [B, 1]: each row's last committed token, not yet read by the
+        target, and start [B] its position.
+
+    Returns: what the round did, and the three of the next one.
+    """
+    engine.begin_round(texts.num_committed)
+    if not engine.is_recorded():
+        engine.rehearse(read, last, start)
+    started = watch.now()
+    marks = [watch.mark()]
+    # Draft: the drafter takes in what was committed, then drafts
+    proposal = engine.draft(read)
+    marks.append(watch.mark())
+    # Verify: one forward over the last committed token and the drafted ones
+    accepted, committed, tokens, output = engine.verify(last, proposal, start)
+    marks.append(watch.mark())
+    said = torch.cat([accepted[:, None], start[:, None], committed, tokens], 1).cpu()  # the host read
+    # Commit
+    width = committed.shape[1]
+    done = texts.take(said[:, 0].tolist(), said[:, 2 : 2 + width].tolist(), num_drafted=engine.num_drafted)
+    num_valid = accepted + 1
+    if any(texts.ended):
+        num_valid = num_valid * torch.tensor([not ended for ended in texts.ended], device=start.device)
+    if engine.drafts_on_host:
+        grows = torch.tensor([not ended for ended in texts.ended])
+        read = Reading(said[:, 2 + width :], said[:, 2 : 2 + width], output, said[:, 1], (said[:, 0] + 1) * grows)
+    elif engine.drafter is not None:
+        read = Reading(tokens, committed, output, start, num_valid)
+    last = committed.gather(1, accepted[:, None])  # [B, 1]
+    done.draft_seconds, done.verify_seconds = watch.between(*marks)
+    done.seconds = time.perf_counter() - started
+    return done, read, last, start + num_valid
 
 
 class Stopwatch:

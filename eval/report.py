@@ -49,15 +49,7 @@ def build_report(target: Target, results: list[dict[str, Any]]) -> dict[str, Any
     return {
         "schema_version": SCHEMA_VERSION,
         "environment": machine,
-        "target": {
-            "name": target.name,
-            "fingerprint": target.fingerprint,
-            "is_adapted": target.is_adapted,
-            "architecture": type(target.model).__name__,
-            "num_parameters": sum(p.numel() for p in target.model.parameters()),
-            "dtype": str(target.dtype).removeprefix("torch."),
-            "device": str(target.device),
-        },
+        "target": about(target),
         "results": [with_share(entry, machine["copy_gigabytes_per_second"]) for entry in results],
     }
 
@@ -96,6 +88,19 @@ def training_warnings(results: Iterable[dict[str, Any]]) -> list[str]:
                 f"({r['trained_max_length']:,} tokens): acceptance length {part['acceptance_length']:.2f}, {beside}"
             )
     return lines
+
+
+def about(target: Target) -> dict[str, Any]:
+    """Which target was measured, and how it was loaded."""
+    return {
+        "name": target.name,
+        "fingerprint": target.fingerprint,
+        "is_adapted": target.is_adapted,
+        "architecture": type(target.model).__name__,
+        "num_parameters": sum(p.numel() for p in target.model.parameters()),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": str(target.device),
+    }
 
 
 def check_output(folder: str | Path) -> None:

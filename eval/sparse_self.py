@@ -85,6 +85,11 @@ class SparseCache(SlotCache):
                 taken = cast(Tensor, stored).transpose(1, 2)[rows, positions]  # [B, Q, Nkv, H]
                 cast(Tensor, into).transpose(1, 2).index_put_((rows, slots), taken)
 
+    def take_row(self, row: int, source: SlotCache, source_row: int) -> None:
+        """Copy a row of another sparse cache, and where its ring begins."""
+        super().take_row(row, source, source_row)
+        self.base[row] = cast(SparseCache, source).base[source_row]
+
     def _pairs(self, source: SlotCache) -> list[tuple[int, SlotLayer, SlotLayer]]:
         """Each layer of the source that stores something: its number, it, and ours."""
         pairs = zip(cast(list[SlotLayer], source.layers), cast(list[SlotLayer], self.layers), strict=True)

@@ -1,17 +1,18 @@
 """Which tree to draft: built from how often each guess of each depth was right, and from what a node costs here."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from ..configs.errors import BadInput
-from ..heads.base import ChainStarts, DraftBatch, Drafter, DraftHead, Reading
+from ..heads.base import ChainStarts, DraftBatch, Drafter, DraftHead
 from ..heads.drafting import DynamicTree, StaticTree, Tree
-from ..heads.target import Target, TargetOutput
+from ..heads.target import Target
 from .engine import draft_length
 from .generate import generate
+from .settings import Setting, chains
+from .step_times import interpolate, measure_step_times, most_tokens
 
 Accuracies = list[list[float]]  # [depth][rank]: P(the rank-th guess at a depth is right | the path to it is right)
 
@@ -79,7 +80,7 @@ def optimal_tree(
     """Sequoia's hardware-aware choice: the size and depth with the least expected time per token.
 
     Args:
-        verify_ms: milliseconds of a target forward over n + 1 tokens. draft_ms: of drafting a tree of some depth.
+        verify_ms: milliseconds of verifying so many nodes. draft_ms: of drafting a tree of some depth.
 
     Returns: the tree, and its expected milliseconds per token.
     """
@@ -106,64 +107,22 @@ def sampled_chain(length: int) -> StaticTree:
     return StaticTree(tuple((0,) * depth for depth in range(1, length + 1)), sampled=True)
 
 
-@torch.no_grad()
-def step_times(
-    target: Target, *, context: int, sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64), repeats: int = 7
-) -> Callable[[int], float]:
-    """Median milliseconds of a target forward over n tokens behind a context, measured here and interpolated."""
-    measured: list[tuple[int, float]] = []
-    cache = target.new_cache(context + max(sizes) + 1)
-    prompt = torch.ones(1, context, dtype=torch.long, device=target.device)
-    target.forward(prompt, cache=cache, positions=torch.arange(context, device=target.device)[None], extent=context)
-    for size in sizes:
-        tokens = torch.ones(1, size, dtype=torch.long, device=target.device)
-        positions = context + torch.arange(size, device=target.device)[None]
-        times = []
-        for _ in range(repeats):
-            started = time.perf_counter()
-            float(
-                target.logits(
-                    target.forward(tokens, cache=cache, positions=positions, extent=context + size).post_norm
-                ).sum()
-            )
-            times.append(1000 * (time.perf_counter() - started))
-        measured.append((size, sorted(times)[repeats // 2]))
-    return lambda size: interpolate(measured, size)
+def costs(
+    target: Target, head: DraftHead, text: Sequence[int], *, context: int, max_nodes: int
+) -> tuple[Callable[[int], float], Callable[[int], float]]:
+    """Milliseconds of verifying so many nodes, and of drafting so deep, one row behind a context, measured here.
 
-
-def interpolate(points: Sequence[tuple[int, float]], at: float) -> float:
-    """Linear between measured points, and beyond the ends along the outermost two."""
-    if len(points) == 1:
-        return points[0][1]
-    pairs = list(zip(points, points[1:], strict=False))
-    (x0, y0), (x1, y1) = next((pair for pair in pairs if at <= pair[1][0]), pairs[-1])
-    return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
-
-
-@torch.no_grad()
-def draft_times(target: Target, head: DraftHead, *, context: int, repeats: int = 7) -> Callable[[int], float]:
-    """Milliseconds to take in a round and draft a chain of some depth, measured at depth 1 and at the head's most.
-
-    A tree's level costs a little more than a chain's step, as it holds more nodes.
+    Trees of one level tell of verifying, chains of drafting: a tree's level costs a little more than a chain's step.
     """
-    most = head.max_draft_tokens or head.num_depths
-    tokens = torch.ones(1, context, dtype=torch.long, device=target.device)
-    output = target.forward(tokens, feature_layers=head.feature_layers)
-    start, last = torch.zeros(1, dtype=torch.long, device=target.device), most + 1
-    state = head.begin(batch_size=1, max_length=context + 2 * most + 2)
-    head.commit(state, Reading(tokens, tokens, output, start, start + context))
-    tail = TargetOutput(output.features[:, -last:], output.post_norm[:, -last:])
-    again = Reading(tokens[:, -last:], tokens[:, -last:], tail, start + context - last, start + last)
-    measured = []
-    for depth in sorted({1, most}):
-        times = []
-        for _ in range(repeats):
-            started = time.perf_counter()
-            head.commit(state, again)
-            head.propose(state, num_draft_tokens=depth).tokens.tolist()
-            times.append(1000 * (time.perf_counter() - started))
-        measured.append((depth, sorted(times)[repeats // 2]))
-    return lambda depth: interpolate(measured, depth)
+    deepest = chains(head, {1, head.max_draft_tokens or head.num_depths})
+    ranks = min(max_nodes, target.vocab_size if head.vocabulary is None else len(head.vocabulary.to_target))
+    sizes = sorted({max(1, round(ranks * share)) for share in (0.1, 0.25, 0.5, 1)})
+    wide = [Setting(f"{size}", 1, StaticTree(tuple((rank,) for rank in range(size)))) for size in sizes]
+    context = min(context, target.max_positions - most_tokens(deepest[-1]))
+    times = measure_step_times(target, head, [*deepest, *wide], batch_sizes=[1], contexts=[context], text=text)
+    verify = sorted({one.num_tokens: one.verify_ms + one.overhead_ms for one in times}.items())
+    draft = [(one.num_draft_tokens, one.draft_ms) for one in times[1 : 1 + len(deepest)]]
+    return lambda nodes: interpolate(verify, nodes + 1), lambda depth: interpolate(draft, depth)
 
 
 TREE_NAMES = ("chain", "static", "dynamic", "optimal", "sampled", "sampled-chain")
@@ -203,8 +162,9 @@ def named_tree(
     texts = generate(target, None, prompts, max_new_tokens=max_new_tokens).token_ids
     accuracies = rank_accuracies(target, drafter, list(zip(prompts, texts, strict=True)))
     if name == "optimal":
-        context = max(map(len, prompts)) + max_new_tokens // 2
-        verify_ms, draft_ms = step_times(target, context=context), draft_times(target, drafter, context=context)
-        return optimal_tree(accuracies, verify_ms=lambda n: verify_ms(n + 1), draft_ms=draft_ms, max_nodes=num_nodes)[0]
+        longest = max(range(len(prompts)), key=lambda row: len(prompts[row]))
+        text, context = [*prompts[longest], *texts[longest]], len(prompts[longest])
+        verify_ms, draft_ms = costs(target, drafter, text, context=context, max_nodes=num_nodes)
+        return optimal_tree(accuracies, verify_ms=verify_ms, draft_ms=draft_ms, max_nodes=num_nodes)[0]
     tree = static_tree(accuracies, num_nodes=num_nodes)
     return replace(tree, sampled=True) if name == "sampled" else tree

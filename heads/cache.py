@@ -102,6 +102,12 @@ class SlotCache(Cache):
                 by_slot = cast(Tensor, stored).transpose(1, 2)  # [B, slots, Nkv, H]
                 by_slot[rows, destination] = by_slot[rows, source]
 
+    def take_row(self, row: int, source: "SlotCache", source_row: int) -> None:
+        """Copy a row of another cache of the same layers and length, all its slots."""
+        for mine, other in zip(cast(list[SlotLayer], self.layers), cast(list[SlotLayer], source.layers), strict=True):
+            for into, stored in ((mine.keys, other.keys), (mine.values, other.values)):
+                cast(Tensor, into)[row] = cast(Tensor, stored)[source_row]
+
 
 def visibility_mask(positions: Tensor, *, extent: int, dtype: torch.dtype, window: int | None = None) -> Tensor:
     """The additive attention mask of queries at `positions` over slots 0..extent-1.

@@ -14,6 +14,7 @@ from .doctor import doctor
 from .evaluate import evaluate
 from .export_command import export
 from .heads_command import heads
+from .plan_command import plan
 from .push_command import push
 
 app = typer.Typer(
@@ -57,7 +58,7 @@ def train(
 
 
 app.command(name="eval")(evaluate)
-for command in (heads, compare, export, check, push, doctor):
+for command in (plan, heads, compare, export, check, push, doctor):
     app.command()(command)
 app.add_typer(data, name="data")
 

@@ -51,6 +51,9 @@ def export_head(
     return head
 
 
+SGLANG_ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "draft_lm": "STANDALONE", "mtp": "NEXTN"}
+
+
 def notes(head: HeadFolder) -> list[str]:
     """What serving a head asks for beyond its folder, or what an engine does otherwise than `headstart eval`."""
     own, found = head.ours["head"], []
@@ -74,22 +77,34 @@ def serve_commands(head: HeadFolder, output: str, *, to: str, target: str | None
     if head.family == "mtp":
         num = head.config.get("num_nextn_predict_layers", 1)
         spec = f'{{"method":"mtp","num_speculative_tokens":{num}}}'
-        flags = f"--speculative-algorithm NEXTN --speculative-num-steps {num} --speculative-eagle-topk 1"
         return {
             "vllm": f"vllm serve {output} --speculative-config '{spec}'",
-            "sglang": f"python -m sglang.launch_server --model-path {output} {flags} "
-            f"--speculative-num-draft-tokens {num + 1}",
+            "sglang": f"python -m sglang.launch_server --model-path {output} {sglang_flags(head.family, num)}",
         }
     if to == "speculators":
         return {"vllm": f"vllm serve {output}"}
     method = {"draft_lm": "draft_model"}.get(head.family, head.family)
     spec = f'{{"method":"{method}","model":"{output}","num_speculative_tokens":{num}}}'
     found = {"vllm": f"vllm serve {name} --speculative-config '{spec}'"}
-    algorithm = {"eagle": "EAGLE", "eagle3": "EAGLE3", "draft_lm": "STANDALONE"}.get(head.family)
-    if algorithm is not None:
-        found["sglang"] = (
-            f"python -m sglang.launch_server --model-path {name} --speculative-algorithm {algorithm} "
-            f"--speculative-draft-model-path {output} --speculative-num-steps {num} --speculative-eagle-topk 1 "
-            f"--speculative-num-draft-tokens {num + 1}"
-        )
+    flags = sglang_flags(head.family, num, folder=output)
+    if flags is not None:
+        found["sglang"] = f"python -m sglang.launch_server --model-path {name} {flags}"
     return found
+
+
+def sglang_flags(
+    family: str, num_draft_tokens: int, *, folder: str = "", top_k: int = 1, num_nodes: int = 0
+) -> str | None:
+    """What tells SGLang to draft so; None for families that it does not load.
+
+    Args: folder: where the head was exported to; none for modules that are in the target. top_k, num_nodes: of a
+        dynamic tree, the nodes expanded per level, and all of them.
+    """
+    algorithm = SGLANG_ALGORITHMS.get(family)
+    if algorithm is None:
+        return None
+    where = f"--speculative-draft-model-path {folder} " if folder else ""
+    return (
+        f"--speculative-algorithm {algorithm} {where}--speculative-num-steps {num_draft_tokens} "
+        f"--speculative-eagle-topk {top_k} --speculative-num-draft-tokens {(num_nodes or num_draft_tokens) + 1}"
+    )

@@ -6,8 +6,10 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.engine import Engine
-from headstart.eval.generate import decode, generate
+from headstart.eval.generate import Stopwatch, Texts, decode, generate, prefill
 from headstart.eval.metrics import acceptance
+from headstart.eval.serving import LiveServer
+from headstart.eval.settings import Setting
 from headstart.eval.sparse_self import NUM_OBSERVED, NUM_SINKS, SparseSelfDrafter
 from headstart.eval.stopping import Stop
 from headstart.heads.cache import SlotCache
@@ -164,3 +166,17 @@ def test_a_long_prompt_is_read_in_chunks_as_at_once(tiny_target, monkeypatch):
     assert generate(target, None, rows, max_new_tokens=20, eos_token_ids=[]).token_ids == whole.token_ids
     done = generate(target, SparseSelfDrafter(target, 128), rows, max_new_tokens=20, eos_token_ids=[])
     assert done.token_ids == whole.token_ids
+
+
+def test_a_row_that_joins_a_batch_keeps_its_keys_and_its_ring(target):
+    drafter, rows, stop = SparseSelfDrafter(target, 32), prompts(90, 60, 25), Stop(frozenset())
+    server = LiveServer(target, drafter, Setting("K 3", 3), rows, max_new_tokens=9, max_batch_size=4, stop=stop)
+    batch, wanted = server.empty(1), []
+    for number, row in enumerate(rows):
+        engine = Engine(target, drafter, batch_size=1, max_length=99, num_draft_tokens=3)
+        _, read, *_ = prefill(engine, Texts([row], 9, stop), Stopwatch(target.device))
+        engine.begin_round(len(row) + 1)
+        wanted += engine.draft(read).tokens.tolist()
+        batch, _ = server.join(batch, number, row)
+    batch.engine.begin_round(91)
+    assert batch.engine.draft(batch.read).tokens[:3].tolist() == wanted

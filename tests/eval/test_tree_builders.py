@@ -7,7 +7,7 @@ import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.generate import generate
 from headstart.eval.metrics import acceptance
-from headstart.eval.tree import best_nodes, interpolate, named_tree, optimal_tree, rank_accuracies, static_tree
+from headstart.eval.tree import best_nodes, named_tree, optimal_tree, rank_accuracies, static_tree
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.registry import HEADS, build_head
 from headstart.scripts.evaluate import check_trees
@@ -44,12 +44,6 @@ def test_a_free_forward_wants_all_nodes_and_a_dear_one_few():
     assert dear.num_nodes == 1 and cost == pytest.approx(14.1 / 1.6)
     slow, _ = optimal_tree(ACCURACIES, verify_ms=lambda n: 10.0, draft_ms=lambda d: 20.0 * d, max_nodes=20)
     assert slow.depth == 1
-
-
-def test_step_times_are_read_between_and_beyond_what_was_measured():
-    points = [(1, 2.0), (4, 5.0), (8, 13.0)]
-    assert [interpolate(points, n) for n in (1, 2, 4, 6, 10)] == [2.0, 3.0, 5.0, 9.0, 17.0]
-    assert interpolate([(1, 2.0)], 5) == 2.0
 
 
 def test_accuracies_are_what_a_chain_then_accepts(head_type, target):

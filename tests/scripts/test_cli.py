@@ -1,7 +1,6 @@
 """The two commands do their work, and every bad input is one line, exit code 2 and no folder."""
 
 import json
-import shlex
 import shutil
 import subprocess
 import sys
@@ -13,22 +12,6 @@ from headstart import __version__
 from headstart.configs.jsonl import read_jsonl
 from headstart.heads.registry import HEADS, build_head, save_head
 from headstart.scripts import cli
-
-
-@pytest.fixture
-def headstart(monkeypatch, capsys):
-    """headstart("train ..."): runs the command line in this process; returns exit code, stdout, stderr."""
-
-    def call(line, *more):
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["headstart", *shlex.split(line), *map(str, more)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-            sys.exit(0)
-        code = caught.value.code
-        return (0 if code is None else code, *capsys.readouterr())
-
-    return call
 
 
 @pytest.fixture
@@ -44,27 +27,6 @@ def config(saved_target, tmp_path):
             "train": {"max_steps": 3, "batch_size": 2, "device": "cpu", "output_dir": str(tmp_path / "run")},
         }
         path.write_text(yaml.safe_dump(sections))
-        return path
-
-    return write
-
-
-@pytest.fixture
-def head_folder(saved_target, tmp_path):
-    """An untrained head of the saved target."""
-    from headstart.heads.target import Target
-
-    head = build_head(HEADS["medusa"].config_class(type="medusa"), Target.load(saved_target))
-    return save_head(head, tmp_path / "head")
-
-
-@pytest.fixture
-def prompts(tmp_path):
-    """prompts(row, ...): a JSONL file; text is written as it is."""
-
-    def write(*rows):
-        path = tmp_path / "prompts.jsonl"
-        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
         return path
 
     return write

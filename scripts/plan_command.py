@@ -1,0 +1,226 @@
+"""`headstart plan`: which K or tree to serve at which batch size, and where to leave drafting off."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ..configs.errors import BadInput
+from ..configs.loader import PACKAGE_CONFIGS
+from .evaluate import progress
+
+if TYPE_CHECKING:
+    from ..eval.step_times import StepTime
+    from ..eval.suites import Suite
+    from ..heads.base import Drafter
+    from ..heads.target import Target
+
+GENERAL_PROMPTS = PACKAGE_CONFIGS / "prompts" / "general.jsonl"
+
+
+def plan(
+    target: Annotated[str, typer.Option(help="The target: local folder or hub id.")],
+    output: Annotated[Path, typer.Option(help="Folder for plan.json and machine.json.")],
+    prompts: Annotated[
+        Path,
+        typer.Option(
+            help="JSONL rows as for `headstart eval`: the traffic to plan for. [default: a few of ours]",
+            show_default=False,
+        ),
+    ] = GENERAL_PROMPTS,
+    head: Annotated[str, typer.Option(help="RUN/final, an exported head, or a hub id.")] = "",
+    drafter: Annotated[str, typer.Option(help="Instead of a head: as `headstart eval --drafter` takes it.")] = "",
+    synthetic_acceptance: Annotated[
+        str,
+        typer.Option(
+            help="Instead of a head: 0.8,0.6,0.5, the rates of draft positions. Drafting is free, see --head-type."
+        ),
+    ] = "",
+    head_type: Annotated[
+        str,
+        typer.Option(help="With synthetic rates: an untrained head of this family drafts too, which costs time."),
+    ] = "",
+    num_draft_tokens: Annotated[
+        list[int] | None, typer.Option(help="A K to consider. Repeatable. [default: 1 to 8]", min=1)
+    ] = None,
+    tree: Annotated[
+        list[str] | None, typer.Option(help="NAME:NODES, or none. [default: static:4, :8, :16 and dynamic:16]")
+    ] = None,
+    batch_size: Annotated[list[int] | None, typer.Option(help="Repeatable. [default: 1, 4, 16]", min=1)] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(help="Also plan for this many tokens of context. Repeatable.", min=1)
+    ] = None,
+    machine: Annotated[
+        str, typer.Option(help="Predict for this machine: a shipped profile's name, or a machine.json.")
+    ] = "",
+    check: Annotated[
+        str, typer.Option(help="Measure too: advice (what is recommended), all (every cell), none.")
+    ] = "advice",
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer, at most.", min=2)] = 128,
+    limit: Annotated[int, typer.Option(help="Only the first N prompts.", min=1)] = 32,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,
+    repeats: Annotated[int, typer.Option(help="Timed passes per side of a check.", min=1)] = 2,
+    dtype: Annotated[str, typer.Option(help="As for `headstart eval`.")] = "",
+    device: Annotated[str, typer.Option(help="cpu, cuda ...; default: cuda where there is one.")] = "",
+) -> None:
+    """Plan a deployment: expected speedup of each K and tree by batch size and context, and what to serve.
+
+    \b
+    Examples:
+      headstart plan --target MODEL --head runs/a/final --prompts prompts.jsonl --output runs/a/plan
+      headstart plan --target MODEL --synthetic-acceptance 0.8,0.7,0.6 --prompts prompts.jsonl --output runs/what-if
+      headstart plan --target MODEL --head runs/a/final --machine h100-llama-3.1-8b-vllm ...
+
+    Each setting decodes the prompts once, for what is accepted; a few rounds are timed per setting, batch size and
+    context. Their product is checked against decoding in the same run, and the error shown. With --machine nothing is
+    timed: the profile says what steps take there. machine.json is this machine's profile, for use elsewhere.
+    """
+    from ..eval.machine import load_machine
+    from ..eval.measure import MeasureConfig
+    from ..eval.planner import PlanConfig, Planner
+    from ..eval.report import check_output
+    from ..eval.suites import load_suite
+    from ..heads.loading import default_device
+    from ..heads.target import Target
+
+    rates = check_choices(head, drafter, synthetic_acceptance, head_type)
+    check_output(output)
+    config = PlanConfig(
+        measure=MeasureConfig(max_new_tokens=max_new_tokens, temperature=temperature, num_repeats=repeats),
+        lengths=num_draft_tokens or range(1, 9),
+        trees=None if tree is None else [one for one in tree if one != "none"],
+        batch_sizes=sorted(set(batch_size or (1, 4, 16))),
+        contexts=context or (),
+        check=check,
+        machine=load_machine(machine) if machine else None,
+    )
+    device = device or default_device()
+    config.measure.steps = "eager" if device == "cpu" else "graph"
+    if prompts == GENERAL_PROMPTS:
+        print("headstart: planned on a few general prompts; give --prompts with some of your traffic", file=sys.stderr)
+    loaded = Target.load(target, dtype=dtype or ("float32" if device == "cpu" else "auto"), device=device)
+    suite = load_suite(prompts, loaded, max_new_tokens=max_new_tokens, limit=limit)
+    name, chosen = the_drafter(
+        loaded, f"head:{head}" if head else drafter, suite, rates, head_type, max_new_tokens=max_new_tokens
+    )
+    planned, times = Planner(loaded, chosen, suite, config, name, bar=progress).plan()
+    write(loaded, planned, times, output)
+    show(planned, Console())
+    print(f"written to {output / 'plan.json'}")
+
+
+def check_choices(head: str, drafter: str, synthetic_acceptance: str, head_type: str) -> list[float]:
+    """Synthetic rates, empty where a drafter is given. Raises BadInput unless exactly one of the first three is."""
+    from ..heads.registry import HEADS
+
+    if sum(map(bool, (head, drafter, synthetic_acceptance))) != 1:
+        raise BadInput("give one of --head, --drafter and --synthetic-acceptance")
+    if head_type and not synthetic_acceptance:
+        raise BadInput(f"--head-type {head_type}: goes with --synthetic-acceptance")
+    if head_type and head_type not in HEADS:
+        raise BadInput(f"--head-type {head_type}: expected one of {', '.join(HEADS)}")
+    try:
+        return [float(rate) for rate in synthetic_acceptance.split(",")] if synthetic_acceptance else []
+    except ValueError as error:
+        raise BadInput(f"--synthetic-acceptance {synthetic_acceptance}: expected numbers, 0.8,0.6,0.5") from error
+
+
+def the_drafter(
+    target: "Target", spec: str, suite: "Suite", rates: list[float], head_type: str, *, max_new_tokens: int
+) -> "tuple[str, Drafter]":
+    """What to plan for, and its name: as `headstart eval` takes it, or drafts that are right at the given rates."""
+    from ..eval.drafters import build_drafter
+    from ..eval.synthetic import SyntheticDrafter
+    from ..heads.registry import HEADS, build_head
+
+    if not rates:
+        return build_drafter(spec, target)
+    inner = None
+    if head_type:
+        inner = build_head(HEADS[head_type].config_class(type=head_type), target).to(target.dtype).eval()
+    name = f"synthetic {','.join(f'{rate:g}' for rate in rates)}" + f" like {head_type}" * bool(head_type)
+    return name, SyntheticDrafter(target, suite.prompts, rates, max_new_tokens=max_new_tokens, inner=inner)
+
+
+def write(target: "Target", planned: dict[str, Any], times: "list[StepTime]", output: Path) -> None:
+    """plan.json, and machine.json where step times were measured, each whole or not at all."""
+    from ..eval.machine import fit_machine
+    from ..eval.report import about, environment, write_whole
+
+    where = environment(target)
+    output.mkdir(parents=True, exist_ok=True)
+    if times:
+        source = (
+            f"headstart plan, headstart {where['headstart']}, torch {where['torch']}, {where['num_threads']} threads"
+        )
+        profile = fit_machine(target, times, name=output.name, device=where["device"], source=source)
+        planned["step_time_model"] = asdict(profile)
+        write_whole(output / "machine.json", json.dumps(asdict(profile), indent=2) + "\n")
+    document = {**planned, "environment": where, "target": about(target)}
+    write_whole(output / "plan.json", json.dumps(document, indent=2) + "\n")
+
+
+def show(planned: dict[str, Any], console: Console) -> None:
+    """A table of settings by batch size, what is recommended, and what serving engines are told."""
+    cells = [one for one in planned["cells"] if one["load"] == "prompts"]
+    sizes = sorted({one["batch_size"] for one in cells})
+    lengths = {one["setting"]: one["acceptance_length"] for one in planned["acceptance"]}
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("setting")
+    for title in ("length", *(f"batch {size}" for size in sizes)):
+        table.add_column(title, justify="right")
+    for name, length in lengths.items():
+        row = [one for one in cells if one["setting"] == name]
+        table.add_row(
+            name, f"{length:.2f}", *(in_cell(one) for size in sizes for one in row if one["batch_size"] == size)
+        )
+    console.print(f"{planned['drafter']} on {planned['suite']}: predicted speedup, measured in brackets")
+    console.print(table)
+    for one in planned["recommendation"]:
+        where = f"batch {one['batch_size']}, {one['context']} tokens of context" + ", all rows busy" * (
+            one["load"] == "steady"
+        )
+        gain = f"expected {one['predicted_speedup']:.2f} times the speed"
+        what = (
+            f"leave drafting off: the best, {one['setting']}, is {gain}" if one["off"] else f"{one['setting']}, {gain}"
+        )
+        console.print(f"{where}: {what}", highlight=False)
+    show_load(planned["load"], console)
+    found = planned["check"]
+    if found["num_cells"]:
+        apart = f"median {found['median_error']:.1%}, at most {found['max_error']:.1%}"
+        console.print(f"prediction against measurement in {found['num_cells']} cells: {apart} apart", highlight=False)
+    most = max(length for _, _, length in planned["vllm_schedule"])
+    told = {"num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": planned["vllm_schedule"]}
+    if most:
+        console.print(f"vLLM, in --speculative-config: {json.dumps(told)[1:-1]}", highlight=False, soft_wrap=True)
+    if planned["sglang_flags"]:
+        console.print(f"SGLang: {planned['sglang_flags']}", highlight=False, soft_wrap=True)
+
+
+def show_load(load: list[dict[str, Any]], console: Console) -> None:
+    """Throughput and what a user waits per token, by rate of arrival; as run, where it was."""
+    served = "run" if any(one["served"] == "run" for one in load) else "simulated"
+    load = [one for one in load if one["served"] == served]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("requests/s", justify="right")
+    for name in dict.fromkeys(one["drafts"] for one in load):
+        table.add_column(f"{name}: tok/s, ms/token p50", justify="right")
+    for rate in dict.fromkeys(one["requests_per_second"] for one in load):
+        here = [one for one in load if one["requests_per_second"] == rate]
+        cells = [f"{one['tokens_per_second']:.0f}, {one['time_per_output_token_ms_p50']:.2f}" for one in here]
+        table.add_row(f"{rate:.2f}", *cells)
+    console.print(f"requests arriving at a rate, continuous batching, {served}:")
+    console.print(table)
+
+
+def in_cell(cell: dict[str, Any]) -> str:
+    """`1.92 (1.88)`."""
+    measured = cell["measured_speedup"]
+    return f"{cell['predicted_speedup']:.2f}" + ("" if measured is None else f" ({measured:.2f})")
