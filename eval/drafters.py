@@ -1,7 +1,8 @@
-"""Drafters that need no training: lookup in the text so far (n-gram, suffix), and how the command line names a drafter.
+"""Drafters that look up the text so far (n-gram, suffix), and how the command line names a drafter.
 
-They keep the committed texts on the host and read what is new of all rows once per round. They always draft K tokens:
-where fewer were found, filler makes up the rest, and is verified like any other draft, so the text stays the target's.
+Lookups keep the committed texts on the host and read what is new of all rows once per round. They always draft K
+tokens: where fewer were found, filler makes up the rest, and is verified like any other draft, so the text stays the
+target's.
 """
 
 from collections.abc import Sequence
@@ -16,11 +17,12 @@ from ..heads.base import Drafter
 from ..heads.registry import head_record, load_head
 from ..heads.target import Target
 from .draft_model import DraftModelDrafter, has_tokenizer_of, load_draft_model
+from .sparse_self import SparseSelfDrafter
 from .text_drafter import RowText, TextDrafter
 from .translated_draft import TranslatedDrafter
 
 # what `--drafter` takes; PATH is a folder or a hub id
-SPECS = ("ngram", "ngram:MAX", "suffix", "draft-model:PATH", "head:PATH")
+SPECS = ("ngram", "ngram:MAX", "suffix", "sparse-self", "sparse-self:BUDGET", "draft-model:PATH", "head:PATH")
 
 
 class NgramRow:
@@ -157,7 +159,8 @@ class SuffixDrafter(TextDrafter):
 def parse_drafter(spec: str) -> tuple[str, str]:
     """`ngram:4` -> (`ngram`, `4`). Raises BadInput, before anything big is loaded, on what cannot be built."""
     kind, _, argument = spec.partition(":")
-    needs = {"draft-model": True, "head": True, "suffix": False, "ngram": bool(argument)}
+    counts = {"ngram": "MAX", "sparse-self": "BUDGET"}  # may be left out
+    needs = {"draft-model": True, "head": True, "suffix": False, **dict.fromkeys(counts, bool(argument))}
     if kind not in needs:
         near = [one for one in SPECS if one.partition(":")[0] in get_close_matches(kind, needs, n=1)][-1:]
         near = [f"head:{spec}"] if Path(spec, "config.json").is_file() else near
@@ -165,17 +168,17 @@ def parse_drafter(spec: str) -> tuple[str, str]:
         raise BadInput(f"drafter {spec!r}: expected one of {', '.join(SPECS)}{hint}")
     if needs[kind] != bool(argument):
         raise BadInput(f"drafter {spec!r}: expected {[one for one in SPECS if one.startswith(kind)][-1]}")
-    if kind == "ngram" and argument and not (argument.isdecimal() and int(argument) > 0):
-        raise BadInput(f"drafter {spec!r}: MAX should be a whole number from 1 on")
+    if kind in counts and argument and not (argument.isdecimal() and int(argument) > 0):
+        raise BadInput(f"drafter {spec!r}: {counts[kind]} should be a whole number from 1 on")
     if kind == "head":
         head_record(argument)
     return kind, argument
 
 
 def build_drafter(spec: str, target: Target) -> tuple[str, Drafter]:
-    """A drafter for a target from one of SPECS; MAX is the longest n-gram, PATH a folder or a hub id.
+    """A drafter for a target from one of SPECS; MAX: the longest n-gram, BUDGET: keys, PATH: a folder or a hub id.
 
-    Returns: its name in reports, `ngram`, `suffix`, `draft-model` or the head's family; and the drafter.
+    Returns: its name in reports, `ngram`, `suffix`, `sparse-self`, `draft-model` or the head's family; and the drafter.
 
     Raises: BadInput.
     """
@@ -184,6 +187,8 @@ def build_drafter(spec: str, target: Target) -> tuple[str, Drafter]:
         return kind, NgramDrafter(int(argument)) if argument else NgramDrafter()
     if kind == "suffix":
         return kind, SuffixDrafter()
+    if kind == "sparse-self":
+        return kind, SparseSelfDrafter(target, int(argument)) if argument else SparseSelfDrafter(target)
     if kind == "draft-model":
         model = load_draft_model(argument, target)
         if has_tokenizer_of(target, model):

@@ -25,6 +25,7 @@ from .verify import (
 )
 
 ROOM_STEP = 64  # slots of a cache come in multiples of it, so that rows of a mask stay aligned
+PREFILL_CHUNK = 2048  # prompt tokens per forward: a mask over all of a long prompt at once would be its length squared
 SMALLEST_BUCKET = 128  # recorded steps read a power of two of slots, this many at least
 
 ACCEPT_RULES = ("exact", "typical")
@@ -120,9 +121,12 @@ class Engine:
         """Read right-padded prompts [B, T] of num_valid [B] tokens: the states, and each row's first token [B, 1]."""
         if self.drafts_on_host and self.drafter is not None:  # the texts of the last batch are forgotten
             self.state = self.drafter.begin(batch_size=self.batch_size, max_length=self.room)
-        start = torch.zeros_like(num_valid)
-        self.extent = tokens.shape[1]
-        output = self._forward(tokens, start[:, None] + self.offsets[: tokens.shape[1]])
+        parts, start = [], 0
+        for chunk in tokens.split(PREFILL_CHUNK, 1):
+            self.extent = start + chunk.shape[1]
+            parts.append(self._forward(chunk, self.offsets[start : self.extent].expand_as(chunk)))
+            start = self.extent
+        output = TargetOutput(torch.cat([p.features for p in parts], 1), torch.cat([p.post_norm for p in parts], 1))
         if self.seen is not None:
             self.seen.tokens.zero_()
             self.seen.mark(tokens, num_valid)
@@ -142,7 +146,7 @@ class Engine:
         if self.drafts_on_host:
             start, num_valid = read.start.cpu(), read.num_valid.cpu()
             return Reading(read.tokens.cpu(), read.next_tokens.cpu(), read.output, start, num_valid)
-        self.drafter.commit(self.state, replace(read, extent=self.extent + self.spare))
+        self.drafter.commit(self.state, replace(read, extent=self.extent + self.spare, cache=self.cache))
         last, width = read.last[:, None], self.depth + 1
         tail = read.output.at(read.last)
         return Reading(
@@ -213,7 +217,7 @@ class Engine:
         tokens, next_tokens, features, post_norm, start, num_valid = cast(tuple[Tensor, ...], tensors)
         output = TargetOutput(features, post_norm)
         is_chain = self.tree is None
-        read = Reading(tokens, next_tokens, output, start, num_valid, self.extent, follows_draft=is_chain)
+        read = Reading(tokens, next_tokens, output, start, num_valid, self.extent, is_chain, self.cache)
         self.drafter.commit(self.state, read)
         if self.tree is None:
             return self.drafter.propose(self.state, num_draft_tokens=self.num_drafted).tokens, None, None

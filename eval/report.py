@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,42 @@ def build_report(target: Target, results: list[dict[str, Any]]) -> dict[str, Any
         "target": about(target),
         "results": [with_share(entry, machine["copy_gigabytes_per_second"]) for entry in results],
     }
+
+
+def beyond_training(entry: dict[str, Any], trained_length: int | None) -> dict[str, Any] | None:
+    """How a head drafts in contexts that none of its training rows reached, beside shorter ones.
+
+    From the ranges of `by_context`; one that holds the training length in its midst counts on neither side. None where
+    no context was longer, or nothing is known of the training.
+    """
+    if trained_length is None:
+        return None
+    parts: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
+    for name, part in entry["by_context"].items():
+        low, _, high = name.partition("-")
+        if int(low) >= trained_length or (high and int(high) <= trained_length):
+            parts[int(low) >= trained_length].append(part)
+    if not parts[True]:
+        return None
+    rounds = {which: sum(part["num_rounds"] for part in parts[which]) for which in parts}
+    tokens = {which: sum(part["num_rounds"] * part["acceptance_length"] for part in parts[which]) for which in parts}
+    lengths = {which: round(tokens[which] / rounds[which], 4) if rounds[which] else None for which in parts}
+    return {"num_rounds": rounds[True], "acceptance_length": lengths[True], "acceptance_length_within": lengths[False]}
+
+
+def training_warnings(results: Iterable[dict[str, Any]]) -> list[str]:
+    """A line for each result with contexts beyond the head's training, saying what is lost there."""
+    lines = []
+    for r in results:
+        part = r.get("beyond_training")
+        if part is not None:
+            within = part["acceptance_length_within"]
+            beside = "none as short was measured" if within is None else f"{within:.2f} in shorter ones"
+            lines.append(
+                f"{r['drafter']} on {r['suite']}, batch {r['batch_size']}: contexts longer than its training rows "
+                f"({r['trained_max_length']:,} tokens): acceptance length {part['acceptance_length']:.2f}, {beside}"
+            )
+    return lines
 
 
 def about(target: Target) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Grouped-query attention of the target over a masked cache, without repeating the cache for every query head."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
@@ -10,6 +11,9 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 NAME = "headstart_grouped"
 
+# module, query [B, N, Q, H], key [B, Nkv, P, H], additive mask [B, 1, Q, P], scaling
+Watch = Callable[[nn.Module, Tensor, Tensor, Tensor, float | None], None]
+
 
 def grouped_attention(
     module: nn.Module,
@@ -18,6 +22,7 @@ def grouped_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
+    watch: Watch | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' scaled dot product attention, but for masked queries (verification, trees, drafts, batches).
@@ -26,7 +31,10 @@ def grouped_attention(
     and round. Here the queries that share a key head are laid one behind the other instead, with the mask tiled.
 
     Args: query [B, N, Q, H]; key, value [B, Nkv, P, H]; attention_mask [B, 1, Q, P] additive. Returns [B, Q, N, H].
+    watch: called with query, key and mask before they are used, see `Target.forward`.
     """
+    if watch is not None and attention_mask is not None:
+        watch(module, query, key, attention_mask, scaling)
     num_rows, num_heads, num_queries, head_dim = query.shape
     groups = num_heads // key.shape[1]
     is_plain = attention_mask is None or groups == 1 or attention_mask.shape[1] != 1

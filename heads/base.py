@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..configs.errors import BadInput
-from .cache import visibility_mask
+from .cache import SlotCache, visibility_mask
 from .chains import ChainStarts, chain_starts, mean_of
 from .depth_loss import Drafts, chunk_size, score
 from .documents import Documents
@@ -130,6 +130,7 @@ class Reading:
     target's states. start: [B] the first position. num_valid: [B]; what lies beyond was rejected or is padding. 0 in
     rows that had ended. extent: no position of this round, drafts included, lies at or beyond it; 0: not known.
     follows_draft: it is what became of the drafter's last proposal, a chain, so accepted drafts are nothing new to it.
+    cache: the target's own, with these positions in it, to be read only; None for drafters on the host.
     """
 
     tokens: Tensor
@@ -139,6 +140,7 @@ class Reading:
     num_valid: Tensor
     extent: int = 0
     follows_draft: bool = False
+    cache: SlotCache | None = None
 
     @property
     def last(self) -> Tensor:

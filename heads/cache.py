@@ -87,6 +87,10 @@ class SlotCache(Cache):
             self.rows = torch.arange(len(positions), device=positions.device)[:, None]  # [B, 1]
         self.extent = extent if is_exact else min(-(-extent // EXTENT_STEP) * EXTENT_STEP, self.max_length)
 
+    def mask(self, positions: Tensor, *, dtype: torch.dtype, window: int | None = None) -> Tensor:
+        """What queries at `positions` [B, Q] see of the slots that `seek` made readable; see `visibility_mask`."""
+        return visibility_mask(positions, extent=self.extent, dtype=dtype, window=window)
+
     def move(self, source: Tensor, destination: Tensor) -> None:
         """Copy slots within each row: what a tree keeps of its drafted nodes moves up behind the committed tokens.
 
@@ -120,7 +124,12 @@ def visibility_mask(positions: Tensor, *, extent: int, dtype: torch.dtype, windo
     hidden = slots > positions  # [B, 1, Q, extent]
     if window is not None:
         hidden |= slots <= positions - window
-    return torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, torch.finfo(dtype).min)
+    return hiding(hidden, dtype=dtype)
+
+
+def hiding(hidden: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """The additive mask of what is hidden (bool, any shape): the dtype's minimum there, else 0."""
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min)
 
 
 def tree_mask(
@@ -150,5 +159,5 @@ def tree_mask(
         mask.masked_fill_(slots <= positions[:, None, :, None] - window, torch.finfo(dtype).min)
         seen = seen & (drafted_positions[:, None, :] > positions[:, :, None] - window)
     slots = root[:, None] + 1 + torch.arange(seen.shape[-1], device=root.device)  # [B, n]
-    values = torch.zeros(seen.shape, dtype=dtype, device=root.device).masked_fill_(~seen, torch.finfo(dtype).min)
+    values = hiding(~seen, dtype=dtype)
     return mask.scatter_(-1, slots[:, None, None].expand(-1, 1, seen.shape[1], -1), values[:, None])

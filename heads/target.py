@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..configs.errors import BadInput, first_line
 from .attention import NAME as GROUPED_ATTENTION
-from .cache import SlotCache, tree_mask, visibility_mask
+from .attention import Watch
+from .cache import SlotCache, tree_mask
 from .documents import Documents
 from .loading import fingerprint_of, found_path, quiet_loading, read_model_config, torch_dtype
 
@@ -157,6 +158,11 @@ class Target:
         """Whether rejected drafts can be taken back: not where layers keep a recurrent state."""
         return "linear_attention" not in (getattr(self.config, "layer_types", None) or [])
 
+    def window_of(self, layer: int) -> int | None:
+        """Tokens that a layer's queries see at most, themselves included; None: all before them."""
+        types = getattr(self.config, "layer_types", None)
+        return self._window if types is None or types[layer] == "sliding_attention" else None
+
     def to(self, device: str | torch.device) -> "Target":
         """Move the weights, where they are not spread over devices already; returns itself."""
         if not self.is_spread:
@@ -187,6 +193,7 @@ class Target:
         seen: Tensor | None = None,
         is_newest: bool = False,
         documents: Documents | None = None,
+        watch: Watch | None = None,
     ) -> TargetOutput:
         """Read tokens and return what heads read of them. Never computes logits.
 
@@ -200,6 +207,8 @@ class Target:
                 nodes, written to the slots behind it in their order, and each attends to the nodes named here.
             is_newest: one token of one row, in slot extent - 1: it sees all there is, so a mask can be left out.
             documents: without a cache, rows that hold several texts.
+            watch: with a cache, called in each layer with what its attention reads; not by targets whose attention
+                is not ours (`grouped_attention`).
         """
         if not self._watched.issuperset(feature_layers):
             self._watch(feature_layers)
@@ -214,8 +223,8 @@ class Target:
                 slots = positions[:, :1] + torch.arange(positions.shape[1], device=positions.device)
             is_exact = is_newest and positions.device.type == "cpu" and not self._window  # shapes may vary on a CPU
             cache.seek(slots, extent=extent, is_exact=is_exact)
-            masks = None if is_exact else self._masks(positions, cache.extent, seen)
-            if cache.extent > self.max_positions:  # never accepted there; clamped so that learned embeddings exist
+            masks = None if is_exact else self._masks(positions, cache, seen)
+            if extent > self.max_positions:  # never accepted there; clamped so that learned embeddings exist
                 positions = positions.clamp(max=self.max_positions - 1)
             post_norm = self.base(
                 input_ids=input_ids,
@@ -223,6 +232,7 @@ class Target:
                 attention_mask=masks,
                 past_key_values=cache,
                 use_cache=True,
+                **({} if watch is None else {"watch": watch}),
             ).last_hidden_state
         post_norm = post_norm.to(input_ids.device)  # where it is already, but for a target on several devices
         chosen = [self._captured[i].to(input_ids.device) for i in feature_layers]
@@ -276,14 +286,14 @@ class Target:
             self.layers[i].register_forward_pre_hook(keep, with_kwargs=True)
             self._watched.add(i)
 
-    def _masks(self, positions: Tensor, extent: int, seen: Tensor | None) -> Any:
+    def _masks(self, positions: Tensor, cache: SlotCache, seen: Tensor | None) -> Any:
         """The additive mask of each attention type, in decoding."""
 
         def mask(window: int | None) -> Tensor:
             if seen is None:
-                return visibility_mask(positions, extent=extent, dtype=self.dtype, window=window)
+                return cache.mask(positions, dtype=self.dtype, window=window)
             where = {"positions": positions, "drafted_positions": positions[:, 1:]}
-            return tree_mask(positions[:, 0], seen, extent=extent, dtype=self.dtype, window=window, **where)
+            return tree_mask(positions[:, 0], seen, extent=cache.extent, dtype=self.dtype, window=window, **where)
 
         return self._by_attention_type(mask)
 

@@ -35,7 +35,9 @@ def evaluate(
     ] = None,
     drafter: Annotated[
         list[str] | None,
-        typer.Option(help="ngram, ngram:MAX, suffix, draft-model:PATH, or head:PATH, as --head. Repeatable."),
+        typer.Option(
+            help="ngram[:MAX], suffix, sparse-self[:BUDGET], draft-model:PATH, or head:PATH, as --head. Repeatable."
+        ),
     ] = None,
     num_draft_tokens: Annotated[int | None, typer.Option(help="K; default: the head's own.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer, at most.", min=2)] = 128,
@@ -81,7 +83,7 @@ def evaluate(
     from ..eval.measure import MeasureConfig
     from ..eval.measured import Measured
     from ..eval.replay import check_way
-    from ..eval.report import check_output
+    from ..eval.report import beyond_training, check_output, training_warnings
     from ..heads.loading import default_device
     from ..heads.target import Target
 
@@ -116,7 +118,11 @@ def evaluate(
         if compare:
             results += compare_all(loaded, drafters, suites, configs[0], store)
         check_measured(results)
-        results = [{**entry, "trained_max_length": trained.get(entry["drafter"])} for entry in results]
+        for entry in results:
+            entry["trained_max_length"] = length = trained.get(entry["drafter"])
+            entry["beyond_training"] = beyond_training(entry, length)
+        for line in training_warnings(results):
+            print(f"headstart: {line}", file=sys.stderr)
         report_all(loaded, results, rounds, output)
         store.finish()
     if any(entry["lossless"]["unexplained"] for entry in results if entry["accept"] == "exact"):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from headstart.eval.drafted import draft_vocabulary, tree_shape
 from headstart.eval.drafters import NgramDrafter, trained_max_length
+from headstart.eval.report import beyond_training, training_warnings
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.registry import HEADS, build_head, save_head
 
@@ -37,3 +38,20 @@ def test_the_training_length_comes_from_the_run_around_the_head(text, length, ti
         (tmp_path / "config.yaml").write_text(text)
     assert trained_max_length(f"head:{folder}") == length
     assert trained_max_length("ngram") is None
+
+
+def test_contexts_are_longer_than_training_rows_or_not():
+    def part(num_rounds, length):
+        return {"num_rounds": num_rounds, "acceptance_length": length}
+
+    parts = {"512-2047": part(10, 2.0), "0-127": part(10, 4.0), "128-511": part(30, 3.0), "2048-": part(30, 1.0)}
+    found = beyond_training({"by_context": parts}, 512)
+    assert found == {"num_rounds": 40, "acceptance_length": 1.25, "acceptance_length_within": 3.25}
+    entry = {"drafter": "eagle3", "suite": "code", "batch_size": 2, "trained_max_length": 1024}
+    found = beyond_training({"by_context": parts}, 1024)
+    assert training_warnings([{**entry, "beyond_training": found}, {**entry, "beyond_training": None}]) == [
+        "eagle3 on code, batch 2: contexts longer than its training rows (1,024 tokens): acceptance length 1.00, "
+        "3.25 in shorter ones"
+    ]
+    del parts["2048-"]
+    assert beyond_training({"by_context": parts}, 2048) is None is beyond_training({"by_context": parts}, None)

@@ -15,6 +15,7 @@ from headstart.eval.drafters import (
 )
 from headstart.eval.generate import generate
 from headstart.eval.metrics import acceptance
+from headstart.eval.sparse_self import SparseSelfDrafter
 from headstart.heads.base import Drafter, Reading
 from headstart.heads.registry import HEADS, build_head, save_head
 from headstart.heads.target import Target, TargetOutput
@@ -22,7 +23,9 @@ from headstart.heads.target import Target, TargetOutput
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 7, 8, 3, 7], [1], [1, 30, 31, 32, 30, 31, 33, 30]]
 
 
-@pytest.fixture(params=["ngram", "suffix", "suffix-shared", "draft-model", "small-draft-model", "itself"])
+@pytest.fixture(
+    params=["ngram", "suffix", "suffix-shared", "draft-model", "small-draft-model", "itself", "sparse-self"]
+)
 def drafter(request, target, tiny_target) -> Drafter:
     """Every drafter, and draft models that are unlike the target, lack half of its vocabulary, or equal it."""
     make = {
@@ -32,6 +35,7 @@ def drafter(request, target, tiny_target) -> Drafter:
         "draft-model": lambda: DraftModelDrafter(tiny_target("qwen3"), target_vocab_size=target.vocab_size),
         "small-draft-model": lambda: DraftModelDrafter(tiny_target("llama", vocab_size=30), target_vocab_size=61),
         "itself": lambda: DraftModelDrafter(target),
+        "sparse-self": lambda: SparseSelfDrafter(target),
     }
     return make[request.param]()
 
@@ -254,12 +258,17 @@ def test_specs_become_drafters(saved_target, tmp_path):
         ("ngram", "ngram", NgramDrafter),
         ("ngram:5", "ngram", NgramDrafter),
         ("suffix", "suffix", SuffixDrafter),
+        ("sparse-self", "sparse-self", SparseSelfDrafter),
+        ("sparse-self:64", "sparse-self", SparseSelfDrafter),
         (f"draft-model:{saved_target}", "draft-model", DraftModelDrafter),
         (f"head:{head}", "medusa", HEADS["medusa"]),
     ]:
         named, drafter = build_drafter(spec, target)
         assert named == name and isinstance(drafter, kind)
     assert build_drafter("ngram:5", target)[1].max_ngram == 5  # pyright: ignore
+    assert build_drafter("sparse-self:64", target)[1].budget == 64  # pyright: ignore
+    with pytest.raises(BadInput, match="a budget of 8 keys: expected at least 32"):
+        build_drafter("sparse-self:8", target)
     specs = ["suffix", "ngram", "ngram:2", f"head:{head}", "ngram", f"head:{head}"]
     names = ["suffix", "ngram", "ngram:2", f"medusa:{head}", "ngram#2", f"medusa:{head}#2"]
     assert [name for name, _ in build_drafters(specs, target)] == names
@@ -270,11 +279,13 @@ def test_specs_become_drafters(saved_target, tmp_path):
     [
         ("ngrm", "did you mean ngram:MAX?"),
         ("draft_model:x", "did you mean draft-model:PATH?"),
-        ("zebra", "expected one of ngram, ngram:MAX, suffix, draft-model:PATH, head:PATH"),
+        ("zebra", "expected one of ngram, ngram:MAX, suffix, sparse-self, sparse-self:BUDGET, draft-model:PATH, "),
         ("", "expected one of ngram"),
         ("ngram:0", "MAX should be a whole number"),
         ("ngram:x", "MAX should be a whole number"),
         ("suffix:3", "expected suffix"),
+        ("sparse_self", "did you mean sparse-self:BUDGET?"),
+        ("sparse-self:0", "BUDGET should be a whole number"),
         ("head", "expected head:PATH"),
         ("draft-model:", "expected draft-model:PATH"),
         ("head:./gone", "head ./gone: no such folder"),

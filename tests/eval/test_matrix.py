@@ -10,6 +10,7 @@ import torch
 from headstart.eval.draft_model import DraftModelDrafter
 from headstart.eval.drafters import NgramDrafter, SuffixDrafter
 from headstart.eval.generate import generate
+from headstart.eval.sparse_self import SparseSelfDrafter
 from headstart.eval.tree import optimal_tree, static_tree
 from headstart.heads.drafting import DynamicTree
 from headstart.heads.registry import HEADS, build_head
@@ -24,7 +25,7 @@ TREES = {
     "optimal": optimal_tree(ACCURACIES, verify_ms=lambda n: 9 + 0.8 * n, draft_ms=lambda d: 0.5 * d)[0],
 }
 LOOKUPS = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
-CASES = [(name, "chain") for name in (*LOOKUPS, "draft-model")]
+CASES = [(name, "chain") for name in (*LOOKUPS, "draft-model", "sparse-self")]
 CASES += [(name, tree) for name in sorted(HEADS) for tree in TREES]
 
 
@@ -44,6 +45,8 @@ def drafter_of(target_of):
             return LOOKUPS[name]()
         if name == "draft-model":
             return DraftModelDrafter(target_of("qwen2"))
+        if name == "sparse-self":
+            return SparseSelfDrafter(target_of(family), 32)
         head = build_head(HEADS[name].config_class(type=name), target_of(family), seed=1)
         source = torch.Generator().manual_seed(3)
         with torch.no_grad():

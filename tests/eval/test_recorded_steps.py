@@ -10,6 +10,7 @@ from headstart.configs.errors import BadInput
 from headstart.eval import replay
 from headstart.eval.engine import Engine
 from headstart.eval.generate import decode, generate
+from headstart.eval.sparse_self import SparseSelfDrafter
 from headstart.eval.stopping import Stop
 from headstart.eval.verify import Sampling
 from headstart.heads.drafting import DynamicTree, StaticTree
@@ -108,9 +109,19 @@ def test_nor_does_sampling(head_type, target, recorded_strictly, monkeypatch):
     assert texts[0] == texts[1]
 
 
+def test_nor_does_the_target_that_drafts_for_itself(family, tiny_target, recorded_strictly):
+    target = tiny_target(family)
+    both_ways(target, SparseSelfDrafter(target, 32), None)
+
+
 @pytest.mark.slow
 def test_chains_of_every_head_are_traced_whole(head_type, target, traced):
     both_ways(target, head_for(head_type, target), None)
+
+
+@pytest.mark.slow
+def test_sparse_drafts_are_traced_whole(target, traced):
+    both_ways(target, SparseSelfDrafter(target, 32), None)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pytest
 import torch
 from headstart.eval import engine, verify
 from headstart.eval.drafters import NgramDrafter
+from headstart.eval.sparse_self import SparseSelfDrafter
 from headstart.eval.tree import sampled_chain
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.registry import HEADS, build_head
@@ -46,6 +47,10 @@ def test_heads_draft_without_changing_the_law(tree, how, name, small, chi_square
 @pytest.mark.parametrize("how", HOWS, ids=lambda how: f"T={how['temperature']}")
 def test_ngrams_draft_without_changing_the_law(how, small, chi_square):
     assert chi_square(small, NgramDrafter(), **how) < 1.5
+
+
+def test_sparse_drafts_do_not_change_the_law(small, chi_square):
+    assert chi_square(small, SparseSelfDrafter(small, 32), **HOWS[0]) < 1.5
 
 
 # What these tests must be able to see

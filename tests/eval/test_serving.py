@@ -8,6 +8,7 @@ from headstart.eval.generate import Stopwatch, Texts, generate, prefill, run_rou
 from headstart.eval.load import Request
 from headstart.eval.serving import LiveServer
 from headstart.eval.settings import Setting
+from headstart.eval.sparse_self import SparseSelfDrafter
 from headstart.eval.stopping import Stop
 from headstart.heads.drafting import DynamicTree
 from headstart.heads.registry import HEADS, build_head
@@ -19,6 +20,8 @@ LENGTHS = 24
 def drafter_of(name, target, tiny_target):
     if name in HEADS:
         return build_head(HEADS[name].config_class(type=name), target, seed=1).eval()
+    if name == "sparse-self":
+        return SparseSelfDrafter(target, 32)
     others = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
     return others[name]() if name in others else DraftModelDrafter(tiny_target("llama", num_hidden_layers=2))
 
@@ -30,7 +33,7 @@ def serve(target, drafter, setting, requests, *, size=4, eos=frozenset({2})):
     return server.decode(requests)
 
 
-@pytest.mark.parametrize("name", [*sorted(HEADS), "ngram", "suffix", "draft-model", "none"])
+@pytest.mark.parametrize("name", [*sorted(HEADS), "ngram", "suffix", "draft-model", "sparse-self", "none"])
 @pytest.mark.parametrize("at_once", [True, False])
 def test_texts_are_those_of_requests_alone(name, at_once, target, tiny_target):
     """12 requests, all at once or by and by, at most 4 rows: every engine size is used, rows move between them."""

@@ -63,20 +63,37 @@ def test_train_then_eval(head_type, headstart, config, saved_target, prompts, tm
 def test_drafters_without_training_beside_transformers(headstart, head_folder, saved_target, prompts, tmp_path):
     file = prompts({"prompt": "w5 w9 w5 w9"}, {"prompt": "w7 w8"})
     line = f"eval --target {saved_target} --prompts {file} --max-new-tokens 12 --repeats 1 --num-draft-tokens 3"
-    specs = ["ngram", "ngram:2", "suffix", f"draft-model:{saved_target}", f"head:{head_folder}"]
+    specs = ["ngram", "ngram:2", "suffix", f"draft-model:{saved_target}", f"head:{head_folder}", "sparse-self"]
     options = [part for spec in specs for part in ("--drafter", spec)]
     code, _, err = headstart(line, *options, "--output", tmp_path / "out", "--compare", "transformers")
     assert code == 0, err
     results = json.loads((tmp_path / "out" / "report.json").read_text())["results"]
     by_engine = {name: [r for r in results if r["engine"] == name] for name in ("headstart", "transformers")}
     names = [[r["drafter"] for r in entries] for entries in by_engine.values()]
-    assert names[0] == ["ngram", "ngram:2", "suffix", "draft-model", "medusa"]
+    assert names[0] == ["ngram", "ngram:2", "suffix", "draft-model", "medusa", "sparse-self"]
     assert names[1] == ["none (generate)", "ngram", "ngram:2", "draft-model"]
     assert "transformers cannot draft with suffix" in err and "transformers cannot draft with medusa" in err
-    assert by_engine["headstart"][3]["acceptance_length"] == 4.0
+    assert by_engine["headstart"][3]["acceptance_length"] == by_engine["headstart"][5]["acceptance_length"] == 4.0
     for entry in results:
         assert entry["lossless"]["identical"] == entry["lossless"]["checked"] == 2
         assert (entry in by_engine["headstart"]) or entry["ours_over_theirs"] > 0
+
+
+def test_contexts_beyond_a_head_s_training_are_named(headstart, head_folder, saved_target, prompts, tmp_path):
+    head_folder.with_name("config.yaml").write_text("data:\n  max_length: 100\n")
+    file = prompts({"prompt": "w5 w9 " * 70}, {"prompt": "w7 w8"})
+    line = f"eval --target {saved_target} --head {head_folder} --drafter ngram --prompts {file} --max-new-tokens 12"
+    code, _, err = headstart(line, "--repeats", 1, "--output", tmp_path / "out")
+    assert code == 0, err
+    head, ngram = json.loads((tmp_path / "out" / "report.json").read_text())["results"]
+    part = head["beyond_training"]
+    assert part["acceptance_length"] == head["by_context"]["128-511"]["acceptance_length"]
+    assert part["acceptance_length_within"] is None and ngram["beyond_training"] is None  # 0-127 holds 100 in its midst
+    said = [line for line in err.splitlines() if line.startswith("headstart: ")]
+    assert said == [
+        "headstart: medusa on prompts, batch 1: contexts longer than its training rows (100 tokens): acceptance length "
+        f"{part['acceptance_length']:.2f}, none as short was measured"
+    ]
 
 
 def test_a_text_that_differs_is_exit_code_1(headstart, head_folder, saved_target, prompts, tmp_path, monkeypatch):
