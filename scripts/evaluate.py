@@ -1,5 +1,6 @@
 """`headstart eval`: what drafters save, as a command."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
