@@ -7,7 +7,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from . import report_sections
+from . import report_domains, report_sections
 from .diagnosis import diagnose
 from .lossless import MAX_ULPS
 from .report import write_whole
@@ -29,6 +29,8 @@ def render(report: dict[str, Any]) -> str:
     sections = [
         report_sections.settings_section(results),
         report_sections.acceptance_section(ours),
+        report_domains.domains_section(ours),
+        report_domains.failed_section(results),
         report_sections.time_section(ours),
         report_sections.trees_section(ours),
         report_sections.forced_section(ours),
