@@ -12,6 +12,7 @@ from jinja2.exceptions import TemplateError
 
 from ..configs.errors import BadInput, first_line
 from ..configs.jsonl import iter_jsonl
+from ..heads.loading import quiet_loading
 from ..heads.reasoning import think_tokens
 from ..heads.target import Target
 from ..heads.templates import template_hash
@@ -199,7 +200,8 @@ def build_suite(
     failed: list[dict[str, Any]] = []
     for number, (origin, row) in enumerate(islice(rows, limit)):
         try:
-            ids = prompt_ids(row, tokenizer, origin=origin, asking=asking)
+            with quiet_loading():  # transformers warns of prompts beyond the context, which are named here
+                ids = prompt_ids(row, tokenizer, origin=origin, asking=asking)
             check_ids(ids, target, max_new_tokens=max_new_tokens, origin=origin)
         except UnaskedPrompt as error:
             failed.append({"prompt": number, "row": Path(origin).name, "reason": error.reason})
