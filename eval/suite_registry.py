@@ -219,7 +219,7 @@ def hub_rows(name: str, folder: Path) -> Rows:
         import datasets
     except ImportError as error:
         raise BadInput(f"--suite {name}: the hub needs datasets (pip install datasets); or {instead}") from error
-    files = {"data_files": hub.url} if hub.url else {}
+    files: dict[str, Any] = {"data_files": hub.url} if hub.url else {}
     try:
         loaded = list(datasets.load_dataset(hub.name, hub.config, split=hub.split, **files))
     except Exception as error:  # the hub, the network and the data set's own format each raise their own kind
