@@ -235,7 +235,6 @@ def test_prompt_rows_of_every_kind(suite):
         ({"input_ids": [1, 2], "prompt_length": "1"}, "`prompt_length` should be between 0 and 2, got '1'"),
         ({"input_ids": [1, 2], "prompt_length": 0}, "empty prompt"),
         ({"messages": [{"role": "user", "content": "a"}]}, "the target's tokenizer has no chat template"),
-        ({"prompt": "a" * 250}, "250 prompt tokens + 10 new ones exceed the context of 256"),
     ],
 )
 def test_a_bad_prompt_row_is_named_by_file_and_line(row, problem, suite, tmp_path):
