@@ -14,6 +14,7 @@ import numpy as np
 
 from ..configs.errors import BadInput
 from ..heads.base import DraftHead
+from ..heads.chat_template import template_hash
 from ..heads.target import Target
 from .config import DataConfig
 from .quantise import STORAGE
@@ -76,13 +77,12 @@ def positions(loss_mask: np.ndarray) -> dict[str, np.ndarray]:
 
 def origin_of(data: DataConfig, tokenizer: Any) -> dict[str, Any]:
     """What decides the samples of a run, as a manifest has it."""
-    template = json.dumps(tokenizer.chat_template, sort_keys=True)
     words = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.all_special_tokens])
     backend = getattr(tokenizer, "backend_tokenizer", None)  # none of slow tokenizers
     return {
         "data": {key: value for key, value in asdict(data).items() if key not in NOT_OF_SAMPLES},
         "tokenizer_hash": _hash(words if backend is None else backend.to_str()),
-        "template_hash": _hash(template),
+        "template_hash": template_hash(tokenizer),
     }
 
 

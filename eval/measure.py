@@ -12,8 +12,8 @@ from ..heads.base import DraftBatch, Drafter, DraftHead
 from ..heads.drafting import Tree
 from ..heads.target import Target
 from .bandwidth import baseline_bandwidth
-from .breakdown import acceptance_by, as_entries, context_bucket, conventions, segment_label
-from .drafted import draft_vocabulary, tree_shape
+from .breakdown import acceptance_by, as_entries, context_label, conventions, segment_label
+from .drafted import asked_as_trained, draft_vocabulary, tree_shape
 from .engine import Engine, draft_length
 from .generate import Generation, Round, check_request, decode
 from .lossless import LosslessReport, compare_texts
@@ -84,6 +84,7 @@ def measure(
     config: MeasureConfig,
     *,
     name: str,
+    training: dict[str, Any] | None = None,
     on_batch: Callable[[], object] = lambda: None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Measure a drafter on a suite.
@@ -91,7 +92,8 @@ def measure(
     Passes alternate within every batch of prompts (speculation first in one repeat, baseline first in the next), so
     that a machine whose speed drifts slows both. Both sides emit the same number of tokens at temperature 0.
 
-    Args: name: what the report calls the drafter. on_batch: called after each batch, for a progress bar.
+    Args: name: what the report calls the drafter. training: what it says of its training. on_batch: called after each
+        batch, for a progress bar.
 
     Returns: the result entry of report.json, and the raw rounds, one entry per batch, side and repeat.
     """
@@ -138,12 +140,19 @@ def measure(
         "timing": timing(sides, result["acceptance_length"]),
         "by_segment": as_entries(acceptance_by(suite.prompts, first_runs, num_draft_tokens=num_draft, label=label)),
         "by_context": as_entries(
-            acceptance_by(suite.prompts, first_runs, num_draft_tokens=num_draft, label=context_bucket)
+            acceptance_by(
+                suite.prompts,
+                first_runs,
+                num_draft_tokens=num_draft,
+                label=context_label((training or {}).get("max_length")),
+            )
         ),
         "teacher_forced_acceptance_length": teacher_forced_length(
             target, drafter, batches, sides, num_draft, config.tree
         ),
         "lossless": asdict(lossless),
+        "trained": training,
+        "asked_as_trained": rounded(asked_as_trained(training, suite.prompts)),
     }
     return entry, raw_rounds(entry, sides)
 

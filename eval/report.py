@@ -12,6 +12,7 @@ import transformers
 
 from .. import __version__
 from ..configs.errors import BadInput
+from ..heads.loading import quantization
 from ..heads.target import Target
 from .bandwidth import copy_bandwidth, with_share
 
@@ -55,6 +56,7 @@ def build_report(target: Target, results: list[dict[str, Any]]) -> dict[str, Any
             "architecture": type(target.model).__name__,
             "num_parameters": sum(p.numel() for p in target.model.parameters()),
             "dtype": str(target.dtype).removeprefix("torch."),
+            "quantization": quantization(target.model.config),
             "device": str(target.device),
         },
         "results": [with_share(entry, machine["copy_gigabytes_per_second"]) for entry in results],

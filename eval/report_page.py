@@ -25,7 +25,7 @@ def write_page(folder: str | Path, report: dict[str, Any]) -> Path:
 def render(report: dict[str, Any]) -> str:
     """The page of a report as docs/report_schema.md describes it: no script, and nothing fetched."""
     results: list[Result] = report["results"]
-    ours = [entry for entry in results if entry["engine"] == "headstart"]
+    ours = [{**entry, "target": report["target"]} for entry in results if entry["engine"] == "headstart"]
     sections = [
         report_sections.settings_section(results),
         report_sections.acceptance_section(ours),

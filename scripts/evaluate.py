@@ -73,11 +73,12 @@ def evaluate(
     Baseline and speculation run interleaved over the same prompts. Exit code 1 where a greedy text differs from the
     target's own beyond rounding; the report says where.
     """
-    from ..eval.drafters import build_drafters, trained_max_length
+    from ..eval.drafters import build_drafters, trained
     from ..eval.measure import MeasureConfig
     from ..eval.replay import check_way
     from ..eval.report import check_output
     from ..eval.suites import load_suite
+    from ..heads.chat_template import template_hash
     from ..heads.loading import default_device
     from ..heads.target import Target
 
@@ -104,11 +105,11 @@ def evaluate(
     configs = [replace(config, batch_size=size) for size in batch_size or [1]]
     trees = tree or ["chain"]
     check_trees(trees, drafters, temperature=temperature)
-    results, rounds = measure_all(loaded, drafters, suites, configs, trees, tree_nodes)
+    training = {name: trained(spec) for spec, (name, _) in zip(specs, drafters, strict=True)}
+    results, rounds = measure_all(loaded, drafters, suites, configs, trees, tree_nodes, training)
     if compare:
         results += compare_all(loaded, drafters, suites, configs[0])
-    trained = {name: trained_max_length(spec) for spec, (name, _) in zip(specs, drafters, strict=True)}
-    results = [{**entry, "trained_max_length": trained.get(entry["drafter"])} for entry in results]
+    results = [{"template_hash": template_hash(loaded.tokenizer), **entry} for entry in results]
     report_all(loaded, results, rounds, output)
     if any(entry["lossless"]["unexplained"] for entry in results if entry["accept"] == "exact"):
         raise typer.Exit(1)
@@ -168,8 +169,9 @@ def measure_all(
     configs: "list[MeasureConfig]",
     trees: list[str],
     tree_nodes: int,
+    training: dict[str, dict[str, Any] | None],
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Every drafter on every suite in every way: the results, and the raw rounds."""
+    """Every drafter on every suite in every way: the results, and the raw rounds. training: of each, by name."""
     from ..eval.measure import measure
     from ..eval.tree import named_tree
 
@@ -188,7 +190,7 @@ def measure_all(
         )
         config = replace(config, tree=tree, tree_name=tree_name)
         tick = progress(-(-len(suite.prompts) // config.batch_size), f"{name} on {suite.name}")
-        entry, raw = measure(target, drafter, suite, config, name=name, on_batch=tick)
+        entry, raw = measure(target, drafter, suite, config, name=name, training=training[name], on_batch=tick)
         tick()
         results.append(entry)
         rounds += raw
