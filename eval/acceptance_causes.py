@@ -48,7 +48,8 @@ def wrong_template(entry: Result, peers: Sequence[Result]) -> Finding | None:
         return None
     advice = (
         "The head learnt from prompts in another form than these have. Measure it, and serve it, with the chat "
-        "template of its training: messages rather than plain prompts, the same system prompt and thinking."
+        "template of its training: messages rather than plain prompts, the same system prompt and thinking. Whether "
+        "they are of another domain too shows only then."
     )
     return Finding("Template: asked otherwise than in training", advice, f"{how}; {less or tokens(entry)}")
 
@@ -82,7 +83,7 @@ def other_domain(entry: Result, peers: Sequence[Result]) -> Finding | None:
     if wrong_template(entry, peers):
         return None
     better = [one for one in same_but(entry, peers, "suite") if is_lower(entry, one)]
-    if better:
+    if better and not beyond_training(entry, peers):
         best = max(better, key=lambda one: one["acceptance_length"])
         advice = (
             "The same drafter and settings are accepted less on one suite than on another. A head that is to serve "
@@ -186,25 +187,32 @@ def first_of(bucket: str) -> int:
     return int(bucket.split("-")[0])
 
 
-def long_context(entry: Result, peers: Sequence[Result]) -> Finding | None:
-    """Acceptance that falls with the length of the context, against the length of training rows where it is known."""
+def beyond_training(entry: Result, peers: Sequence[Result]) -> Finding | None:
+    """Contexts longer than any training row, drafted worse than shorter ones, or, without such, than in validation."""
     most = trained(entry).get("max_length")
     short, long = contexts(entry)
     within, beyond = merged([part for _, part in short]), merged([part for _, part in long])
-    if beyond:
-        words = f"training rows had at most {most:,} tokens; at {long[0][0]} and beyond {tokens(beyond)}"
-        less = None if within or entry["temperature"] or asked_otherwise(entry) else below_validation(entry, beyond)
-        advice = "Acceptance falls where contexts are longer than any training row: train on longer ones (max_length)."
-        if within and is_lower(beyond, within):
-            words += f", before {tokens(within)}"
-            return Finding("Contexts beyond the training length", advice, words)
-        if less:
-            return Finding("Contexts beyond the training length", advice, f"{words}; {less}")
-    fallen = [(name, part) for name, part in short[1:] if is_lower(part, short[0][1])]
+    if beyond is None:
+        return None
+    words = f"training rows had at most {most:,} tokens; with {first_of(long[0][0]):,} and more {tokens(beyond)}"
+    if within is not None:
+        less = f"before {tokens(within)}" if is_lower(beyond, within) else None
+    else:
+        less = None if entry["temperature"] or asked_otherwise(entry) else below_validation(entry, beyond)
+    if less is None:
+        return None
+    advice = "Acceptance falls where contexts are longer than any training row: train on longer ones (data.max_length)."
+    return Finding("Contexts beyond the training length", advice, f"{words}; {less}")
+
+
+def long_context(entry: Result, peers: Sequence[Result]) -> Finding | None:
+    """Acceptance that falls with the length of the context, as far as training rows reach, or that is not known."""
+    parts = contexts(entry)[0]
+    fallen = [(name, part) for name, part in parts[1:] if is_lower(part, parts[0][1])]
     if not fallen:
         return None
-    (first, start), (name, part) = short[0], min(fallen, key=lambda item: item[1]["acceptance_length"])
-    words = f"at {name} tokens {tokens(part)}, at {first} {tokens(start)}"
+    (first, start), (name, part) = parts[0], min(fallen, key=lambda item: item[1]["acceptance_length"])
+    words, most = f"at {name} tokens {tokens(part)}, at {first} {tokens(start)}", trained(entry).get("max_length")
     if most is None:
         advice = "Acceptance falls with the context's length. How long training rows were is not known here."
         return Finding("Long contexts are drafted worse", advice, words)

@@ -7,6 +7,7 @@ of acceptance come first, and of them those that the figures show directly befor
 from collections.abc import Sequence
 
 from .acceptance_causes import (
+    beyond_training,
     cut_vocabulary,
     long_context,
     other_domain,
@@ -24,10 +25,11 @@ ACCEPTANCE_RULES: tuple[Rule, ...] = (
     training_disagrees,
     wrong_template,
     cut_vocabulary,
-    long_context,
+    beyond_training,
     sampling,
     other_domain,
     other_dtype,
+    long_context,
     segments_differ,
 )
 RULES: tuple[Rule, ...] = (*ACCEPTANCE_RULES, too_many_drafts, tree_too_wide, costs_more_than_it_saves)

@@ -102,17 +102,18 @@ def validated(entry: Result) -> dict[str, Any] | None:
 def below_validation(entry: Result, part: dict[str, Any] | None = None) -> str | None:
     """The figures, where a result, or a part of it, has a lower length than the validation; None where it has not.
 
-    Both are taken over as many drafts as the shorter has.
+    Where one has more drafts than the other, both are taken over as many as the shorter has.
     """
     before, now = validated(entry), part or entry
     if before is None or now["acceptance_length"] is None:
         return None
-    depth = min(len(before["acceptance_rate"]), len(now["acceptance_rate"]))
-    short, reached = at_depth(now, depth), at_depth(before, depth)
-    if not is_lower(short, reached):
+    there, here = len(before["acceptance_rate"]), len(now["acceptance_rate"])
+    depth, over = min(there, here), ""
+    if there != here:
+        before, now, over = at_depth(before, depth), at_depth(now, depth), f", of {depth} drafts each"
+    if not is_lower(now, before):
         return None
-    words = f"{tokens(short)} here, {tokens(reached)} in the validation of its training"
-    return words if depth == entry["num_draft_tokens"] else f"{words}, over {depth} drafts"
+    return f"{tokens(now)} here, {tokens(before)} in the validation of its training{over}"
 
 
 def same_but(entry: Result, peers: Sequence[Result], key: str) -> list[Result]:
