@@ -9,7 +9,7 @@ from . import report_sections
 from .charts import Curve, curve_chart, thinned
 from .comparison import Evaluation, headline, standings, unlike
 from .page import Figure, Section, Table, page_template
-from .report import write_whole
+from .report import number, write_whole
 from .report_sections import words
 
 FIGURES = ("steps", "loss", "best_acceptance_length", "best_step", "last_acceptance_length")
@@ -73,7 +73,7 @@ def runs_sections(runs: Sequence[TrainingRun]) -> list[Section]:
         "Seeds alone move these figures: compare several of each before a difference counts. Taught: the rows' texts, "
         "with teacher-forced drafts; decoded: real greedy decoding behind their first prompts."
     )
-    rows = [[run.name, *(words(run.figures[key]) for key in FIGURES)] for run in runs]
+    rows = [[run.name, *(shown(run.figures[key]) for key in FIGURES)] for run in runs]
     table = Table("What came of each run", ["run", *(key.replace("_", " ") for key in FIGURES)], rows)
     keys = list(dict.fromkeys(key for run in runs for key in run.differs))
     differs = Table(
@@ -96,6 +96,11 @@ def runs_sections(runs: Sequence[TrainingRun]) -> list[Section]:
         if found
     ]
     return [Section("runs", "Training runs", [text], figures, [table, *([differs] if keys else [])])]
+
+
+def shown(value: float | None) -> str:
+    """A figure of a run: lengths and losses with two decimals, steps and rates whole."""
+    return number(value) if isinstance(value, float) and value < 100 else words(None if value is None else round(value))
 
 
 def surroundings_section(evaluations: Sequence[Evaluation]) -> Section:

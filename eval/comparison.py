@@ -9,7 +9,7 @@ from typing import Any
 from ..configs.errors import BadInput
 from .page import short_name
 from .report import SCHEMA_VERSION
-from .verdict import FEW_TIMED, Result, is_faster, is_lossless, label, num_timed, speedup_words
+from .verdict import FEW_TIMED, Result, is_faster, is_lossless, label, num_timed, speedup_words, times
 
 LEAST_APART = 1.1  # ratio of two evaluations' baselines from which their machines were not equally fast
 SURROUNDINGS = ("device", "num_threads", "headstart", "torch", "transformers")
@@ -86,7 +86,7 @@ def standing(traffic: str, results: Sequence[Result]) -> Standing:
     if not ranked:
         return Standing(traffic, [], None, "nothing lossless was timed")
     first = ranked[0]
-    words = f"{label(first)} {speedup_words(first)}"
+    words = in_words(first)
     if not is_faster(first):
         words += ", which is not shown to be faster than no drafts"
     if len(ranked) == 1:
@@ -94,8 +94,14 @@ def standing(traffic: str, results: Sequence[Result]) -> Standing:
     highest = max(entry["speedup_ci95"][1] for entry in ranked[1:])
     near = max(ranked[1:], key=lambda entry: entry["speedup_ci95"][1])
     is_clear = first["speedup_ci95"][0] > highest
-    words += f", then {label(near)} {speedup_words(near)}: the intervals {'do not overlap' if is_clear else 'overlap'}"
+    words += f"; then {in_words(near)}; the intervals {'do not overlap' if is_clear else 'overlap'}"
     return Standing(traffic, ranked, first["of"] if is_clear else None, words)
+
+
+def in_words(entry: Result) -> str:
+    """A setting with what it reached."""
+    length = times(entry["acceptance_length"])
+    return f"{label(entry, with_batch=False)}: speedup {speedup_words(entry)}, {length} tokens per forward"
 
 
 def headline(found: Sequence[Standing]) -> str:
