@@ -40,8 +40,8 @@ def common_ending(samples: Shards) -> list[int]:
     for index in np.linspace(0, len(samples) - 1, min(len(samples), NUM_PROMPTS)).astype(int).tolist():
         sample = samples[index].sample
         length = int(sample.loss_mask.argmax())
-        if not length or (sample.segments[:length] != PROMPT).any():
-            continue  # a text that is supervised from its start, or a later piece of a long row
+        if length < 2 or (sample.segments[:length] != PROMPT).any():
+            continue  # a text supervised from its start, or behind its first token, or a later piece of a long row
         tokens = sample.input_ids[max(length - LONGEST_ENDING, 0) : length].tolist()
         shared = len(tokens) if ending is None else num_common(ending[::-1], tokens[::-1])
         ending = tokens[len(tokens) - shared :]
