@@ -5,7 +5,6 @@ A chain start t is a position whose next two tokens are supervised. The loss rea
 (`reads_context`) at every position up to the last one. Nothing else is kept.
 """
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,8 +13,8 @@ import numpy as np
 
 from ..configs.errors import BadInput
 from ..heads.base import DraftHead
-from ..heads.chat_template import template_hash
 from ..heads.target import Target
+from ..heads.templates import short_hash, template_hash
 from .config import DataConfig
 from .quantise import STORAGE
 from .shards import Shards
@@ -81,13 +80,9 @@ def origin_of(data: DataConfig, tokenizer: Any) -> dict[str, Any]:
     backend = getattr(tokenizer, "backend_tokenizer", None)  # none of slow tokenizers
     return {
         "data": {key: value for key, value in asdict(data).items() if key not in NOT_OF_SAMPLES},
-        "tokenizer_hash": _hash(words if backend is None else backend.to_str()),
+        "tokenizer_hash": short_hash(words if backend is None else backend.to_str()),
         "template_hash": template_hash(tokenizer),
     }
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def check_features(samples: Shards, head: DraftHead, target: Target, *, data: DataConfig | None = None) -> None:

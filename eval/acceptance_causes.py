@@ -31,10 +31,9 @@ def asked_otherwise(entry: Result) -> str | None:
     if alike is not None and alike < MOST_UNLIKE:
         words = f"of these prompts {alike:.0%} end with {before['prompt_ending']['text']!r}, as all in training did"
         found.append(words)
-    ways = {way["thinking"] for way in before.get("answers") or []}
-    if "thinking" in entry and ways and entry["thinking"] not in ways:
-        said = {None: "not set", True: "on", False: "off"}
-        found.append(f"thinking is {said[entry['thinking']]} here, {said[ways.pop()]} for the training answers")
+    ways, thinking = {way["thinking"] for way in before.get("answers") or []}, entry.get("thinking")
+    if thinking is not None and ways == {not thinking}:  # where one was told nothing, its template's default may agree
+        found.append(f"thinking is {'on' if thinking else 'off'} here, it was not so for the training answers")
     return "; ".join(found) or None
 
 
@@ -194,15 +193,15 @@ def beyond_training(entry: Result, peers: Sequence[Result]) -> Finding | None:
     within, beyond = merged([part for _, part in short]), merged([part for _, part in long])
     if beyond is None:
         return None
-    words = f"training rows had at most {most:,} tokens; with {first_of(long[0][0]):,} and more {tokens(beyond)}"
     if within is not None:
-        less = f"before {tokens(within)}" if is_lower(beyond, within) else None
+        words = f"with {first_of(long[0][0]):,} and more {tokens(beyond)}, before {tokens(within)}"
+        less = words if is_lower(beyond, within) else None
     else:
         less = None if entry["temperature"] or asked_otherwise(entry) else below_validation(entry, beyond)
     if less is None:
         return None
     advice = "Acceptance falls where contexts are longer than any training row: train on longer ones (data.max_length)."
-    return Finding("Contexts beyond the training length", advice, f"{words}; {less}")
+    return Finding("Contexts beyond the training length", advice, f"training rows had at most {most:,} tokens; {less}")
 
 
 def long_context(entry: Result, peers: Sequence[Result]) -> Finding | None:

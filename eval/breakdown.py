@@ -44,7 +44,8 @@ def acceptance_by(
 def context_label(trained_length: int | None = None) -> Callable[[Sequence[int], int], str]:
     """`0-127`, `128-511`, ...: the range that holds the context length. Args: trained_length: a further edge, so that
     no range has contexts as long as training rows and longer ones."""
-    edges = sorted({*CONTEXT_EDGES, *([trained_length + 1] if trained_length else [])})
+    further = () if trained_length is None else (trained_length + 1,)
+    edges = sorted({*CONTEXT_EDGES, *further})
 
     def label(text: Sequence[int], at: int) -> str:
         low = max((edge for edge in edges if edge <= at), default=0)

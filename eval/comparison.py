@@ -14,7 +14,17 @@ from .verdict import FEW_TIMED, Result, is_faster, is_lossless, label, num_timed
 LEAST_APART = 1.1  # ratio of two evaluations' baselines from which their machines were not equally fast
 SURROUNDINGS = ("device", "num_threads", "headstart", "torch", "transformers")
 TARGET_KEYS = ("fingerprint", "dtype", "quantization", "is_adapted")
-SUITE_KEYS = ("num_prompts", "max_new_tokens", "steps", "top_k", "top_p", "template_hash", "system", "thinking")
+SUITE_KEYS = (
+    "num_prompts",
+    "max_new_tokens",
+    "steps",
+    "top_k",
+    "top_p",
+    "template_hash",
+    "system",
+    "thinking",
+    "suite_digest",
+)
 
 
 @dataclass(frozen=True)

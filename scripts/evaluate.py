@@ -78,7 +78,6 @@ def evaluate(
     from ..eval.replay import check_way
     from ..eval.report import check_output
     from ..eval.suites import load_suite
-    from ..heads.chat_template import template_hash
     from ..heads.loading import default_device
     from ..heads.target import Target
 
@@ -109,7 +108,6 @@ def evaluate(
     results, rounds = measure_all(loaded, drafters, suites, configs, trees, tree_nodes, training)
     if compare:
         results += compare_all(loaded, drafters, suites, configs[0])
-    results = [{"template_hash": template_hash(loaded.tokenizer), **entry} for entry in results]
     report_all(loaded, results, rounds, output)
     if any(entry["lossless"]["unexplained"] for entry in results if entry["accept"] == "exact"):
         raise typer.Exit(1)

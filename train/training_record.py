@@ -10,9 +10,9 @@ from ..data_pipelines.rendering import num_common
 from ..data_pipelines.samples import PROMPT
 from ..data_pipelines.shards import Shards
 from ..data_pipelines.sources import read_sources
-from ..heads.chat_template import template_hash
 from ..heads.loading import quantization
 from ..heads.target import Target
+from ..heads.templates import template_hash
 from .config import RunConfig
 from .data import TrainingData
 

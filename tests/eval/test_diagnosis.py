@@ -49,10 +49,14 @@ def named(one):
     [
         ({"asked_as_trained": 0.1}, "Template", ["10%", "'<|assistant|>'", "2.02 tokens", "3.20"]),
         ({"template_hash": "bb"}, "Template", ["(bb)", "(aa)"]),
-        ({"thinking": False}, "Template", ["thinking is off here, on for the training"]),
+        ({"thinking": False}, "Template", ["thinking is off here, it was not so"]),
         ({"temperature": 1.0}, "Sampling", ["temperature 1", "3.20"]),
         ({}, "Domain", ["2.02 tokens per forward here, 3.20"]),
-        ({"contexts": {"257-511": part(BAD)}}, "Contexts beyond the training length", ["at most 256", "257 and more"]),
+        (
+            {"contexts": {"257-511": part(BAD)}},
+            "Contexts beyond the training length",
+            ["at most 256", "2.02 tokens per forward here, 3.20"],
+        ),
     ],
 )
 def test_what_differs_from_training_is_named_alone(planted, cause, figures):

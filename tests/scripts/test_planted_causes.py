@@ -158,7 +158,6 @@ def test_the_page_names_the_cause_that_was_planted(world):
     names = [str(world / "run" / "final"), str(world / "target"), str(world / "other")]
     right = {cause for cause, headings in found.items() if first_named(headings) == cause}
     right |= {"target"} if all(name in refused for name in names) and "\n" not in refused else set()
-    print(json.dumps({**found, "target": refused}, indent=2))
     assert len(right) >= 6, (sorted(right), found, refused)
     assert not (world / "out-target").exists(), "refused before anything was measured"
 
