@@ -93,7 +93,7 @@ def runs_sections(runs: Sequence[TrainingRun]) -> list[Section]:
     figures = [
         Figure(caption, curve_chart(caption, found, axis="optimizer step", with_dots=number > 0))
         for number, (caption, found) in enumerate(curves.items())
-        if found
+        if any(len(curve.points) > 1 for curve in found)  # one validation each is in the table
     ]
     return [Section("runs", "Training runs", [text], figures, [table, *([differs] if keys else [])])]
 

@@ -80,13 +80,16 @@ def test_like_evaluations_have_no_warning():
 
 def test_the_page_has_both_and_fetches_nothing():
     bad = "<script>x</script>"
-    run = TrainingRun(bad, FIGURES, {"train.seed": 1}, [(i, 3.0 / i) for i in range(1, 500)], [(400, 2.1)], [])
+    run = TrainingRun(
+        bad, FIGURES, {"train.seed": 1}, [(i, 3.0 / i) for i in range(1, 500)], [(200, 1.9), (400, 2.1)], [(400, 2.2)]
+    )
     page = render([evaluation(bad, entry()), evaluation("b", entry(2.0, 1.8, 2.2))], [run])
     assert "<script" not in page and "http" not in page and "url(" not in page and "&lt;script&gt;" in page
     for words in ("2.00 [1.80, 2.20]", "1.50 [1.40, 1.60]", "b is the fastest", "20/20", "2.10 at 400", "train.seed"):
         assert words in page.replace("\xa0", " ")
     opened = re.findall(r"<(section|table|figure|svg|ul|div)\b", page)
     assert all(opened.count(tag) == page.count(f"</{tag}>") for tag in set(opened))
+    assert "validations, taught" in page and "validations, decoded" not in page, "one point is no curve"
     assert 'class="verdict deploy"' in page and len(page) < 100_000
 
 
