@@ -3,13 +3,13 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import product
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
 
+from ..configs.errors import BadInput
 from ..heads.base import Drafter
 from ..heads.loading import quiet_loading
 from ..heads.target import Target
@@ -18,10 +18,11 @@ from .breakdown import conventions
 from .draft_model import DraftModelDrafter
 from .drafters import NgramDrafter
 from .engine import draft_length
-from .lossless import compare_texts
-from .measure import MeasureConfig, rounded, runner, speedup_percentiles, timing
-from .metrics import Acceptance, bootstrap_ratio
+from .measure import MeasureConfig, compared, failures, runner
+from .measured import Measured, settings_key
+from .metrics import Acceptance
 from .suites import Suite
+from .summary import rounded, speedup_of, speedup_percentiles, timing
 
 Decode = Callable[[list[int]], tuple[list[int], int]]  # a prompt to its new tokens and the number of target forwards
 
@@ -30,12 +31,15 @@ Decode = Callable[[list[int]], tuple[list[int], int]]  # a prompt to its new tok
 class Timed:
     """What one way to decode did, prompt by prompt. seconds: of whole answers, prefill included, over all repeats.
 
-    texts: new tokens. num_forwards: of the target, the prefill included; both of the first repeat.
+    texts: new tokens. num_forwards: of the target, the prefill included; both of the first repeat. places: which of
+    the prompts these are. failed: why the others are not among them.
     """
 
     seconds: list[float] = field(default_factory=list)
     texts: list[list[int]] = field(default_factory=list)
     num_forwards: int = 0
+    places: list[int] = field(default_factory=list)
+    failed: dict[int, Exception] = field(default_factory=dict)
 
     def seconds_for(self, texts: Sequence[Sequence[int]]) -> list[float]:
         """Time per prompt for as many tokens as these texts have."""
@@ -51,13 +55,14 @@ def compare_transformers(
     *,
     name: str,
     on_prompt: Callable[[], object] = lambda: None,
+    store: Measured | None = None,
 ) -> dict[str, Any] | None:
     """A result entry for transformers' own decoding: greedy, batch 1, whole answers on all sides.
 
     Without a drafter its plain `generate` runs against our baseline. With one, its assisted generation (draft model)
     or prompt lookup (n-gram) runs against our speculation with the same drafter and K, and our baseline beside them.
 
-    Args: name: what the report calls the drafter. on_prompt: called after each prompt, for a progress bar.
+    Args: name, store: as `measure` takes them. on_prompt: called after each prompt, for a progress bar.
 
     Returns: the entry of docs/report_schema.md, or None where transformers has no such drafter: heads, suffixes, and
         draft models of another vocabulary size, which it refuses.
@@ -65,10 +70,17 @@ def compare_transformers(
     if not has_counterpart(target, drafter):
         return None
     num_draft = draft_length(drafter, config.num_draft_tokens)
+    kept = None
+    if store is not None:
+        key = settings_key(target, drafter, suite, asdict(config), name=name, engine="transformers", store=store)
+        kept = store, key
     with their_decoding(target, drafter, config, num_draft=num_draft) as theirs_run:
         ways = [theirs_run, *our_decoding(target, drafter, suite.prompts, config)]
-        timed = interleave(ways, suite.prompts, num_repeats=config.num_repeats, on_prompt=on_prompt)
+        timed = interleave(ways, suite.prompts, num_repeats=config.num_repeats, on_prompt=on_prompt, kept=kept,
+                           rehearse=config.steps != "eager")  # fmt: skip
     theirs, baseline, ours = timed[0], timed[1], timed[-1]
+    failed = [one for i, error in theirs.failed.items() for one in failures(suite.asked[i : i + 1], error)]
+    suite = replace(suite.only(theirs.places), failed=[*suite.failed, *failed])
     return entry(target, suite, config, theirs, baseline, ours, name=name, num_draft=num_draft)
 
 
@@ -83,10 +95,7 @@ def has_counterpart(target: Target, drafter: Drafter | None) -> bool:
 def our_decoding(
     target: Target, drafter: Drafter | None, prompts: list[list[int]], config: MeasureConfig
 ) -> list[Decode]:
-    """Our engine, greedy, one prompt at a time: the baseline, and speculation where there is a drafter.
-
-    Steps that are recorded were recorded for all of these prompts when this returns.
-    """
+    """Our engine, greedy, one prompt at a time: the baseline, and speculation where there is a drafter."""
     greedy = replace(config, temperature=0.0, tree=None, accept="exact", stop_strings=())
     run = runner(target, drafter, prompts, greedy)
 
@@ -97,11 +106,7 @@ def our_decoding(
 
         return decode
 
-    ways = [decode_with(which) for which in ([None] if drafter is None else [None, drafter])]
-    if config.steps != "eager":
-        for way, prompt in product(ways, prompts):
-            way(prompt)
-    return ways
+    return [decode_with(which) for which in ([None] if drafter is None else [None, drafter])]
 
 
 @contextmanager
@@ -152,27 +157,59 @@ def generation_config(model: Any, **values: Any) -> Iterator[None]:
 
 
 def interleave(
-    ways: Sequence[Decode], prompts: Sequence[list[int]], *, num_repeats: int, on_prompt: Callable[[], object]
+    ways: Sequence[Decode],
+    prompts: Sequence[list[int]],
+    *,
+    num_repeats: int,
+    on_prompt: Callable[[], object],
+    kept: tuple[Measured, str] | None = None,
+    rehearse: bool = False,
 ) -> list[Timed]:
     """Time several ways to decode, after a warm-up, prompt by prompt and by turns, so that a drifting machine slows
-    all of them; who goes first changes every time."""
+    all of them; who goes first changes every time.
+
+    Args: kept: where prompts that were timed are kept, and under which key. rehearse: decode every prompt once before
+        it is timed, so that steps that are recorded have been.
+    """
     timed = [Timed() for _ in ways]
-    for way in ways:  # warm-up, not counted
-        way(prompts[0])
+    is_warm = False
     for i, prompt in enumerate(prompts):
-        for one in timed:
-            one.seconds.append(0.0)
-        for repeat in range(num_repeats):
-            for turn in range(len(ways)):
-                which = (i + repeat + turn) % len(ways)
-                started = time.perf_counter()
-                new, num_forwards = ways[which](prompt)
-                timed[which].seconds[-1] += time.perf_counter() - started
-                if repeat == 0:
-                    timed[which].texts.append(new)
-                    timed[which].num_forwards += num_forwards
+        record = kept[0].get(kept[1], i) if kept else None
+        if record is None:
+            try:
+                for way in () if is_warm and not rehearse else ways:  # not counted
+                    way(prompt)
+                is_warm = True
+                record = {"ways": time_prompt(ways, prompt, number=i, num_repeats=num_repeats)}
+            except BadInput:
+                raise
+            except Exception as error:  # as `measure_batches`: the other prompts stand
+                timed[0].failed[i] = error.with_traceback(None)
+                on_prompt()
+                continue
+            if kept:
+                kept[0].add(kept[1], i, record)
+        for one, (seconds, new, num_forwards) in zip(timed, record["ways"], strict=True):
+            one.places.append(i)
+            one.seconds.append(seconds)
+            one.texts.append(new)
+            one.num_forwards += num_forwards
         on_prompt()
     return timed
+
+
+def time_prompt(ways: Sequence[Decode], prompt: list[int], *, number: int, num_repeats: int) -> list[list[Any]]:
+    """Of each way: seconds over all repeats, and of the first repeat new tokens and the number of target forwards."""
+    done: list[list[Any]] = [[0.0, [], 0] for _ in ways]
+    for repeat in range(num_repeats):
+        for turn in range(len(ways)):
+            which = (number + repeat + turn) % len(ways)
+            started = time.perf_counter()
+            new, num_forwards = ways[which](prompt)
+            done[which][0] += time.perf_counter() - started
+            if repeat == 0:
+                done[which][1:] = new, num_forwards
+    return done
 
 
 def entry(
@@ -190,14 +227,16 @@ def entry(
     texts = theirs.texts
     num_tokens = sum(map(len, texts))
     seconds = [side.seconds_for(texts) for side in (theirs, baseline, ours)]
-    speeds = [rounded(num_tokens * config.num_repeats / sum(one), 2) for one in seconds]
-    speedup, interval = bootstrap_ratio(seconds[1], seconds[0])
-    over_theirs, over_theirs_interval = bootstrap_ratio(seconds[0], seconds[2])
-    lossless = compare_texts(target, suite.prompts, baseline=texts, speculative=ours.texts)
+    speeds = [rounded(num_tokens * config.num_repeats / sum(one), 2) if one else None for one in seconds]
+    per_token = [rounded(1000 * sum(one) / config.num_repeats / num_tokens, 3) if one else None for one in seconds]
+    speedup, interval = speedup_of(list(zip(seconds[1], seconds[0], strict=True)))
+    over_theirs, over_theirs_interval = speedup_of(list(zip(seconds[0], seconds[2], strict=True)))
+    lossless = compared(target, suite, texts, ours.texts)
     return {
         "engine": "transformers",
         "drafter": name,
         "suite": suite.name,
+        **suite.described(),
         "tree": "chain",
         "tree_shape": None,
         "num_drafted": num_draft,
@@ -210,12 +249,13 @@ def entry(
         "batch_size": 1,
         "num_draft_tokens": num_draft,
         "num_prompts": len(suite.prompts),
+        "failed": suite.failed,
         "max_new_tokens": config.max_new_tokens,
         "num_repeats": config.num_repeats,
         "num_tokens": num_tokens,
         "num_rounds": theirs.num_forwards,
         "num_committed": num_tokens,
-        "acceptance_length": rounded(num_tokens / theirs.num_forwards),
+        "acceptance_length": rounded(num_tokens / theirs.num_forwards if texts else None),
         "acceptance_rate": [],
         "tokens_per_second": speeds[0],
         "baseline_tokens_per_second": speeds[1],
@@ -226,12 +266,13 @@ def entry(
         "end_to_end_speedup": rounded(speedup),
         "ttft_ms": None,
         "baseline_ttft_ms": None,
-        "time_per_output_token_ms": rounded(1000 * sum(seconds[0]) / config.num_repeats / num_tokens, 3),
-        "baseline_time_per_output_token_ms": rounded(1000 * sum(seconds[1]) / config.num_repeats / num_tokens, 3),
+        "time_per_output_token_ms": per_token[0],
+        "baseline_time_per_output_token_ms": per_token[1],
         "baseline_bandwidth": baseline_bandwidth(target, []),
         "timing": timing([], None),
         "by_segment": {},
         "by_context": {},
+        "by_domain": {},
         "teacher_forced_acceptance_length": None,
         "lossless": vars(lossless),
         "ours_tokens_per_second": speeds[2],

@@ -121,6 +121,8 @@ def show(report: dict[str, Any], console: Any) -> None:
     console.print(table)
     console.print("T temperature, B rows at a time, K drafts deep; length: tokens per target forward; lossless: texts")
     console.print(bandwidth_words(report))
+    for line in failure_words(report["results"]):
+        console.print(line, markup=False)
     for r in report["results"]:
         if r["engine"] != "headstart":
             console.print(
@@ -136,6 +138,17 @@ def show(report: dict[str, Any], console: Any) -> None:
             f"{r['drafter']} {r.get('tree', '')} on {r['suite']}: speedup per {each} {spread} (p10/median/p90); "
             f"rate by position {rates}{tail}"
         )
+
+
+def failure_words(results: list[dict[str, Any]]) -> list[str]:
+    """A line for each result without some of its prompts: how many, and why the first of them."""
+    lines = []
+    for r in results:
+        if r["failed"]:
+            first, count = r["failed"][0], f"{len(r['failed'])} of {r['num_prompts'] + len(r['failed'])}"
+            what = f"{count} prompts failed and are in no figure, the first {first['row']}: {first['reason']}"
+            lines.append(f"{r['drafter']} on {r['suite']}: {what}")
+    return lines
 
 
 def bandwidth_words(report: dict[str, Any]) -> str:

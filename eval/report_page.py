@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import report_sections
+from . import report_domains, report_sections
 from .diagnosis import diagnose
 from .lossless import MAX_ULPS
 from .page import Table, page_template, short_name
@@ -27,6 +27,8 @@ def render(report: dict[str, Any]) -> str:
     sections = [
         report_sections.settings_section(results),
         report_sections.acceptance_section(ours),
+        report_domains.domains_section(ours),
+        report_domains.failed_section(results),
         report_sections.time_section(ours),
         report_sections.trees_section(ours),
         report_sections.forced_section(ours),

@@ -282,7 +282,8 @@ def environment_section(report: dict[str, Any]) -> Section:
     for caption, values in (("Target", report["target"]), ("Environment", report["environment"])):
         rows = [[key.replace("_", " "), words(value)] for key, value in values.items()]
         tables.append(Table(caption, ["key", "value"], rows, num_labels=2))
-    keys = ("temperature", "top_k", "top_p", "accept", "steps", "max_new_tokens", "num_repeats")
+    keys = ("temperature", "top_k", "top_p", "accept", "steps", "max_new_tokens", "num_repeats",
+            "system", "thinking", "template_hash", "suite_digest")  # fmt: skip
     ways = [[key.replace("_", " "), ", ".join(dict.fromkeys(words(one.get(key)) for one in results))] for key in keys]
     tables.append(Table("Settings", ["key", "value"], ways, num_labels=2))
     return Section("environment", "Where this was measured", [], [], tables)

@@ -105,6 +105,8 @@ def approval(best: Result, ours: Sequence[Result]) -> Verdict:
         cautions.append(
             f"The best of {len(ours)} results looks a little better than it is; measure it once more alone."
         )
+    if best.get("failed"):
+        cautions.append(f"{len(best['failed'])} prompts of {best['suite']} could not be measured, and are left out.")
     if num_timed(best) < FEW_TIMED:
         cautions.append(f"Only {num_timed(best)} {unit} were timed: the interval is likely too narrow.")
     share = best["baseline_bandwidth"]["share_of_copy"]

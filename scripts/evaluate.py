@@ -1,31 +1,35 @@
 """`headstart eval`: what drafters save, as a command."""
 
-import sys
-from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import track
 
 from ..configs.errors import BadInput, first_line
+from .eval_run import WantedSuites, check_measured, compare_all, measure_all, report_all, say_resumed
 
 if TYPE_CHECKING:
     import torch
 
-    from ..eval.measure import MeasureConfig
-    from ..eval.suites import Suite
     from ..heads.base import Drafter
-    from ..heads.target import Target
 
 
 def evaluate(
     target: Annotated[str, typer.Option(help="The target: local folder or hub id.")],
-    prompts: Annotated[list[str], typer.Option(help="JSONL rows with prompt, messages or turns. Repeatable: suites.")],
     output: Annotated[Path, typer.Option(help="Folder for report.html, report.json and rounds.jsonl.")],
+    prompts: Annotated[
+        list[str] | None, typer.Option(help="JSONL rows with prompt, messages or turns. Repeatable.")
+    ] = None,
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(help="spec-bench, mt-bench, humaneval, gsm8k, mbpp, speed-bench[:SUBSET]; NAME=FILE. Repeatable."),
+    ] = None,
+    suites_dir: Annotated[
+        Path, typer.Option(envvar="HEADSTART_SUITES", help="Where suites' files are; else from the hub.")
+    ] = Path("suites"),
+    system: Annotated[str | None, typer.Option(help="A system prompt, put in front of chats that have none.")] = None,
+    thinking: Annotated[str, typer.Option(help="on or off: what the chat template is told as enable_thinking.")] = "",
     head: Annotated[
         list[str] | None, typer.Option(help="RUN/final, an exported head, or a hub id. Repeatable.")
     ] = None,
@@ -70,24 +74,25 @@ def evaluate(
       headstart eval --target MODEL --head runs/a/final --prompts prompts.jsonl --output runs/a/eval
       headstart eval --target MODEL --drafter ngram --drafter draft-model:SMALLER --compare transformers ...
 
-    Baseline and speculation run interleaved over the same prompts. Exit code 1 where a greedy text differs from the
-    target's own beyond rounding; the report says where.
+    Baseline and speculation run interleaved over the same prompts. The same command again continues a measurement that
+    was killed. Exit code 1 where a greedy text differs from the target's own beyond rounding; the report says where.
     """
     from ..eval.drafters import build_drafters, trained
     from ..eval.measure import MeasureConfig
+    from ..eval.measured import Measured
     from ..eval.replay import check_way
     from ..eval.report import check_output
-    from ..eval.suites import load_suite
     from ..heads.loading import default_device
     from ..heads.target import Target
 
     check_output(output)
     check_choices(compare=compare, accept=accept, allow_lossy=allow_lossy)
+    wanted = WantedSuites.of(prompts or [], suite or [], suites_dir, system=system, thinking=thinking)
     specs = drafter_specs(head or [], drafter or [])
     device = device or default_device()
     steps = check_way(steps or ("eager" if device == "cpu" else "graph"), torch_device(device))
     loaded = Target.load(target, dtype=dtype or ("float32" if device == "cpu" else "auto"), device=device)
-    suites = [load_suite(path, loaded, max_new_tokens=max_new_tokens, limit=limit) for path in prompts]
+    suites = wanted.load(loaded, max_new_tokens=max_new_tokens, limit=limit)
     drafters = build_drafters(specs, loaded)
     config = MeasureConfig(
         num_draft_tokens=num_draft_tokens,
@@ -105,10 +110,14 @@ def evaluate(
     trees = tree or ["chain"]
     check_trees(trees, drafters, temperature=temperature)
     training = {name: trained(spec) for spec, (name, _) in zip(specs, drafters, strict=True)}
-    results, rounds = measure_all(loaded, drafters, suites, configs, trees, tree_nodes, training)
-    if compare:
-        results += compare_all(loaded, drafters, suites, configs[0])
-    report_all(loaded, results, rounds, output)
+    with Measured(output) as store:
+        say_resumed(store)
+        results, rounds = measure_all(loaded, drafters, suites, configs, trees, tree_nodes, store, training)
+        if compare:
+            results += compare_all(loaded, drafters, suites, configs[0], store)
+        check_measured(results)
+        report_all(loaded, results, rounds, output)
+        store.finish()
     if any(entry["lossless"]["unexplained"] for entry in results if entry["accept"] == "exact"):
         raise typer.Exit(1)
 
@@ -158,75 +167,3 @@ def check_trees(trees: list[str], drafters: "list[tuple[str, Drafter]]", *, temp
             raise BadInput(f"--tree {name}: needs --temperature above 0")
     if trees != ["chain"] and not any(hasattr(drafter, "propose_tree") for _, drafter in drafters):
         raise BadInput(f"--tree {' '.join(trees)}: {', '.join(name for name, _ in drafters)} draft chains only")
-
-
-def measure_all(
-    target: "Target",
-    drafters: "list[tuple[str, Drafter]]",
-    suites: "list[Suite]",
-    configs: "list[MeasureConfig]",
-    trees: list[str],
-    tree_nodes: int,
-    training: dict[str, dict[str, Any] | None],
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Every drafter on every suite in every way: the results, and the raw rounds. training: of each, by name."""
-    from ..eval.measure import measure
-    from ..eval.tree import named_tree
-
-    results, rounds = [], []
-    for (name, drafter), suite, config, tree_name in product(drafters, suites, configs, trees):
-        if tree_name != "chain" and not hasattr(drafter, "propose_tree"):
-            continue  # `check_trees` has seen to it that some drafter drafts them
-        tree = named_tree(
-            tree_name,
-            target,
-            drafter,
-            suite.prompts,
-            max_new_tokens=config.max_new_tokens,
-            num_nodes=tree_nodes,
-            num_draft_tokens=config.num_draft_tokens,
-        )
-        config = replace(config, tree=tree, tree_name=tree_name)
-        tick = progress(-(-len(suite.prompts) // config.batch_size), f"{name} on {suite.name}")
-        entry, raw = measure(target, drafter, suite, config, name=name, training=training[name], on_batch=tick)
-        tick()
-        results.append(entry)
-        rounds += raw
-    return results, rounds
-
-
-def compare_all(
-    target: "Target", drafters: "list[tuple[str, Drafter]]", suites: "list[Suite]", config: "MeasureConfig"
-) -> list[dict[str, Any]]:
-    """transformers on every suite: its plain generation, and each drafter that it has too."""
-    from ..eval.comparators import compare_transformers
-
-    results = []
-    for (name, drafter), suite in product([("none (generate)", None), *drafters], suites):
-        tick = progress(len(suite.prompts), f"transformers: {name} on {suite.name}")
-        entry = compare_transformers(target, drafter, suite, config, name=name, on_prompt=tick)
-        if entry is None:
-            print(f"headstart: transformers cannot draft with {name}: not compared", file=sys.stderr)
-            continue
-        tick()
-        results.append(entry)
-    return results
-
-
-def report_all(target: "Target", results: list[dict[str, Any]], rounds: list[dict[str, Any]], output: Path) -> None:
-    """Write the report, as figures and as a page, and show it."""
-    from ..eval.report import build_report, show, write_report
-    from ..eval.report_page import write_page
-
-    console = Console()
-    report = build_report(target, results)
-    path = write_report(output, report, rounds)
-    page = write_page(output, report)
-    show(report, console)
-    console.print(f"written to {path}, as a page to {page}")
-
-
-def progress(total: int, what: str) -> Callable[[], object]:
-    """A bar on stderr that each call moves on; one call more than `total` closes it."""
-    bar = iter(track(range(total), what, console=Console(stderr=True)))
-    return lambda: next(bar, None)

@@ -70,6 +70,12 @@ def world(saved_target, tmp_path_factory):
         (folder / name).write_text("".join(lines))
     (folder / "data" / "mine" / "validation.jsonl").write_text("".join(lines[:2]))
     (folder / "PROMPTS.jsonl").write_text("".join(json.dumps({"prompt": f"w{i} w30"}) + "\n" for i in range(3, 6)))
+    (folder / "suites").mkdir()
+    questions = [{"question": f"w{i} w30", "answer": "w7"} for i in range(3, 6)]
+    turns = [{"category": "qa", "turns": [f"w{i} w30", "w7"]} for i in range(3, 6)]
+    published = {"suites/gsm8k.jsonl": questions, "suites/spec_bench.jsonl": turns, "QUESTIONS.jsonl": turns}
+    for name, found in published.items():
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in found))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         run(shlex.split("headstart train runs/eagle3.yaml target.path=MODEL data.train=CHATS.jsonl "

@@ -9,10 +9,11 @@ from headstart.configs.errors import BadInput
 from headstart.eval import report as report_module
 from headstart.eval.bandwidth import with_share
 from headstart.eval.generate import Round, generate
-from headstart.eval.measure import MeasureConfig, measure, speedup_percentiles
+from headstart.eval.measure import MeasureConfig, measure
 from headstart.eval.metrics import acceptance
 from headstart.eval.report import build_report, check_output, show, write_report
 from headstart.eval.suites import Suite, load_suite
+from headstart.eval.summary import speedup_percentiles
 from headstart.heads.registry import HEADS, build_head
 from rich.console import Console
 

@@ -1,0 +1,135 @@
+"""`headstart eval` on suites by name: what it reads, what it says of prompts that fail, and how it goes on."""
+
+import json
+import shlex
+import sys
+
+import pytest
+from headstart.eval import measure
+from headstart.scripts import cli
+from transformers import AutoTokenizer
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ 'w9 ' if m.role == 'system' else 'w10 ' }}{{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}w11{% endif %}"
+)
+GROUPS = ["writing", "math", "rag", "qa"]
+
+
+@pytest.fixture
+def asked(saved_target, tmp_path, monkeypatch, capsys):
+    """asked("--suite x"): `headstart eval` of n-grams, few tokens each; exit code, stderr, report or None, stdout."""
+    target = tmp_path / "target"
+    target.mkdir()
+    for file in saved_target.iterdir():
+        (target / file.name).symlink_to(file)
+    tokenizer = AutoTokenizer.from_pretrained(saved_target)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    for path in tokenizer.save_pretrained(tmp_path / "tokenizer"):
+        name = path.rpartition("/")[2]
+        (target / name).unlink(missing_ok=True)
+        (target / name).symlink_to(path)
+    (tmp_path / "suites").mkdir()
+    rows = [{"category": one, "turns": [f"w{5 + i} w6 w{5 + i}", "w7"]} for i, one in enumerate(GROUPS * 2)]
+    (tmp_path / "suites" / "spec_bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+
+    def call(line):
+        how = f"eval --target {target} --drafter ngram --output out --max-new-tokens 8 --repeats 1 {line}"
+        monkeypatch.setattr(sys, "argv", ["headstart", *shlex.split(how)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+            sys.exit(0)
+        found = tmp_path / "out" / "report.json"
+        report = json.loads(found.read_text()) if found.exists() else None
+        said = capsys.readouterr()
+        return caught.value.code or 0, said.err, report, said.out
+
+    return call
+
+
+@pytest.mark.parametrize("where", ["", "--suites-dir elsewhere", "HEADSTART_SUITES"])
+def test_a_suite_is_found_by_its_name(where, asked, tmp_path, monkeypatch):
+    if where:
+        (tmp_path / "suites").rename(tmp_path / "elsewhere")
+    if where == "HEADSTART_SUITES":
+        monkeypatch.setenv(where, "elsewhere")
+        where = ""
+    code, _, report, _ = asked(f"--suite spec-bench --system w30 {where}")
+    [entry] = report["results"]
+    assert code == 0 and (entry["suite"], entry["suite_version"], entry["num_prompts"]) == ("spec-bench", 1, 8)
+    assert list(entry["by_domain"]) == ["mt_bench", "rag", "qa"] and entry["by_domain"]["mt_bench"]["num_prompts"] == 4
+    assert entry["system"] == "w30" and entry["thinking"] is None and len(entry["template_hash"]) == 16
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "Domains of spec-bench" in page and "Speedup by domain" in page
+    assert not (tmp_path / "out" / "measured.jsonl").exists()
+
+
+def test_suites_and_prompt_files_are_measured_in_one_run(asked, tmp_path):
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "w5 w6", "domain": "own"}\n')
+    code, err, report, _ = asked("--suite spec-bench --prompts mine.jsonl --thinking off --limit 3")
+    assert code == 2 and "mine.jsonl:1: a system prompt or thinking needs a chat template" in err and report is None
+    code, err, report, _ = asked("--suite spec-bench --prompts mine.jsonl --limit 3")
+    assert [one["suite"] for one in report["results"]] == ["mine", "spec-bench"]
+    code, err, _, _ = asked("--suite spec-bench --thinking off --limit 1")
+    assert code == 0 and "does not read enable_thinking: --thinking changes nothing" in err
+
+
+def test_prompts_that_fail_are_said_and_the_others_measured(asked, tmp_path):
+    rows = [{"prompt": "w5"}, {"prompt": "w5 " * 300}, {"prompt": "w6"}]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "long.jsonl").write_text(json.dumps(rows[1]) + "\n")
+    code, _, report, out = asked("--prompts mine.jsonl --prompts long.jsonl")
+    assert code == 0 and [one["num_prompts"] for one in report["results"]] == [2, 0]
+    said = " ".join(out.split())
+    assert (
+        "ngram on mine: 1 of 3 prompts failed and are in no figure, the first mine.jsonl:2: 300 prompt tokens" in said
+    )
+    assert "Prompts that failed, 2 of 2" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_where_nothing_is_left_the_command_refuses(asked, tmp_path, monkeypatch):
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "w5 " * 300}) + "\n")
+    code, err, report, _ = asked("--prompts long.jsonl")
+    assert code == 2 and err.startswith("headstart: no prompt of long can be asked: long.jsonl:1: 300") and not report
+
+    def broken(*_, **__):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(measure, "decode", broken)
+    code, err, report, _ = asked("--suite spec-bench")
+    assert code == 2 and err.endswith("nothing could be measured: spec_bench.jsonl:1: RuntimeError: planted\n")
+    assert report is None and not (tmp_path / "out").exists()
+
+
+def test_the_same_command_goes_on_after_a_kill(asked, tmp_path, monkeypatch):
+    decode, calls = measure.decode, []
+
+    def stopping(*arguments, **how):
+        calls.append(1)
+        if len(calls) == 8:  # two for the warm-up, two for each batch
+            raise KeyboardInterrupt
+        return decode(*arguments, **how)
+
+    monkeypatch.setattr(measure, "decode", stopping)
+    code, *_ = asked("--suite spec-bench")
+    assert code == 130
+    assert len((tmp_path / "out" / "measured.jsonl").read_text().splitlines()) == 2
+    calls[:] = [1] * 100
+    code, err, report, _ = asked("--suite spec-bench")
+    assert code == 0 and "measured.jsonl: 2 batches of an unfinished measurement" in err
+    assert report["results"][0]["num_prompts"] == 8 and len(calls) == 100 + 2 + 2 * 6
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("", "nothing to measure on: give at least one --prompts or --suite"),
+        ("--suite spec_bench", "did you mean spec-bench?"),
+        ("--suite spec-bench --thinking maybe", "--thinking maybe: expected on or off"),
+        ("--suite speed-bench", "--suite speed-bench: no suites/speed_bench/SUBSET.jsonl"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(line, problem, asked):
+    code, err, report, _ = asked(line)
+    assert code == 2 and err.startswith("headstart: ") and problem in err and err.count("\n") == 1 and report is None
