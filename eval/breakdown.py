@@ -41,11 +41,18 @@ def acceptance_by(
     return counted
 
 
-def context_bucket(text: Sequence[int], at: int) -> str:
-    """`0-127`, `128-511`, ...: the range that holds the context length."""
-    low = max((edge for edge in CONTEXT_EDGES if edge <= at), default=0)
-    high = min((edge for edge in CONTEXT_EDGES if edge > at), default=None)
-    return f"{low}-{high - 1}" if high else f"{low}-"
+def context_label(trained_length: int | None = None) -> Callable[[Sequence[int], int], str]:
+    """`0-127`, `128-511`, ...: the range that holds the context length. Args: trained_length: a further edge, so that
+    no range has contexts as long as training rows and longer ones."""
+    further = () if trained_length is None else (trained_length + 1,)
+    edges = sorted({*CONTEXT_EDGES, *further})
+
+    def label(text: Sequence[int], at: int) -> str:
+        low = max((edge for edge in edges if edge <= at), default=0)
+        high = min((edge for edge in edges if edge > at), default=None)
+        return f"{low}-{high - 1}" if high else f"{low}-"
+
+    return label
 
 
 def segment_label(think_tokens: tuple[int, int] | None) -> Callable[[Sequence[int], int], str]:

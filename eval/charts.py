@@ -1,4 +1,4 @@
-"""The charts of the report page: plain SVG whose colours the page sets, with every label and value as text."""
+"""The charts of pages: plain SVG whose colours the page sets, with every label and value as text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from math import floor, log10
 from markupsafe import Markup, escape
 
 WIDTH = 360  # units of every chart: a phone's width, so that text keeps its size there
+LEFT, BOTTOM, TALL = 30, 170, 155  # units: where the lines of a chart over an axis begin, and how high they reach
 NUM_COLOURS = 6  # classes c0 ... of the page's style
 Interval = tuple[float, float]
 
@@ -28,6 +29,14 @@ class Line:
     name: str
     values: Sequence[float | None]
     intervals: Sequence[Interval | None] = ()
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A series over numbers: (x, y) in order of x."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
 
 
 def bar_chart(title: str, bars: Sequence[Bar], *, most: float | None = None, mark: float | None = None) -> Markup:
@@ -69,27 +78,69 @@ def line_chart(
     ends = [end for line in lines for one in line.intervals if one for end in one]
     ends += [value for line in lines for value in line.values if value is not None]
     most = max([most or 0.0, mark or 0.0, *ends]) or 1.0
-    left, bottom, scale = 30, 170, 155 / most
-    place = [left + (i + 0.5) * (WIDTH - left) / len(ticks) for i in range(len(ticks))]
-    drawn = [words((left + WIDTH) / 2, bottom + 28, axis, look="small")]
-    for value in round_steps(most):
-        y = bottom - value * scale
-        drawn.append(tag("line", look="mark" if value == mark else "grid", x1=left, x2=WIDTH, y1=y, y2=y))
-        drawn.append(words(left - 4, y + 3, f"{value:g}", look="small end"))
-    drawn += [words(x, bottom + 14, tick, look="small") for x, tick in zip(place, ticks, strict=True)]
+    scale = TALL / most
+    place = [LEFT + (i + 0.5) * (WIDTH - LEFT) / len(ticks) for i in range(len(ticks))]
+    drawn = grid(most, axis=axis, mark=mark)
+    drawn += [words(x, BOTTOM + 14, tick, look="small") for x, tick in zip(place, ticks, strict=True)]
     for i, line in enumerate(lines):
-        look, key = f"c{i % NUM_COLOURS} d{i // NUM_COLOURS % 3}", bottom + 46 + 16 * i
+        look = look_of(i)
         shift = 4.0 * (i - (len(lines) - 1) / 2) if line.intervals else 0.0  # so that intervals do not cover each other
-        at = [(x + shift, bottom - y * scale) for x, y in zip(place, line.values, strict=True) if y is not None]
+        at = [(x + shift, BOTTOM - y * scale) for x, y in zip(place, line.values, strict=True) if y is not None]
         for x, one in zip(place, line.intervals, strict=False):
             if one:
-                drawn.append(whisker([bottom - end * scale for end in one], at=x + shift, upright=True))
-        for points in (at, [(0, key - 4), (20, key - 4)]):  # the second: the line's key
-            joined = " ".join(f"{fixed(x)},{fixed(y)}" for x, y in points)
-            drawn.append(tag("polyline", look=f"line {look}", points=joined))
-        drawn += [tag("circle", look=look, cx=x, cy=y, r=3) for x, y in [*at, (10, key - 4)]]
-        drawn.append(words(26, key, shortened(line.name, most=48)))
-    return svg(title, bottom + 40 + 16 * len(lines), drawn)
+                drawn.append(whisker([BOTTOM - end * scale for end in one], at=x + shift, upright=True))
+        drawn += [polyline(at, look), *(tag("circle", look=look, cx=x, cy=y, r=3) for x, y in at)]
+        drawn += key_row(i, line.name, with_dot=True)
+    return svg(title, BOTTOM + 40 + 16 * len(lines), drawn)
+
+
+def curve_chart(title: str, curves: Sequence[Curve], *, axis: str, with_dots: bool = False) -> Markup:
+    """Curves from 0 up over a common x from 0 on; each one's last value stands behind its name, as text."""
+    most_x = max((x for curve in curves for x, _ in curve.points), default=0) or 1.0
+    most = max((y for curve in curves for _, y in curve.points), default=0) or 1.0
+    drawn = grid(most, axis=axis)
+    for value in round_steps(most_x):
+        drawn.append(words(LEFT + value * (WIDTH - LEFT - 10) / most_x, BOTTOM + 14, f"{value:g}", look="small"))
+    for i, curve in enumerate(curves):
+        at = [(LEFT + x * (WIDTH - LEFT - 10) / most_x, BOTTOM - y * TALL / most) for x, y in curve.points]
+        drawn.append(polyline(at, look_of(i)))
+        drawn += [tag("circle", look=look_of(i), cx=x, cy=y, r=3) for x, y in at if with_dots or len(at) == 1]
+        last = f": {curve.points[-1][1]:.2f} at {curve.points[-1][0]:g}" if curve.points else ": none"
+        drawn += key_row(i, shortened(curve.name, most=30) + last, with_dot=with_dots)
+    return svg(title, BOTTOM + 40 + 16 * len(curves), drawn)
+
+
+def thinned(points: Sequence[tuple[float, float]], *, most: int = 120) -> list[tuple[float, float]]:
+    """At most so many points: each the mean of as many neighbours, standing at the last of them."""
+    size = -(-len(points) // most) if points else 1
+    parts = [points[i : i + size] for i in range(0, len(points), size)]
+    return [(part[-1][0], sum(y for _, y in part) / len(part)) for part in parts]
+
+
+def grid(most: float, *, axis: str, mark: float | None = None) -> list[Markup]:
+    """Lines at round values from 0 to most, their values, and the name of the x axis."""
+    drawn = [words((LEFT + WIDTH) / 2, BOTTOM + 28, axis, look="small")]
+    for value in round_steps(most):
+        y = BOTTOM - value * TALL / most
+        drawn.append(tag("line", look="mark" if value == mark else "grid", x1=LEFT, x2=WIDTH, y1=y, y2=y))
+        drawn.append(words(LEFT - 4, y + 3, f"{value:g}", look="small end"))
+    return drawn
+
+
+def look_of(number: int) -> str:
+    """Colour and dash of a series."""
+    return f"c{number % NUM_COLOURS} d{number // NUM_COLOURS % 3}"
+
+
+def polyline(at: Sequence[tuple[float, float]], look: str) -> Markup:
+    return tag("polyline", look=f"line {look}", points=" ".join(f"{fixed(x)},{fixed(y)}" for x, y in at))
+
+
+def key_row(number: int, text: str, *, with_dot: bool) -> list[Markup]:
+    """A series' own row below a chart: its line, and its name."""
+    y, look = BOTTOM + 46 + 16 * number, look_of(number)
+    dot = [tag("circle", look=look, cx=10, cy=y - 4, r=3)] if with_dot else []
+    return [polyline([(0, y - 4), (20, y - 4)], look), *dot, words(26, y, shortened(text, most=48))]
 
 
 def tree_chart(title: str, parents: Sequence[int]) -> Markup:

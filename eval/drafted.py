@@ -1,6 +1,6 @@
-"""What was drafted with, as far as the figures depend on it: the tree's shape and the draft vocabulary."""
+"""What was drafted with, as far as the figures depend on it: the tree, the draft vocabulary, how prompts end."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..heads.base import Drafter, DraftHead
@@ -30,3 +30,11 @@ def draft_vocabulary(drafter: Drafter, texts: Iterable[Iterable[int]]) -> dict[s
     known = set(drafter.vocabulary.to_target.tolist())
     inside = [token in known for text in texts for token in text]
     return {"size": len(known), "coverage": round(sum(inside) / len(inside), 4) if inside else None}
+
+
+def asked_as_trained(training: dict[str, Any] | None, prompts: Sequence[Sequence[int]]) -> float | None:
+    """The share of prompts that end with the tokens with which all prompts in training ended; None: there are none."""
+    ending = ((training or {}).get("prompt_ending") or {}).get("token_ids")
+    if not ending or not prompts:
+        return None
+    return sum(list(prompt[-len(ending) :]) == ending for prompt in prompts) / len(prompts)

@@ -10,8 +10,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ..configs.errors import BadInput
 from ..heads.base import Drafter
 from ..heads.registry import head_record, load_head
@@ -218,16 +216,7 @@ def build_drafters(specs: Sequence[str], target: Target) -> list[tuple[str, Draf
     ]
 
 
-def trained_max_length(spec: str) -> int | None:
-    """Tokens of the longest rows that a head was trained on, where its run folder is still around it; else None."""
+def trained(spec: str) -> dict[str, Any] | None:
+    """What a head says of its own training, as docs/run_folder.md has it; None: nothing, or it is no head."""
     kind, argument = parse_drafter(spec)
-    path = Path(argument).parent / "config.yaml"
-    if kind != "head" or not path.is_file():
-        return None
-    try:
-        config = yaml.safe_load(path.read_text())  # as resolved, without bases
-    except (ValueError, yaml.YAMLError):
-        return None  # somebody else's file
-    data = config.get("data") if isinstance(config, dict) else None
-    length = data.get("max_length") if isinstance(data, dict) else None
-    return length if isinstance(length, int) else None
+    return head_record(argument).get("training") if kind == "head" else None

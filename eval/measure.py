@@ -10,9 +10,9 @@ from ..configs.errors import BadInput, first_line
 from ..heads.base import DraftBatch, Drafter, DraftHead
 from ..heads.drafting import Tree
 from ..heads.target import Target
-from .breakdown import acceptance_by, as_entries, context_bucket, segment_label
+from .breakdown import acceptance_by, as_entries, context_label, segment_label
 from .domains import by_domain
-from .drafted import draft_vocabulary, tree_shape
+from .drafted import asked_as_trained, draft_vocabulary, tree_shape
 from .engine import Engine, draft_length
 from .generate import Generation, Round, check_request, decode
 from .lossless import LosslessReport, compare_texts
@@ -60,6 +60,7 @@ def measure(
     config: MeasureConfig,
     *,
     name: str,
+    training: dict[str, Any] | None = None,
     on_batch: Callable[[], object] = lambda: None,
     store: Measured | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -70,7 +71,8 @@ def measure(
     in which an exception is raised is left out of all figures and named in the entry's `failed`.
 
     Args:
-        name: what the report calls the drafter. on_batch: called after each batch, for a progress bar.
+        name: what the report calls the drafter. training: what it says of its training.
+        on_batch: called after each batch, for a progress bar.
         store: batches that are in it are not measured again, and those measured are put there.
 
     Returns: the result entry of report.json, and the raw rounds, one entry per batch, side and repeat.
@@ -113,7 +115,12 @@ def measure(
         "timing": timing(sides, result["acceptance_length"]),
         "by_segment": as_entries(acceptance_by(measured.prompts, first_runs, num_draft_tokens=num_draft, label=label)),
         "by_context": as_entries(
-            acceptance_by(measured.prompts, first_runs, num_draft_tokens=num_draft, label=context_bucket)
+            acceptance_by(
+                measured.prompts,
+                first_runs,
+                num_draft_tokens=num_draft,
+                label=context_label((training or {}).get("max_length")),
+            )
         ),
         "by_domain": by_domain(
             [[suite.asked[i] for i in places[batch]] for batch in found], sides, num_draft_tokens=num_draft
@@ -122,6 +129,8 @@ def measure(
             target, drafter, batches, sides, num_draft, config.tree
         ),
         "lossless": asdict(lossless),
+        "trained": training,
+        "asked_as_trained": rounded(asked_as_trained(training, measured.prompts)),
     }
     return entry, raw_rounds(entry, found)
 

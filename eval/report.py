@@ -13,6 +13,7 @@ import transformers
 
 from .. import __version__
 from ..configs.errors import BadInput
+from ..heads.loading import quantization
 from ..heads.target import Target
 from .bandwidth import copy_bandwidth, with_share
 
@@ -54,12 +55,13 @@ def build_report(target: Target, results: list[dict[str, Any]]) -> dict[str, Any
     }
 
 
-def beyond_training(entry: dict[str, Any], trained_length: int | None) -> dict[str, Any] | None:
+def beyond_training(entry: dict[str, Any]) -> dict[str, Any] | None:
     """How a head drafts in contexts that none of its training rows reached, beside shorter ones.
 
     From the ranges of `by_context`; one that holds the training length in its midst counts on neither side. None where
     no context was longer, or nothing is known of the training.
     """
+    trained_length = (entry["trained"] or {}).get("max_length")
     if trained_length is None:
         return None
     parts: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
@@ -85,7 +87,7 @@ def training_warnings(results: Iterable[dict[str, Any]]) -> list[str]:
             beside = "none as short was measured" if within is None else f"{within:.2f} in shorter ones"
             lines.append(
                 f"{r['drafter']} on {r['suite']}, batch {r['batch_size']}: contexts longer than its training rows "
-                f"({r['trained_max_length']:,} tokens): acceptance length {part['acceptance_length']:.2f}, {beside}"
+                f"({r['trained']['max_length']:,} tokens): acceptance length {part['acceptance_length']:.2f}, {beside}"
             )
     return lines
 
@@ -99,6 +101,7 @@ def about(target: Target) -> dict[str, Any]:
         "architecture": type(target.model).__name__,
         "num_parameters": sum(p.numel() for p in target.model.parameters()),
         "dtype": str(target.dtype).removeprefix("torch."),
+        "quantization": quantization(target.model.config),
         "device": str(target.device),
     }
 

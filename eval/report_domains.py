@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from .charts import Bar, bar_chart
+from .page import Figure, Section, Table
 from .report import number
-from .report_sections import Figure, Section, Table, length_bar, name, once_per_batch_size, suites_of
+from .report_sections import length_bar, name, once_per_batch_size, suites_of
 from .verdict import Result, label, speedup_words
 
 MOST_FAILED = 20  # shown; report.json has all

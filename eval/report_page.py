@@ -1,17 +1,15 @@
 """report.html: the report as one page to read, with the verdict first, charts, and causes of what is slow."""
 
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
-
-from jinja2 import Environment, StrictUndefined
 
 from . import report_domains, report_sections
 from .diagnosis import diagnose
 from .lossless import MAX_ULPS
+from .page import Table, page_template, short_name
 from .report import write_whole
-from .report_sections import Table, words
+from .report_sections import words
 from .verdict import Result, best_of, label, lossless_evidence, speedup_words, verdict
 
 MOST_DIVERGENCES = 20  # shown; report.json has all
@@ -25,7 +23,7 @@ def write_page(folder: str | Path, report: dict[str, Any]) -> Path:
 def render(report: dict[str, Any]) -> str:
     """The page of a report as docs/report_schema.md describes it: no script, and nothing fetched."""
     results: list[Result] = report["results"]
-    ours = [entry for entry in results if entry["engine"] == "headstart"]
+    ours = [{**entry, "target": report["target"]} for entry in results if entry["engine"] == "headstart"]
     sections = [
         report_sections.settings_section(results),
         report_sections.acceptance_section(ours),
@@ -38,7 +36,7 @@ def render(report: dict[str, Any]) -> str:
         report_sections.comparison_section(results),
         report_sections.environment_section(report),
     ]
-    return page_template().render(
+    return page_template("report.html.j2").render(
         target={**report["target"], "name": short_name(report["target"]["name"])},
         environment=report["environment"],
         verdict=verdict(results),
@@ -49,13 +47,6 @@ def render(report: dict[str, Any]) -> str:
         speed=report_sections.speed_section(ours),
         sections=[one for one in sections if one.tables or one.figures],
     )
-
-
-@cache
-def page_template() -> Any:
-    """The template, which escapes all that it is given but charts."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8"))
 
 
 def where_table(ours: Sequence[Result]) -> Table | None:
@@ -104,8 +95,3 @@ def whose(entries: Sequence[Result], *, with_suite: bool) -> str:
         name = label(entry, with_batch=False) + (f", {entry['suite']}" if with_suite else "")
         sizes.setdefault(name, []).append(str(entry["batch_size"]))
     return "; ".join(f"{name}, batch {' and '.join(found)}" for name, found in sizes.items())
-
-
-def short_name(name: str) -> str:
-    """Of a local folder its last part; a hub id as it is."""
-    return Path(name).name if Path(name).is_absolute() else name

@@ -1,42 +1,12 @@
 """The report page's parts: each a section of text, charts and tables, from the results alone."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from markupsafe import Markup
-
 from .charts import Bar, Interval, Line, bar_chart, line_chart, tree_chart
+from .page import Figure, Section, Table
 from .report import lossless_words, number
 from .verdict import Result, label, setting, speedup_words
-
-
-@dataclass(frozen=True)
-class Table:
-    """num_labels: columns of words, which stand left; figures stand right."""
-
-    caption: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    num_labels: int = 1
-
-
-@dataclass(frozen=True)
-class Figure:
-    """legend: names of a bar's parts, in order."""
-
-    caption: str
-    chart: Markup
-    legend: Sequence[str] = ()
-
-
-@dataclass
-class Section:
-    anchor: str
-    title: str
-    texts: list[str] = field(default_factory=list)
-    figures: list[Figure] = field(default_factory=list)
-    tables: list[Table] = field(default_factory=list)
 
 
 def suites_of(results: Sequence[Result]) -> dict[str, list[Result]]:
@@ -312,7 +282,7 @@ def environment_section(report: dict[str, Any]) -> Section:
     for caption, values in (("Target", report["target"]), ("Environment", report["environment"])):
         rows = [[key.replace("_", " "), words(value)] for key, value in values.items()]
         tables.append(Table(caption, ["key", "value"], rows, num_labels=2))
-    keys = ("temperature", "top_k", "top_p", "accept", "steps", "max_new_tokens", "num_repeats", "trained_max_length",
+    keys = ("temperature", "top_k", "top_p", "accept", "steps", "max_new_tokens", "num_repeats",
             "system", "thinking", "template_hash", "suite_digest")  # fmt: skip
     ways = [[key.replace("_", " "), ", ".join(dict.fromkeys(words(one.get(key)) for one in results))] for key in keys]
     tables.append(Table("Settings", ["key", "value"], ways, num_labels=2))

@@ -64,6 +64,13 @@ def read_model_config(path: str | Path, *, revision: str | None = None, trust_re
         raise BadInput(f"target {path}: {first_line(error)}") from error
 
 
+def quantization(config: Any) -> str | None:
+    """How a model's stored weights are quantised, as its config names the method; None: they are not."""
+    found = getattr(config, "quantization_config", None)
+    found = found if isinstance(found, dict) or found is None else found.to_dict()
+    return None if found is None else str(found.get("quant_method"))
+
+
 def default_device() -> str:
     """cuda where there is one, else cpu."""
     return "cuda" if torch.cuda.is_available() else "cpu"

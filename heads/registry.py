@@ -63,12 +63,16 @@ def build_head(
     return head
 
 
-def save_head(head: DraftHead, folder: str | Path, *, dtype: torch.dtype | None = None) -> Path:
+def save_head(
+    head: DraftHead, folder: str | Path, *, dtype: torch.dtype | None = None, training: dict[str, Any] | None = None
+) -> Path:
     """Write a head folder, whole or not at all.
 
     config.json has the serving keys of the family and, under `headstart`, what `load_head` needs; model.safetensors
     has the tensors under the family's served names, with `d2t` and `t2d` where the draft vocabulary is cut. Adapters of
     the head's own layers are merged into them; those of the target are in peft's two files beside.
+
+    Args: training: what is known of how it was trained, as JSON; it travels with the head through every export.
     """
     folder = Path(folder)
     state = merged_state(head).items()
@@ -82,6 +86,8 @@ def save_head(head: DraftHead, folder: str | Path, *, dtype: torch.dtype | None 
         "head": head.config.as_dict(),
         "target": {"name": head.target.name, "fingerprint": head.target.fingerprint},
     }
+    if training is not None:
+        ours["training"] = training
     kind = str(next(iter(head.parameters())).dtype if dtype is None else dtype).removeprefix("torch.")
     config = {**head.serving_config(), "dtype": kind, "torch_dtype": kind, "headstart": ours}
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +128,8 @@ def is_run_head(folder: str | Path) -> bool:
 
 def head_record(folder: str | Path) -> dict[str, Any]:
     """What a head folder or hub id says of its head, read without a target: `head`, its config (of heads that others
-    trained the type alone), and `target`, name and fingerprint (None: it does not say). Raises BadInput on none."""
+    trained the type alone), `target`, name and fingerprint (None: it does not say), and of our runs' heads `training`,
+    as docs/run_folder.md has it. Raises BadInput on none."""
     if is_run_head(folder):
         return read_head_config(folder)
     from .imports import record_of

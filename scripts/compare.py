@@ -1,53 +1,121 @@
-"""`headstart compare`: several runs side by side: what differs in their configs, what came of it, and the curves."""
+"""`headstart compare`: runs or evaluations side by side: what differs, what came of it, who is ahead."""
 
 import json
 import statistics
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..configs.errors import BadInput
 
+if TYPE_CHECKING:
+    from ..eval.comparison import Evaluation
+
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, two or more.")],
-    output: Annotated[Path | None, typer.Option(help="A new folder for compare.json and compare.svg.")] = None,
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="FOLDER...", help="Two or more: run folders, or those that eval wrote.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option(help="A new folder for compare.html, compare.json and, of runs, compare.svg.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Compare training runs, finished or under way.
+    """Compare training runs, finished or under way, or evaluations of several heads.
 
     \b
-    Example, three seeds of two losses:
+    Examples, three seeds of two losses, and the two best of them:
       for seed in 1 2 3; do for loss in kl tv; do
         headstart train runs/eagle3.yaml ... head.loss="{$loss: 1.0}" train.seed=$seed train.output_dir=runs/$loss-$seed
       done; done
       headstart compare runs/kl-* runs/tv-* --output runs/kl-or-tv
+      headstart compare runs/kl-2/eval runs/tv-1/eval --output runs/best
 
     Prints of each run the steps done, the last loss, tokens per second, the acceptance length of the best validation
-    (at which step) and of the last, taught and where it was decoded; and the settings in which the runs differ.
+    (at which step) and of the last, taught and where it was decoded; and the settings in which the runs differ. Of
+    evaluations (folders with report.json), on each suite who is ahead, whether the intervals overlap, and what besides
+    the heads is not alike.
     """
-    from rich.console import Console
+    from ..eval.comparison import read_evaluation, summary
 
-    if len(runs) < 2:
-        raise BadInput("compare: give at least two runs")
+    if len(folders) < 2:
+        raise BadInput("compare: give at least two runs or evaluations")
     if output is not None and output.exists():
         raise BadInput(f"--output {output}: exists already")
-    found = [read_run(folder) for folder in runs]
-    entries = [{**entry.figures, "differs": differing(entry, found)} for entry in found]
+    names = dict(zip(folders, short_names(folders), strict=True))
+    runs = [read_run(folder) for folder in folders if not is_evaluation(folder)]
+    evaluations = [read_evaluation(folder, names[folder]) for folder in folders if is_evaluation(folder)]
+    entries = [{**entry.figures, "differs": differing(entry, runs)} for entry in runs]
+    found = [*entries, *(summary(one) for one in evaluations)]
     if as_json:
-        print(json.dumps(entries, indent=2))
+        print(json.dumps(found, indent=2))
     else:
-        console = Console()
-        console.print(as_table(entries))
-        for entry in entries:
-            said = f"{entry['run']}: {settings(entry['differs'])}"
-            console.print(said, soft_wrap=True, markup=False, highlight=False)
+        show(entries, evaluations)
     if output is not None:
         output.mkdir(parents=True)
-        (output / "compare.json").write_text(json.dumps(entries, indent=2) + "\n")
-        plot(found, output / "compare.svg")
+        (output / "compare.json").write_text(json.dumps(found, indent=2) + "\n")
+        if runs:
+            plot(runs, output / "compare.svg")
+        print(f"written to {write_page(output, evaluations, runs, entries)}", file=sys.stderr)
+
+
+def is_evaluation(folder: Path) -> bool:
+    return (folder / "report.json").is_file() and not (folder / "config.yaml").is_file()
+
+
+def short_names(folders: list[Path]) -> list[str]:
+    """Of each path the parts that are not common to all at its start or end. Raises BadInput where two are the same."""
+    parts = [list(folder.absolute().parts) for folder in folders]
+    for end in (0, -1):
+        while min(map(len, parts)) > 1 and len({one[end] for one in parts}) == 1:
+            for one in parts:
+                one.pop(end)
+    names = ["/".join(one) for one in parts]
+    if len(set(names)) < len(names):
+        raise BadInput("compare: the same folder is given twice")
+    return names
+
+
+def show(runs: list[dict[str, Any]], evaluations: "list[Evaluation]") -> None:
+    """Both on the screen."""
+    from rich.console import Console
+
+    from ..eval.comparison import headline, standings, unlike
+
+    console = Console()
+    plain: dict[str, Any] = {"soft_wrap": True, "markup": False, "highlight": False}
+    if runs:
+        console.print(as_table(runs))
+        for entry in runs:
+            console.print(f"{entry['run']}: {settings(entry['differs'])}", **plain)
+    if evaluations:
+        found = standings(evaluations)
+        console.print(headline(found), **plain)
+        for one in found:
+            console.print(f"{one.traffic}: {one.words}", **plain)
+        for line in unlike(evaluations):
+            console.print(f"not alike: {line}", **plain)
+
+
+def write_page(output: Path, evaluations: "list[Evaluation]", runs: "list[Run]", entries: list[dict[str, Any]]) -> Path:
+    """compare.html."""
+    from ..eval import compare_page
+
+    trained = [
+        compare_page.TrainingRun(
+            run.name,
+            run.figures,
+            entry["differs"],
+            run.curve,
+            [(step, row["acceptance_length"]) for step, row in run.validations if row["acceptance_length"]],
+            [(step, row["decoded"]["acceptance_length"]) for step, row in run.validations if row.get("decoded")],
+        )
+        for run, entry in zip(runs, entries, strict=True)
+    ]
+    return compare_page.write_page(output, evaluations, trained)
 
 
 @dataclass
@@ -67,7 +135,7 @@ def read_run(folder: Path) -> Run:
     from ..train.tracking import flat, read_rows
 
     if not (folder / "config.yaml").is_file():
-        raise BadInput(f"{folder}: no run folder: it has no config.yaml")
+        raise BadInput(f"{folder}: no run folder: it has no config.yaml; nor an evaluation: no report.json")
     settings = flat(read_config(folder / "config.yaml"))
     rows = read_rows(folder / "metrics.jsonl")
     steps = [row for row in rows if "loss" in row]

@@ -86,8 +86,9 @@ def measure_all(
     trees: list[str],
     tree_nodes: int,
     store: "Measured",
+    training: dict[str, dict[str, Any] | None],
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Every drafter on every suite in every way: the results, and the raw rounds."""
+    """Every drafter on every suite in every way: the results, and the raw rounds. training: of each, by name."""
     from ..eval.measure import measure
 
     results, rounds = [], []
@@ -97,7 +98,8 @@ def measure_all(
         config = replace(config, tree_name=tree_name)
         config = replace(config, tree=chosen_tree(target, drafter, suite, config, tree_nodes, name, store))
         tick = progress(-(-len(suite.prompts) // config.batch_size), f"{name} on {suite.name}")
-        entry, raw = measure(target, drafter, suite, config, name=name, on_batch=tick, store=store)
+        how: dict[str, Any] = {"name": name, "training": training[name], "on_batch": tick, "store": store}
+        entry, raw = measure(target, drafter, suite, config, **how)
         tick()
         results.append(entry)
         rounds += raw

@@ -80,7 +80,7 @@ def evaluate(
     Baseline and speculation run interleaved over the same prompts. The same command again continues a measurement that
     was killed. Exit code 1 where a greedy text differs from the target's own beyond rounding; the report says where.
     """
-    from ..eval.drafters import build_drafters, trained_max_length
+    from ..eval.drafters import build_drafters, trained
     from ..eval.measure import MeasureConfig
     from ..eval.measured import Measured
     from ..eval.replay import check_way
@@ -112,16 +112,15 @@ def evaluate(
     configs = [replace(config, batch_size=size) for size in batch_size or [1]]
     trees = tree or ["chain"]
     check_trees(trees, drafters, temperature=temperature)
-    trained = {name: trained_max_length(spec) for spec, (name, _) in zip(specs, drafters, strict=True)}
+    training = {name: trained(spec) for spec, (name, _) in zip(specs, drafters, strict=True)}
     with Measured(output) as store:
         say_resumed(store)
-        results, rounds = measure_all(loaded, drafters, suites, configs, trees, tree_nodes, store)
+        results, rounds = measure_all(loaded, drafters, suites, configs, trees, tree_nodes, store, training)
         if compare:
             results += compare_all(loaded, drafters, suites, configs[0], store)
         check_measured(results)
         for entry in results:
-            entry["trained_max_length"] = length = trained.get(entry["drafter"])
-            entry["beyond_training"] = beyond_training(entry, length)
+            entry["beyond_training"] = beyond_training(entry)
         for line in training_warnings(results):
             print(f"headstart: {line}", file=sys.stderr)
         report_all(loaded, results, rounds, output)

@@ -35,6 +35,7 @@ from .speed import Speed
 from .steering import Best, Validation
 from .stopping import Stopping
 from .tracking import Tracker
+from .training_record import training_record
 
 
 def train(run: RunConfig, *, console: Console | None = None) -> Path:
@@ -94,6 +95,7 @@ def train(run: RunConfig, *, console: Console | None = None) -> Path:
     # ---- the loop ----
     last_step = min(run.train.max_steps, run.train.stop_at_step or run.train.max_steps)
     validation = Validation(run.train, backend, target, data.validation) if data.validation else None
+    record, measured = training_record(run, target, data), None
     how: dict[str, Any] = {"is_main": accelerator.is_main_process, "console": console}
     with (
         Stopping() as stopping,
@@ -116,7 +118,7 @@ def train(run: RunConfig, *, console: Console | None = None) -> Path:
                 tracker.log({"step": count, "validation": measured})
                 say(f"step {count}: loss {row['loss']:.4f}, {in_words(measured)}")
                 if best.take(count, measured["acceptance_length"]):
-                    loop.write_head(folder / "best")
+                    loop.write_head(folder / "best", {**record, "steps": count, "validation": measured})
                 is_over = count == run.train.max_steps or 0 < run.train.patience <= best.waited
             is_over = is_over or count == run.train.max_steps
             if is_due(count, run.train.checkpoint_every) or (is_last and not is_over):
@@ -129,7 +131,7 @@ def train(run: RunConfig, *, console: Console | None = None) -> Path:
         if loop.should_stop:
             raise SystemExit(stopping.exit_code)
         return folder
-    loop.write_head(folder / "final")
+    loop.write_head(folder / "final", {**record, "steps": count, "validation": measured})
     if best.step:
         early = f"no better validation in {best.waited}: ended at step {count}; " if count < run.train.max_steps else ""
         say(f"{early}best acceptance length {best.acceptance_length} at step {best.step}, in {folder / 'best'}")
@@ -214,11 +216,11 @@ class Loop:
             save_checkpoint(folder, weights, state, progress=progress, keep=self.config.keep_checkpoints)
         self.accelerator.wait_for_everyone()
 
-    def write_head(self, folder: Path) -> None:
-        """The head as it is, to be loaded, by the main process."""
+    def write_head(self, folder: Path, training: dict[str, Any]) -> None:
+        """The head as it is, to be loaded, with what is known of its training, by the main process."""
         with self.backend.whole() as whole:
             if self.accelerator.is_main_process:
-                save_head(whole, folder)
+                save_head(whole, folder, training=training)
         self.accelerator.wait_for_everyone()
 
 

@@ -1,9 +1,8 @@
 """What the report says of trees, cut vocabularies and training lengths is what was drafted with."""
 
-import pytest
 import torch
-from headstart.eval.drafted import draft_vocabulary, tree_shape
-from headstart.eval.drafters import NgramDrafter, trained_max_length
+from headstart.eval.drafted import asked_as_trained, draft_vocabulary, tree_shape
+from headstart.eval.drafters import NgramDrafter, trained
 from headstart.eval.report import beyond_training, training_warnings
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.registry import HEADS, build_head, save_head
@@ -26,18 +25,19 @@ def test_coverage_counts_written_tokens(tiny_target):
     assert draft_vocabulary(NgramDrafter(), [[1]]) is None
 
 
-@pytest.mark.parametrize(
-    ("text", "length"),
-    [("data: {max_length: 512}", 512), ("data: {}", None), ("data: 3", None), ("- not\n- ours", None), (None, None)],
-)
-def test_the_training_length_comes_from_the_run_around_the_head(text, length, tiny_target, tmp_path):
-    folder = save_head(
-        build_head(HEADS["medusa"].config_class(type="medusa"), tiny_target("llama")), tmp_path / "final"
-    )
-    if text is not None:
-        (tmp_path / "config.yaml").write_text(text)
-    assert trained_max_length(f"head:{folder}") == length
-    assert trained_max_length("ngram") is None
+def test_what_a_head_says_of_its_training_is_read_from_it(tiny_target, tmp_path):
+    head = build_head(HEADS["medusa"].config_class(type="medusa"), tiny_target("llama"))
+    known = {"max_length": 512, "prompt_ending": {"token_ids": [7, 8], "text": "w7 w8"}}
+    assert trained(f"head:{save_head(head, tmp_path / 'run', training=known)}") == known
+    assert trained(f"head:{save_head(head, tmp_path / 'old')}") is None
+    assert trained("ngram") is None
+
+
+def test_prompts_are_held_against_how_those_of_training_ended():
+    training = {"prompt_ending": {"token_ids": [7, 8], "text": ""}}
+    assert asked_as_trained(training, [[1, 7, 8], [7, 8], [8], [7, 8, 9]]) == 0.5
+    assert asked_as_trained(training, []) is None
+    assert asked_as_trained({"prompt_ending": None}, [[1]]) is asked_as_trained(None, [[1]]) is None
 
 
 def test_contexts_are_longer_than_training_rows_or_not():
@@ -45,13 +45,14 @@ def test_contexts_are_longer_than_training_rows_or_not():
         return {"num_rounds": num_rounds, "acceptance_length": length}
 
     parts = {"512-2047": part(10, 2.0), "0-127": part(10, 4.0), "128-511": part(30, 3.0), "2048-": part(30, 1.0)}
-    found = beyond_training({"by_context": parts}, 512)
+    found = beyond_training({"by_context": parts, "trained": {"max_length": 512}})
     assert found == {"num_rounds": 40, "acceptance_length": 1.25, "acceptance_length_within": 3.25}
-    entry = {"drafter": "eagle3", "suite": "code", "batch_size": 2, "trained_max_length": 1024}
-    found = beyond_training({"by_context": parts}, 1024)
+    entry = {"drafter": "eagle3", "suite": "code", "batch_size": 2, "trained": {"max_length": 1024}}
+    found = beyond_training({**entry, "by_context": parts})
     assert training_warnings([{**entry, "beyond_training": found}, {**entry, "beyond_training": None}]) == [
         "eagle3 on code, batch 2: contexts longer than its training rows (1,024 tokens): acceptance length 1.00, "
         "3.25 in shorter ones"
     ]
     del parts["2048-"]
-    assert beyond_training({"by_context": parts}, 2048) is None is beyond_training({"by_context": parts}, None)
+    for training in ({"max_length": 2048}, {}, None):
+        assert beyond_training({"by_context": parts, "trained": training}) is None

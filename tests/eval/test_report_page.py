@@ -5,7 +5,8 @@ from html.parser import HTMLParser
 import pytest
 from headstart.eval import diagnosis
 from headstart.eval.charts import Bar, Line, bar_chart, line_chart, round_steps, tree_chart
-from headstart.eval.diagnosis import diagnose, is_lower
+from headstart.eval.diagnosis import diagnose
+from headstart.eval.findings import is_lower
 from headstart.eval.report_page import render, write_page
 from headstart.eval.verdict import label, lossless_evidence, verdict
 
@@ -70,7 +71,8 @@ def result(**changes):
         "suite_version": None,
         "suite_digest": "fedcba9876543210",
         "teacher_forced_acceptance_length": 2.7,
-        "trained_max_length": 256,
+        "trained": None,
+        "asked_as_trained": None,
         "lossless": {"checked": 20, "identical": 20, "explained": 0, "unexplained": 0, "divergences": []},
     }
     assert set(changes) <= set(entry) | THEIRS
@@ -311,7 +313,7 @@ LOW = {"acceptance_length": 1.6, "acceptance_rate": [0.4, 0.4, 0.25], "num_commi
         ("segments_differ", {"by_segment": THINKING}, [], ["`answer` 2.20", "`think` 2.90"]),
         ("training_disagrees", {"teacher_forced_acceptance_length": 3.4}, [], ["3.40", "2.72", "2.64 to 2.78"]),
         ("cut_vocabulary", {"draft_vocabulary": {"size": 32000, "coverage": 0.95}}, [], ["32,000", "5.0%", "20.0%"]),
-        ("long_context", {"by_context": FALLING}, [], ["512-2047", "1.40", "at most 256"]),
+        ("long_context", {"by_context": FALLING}, [], ["512-2047", "1.40", "2.70"]),
         ("costs_more_than_it_saves", {"timing": {**COSTLY, "draft_ms": 18.0}}, [], ["17.20 ms", "18.00 ms"]),
     ],
 )
@@ -344,19 +346,6 @@ def test_a_planted_cause_is_found_with_its_figures(rule, planted, peers, figures
 )
 def test_what_only_looks_like_a_cause_is_not_named(rule, near):
     assert getattr(diagnosis, rule)(result(**near), [result(**near), CHAIN]) is None
-
-
-@pytest.mark.parametrize(
-    ("trained", "cause"),
-    [
-        (256, "Contexts beyond the training length"),
-        (4096, "Long contexts are drafted worse, within the training length"),
-        (None, "Long contexts are drafted worse"),
-    ],
-)
-def test_the_training_length_is_blamed_only_where_it_is_known_and_passed(trained, cause):
-    found = diagnosis.long_context(result(by_context=FALLING, trained_max_length=trained), [])
-    assert found is not None and found.cause == cause
 
 
 @pytest.mark.parametrize(

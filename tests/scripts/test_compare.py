@@ -51,7 +51,7 @@ def test_the_table_has_a_line_per_run(make_run, capsys, monkeypatch):
 def test_what_is_no_run_is_refused(make_run, tmp_path):
     run = make_run("a")
     for runs, problem in (
-        ([run], "give at least two runs"),
+        ([run], "give at least two runs or evaluations"),
         ([run, tmp_path], "no run folder: it has no config.yaml"),
         ([run, make_run("empty", steps=0)], "empty: no step was logged yet"),
     ):
