@@ -38,3 +38,24 @@ def asked_as_trained(training: dict[str, Any] | None, prompts: Sequence[Sequence
     if not ending or not prompts:
         return None
     return sum(list(prompt[-len(ending) :]) == ending for prompt in prompts) / len(prompts)
+
+
+def beyond_training(training: dict[str, Any] | None, by_context: dict[str, Any]) -> dict[str, Any] | None:
+    """How a head drafts in contexts that none of its training rows reached, beside shorter ones.
+
+    Args: by_context: of a result, split behind the training length (`breakdown.context_label`).
+
+    Returns: None where no context was longer, or nothing is known of the training.
+    """
+    trained_length = (training or {}).get("max_length")
+    if trained_length is None:
+        return None
+    parts: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
+    for name, part in by_context.items():
+        parts[int(name.partition("-")[0]) > trained_length].append(part)
+    if not parts[True]:
+        return None
+    rounds = {which: sum(part["num_rounds"] for part in parts[which]) for which in parts}
+    tokens = {which: sum(part["num_rounds"] * part["acceptance_length"] for part in parts[which]) for which in parts}
+    lengths = {which: round(tokens[which] / rounds[which], 4) if rounds[which] else None for which in parts}
+    return {"num_rounds": rounds[True], "acceptance_length": lengths[True], "acceptance_length_within": lengths[False]}

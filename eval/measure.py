@@ -12,7 +12,7 @@ from ..heads.drafting import Tree
 from ..heads.target import Target
 from .breakdown import acceptance_by, as_entries, context_label, segment_label
 from .domains import by_domain
-from .drafted import asked_as_trained, draft_vocabulary, tree_shape
+from .drafted import asked_as_trained, beyond_training, draft_vocabulary, tree_shape
 from .engine import Engine, draft_length
 from .generate import Generation, Round, check_request, decode
 from .lossless import LosslessReport, compare_texts
@@ -91,6 +91,8 @@ def measure(
     lossless = LosslessReport()
     if config.temperature == 0:
         lossless = compared(target, measured, baseline=texts[1], speculative=texts[0])
+    length_label = context_label((training or {}).get("max_length"))
+    by_context = as_entries(acceptance_by(measured.prompts, first_runs, num_draft_tokens=num_draft, label=length_label))
     entry = {
         "engine": "headstart",
         "drafter": name,
@@ -114,14 +116,7 @@ def measure(
         **result,
         "timing": timing(sides, result["acceptance_length"]),
         "by_segment": as_entries(acceptance_by(measured.prompts, first_runs, num_draft_tokens=num_draft, label=label)),
-        "by_context": as_entries(
-            acceptance_by(
-                measured.prompts,
-                first_runs,
-                num_draft_tokens=num_draft,
-                label=context_label((training or {}).get("max_length")),
-            )
-        ),
+        "by_context": by_context,
         "by_domain": by_domain(
             [[suite.asked[i] for i in places[batch]] for batch in found], sides, num_draft_tokens=num_draft
         ),
@@ -130,6 +125,7 @@ def measure(
         ),
         "lossless": asdict(lossless),
         "trained": training,
+        "beyond_training": beyond_training(training, by_context),
         "asked_as_trained": rounded(asked_as_trained(training, measured.prompts)),
     }
     return entry, raw_rounds(entry, found)

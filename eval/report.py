@@ -55,28 +55,6 @@ def build_report(target: Target, results: list[dict[str, Any]]) -> dict[str, Any
     }
 
 
-def beyond_training(entry: dict[str, Any]) -> dict[str, Any] | None:
-    """How a head drafts in contexts that none of its training rows reached, beside shorter ones.
-
-    From the ranges of `by_context`; one that holds the training length in its midst counts on neither side. None where
-    no context was longer, or nothing is known of the training.
-    """
-    trained_length = (entry["trained"] or {}).get("max_length")
-    if trained_length is None:
-        return None
-    parts: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
-    for name, part in entry["by_context"].items():
-        low, _, high = name.partition("-")
-        if int(low) >= trained_length or (high and int(high) <= trained_length):
-            parts[int(low) >= trained_length].append(part)
-    if not parts[True]:
-        return None
-    rounds = {which: sum(part["num_rounds"] for part in parts[which]) for which in parts}
-    tokens = {which: sum(part["num_rounds"] * part["acceptance_length"] for part in parts[which]) for which in parts}
-    lengths = {which: round(tokens[which] / rounds[which], 4) if rounds[which] else None for which in parts}
-    return {"num_rounds": rounds[True], "acceptance_length": lengths[True], "acceptance_length_within": lengths[False]}
-
-
 def training_warnings(results: Iterable[dict[str, Any]]) -> list[str]:
     """A line for each result with contexts beyond the head's training, saying what is lost there."""
     lines = []

@@ -84,7 +84,7 @@ def evaluate(
     from ..eval.measure import MeasureConfig
     from ..eval.measured import Measured
     from ..eval.replay import check_way
-    from ..eval.report import beyond_training, check_output, training_warnings
+    from ..eval.report import check_output, training_warnings
     from ..heads.loading import default_device
     from ..heads.target import Target
 
@@ -119,8 +119,6 @@ def evaluate(
         if compare:
             results += compare_all(loaded, drafters, suites, configs[0], store)
         check_measured(results)
-        for entry in results:
-            entry["beyond_training"] = beyond_training(entry)
         for line in training_warnings(results):
             print(f"headstart: {line}", file=sys.stderr)
         report_all(loaded, results, rounds, output)

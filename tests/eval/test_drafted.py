@@ -1,9 +1,9 @@
 """What the report says of trees, cut vocabularies and training lengths is what was drafted with."""
 
 import torch
-from headstart.eval.drafted import asked_as_trained, draft_vocabulary, tree_shape
+from headstart.eval.drafted import asked_as_trained, beyond_training, draft_vocabulary, tree_shape
 from headstart.eval.drafters import NgramDrafter, trained
-from headstart.eval.report import beyond_training, training_warnings
+from headstart.eval.report import training_warnings
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.registry import HEADS, build_head, save_head
 
@@ -45,14 +45,14 @@ def test_contexts_are_longer_than_training_rows_or_not():
         return {"num_rounds": num_rounds, "acceptance_length": length}
 
     parts = {"512-2047": part(10, 2.0), "0-127": part(10, 4.0), "128-511": part(30, 3.0), "2048-": part(30, 1.0)}
-    found = beyond_training({"by_context": parts, "trained": {"max_length": 512}})
+    found = beyond_training({"max_length": 511}, parts)
     assert found == {"num_rounds": 40, "acceptance_length": 1.25, "acceptance_length_within": 3.25}
-    entry = {"drafter": "eagle3", "suite": "code", "batch_size": 2, "trained": {"max_length": 1024}}
-    found = beyond_training({**entry, "by_context": parts})
+    entry = {"drafter": "eagle3", "suite": "code", "batch_size": 2, "trained": {"max_length": 2047}}
+    found = beyond_training(entry["trained"], parts)
     assert training_warnings([{**entry, "beyond_training": found}, {**entry, "beyond_training": None}]) == [
-        "eagle3 on code, batch 2: contexts longer than its training rows (1,024 tokens): acceptance length 1.00, "
-        "3.25 in shorter ones"
+        "eagle3 on code, batch 2: contexts longer than its training rows (2,047 tokens): acceptance length 1.00, "
+        "3.00 in shorter ones"
     ]
     del parts["2048-"]
     for training in ({"max_length": 2048}, {}, None):
-        assert beyond_training({"by_context": parts, "trained": training}) is None
+        assert beyond_training(training, parts) is None

@@ -11,6 +11,7 @@ import yaml
 from headstart import __version__
 from headstart.configs.jsonl import read_jsonl
 from headstart.heads.registry import HEADS, build_head, save_head
+from headstart.heads.target import Target
 from headstart.scripts import cli
 
 
@@ -79,8 +80,9 @@ def test_drafters_without_training_beside_transformers(headstart, head_folder, s
         assert (entry in by_engine["headstart"]) or entry["ours_over_theirs"] > 0
 
 
-def test_contexts_beyond_a_head_s_training_are_named(headstart, head_folder, saved_target, prompts, tmp_path):
-    head_folder.with_name("config.yaml").write_text("data:\n  max_length: 100\n")
+def test_contexts_beyond_a_head_s_training_are_named(headstart, saved_target, prompts, tmp_path):
+    head = build_head(HEADS["medusa"].config_class(type="medusa"), Target.load(saved_target))
+    head_folder = save_head(head, tmp_path / "head", training={"max_length": 100})
     file = prompts({"prompt": "w5 w9 " * 70}, {"prompt": "w7 w8"})
     line = f"eval --target {saved_target} --head {head_folder} --drafter ngram --prompts {file} --max-new-tokens 12"
     code, _, err = headstart(line, "--repeats", 1, "--output", tmp_path / "out")
@@ -88,11 +90,12 @@ def test_contexts_beyond_a_head_s_training_are_named(headstart, head_folder, sav
     head, ngram = json.loads((tmp_path / "out" / "report.json").read_text())["results"]
     part = head["beyond_training"]
     assert part["acceptance_length"] == head["by_context"]["128-511"]["acceptance_length"]
-    assert part["acceptance_length_within"] is None and ngram["beyond_training"] is None  # 0-127 holds 100 in its midst
+    assert part["acceptance_length_within"] == head["by_context"]["0-100"]["acceptance_length"]
+    assert ngram["beyond_training"] is None
     said = [line for line in err.splitlines() if line.startswith("headstart: ")]
     assert said == [
         "headstart: medusa on prompts, batch 1: contexts longer than its training rows (100 tokens): acceptance length "
-        f"{part['acceptance_length']:.2f}, none as short was measured"
+        f"{part['acceptance_length']:.2f}, {part['acceptance_length_within']:.2f} in shorter ones"
     ]
 
 
