@@ -29,7 +29,7 @@ from .prediction import (
 )
 from .serving import LiveServer
 from .settings import Setting, chains
-from .step_times import NUM_PASSES, StepTable, StepTime, measure_step_times
+from .step_times import NUM_PASSES, StepTable, StepTime, measure_step_times, most_tokens
 from .suites import Suite
 from .verify import Sampling
 
@@ -37,7 +37,6 @@ SCHEMA_VERSION = 1
 CHECKS = ("advice", "all", "none")
 DEFAULT_TREES = ("static:4", "static:8", "static:16", "dynamic:16")
 FURTHEST = 256  # batch size up to which a profile is read; a table measured here only as far as it was measured
-NEAR = 1.25  # contexts closer than this ratio are timed as one
 
 
 def no_bar(total: int, what: str) -> Callable[[], object]:
@@ -147,8 +146,10 @@ class Planner:
         timed = [*spread([one for one in settings if one.tree is None]), *(one for one in settings if one.tree)]
         sizes = {min(size, len(self.suite.prompts)) for size in self.config.batch_sizes}
         sizes |= {len(self.suite.prompts) % size for size in sizes} - {0}  # a last batch that is not full
-        own = [context for size in sizes for context in self.workload.contexts(size, accepted[0].tokens)]
-        contexts = {min(own), max(own)} if max(own) > NEAR * min(own) else {self.workload.context}
+        spans = [span for size in sizes for span in self.workload.spans(size, accepted[0].tokens)]
+        first, last = min(start for start, _, _ in spans), max(end for _, end, _ in spans)
+        room = self.target.max_positions - max(map(most_tokens, timed))
+        contexts = {min(first, room), min(last, room)}
         contexts |= set(self.config.contexts)
         how = self.config.measure
         tick = self.bar(NUM_PASSES * len(sizes) * len(contexts) * (1 + len(timed)), f"timing rounds of {self.name}")

@@ -129,20 +129,15 @@ class Workload:
         """Mean tokens before a round: the prompt and half of the answer."""
         return round(sum(self.prompt_lengths) / len(self.prompt_lengths) + self.max_new_tokens / 2)
 
-    def contexts(self, batch_size: int, tokens: Sequence[int]) -> list[int]:
-        """For each batch the mean context of its longest rows, which set how far attention reads."""
-        starts = range(0, len(self.prompt_lengths), batch_size)
-        return [
-            round(
-                max(
-                    length + new / 2
-                    for length, new in zip(
-                        self.prompt_lengths[i : i + batch_size], tokens[i : i + batch_size], strict=True
-                    )
-                )
-            )
-            for i in starts
-        ]
+    def spans(self, batch_size: int, tokens: Sequence[int]) -> list[tuple[int, int, float]]:
+        """Of each batch, tokens before a round: at its start, at its end, and on average; of its longest rows, which
+        set how far attention reads. Args: tokens: new ones of each prompt."""
+        found = []
+        for i in range(0, len(self.prompt_lengths), batch_size):
+            rows = list(zip(self.prompt_lengths[i : i + batch_size], tokens[i : i + batch_size], strict=True))
+            start, end = max(length for length, _ in rows), max(length + new for length, new in rows)
+            found.append((start, end, max(length + new / 2 for length, new in rows)))
+        return found
 
 
 def workload_speedup(accepted: Accepted, workload: Workload, times: StepTimes, *, batch_size: int) -> float:
@@ -152,14 +147,14 @@ def workload_speedup(accepted: Accepted, workload: Workload, times: StepTimes, *
     differ between the two sides; lengths are those of the drafted ones.
     """
     plain = drafted = 0.0
-    contexts = workload.contexts(batch_size, accepted.tokens)
-    for number, context in enumerate(contexts):
+    for number, (start, _, context) in enumerate(workload.spans(batch_size, accepted.tokens)):
         rows = slice(number * batch_size, (number + 1) * batch_size)
         size = len(accepted.rounds[rows])
         base = times.at(None, batch_size=size, context=context)
         spec = times.at(accepted.setting, batch_size=size, context=context)
         plain += (max(accepted.tokens[rows]) - 1) * base.round_ms
-        drafted += max(accepted.rounds[rows]) * spec.round_ms + spec.reading_ms
+        drafted += max(accepted.rounds[rows]) * spec.round_ms
+        drafted += times.at(accepted.setting, batch_size=size, context=start).reading_ms
     return plain / drafted if drafted else 1.0
 
 

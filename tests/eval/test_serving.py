@@ -22,7 +22,7 @@ def drafter_of(name, target, tiny_target):
         return build_head(HEADS[name].config_class(type=name), target, seed=1).eval()
     if name == "sparse-self":
         return SparseSelfDrafter(target, 32)
-    others = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
+    others = {"ngram": NgramDrafter, "suffix": SuffixDrafter, "sparse-self": lambda: SparseSelfDrafter(target, 32)}
     return others[name]() if name in others else DraftModelDrafter(tiny_target("llama", num_hidden_layers=2))
 
 
