@@ -25,6 +25,7 @@ from .prediction import (
     predict,
     recommend,
     schedule,
+    shortlist,
     with_setting,
 )
 from .serving import LiveServer
@@ -49,8 +50,8 @@ class PlanConfig:
     """What to consider. measure: how texts are decoded. trees: NAME:NODES; None: DEFAULT_TREES, where the drafter
     drafts trees. contexts: tokens, besides the prompts' own.
 
-    check: which cells to measure besides predicting them: `advice`, what is recommended for each batch size; `all`;
-    `none`. machine: whose step times to plan with, and nothing is measured; None: those of this machine.
+    check: which cells to measure besides predicting them: `advice`, the shortlist of each batch size, to choose from
+    it; `all`; `none`. machine: whose step times to plan with, and nothing is measured; None: those of this machine.
     """
 
     measure: MeasureConfig
@@ -90,9 +91,9 @@ class Planner:
         if machine:
             times = times_on(machine, self.target, self.drafter, settings)
         cells = predict(accepted, self.workload, times, batch_sizes=config.batch_sizes, contexts=config.contexts)
-        advice = recommend(cells)
         if machine is None:
-            self.check(accepted, cells, advice)
+            self.check(accepted, cells)
+        advice = recommend(cells)
         furthest = FURTHEST if machine else max(config.batch_sizes)
         ranges = schedule(accepted, times, max_batch_size=furthest, context=self.workload.context)
         document = {
@@ -168,12 +169,11 @@ class Planner:
         tick()
         return found
 
-    def check(
-        self, accepted: Sequence[Accepted], cells: Sequence[dict[str, Any]], advice: Sequence[dict[str, Any]]
-    ) -> None:
+    def check(self, accepted: Sequence[Accepted], cells: Sequence[dict[str, Any]]) -> None:
         """Decode cells in earnest, interleaved with the baseline, and enter what was measured."""
         settings = {one.setting.name: one.setting for one in accepted}
-        chosen = [cell for cell in cells if cell["load"] == "prompts" and self.is_checked(cell, advice)]
+        every = [cell for cell in cells if cell["load"] == "prompts"]
+        chosen = {"all": every, "advice": shortlist(cells), "none": []}[self.config.check]
         tick = self.bar(len(chosen), f"measuring {self.name}")
         for cell in chosen:
             how = with_setting(replace(self.config.measure, batch_size=cell["batch_size"]), settings[cell["setting"]])
@@ -210,16 +210,6 @@ class Planner:
         tick()
         tick()
         return found
-
-    def is_checked(self, cell: dict[str, Any], advice: Sequence[dict[str, Any]]) -> bool:
-        """Whether a cell is among those to measure."""
-        if self.config.check != "advice":
-            return self.config.check == "all"
-        return any(
-            (one["batch_size"], one["setting"]) == (cell["batch_size"], cell["setting"])
-            for one in advice
-            if one["load"] == "prompts"
-        )
 
 
 def spread(lengths: Sequence[Setting]) -> list[Setting]:

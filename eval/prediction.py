@@ -19,6 +19,8 @@ from .step_times import StepTime
 from .tree import TREE_NAMES, named_tree
 
 LEAST_GAIN = 0.01  # a setting that drafts more must be so much faster than one that drafts less
+MOST_FINALISTS = 4  # settings that are measured per batch size
+MOST_ERROR = 0.2  # a prediction so far below the best one is taken to be really below it
 
 
 class StepTimes(Protocol):
@@ -209,21 +211,40 @@ def cell(accepted: Accepted, batch_size: int, context: int, load: str, speedup: 
     }
 
 
+def shortlist(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The cells worth measuring: at each batch size up to MOST_FINALISTS, none predicted far below the best."""
+    found = []
+    for size in sorted({one["batch_size"] for one in cells}):
+        here = [one for one in cells if one["batch_size"] == size and one["load"] == "prompts"]
+        here.sort(key=lambda one: -one["predicted_speedup"])
+        least = here[0]["predicted_speedup"] * (1 - MOST_ERROR)
+        found += [one for one in here[:MOST_FINALISTS] if one["predicted_speedup"] >= least]
+    return found
+
+
 def recommend(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each batch size, context and load the fastest cell, or `off` where none is faster than no drafts.
 
-    Of cells within LEAST_GAIN of the fastest, the one that drafts least.
+    Where cells were measured, the fastest of those, else the one predicted to be. Of cells within LEAST_GAIN of the
+    fastest, the one that drafts least.
     """
     keys = ("batch_size", "context", "load")
     advice = []
     for place in sorted({tuple(one[key] for key in keys) for one in cells}):
         here = [one for one in cells if tuple(one[key] for key in keys) == place]
-        fastest = max(one["predicted_speedup"] for one in here)
-        near = [one for one in here if one["predicted_speedup"] >= fastest * (1 - LEAST_GAIN)]
+        here = [one for one in here if one["measured_speedup"]] or here
+        fastest = max(map(speedup, here))
+        near = [one for one in here if speedup(one) >= fastest * (1 - LEAST_GAIN)]
         best = min(near, key=lambda one: (one["num_drafted"], one["num_draft_tokens"]))
-        chosen = {key: best[key] for key in ("setting", "tree", "num_draft_tokens", "num_drafted", "predicted_speedup")}
-        advice.append({**dict(zip(keys, place, strict=True)), "off": fastest <= 1, **chosen})
+        told = ("setting", "tree", "num_draft_tokens", "num_drafted", "predicted_speedup", "measured_speedup")
+        place_of = dict(zip(keys, place, strict=True))
+        advice.append({**place_of, "off": fastest <= 1, **{key: best[key] for key in told}})
     return advice
+
+
+def speedup(cell: dict[str, Any]) -> float:
+    """The measured one where there is one."""
+    return cell["measured_speedup"] or cell["predicted_speedup"]
 
 
 def schedule(accepted: Sequence[Accepted], times: StepTimes, *, max_batch_size: int, context: float) -> list[list[int]]:

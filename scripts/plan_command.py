@@ -62,7 +62,7 @@ def plan(
         str, typer.Option(help="Predict for this machine: a shipped profile's name, or a machine.json.")
     ] = "",
     check: Annotated[
-        str, typer.Option(help="Measure too: advice (what is recommended), all (every cell), none.")
+        str, typer.Option(help="Measure too: advice (the most promising, to choose from), all (every cell), none.")
     ] = "advice",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer, at most.", min=2)] = 128,
     limit: Annotated[int, typer.Option(help="Only the first N prompts.", min=1)] = 32,
@@ -80,8 +80,8 @@ def plan(
       headstart plan --target MODEL --head runs/a/final --machine h100-llama-3.1-8b-vllm ...
 
     Each setting decodes the prompts once, for what is accepted; a few rounds are timed per setting, batch size and
-    context. Their product is checked against decoding in the same run, and the error shown. With --machine nothing is
-    timed: the profile says what steps take there. machine.json is this machine's profile, for use elsewhere.
+    context. The most promising are then measured, chosen from, and the prediction's error shown. With --machine nothing
+    is timed: the profile says what steps take there. machine.json is this machine's profile, for use elsewhere.
     """
     from ..eval.machine import load_machine
     from ..eval.measure import MeasureConfig
@@ -191,7 +191,7 @@ def show(planned: dict[str, Any], console: Console) -> None:
         where = f"batch {one['batch_size']}, {one['context']} tokens of context" + ", all rows busy" * (
             one["load"] == "steady"
         )
-        gain = f"expected {one['predicted_speedup']:.2f} times the speed"
+        gain = f"{in_cell(one)} times the speed"
         what = (
             f"leave drafting off: the best, {one['setting']}, is {gain}" if one["off"] else f"{one['setting']}, {gain}"
         )

@@ -17,6 +17,7 @@ from headstart.eval.prediction import (
     predict,
     recommend,
     schedule,
+    shortlist,
     steady_speedup,
     workload_speedup,
 )
@@ -78,6 +79,27 @@ def test_of_settings_that_are_as_fast_the_one_that_drafts_least_is_recommended()
     settings = [accepted(2, 3), accepted(6, 3)]
     cells = predict(settings, Workload([5, 5], 13), Times(free=99), batch_sizes=(1,))
     assert recommend(cells)[0]["setting"] == "K 2"
+
+
+def test_what_was_measured_decides():
+    settings = [accepted(1, 1.5), accepted(2, 2), accepted(6, 3)]
+    cells = predict(settings, Workload([5, 5], 13), Times(), batch_sizes=(1,))
+    for cell, measured in zip(cells, (1.6, 1.4, None), strict=True):
+        cell["measured_speedup"] = measured
+    assert [one["setting"] for one in recommend(cells)] == ["K 1"], "K 6 is predicted to be the fastest"
+    cells[0]["measured_speedup"] = 0.9
+    cells[1]["measured_speedup"] = 0.95
+    assert recommend(cells)[0]["off"]
+
+
+def test_the_shortlist_has_the_most_promising_of_each_batch_size():
+    settings = [accepted(length, 2 + length / 100) for length in range(1, 8)]
+    cells = predict(settings, Workload([5, 5], 13), Times(), batch_sizes=(1, 16), contexts=(99,))
+    found = shortlist(cells)
+    assert [one["setting"] for one in found if one["batch_size"] == 1] == ["K 1", "K 2", "K 3"]
+    assert {one["load"] for one in found} == {"prompts"}, "and K 4 is more than 20 % below"
+    many = shortlist(predict(settings, Workload([5, 5], 13), Times(free=99), batch_sizes=(1,)))
+    assert len(many) == 4
 
 
 def test_the_schedule_has_every_batch_size_once_and_turns_drafting_off():

@@ -51,11 +51,13 @@ def test_a_head_is_planned_checked_and_told_to_engines(plan, head_folder, tmp_pa
     assert machine["fixed_ms"] >= 0 and machine["target"] == found["target"]["name"]
 
 
-def test_what_is_recommended_is_measured_by_default(plan):
+def test_what_is_recommended_was_measured(plan):
     code, _, found = plan(f"{SMALL} --drafter ngram")
     assert code == 0
-    measured = {(one["batch_size"], one["setting"]) for one in found["cells"] if one["measured_speedup"]}
-    assert measured == {(one["batch_size"], one["setting"]) for one in found["recommendation"]}
+    for one in found["recommendation"]:
+        measured = [c for c in found["cells"] if c["batch_size"] == one["batch_size"] and c["measured_speedup"]]
+        fastest = max(c["measured_speedup"] for c in measured)
+        assert one["measured_speedup"] >= 0.99 * fastest and one["off"] == (fastest <= 1)
     assert all(one["tree"] == "chain" for one in found["cells"]), "n-grams draft chains only"
 
 
