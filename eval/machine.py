@@ -12,7 +12,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..configs.errors import BadInput
-from ..configs.loader import PACKAGE_CONFIGS, build
 from ..heads.base import Drafter, Reading
 from ..heads.target import Target
 from .bandwidth import cache_bytes, weight_bytes
@@ -21,7 +20,7 @@ from .settings import Setting
 from .step_times import StepTime
 
 PROFILE_VERSION = 1
-PROFILES = PACKAGE_CONFIGS / "machines"
+PROFILES = Path(__file__).resolve().parents[1] / "configs" / "machines"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +52,8 @@ class Machine:
 
 def load_machine(name: str) -> Machine:
     """A profile by name, of those that come with the package, or from a file. Raises BadInput."""
+    from ..configs.loader import build  # needs pydantic, which a serving image may lack
+
     path = Path(name) if name.endswith(".json") else PROFILES / f"{name}.json"
     if not path.is_file():
         known = ", ".join(sorted(one.stem for one in PROFILES.glob("*.json")))
