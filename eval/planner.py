@@ -153,7 +153,7 @@ class Planner:
         contexts = {min(first, room), min(last, room)}
         contexts |= set(self.config.contexts)
         how = self.config.measure
-        tick = self.bar(NUM_PASSES * len(sizes) * len(contexts) * (1 + len(timed)), f"timing rounds of {self.name}")
+        tick = self.bar(NUM_PASSES * len(sizes) * len(contexts) * len(timed), f"timing rounds of {self.name}")
         found = measure_step_times(
             self.target,
             self.drafter,

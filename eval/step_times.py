@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from .stopping import Stop
 from .verify import Sampling
 
 NUM_ROUNDS = 8  # timed per cell and pass
-NUM_PASSES = 3  # over all cells, in alternating order, so that a machine whose speed drifts slows all alike
+NUM_PASSES = 4  # over all cells, in alternating order
 
 PARTS = ("draft_ms", "verify_ms", "overhead_ms", "reading_ms", "prefill_ms")
 
@@ -44,6 +44,10 @@ class StepTime:
     def round_ms(self) -> float:
         return self.draft_ms + self.verify_ms + self.overhead_ms
 
+    def scaled(self, factor: float) -> "StepTime":
+        """All its times so much longer."""
+        return replace(self, **{name: getattr(self, name) * factor for name in PARTS})
+
     def as_json(self) -> dict[str, Any]:
         """An entry of plan.json's `step_times`."""
         return {key: round(value, 4) if isinstance(value, float) else value for key, value in asdict(self).items()}
@@ -65,6 +69,9 @@ def measure_step_times(
 ) -> list[StepTime]:
     """Time rounds of every setting, and baseline steps, at every batch size and context.
 
+    Each pass over a cell is followed by baseline steps, and counts relative to these: where the machine's speed drifts,
+    both drift. Then it is told in milliseconds of a usual baseline step.
+
     Args:
         contexts: tokens of the prompts. text: of the target's domain, to cut them from; repeated where it is short.
         lengths: acceptance_length of the settings where known: how far a timed round moves on, so that each cell has
@@ -72,27 +79,38 @@ def measure_step_times(
 
     Raises: BadInput where a context and its rounds exceed what the target reads.
     """
-    cells = [(size, context, one) for size in batch_sizes for context in contexts for one in (None, *settings)]
     check_room(target, contexts, settings)
-    times: dict[tuple[int, int, Setting | None], list[StepTime]] = {cell: [] for cell in cells}
+
+    def engine(setting: Setting | None, size: int, context: int) -> Engine:
+        return Engine(
+            target,
+            drafter if setting else None,
+            batch_size=size,
+            max_length=context + most_tokens(setting),
+            num_draft_tokens=setting.num_draft_tokens if setting and not setting.tree else None,
+            tree=setting.tree if setting else None,
+            sampling=sampling,
+            steps=steps,
+            generator=torch.Generator(target.device).manual_seed(0) if sampling and sampling.temperature else None,
+        )
+
+    places = [(size, context) for size in batch_sizes for context in contexts]
+    plain: dict[tuple[int, int], list[StepTime]] = {place: [] for place in places}
+    drafted: dict[tuple[int, int, Setting], list[StepTime]] = {(*at, one): [] for at in places for one in settings}
     for number in range(NUM_PASSES):
-        for size, context, setting in cells if number % 2 == 0 else cells[::-1]:
-            engine = Engine(
-                target,
-                drafter if setting else None,
-                batch_size=size,
-                max_length=context + most_tokens(setting),
-                num_draft_tokens=setting.num_draft_tokens if setting and not setting.tree else None,
-                tree=setting.tree if setting else None,
-                sampling=sampling,
-                steps=steps,
-                generator=torch.Generator(target.device).manual_seed(0) if sampling and sampling.temperature else None,
-            )
+        for size, context in places if number % 2 == 0 else places[::-1]:
             rows = [cut(text, row * context, context) for row in range(size)]
-            length = (lengths or {}).get(setting.name, 1.0) if setting else 1.0
-            times[size, context, setting].append(one_pass(engine, rows, setting, length=length))
-            on_cell()
-    return [middle(passes) for passes in times.values()]
+            baseline = engine(None, size, context)
+            plain[size, context].append(one_pass(baseline, rows, None, length=1.0))
+            for setting in settings if number % 2 == 0 else settings[::-1]:
+                length = (lengths or {}).get(setting.name, 1.0)
+                found = one_pass(engine(setting, size, context), rows, setting, length=length)
+                plain[size, context].append(one_pass(baseline, rows, None, length=1.0))
+                drafted[size, context, setting].append(found.scaled(1 / plain[size, context][-1].round_ms))
+                on_cell()
+    usual = {place: middle(passes) for place, passes in plain.items()}
+    found = [middle(passes).scaled(usual[size, context].round_ms) for (size, context, _), passes in drafted.items()]
+    return [*usual.values(), *found]
 
 
 def most_tokens(setting: Setting | None) -> int:
@@ -139,7 +157,7 @@ def one_pass(engine: Engine, rows: list[list[int]], setting: Setting | None, *, 
 def middle(passes: Sequence[StepTime]) -> StepTime:
     """The medians of several passes over one cell."""
     parts = {name: statistics.median(getattr(one, name) for one in passes) for name in PARTS}
-    return StepTime(**{**asdict(passes[0]), **parts})
+    return replace(passes[0], **parts)
 
 
 @dataclass(frozen=True)
