@@ -23,6 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..heads.loading import default_device
 from ..heads.registry import HEADS
+from ..train.speed import matmul_rate
 from .step_memory import Shape, build_step, estimated_peak, peak_bytes, run_step
 
 RESULTS = Path("docs/results/train.json")
@@ -47,7 +48,6 @@ LARGE = Shape(
     dtype="bf16",
 )
 DEPTHS = {"medusa": 4, "hydra": 4, "mtp": 3, "draft_lm": 5, "eagle": 5, "eagle3": 7}
-SIZE = {"cpu": 1024, "cuda": 8192}  # of the square matrices whose product is the machine's rate
 
 
 class Products(TorchDispatchMode):
@@ -61,15 +61,6 @@ class Products(TorchDispatchMode):
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
             self.flops += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
         return out
-
-
-def matmul_rate(device: str, dtype: str) -> float:
-    """Floating-point operations per second of a product of square matrices, the best of five."""
-    size, kind = SIZE[device], torch.bfloat16 if dtype == "bf16" else torch.float32
-    a, best = torch.randn(size, size, device=device, dtype=kind), float("inf")
-    for _ in range(6):
-        best = min(best, timed(lambda: a @ a, device))
-    return 2 * size**3 / best
 
 
 def timed(work: Any, device: str) -> float:
@@ -100,8 +91,9 @@ def bench(shape: Shape, *, device: str, steps: int) -> dict[str, Any]:
         run_step(head, batch, dtype=shape.dtype)
     optimizer.zero_grad()
     seconds, rates = [], []
+    kind = torch.bfloat16 if shape.dtype == "bf16" else torch.float32
     for _ in range(steps):
-        rates.append(matmul_rate(device, shape.dtype))
+        rates.append(matmul_rate(torch.device(device), kind))
         seconds.append(timed(step, device))
     if device == "cuda":
         before = sum(x.numel() * x.element_size() for x in (*head.target.model.parameters(), batch.output.features))

@@ -41,4 +41,4 @@ def test_a_bar_is_held_or_not():
 def test_the_suite_refuses_an_unknown_stage():
     done = subprocess.run(["bash", ROOT / "scripts/gpu_suite.sh", "engin"], capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == "gpu_suite: unknown stage engin: expected tests or engine\n"
+    assert done.stderr == "gpu_suite: unknown stage engin: expected tests, pretrain or engine\n"

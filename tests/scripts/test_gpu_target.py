@@ -1,0 +1,59 @@
+"""The GPU suite's target at toy size: it learns, is saved as any target is, and is made once."""
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from headstart.configs.errors import BadInput
+from headstart.eval.generate import generate
+from headstart.heads.target import Target
+from headstart.scripts import gpu_target
+
+
+@pytest.fixture
+def pretrain(monkeypatch, tmp_path):
+    """pretrain("--shape", "llama", ...): runs the script for a second; returns its output folder."""
+    toy = replace(gpu_target.SIZES["toy"], seconds=1.0, num_chars=40_000, num_problems=60)
+    monkeypatch.setitem(gpu_target.SIZES, "toy", toy)
+
+    def run(*arguments):
+        output = tmp_path / "target"
+        monkeypatch.setattr(sys, "argv", ["gpu_target", str(output), "--device", "cpu", *map(str, arguments)])
+        gpu_target.main()
+        return output
+
+    return run
+
+
+@pytest.mark.parametrize("shape", ["llama", "qwen3"])
+def test_it_learns_and_is_a_target(shape, pretrain, capsys):
+    folder = pretrain("--shape", shape)
+    found = json.loads((folder / "pretrain.json").read_text())
+    first, last = found["loss_curve"][0][1], found["loss_curve"][-1][1]
+    assert first > last + 0.5 and found["steps"] > 3 and found["tokens_per_second"] > 0 and 0 < found["mfu"] < 1
+    target = Target.load(folder, dtype="float32")
+    assert type(target.model).__name__.lower().startswith(shape)
+    ids = target.tokenizer.apply_chat_template([{"role": "user", "content": "Anna has 2 coins."}])["input_ids"]
+    assert len(generate(target, None, ids, max_new_tokens=4, eos_token_ids=[]).token_ids[0]) == 4
+    stored = (folder / "model.safetensors").stat().st_mtime_ns
+    pretrain("--shape", shape)
+    assert (folder / "model.safetensors").stat().st_mtime_ns == stored, "made once"
+    assert "holds a target already" in capsys.readouterr().out
+
+
+def test_given_texts_are_read_and_wrong_rows_named(tmp_path):
+    rows, plain = tmp_path / "rows.jsonl", tmp_path / "plain.txt"
+    rows.write_text('{"text": "one"}\n{"messages": [{"role": "user", "content": "two"}]}\n{"prompt": "x"}\n')
+    plain.write_text("three")
+    texts = gpu_target.given_texts([plain, rows])
+    assert [next(texts), next(texts), next(texts)] == ["three", "one", "two"]
+    with pytest.raises(BadInput, match=r"rows.jsonl:3: a row of text needs `text` or `messages`, found \['prompt'\]"):
+        next(texts)
+
+
+def test_rows_hold_all_texts_in_order_each_with_its_end(saved_target):
+    tokenizer = Target.load(saved_target).tokenizer
+    rows = gpu_target.packed(tokenizer, ["w5 w6 w7", "w8", "w9 w10"], row_tokens=3)
+    assert torch.equal(rows, torch.tensor([[5, 6, 7], [2, 8, 2], [9, 10, 2]], dtype=torch.int32))
