@@ -92,17 +92,18 @@ def main(model: str, rows: str, output: str, *overrides: str) -> None:
         "data": {"train": rows},
         "train": {"max_steps": 200, "batch_size": 8, "learning_rate": 3e-3, "output_dir": output},
     }
-    config = Path(output).with_suffix(".yaml")
-    config.parent.mkdir(parents=True, exist_ok=True)
-    config.write_text(yaml.safe_dump(run))
-    train(load_run(config, overrides))
+    path = Path(output).with_suffix(".yaml")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(run))
+    train(load_run(path, overrides))
 
     target = Target.load(model)
     head = load_head(Path(output) / "final", target)
     with open(rows, encoding="utf-8") as file:
         first = [json.loads(line) for line, _ in zip(file, range(8), strict=False)]
     prompts = [row["input_ids"][: row["prompt_length"]] for row in first]
-    entry, _ = measure(target, head, Suite("training prompts", prompts), MeasureConfig(), name="low_rank")
+    config = MeasureConfig(max_new_tokens=48, num_repeats=1)
+    entry, _ = measure(target, head, Suite("training prompts", prompts), config, name="low_rank")
     print(
         f"{sum(p.numel() for p in head.parameters()):,} parameters, {entry['acceptance_length']:.2f} tokens per forward"
     )

@@ -38,7 +38,7 @@ SMALL = {
     "train": "train.max_steps=1 train.batch_size=1 train.accumulation=1 train.precision=fp32 train.device=cpu "
     "train.checkpoint_every=0 train.validate_every=1 head.num_depths=2",
     "eval": "--max-new-tokens 4 --limit 2 --repeats 1 --tree-nodes 4 --steps eager",
-    "plan": "--max-new-tokens 4 --limit 2 --repeats 1 --num-draft-tokens 1 --batch-size 1 --tree none",
+    "plan": "--max-new-tokens 4 --limit 2 --repeats 1 --num-draft-tokens 1 --batch-size 1 --tree none --check none",
     "data prepare": "validation_share=0.3",
     "data plan": "--num-sampled 2",
     "data regenerate": "sampling.max_tokens=4 num_rows=2 engine.device=cpu",

@@ -242,6 +242,7 @@ def test_what_a_template_refuses_is_said_in_its_words() -> None:
     assert refused == "the chat template refuses this row: System role not supported"
 
 
+@pytest.mark.slow
 def test_several_processes_encode_the_same_samples_in_order() -> None:
     tokenizer = make_tokenizer(None, bos="<s>", eos="</s>")
     rows = [Row({"prompt": f"Say {i}: ", "response": f"ok {i}."}, f"a.jsonl:{i}") for i in range(600)]

@@ -2,6 +2,7 @@
 
 import pytest
 from headstart.configs.errors import BadInput
+from headstart.eval import step_times
 from headstart.eval.drafters import NgramDrafter
 from headstart.eval.settings import Setting, chains
 from headstart.eval.step_times import StepTable, StepTime, cut, interpolate, measure_step_times
@@ -39,7 +40,8 @@ def test_a_tree_that_was_not_timed_is_refused():
 
 
 @pytest.mark.parametrize("drafter", ["eagle3", "ngram"])
-def test_every_cell_is_timed(target, drafter):
+def test_every_cell_is_timed(target, drafter, monkeypatch):
+    monkeypatch.setattr(step_times, "NUM_PASSES", 2)
     head = NgramDrafter()
     if drafter != "ngram":
         head = build_head(HEADS[drafter].config_class(type=drafter), target, seed=1).eval()

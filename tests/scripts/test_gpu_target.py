@@ -14,8 +14,8 @@ from headstart.scripts import gpu_target
 
 @pytest.fixture
 def pretrain(monkeypatch, tmp_path):
-    """pretrain("--shape", "llama", ...): runs the script for a second; returns its output folder."""
-    toy = replace(gpu_target.SIZES["toy"], seconds=1.0, num_chars=40_000, num_problems=60)
+    """pretrain("--shape", "llama", ...): runs the script for half a second; returns its output folder."""
+    toy = replace(gpu_target.SIZES["toy"], seconds=0.5, num_chars=20_000, num_problems=40)
     monkeypatch.setitem(gpu_target.SIZES, "toy", toy)
 
     def run(*arguments):
@@ -27,12 +27,12 @@ def pretrain(monkeypatch, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("shape", ["llama", "qwen3"])
+@pytest.mark.parametrize("shape", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_it_learns_and_is_a_target(shape, pretrain, capsys):
     folder = pretrain("--shape", shape)
     found = json.loads((folder / "pretrain.json").read_text())
     first, last = found["loss_curve"][0][1], found["loss_curve"][-1][1]
-    assert first > last + 0.5 and found["steps"] > 3 and found["tokens_per_second"] > 0 and 0 < found["mfu"] < 1
+    assert first > last + 0.2 and found["steps"] > 3 and found["tokens_per_second"] > 0 and 0 < found["mfu"] < 1
     target = Target.load(folder, dtype="float32")
     assert type(target.model).__name__.lower().startswith(shape)
     ids = target.tokenizer.apply_chat_template([{"role": "user", "content": "Anna has 2 coins."}])["input_ids"]

@@ -3,8 +3,18 @@
 import json
 
 import pytest
+from headstart.eval import planner, step_times
 
 SMALL = "--max-new-tokens 12 --num-draft-tokens 1 --num-draft-tokens 3 --batch-size 1 --batch-size 2 --repeats 1"
+
+
+@pytest.fixture(autouse=True)
+def _few_rounds(monkeypatch):
+    """As few requests and rounds as still go through all of it."""
+    monkeypatch.setattr(step_times, "NUM_ROUNDS", 3)
+    monkeypatch.setattr(step_times, "NUM_PASSES", 1)
+    monkeypatch.setattr(planner, "NUM_SERVED", 4)
+    monkeypatch.setattr(planner, "NUM_SIMULATED", 16)
 
 
 @pytest.fixture

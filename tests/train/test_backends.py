@@ -61,6 +61,7 @@ def same_training(folder, single):
         torch.testing.assert_close(final(folder)[name], value, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_two_launched_processes_train_as_one(launching, single, tmp_path):
     path = launching.write(tmp_path / "two", batch_size=1)
     line, env = launching.command("ddp", "-m", "headstart.train", str(path))
