@@ -30,7 +30,7 @@ from .prediction import (
 )
 from .serving import LiveServer
 from .settings import Setting, chains
-from .step_times import StepTable, StepTime, measure_step_times, most_tokens
+from .step_times import NUM_PASSES, StepTable, StepTime, measure_step_times, most_tokens
 from .suites import Suite
 from .verify import Sampling
 
@@ -153,7 +153,7 @@ class Planner:
         contexts = {min(first, room), min(last, room)}
         contexts |= set(self.config.contexts)
         how = self.config.measure
-        tick = self.bar(len(sizes) * len(contexts) * len(timed), f"timing rounds of {self.name}")
+        tick = self.bar(NUM_PASSES * len(sizes) * len(contexts) * len(timed), f"timing rounds of {self.name}")
         found = measure_step_times(
             self.target,
             self.drafter,

@@ -3,7 +3,6 @@
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import product
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from .stopping import Stop
 from .verify import Sampling
 
 NUM_ROUNDS = 8  # timed per cell and pass
-NUM_PASSES = 4  # over each cell, baseline steps behind each
+NUM_PASSES = 4  # over all cells, in alternating order
 
 PARTS = ("draft_ms", "verify_ms", "overhead_ms", "reading_ms", "prefill_ms")
 
@@ -95,22 +94,23 @@ def measure_step_times(
             generator=torch.Generator(target.device).manual_seed(0) if sampling and sampling.temperature else None,
         )
 
-    usual, found = [], []
-    for size, context in product(batch_sizes, contexts):
-        rows = [cut(text, row * context, context) for row in range(size)]
-        baseline, plain, drafted = engine(None, size, context), [], []
-        for setting in settings:
-            drafts, length = engine(setting, size, context), (lengths or {}).get(setting.name, 1.0)
-            passes = []
-            for _ in range(NUM_PASSES):
-                timed = one_pass(drafts, rows, setting, length=length)
-                plain.append(one_pass(baseline, rows, None, length=1.0))
-                passes.append(timed.scaled(1 / plain[-1].round_ms))
-            drafted.append(middle(passes))
-            on_cell()
-        usual.append(middle(plain))
-        found += [one.scaled(usual[-1].round_ms) for one in drafted]
-    return [*usual, *found]
+    places = [(size, context) for size in batch_sizes for context in contexts]
+    plain: dict[tuple[int, int], list[StepTime]] = {place: [] for place in places}
+    drafted: dict[tuple[int, int, Setting], list[StepTime]] = {(*at, one): [] for at in places for one in settings}
+    for number in range(NUM_PASSES):
+        for size, context in places if number % 2 == 0 else places[::-1]:
+            rows = [cut(text, row * context, context) for row in range(size)]
+            baseline = engine(None, size, context)
+            plain[size, context].append(one_pass(baseline, rows, None, length=1.0))
+            for setting in settings if number % 2 == 0 else settings[::-1]:
+                length = (lengths or {}).get(setting.name, 1.0)
+                found = one_pass(engine(setting, size, context), rows, setting, length=length)
+                plain[size, context].append(one_pass(baseline, rows, None, length=1.0))
+                drafted[size, context, setting].append(found.scaled(1 / plain[size, context][-1].round_ms))
+                on_cell()
+    usual = {place: middle(passes) for place, passes in plain.items()}
+    found = [middle(passes).scaled(usual[size, context].round_ms) for (size, context, _), passes in drafted.items()]
+    return [*usual.values(), *found]
 
 
 def most_tokens(setting: Setting | None) -> int:
