@@ -17,7 +17,7 @@ from .stopping import Stop
 from .verify import Sampling
 
 NUM_ROUNDS = 8  # timed per cell and pass
-NUM_PASSES = 4  # over all cells, in alternating order
+NUM_PASSES = 4  # over all cells, in alternating order: a cell's passes lie apart in time
 
 PARTS = ("draft_ms", "verify_ms", "overhead_ms", "reading_ms", "prefill_ms")
 

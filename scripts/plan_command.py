@@ -164,7 +164,7 @@ def write(target: "Target", planned: dict[str, Any], times: "list[StepTime]", ou
         source = (
             f"headstart plan, headstart {where['headstart']}, torch {where['torch']}, {where['num_threads']} threads"
         )
-        profile = fit_machine(target, times, name=output.name, device=where["device"], source=source)
+        profile = fit_machine(target, times, name=output.resolve().name, device=where["device"], source=source)
         planned["step_time_model"] = asdict(profile)
         write_whole(output / "machine.json", json.dumps(asdict(profile), indent=2) + "\n")
     document = {**planned, "environment": where, "target": about(target)}
