@@ -34,7 +34,7 @@ def serve(target, drafter, setting, requests, *, size=4, eos=frozenset({2})):
 
 
 @pytest.mark.parametrize("name", [*sorted(HEADS), "ngram", "suffix", "draft-model", "sparse-self", "none"])
-@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("at_once", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_texts_are_those_of_requests_alone(name, at_once, target, tiny_target):
     """12 requests, all at once or by and by, at most 4 rows: every engine size is used, rows move between them."""
     drafter = None if name == "none" else drafter_of(name, target, tiny_target)

@@ -29,6 +29,7 @@ def their_text(target: Target, prompt: list[int], num_tokens: int) -> list[int]:
     return target.model.generate(ids, attention_mask=torch.ones_like(ids), **how)[0, len(prompt) :].tolist()
 
 
+@pytest.mark.slow
 def test_greedy_text_is_the_target_s_own(family, tiny_target):
     """Rows shorter and longer than the budget, several times round the ring."""
     target, rows = tiny_target(family), prompts(*LENGTHS)

@@ -27,7 +27,8 @@ def pretrain(monkeypatch, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("shape", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["llama", "qwen3"])
 def test_it_learns_and_is_a_target(shape, pretrain, capsys):
     folder = pretrain("--shape", shape)
     found = json.loads((folder / "pretrain.json").read_text())

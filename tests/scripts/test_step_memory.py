@@ -57,7 +57,8 @@ def test_depths_that_are_recomputed_give_the_same_gradients_in_less_memory(head_
     assert peaks[1] < 0.9 * peaks[0]
 
 
-@pytest.mark.parametrize("draft_vocabulary", [pytest.param(32000, marks=pytest.mark.slow), None])
+@pytest.mark.slow
+@pytest.mark.parametrize("draft_vocabulary", [32000, None])
 def test_eagle3_at_8b_shape_trains_in_20_gb(draft_vocabulary):
     """The head, its gradients and moments, seven depths of activations and the loss, of one row of 4096 tokens."""
     shape = Shape(
