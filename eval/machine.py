@@ -47,6 +47,7 @@ class Machine:
     version: int = PROFILE_VERSION
 
     def forward_ms(self, *, tokens: float, cached: float) -> float:
+        """Of the profile's own target. Args: tokens read and tokens in the cache, summed over the batch."""
         return self.fixed_ms + self.token_ms * tokens + self.cache_token_ms * cached
 
 
@@ -123,8 +124,9 @@ class MachineTimes:
         num_tokens = 1 + (setting.num_drafted if setting else 0)
 
         def forward(tokens: float, cached: float) -> float:
-            fixed = machine.fixed_ms + machine.token_ms * tokens
-            return self.weights * fixed + self.cache * machine.cache_token_ms * cached
+            # the cache's time grows with its own ratio, the rest with that of the weights
+            own = machine.forward_ms(tokens=tokens, cached=cached * self.cache / self.weights)
+            return self.weights * own
 
         share = self.draft_share[setting.name] if setting else 0.0
         return StepTime(
