@@ -120,7 +120,7 @@ def test_transformers_goes_on_too(target, tmp_path, monkeypatch):
         pytest.param({"num_draft_tokens": 2}, marks=pytest.mark.slow),
         pytest.param({"num_repeats": 1}, marks=pytest.mark.slow),
         pytest.param({"seed": 1}, marks=pytest.mark.slow),
-        {"prompts": [*PROMPTS[:4], [1, 44, 4]]},
+        pytest.param({"prompts": [*PROMPTS[:4], [1, 44, 4]]}, marks=pytest.mark.slow),
         pytest.param({"drafter": NgramDrafter(2)}, marks=pytest.mark.slow),
         {"drafter": SuffixDrafter()},
     ],

@@ -43,6 +43,7 @@ def test_greedy_text_is_the_target_s_own(family, tiny_target):
     assert alone.token_ids == expected[:1]
 
 
+@pytest.mark.slow
 def test_where_the_budget_holds_the_context_everything_is_accepted(family, tiny_target):
     target, rows = tiny_target(family), prompts(*LENGTHS)
     how: dict[str, Any] = {"max_new_tokens": 41, "num_draft_tokens": 4, "eos_token_ids": []}

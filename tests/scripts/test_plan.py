@@ -61,6 +61,7 @@ def test_a_head_is_planned_checked_and_told_to_engines(plan, head_folder, tmp_pa
     assert machine["fixed_ms"] >= 0 and machine["target"] == found["target"]["name"]
 
 
+@pytest.mark.slow
 def test_what_is_recommended_was_measured(plan):
     code, _, found = plan(f"{SMALL} --drafter ngram")
     assert code == 0
@@ -90,6 +91,7 @@ def test_synthetic_rates_come_out_and_another_machine_is_predicted(plan, tmp_pat
     assert "num_speculative_tokens_per_batch_size" in said
 
 
+@pytest.mark.slow
 def test_synthetic_rates_at_the_cost_of_an_untrained_head(plan):
     code, _, found = plan(f"{SMALL} --synthetic-acceptance 0.9,0.5 --head-type eagle3 --check all")
     assert code == 0 and found["drafter"] == "synthetic 0.9,0.5 like eagle3"
@@ -98,6 +100,7 @@ def test_synthetic_rates_at_the_cost_of_an_untrained_head(plan):
     assert found["check"]["num_cells"] == 4
 
 
+@pytest.mark.slow
 def test_a_profile_that_was_written_can_be_planned_with(plan, tmp_path):
     assert plan(f"{SMALL} --drafter ngram --check none")[0] == 0
     profile = (tmp_path / "plan" / "machine.json").rename(tmp_path / "mine.json")
