@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from ..configs.errors import BadInput, first_line
@@ -18,6 +19,7 @@ from .generate import Generation, Round, check_request, decode
 from .lossless import LosslessReport, compare_texts
 from .measured import Measured, as_record, from_record, settings_key
 from .metrics import expected_acceptance
+from .sampling_check import check_sampling
 from .stopping import Stop
 from .suites import Asked, Suite
 from .summary import Side, rounded, summarise, timing
@@ -51,6 +53,10 @@ class MeasureConfig:
         for name in ("batch_size", "num_repeats"):
             if getattr(self, name) < 1:
                 raise BadInput(f"{name} {getattr(self, name)}: expected at least 1")
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
 
 def measure(
@@ -88,9 +94,12 @@ def measure(
     label = segment_label(suite.think_tokens)
     first_runs = [spec.runs[0] for spec, _ in sides]
     texts = [[row for pair in sides for row in pair[side].runs[0].token_ids] for side in (0, 1)]
-    lossless = LosslessReport()
+    lossless, sampling_check = LosslessReport(), None
     if config.temperature == 0:
         lossless = compared(target, measured, baseline=texts[1], speculative=texts[0])
+    else:
+        every = [[texts for pair in sides for texts in texts_of(pair[side])] for side in (0, 1)]
+        sampling_check = asdict(check_sampling(target, measured.prompts, *every, config.sampling))
     length_label = context_label((training or {}).get("max_length"))
     by_context = as_entries(acceptance_by(measured.prompts, first_runs, num_draft_tokens=num_draft, label=length_label))
     entry = {
@@ -124,6 +133,7 @@ def measure(
             target, drafter, batches, sides, num_draft, config.tree
         ),
         "lossless": asdict(lossless),
+        "sampling_check": sampling_check,
         "trained": training,
         "beyond_training": beyond_training(training, by_context),
         "asked_as_trained": rounded(asked_as_trained(training, measured.prompts)),
@@ -188,8 +198,18 @@ def measure_batch(
     for repeat in range(config.num_repeats):
         order = [(0, drafter), (1, None)]
         for side, which in order if (number + repeat) % 2 == 0 else order[::-1]:
-            sides[side].runs.append(run(prompts, which, config.seed + repeat))
+            sides[side].runs.append(run(prompts, which, seed_of(config.seed, number, repeat)))
     return sides
+
+
+def seed_of(seed: int, batch: int, repeat: int) -> int:
+    """What a pass samples with: others for each batch and repeat, the same in another measurement."""
+    return int(np.random.SeedSequence([seed, batch, repeat]).generate_state(1)[0])
+
+
+def texts_of(side: Side) -> list[list[list[int]]]:
+    """The new tokens of each row of a batch: its texts in all repeats."""
+    return [list(texts) for texts in zip(*(run.token_ids for run in side.runs), strict=True)]
 
 
 def failures(asked: Sequence[Asked], error: Exception) -> list[dict[str, Any]]:
@@ -231,7 +251,7 @@ def runner(
                 max_length=max(map(len, prompts)) + config.max_new_tokens,
                 num_draft_tokens=config.num_draft_tokens if which is not None else None,
                 tree=config.tree if which is not None else None,
-                sampling=Sampling(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p),
+                sampling=config.sampling,
                 accept=config.accept,
                 steps=config.steps,
                 generator=generator,

@@ -16,6 +16,7 @@ from ..configs.errors import BadInput
 from ..heads.loading import quantization
 from ..heads.target import Target
 from .bandwidth import copy_bandwidth, with_share
+from .sampling_check import SMALLEST_P
 
 SCHEMA_VERSION = 1
 
@@ -137,7 +138,7 @@ def show(report: dict[str, Any], console: Any) -> None:
             number(r["tokens_per_second"], 0),
             number(r["baseline_tokens_per_second"], 0),
             f"{number(r['speedup'])} [{number(low)}, {number(high)}]",
-            lossless_words(r["lossless"]),
+            lossless_words(r),
         )
     console.print(table)
     console.print("T temperature, B rows at a time, K drafts deep; length: tokens per target forward; lossless: texts")
@@ -185,8 +186,11 @@ def number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def lossless_words(lossless: dict[str, Any]) -> str:
-    """One cell: how many texts equal the baseline's."""
+def lossless_words(entry: dict[str, Any]) -> str:
+    """One cell: how many texts equal the baseline's, or how well sampled ones follow the target's distribution."""
+    lossless, check = entry["lossless"], entry.get("sampling_check")
+    if check and check["p_value"] is not None:
+        return f"p {check['p_value']:.2g}" + ("" if check["p_value"] >= SMALLEST_P else " DEVIATES")
     if not lossless["checked"]:
         return "sampled"
     words = f"{lossless['identical']}/{lossless['checked']}"

@@ -44,7 +44,7 @@ def settings_section(results: Sequence[Result]) -> Section:
             number(entry["end_to_end_speedup"]),
             ", ".join(number(entry[key], 1) for key in ("tokens_per_second", "baseline_tokens_per_second")),
             ", ".join(number(entry[key], 1) for key in ("ttft_ms", "baseline_ttft_ms")),
-            lossless_words(entry["lossless"]),
+            lossless_words(entry),
         ]
         for entry in results
     ]

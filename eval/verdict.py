@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .sampling_check import SMALLEST_P, SamplingCheck
+
 Result = dict[str, Any]  # an entry of report.json's results
 
 FEW_TIMED = 8  # prompts or batches below which a bootstrap interval is too narrow to trust
@@ -55,8 +57,15 @@ def speedup_words(entry: Result) -> str:
 
 
 def is_lossless(entry: Result) -> bool:
-    """Whether the text is the target's own, as far as was seen: a lossless rule, and no unexplained difference."""
-    return entry["accept"] == "exact" and not entry["lossless"]["unexplained"]
+    """Whether the text is the target's own, as far as was seen: a lossless rule, no unexplained difference, and sampled
+    tokens that may be draws from the target's distribution."""
+    return entry["accept"] == "exact" and not entry["lossless"]["unexplained"] and not deviates(entry)
+
+
+def deviates(entry: Result) -> bool:
+    """Whether sampled texts are not the target's, by a test that chance does not explain."""
+    check = entry.get("sampling_check")
+    return check is not None and not SamplingCheck(**check).holds
 
 
 def is_faster(entry: Result) -> bool:
@@ -97,7 +106,11 @@ def approval(best: Result, ours: Sequence[Result]) -> Verdict:
     ]
     cautions += [
         f"Not on {entry['suite']} at batch {entry['batch_size']} before this is understood: "
-        f"{entry['lossless']['unexplained']} texts differ from the target's own there."
+        + (
+            "the texts sampled there are not distributed as the target's own."
+            if deviates(entry)
+            else f"{entry['lossless']['unexplained']} texts differ from the target's own there."
+        )
         for entry in ours
         if setting(entry) == setting(best) and not is_lossless(entry)
     ]
@@ -131,6 +144,11 @@ def refusal(ours: Sequence[Result]) -> Verdict:
     where = f"{label(nearest)}, on {nearest['suite']}"
     if nearest["accept"] != "exact":
         reason = f"Every setting was measured with the {nearest['accept']} rule: the text is not the target's."
+    elif deviates(nearest):
+        reason = (
+            f"The texts of {where}, are not distributed as the target's own: tokens lie so far off by chance with "
+            f"p = {nearest['sampling_check']['p_value']:.1g} only."
+        )
     elif not is_lossless(nearest):
         reason = (
             f"Of {where}, {nearest['lossless']['unexplained']} of {nearest['lossless']['checked']} texts differ from "
@@ -148,19 +166,34 @@ def refusal(ours: Sequence[Result]) -> Verdict:
 def lossless_evidence(results: Sequence[Result]) -> str:
     """What was seen of the texts, over all results of our engine with a lossless rule."""
     exact = [entry for entry in results if entry["engine"] == "headstart" and entry["accept"] == "exact"]
-    sums = {key: sum(entry["lossless"][key] for entry in exact) for key in LOSSLESS_KEYS}
     if not exact:
         return "Every setting was measured with a lossy rule: the text is not the target's."
+    return " ".join(filter(None, (greedy_evidence(exact), sampled_evidence(exact)))) or "No text was compared."
+
+
+def greedy_evidence(exact: Sequence[Result]) -> str:
+    """Of texts compared token by token; nothing where none was."""
+    sums = {key: sum(entry["lossless"][key] for entry in exact) for key in LOSSLESS_KEYS}
     if not sums["checked"]:
-        return (
-            "Sampled texts cannot be compared one by one, so none was. The accept rule is exact: it follows the "
-            "target's distribution."
-        )
+        return ""
     words = f"{sums['identical']} of {sums['checked']} texts equal the target's own, token for token"
     if sums["explained"]:
         words += f"; {sums['explained']} part where two tokens tie within rounding"
     words += f"; {sums['unexplained']} differ UNEXPLAINED" if sums["unexplained"] else "; none differs unexplained"
     return words + "."
+
+
+def sampled_evidence(exact: Sequence[Result]) -> str:
+    """Of sampled texts; nothing where none was sampled."""
+    checks = [entry["sampling_check"] for entry in exact if entry["sampling_check"]]
+    tested = [check["p_value"] for check in checks if check["p_value"] is not None]
+    if not tested:
+        return "Too few tokens were sampled to test whether they are the target's." if checks else ""
+    words = "follows" if min(tested) >= SMALLEST_P else "does NOT follow"
+    return (
+        f"What was sampled {words} the target's own distribution, tested token by token: p is {min(tested):.2g} in "
+        f"the worst of {len(tested)} {'results' if len(tested) > 1 else 'result'}."
+    )
 
 
 LOSSLESS_KEYS = ("checked", "identical", "explained", "unexplained")

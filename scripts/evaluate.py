@@ -78,13 +78,15 @@ def evaluate(
       headstart eval --target MODEL --drafter ngram --drafter draft-model:SMALLER --compare transformers ...
 
     Baseline and speculation run interleaved over the same prompts. The same command again continues a measurement that
-    was killed. Exit code 1 where a greedy text differs from the target's own beyond rounding; the report says where.
+    was killed. Exit code 1 where a greedy text differs from the target's own beyond rounding, or sampled ones are not
+    distributed as the target's; the report says where.
     """
     from ..eval.drafters import build_drafters, trained
     from ..eval.measure import MeasureConfig
     from ..eval.measured import Measured
     from ..eval.replay import check_way
     from ..eval.report import check_output, training_warnings
+    from ..eval.verdict import is_lossless
     from ..heads.loading import default_device
     from ..heads.target import Target
 
@@ -123,7 +125,7 @@ def evaluate(
             print(f"headstart: {line}", file=sys.stderr)
         report_all(loaded, results, rounds, output)
         store.finish()
-    if any(entry["lossless"]["unexplained"] for entry in results if entry["accept"] == "exact"):
+    if any(not is_lossless(entry) for entry in results if entry["accept"] == "exact"):
         raise typer.Exit(1)
 
 

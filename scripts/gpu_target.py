@@ -2,18 +2,18 @@
 
     python -m headstart.scripts.gpu_target OUTPUT [--shape llama|qwen3] [--size toy|full] [--text FILE ...]
 
-OUTPUT gets the target, in bfloat16, and pretrain.json: the loss curve, tokens per second, MFU, samples. Layers are many
-and narrow, so that a decode step waits for weights as a large model's does.
+The target learns sources and documents, to complete functions (chats of code), and reasoning problems with traces.
+OUTPUT gets the target, in bfloat16; pretrain.json: loss curve, tokens per second, MFU, samples; and OUTPUT/prompts:
+train.jsonl, what is asked for heads to learn from, and code.jsonl, code_long.jsonl and reasoning.jsonl, held out, to
+measure on. Layers are many and narrow, so that a decode step waits for weights as a large model's does.
 """
 
 import argparse
-import hashlib
 import json
 import math
-import sysconfig
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from ..configs.errors import BadInput
-from ..configs.jsonl import iter_jsonl
 from ..eval.report import write_whole
 from ..heads.loading import default_device
 from ..train.speed import matmul_rate
+from .gpu_corpus import Chat, Corpus, completions, given_texts, installed_texts
 from .toy_corpus import reasoning_problems
 from .toy_target import train_tokenizer
 
-SUFFIXES = {".py", ".md", ".rst", ".txt", ".pyi"}
-LONGEST_FILE = 400_000  # characters; longer ones are tables
 SHAPES = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 NUM_POINTS = 100  # of the loss curve
 PROMPTS = ("def merge_sorted(left, right):\n", "import os\n\n\nclass ", "The function returns")
@@ -41,8 +38,9 @@ PROMPTS = ("def merge_sorted(left, right):\n", "import os\n\n\nclass ", "The fun
 class Size:
     """layers, width, heads, kv_heads: of the target. vocab_size: of its tokenizer. row_tokens, rows: of a step.
 
-    seconds: of training, which ends then, its learning rate having come down to zero. num_chars: of text at most, of
-    which num_problems reasoning problems come on top.
+    seconds: of training, which ends then, its learning rate having come down to zero. num_chars: of text at most;
+    num_problems reasoning problems and num_completions functions to complete come on top. num_prompts: of each domain,
+    for heads to learn from. num_held_out: of each file to measure on. context, long_context: tokens of code prompts.
     """
 
     layers: int
@@ -53,56 +51,30 @@ class Size:
     row_tokens: int
     rows: int
     seconds: float
+    learning_rate: float
     num_chars: int
     num_problems: int
-    learning_rate: float
+    num_completions: int
+    num_prompts: int
+    num_held_out: int
+    context: int
+    long_context: int
 
 
 SIZES = {
     "toy": Size(
-        layers=3, width=64, heads=4, kv_heads=2, vocab_size=700, row_tokens=64, rows=4, seconds=4.0,
-        num_chars=150_000, num_problems=200, learning_rate=3e-3,
+        layers=3, width=64, heads=4, kv_heads=2, vocab_size=700, row_tokens=192, rows=2, seconds=4.0,
+        learning_rate=3e-3, num_chars=400_000, num_problems=200, num_completions=40, num_prompts=24, num_held_out=3,
+        context=48, long_context=160,
     ),
     "full": Size(
-        layers=32, width=768, heads=12, kv_heads=4, vocab_size=16384, row_tokens=2048, rows=32, seconds=400.0,
-        num_chars=400_000_000, num_problems=200_000, learning_rate=2e-3,
+        layers=32, width=768, heads=12, kv_heads=4, vocab_size=16384, row_tokens=4608, rows=14, seconds=200.0,
+        learning_rate=2e-3, num_chars=200_000_000, num_problems=200_000, num_completions=30_000, num_prompts=6000,
+        num_held_out=24, context=512, long_context=4096,
     ),
 }  # fmt: skip
-
-
-def installed_texts(num_chars: int) -> Iterator[str]:
-    """Sources and documents of Python and its packages here, each once, in an order that mixes them."""
-    roots = {Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib", "platlib")}
-    paths = {path for root in roots for path in root.rglob("*") if path.suffix in SUFFIXES and path.is_file()}
-    seen: set[bytes] = set()
-    for path in sorted(paths, key=lambda path: hashlib.sha256(path.name.encode() + bytes(path)).digest()):
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            continue
-        digest = hashlib.sha256(text.encode()).digest()
-        if not text.strip() or len(text) > LONGEST_FILE or digest in seen:
-            continue
-        seen.add(digest)
-        yield text
-        num_chars -= len(text)
-        if num_chars <= 0:
-            return
-
-
-def given_texts(files: Iterable[Path]) -> Iterator[str]:
-    """The caller's own: JSONL rows with `text` or `messages` (their contents), or a file of plain text."""
-    for file in files:
-        if ".jsonl" not in file.name:
-            yield file.read_text(encoding="utf-8")
-            continue
-        for line, row in iter_jsonl(file):
-            if "text" in row:
-                yield row["text"]
-            elif "messages" in row:
-                yield "\n\n".join(message["content"] for message in row["messages"])
-            else:
-                raise BadInput(f"{file}:{line}: a row of text needs `text` or `messages`, found {sorted(row)}")
+CHARS_PER_TOKEN = 5  # more than code has: what is cut to so many tokens must not be too short
+LONG_SHARE = 10  # one completion in so many has the long context
 
 
 def packed(tokenizer: Any, texts: list[str], *, row_tokens: int) -> Tensor:
@@ -208,11 +180,54 @@ def samples(model: Any, tokenizer: Any) -> list[str]:
     return found
 
 
+def code_chats(texts: Sequence[str], size: Size, count: int) -> list[Chat]:
+    """Functions to complete, behind short and long contexts."""
+    short, long = (tokens * CHARS_PER_TOKEN for tokens in (size.context, size.long_context))
+    num_long = count // LONG_SHARE
+    chats = completions(texts, count - num_long, contexts=(short // 4, short // 2, short), seed=0)
+    return chats + completions(texts, num_long, contexts=(long,), seed=1)
+
+
+def asked(chat: Chat) -> dict[str, Any]:
+    """A row of prompts: the chat up to its answer."""
+    return {"messages": chat[:-1]}
+
+
+def measured_code(tokenizer: Any, texts: Sequence[str], count: int, *, num_tokens: int) -> list[dict[str, Any]]:
+    """Rows of prompts with so many tokens, the template's included and a tenth at most missing."""
+    rows = []
+    around = len(
+        tokenizer.apply_chat_template([{"role": "user", "content": ""}], add_generation_prompt=True)["input_ids"]
+    )
+    for chat in completions(texts, 50 * count, contexts=(num_tokens * CHARS_PER_TOKEN,), seed=2):
+        ids = tokenizer(chat[0]["content"]).input_ids[-(num_tokens - around) :]
+        if len(ids) >= 0.9 * num_tokens - around:
+            rows.append({"messages": [{"role": "user", "content": tokenizer.decode(ids)}]})
+    return rows[:count]
+
+
+def write_prompts(folder: Path, corpus: Corpus, tokenizer: Any, size: Size) -> None:
+    """What heads learn from and what they are measured on, of which nothing was learned: no file, no problem."""
+    problems = reasoning_problems(size.num_prompts, 1), reasoning_problems(size.num_held_out, 2, held_out=True)
+    learned = [*code_chats(corpus.prompts, size, size.num_prompts), *(one["messages"] for one in problems[0])]
+    how = {"texts": corpus.held_out, "count": size.num_held_out}
+    files = {
+        "train": [asked(chat) for chat in learned],
+        "code": measured_code(tokenizer, **how, num_tokens=size.context),
+        "code_long": measured_code(tokenizer, **how, num_tokens=size.long_context),
+        "reasoning": [asked(one["messages"]) for one in problems[1]],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in files.items():
+        write_whole(folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("output", type=Path)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama")
     parser.add_argument("--size", choices=sorted(SIZES), default="toy")
+    parser.add_argument("--seconds", type=float, help="of training [default: the size's]")
     parser.add_argument("--text", type=Path, nargs="*", default=[], help="more text: plain files, or JSONL rows")
     parser.add_argument("--device", default=default_device())
     options = parser.parse_args()
@@ -220,17 +235,20 @@ def main() -> None:
         print(f"{options.output} holds a target already")
         return
     size = SIZES[options.size]
-    texts = [*installed_texts(size.num_chars), *given_texts(options.text)]
-    problems = [one["messages"] for one in reasoning_problems(size.num_problems, 0)]
-    words = [message["content"] for chat in problems[:3000] for message in chat]
+    size = replace(size, seconds=options.seconds or size.seconds)
+    corpus = Corpus.of([*installed_texts(size.num_chars), *given_texts(options.text)])
+    chats = [one["messages"] for one in reasoning_problems(size.num_problems, 0)]
+    words = [message["content"] for chat in chats[:3000] for message in chat]
+    texts = corpus.pretrain
     tokenizer = train_tokenizer([*texts[:: max(1, len(texts) // 2000)], *words], vocab_size=size.vocab_size)
-    chats = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in problems]
-    rows = packed(tokenizer, [*texts, *chats], row_tokens=size.row_tokens)
+    chats += code_chats(texts, size, size.num_completions)
+    texts = texts + [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
+    rows = packed(tokenizer, texts, row_tokens=size.row_tokens)
     torch.manual_seed(0)
     model = new_model(options.shape, size, tokenizer)
     print(f"{model.num_parameters() / 1e6:.1f} M parameters, {rows.numel() / 1e6:.1f} M tokens", flush=True)
     found = pretrain(model, rows, size=size, device=options.device)
-    options.output.mkdir(parents=True, exist_ok=True)
+    write_prompts(options.output / "prompts", corpus, tokenizer, size)
     model.to(torch.bfloat16).save_pretrained(options.output)
     tokenizer.save_pretrained(options.output)
     document = {"shape": options.shape, "size": asdict(size), "parameters": model.num_parameters()}

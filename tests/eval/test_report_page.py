@@ -74,6 +74,7 @@ def result(**changes):
         "trained": None,
         "asked_as_trained": None,
         "lossless": {"checked": 20, "identical": 20, "explained": 0, "unexplained": 0, "divergences": []},
+        "sampling_check": None,
     }
     assert set(changes) <= set(entry) | THEIRS
     return entry | changes
@@ -269,7 +270,12 @@ def test_losslessness_is_said_as_it_was_seen():
     assert lossless_evidence([result(), unexplained()]).startswith("39 of 40 texts equal")
     assert "1 differ UNEXPLAINED" in lossless_evidence([unexplained()])
     sampled = {"checked": 0, "identical": 0, "explained": 0, "unexplained": 0, "divergences": []}
-    assert "none was" in lossless_evidence([result(temperature=1.0, lossless=sampled)])
+    check = {"num_tokens": 900, "p_value": 0.31, "baseline_p_value": 0.8}
+    drawn = result(temperature=1.0, lossless=sampled, sampling_check=check)
+    assert lossless_evidence([drawn]).endswith("tested token by token: p is 0.31 in the worst of 1 result.")
+    assert lossless_evidence([result(), drawn]).startswith("20 of 20 texts equal")
+    few = result(temperature=1.0, lossless=sampled, sampling_check={**check, "num_tokens": 9, "p_value": None})
+    assert "Too few tokens" in lossless_evidence([few])
     assert "lossy" in lossless_evidence([result(accept="typical")])
 
 

@@ -99,7 +99,10 @@ def test_contexts_beyond_a_head_s_training_are_named(headstart, saved_target, pr
     ]
 
 
-def test_a_text_that_differs_is_exit_code_1(headstart, head_folder, saved_target, prompts, tmp_path, monkeypatch):
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_text_that_differs_is_exit_code_1(
+    temperature, headstart, head_folder, saved_target, prompts, tmp_path, monkeypatch
+):
     """An engine that accepts one draft too many: the report is written and the command fails."""
     from headstart.eval import engine, verify
 
@@ -107,11 +110,14 @@ def test_a_text_that_differs_is_exit_code_1(headstart, head_folder, saved_target
     monkeypatch.setattr(
         engine, "accept_chain", lambda chosen, drafted: (real(chosen, drafted) + 1).clamp(max=drafted.shape[1])
     )
-    line = f"eval --target {saved_target} --head {head_folder} --prompts {prompts({'prompt': 'w5 w9'})} --repeats 1"
-    code, _, _ = headstart(line, "--output", tmp_path / "out", "--max-new-tokens", 20)
+    line = f"eval --target {saved_target} --head {head_folder} --prompts {prompts({'prompt': 'w5 w9'})} --repeats 3"
+    code, out, _ = headstart(line, "--output", tmp_path / "out", "--max-new-tokens", 40, "--temperature", temperature)
     assert code == 1
     [entry] = json.loads((tmp_path / "out" / "report.json").read_text())["results"]
-    assert entry["lossless"]["unexplained"] == 1
+    if temperature == 0:
+        assert entry["lossless"]["unexplained"] == 1 and "1 UNEXPLAINED" in out
+    else:
+        assert entry["sampling_check"]["p_value"] < 1e-6 and "DEVIATES" in out
 
 
 def test_several_heads_and_suites_are_told_apart(headstart, head_folder, saved_target, tmp_path):
