@@ -98,8 +98,8 @@ def measure(
     if config.temperature == 0:
         lossless = compared(target, measured, baseline=texts[1], speculative=texts[0])
     else:
-        every = [[texts for pair in sides for texts in texts_of(pair[side])] for side in (0, 1)]
-        sampling_check = asdict(check_sampling(target, measured.prompts, *every, config.sampling))
+        drafted, plain = ([texts for pair in sides for texts in texts_of(pair[side])] for side in (0, 1))
+        sampling_check = asdict(check_sampling(target, measured.prompts, drafted, plain, config.sampling))
     length_label = context_label((training or {}).get("max_length"))
     by_context = as_entries(acceptance_by(measured.prompts, first_runs, num_draft_tokens=num_draft, label=length_label))
     entry = {

@@ -141,7 +141,10 @@ def show(report: dict[str, Any], console: Any) -> None:
             lossless_words(r),
         )
     console.print(table)
-    console.print("T temperature, B rows at a time, K drafts deep; length: tokens per target forward; lossless: texts")
+    console.print("T temperature, B rows at a time, K drafts deep; length: tokens per target forward;", soft_wrap=True)
+    console.print(
+        "lossless: texts that are the target's, or how likely sampled ones are to lie so far from it", soft_wrap=True
+    )
     console.print(bandwidth_words(report))
     for line in failure_words(report["results"]):
         console.print(line, markup=False)

@@ -11,6 +11,7 @@ measure on. Layers are many and narrow, so that a decode step waits for weights 
 import argparse
 import json
 import math
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
+from ..configs.errors import BadInput
 from ..eval.report import write_whole
 from ..heads.loading import default_device
 from ..train.speed import matmul_rate
@@ -207,7 +209,10 @@ def measured_code(tokenizer: Any, texts: Sequence[str], count: int, *, num_token
 
 
 def write_prompts(folder: Path, corpus: Corpus, tokenizer: Any, size: Size) -> None:
-    """What heads learn from and what they are measured on, of which nothing was learned: no file, no problem."""
+    """What heads learn from and what they are measured on, of which nothing was learned: no file, no problem.
+
+    Raises: BadInput where the texts give no prompt for one of the files.
+    """
     problems = reasoning_problems(size.num_prompts, 1), reasoning_problems(size.num_held_out, 2, held_out=True)
     learned = [*code_chats(corpus.prompts, size, size.num_prompts), *(one["messages"] for one in problems[0])]
     how = {"texts": corpus.held_out, "count": size.num_held_out}
@@ -219,6 +224,10 @@ def write_prompts(folder: Path, corpus: Corpus, tokenizer: Any, size: Size) -> N
     }
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in files.items():
+        if not rows:
+            raise BadInput(
+                f"{name}.jsonl: {len(corpus.held_out)} held-out texts give no prompt for it; add some, --text"
+            )
         write_whole(folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -227,7 +236,7 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama")
     parser.add_argument("--size", choices=sorted(SIZES), default="toy")
-    parser.add_argument("--seconds", type=float, help="of training [default: the size's]")
+    parser.add_argument("--share", type=float, default=1.0, help="of the size's training time")
     parser.add_argument("--text", type=Path, nargs="*", default=[], help="more text: plain files, or JSONL rows")
     parser.add_argument("--device", default=default_device())
     options = parser.parse_args()
@@ -235,7 +244,7 @@ def main() -> None:
         print(f"{options.output} holds a target already")
         return
     size = SIZES[options.size]
-    size = replace(size, seconds=options.seconds or size.seconds)
+    size = replace(size, seconds=options.share * size.seconds)
     corpus = Corpus.of([*installed_texts(size.num_chars), *given_texts(options.text)])
     chats = [one["messages"] for one in reasoning_problems(size.num_problems, 0)]
     words = [message["content"] for chat in chats[:3000] for message in chat]
@@ -243,12 +252,16 @@ def main() -> None:
     tokenizer = train_tokenizer([*texts[:: max(1, len(texts) // 2000)], *words], vocab_size=size.vocab_size)
     chats += code_chats(texts, size, size.num_completions)
     texts = texts + [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
+    try:
+        write_prompts(options.output / "prompts", corpus, tokenizer, size)
+    except BadInput as error:
+        print(f"gpu_target: {error}", file=sys.stderr)
+        sys.exit(2)
     rows = packed(tokenizer, texts, row_tokens=size.row_tokens)
     torch.manual_seed(0)
     model = new_model(options.shape, size, tokenizer)
     print(f"{model.num_parameters() / 1e6:.1f} M parameters, {rows.numel() / 1e6:.1f} M tokens", flush=True)
     found = pretrain(model, rows, size=size, device=options.device)
-    write_prompts(options.output / "prompts", corpus, tokenizer, size)
     model.to(torch.bfloat16).save_pretrained(options.output)
     tokenizer.save_pretrained(options.output)
     document = {"shape": options.shape, "size": asdict(size), "parameters": model.num_parameters()}

@@ -6,16 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from headstart.configs.errors import BadInput
+from headstart.configs.jsonl import read_jsonl
 from headstart.eval.generate import generate
+from headstart.eval.suites import prompt_ids
 from headstart.heads.target import Target
 from headstart.scripts import gpu_target
 
 
 @pytest.fixture
 def pretrain(monkeypatch, tmp_path):
-    """pretrain("--shape", "llama", ...): runs the script for half a second; returns its output folder."""
-    toy = replace(gpu_target.SIZES["toy"], seconds=0.5, num_chars=20_000, num_problems=40)
+    """pretrain("--shape", "llama", ...): runs the script for a few seconds; returns its output folder."""
+    toy = replace(gpu_target.SIZES["toy"], seconds=3.0, num_chars=400_000, num_problems=40)
     monkeypatch.setitem(gpu_target.SIZES, "toy", toy)
 
     def run(*arguments):
@@ -38,20 +39,28 @@ def test_it_learns_and_is_a_target(shape, pretrain, capsys):
     assert type(target.model).__name__.lower().startswith(shape)
     ids = target.tokenizer.apply_chat_template([{"role": "user", "content": "Anna has 2 coins."}])["input_ids"]
     assert len(generate(target, None, ids, max_new_tokens=4, eos_token_ids=[]).token_ids[0]) == 4
+    rows = {path.stem: read_jsonl(path) for path in sorted((folder / "prompts").glob("*.jsonl"))}
+    assert sorted(rows) == ["code", "code_long", "reasoning", "train"]
+    assert all([one["role"] for one in row["messages"]] == ["user"] for part in rows.values() for row in part)
+    lengths = {name: [len(prompt_ids(row, target.tokenizer, origin="")) for row in part] for name, part in rows.items()}
+    assert lengths["code"] and all(0.85 * 48 <= length <= 1.1 * 48 for length in lengths["code"])
+    assert lengths["code_long"] and all(0.85 * 160 <= length <= 1.1 * 160 for length in lengths["code_long"])
+    learned = {row["messages"][0]["content"] for row in rows["train"]}
+    assert not learned & {row["messages"][0]["content"] for row in rows["reasoning"]}
     stored = (folder / "model.safetensors").stat().st_mtime_ns
     pretrain("--shape", shape)
     assert (folder / "model.safetensors").stat().st_mtime_ns == stored, "made once"
     assert "holds a target already" in capsys.readouterr().out
 
 
-def test_given_texts_are_read_and_wrong_rows_named(tmp_path):
-    rows, plain = tmp_path / "rows.jsonl", tmp_path / "plain.txt"
-    rows.write_text('{"text": "one"}\n{"messages": [{"role": "user", "content": "two"}]}\n{"prompt": "x"}\n')
-    plain.write_text("three")
-    texts = gpu_target.given_texts([plain, rows])
-    assert [next(texts), next(texts), next(texts)] == ["three", "one", "two"]
-    with pytest.raises(BadInput, match=r"rows.jsonl:3: a row of text needs `text` or `messages`, found \['prompt'\]"):
-        next(texts)
+def test_too_little_text_is_said_before_training(pretrain, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_target, "installed_texts", lambda num_chars: ["import os\n" * 40])
+    with pytest.raises(SystemExit) as caught:
+        pretrain()
+    assert caught.value.code == 2
+    assert (
+        capsys.readouterr().err == "gpu_target: code.jsonl: 0 held-out texts give no prompt for it; add some, --text\n"
+    )
 
 
 def test_rows_hold_all_texts_in_order_each_with_its_end(saved_target):
