@@ -39,6 +39,7 @@ def few_cells(monkeypatch):
     usual = {"steps": "eager", "batch_size": 1, "context": 16, "num_passes": 1}
     cells = [Cell("baseline", **usual), Cell("verify 2", num_draft_tokens=1, **usual)]
     monkeypatch.setattr(engine_bench, "cells_of", lambda *arguments: cells)
+    monkeypatch.setattr(engine_bench, "environment", lambda target: {"copy_gigabytes_per_second": 10.0})
     attempt = Workbench.attempt
     monkeypatch.setattr(Workbench, "attempt", lambda bench, cell: done.append(cell.name) or attempt(bench, cell))
     return done
