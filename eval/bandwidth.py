@@ -1,5 +1,6 @@
 """What a decode step must read from memory, and how much of the machine's bandwidth the baseline makes of it."""
 
+import os
 import statistics
 import time
 from collections.abc import Iterable, Sequence
@@ -22,7 +23,7 @@ def copy_bandwidth(device: torch.device) -> float:
     """
     size = COPY_BYTES.get(device.type, COPY_BYTES["cpu"])
     if device.type == "cuda":
-        size = min(size, torch.cuda.mem_get_info(device)[0] // 4)
+        size = min(size, free_memory(device) // 4)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     copy = torch.empty_like(source)
     seconds = []
@@ -33,6 +34,13 @@ def copy_bandwidth(device: torch.device) -> float:
         synchronise(device)
         seconds.append(time.perf_counter() - started)
     return 2 * size / statistics.median(seconds[1:])  # the first touches fresh pages
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that nothing has taken, torch's own unused blocks not counted."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def synchronise(device: torch.device) -> None:

@@ -163,7 +163,6 @@ class Planner:
             text=[token for prompt in self.suite.prompts for token in prompt],
             sampling=self.sampling,
             steps=how.steps,
-            lengths={one.setting.name: one.length for one in accepted},
             on_cell=tick,
         )
         tick()

@@ -23,18 +23,22 @@ SCHEMA_VERSION = 1
 
 def environment(target: Target) -> dict[str, Any]:
     """What the figures depend on."""
-    cuda = target.device.type == "cuda"
     return {
         "headstart": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "device": torch.cuda.get_device_name(target.device) if cuda else (processor_name() or "cpu"),
+        "device": device_name(target.device),
         "num_threads": torch.get_num_threads(),
         "num_cpus": os.cpu_count(),
         "copy_gigabytes_per_second": round(copy_bandwidth(target.device) / 1e9, 2),
     }
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's, or the CPU's."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else (processor_name() or "cpu")
 
 
 def processor_name() -> str:

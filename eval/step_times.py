@@ -11,7 +11,7 @@ from ..configs.errors import BadInput
 from ..heads.base import Drafter
 from ..heads.target import Target
 from .engine import Engine
-from .generate import decode
+from .generate import Stopwatch, Texts, prefill, run_round
 from .settings import Setting
 from .stopping import Stop
 from .verify import Sampling
@@ -53,7 +53,6 @@ class StepTime:
         return {key: round(value, 4) if isinstance(value, float) else value for key, value in asdict(self).items()}
 
 
-@torch.no_grad()
 def measure_step_times(
     target: Target,
     drafter: Drafter,
@@ -64,53 +63,153 @@ def measure_step_times(
     text: Sequence[int],
     sampling: Sampling | None = None,
     steps: str = "eager",
-    lengths: dict[str, float] | None = None,
     on_cell: Callable[[], object] = lambda: None,
 ) -> list[StepTime]:
     """Time rounds of every setting, and baseline steps, at every batch size and context.
 
-    Each pass over a cell is followed by baseline steps, and counts relative to these: where the machine's speed drifts,
-    both drift. Then it is told in milliseconds of a usual baseline step.
-
     Args:
         contexts: tokens of the prompts. text: of the target's domain, to cut them from; repeated where it is short.
-        lengths: acceptance_length of the settings where known: how far a timed round moves on, so that each cell has
-            about NUM_ROUNDS rounds.
 
     Raises: BadInput where a context and its rounds exceed what the target reads.
     """
     check_room(target, contexts, settings)
+    places = [
+        Place(target, drafter, settings, batch_size=size, context=context, text=text, sampling=sampling, steps=steps)
+        for size in batch_sizes
+        for context in contexts
+    ]
+    for number in range(NUM_PASSES):
+        for place in places if number % 2 == 0 else places[::-1]:
+            place.run(on_setting=on_cell)
+            place.rest()
+    return [*(place.usual for place in places), *(one for place in places for one in place.found)]
 
-    def engine(setting: Setting | None, size: int, context: int) -> Engine:
+
+class Place:
+    """Rounds of every setting, and baseline steps, at one batch size and context, timed in passes.
+
+    Each pass over a setting is followed by baseline steps, and counts relative to these: where the machine's speed
+    drifts, both drift. Then it is told in milliseconds of a usual baseline step.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        settings: Sequence[Setting],
+        *,
+        batch_size: int,
+        context: int,
+        text: Sequence[int],
+        sampling: Sampling | None = None,
+        steps: str = "eager",
+    ):
+        """Args: as those of `measure_step_times`. drafter: None without settings."""
+        self.target, self.drafter, self.settings = target, drafter, list(settings)
+        self.sampling, self.steps = sampling, steps
+        self.rows = [cut(text, row * context, context) for row in range(batch_size)]
+        self.max_length = context + max(map(most_tokens, (None, *settings)))  # of all engines: caches of one size
+        self.plain: list[StepTime] = []  # passes of the baseline, one before the settings and one after each
+        self.drafted: dict[Setting, list[StepTime]] = {one: [] for one in settings}  # in baseline steps beside them
+        self.decodings: dict[Setting | None, Decoding] = {}
+
+    @torch.no_grad()
+    def run(self, *, on_setting: Callable[[], object] = lambda: None, reads_again: bool = False) -> None:
+        """One pass over everything, the settings in turns from either end. Engines are kept for the next one.
+
+        Args: reads_again: also read the prompts anew where they were read by an earlier pass.
+        """
+        forth = self.settings if len(self.plain) % (2 * (len(self.settings) + 1)) == 0 else self.settings[::-1]
+        if reads_again:
+            for one in self.decodings.values():
+                one.read()
+        self.plain.append(self._decoding(None).time())
+        for setting in forth:
+            found = self._decoding(setting).time()
+            self.plain.append(self._decoding(None).time())
+            self.drafted[setting].append(found.scaled(1 / self.plain[-1].round_ms))
+            on_setting()
+
+    def rest(self) -> None:
+        """Give back the memory of the engines."""
+        self.decodings.clear()
+
+    @property
+    def usual(self) -> StepTime:
+        """A baseline step."""
+        return middle(self.plain)
+
+    @property
+    def found(self) -> list[StepTime]:
+        """A round of each setting."""
+        return [middle(passes).scaled(self.usual.round_ms) for passes in self.drafted.values()]
+
+    def _decoding(self, setting: Setting | None) -> "Decoding":
+        if setting not in self.decodings:
+            self.decodings[setting] = Decoding(self._engine(setting), self.rows, setting)
+        return self.decodings[setting]
+
+    def _engine(self, setting: Setting | None) -> Engine:
+        warm = self.sampling is not None and self.sampling.temperature > 0
         return Engine(
-            target,
-            drafter if setting else None,
-            batch_size=size,
-            max_length=context + most_tokens(setting),
+            self.target,
+            self.drafter if setting else None,
+            batch_size=len(self.rows),
+            max_length=self.max_length,
             num_draft_tokens=setting.num_draft_tokens if setting and not setting.tree else None,
             tree=setting.tree if setting else None,
-            sampling=sampling,
-            steps=steps,
-            generator=torch.Generator(target.device).manual_seed(0) if sampling and sampling.temperature else None,
+            sampling=self.sampling,
+            steps=self.steps,
+            generator=torch.Generator(self.target.device).manual_seed(0) if warm else None,
         )
 
-    places = [(size, context) for size in batch_sizes for context in contexts]
-    plain: dict[tuple[int, int], list[StepTime]] = {place: [] for place in places}
-    drafted: dict[tuple[int, int, Setting], list[StepTime]] = {(*at, one): [] for at in places for one in settings}
-    for number in range(NUM_PASSES):
-        for size, context in places if number % 2 == 0 else places[::-1]:
-            rows = [cut(text, row * context, context) for row in range(size)]
-            baseline = engine(None, size, context)
-            plain[size, context].append(one_pass(baseline, rows, None, length=1.0))
-            for setting in settings if number % 2 == 0 else settings[::-1]:
-                length = (lengths or {}).get(setting.name, 1.0)
-                found = one_pass(engine(setting, size, context), rows, setting, length=length)
-                plain[size, context].append(one_pass(baseline, rows, None, length=1.0))
-                drafted[size, context, setting].append(found.scaled(1 / plain[size, context][-1].round_ms))
-                on_cell()
-    usual = {place: middle(passes) for place, passes in plain.items()}
-    found = [middle(passes).scaled(usual[size, context].round_ms) for (size, context, _), passes in drafted.items()]
-    return [*usual.values(), *found]
+
+class Decoding:
+    """An engine behind prompts that it has read; its rounds can be run from there again and again.
+
+    But for drafters on the host, which remember what they read: `read` comes first there.
+    """
+
+    def __init__(self, engine: Engine, rows: list[list[int]], setting: Setting | None):
+        """Args: rows: prompts of one length, one per row of the engine."""
+        self.engine, self.rows, self.setting = engine, rows, setting
+        self.watch = Stopwatch(engine.target.device)
+        self.read()
+
+    def read(self) -> None:
+        """The prompts, timed."""
+        texts = self._texts()
+        first, self.reading, self.last, self.start, self.reading_seconds = prefill(self.engine, texts, self.watch)
+        self.first_tokens, self.prefill_seconds = texts.new, first.seconds
+
+    def time(self) -> StepTime:
+        """Medians over NUM_ROUNDS rounds, behind a first one that does not count; texts do not end."""
+        texts, setting = self._texts(), self.setting
+        texts.new = [list(row) for row in self.first_tokens]
+        reading, last, start, rounds = self.reading, self.last, self.start, []
+        for _ in range(NUM_ROUNDS + 1):
+            done, reading, last, start = run_round(self.engine, texts, reading, last, start, self.watch)
+            rounds.append(done)
+        draft, verify, whole = (
+            1000 * statistics.median(getattr(one, name) for one in rounds[1:])
+            for name in ("draft_seconds", "verify_seconds", "seconds")
+        )
+        reading_ms = 1000 * (self.reading_seconds + rounds[0].seconds) - whole  # some drafters read in the first round
+        return StepTime(
+            setting=setting.name if setting else None,
+            batch_size=len(self.rows),
+            context=len(self.rows[0]),
+            num_tokens=1 + (setting.num_drafted if setting else 0),
+            num_draft_tokens=setting.num_draft_tokens if setting else 0,
+            draft_ms=draft,
+            verify_ms=verify,
+            overhead_ms=max(whole - draft - verify, 0.0),
+            reading_ms=max(reading_ms, 0.0) if setting else 0.0,
+            prefill_ms=1000 * self.prefill_seconds,
+        )
+
+    def _texts(self) -> Texts:
+        return Texts(self.rows, most_tokens(self.setting), Stop(frozenset()))
 
 
 def most_tokens(setting: Setting | None) -> int:
@@ -129,29 +228,6 @@ def check_room(target: Target, contexts: Iterable[int], settings: Sequence[Setti
 def cut(text: Sequence[int], start: int, length: int) -> list[int]:
     """So many tokens of a text from a position on, round and round."""
     return [text[(start + i) % len(text)] for i in range(length)]
-
-
-def one_pass(engine: Engine, rows: list[list[int]], setting: Setting | None, *, length: float) -> StepTime:
-    """Some rounds behind these prompts; texts do not end."""
-    new = 1 + round((NUM_ROUNDS + 1) * length)
-    rounds = decode(engine, rows, max_new_tokens=new, stop=Stop(frozenset())).rounds
-    timed = rounds[2:] or rounds[1:]
-    draft, verify, whole = (
-        1000 * statistics.median(getattr(one, name) for one in timed)
-        for name in ("draft_seconds", "verify_seconds", "seconds")
-    )
-    return StepTime(
-        setting=setting.name if setting else None,
-        batch_size=len(rows),
-        context=len(rows[0]),
-        num_tokens=1 + (setting.num_drafted if setting else 0),
-        num_draft_tokens=setting.num_draft_tokens if setting else 0,
-        draft_ms=draft,
-        verify_ms=verify,
-        overhead_ms=max(whole - draft - verify, 0.0),
-        reading_ms=max(1000 * rounds[1].seconds - whole, 0.0) if setting else 0.0,
-        prefill_ms=1000 * rounds[0].seconds,
-    )
 
 
 def middle(passes: Sequence[StepTime]) -> StepTime:

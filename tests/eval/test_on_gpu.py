@@ -4,7 +4,11 @@ import pytest
 import torch
 from headstart.eval.engine import Engine
 from headstart.eval.generate import decode, generate
+from headstart.eval.metrics import acceptance
+from headstart.eval.settings import chains
+from headstart.eval.step_times import Place
 from headstart.eval.stopping import Stop
+from headstart.eval.synthetic import BlankDrafter, SyntheticDrafter
 from headstart.eval.verify import Sampling
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.registry import HEADS, build_head
@@ -51,3 +55,25 @@ def test_a_captured_graph_draws_from_the_generator(head_type, tree, on_gpu):
 
     text(0)  # records
     assert text(1) == text(1) != text(2)
+
+
+def test_captured_rounds_are_timed_again_and_again(on_gpu):
+    """Of a head, and of drafts that cost nothing; the prompts are read once, and again where asked."""
+    for drafter in (build_head(HEADS["eagle3"].config_class(type="eagle3"), on_gpu, seed=1).eval(), BlankDrafter()):
+        place = Place(on_gpu, drafter, chains(drafter, [3]), batch_size=2, context=8, text=PROMPTS[1], steps="graph")
+        for reads_again in (False, False, True):
+            place.run(reads_again=reads_again)
+        assert place.usual.round_ms > 0
+        assert all(one.draft_ms > 0 and one.verify_ms > 0 and one.num_tokens == 4 for one in place.found)
+
+
+def test_captured_synthetic_drafts_are_right_as_often_as_eager_ones(on_gpu):
+    head = build_head(HEADS["eagle3"].config_class(type="eagle3"), on_gpu, seed=1).eval()
+    drafter = SyntheticDrafter(on_gpu, PROMPTS, [0.8, 0.6, 0.4], max_new_tokens=40, inner=head)
+    lengths = []
+    for steps in ("eager", "graph"):
+        engine = Engine(on_gpu, drafter, batch_size=4, max_length=48, num_draft_tokens=3, steps=steps)
+        for _ in range(2):
+            text = decode(engine, PROMPTS, max_new_tokens=40, stop=Stop.of(on_gpu, eos_token_ids=[]))
+            lengths.append(acceptance(text.rounds, num_draft_tokens=3).length)
+    assert len(set(lengths)) == 1 and lengths[0] > 1.5

@@ -12,6 +12,7 @@ from headstart.eval.engine import Engine
 from headstart.eval.generate import decode, generate
 from headstart.eval.sparse_self import SparseSelfDrafter
 from headstart.eval.stopping import Stop
+from headstart.eval.synthetic import BlankDrafter, SyntheticDrafter
 from headstart.eval.verify import Sampling
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.registry import HEADS, build_head
@@ -112,6 +113,12 @@ def test_nor_does_sampling(head_type, target, recorded_strictly, monkeypatch):
 def test_nor_does_the_target_that_drafts_for_itself(family, tiny_target, recorded_strictly):
     target = tiny_target(family)
     both_ways(target, SparseSelfDrafter(target, 32), None)
+
+
+def test_nor_do_drafts_without_a_head(target, recorded_strictly):
+    both_ways(target, BlankDrafter(), None)
+    drafter = SyntheticDrafter(target, PROMPTS, [0.7, 0.5], max_new_tokens=24, inner=head_for("eagle3", target))
+    both_ways(target, drafter, None)
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@ from headstart.configs.errors import BadInput
 from headstart.eval import step_times
 from headstart.eval.drafters import NgramDrafter
 from headstart.eval.settings import Setting, chains
-from headstart.eval.step_times import StepTable, StepTime, cut, interpolate, measure_step_times
+from headstart.eval.step_times import NUM_ROUNDS, Place, StepTable, StepTime, cut, interpolate, measure_step_times
+from headstart.eval.synthetic import SyntheticDrafter
 from headstart.heads.drafting import StaticTree
 from headstart.heads.registry import HEADS, build_head
 
@@ -56,6 +57,29 @@ def test_every_cell_is_timed(target, drafter, monkeypatch):
     assert all(one.verify_ms > 0 and one.round_ms >= one.verify_ms for one in times)
     assert all(one.draft_ms > 0 for one in times if one.setting)
     assert {one.num_tokens for one in times if one.setting == "K 3"} == {4}
+
+
+def test_passes_run_the_same_rounds_behind_prompts_read_once(target, monkeypatch):
+    """And so many of them whatever is accepted: here everything, the target drafts for itself."""
+    drafter = SyntheticDrafter(target, [[1, 5, 9, 11]], [1.0], max_new_tokens=60)
+    rounds, prefills = [], []
+    run_round, prefill = step_times.run_round, step_times.prefill
+
+    def counted(*arguments):
+        rounds.append(run_round(*arguments))
+        return rounds[-1]
+
+    monkeypatch.setattr(step_times, "run_round", counted)
+    monkeypatch.setattr(step_times, "prefill", lambda *arguments: prefills.append(1) or prefill(*arguments))
+    place = Place(target, drafter, [Setting("K 3", 3)], batch_size=1, context=4, text=[1, 5, 9, 11])
+    place.run()
+    place.run()
+    assert len(prefills) == 2, "the baseline's and the drafter's engine"
+    accepted = [one.num_accepted for one, *_ in rounds if one.num_drafted]
+    assert accepted == [[3]] * 2 * (NUM_ROUNDS + 1)
+    place.run(reads_again=True)
+    assert len(prefills) == 4
+    assert (len(place.plain), len(place.drafted[Setting("K 3", 3)])) == (6, 3)
 
 
 def test_a_context_without_room_for_the_timed_rounds_is_refused(target):

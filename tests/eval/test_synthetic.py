@@ -4,7 +4,7 @@ import pytest
 from headstart.configs.errors import BadInput
 from headstart.eval.generate import generate
 from headstart.eval.metrics import acceptance
-from headstart.eval.synthetic import SyntheticDrafter
+from headstart.eval.synthetic import BlankDrafter, SyntheticDrafter, expected_length
 from headstart.heads.registry import HEADS, build_head
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40], [1, 30], [1, 44, 3], [1, 13, 14], [1, 18]]
@@ -40,6 +40,40 @@ def test_other_prompts_are_decoded_losslessly_too(target):
     drafter = SyntheticDrafter(target, PROMPTS[:1], [1.0], max_new_tokens=20)
     text = generate(target, drafter, PROMPTS[1:3], max_new_tokens=20)
     assert text.token_ids == generate(target, None, PROMPTS[1:3], max_new_tokens=20).token_ids
+
+
+def test_the_same_texts_serve_other_rates(target):
+    certain = SyntheticDrafter(target, PROMPTS[:1], [1.0], max_new_tokens=41)
+    never = certain.around(None, [0.0])
+    lengths = []
+    for drafter in (certain, never, certain):
+        text = generate(target, drafter, PROMPTS[0], max_new_tokens=41, num_draft_tokens=4)
+        lengths.append(acceptance(text.rounds, num_draft_tokens=4).length)
+    assert lengths == [5.0, 1.0, 5.0]
+
+
+def test_each_prompt_has_its_own_luck(target):
+    """Texts of one length are not all accepted alike, in whatever rows they are."""
+    prompts = [[1, 5], [1, 6], [1, 7], [1, 8]]
+    drafter = SyntheticDrafter(target, prompts, [0.5], max_new_tokens=40)
+    how = {"max_new_tokens": 40, "num_draft_tokens": 3, "eos_token_ids": []}
+    alone = [[one.num_accepted[0] for one in generate(target, drafter, row, **how).rounds] for row in prompts]
+    assert len({tuple(row) for row in alone}) == 4
+    together = generate(target, drafter, prompts[::-1], **how).rounds
+    for row, wanted in enumerate(alone[::-1]):
+        assert [one.num_accepted[row] for one in together][: len(wanted)] == wanted
+
+
+def test_a_length_follows_from_rates():
+    assert expected_length([0.5], 3) == 1 + 0.5 + 0.25 + 0.125
+    assert expected_length([0.8, 0.5], 1) == 1.8
+    assert expected_length([0.8, 0.5], 2) == pytest.approx(2.2)
+
+
+def test_blank_drafts_leave_the_text_alone(target):
+    for rows in (PROMPTS[:1], PROMPTS[:3]):
+        text = generate(target, BlankDrafter(), rows, max_new_tokens=12, num_draft_tokens=7)
+        assert text.token_ids == generate(target, None, rows, max_new_tokens=12).token_ids
 
 
 def test_rates_outside_are_refused(target):
