@@ -28,9 +28,10 @@ from ..heads.loading import default_device
 from ..heads.registry import HEADS
 from .engine_cells import MAIN, Cell, Workbench, cells_of
 from .engine_shapes import SHAPES, Shape, random_target
+from .gpu_bars import Bar, judge
 
 # what is asked of a GPU of the H200 class at 8B shape, batch 1
-BARS = {
+BARS: dict[str, Bar] = {
     "baseline_tokens_per_second": (">=", 190.0),
     "share_of_copy_bandwidth": (">=", 0.60),
     "verify_in_baseline_steps": ("<=", 1.25),
@@ -122,15 +123,6 @@ def predictions(timed: dict[str, Any], decoded: dict[str, Any]) -> dict[str, Any
     return {"speedup": speedup, **{key: round(value, 4) for key, value in zip(keys, numbers, strict=True)}}
 
 
-def judge(found: dict[str, Any]) -> dict[str, bool]:
-    """Which of the bars that a set of figures is about it holds."""
-    return {
-        name: found[name] is not None and (found[name] >= bar if way == ">=" else found[name] <= bar)
-        for name, (way, bar) in BARS.items()
-        if name in found
-    }
-
-
 def graphs_over_eager(cells: dict[str, Any]) -> dict[str, float] | None:
     """How many times faster captured graphs are, of a baseline step and of a round; None where either is missing."""
     graph, eager = cells.get(f"draft {MAIN}", {}), cells.get(f"eager {MAIN}", {})
@@ -156,7 +148,7 @@ def judged(document: dict[str, Any]) -> dict[str, Any]:
         "figures": found,
         "verify_in_baseline_steps": verify_costs(document["cells"]),
         "graphs_over_eager": graphs_over_eager(document["cells"]),
-        "holds": {one["of"]: judge(one) for one in found},
+        "holds": {one["of"]: judge(one, BARS) for one in found},
     }
 
 

@@ -1,4 +1,4 @@
-"""What the GPU suite asks of the whole product, and whether results of `headstart eval` hold it."""
+"""What the GPU suite asks of the whole product, and whether figures hold what is asked."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -42,8 +42,9 @@ def asked_of(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def judge(found: Mapping[str, Any], bars: Mapping[str, Bar] = BARS) -> dict[str, bool]:
-    """Which bars are held; what was not measured holds none."""
+    """Which of the bars that a set of figures is about are held; what could not be measured holds none."""
     return {
         name: found[name] is not None and (found[name] >= bar if way == ">=" else found[name] <= bar)
         for name, (way, bar) in bars.items()
+        if name in found
     }

@@ -1,9 +1,7 @@
 """The engine's benchmark runs at toy size, goes on where it was, and judges what it found."""
 
 import json
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +9,11 @@ from headstart.configs.errors import BadInput
 from headstart.eval.generate import generate
 from headstart.heads.registry import HEADS
 from headstart.scripts import engine_bench
-from headstart.scripts.engine_bench import judge, predictions, read_acceptance, verify_costs
+from headstart.scripts.engine_bench import BARS, predictions, read_acceptance, verify_costs
 from headstart.scripts.engine_cells import Cell, Workbench, cells_of, left_out
 from headstart.scripts.engine_shapes import SHAPES, random_prompts, random_target
+from headstart.scripts.gpu_bars import judge
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 GOOD = {
     "baseline_tokens_per_second": 190.0,
@@ -151,14 +149,14 @@ def test_predictions_follow_from_step_times():
 
 
 def test_a_bar_is_held_or_not():
-    assert judge(GOOD) == dict.fromkeys(GOOD, True)
+    assert judge(GOOD, BARS) == dict.fromkeys(GOOD, True)
     for name, worse in (
         ("share_of_copy_bandwidth", 0.59),
         ("verify_in_baseline_steps", 1.26),
         ("round_overhead", 0.06),
     ):
-        assert [key for key, holds in judge({**GOOD, name: worse}).items() if not holds] == [name]
-    assert judge({"of": "eagle3", "speedup_over_formula_error": None}) == {"speedup_over_formula_error": False}
+        assert [key for key, holds in judge({**GOOD, name: worse}, BARS).items() if not holds] == [name]
+    assert judge({"of": "eagle3", "speedup_over_formula_error": None}, BARS) == {"speedup_over_formula_error": False}
 
 
 def test_verifying_one_token_is_a_baseline_step():
@@ -188,9 +186,3 @@ def test_the_random_target_counts(toy):
     for prompt in random_prompts(shape, count=2, length=5):
         new = generate(toy, None, prompt, max_new_tokens=20).token_ids[0]
         assert new == [(prompt[-1] + 1 + i) % shape.vocab_size for i in range(20)]
-
-
-def test_the_suite_refuses_an_unknown_stage():
-    done = subprocess.run(["bash", ROOT / "scripts/gpu_suite.sh", "engin"], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == "gpu_suite: unknown stage engin: expected tests, pretrain or engine\n"

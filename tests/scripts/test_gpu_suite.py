@@ -56,8 +56,8 @@ def test_every_stage_runs_at_toy_size(tmp_path):
     assert {one["batch_size"] for one in conditions["batches"]} == set(SIZES["toy"].batch_sizes)
     assert found["plan"]["recommended"] and (tmp_path / "eval" / "report.html").is_file()
 
-    again = suite("--size", "toy", "--output", tmp_path, *STAGES)
-    assert again.returncode == 0 and again.stdout.count("is there already") == len(STAGES)
+    again = suite("--size", "toy", "--output", tmp_path, *STAGES[:5])
+    assert again.returncode == 0 and again.stdout.count("is there already") == 5
 
 
 def test_the_suite_refuses_an_unknown_stage():
