@@ -37,7 +37,7 @@ $(VLLM)/.ready:
 test-vllm: $(READY) $(VLLM)/.ready ## exported heads in vLLM itself, in an environment of its own (3.5 GB), on a CPU
 	$(BIN)/pytest tests/vllm --vllm-python $(VLLM)/bin/python --vllm-log docs/results/vllm.json
 
-gpu: $(READY) ## what a GPU is asked: captured steps, the engine at 8B shape; results in runs/gpu
+gpu: $(READY) ## what a GPU is asked: the whole product on a target of its own, engine and training at 8B shape
 	PYTHON=$(BIN)/python bash scripts/gpu_suite.sh
 
 bench-heads: $(READY) ## every family of heads at one size, on the quickstart's target; or BENCH="--target ... --train ..."
