@@ -11,6 +11,7 @@ from typing import Any
 from ..configs.errors import BadInput
 from ..heads.base import Drafter
 from ..heads.target import Target
+from .engine_settings import for_sglang, measured_lengths, schedule
 from .load import NUM_SERVED, NUM_SIMULATED, load_curve, simulated_servers
 from .machine import Machine, times_on
 from .measure import MeasureConfig, measure
@@ -20,11 +21,9 @@ from .prediction import (
     Workload,
     accepted_by,
     errors,
-    for_sglang,
     named_trees,
     predict,
     recommend,
-    schedule,
     shortlist,
     with_setting,
 )
@@ -95,7 +94,13 @@ class Planner:
             self.check(accepted, cells)
         advice = recommend(cells)
         furthest = FURTHEST if machine else max(config.batch_sizes)
-        ranges = schedule(accepted, times, max_batch_size=furthest, context=self.workload.context)
+        ranges = schedule(
+            accepted,
+            times,
+            max_batch_size=furthest,
+            context=self.workload.context,
+            measured=measured_lengths(cells),
+        )
         document = {
             "schema_version": SCHEMA_VERSION,
             "drafter": self.name,

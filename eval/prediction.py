@@ -8,8 +8,6 @@ import torch
 
 from ..configs.errors import BadInput
 from ..heads.base import Drafter
-from ..heads.drafting import DynamicTree, StaticTree
-from ..heads.export.write import sglang_flags
 from ..heads.target import Target
 from .generate import Generation
 from .measure import MeasureConfig, runner
@@ -245,49 +243,6 @@ def recommend(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def speedup(cell: dict[str, Any]) -> float:
     """The measured one where there is one."""
     return cell["measured_speedup"] or cell["predicted_speedup"]
-
-
-def schedule(accepted: Sequence[Accepted], times: StepTimes, *, max_batch_size: int, context: float) -> list[list[int]]:
-    """vLLM's `num_speculative_tokens_per_batch_size`: [from, to, K] over batch sizes, both included; K = 0 is off.
-
-    Of chains only, by the speedup with all rows busy. K is kept from one batch size to the next while it is within
-    LEAST_GAIN of the best, so that it does not change back and forth.
-    """
-    known = [one for one in accepted if one.setting.tree is None]
-    ranges: list[list[int]] = []
-    for size in range(1, max_batch_size + 1):
-        gains = {0: 1.0} | {
-            one.setting.num_draft_tokens: steady_speedup(one, times, batch_size=size, context=context) for one in known
-        }
-        best = max(gains, key=lambda length: (gains[length], -length))
-        kept = ranges[-1][2] if ranges else best
-        if gains[kept] >= gains[best] * (1 - LEAST_GAIN):
-            best = kept
-        if ranges and ranges[-1][2] == best:
-            ranges[-1][1] = size
-        else:
-            ranges.append([size, size, best])
-    return ranges
-
-
-def for_sglang(accepted: Sequence[Accepted], cells: Sequence[dict[str, Any]], family: str) -> str | None:
-    """SGLang's flags for the best setting over all batch sizes, by geometric mean; it has one for all.
-
-    Of chains and dynamic trees, which it drafts. None where it does not load the family, or nothing helps.
-    """
-    gains: dict[str, float] = {}
-    for one in cells:
-        if one["load"] == "prompts":
-            gains[one["setting"]] = gains.get(one["setting"], 1.0) * one["predicted_speedup"]
-    known = [one.setting for one in accepted if not isinstance(one.setting.tree, StaticTree)]
-    best = max(known, key=lambda setting: gains[setting.name], default=None)
-    if best is None or gains[best.name] <= 1:
-        return None
-    folder = "" if family == "mtp" else "HEAD"
-    if isinstance(best.tree, DynamicTree):
-        size = best.tree.num_nodes
-        return sglang_flags(family, best.num_draft_tokens, folder=folder, top_k=best.tree.top_k, num_nodes=size)
-    return sglang_flags(family, best.num_draft_tokens, folder=folder)
 
 
 def errors(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 import pytest
+from headstart.eval.engine_settings import schedule
 from headstart.eval.load import Request, SimulatedServer, arrivals, figures, load_curve, simulated_servers
 from headstart.eval.metrics import Acceptance
-from headstart.eval.prediction import Accepted, Workload, schedule
+from headstart.eval.prediction import Accepted, Workload
 from headstart.eval.settings import Setting
 from headstart.eval.step_times import StepTime
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 from headstart.configs.errors import BadInput
 from headstart.eval.drafters import NgramDrafter
+from headstart.eval.engine_settings import for_sglang, measured_lengths, schedule
 from headstart.eval.measure import MeasureConfig
 from headstart.eval.metrics import Acceptance
 from headstart.eval.prediction import (
@@ -12,11 +13,9 @@ from headstart.eval.prediction import (
     Workload,
     accepted_by,
     errors,
-    for_sglang,
     named_trees,
     predict,
     recommend,
-    schedule,
     shortlist,
     steady_speedup,
     workload_speedup,
@@ -110,6 +109,22 @@ def test_the_schedule_has_every_batch_size_once_and_turns_drafting_off():
         for size in (low, high):
             gains = {0: 1.0, 1: 1.5 * 10 / (10 + size), 6: 3 * 10 / (10 + 6 * size)}
             assert gains[length] >= 0.99 * max(gains.values())
+
+
+def test_what_was_measured_stands_in_the_schedule():
+    """Though predictions would have 6, 1 and then no drafts: at 1, 8 and 16 rows chains were measured."""
+    settings = [accepted(1, 1.5), accepted(6, 3)]
+    cells = predict(settings, Workload([5, 5], 13), Times(), batch_sizes=(1, 8, 16))
+    for cell in cells:
+        fast = {1: "K 1", 8: "K 6"}.get(cell["batch_size"])
+        cell["measured_speedup"] = 1.4 if cell["setting"] == fast else 0.9
+    measured = measured_lengths(cells)
+    assert measured == {1: 1, 8: 6, 16: 0}
+    found = schedule(settings, Times(), max_batch_size=20, context=9, measured=measured)
+    lengths = {size: length for low, high, length in found for size in range(low, high + 1)}
+    assert [lengths[size] for size in (1, 8, 16)] == [1, 6, 0]
+    assert {lengths[size] for size in range(2, 8)} <= {1, 6} and {lengths[size] for size in range(9, 16)} <= {6, 0}
+    assert measured_lengths([{**cell, "measured_speedup": None} for cell in cells]) == {}
 
 
 def test_a_schedule_does_not_change_for_one_percent():
