@@ -31,7 +31,7 @@ def settings_section(results: Sequence[Result]) -> Section:
     """Every result in a row."""
     columns = [
         "setting", "suite", "prompts", "length", "speedup [95 %]", "p10 / median / p90", "with prefill",
-        "tok/s, base's", "first token, base's, ms", "texts identical",
+        "tok/s, base's", "first token, base's, ms", "lossless",
     ]  # fmt: skip
     rows = [
         [
@@ -51,7 +51,8 @@ def settings_section(results: Sequence[Result]) -> Section:
     text = (
         "Length is acceptance_length: tokens committed per forward of the target, bonus token included. Speeds are of "
         "decoding, prefill left out; p10, median and p90 are speedups of single prompts (of batches, where several "
-        "rows are decoded at a time); the base is the same engine without drafts."
+        "rows are decoded at a time); the base is the same engine without drafts. Lossless: greedy texts identical to "
+        "the base's; of sampled ones, how often chance alone takes them so far from the target's distribution (p)."
     )
     return Section("settings", "All settings", [text], [], [Table("Every setting that was measured", columns, rows, 2)])
 
