@@ -18,9 +18,10 @@ from .breakdown import conventions
 from .draft_model import DraftModelDrafter
 from .drafters import NgramDrafter
 from .engine import draft_length
-from .measure import MeasureConfig, compared, failures, runner
+from .measure import compared
 from .measured import Measured, settings_key
 from .metrics import Acceptance
+from .passes import MeasureConfig, failures, runner
 from .suites import Suite
 from .summary import rounded, speedup_of, speedup_percentiles, timing
 
@@ -275,6 +276,7 @@ def entry(
         "by_domain": {},
         "teacher_forced_acceptance_length": None,
         "lossless": vars(lossless),
+        "sampling_check": None,
         "trained": None,
         "beyond_training": None,
         "asked_as_trained": None,

@@ -10,8 +10,8 @@ from ..configs.errors import BadInput
 from ..heads.base import Drafter
 from ..heads.target import Target
 from .generate import Generation
-from .measure import MeasureConfig, runner
 from .metrics import Acceptance, acceptance
+from .passes import MeasureConfig, runner
 from .settings import Setting
 from .step_times import StepTime
 from .tree import TREE_NAMES, named_tree

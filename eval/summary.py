@@ -14,7 +14,7 @@ from .generate import Generation
 from .metrics import Acceptance, acceptance, bootstrap_ratio
 
 if TYPE_CHECKING:
-    from .measure import MeasureConfig
+    from .passes import MeasureConfig
 
 
 @dataclass

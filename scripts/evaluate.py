@@ -82,8 +82,8 @@ def evaluate(
     distributed as the target's; the report says where.
     """
     from ..eval.drafters import build_drafters, trained
-    from ..eval.measure import MeasureConfig
     from ..eval.measured import Measured
+    from ..eval.passes import MeasureConfig
     from ..eval.replay import check_way
     from ..eval.report import check_output, training_warnings
     from ..eval.verdict import is_lossless

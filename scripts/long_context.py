@@ -23,8 +23,8 @@ from ..configs.errors import BadInput
 from ..configs.jsonl import iter_jsonl
 from ..eval.drafters import build_drafters
 from ..eval.generate import Generation
-from ..eval.measure import MeasureConfig, runner
 from ..eval.metrics import acceptance, bootstrap_ratio
+from ..eval.passes import MeasureConfig, runner
 from ..eval.report import environment, number, write_whole
 from ..eval.suites import prompt_ids
 from ..eval.summary import rounded

@@ -84,7 +84,7 @@ def plan(
     is timed: the profile says what steps take there. machine.json is this machine's profile, for use elsewhere.
     """
     from ..eval.machine import load_machine
-    from ..eval.measure import MeasureConfig
+    from ..eval.passes import MeasureConfig
     from ..eval.planner import PlanConfig, Planner
     from ..eval.report import check_output
     from ..heads.loading import default_device

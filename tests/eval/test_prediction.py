@@ -6,8 +6,8 @@ import pytest
 from headstart.configs.errors import BadInput
 from headstart.eval.drafters import NgramDrafter
 from headstart.eval.engine_settings import for_sglang, measured_lengths, schedule
-from headstart.eval.measure import MeasureConfig
 from headstart.eval.metrics import Acceptance
+from headstart.eval.passes import MeasureConfig
 from headstart.eval.prediction import (
     Accepted,
     Workload,

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 from headstart.configs.errors import BadInput
-from headstart.eval import comparators, measure
+from headstart.eval import comparators, measure, passes
 from headstart.eval.comparators import compare_transformers
 from headstart.eval.drafters import NgramDrafter, SuffixDrafter
-from headstart.eval.measure import MeasureConfig
 from headstart.eval.measured import Measured, identity
+from headstart.eval.passes import MeasureConfig
 from headstart.eval.suites import Suite
 from headstart.heads.registry import HEADS, build_head
 
@@ -58,13 +58,13 @@ def killed_after(count):
 def decoded(monkeypatch):
     """The prompts of every batch that is decoded, in order, repeats and sides included."""
     seen = []
-    decode = measure.decode
+    decode = passes.decode
 
     def counting(engine, rows, **how):
         seen.append(copy.deepcopy(rows))
         return decode(engine, rows, **how)
 
-    monkeypatch.setattr(measure, "decode", counting)
+    monkeypatch.setattr(passes, "decode", counting)
     return seen
 
 

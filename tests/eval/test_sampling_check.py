@@ -7,7 +7,8 @@ import torch
 from headstart.eval import verify
 from headstart.eval.engine import Engine
 from headstart.eval.generate import decode
-from headstart.eval.measure import MeasureConfig, measure, seed_of
+from headstart.eval.measure import MeasureConfig, measure
+from headstart.eval.passes import seed_of
 from headstart.eval.sampling_check import SMALLEST_P, SamplingCheck, check_sampling, uniform_p_value
 from headstart.eval.stopping import Stop
 from headstart.eval.suites import Suite

@@ -5,7 +5,7 @@ import shlex
 import sys
 
 import pytest
-from headstart.eval import measure
+from headstart.eval import passes
 from headstart.scripts import cli
 from transformers import AutoTokenizer
 
@@ -96,14 +96,14 @@ def test_where_nothing_is_left_the_command_refuses(asked, tmp_path, monkeypatch)
     def broken(*_, **__):
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(measure, "decode", broken)
+    monkeypatch.setattr(passes, "decode", broken)
     code, err, report, _ = asked("--suite spec-bench")
     assert code == 2 and err.endswith("nothing could be measured: spec_bench.jsonl:1: RuntimeError: planted\n")
     assert report is None and not (tmp_path / "out").exists()
 
 
 def test_the_same_command_goes_on_after_a_kill(asked, tmp_path, monkeypatch):
-    decode, calls = measure.decode, []
+    decode, calls = passes.decode, []
 
     def stopping(*arguments, **how):
         calls.append(1)
@@ -111,7 +111,7 @@ def test_the_same_command_goes_on_after_a_kill(asked, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return decode(*arguments, **how)
 
-    monkeypatch.setattr(measure, "decode", stopping)
+    monkeypatch.setattr(passes, "decode", stopping)
     code, *_ = asked("--suite spec-bench")
     assert code == 130
     assert len((tmp_path / "out" / "measured.jsonl").read_text().splitlines()) == 2
