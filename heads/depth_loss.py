@@ -19,7 +19,7 @@ from .losses import LOSSES, LossSpec, Rows, TargetRows
 
 # logits, the target's and the drafts', that exist at a time: few enough for a CPU's cache, many enough for a GPU
 CHUNK = {"cpu": 2**21}
-CHUNK_ELSEWHERE = 2**27
+CHUNK_ELSEWHERE = 2**28
 
 
 @dataclass

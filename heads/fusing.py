@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..configs.errors import BadInput, first_line
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Fusable(Generic[P, R]):
@@ -33,13 +34,13 @@ class Fusable(Generic[P, R]):
 
     @cached_property
     def compiled(self) -> Callable[P, R]:
-        return torch.compile(self.function, dynamic=True, fullgraph=True)
+        return torch.compile(self.function, dynamic=True)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if not Fusable.is_fused:
             return self.function(*args, **kwargs)
         # one compilation for all sizes, also where two happen to be equal the first time
-        with _disable_current_modes(), shapes.patch(use_duck_shape=False):
+        with _disable_current_modes(), shapes.patch(use_duck_shape=False):  # pyright: ignore
             return self.compiled(*args, **kwargs)
 
 

@@ -71,8 +71,13 @@ def advance(step: Callable[..., Any], *inputs: Any, contexts: list[Context], con
     kept = hidden[..., 0].numel() * hidden.element_size() * widths * len(contexts) * num_depths
     if kept <= KEPT_BYTES or not torch.is_grad_enabled():
         return run(*inputs)
-    contexts_of = {"context_fn": lambda: (nullcontext(), repeated())}
-    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, **contexts_of)
+    return checkpoint(
+        run,
+        *inputs,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=lambda: (nullcontext(), repeated()),
+    )
 
 
 @dataclass

@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from ..heads.fusing import fused
@@ -101,8 +100,8 @@ class TrainingStep:
             self()
             synchronize(self.device)
         events = [event for event in seen.key_averages() if not event.is_user_annotation]
-        operators = [event for event in events if event.device_type == DeviceType.CPU]
-        ran = [event for event in events if event.device_type == DeviceType.CUDA] if is_cuda else operators
+        operators = [event for event in events if event.device_type.name == "CPU"]
+        ran = [event for event in events if event.device_type.name == "CUDA"] if is_cuda else operators
         key = "self_device_time_total" if is_cuda else "self_cpu_time_total"
         total = sum(getattr(event, key) for event in ran)  # microseconds
         operators.sort(key=lambda event: -getattr(event, key))
