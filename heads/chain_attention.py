@@ -108,7 +108,7 @@ class ChainAttention(torch.autograd.Function):
             for keys, values in zip(own[::2], own[1::2], strict=True):
                 keys, values = by_channel(keys), by_channel(values)
                 weights = (own_scores(queries, keys, ctx.scale) - lse).exp()  # [B, Nkv, G, Q]
-                scores = weights * ((values * grad).float().sum(-2) - delta) * ctx.scale
+                scores = weights * ((values * grad).sum(-2, dtype=torch.float32) - delta) * ctx.scale
                 for_query += scores[..., None, :] * keys
                 for one, weight in ((queries, scores), (grad, weights)):
                     grads.append((weight[..., None, :] * one).sum(2).transpose(-1, -2).to(query.dtype))
@@ -131,7 +131,7 @@ def by_channel(x: Tensor, num_kv_heads: int | None = None) -> Tensor:
 
 def own_scores(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     """[B, Nkv, G, Q] fp32 scores of each query [B, Nkv, G, H, Q] with its own key [B, Nkv, 1, H, Q]."""
-    return (queries * keys).float().sum(-2) * scale
+    return (queries * keys).sum(-2, dtype=torch.float32) * scale
 
 
 def shared_forward(

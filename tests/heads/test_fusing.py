@@ -114,3 +114,22 @@ def test_attention_counts_alike_in_torchs_kernel_and_in_ours(num_kv_heads, monke
             run_step(head, batch, dtype="fp32")
         counts.append((counted.total, counted.repeated))
     assert counts[0] == counts[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("head_type", list(MIXES))
+def test_fused_passes_on_a_gpu_give_the_same_step(head_type, dtype, monkeypatch):
+    """In bf16 gradients differ by its rounding."""
+    monkeypatch.setattr(recurrent, "KEPT_BYTES", 0)
+    monkeypatch.setattr(chain_attention, "QUERY_BLOCK_ELSEWHERE", 16)
+    monkeypatch.setattr(depth_loss, "CHUNK_ELSEWHERE", 2**13)
+    found = []
+    for is_fused in (False, True):
+        head, batch = build_step(replace(SHAPE, head=head_type, dtype=dtype, **MIXES[head_type]), device="cuda")
+        with fused(is_fused):
+            run_step(head, batch, dtype=dtype)
+        found.append(gradients_of(head))
+    for a, b in zip(*found, strict=True):
+        assert (a - b).norm() <= (1e-4 if dtype == "fp32" else 0.03) * b.norm()
