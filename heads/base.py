@@ -272,17 +272,20 @@ class DraftHead(nn.Module):
         starts, config = chain_starts(batch.loss_mask, self.num_depths), self.config
         counts = starts.counts(batch.weights)  # [K]
         by_depth = depth_weights_of(config.depth_weights, decay=config.depth_decay, num_depths=self.num_depths)
+        coefficients = mean_of(counts.new_tensor(by_depth), counts if denominators is None else denominators)
+        plan = starts.plan(batch.input_ids.shape[1], size=self._chunk_size())  # read by the host: before work piles up
         hidden = [one.flatten(0, 1) for one in self.unroll(batch, starts)]  # [B * S, D] each
+        torch.clear_autocast_cache()  # copies of weights that nothing reads any more
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         scored = score(
             Drafts(
                 hidden=hidden,
                 specs=[self.loss_spec(depth) for depth in range(self.num_depths)],
-                coefficients=mean_of(counts.new_tensor(by_depth), counts if denominators is None else denominators),
+                coefficients=coefficients,
                 teacher_hidden=batch.output.post_norm.detach().flatten(0, 1),
                 labels=batch.input_ids.roll(-1, 1).flatten(),
                 weights=None if batch.weights is None else batch.weights.roll(-1, 1).flatten(),
-                plan=starts.plan(batch.input_ids.shape[1], size=self._chunk_size()),
+                plan=plan,
                 parameters=parameters,
                 has_one_output=self.has_one_output,
                 align_top_k=config.align_top_k,

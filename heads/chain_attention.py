@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .fusing import Fusable
+from .repeated import repeated
+
 # queries whose scores exist at a time: the fewer, the more of what causality hides is skipped
 QUERY_BLOCK = {"cpu": 32}
 QUERY_BLOCK_ELSEWHERE = 512
@@ -105,7 +108,7 @@ class ChainAttention(torch.autograd.Function):
             for keys, values in zip(own[::2], own[1::2], strict=True):
                 keys, values = by_channel(keys), by_channel(values)
                 weights = (own_scores(queries, keys, ctx.scale) - lse).exp()  # [B, Nkv, G, Q]
-                scores = weights * ((values * grad).float().sum(-2) - delta) * ctx.scale
+                scores = weights * ((values * grad).sum(-2, dtype=torch.float32) - delta) * ctx.scale
                 for_query += scores[..., None, :] * keys
                 for one, weight in ((queries, scores), (grad, weights)):
                     grads.append((weight[..., None, :] * one).sum(2).transpose(-1, -2).to(query.dtype))
@@ -128,7 +131,7 @@ def by_channel(x: Tensor, num_kv_heads: int | None = None) -> Tensor:
 
 def own_scores(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     """[B, Nkv, G, Q] fp32 scores of each query [B, Nkv, G, H, Q] with its own key [B, Nkv, 1, H, Q]."""
-    return (queries * keys).float().sum(-2) * scale
+    return (queries * keys).sum(-2, dtype=torch.float32) * scale
 
 
 def shared_forward(
@@ -139,9 +142,7 @@ def shared_forward(
     key, value = key[:, :, : block.extent], value[:, :, : block.extent]
     if is_flash(query, value):
         return flash(query, key, value, attn_mask=mask, scale=scale)
-    scores = block_scores(query, key, mask, scale)  # [B, Nkv, G, q, extent]
-    lse = scores.logsumexp(-1)  # [B, Nkv, G, q]
-    weights = scores.sub_(lse[..., None]).exp_().to(query.dtype)
+    weights, lse = softmax_of(products_of(query, key), mask, scale)  # [B, Nkv, G, q, extent], [B, Nkv, G, q]
     mixed = (weights.flatten(2, 3) @ value).unflatten(2, weights.shape[2:4])  # [B, Nkv, G, q, H of values]
     return mixed.flatten(1, 2), lse.flatten(1, 2)
 
@@ -165,12 +166,13 @@ def shared_backward(
     if is_flash(query, value):
         return flash_backward(grad, query, key, value, out, lse, 0.0, False, attn_mask=mask, scale=scale)
     groups = (key.shape[1], query.shape[1] // key.shape[1])
-    weights = block_scores(query, key, mask, scale).sub_(lse.unflatten(1, groups)[..., None]).exp_()
+    with repeated():
+        products = products_of(query, key)
     flat_grad, flat_query = (x.unflatten(1, groups).flatten(2, 3) for x in (grad, query))  # [B, Nkv, G * q, H]
-    delta = (grad.float() * out).sum(-1).unflatten(1, groups)[..., None]  # [B, Nkv, G, q, 1]
-    scores = (flat_grad @ value.transpose(-1, -2)).float().view(weights.shape)
-    scores = scores.sub_(delta).mul_(weights).mul_(scale).to(query.dtype).flatten(2, 3)
-    weights = weights.to(query.dtype).flatten(2, 3)
+    delta = (grad.float() * out).sum(-1).unflatten(1, groups)  # [B, Nkv, G, q]
+    of_weights = (flat_grad @ value.transpose(-1, -2)).view(products.shape)
+    found = softmax_gradients(products, mask, of_weights, lse.unflatten(1, groups), delta, scale)
+    weights, scores = (one.flatten(2, 3) for one in found)
     grad_key, grad_value = (x.transpose(-1, -2) @ y for x, y in ((scores, flat_query), (weights, flat_grad)))
     return (scores @ key).view(query.shape), grad_key, grad_value
 
@@ -180,9 +182,36 @@ def is_flash(query: Tensor, value: Tensor) -> bool:
     return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
 
 
-def block_scores(query: Tensor, key: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """[B, Nkv, G, q, extent] fp32."""
+def products_of(query: Tensor, key: Tensor) -> Tensor:
+    """[B, Nkv, G, q, extent]: queries [B, N, q, H] with keys [B, Nkv, extent, H]."""
     num_kv_heads, num_queries = key.shape[1], query.shape[2]
     flat = query.unflatten(1, (num_kv_heads, -1)).flatten(2, 3)  # [B, Nkv, G * q, H]
-    scores = (flat @ key.transpose(-1, -2)).unflatten(2, (-1, num_queries)).float() * scale
-    return scores.add_(mask[:, :, None])
+    return (flat @ key.transpose(-1, -2)).unflatten(2, (-1, num_queries))
+
+
+@Fusable
+def softmax_of(products: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The weights [B, Nkv, G, q, extent] of masked scores, in the dtype of `products`, and their log-sum-exps
+    [B, Nkv, G, q] fp32."""
+    scores = scores_of(products, mask, scale)
+    weights = scores.softmax(-1)
+    return weights.to(products.dtype), scores.amax(-1) - weights.amax(-1).log()  # two passes fewer than logsumexp's
+
+
+@Fusable
+def softmax_gradients(
+    products: Tensor, mask: Tensor, of_weights: Tensor, lse: Tensor, delta: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The weights that were, and the gradients of `products`, [B, Nkv, G, q, extent] in their dtype.
+
+    Args: of_weights: the gradients of the weights. lse, delta: [B, Nkv, G, q] fp32, delta what the output and its
+    gradient have in common.
+    """
+    weights = scores_of(products, mask, scale).sub_(lse[..., None]).exp_()
+    scores = (of_weights - delta[..., None]).mul_(weights).mul_(scale)
+    return weights.to(products.dtype), scores.to(products.dtype)
+
+
+def scores_of(products: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """[B, Nkv, G, q, extent] fp32, in one pass over `products`."""
+    return torch.add(mask[:, :, None].float(), products, alpha=scale)

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .cross_entropy import CLOSED, best_of, closed_mix
 from .losses import LOSSES, LossSpec, Rows, TargetRows
 
 # logits, the target's and the drafts', that exist at a time: few enough for a CPU's cache, many enough for a GPU
 CHUNK = {"cpu": 2**21}
-CHUNK_ELSEWHERE = 2**27
+CHUNK_ELSEWHERE = 2**28
 
 
 @dataclass
@@ -158,27 +159,27 @@ class Pass:
             here, where = slice(end - len(rows), end), positions[: len(rows)]
             labels = drafts.labels[where]
             one = Rows(drafts.specs[k], hidden[here], labels, target.teacher_hidden[: len(rows)], target)
-            one.__dict__["draft_logits"] = scores = logits[here].detach().float()  # [n_k, Vd]
+            raw = logits[here].detach()  # [n_k, Vd]
             counted = None if drafts.weights is None else drafts.weights[where].float()
             if drafts.align_top_k is not None:
                 aligned = self.aligned[rows].float()
                 counted = aligned if counted is None else counted * aligned
-            best = Best.of(scores, self.guesses.shape[-1])
             scale = drafts.coefficients[k] if counted is None else counted * drafts.coefficients[k]
-            if grads is None:
-                values = mix_of(one)
-            elif all(name in CLOSED for name in one.spec.mix):
-                in_place = grads[here] if grads.dtype == scores.dtype else None
-                values, of_logits = closed_mix(one, best, scale, out=in_place)
-                if in_place is None:
-                    grads[here] = of_logits
+            num_guesses = self.guesses.shape[-1]
+            if grads is not None and all(name in CLOSED for name in one.spec.mix):
+                values, best = closed_mix(one, raw, scale, num_guesses=num_guesses, out=grads[here])
             else:
-                values, grads[here], of_state = self._differentiate(one, scale)
-                if of_state is not None:
-                    by_state = torch.zeros_like(hidden) if by_state is None else by_state
-                    by_state[here] = of_state
+                one.__dict__["draft_logits"] = raw.float()
+                best = best_of(one.draft_logits, num_guesses)
+                if grads is None:
+                    values = mix_of(one)
+                else:
+                    values, grads[here], of_state = self._differentiate(one, scale)
+                    if of_state is not None:
+                        by_state = torch.zeros_like(hidden) if by_state is None else by_state
+                        by_state[here] = of_state
             self.sums[k] += (values if counted is None else values * counted).sum()
-            self._note(k, rows, labels, best.ids)
+            self._note(k, rows, labels, best)
         if grads is not None:
             inputs = [hidden, *edges_of(drafts.parameters, logits)]
             found = torch.autograd.grad(logits, inputs, grads, allow_unused=True)
@@ -237,61 +238,6 @@ def edges_of(parameters: Sequence[nn.Parameter], logits: Tensor) -> list[Any]:
 def mix_of(rows: Rows) -> Tensor:
     """[n] the weighted sum of the mix."""
     return sum((weight * LOSSES[name](rows) for name, weight in rows.spec.mix.items()), rows.hidden.new_zeros(()))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Cross entropies, whose gradients are known: no graph and two passes over the logits
-
-
-@dataclass
-class Best:
-    """The draft's most probable tokens: scores [n] of the first, ids [n, num_guesses]."""
-
-    scores: Tensor
-    ids: Tensor
-
-    @classmethod
-    def of(cls, logits: Tensor, num_guesses: int) -> "Best":
-        scores, ids = logits.max(-1, keepdim=True) if num_guesses == 1 else logits.topk(num_guesses, -1)
-        return cls(scores[:, 0], ids)
-
-
-CLOSED = ("hard_ce", "hard_gce", "greedy_gce", "soft_ce", "kl")
-
-
-def closed_mix(rows: Rows, best: Best, scale: Tensor, *, out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The mix [n] of losses of CLOSED, as `LOSSES` has them, and scale times its gradients [n, Vd]; out: where to."""
-    logits, mix = rows.draft_logits, rows.spec.mix
-    grads = torch.softmax(logits, -1, out=out)
-    normaliser = best.scores - grads.gather(-1, best.ids[:, :1])[:, 0].log()  # [n] log of the sum of exp(logits)
-    values = torch.zeros_like(normaliser)
-    of_probs, ones = torch.zeros_like(normaliser), []  # [n] times draft_probs; what goes off at single tokens
-    for name in ("hard_ce", "hard_gce", "greedy_gce"):
-        if name in mix:
-            labels = rows.target.best[: len(logits)] if name == "greedy_gce" else rows.draft_labels
-            known, labels = (labels >= 0).float(), labels.clamp(min=0)[:, None]
-            loss = (normaliser - logits.gather(-1, labels)[:, 0]) * known
-            share = known * mix[name]
-            if name == "hard_ce":
-                values += mix[name] * loss
-            else:  # (1 - exp(-g loss)) / g
-                values -= mix[name] * torch.expm1(-rows.spec.exponent * loss) / rows.spec.exponent
-                share = share * torch.exp(-rows.spec.exponent * loss)
-            of_probs += share
-            ones.append((labels, share))
-    soft = mix.get("soft_ce", 0.0) + mix.get("kl", 0.0)
-    if soft:
-        covered = rows.target.covered[: len(logits)]
-        values += soft * (covered * normaliser - (rows.target_probs * logits).sum(-1))
-        of_probs += soft * covered
-    if "kl" in mix:
-        values += mix["kl"] * rows.target.negative_entropy[: len(logits)]
-    grads.mul_((of_probs * scale)[:, None])
-    if soft:
-        grads.addcmul_(rows.target_probs, (scale * soft).expand_as(values)[:, None], value=-1)
-    for labels, share in ones:
-        grads.scatter_add_(-1, labels, -(share * scale)[:, None])
-    return values, grads
 
 
 def summed_loss(

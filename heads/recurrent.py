@@ -6,6 +6,7 @@ keys of depths 1..k, one per depth: the diagonal of the attention (EAGLE-3, sect
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from .base import Reading
 from .cache import SlotCache, tree_mask, visibility_mask
 from .chain_attention import Block, attend_chains, laid_out
 from .layers import Attention
+from .repeated import repeated
 
 
 @dataclass
@@ -69,7 +71,13 @@ def advance(step: Callable[..., Any], *inputs: Any, contexts: list[Context], con
     kept = hidden[..., 0].numel() * hidden.element_size() * widths * len(contexts) * num_depths
     if kept <= KEPT_BYTES or not torch.is_grad_enabled():
         return run(*inputs)
-    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(
+        run,
+        *inputs,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=lambda: (nullcontext(), repeated()),
+    )
 
 
 @dataclass

@@ -9,8 +9,6 @@ shape is estimated either way.
 
 import argparse
 import json
-import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +16,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from ..heads.loading import default_device
 from ..heads.registry import HEADS
-from ..train.speed import matmul_rate
-from .step_memory import Shape, build_step, estimated_peak, peak_bytes, run_step
+from .step_memory import Shape, estimated_peak
+from .step_speed import TrainingStep
 
 RESULTS = Path("docs/results/train.json")
 SMALL = Shape(
@@ -50,70 +46,15 @@ LARGE = Shape(
 DEPTHS = {"medusa": 4, "hydra": 4, "mtp": 3, "draft_lm": 5, "eagle": 5, "eagle3": 7}
 
 
-class Products(TorchDispatchMode):
-    """Counts the floating-point operations of matrix products, in forward and backward; torch's own counter follows
-    modules through the graph, which gradients taken within a forward do not allow."""
-
-    flops = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
-            self.flops += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
-        return out
-
-
-def timed(work: Any, device: str) -> float:
-    """Seconds."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    work()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def bench(shape: Shape, *, device: str, steps: int) -> dict[str, Any]:
-    """One entry of the results. mfu: the step's matrix products against what the machine made of plain ones meanwhile;
-    attention scores do not count as work."""
-    head, batch = build_step(shape, device=device)
-    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
-
-    def step() -> None:
-        run_step(head, batch, dtype=shape.dtype)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    with Products() as counter:
-        run_step(head, batch, dtype=shape.dtype)
-    optimizer.zero_grad()
-    seconds, rates = [], []
-    kind = torch.bfloat16 if shape.dtype == "bf16" else torch.float32
-    for _ in range(steps):
-        rates.append(matmul_rate(torch.device(device), kind))
-        seconds.append(timed(step, device))
-    if device == "cuda":
-        before = sum(x.numel() * x.element_size() for x in (*head.target.model.parameters(), batch.output.features))
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        peak = torch.cuda.max_memory_allocated() - before
-    else:
-        peak = peak_bytes(head, batch, dtype=shape.dtype)
-    typical = statistics.median(seconds)
-    rate = statistics.median(rates)
-    work = counter.flops
+    """One entry of the results."""
+    found = TrainingStep(shape, device=device).measure(steps=steps)
+    rate = found["matmul_flops_per_second"] / found["step_flops"]  # steps per second, were all of it plain products
     return entry(
         shape,
         device=torch.cuda.get_device_name() if device == "cuda" else f"cpu, {torch.get_num_threads()} threads",
-        tokens_per_second=round(shape.batch_size * shape.context / typical, 1),
-        peak_bytes=peak,
-        step_flops=work,
-        matmul_flops_per_second=round(rate),
-        roofline_tokens_per_second=round(shape.batch_size * shape.context * rate / work, 1),
-        mfu=round(work / typical / rate, 3),
+        **found,
+        roofline_tokens_per_second=round(shape.batch_size * shape.context * rate, 1),
     )
 
 

@@ -21,11 +21,13 @@ class TrainConfig:
     max_steps: optimizer steps. learning_rate: the peak, reached after warmup_steps, then cosine to min_lr_ratio of it.
     optimizer: `adamw`, or `muon`: Muon for the matrices, AdamW for vectors and output layers. matrix_learning_rate: the
     peak for Muon's matrices; None: learning_rate. beta1, beta2: AdamW's; Muon's momentum is 0.95.
-    precision: fp32 or bf16 (autocast; master weights stay fp32). validate_every, checkpoint_every: steps; 0: at the end
-    only, or never. decode_prompts, decode_tokens: a validation also decodes answers of so many tokens to the prompts of
-    the first validation rows; 0 prompts: it does not. patience: end the run after so many validations in a row without
-    a better acceptance_length; 0: never. stop_at_step: leave after this step as if interrupted, the schedule unchanged;
-    the same command without it goes on. wandb_project: also log to Weights & Biases, offline where there is no key.
+    precision: fp32 or bf16 (autocast; master weights stay fp32). compile: torch.compile fuses the passes over logits
+    and over scores of attention; the first step takes longer, and results differ by rounding.
+    validate_every, checkpoint_every: steps; 0: at the end only, or never. decode_prompts, decode_tokens: a validation
+    also decodes answers of so many tokens to the prompts of the first validation rows; 0 prompts: it does not.
+    patience: end the run after so many validations in a row without a better acceptance_length; 0: never. stop_at_step:
+    leave after this step as if interrupted, the schedule unchanged; the same command without it goes on.
+    wandb_project: also log to Weights & Biases, offline where there is no key.
     tensorboard: also log to OUTPUT_DIR/tensorboard.
     start_from: a head of the same family and shapes to go on from, with its draft vocabulary: RUN/final, the folder of
     an exported or published head, or its hub id; None: a fresh head. lora_rank: above 0, train low-rank adapters of
@@ -46,6 +48,7 @@ class TrainConfig:
     beta2: float = 0.95
     max_grad_norm: float = 1.0
     precision: str = "fp32"
+    compile: bool = False
     seed: int = 0
     log_every: int = 1
     validate_every: int = 0

@@ -7,8 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from ..heads.repeated import is_repeated
 
 MEASURED = ("tokens_per_second", "mfu", "data_wait", "peak_bytes")  # of a metrics row: what two equal runs differ in
 SIDE = {"cuda": 8192, "cpu": 1024}  # of the square matrices that measure the rate
@@ -18,9 +21,9 @@ TRIALS = 5
 class Speed:
     """Counts the operations of a start's first step, and scales them to the others by their positions.
 
-    mfu: floating point operations of a step, the target's forward and the head's forward and backward with all that is
-    computed twice, per second, over the rate of one large matrix product on the same device and in the same dtype.
-    What torch counts are matrix products, convolutions and attention.
+    mfu: floating point operations of a step, the target's forward and the head's forward and backward, without what is
+    computed a second time (`Operations`), per second, over the rate of one large matrix product on the same device and
+    in the same dtype.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
@@ -37,7 +40,7 @@ class Speed:
             return
         with Operations() as counted:
             yield
-        self.per_position = counted.total / num_positions
+        self.per_position = (counted.total - counted.repeated) / num_positions
 
     def row(self, *, num_positions: int, seconds: float, waited: float, num_devices: int) -> dict[str, Any]:
         """Of a step: positions on this device, seconds in all and of them waiting for data."""
@@ -51,27 +54,54 @@ class Speed:
 
 
 class Operations(TorchDispatchMode):
-    """Counts floating point operations as they run. torch's own counter takes some apart first, which rounds otherwise:
-    a resumed run must give the same numbers."""
+    """Counts floating point operations as they run: of matrix products, convolutions and attention, its two products
+    counted for all queries and keys that a kernel is given, hidden ones too. Elementwise operations do not count.
+
+    total: of all. repeated: those of them that backward does a second time: layers whose inner results were not kept,
+    and scores of attention. torch's own counter takes some operations apart first, which rounds otherwise: a resumed
+    run must give the same numbers; and it knows no attention on CPUs.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.total = 0
+        self.total = self.repeated = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        count = flop_registry.get(func._overloadpacket)
-        if count is not None:
-            self.total += count(*args, **(kwargs or {}), out_val=out)
+        packet, again = func._overloadpacket, 0
+        if packet in ATTENTION:
+            count = sum(products_of(*args[:3]))
+        elif packet in ATTENTION_BACKWARD:  # the scores again, then two gradients of each product
+            again, of_values = products_of(*args[1:4])
+            count = 3 * again + 2 * of_values
+        elif packet in flop_registry:
+            count = flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+        else:
+            return out
+        self.total += count
+        self.repeated += count if is_repeated() else again
         return out
 
 
-def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+ATTENTION_KINDS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+ATTENTION, ATTENTION_BACKWARD = (
+    {getattr(torch.ops.aten, f"_scaled_dot_product_{kind}{suffix}") for kind in ATTENTION_KINDS}
+    for suffix in ("", "_backward")
+)
+
+
+def products_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int]:
+    """Operations of the scores of queries [B, N, Q, H] and keys [B, Nkv, P, H], and of weighing the values."""
+    pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
+    return 2 * pairs * query.shape[-1], 2 * pairs * value.shape[-1]
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype, *, trials: int = TRIALS) -> float:
     """Floating point operations per second of the fastest of a few large matrix products."""
     side = SIDE[device.type]
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     fastest = float("inf")
-    for _ in range(TRIALS):
+    for _ in range(trials):
         synchronize(device)
         started = time.perf_counter()
         torch.matmul(a, b)

@@ -22,6 +22,7 @@ from ..heads.base import DraftHead
 from ..heads.chains import chain_starts, mean_of
 from ..heads.documents import Documents
 from ..heads.fit import check_fit
+from ..heads.fusing import fuse
 from ..heads.registry import build_head, head_record, save_head, start_head
 from ..heads.target import Target, TargetOutput
 from .backend import Backend
@@ -56,6 +57,7 @@ def train(run: RunConfig, *, console: Console | None = None) -> Path:
     accelerator = start_accelerator(run.train)
     if target.is_spread and accelerator.num_processes > 1:
         raise BadInput("target.device_map: one process has all GPUs of the target: launch one, as headstart train does")
+    fuse(run.train.compile, accelerator.device)
     with removed_on_failure(folder / "tokens"):
         data = load_data(run, target, accelerator, console)
         target.to(accelerator.device)

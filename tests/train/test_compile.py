@@ -1,0 +1,39 @@
+"""train.compile: the same run up to rounding, exact when it is interrupted, and refused where nothing compiles."""
+
+import json
+
+import pytest
+import torch
+from headstart.configs.errors import BadInput
+from headstart.heads.fusing import fuse
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    yield
+    fuse(False)
+
+
+def losses(folder):
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_compiled_run_is_the_plain_one_and_goes_on_exactly(run):
+    plain, whole = run("eagle3", "plain"), run("eagle3", "whole", "train.compile=true")
+    assert losses(whole) == pytest.approx(losses(plain), rel=1e-5)
+    run("eagle3", "half", "train.compile=true", "train.stop_at_step=3")
+    half = run("eagle3", "half", "train.compile=true")
+    assert losses(half) == losses(whole)
+    assert (half / "final/model.safetensors").read_bytes() == (whole / "final/model.safetensors").read_bytes()
+
+
+def test_a_machine_without_a_compiler_is_told_so(run, tmp_path, monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("no working C++ compiler\nand a long story")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    with pytest.raises(BadInput) as caught:
+        run("medusa", "a", "train.compile=true")
+    assert str(caught.value) == "train.compile: torch.compile does not work on cpu: no working C++ compiler"
+    assert not (tmp_path / "a").exists()
