@@ -44,7 +44,7 @@ run() {
             report=$out/eval/report.json
             script engine_bench --size $size --output "$out/engine.json" $([ ! -f "$report" ] || echo --acceptance "$report") ;;
         training) # what a step of a head costs at 8B shape
-            script bench_train --size $size --output "$out/training.json" ;;
+            script gpu_training --size $size --output "$out/training.json" ;;
     esac
 }
 
