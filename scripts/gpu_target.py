@@ -40,9 +40,10 @@ PROMPTS = ("def merge_sorted(left, right):\n", "import os\n\n\nclass ", "The fun
 class Size:
     """layers, width, heads, kv_heads: of the target. vocab_size: of its tokenizer. row_tokens, rows: of a step.
 
-    seconds: of training, which ends then, its learning rate having come down to zero. num_chars: of text at most;
-    num_problems reasoning problems and num_completions functions to complete come on top. num_prompts: of each domain,
-    for heads to learn from. num_held_out: of each file to measure on. context, long_context: tokens of code prompts.
+    seconds: of training, which ends then and after least_steps, its learning rate down at zero. num_chars: of text at
+    most; num_problems reasoning problems and num_completions functions to complete come on top. num_prompts: of each
+    domain, for heads to learn from. num_held_out: of each file to measure on. context, long_context: tokens of code
+    prompts.
     """
 
     layers: int
@@ -53,6 +54,7 @@ class Size:
     row_tokens: int
     rows: int
     seconds: float
+    least_steps: int
     learning_rate: float
     num_chars: int
     num_problems: int
@@ -65,14 +67,14 @@ class Size:
 
 SIZES = {
     "toy": Size(
-        layers=3, width=64, heads=4, kv_heads=2, vocab_size=700, row_tokens=192, rows=2, seconds=4.0,
+        layers=3, width=64, heads=4, kv_heads=2, vocab_size=700, row_tokens=192, rows=2, seconds=3.0, least_steps=100,
         learning_rate=3e-3, num_chars=400_000, num_problems=200, num_completions=40, num_prompts=24, num_held_out=3,
         context=48, long_context=160,
     ),
     "full": Size(
         layers=32, width=768, heads=12, kv_heads=4, vocab_size=16384, row_tokens=4608, rows=14, seconds=200.0,
-        learning_rate=2e-3, num_chars=200_000_000, num_problems=200_000, num_completions=30_000, num_prompts=6000,
-        num_held_out=24, context=512, long_context=4096,
+        least_steps=100, learning_rate=2e-3, num_chars=200_000_000, num_problems=200_000, num_completions=30_000,
+        num_prompts=6000, num_held_out=24, context=512, long_context=4096,
     ),
 }  # fmt: skip
 CHARS_PER_TOKEN = 5  # more than code has: what is cut to so many tokens must not be too short
@@ -116,7 +118,7 @@ def new_model(shape: str, size: Size, tokenizer: Any) -> Any:
 
 
 def pretrain(model: Any, rows: Tensor, *, size: Size, device: str) -> dict[str, Any]:
-    """Train for size.seconds on rows in random order: Muon on the layers' matrices, AdamW on the rest."""
+    """Train for size's time on rows in random order: Muon on the layers' matrices, AdamW on the rest."""
     on_gpu = device.startswith("cuda")
     model.to(device).train()
     step_of: Any = torch.compile(model) if on_gpu else model
@@ -128,7 +130,7 @@ def pretrain(model: Any, rows: Tensor, *, size: Size, device: str) -> dict[str, 
     ]
     source, curve, step, started = torch.Generator().manual_seed(0), [], 0, 0.0
     order = torch.randperm(len(rows), generator=source)
-    while (share := (time.perf_counter() - started) / size.seconds if step > 0 else 0.0) < 1:
+    while (share := min((time.perf_counter() - started) / size.seconds, step / size.least_steps)) < 1:
         picked = order[(torch.arange(size.rows) + step * size.rows) % len(rows)]
         batch = rows[picked].long().to(device, non_blocking=True)  # [B, T]
         with torch.autocast(device.split(":")[0], dtype=torch.bfloat16, enabled=on_gpu):

@@ -17,7 +17,7 @@ STAGES = ["answers", "heads", "evaluate", "conditions", "plan", "engine", "train
 
 
 def suite(*words):
-    environment = {**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = ["bash", ROOT / "scripts/gpu_suite.sh", *words]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
 

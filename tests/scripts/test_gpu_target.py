@@ -15,8 +15,8 @@ from headstart.scripts import gpu_target
 
 @pytest.fixture
 def pretrain(monkeypatch, tmp_path):
-    """pretrain("--shape", "llama", ...): runs the script for a few seconds; returns its output folder."""
-    toy = replace(gpu_target.SIZES["toy"], seconds=3.0, num_chars=400_000, num_problems=40)
+    """pretrain("--shape", "llama", ...): runs the script; returns its output folder."""
+    toy = replace(gpu_target.SIZES["toy"], seconds=0.5, num_chars=400_000, num_problems=40)
     monkeypatch.setitem(gpu_target.SIZES, "toy", toy)
 
     def run(*arguments):
