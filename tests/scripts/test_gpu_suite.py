@@ -54,7 +54,7 @@ def test_every_stage_runs_at_toy_size(tmp_path):
     assert conditions["figures"] == {"texts_unexplained": 0, "results_that_deviate": 0}
     assert all(one["sampling_check"]["p_value"] is not None for one in conditions["sampled"])
     assert {one["batch_size"] for one in conditions["batches"]} == set(SIZES["toy"].batch_sizes)
-    assert found["plan"]["recommended"] and (tmp_path / "eval" / "report.html").is_file()
+    assert found["plan"]["recommendation"] and (tmp_path / "eval" / "report.html").is_file()
 
     again = suite("--size", "toy", "--output", tmp_path, *STAGES[:5])
     assert again.returncode == 0 and again.stdout.count("is there already") == 5
