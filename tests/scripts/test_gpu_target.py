@@ -44,6 +44,25 @@ def test_it_learns_and_is_a_target(shape, pretrain, capsys):
     assert "holds a target already" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["llama", "qwen3"])
+def test_compiled_it_trains_whole_and_without_a_mask(shape, saved_target):
+    """One graph, in which attention is causal by itself: a mask would cost flash attention."""
+    model = gpu_target.new_model(shape, gpu_target.SIZES["toy"], Target.load(saved_target).tokenizer)
+    ids = torch.arange(3, 51).view(2, 24)
+    wanted = model(input_ids=ids, labels=ids, use_cache=False).loss
+    model.set_attn_implementation(gpu_target.CAUSAL)
+    calls = []
+
+    def backend(graph, inputs):
+        calls.extend(node.kwargs for node in graph.graph.nodes if "scaled_dot_product" in str(node.target))
+        return graph.forward
+
+    found = torch.compile(model, backend=backend, fullgraph=True)(input_ids=ids, labels=ids, use_cache=False).loss
+    torch.testing.assert_close(found, wanted)
+    assert len(calls) == 3 and all(call["attn_mask"] is None and call["is_causal"] for call in calls)
+
+
 def test_given_texts_are_read_and_wrong_rows_named(tmp_path):
     rows, plain = tmp_path / "rows.jsonl", tmp_path / "plain.txt"
     rows.write_text('{"text": "one"}\n{"messages": [{"role": "user", "content": "two"}]}\n{"prompt": "x"}\n')
