@@ -65,16 +65,17 @@ class Replay:
         return Graph(step, arguments, self.generator) if self.device.type == "cuda" else step
 
 
-def compiled(step: Step, arguments: Tensors) -> Step:
+def compiled(step: Step, arguments: Tensors, *, backend: str = "inductor") -> Step:
     """The step compiled whole for exactly these shapes, without guards: a key has one shape and one state."""
 
     def whole(*tensors: Tensor | None) -> Tensors:  # a bound method loses its object in aot_compile
         return step(*tensors)
 
     options: Any = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-    with warnings.catch_warnings():
+    before_2_13: Any = torch._dynamo.config.patch(enable_aot_compile=True)  # pyright: ignore[reportAttributeAccessIssue]
+    with warnings.catch_warnings(), before_2_13:
         warnings.simplefilter("ignore")  # dynamo's, of caches in transformers that it looks through
-        ahead: Any = torch.compile(whole, fullgraph=True, dynamic=False, options=options)
+        ahead: Any = torch.compile(whole, fullgraph=True, dynamic=False, options=options, backend=backend)
         return ahead.aot_compile((arguments, {}))
 
 

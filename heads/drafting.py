@@ -5,7 +5,7 @@ committed token, the root.
 """
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -165,7 +165,7 @@ class Level(NamedTuple):
     kept_row: Tensor
 
 
-@lru_cache(maxsize=64)
+@cache  # none is dropped: a captured graph reads the ones it was captured with
 def levels(tree: StaticTree, device: torch.device) -> tuple[list[Level], Tensor]:
     """A static tree's index tensors, on the device once and for all; and its parents [S]."""
     inner = {path[:-1] for path in tree.paths}

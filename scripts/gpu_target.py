@@ -21,7 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface
 
 from ..configs.errors import BadInput
 from ..eval.report import write_whole
@@ -30,6 +32,11 @@ from ..train.speed import matmul_rate
 from .gpu_corpus import Chat, Corpus, completions, given_texts, installed_texts
 from .toy_corpus import reasoning_problems
 from .toy_target import train_tokenizer
+
+# transformers writes the causal mask out where code is compiled, and flash attention takes no mask; rows here are full
+CAUSAL = "headstart_causal"
+AttentionInterface.register(CAUSAL, sdpa_attention_forward)
+AttentionMaskInterface.register(CAUSAL, lambda *args, **kwargs: None)
 
 SHAPES = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 NUM_POINTS = 100  # of the loss curve
@@ -121,6 +128,7 @@ def pretrain(model: Any, rows: Tensor, *, size: Size, device: str) -> dict[str, 
     """Train for size's time on rows in random order: Muon on the layers' matrices, AdamW on the rest."""
     on_gpu = device.startswith("cuda")
     model.to(device).train()
+    model.set_attn_implementation(CAUSAL)
     step_of: Any = torch.compile(model) if on_gpu else model
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
@@ -150,7 +158,7 @@ def pretrain(model: Any, rows: Tensor, *, size: Size, device: str) -> dict[str, 
             started = time.perf_counter()
     last = curve[-1][1].item()
     seconds = time.perf_counter() - started
-    model.eval()
+    model.eval().set_attn_implementation("sdpa")
     every = max(1, len(curve) // NUM_POINTS)
     rate = (step - 1) * size.rows * size.row_tokens / seconds
     peak = matmul_rate(torch.device(device), torch.bfloat16 if on_gpu else torch.float32)

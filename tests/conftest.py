@@ -1,8 +1,10 @@
 """Tiny random targets and the fixtures that tests of several folders share."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,6 +143,12 @@ def make_batch() -> Callable[..., DraftBatch]:
         return DraftBatch(ids, mask, target.forward(ids, feature_layers=head.feature_layers))
 
     return make
+
+
+@pytest.fixture
+def hub_is(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
+    """hub_is(load_dataset): stands in for the package datasets, installed or not."""
+    return lambda load: monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
 
 
 class TargetAsDrafter:

@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,7 +12,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..configs.errors import BadInput
-from .config import RunConfig
+from .config import RunConfig, TrainConfig
+
+
+def check_trackers(config: TrainConfig) -> None:
+    """Raises BadInput where a package is missing for what the run asks to log to."""
+    for key, package in (("wandb_project", "wandb"), ("tensorboard", "tensorboard")):
+        if getattr(config, key):
+            try:
+                import_module(package)
+            except ImportError as error:
+                raise BadInput(f"train.{key}: needs {package}: pip install {package}") from error
 
 
 class Tracker:
@@ -45,22 +56,18 @@ class Tracker:
             self.file = path.open("a")
 
     def start(self, run: RunConfig) -> None:
-        """Log also where the run asks for it. Raises BadInput where a package for it is missing."""
+        """Log also where the run asks for it."""
         if not self.is_main:
             return
         if run.train.wandb_project:
-            try:
-                import wandb
-            except ImportError as error:
-                raise BadInput("train.wandb_project: needs wandb: pip install wandb") from error
+            import wandb
+
             mode = "online" if wandb.api.api_key else "offline"  # online with a key, else to files in the run folder
             how = {"config": asdict(run), "name": self.folder.name, "mode": mode}
             self.wandb = wandb.init(project=run.train.wandb_project, dir=str(self.folder), **how)
         if run.train.tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise BadInput("train.tensorboard: needs tensorboard: pip install tensorboard") from error
+            from torch.utils.tensorboard import SummaryWriter
+
             # what an interrupted start logged behind its last checkpoint is hidden
             self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=self.first_step + 1)
 

@@ -35,7 +35,7 @@ from .provenance import origin, write_provenance
 from .speed import Speed
 from .steering import Best, Validation
 from .stopping import Stopping
-from .tracking import Tracker
+from .tracking import Tracker, check_trackers
 from .training_record import training_record
 
 
@@ -49,6 +49,7 @@ def train(run: RunConfig, *, console: Console | None = None) -> Path:
 
     # ---- inputs: everything that can be wrong is found here ----
     check_fit(run.head, run.target)
+    check_trackers(run.train)
     if run.train.patience and not run.data.validation:
         raise BadInput(f"train.patience {run.train.patience}: counts validations, so data.validation must be given")
     # the target is loaded before the Accelerator exists: DeepSpeed's would partition it under ZeRO-3

@@ -3,18 +3,15 @@
 import gzip
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
-import pyarrow
 import pytest
 from headstart.configs.errors import BadInput
 from headstart.configs.loader import build
 from headstart.data_pipelines.config import DataConfig
 from headstart.data_pipelines.sources import Row, iter_rows
-from pyarrow import ipc, parquet
 
 ROWS = [{"text": "one"}, {"text": "two"}, {"text": "three"}]
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok"}]
@@ -27,7 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None, str, bool]]:
+def hub(hub_is: Callable) -> list[tuple[str, str | None, str, bool]]:
     """Stands in for the hub: records (name, config, split, streaming) and gives ROWS."""
     calls: list[tuple[str, str | None, str, bool]] = []
 
@@ -35,7 +32,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None, str, boo
         calls.append((name, config, split, streaming))
         return (dict(row) for row in ROWS)
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    hub_is(load_dataset)
     return calls
 
 
@@ -45,10 +42,17 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def write_arrow(path: Path, rows: list[dict[str, Any]], *, stream: bool) -> None:
+    pyarrow, ipc = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.ipc")
     table = pyarrow.Table.from_pylist(rows)
     with (ipc.new_stream if stream else ipc.new_file)(str(path), table.schema) as writer:
         for batch in table.to_batches(max_chunksize=2):
             writer.write_batch(batch)
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]], **how: Any) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    schema = None if rows else pyarrow.schema({"text": pyarrow.string()})
+    parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), path, **how)
 
 
 def texts(spec: Any, **how: Any) -> list[str]:
@@ -74,7 +78,7 @@ def test_jsonl_rows_carry_file_line_and_source(folder: Path) -> None:
 def test_every_format_gives_the_same_rows(folder: Path) -> None:
     (folder / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, ROWS)).encode()))
     (folder / "a.json").write_text(json.dumps(ROWS, indent=2))
-    parquet.write_table(pyarrow.Table.from_pylist(ROWS), folder / "a.parquet", row_group_size=2)
+    write_parquet(folder / "a.parquet", ROWS, row_group_size=2)
     write_arrow(folder / "stream.arrow", ROWS, stream=True)
     write_arrow(folder / "file.arrow", ROWS, stream=False)
     for name in ("a.jsonl.gz", "a.json", "a.parquet", "stream.arrow", "file.arrow"):
@@ -87,13 +91,14 @@ def test_every_format_gives_the_same_rows(folder: Path) -> None:
 def test_chats_in_columns_come_as_lists_of_dicts(folder: Path, name: str) -> None:
     rows = [{"messages": CHAT}]
     if name == "a.parquet":
-        parquet.write_table(pyarrow.Table.from_pylist(rows), folder / name)
+        write_parquet(folder / name, rows)
     else:
         write_arrow(folder / name, rows, stream=True)
     assert list(iter_rows(name)) == [Row({"messages": CHAT}, f"{name}[0]", name)]
 
 
 def test_what_save_to_disk_writes_is_a_source(folder: Path) -> None:
+    datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list(ROWS).save_to_disk(str(folder / "saved"), num_shards=2)
     assert texts("saved") == ["one", "two", "three"]
 
@@ -178,7 +183,7 @@ def test_what_looks_like_a_file_is_never_looked_up_on_the_hub(spec: str, hub: li
     assert hub == []
 
 
-def test_a_hub_data_set_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_data_set_that_fails_is_one_line(hub_is: Callable) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise ConnectionError("first line\nsecond line")
 
@@ -186,10 +191,10 @@ def test_a_hub_data_set_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) 
         yield ROWS[0]
         raise ConnectionError("gone")
 
-    monkeypatch.setattr(datasets, "load_dataset", fail)
+    hub_is(fail)
     expected = "owner/chats:test: no such file, and the hub data set does not load: first line second line"
     assert message("owner/chats:test") == expected
-    monkeypatch.setattr(datasets, "load_dataset", fail_later)
+    hub_is(fail_later)
     assert message("owner/chats") == "owner/chats: no such file, and the hub data set stops at row 1: gone"
 
 
@@ -231,6 +236,8 @@ def test_a_bad_source_is_one_line(folder: Path, spec: Any, problem: str) -> None
     ],
 )
 def test_a_bad_file_is_named(folder: Path, name: str, content: str, problem: str) -> None:
+    if name in ("a.parquet", "a.arrow"):
+        pytest.importorskip("pyarrow")
     (folder / name).write_text(content)
     assert message(name).startswith(problem)
 
@@ -239,7 +246,7 @@ def test_a_truncated_arrow_file_and_an_empty_parquet_file_are_named(folder: Path
     write_arrow(folder / "a.arrow", [{"text": "x" * 1000}] * 100, stream=True)
     (folder / "a.arrow").write_bytes((folder / "a.arrow").read_bytes()[:2000])
     assert message("a.arrow").startswith("a.arrow: not readable as Arrow: ")
-    parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), folder / "a.parquet")
+    write_parquet(folder / "a.parquet", [])
     assert message("a.parquet") == "a.parquet: empty file"
 
 

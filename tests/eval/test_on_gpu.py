@@ -1,4 +1,4 @@
-"""On a GPU: captured graphs decode what eager steps do, and draws stay reproducible."""
+"""On a GPU: captured graphs decode what eager steps do, draws stay reproducible, and training steps are a CPU's."""
 
 import pytest
 import torch
@@ -6,10 +6,12 @@ from headstart.eval.engine import Engine
 from headstart.eval.generate import decode, generate
 from headstart.eval.metrics import acceptance
 from headstart.eval.settings import chains
+from headstart.eval.sparse_self import SparseSelfDrafter
 from headstart.eval.step_times import Place
 from headstart.eval.stopping import Stop
 from headstart.eval.synthetic import BlankDrafter, SyntheticDrafter
 from headstart.eval.verify import Sampling
+from headstart.heads.base import DraftBatch
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.registry import HEADS, build_head
 
@@ -29,25 +31,62 @@ def on_gpu(tiny_target):
     return tiny_target("llama").to("cuda")
 
 
-@pytest.mark.parametrize("steps", ["graph", "compile"])
-@pytest.mark.parametrize("tree", ["chain", "static", "dynamic"])
-def test_recorded_steps_decode_what_eager_ones_do(head_type, tree, steps, on_gpu):
-    head = build_head(HEADS[head_type].config_class(type=head_type), on_gpu, seed=1).eval()
-    wanted = generate(on_gpu, head, PROMPTS, max_new_tokens=40, tree=TREES[tree], eos_token_ids=[]).token_ids
-    engine = Engine(on_gpu, head, batch_size=4, max_length=48, tree=TREES[tree], steps=steps)
+def head_for(head_type, target, **changes):
+    return build_head(HEADS[head_type].config_class(type=head_type, **changes), target, seed=1).eval().to(target.dtype)
+
+
+def both_ways(target, drafter, *, steps, tree=None, num_new=40):
+    """One engine decodes several texts as a fresh eager one does."""
+    wanted = generate(target, drafter, PROMPTS, max_new_tokens=num_new, tree=tree, eos_token_ids=[]).token_ids
+    engine = Engine(target, drafter, batch_size=4, max_length=8 + num_new, tree=tree, steps=steps)
     for _ in range(2):
-        text = decode(engine, PROMPTS, max_new_tokens=40, stop=Stop.of(on_gpu, eos_token_ids=[]))
+        text = decode(engine, PROMPTS, max_new_tokens=num_new, stop=Stop.of(target, eos_token_ids=[]))
         assert text.token_ids == wanted
-        assert all(one.draft_seconds > 0 and one.verify_seconds > 0 for one in text.rounds[1:])
+        assert all(one.verify_seconds > 0 for one in text.rounds[1:])
+        assert drafter is None or all(one.draft_seconds > 0 for one in text.rounds[1:])
+    return engine
+
+
+@pytest.mark.parametrize("tree", ["chain", "static", "dynamic"])
+def test_captured_steps_decode_what_eager_ones_do(head_type, tree, on_gpu):
+    both_ways(on_gpu, head_for(head_type, on_gpu), steps="graph", tree=TREES[tree])
+
+
+# each compiles for a while; that steps of all heads can be compiled is seen on a CPU, in test_recorded_steps.py
+@pytest.mark.parametrize(("head_type", "tree"), [("medusa", "chain"), ("eagle3", "chain"), ("eagle3", "dynamic")])
+def test_compiled_steps_decode_what_eager_ones_do(head_type, tree, on_gpu):
+    both_ways(on_gpu, head_for(head_type, on_gpu), steps="compile", tree=TREES[tree])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_the_captured_baseline_decodes_what_the_eager_one_does(family, tiny_target):
+    both_ways(tiny_target(family).to("cuda"), None, steps="graph")
+
+
+def test_captured_steps_follow_a_text_into_longer_contexts(on_gpu):
+    """128 slots, then 256: two recordings of each step, and the second reads what the first has written."""
+    engine = both_ways(on_gpu, head_for("eagle3", on_gpu), steps="graph", num_new=190)
+    assert set(engine.replay.recorded) == {(name, size) for name in ("draft", "verify") for size in (128, 256)}
+
+
+def test_a_captured_target_drafts_for_itself(on_gpu):
+    both_ways(on_gpu, SparseSelfDrafter(on_gpu, 32), steps="graph")
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+def test_captured_steps_decode_the_same_in_bfloat16(tree, tiny_target):
+    target = tiny_target("llama").to("cuda")
+    for parameter in target.model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    both_ways(target, head_for("eagle3", target), steps="graph", tree=TREES[tree])
 
 
 @pytest.mark.parametrize("tree", ["chain", "sampled"])
 def test_a_captured_graph_draws_from_the_generator(head_type, tree, on_gpu):
     """The same seed gives the same text, another seed another one: draws are not frozen into the graph."""
-    head = build_head(HEADS[head_type].config_class(type=head_type), on_gpu, seed=1).eval()
     source = torch.Generator(device="cuda")
     how = {"sampling": Sampling(temperature=1.0, top_p=0.9), "generator": source, "tree": TREES[tree]}
-    engine = Engine(on_gpu, head, batch_size=4, max_length=48, steps="graph", **how)
+    engine = Engine(on_gpu, head_for(head_type, on_gpu), batch_size=4, max_length=48, steps="graph", **how)
 
     def text(seed):
         source.manual_seed(seed)
@@ -77,3 +116,24 @@ def test_captured_synthetic_drafts_are_right_as_often_as_eager_ones(on_gpu):
             text = decode(engine, PROMPTS, max_new_tokens=40, stop=Stop.of(on_gpu, eos_token_ids=[]))
             lengths.append(acceptance(text.rounds, num_draft_tokens=3).length)
     assert len(set(lengths)) == 1 and lengths[0] > 1.5
+
+
+def test_a_training_step_has_the_loss_and_gradients_of_a_cpu(head_type, target, on_gpu, make_batch):
+    """In fp32 to rounding; under autocast about."""
+    here, there = head_for(head_type, target).train(), head_for(head_type, on_gpu).train()
+    batch = make_batch(target, here)
+    ids, mask = batch.input_ids.cuda(), batch.loss_mask.cuda()
+    moved = DraftBatch(ids, mask, on_gpu.forward(ids, feature_layers=there.feature_layers))
+    wanted, found = here(batch).loss, there(moved).loss
+    torch.testing.assert_close(found.cpu(), wanted, rtol=1e-3, atol=1e-4)
+    wanted.backward()
+    found.backward()
+    for (name, one), other in zip(here.named_parameters(), there.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        error = (other.grad.cpu() - one.grad).norm() / one.grad.norm().clamp_min(1e-6)
+        assert error < 1e-2, name
+    with torch.autocast("cuda", torch.bfloat16):
+        rough = there(moved).loss
+    rough.backward()
+    torch.testing.assert_close(rough.cpu(), wanted, rtol=0.05, atol=0.05)
+    assert all(one.grad is not None and one.grad.isfinite().all() for one in there.parameters())

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from headstart.eval.sparse_self import SparseSelfDrafter
 from headstart.eval.stopping import Stop
 from headstart.eval.synthetic import BlankDrafter, SyntheticDrafter
 from headstart.eval.verify import Sampling
-from headstart.heads.drafting import DynamicTree, StaticTree
+from headstart.heads.drafting import DynamicTree, StaticTree, levels
 from headstart.heads.registry import HEADS, build_head
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,6 +28,7 @@ TREES = {
 }
 # what cannot stand in a CUDA graph: values read to the host, shapes that depend on values, constants made from lists
 FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "lift_fresh", "is_nonzero")
+ON_THE_HOST = ("tolist", "cpu", "numpy", "new_tensor")  # of a tensor, where no operation tells
 
 
 class NoHostReads(TorchDispatchMode):
@@ -47,7 +49,8 @@ def recorded_strictly(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def run(*tensors: Any) -> Any:
             with NoHostReads(), monkeypatch.context() as patch:
-                patch.setattr(torch.Tensor, "tolist", None)
+                for name in ON_THE_HOST:
+                    patch.setattr(torch.Tensor, name, None)
                 return step(*tensors)
 
         return run
@@ -59,16 +62,7 @@ def recorded_strictly(monkeypatch: pytest.MonkeyPatch) -> None:
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Record by tracing steps whole, without the minutes that a real compiler takes."""
 
-    def record(step: Callable, arguments: tuple) -> Callable:
-        def whole(*tensors: Any) -> Any:
-            return step(*tensors)
-
-        options: Any = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-        trace: Any = torch.compile
-        kept = trace(whole, fullgraph=True, dynamic=False, options=options, backend="eager")
-        return kept.aot_compile((arguments, {}))
-
-    monkeypatch.setattr(replay, "compiled", record)
+    monkeypatch.setattr(replay, "compiled", partial(replay.compiled, backend="eager"))
 
 
 def head_for(head_type: str, target: Any) -> Any:
@@ -142,6 +136,13 @@ def test_trees_are_traced_whole(tree, target, traced):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_compiled_steps_decode_the_same(target):
     both_ways(target, head_for("medusa", target), None)
+
+
+def test_a_trees_indices_stay_where_a_graph_reads_them():
+    """However many other trees were drafted since."""
+    trees = [StaticTree(tuple((rank,) for rank in range(count))) for count in range(2, 302)]
+    found = [levels(tree, torch.device("cpu")) for tree in trees]
+    assert all(levels(tree, torch.device("cpu")) is one for tree, one in zip(trees, found, strict=True))
 
 
 def test_a_longer_context_is_another_recording(tiny_target, recorded_strictly):

@@ -1,6 +1,5 @@
 """Suites by name: rows as their authors publish them, from a folder, a file or the hub, become the same prompts."""
 
-import datasets
 import pytest
 from headstart.configs.errors import BadInput
 from headstart.eval.suite_registry import MT_BENCH, SUITES, load_named, parse_suite
@@ -96,8 +95,8 @@ def test_speed_bench_is_a_folder_of_subsets(chat_target, written, tmp_path):
         assert one.name == "speed-bench-throughput_1k"
 
 
-def test_speed_bench_is_never_downloaded(chat_target, tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asked the hub"))
+def test_speed_bench_is_never_downloaded(chat_target, tmp_path, hub_is):
+    hub_is(lambda *_, **__: pytest.fail("asked the hub"))
     with pytest.raises(BadInput, match=r"no \S+speed_bench/SUBSET.jsonl or .*licence forbids .*speed-bench=FOLDER$"):
         load("speed-bench", chat_target, tmp_path)
 
@@ -113,7 +112,7 @@ def test_speed_bench_rows_that_were_not_prepared_are_refused(chat_target, writte
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_without_a_file_the_hub_is_asked(name, chat_target, tmp_path, monkeypatch):
+def test_without_a_file_the_hub_is_asked(name, chat_target, tmp_path, hub_is):
     row, words = ROWS[name]
     calls = []
 
@@ -121,7 +120,7 @@ def test_without_a_file_the_hub_is_asked(name, chat_target, tmp_path, monkeypatc
         calls.append((asked, how))
         return [row]
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    hub_is(load_dataset)
     [suite] = load(name, chat_target, tmp_path)
     assert suite.prompts == [asked(words, chat_target)]
     [((hub, config), how)] = calls
@@ -135,11 +134,11 @@ def test_without_a_file_the_hub_is_asked(name, chat_target, tmp_path, monkeypatc
     assert ("data_files" in how) == (name == "spec-bench")
 
 
-def test_offline_one_line_names_the_file_to_put_in_place(chat_target, tmp_path, monkeypatch):
+def test_offline_one_line_names_the_file_to_put_in_place(chat_target, tmp_path, hub_is):
     def load_dataset(*_, **__):
         raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub\nmore lines")
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    hub_is(load_dataset)
     with pytest.raises(BadInput) as caught:
         load("gsm8k", chat_target, tmp_path)
     said = str(caught.value)

@@ -63,6 +63,25 @@ def test_too_little_text_is_said_before_training(pretrain, monkeypatch, capsys):
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["llama", "qwen3"])
+def test_compiled_it_trains_whole_and_without_a_mask(shape, saved_target):
+    """One graph, in which attention is causal by itself: a mask would cost flash attention."""
+    model = gpu_target.new_model(shape, gpu_target.SIZES["toy"], Target.load(saved_target).tokenizer)
+    ids = torch.arange(3, 51).view(2, 24)
+    wanted = model(input_ids=ids, labels=ids, use_cache=False).loss
+    model.set_attn_implementation(gpu_target.CAUSAL)
+    calls = []
+
+    def backend(graph, inputs):
+        calls.extend(node.kwargs for node in graph.graph.nodes if "scaled_dot_product" in str(node.target))
+        return graph.forward
+
+    found = torch.compile(model, backend=backend, fullgraph=True)(input_ids=ids, labels=ids, use_cache=False).loss
+    torch.testing.assert_close(found, wanted)
+    assert len(calls) == 3 and all(call["attn_mask"] is None and call["is_causal"] for call in calls)
+
+
 def test_rows_hold_all_texts_in_order_each_with_its_end(saved_target):
     tokenizer = Target.load(saved_target).tokenizer
     rows = gpu_target.packed(tokenizer, ["w5 w6 w7", "w8", "w9 w10"], row_tokens=3)

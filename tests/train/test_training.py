@@ -1,6 +1,7 @@
 """Training repeats exactly: by seed, from a checkpoint, after a kill, however a batch is cut; and never half-starts."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -271,6 +272,21 @@ def test_nothing_is_left_of_a_run_that_cannot_start(overrides, problem, run, tmp
     assert problem in said(run, "eagle3", "a", *filled)
     assert sorted(p for p in tmp_path.rglob("*") if p.name != "a.yaml") == before
     assert (tmp_path / "file.jsonl").read_text() == files["file"]
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("train.wandb_project=mine", "train.wandb_project: needs wandb: pip install wandb"),
+        ("train.tensorboard=true", "train.tensorboard: needs tensorboard: pip install tensorboard"),
+    ],
+)
+def test_nothing_is_left_where_what_a_run_logs_to_is_missing(override, problem, run, tmp_path, monkeypatch):
+    for package in ("wandb", "tensorboard"):
+        monkeypatch.setitem(sys.modules, package, None)
+    before = sorted(tmp_path.rglob("*"))
+    assert said(run, "eagle3", "a", override) == problem
+    assert sorted(p for p in tmp_path.rglob("*") if p.name != "a.yaml") == before
 
 
 def test_a_damaged_checkpoint_is_named(run, tmp_path):
