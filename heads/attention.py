@@ -1,15 +1,22 @@
 """Grouped-query attention of the target over a masked cache, without repeating the cache for every query head."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 NAME = "headstart_grouped"
+
+# cuDNN's kernel, which torch 2.11 prefers on Hopper, is planned anew for each shape, and that takes a while: forwards
+# of more queries than a round has are of any length
+MOST_IN_A_ROUND = 65
+ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 # module, query [B, N, Q, H], key [B, Nkv, P, H], additive mask [B, 1, Q, P], scaling
 Watch = Callable[[nn.Module, Tensor, Tensor, Tensor, float | None], None]
@@ -38,12 +45,15 @@ def grouped_attention(
     num_rows, num_heads, num_queries, head_dim = query.shape
     groups = num_heads // key.shape[1]
     is_plain = attention_mask is None or groups == 1 or attention_mask.shape[1] != 1
+    kernels = sdpa_kernel(ANY_LENGTH) if query.is_cuda and num_queries > MOST_IN_A_ROUND else nullcontext()
     if is_plain or kwargs.get("position_bias") is not None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        with kernels:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     assert attention_mask is not None
     packed = query.reshape(num_rows, key.shape[1], groups * num_queries, head_dim)  # [B, Nkv, G * Q, H]
     mask = attention_mask.repeat(1, 1, groups, 1)  # [B, 1, G * Q, P]
-    mixed = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
+    with kernels:
+        mixed = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
     return mixed.reshape(num_rows, num_heads, num_queries, head_dim).transpose(1, 2).contiguous(), None
 
 

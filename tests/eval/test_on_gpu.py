@@ -110,4 +110,4 @@ def test_a_training_step_has_the_loss_and_gradients_of_a_cpu(head_type, target, 
         rough = there(moved).loss
     rough.backward()
     torch.testing.assert_close(rough.cpu(), wanted, rtol=0.05, atol=0.05)
-    assert all(parameter.grad.isfinite().all() for parameter in there.parameters())
+    assert all(one.grad is not None and one.grad.isfinite().all() for one in there.parameters())
