@@ -13,8 +13,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 NAME = "headstart_grouped"
 
-# cuDNN's kernel, which torch 2.11 prefers on Hopper, is planned anew for each shape, and forwards of more queries than
-# a round has are of any length
+# cuDNN's kernel, which torch 2.11 prefers on Hopper, is planned anew for each shape, and that takes a while: forwards
+# of more queries than a round has are of any length
 MOST_IN_A_ROUND = 65
 ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
