@@ -37,7 +37,7 @@ run() {
             script gpu_tests "$out/tests.json" tests/*/test_on_gpu.py ;;
         pretrain) # targets of two shapes, on the text that this machine carries
             script gpu_target "$out/llama" --shape llama --size $target_size &&
-                script gpu_target "$out/qwen3" --shape qwen3 --size $target_size --share 0.4 ;;
+                script gpu_target "$out/qwen3" --shape qwen3 --size $target_size --share 0.35 ;;
         answers | heads | evaluate | conditions | plan) # the whole product on the first of them
             script gpu_product "$1" --target "$out/llama" --runs "$out" --size $target_size ;;
         engine) # the baseline against the bandwidth limit, a round's cost, what the formula explains

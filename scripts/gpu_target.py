@@ -79,7 +79,7 @@ SIZES = {
         context=48, long_context=160,
     ),
     "full": Size(
-        layers=32, width=768, heads=12, kv_heads=4, vocab_size=16384, row_tokens=4608, rows=14, seconds=200.0,
+        layers=32, width=768, heads=12, kv_heads=4, vocab_size=16384, row_tokens=4608, rows=14, seconds=170.0,
         least_steps=100, learning_rate=2e-3, num_chars=200_000_000, num_problems=200_000, num_completions=30_000,
         num_prompts=6000, num_held_out=24, context=512, long_context=4096,
     ),
@@ -129,7 +129,8 @@ def pretrain(model: Any, rows: Tensor, *, size: Size, device: str) -> dict[str, 
     on_gpu = device.startswith("cuda")
     model.to(device).train()
     model.set_attn_implementation(CAUSAL)
-    step_of: Any = torch.compile(model) if on_gpu else model
+    if on_gpu:
+        compile_layers(model)
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
     optimizers: list[torch.optim.Optimizer] = [
@@ -142,7 +143,7 @@ def pretrain(model: Any, rows: Tensor, *, size: Size, device: str) -> dict[str, 
         picked = order[(torch.arange(size.rows) + step * size.rows) % len(rows)]
         batch = rows[picked].long().to(device, non_blocking=True)  # [B, T]
         with torch.autocast(device.split(":")[0], dtype=torch.bfloat16, enabled=on_gpu):
-            loss = step_of(input_ids=batch, labels=batch, use_cache=False).loss
+            loss = model(input_ids=batch, labels=batch, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -158,7 +159,6 @@ def pretrain(model: Any, rows: Tensor, *, size: Size, device: str) -> dict[str, 
             started = time.perf_counter()
     last = curve[-1][1].item()
     seconds = time.perf_counter() - started
-    model.eval().set_attn_implementation("sdpa")
     every = max(1, len(curve) // NUM_POINTS)
     rate = (step - 1) * size.rows * size.row_tokens / seconds
     peak = matmul_rate(torch.device(device), torch.bfloat16 if on_gpu else torch.float32)
@@ -174,6 +174,12 @@ def pretrain(model: Any, rows: Tensor, *, size: Size, device: str) -> dict[str, 
     }
 
 
+def compile_layers(model: Any, **how: Any) -> None:
+    """What is compiled of one layer serves all: a model of many takes no longer to compile than one of few."""
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, **how)
+
+
 def step_operations(model: Any, size: Size) -> float:
     """Floating-point operations per trained token: 6 per weight that multiplies, 12 T D per layer of attention, halved
     as it is causal (PaLM, Chowdhery et al. 2022, appendix B)."""
@@ -182,8 +188,9 @@ def step_operations(model: Any, size: Size) -> float:
 
 
 @torch.no_grad()
-def samples(model: Any, tokenizer: Any) -> list[str]:
-    """Greedy continuations of a few beginnings."""
+def samples(folder: Path, tokenizer: Any, *, device: str) -> list[str]:
+    """Greedy continuations of a few beginnings, by the target as it was saved."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device)
     found = []
     for prompt in PROMPTS:
         ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
@@ -275,7 +282,11 @@ def main() -> None:
     model.to(torch.bfloat16).save_pretrained(options.output)
     tokenizer.save_pretrained(options.output)
     document = {"shape": options.shape, "size": asdict(size), "parameters": model.num_parameters()}
-    document |= {"device": options.device, **found, "samples": samples(model, tokenizer)}
+    document |= {
+        "device": options.device,
+        **found,
+        "samples": samples(options.output, tokenizer, device=options.device),
+    }
     write_whole(options.output / "pretrain.json", json.dumps(document, indent=2) + "\n")
     print(f"loss {found['loss']:.3f}, {found['tokens_per_second']:,.0f} tokens/s, {found['mfu']:.1%} MFU")
 
