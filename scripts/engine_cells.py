@@ -61,6 +61,8 @@ def cells_of(shape: Shape, steps: str, rates: Mapping[str, Sequence[float]]) -> 
     for size, context in places:
         name = f"batch {size} context {context}"
         found.append(Cell(name, **{**usual, "batch_size": size, "context": context}, **drafts))
+    if steps != "eager":  # last: compiling takes minutes
+        found.append(Cell(f"compile {MAIN}", **{**usual, "steps": "compile"}, **drafts))
     return found
 
 

@@ -9,7 +9,7 @@ from headstart.configs.errors import BadInput
 from headstart.eval.generate import generate
 from headstart.heads.registry import HEADS
 from headstart.scripts import engine_bench
-from headstart.scripts.engine_bench import BARS, predictions, read_acceptance, verify_costs
+from headstart.scripts.engine_bench import BARS, other_ways, predictions, read_acceptance, verify_costs
 from headstart.scripts.engine_cells import Cell, Workbench, cells_of, left_out
 from headstart.scripts.engine_shapes import SHAPES, random_prompts, random_target
 from headstart.scripts.gpu_bars import judge
@@ -157,6 +157,17 @@ def test_a_bar_is_held_or_not():
     ):
         assert [key for key, holds in judge({**GOOD, name: worse}, BARS).items() if not holds] == [name]
     assert judge({"of": "eagle3", "speedup_over_formula_error": None}, BARS) == {"speedup_over_formula_error": False}
+
+
+def test_eager_and_compiled_steps_are_told_in_captured_ones():
+    def cell(base, whole):
+        return {"baseline_ms": {"median": base}, "round_ms": whole}
+
+    cells = {"draft eagle3": cell(5.0, 8.0), "eager eagle3": cell(20.0, 16.0), "compile eagle3": cell(4.0, 6.0)}
+    wanted = {"eager": {"baseline": 4.0, "round": 2.0}, "compile": {"baseline": 0.8, "round": 0.75}}
+    assert other_ways(cells) == wanted
+    assert other_ways({**cells, "eager eagle3": {"failed": ""}}) == {"compile": wanted["compile"]}
+    assert other_ways({}) == {}
 
 
 def test_verifying_one_token_is_a_baseline_step():
