@@ -4,12 +4,13 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from .split_attention import masked_attention
 
 NAME = "headstart_grouped"
 
@@ -44,16 +45,14 @@ def grouped_attention(
         watch(module, query, key, attention_mask, scaling)
     num_rows, num_heads, num_queries, head_dim = query.shape
     groups = num_heads // key.shape[1]
-    is_plain = attention_mask is None or groups == 1 or attention_mask.shape[1] != 1
     kernels = sdpa_kernel(ANY_LENGTH) if query.is_cuda and num_queries > MOST_IN_A_ROUND else nullcontext()
-    if is_plain or kwargs.get("position_bias") is not None:
+    if attention_mask is None or attention_mask.shape[1] != 1 or kwargs.get("position_bias") is not None:
         with kernels:
             return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    assert attention_mask is not None
     packed = query.reshape(num_rows, key.shape[1], groups * num_queries, head_dim)  # [B, Nkv, G * Q, H]
-    mask = attention_mask.repeat(1, 1, groups, 1)  # [B, 1, G * Q, P]
+    mask = attention_mask.repeat(1, 1, groups, 1) if groups > 1 else attention_mask  # [B, 1, G * Q, P]
     with kernels:
-        mixed = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
+        mixed = masked_attention(packed, key, value, mask, scale=scaling)
     return mixed.reshape(num_rows, num_heads, num_queries, head_dim).transpose(1, 2).contiguous(), None
 
 

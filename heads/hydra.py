@@ -23,6 +23,7 @@ from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, Reading
 from .cache import SlotCache, visibility_mask
 from .layers import Attention, GatedMLP, RMSNorm, Rotary, llama_config
+from .split_attention import masked_attention
 from .target import Target
 
 
@@ -101,7 +102,7 @@ class PrefixLayer(nn.Module):
         rotary = self.rotary(positions, like=hidden, num_positions=num_positions)
         queries = attention.group(attention.queries(self.input_layernorm(hidden), rotary))  # [B, Nkv, G * Q, H]
         mask = mask.repeat(1, 1, attention.num_heads // attention.num_kv_heads, 1)  # [B, 1, G * Q, P]
-        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        mixed = masked_attention(queries, keys, values, mask)
         hidden = hidden + attention.output(mixed, num_queries)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 

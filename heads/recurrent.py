@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -20,6 +19,7 @@ from .cache import SlotCache, tree_mask, visibility_mask
 from .chain_attention import Block, attend_chains, laid_out
 from .layers import Attention
 from .repeated import repeated
+from .split_attention import masked_attention
 
 
 @dataclass
@@ -47,7 +47,7 @@ def attend(attention: Attention, x: Tensor, rotary: tuple[Tensor, Tensor], conte
         groups = attention.num_heads // attention.num_kv_heads
         mask = context.mask.to(x.dtype).repeat(1, 1, groups, 1)  # [B, 1, G * Q, P]
         queries = attention.group(queries)  # [B, Nkv, G * Q, H]
-        mixed = F.scaled_dot_product_attention(queries, context.keys, context.values, attn_mask=mask)
+        mixed = masked_attention(queries, context.keys, context.values, mask)
     else:
         how = {"blocks": context.blocks, "drafted": context.drafted}
         mixed = attend_chains(queries, context.keys, context.values, context.mask, **how)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from headstart.eval.engine import Engine
 from headstart.eval.generate import decode, generate
 from headstart.eval.metrics import acceptance
@@ -14,6 +15,7 @@ from headstart.eval.verify import Sampling
 from headstart.heads.base import DraftBatch
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.registry import HEADS, build_head
+from headstart.heads.split_attention import masked_attention, reads_in_parts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -35,12 +37,13 @@ def head_for(head_type, target, **changes):
     return build_head(HEADS[head_type].config_class(type=head_type, **changes), target, seed=1).eval().to(target.dtype)
 
 
-def both_ways(target, drafter, *, steps, tree=None, num_new=40):
+def both_ways(target, drafter, *, steps, tree=None, num_new=40, prompts=PROMPTS):
     """One engine decodes several texts as a fresh eager one does."""
-    wanted = generate(target, drafter, PROMPTS, max_new_tokens=num_new, tree=tree, eos_token_ids=[]).token_ids
-    engine = Engine(target, drafter, batch_size=4, max_length=8 + num_new, tree=tree, steps=steps)
+    wanted = generate(target, drafter, prompts, max_new_tokens=num_new, tree=tree, eos_token_ids=[]).token_ids
+    longest = max(map(len, prompts)) + num_new
+    engine = Engine(target, drafter, batch_size=len(prompts), max_length=longest, tree=tree, steps=steps)
     for _ in range(2):
-        text = decode(engine, PROMPTS, max_new_tokens=num_new, stop=Stop.of(target, eos_token_ids=[]))
+        text = decode(engine, prompts, max_new_tokens=num_new, stop=Stop.of(target, eos_token_ids=[]))
         assert text.token_ids == wanted
         assert all(one.verify_seconds > 0 for one in text.rounds[1:])
         assert drafter is None or all(one.draft_seconds > 0 for one in text.rounds[1:])
@@ -67,6 +70,22 @@ def test_captured_steps_follow_a_text_into_longer_contexts(on_gpu):
     """128 slots, then 256: two recordings of each step, and the second reads what the first has written."""
     engine = both_ways(on_gpu, head_for("eagle3", on_gpu), steps="graph", num_new=190)
     assert set(engine.replay.recorded) == {(name, size) for name in ("draft", "verify") for size in (128, 256)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_long_cache_read_in_parts_is_read_whole(dtype):
+    query, key, value = (torch.randn(1, 8, size, 128, device="cuda").to(dtype) for size in (24, 4096, 4096))
+    hidden = torch.arange(4096, device="cuda") > 3000 + torch.arange(24, device="cuda")[:, None]
+    mask = torch.zeros(1, 1, 24, 4096, device="cuda").masked_fill(hidden, torch.finfo(dtype).min).to(dtype)
+    assert reads_in_parts(query, key)
+    exact = F.scaled_dot_product_attention(*(x.double() for x in (query, key, value)), attn_mask=mask.double())
+    error = (masked_attention(query, key, value, mask) - exact).norm() / exact.norm()
+    assert error < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_captured_steps_decode_behind_a_long_prompt(tiny_target):
+    target = tiny_target("llama", max_position_embeddings=2048).to("cuda")
+    both_ways(target, head_for("eagle3", target), steps="graph", prompts=[[1, *range(3, 60)] * 20])
 
 
 def test_a_captured_target_drafts_for_itself(on_gpu):

@@ -1,0 +1,51 @@
+"""Masked attention of few queries over a cache; on a GPU a long cache is read in parts, side by side."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PART = 256  # slots
+ENOUGH_BLOCKS = 64  # rows times key heads: with so many a GPU is busy without parts
+MOST_QUERIES = 256  # of a key head: more keep a GPU busy too
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scale: float | None = None) -> Tensor:
+    """[B, Nkv, M, H] of queries [B, Nkv, M, H] over keys and values [B, Nkv, P, H]; mask [B, 1, M, P] is additive."""
+    if query.is_cuda and reads_in_parts(query, key):
+        return attention_in_parts(query, key, value, mask, scale=scale)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+
+
+def reads_in_parts(query: Tensor, key: Tensor) -> bool:
+    """Whether a kernel that gives each key head of each row a single block would leave a GPU idle over a long cache."""
+    num_blocks, num_slots = key.shape[0] * key.shape[1], key.shape[2]
+    is_long = num_slots >= 4 * PART and num_slots % PART == 0
+    return is_long and num_blocks < ENOUGH_BLOCKS and query.shape[2] <= MOST_QUERIES
+
+
+def attention_in_parts(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scale: float | None = None
+) -> Tensor:
+    """`masked_attention`, part by part: each has a softmax of its own, and weighs as much as its share of the whole
+    one's denominator (Flash-Decoding, Dao et al. 2023)."""
+    mixed = []
+    for queries, keys, values, hidden in zip(query, key, value, mask, strict=True):  # parts of one row are a view
+        keys, values = (x.unflatten(1, (-1, PART)).transpose(0, 1) for x in (keys, values))  # [C, Nkv, PART, H]
+        hidden = hidden.unflatten(-1, (-1, PART)).permute(2, 0, 1, 3)  # [C, 1, M, PART]
+        queries = queries.expand(len(keys), -1, -1, -1)
+        parts, normalisers = with_normalisers(queries, keys, values, hidden.expand(-1, keys.shape[1], -1, -1), scale)
+        mixed.append((parts.float() * normalisers.softmax(0)[..., None]).sum(0))  # [Nkv, M, H]
+    return torch.stack(mixed).to(query.dtype)
+
+
+def with_normalisers(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention [C, Nkv, M, H], and the log of the sum of its exponentiated scores [C, Nkv, M] fp32."""
+    if query.is_cuda:
+        kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+        mixed, normalisers, *_ = kernel(query, key, value, mask, True, scale=scale)
+    else:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        mixed, normalisers = kernel(query, key, value, attn_mask=mask, scale=scale)
+    return mixed, normalisers[..., : query.shape[2]].float()  # padded to whole blocks on a GPU
