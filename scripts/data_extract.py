@@ -50,7 +50,7 @@ def extract(
     from ..heads.target import Target
     from ..train.config import TrainConfig, load_inputs
     from ..train.data import encode_into, on_main, removed_on_failure
-    from ..train.trainer import start_accelerator
+    from ..train.launch import start_accelerator
 
     how = ExtractConfig(storage_dtype=storage_dtype, batch_tokens=batch_tokens, shard_bytes=shard_bytes)
     run = load_inputs(config, overrides or ())

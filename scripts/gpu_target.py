@@ -190,7 +190,8 @@ def step_operations(model: Any, size: Size) -> float:
 @torch.no_grad()
 def samples(folder: Path, tokenizer: Any, *, device: str) -> list[str]:
     """Greedy continuations of a few beginnings, by the target as it was saved."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model.to(device)
     found = []
     for prompt in PROMPTS:
         ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from headstart.configs.errors import BadInput
-from headstart.train import trainer
+from headstart.train import loop, trainer
 from headstart.train.checkpoint import checkpoints
 from headstart.train.speed import MEASURED
 from headstart.train.tracking import read_rows
@@ -154,7 +154,7 @@ def test_what_a_head_draws_is_a_function_of_seed_step_and_rank(run):
     torch.rand(7)
     assert curve(run("eagle", "half", *noisy)) == curve(whole)
     assert losses(run("eagle", "seeded", *noisy, "train.seed=1")) != losses(whole)
-    assert len({trainer.seed_of(*key) for key in [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)]}) == 4
+    assert len({loop.seed_of(*key) for key in [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)]}) == 4
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -1,0 +1,117 @@
+"""One optimizer step: a frozen target reads each batch, a head learns to draft what follows."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..configs.errors import BadInput
+from ..data_pipelines.loader import Batch
+from ..heads.chains import chain_starts, mean_of
+from ..heads.documents import Documents
+from ..heads.registry import save_head
+from ..heads.target import Target, TargetOutput
+from .backend import Backend
+from .checkpoint import save_checkpoint
+from .config import TrainConfig
+from .optim import schedule
+from .speed import Speed
+from .steering import Best
+from .stopping import Stopping
+
+
+class Loop:
+    """One optimizer step, and what is kept of it, over whatever Accelerate runs on."""
+
+    def __init__(self, config: TrainConfig, backend: Backend, target: Target, stopping: Stopping):
+        self.config, self.backend, self.target, self.stopping = config, backend, target, stopping
+        self.accelerator, self.head, self.optimizer = backend.accelerator, backend.head, backend.optimizer
+        self.speed = Speed(self.accelerator.device, torch.bfloat16 if config.precision == "bf16" else torch.float32)
+        self.should_stop = False  # some rank was told to; all of them know it after the same step
+
+    def step(self, step: int, batches: Iterator[Batch]) -> dict[str, Any]:
+        """One optimizer step over the next `accumulation` batches; returns its metrics row.
+
+        Denominators are the supervised chains, by their labels' weights, of all ranks and all batches of the step: how
+        rows are spread over ranks and batches does not change the gradient.
+        """
+        started = time.perf_counter()
+        taken = list(islice(batches, self.config.accumulation))
+        waited = time.perf_counter() - started
+        torch.manual_seed(seed_of(self.config.seed, step, self.accelerator.process_index))
+        share, scales = schedule(step, self.config), self.head.learning_rate_scales(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * share * scales.get(group["part"], 1.0)
+        num_positions = sum(batch.input_ids.numel() for batch in taken)
+        with self.speed.counted(num_positions):
+            row = self._learn([batch.to(self.accelerator.device) for batch in taken])
+        if not math.isfinite(row["loss"]):
+            raise BadInput(f"step {step + 1}: the loss is {row['loss']}; lower train.learning_rate or check the data")
+        seconds, num_ranks = time.perf_counter() - started, self.accelerator.num_processes
+        return {
+            "step": step + 1,
+            **row,
+            "learning_rate": self.config.learning_rate * share,
+            "padding": round(1 - sum(batch.num_tokens for batch in taken) / num_positions, 4),
+            **self.speed.row(num_positions=num_positions, seconds=seconds, waited=waited, num_devices=num_ranks),
+        }
+
+    def _learn(self, batches: Sequence[Batch]) -> dict[str, Any]:
+        """Forward, backward and update; returns the figures of all ranks."""
+        starts = [chain_starts(batch.loss_mask, self.head.num_depths) for batch in batches]
+        weighted = [one.counts(batch.weights) for one, batch in zip(starts, batches, strict=True)]
+        num_chains = torch.stack([one.counts() for one in starts]).sum(0)
+        denominators, num_chains = self.backend.total(
+            torch.stack([torch.stack(weighted).sum(0), num_chains])
+        )  # [K] each
+        sums, hits = torch.zeros_like(denominators), torch.zeros_like(denominators)
+        loss = torch.zeros((), device=self.accelerator.device)
+        for i, batch in enumerate(batches):
+            with self.backend.accumulating(is_last=i == len(batches) - 1):
+                out = self.backend.loss(batch.filled(self._read), denominators)
+                self.backend.backward(out.loss)  # the denominators are those of all ranks already
+            loss += out.loss.detach()
+            sums += out.depth_loss
+            hits += out.hits.sum((0, 1))
+        grad_norm = self.backend.update()
+        told = loss.new_full((1,), float(self.stopping.received is not None))
+        totals = self.backend.total(torch.cat([told, loss[None], sums, hits]))
+        self.should_stop, loss, sums, hits = bool(totals[0] > 0), totals[1], *totals[2:].chunk(2)
+        return {
+            "loss": loss.item(),
+            "depth_loss": mean_of(sums, denominators).tolist(),
+            "depth_accuracy": mean_of(hits, num_chains).tolist(),
+            "grad_norm": grad_norm,
+            "num_supervised": int(num_chains[0]),
+        }
+
+    def _read(self, input_ids: Tensor, *, documents: Documents | None = None) -> TargetOutput:
+        """What the head reads of the live target."""
+        return self.target.forward(input_ids, feature_layers=self.head.feature_layers, documents=documents)
+
+    def save(self, folder: Path, *, step: int, best: Best) -> None:
+        """A checkpoint, by the main process, of what all hold."""
+        weights, state = self.backend.weights(), self.backend.optimizer_state()
+        if self.accelerator.is_main_process:
+            progress = {"step": step, "num_processes": self.accelerator.num_processes, "best": asdict(best)}
+            save_checkpoint(folder, weights, state, progress=progress, keep=self.config.keep_checkpoints)
+        self.accelerator.wait_for_everyone()
+
+    def write_head(self, folder: Path, training: dict[str, Any]) -> None:
+        """The head as it is, to be loaded, with what is known of its training, by the main process."""
+        with self.backend.whole() as whole:
+            if self.accelerator.is_main_process:
+                save_head(whole, folder, training=training)
+        self.accelerator.wait_for_everyone()
+
+
+def seed_of(seed: int, step: int, rank: int) -> int:
+    """The seed of whatever a rank draws in a step: a resumed run draws the same."""
+    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0] >> 1)

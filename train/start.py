@@ -1,0 +1,149 @@
+"""What a run begins with: target, rows, head and optimizer, as its config or its last checkpoint has them."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from accelerate import Accelerator
+from rich.console import Console
+from torch import Tensor
+
+from ..configs.errors import BadInput
+from ..configs.loader import dump_config
+from ..heads.adapters import add_adapters
+from ..heads.base import DraftHead
+from ..heads.fit import check_fit
+from ..heads.fusing import fuse
+from ..heads.registry import build_head, head_record, start_head
+from ..heads.target import Target
+from .backend import Backend
+from .checkpoint import checkpoints, load_checkpoint, read_progress, remove_partial
+from .config import RunConfig, differing_key
+from .data import TrainingData, check_stored_states, draft_token_ids, load_data, removed_on_failure
+from .launch import start_accelerator
+from .optim import build_optimizer
+from .provenance import origin, write_provenance
+from .steering import Best
+from .tracking import check_trackers
+from .training_record import training_record
+
+
+@dataclass
+class Start:
+    """What a run begins with. done: its checkpoints so far. progress: of the last of them. best: the best validation.
+    record: what its heads will say of their training."""
+
+    target: Target
+    accelerator: Accelerator
+    data: TrainingData
+    head: DraftHead
+    optimizer: torch.optim.Optimizer
+    done: list[Path]
+    progress: dict[str, Any]
+    best: Best
+    record: dict[str, Any]
+
+    @property
+    def first_step(self) -> int:
+        return self.progress["step"]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.head.parameters() if p.requires_grad)
+
+
+def find_inputs(run: RunConfig, folder: Path, console: Console) -> Start:
+    """Everything that can be wrong is found here. Raises BadInput."""
+    check_fit(run.head, run.target)
+    check_trackers(run.train)
+    if run.train.patience and not run.data.validation:
+        raise BadInput(f"train.patience {run.train.patience}: counts validations, so data.validation must be given")
+    # the target is loaded before the Accelerator exists: DeepSpeed's would partition it under ZeRO-3
+    target = Target.load(run.target.path, **{k: v for k, v in asdict(run.target).items() if k != "path"})
+    accelerator = start_accelerator(run.train)
+    if target.is_spread and accelerator.num_processes > 1:
+        raise BadInput("target.device_map: one process has all GPUs of the target: launch one, as headstart train does")
+    fuse(run.train.compile, accelerator.device)
+    with removed_on_failure(folder / "tokens"):
+        data = load_data(run, target, accelerator, console)
+        target.to(accelerator.device)
+        head = first_head(run, target, draft_token_ids(run, data, target, console), console)
+        check_stored_states(data, head, target)
+        optimizer = build_optimizer(head, run.train)
+        done = checkpoints(folder / "checkpoints")
+        progress = read_progress(done[-1]) if done else {"step": 0, "num_processes": accelerator.num_processes}
+        if (folder / "final").is_dir() or (folder / "config.yaml").is_file():
+            check_same_run(folder, run, before=progress["num_processes"], now=accelerator.num_processes)
+    best = Best(**progress.get("best", {}))
+    record = training_record(run, target, data)
+    return Start(target, accelerator, data, head, optimizer, done, progress, best, record)
+
+
+def set_up(run: RunConfig, start: Start, folder: Path) -> Backend:
+    """Head and optimizer as the last checkpoint left them, on the run's devices; the run folder says what it holds."""
+    accelerator = start.accelerator
+    state = load_checkpoint(start.done[-1], start.head) if start.done else {}
+    backend = Backend(accelerator, start.head, start.optimizer, run.train)
+    backend.load_optimizer_state(state)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        remove_partial(folder / "checkpoints")
+        try:
+            dump_config(run, folder / "config.yaml")
+            write_provenance(folder, origin(start.target, start.data, num_processes=accelerator.num_processes))
+        except OSError as error:
+            raise BadInput(f"train.output_dir {folder}: {error.strerror}") from error
+    return backend
+
+
+def first_head(run: RunConfig, target: Target, ids: Tensor | None, console: Console) -> DraftHead:
+    """The head before the first step: fresh, or as an earlier run left it, and then perhaps with adapters to train."""
+    config, folder = run.train, run.train.start_from
+    if folder is None:
+        return build_head(run.head, target, draft_token_ids=ids, seed=config.seed)
+    try:
+        head = start_head(run.head, target, folder, seed=config.seed)
+    except BadInput as error:
+        raise BadInput(f"train.start_from: {error}") from error
+    before, now = head_record(folder), head.config.as_dict()
+    if before["target"]["fingerprint"] not in (None, target.fingerprint):
+        name = before["target"]["name"]
+        console.print(f"train.start_from: a head of another target, {name}; it goes on for {target.name}")
+    changed = [key for key, value in before["head"].items() if now.get(key) != value]
+    if changed:
+        console.print(f"train.start_from: that head was trained with another {', '.join(changed)}")
+    if config.lora_rank:
+        size = target.vocab_size if head.vocabulary is None else len(head.vocabulary.to_target)
+        with torch.random.fork_rng():
+            torch.manual_seed(config.seed)
+            add_adapters(head, rank=config.lora_rank, alpha=config.lora_alpha, vocab_size=size, key="train.lora_rank")
+    return head
+
+
+def check_same_run(folder: Path, run: RunConfig, *, before: int, now: int) -> None:
+    """Raises BadInput where a run folder holds a run of another config.
+
+    With another number of processes, batch_size and accumulation may differ too: a step must read the same rows.
+
+    Args: before, now: processes that trained it, and that are to go on.
+    """
+    path = folder / "config.yaml"
+    try:
+        written = yaml.safe_load(path.read_text())
+        shape = {key: written["train"][key] for key in ("batch_size", "accumulation")}
+    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise BadInput(f"{path}: cannot be read, so the run in {folder} cannot be continued") from error
+    if before != now:
+        size, times, config = shape["batch_size"], shape["accumulation"], run.train
+        was, would = f"{before} x {size} x {times}", f"{now} x {config.batch_size} x {config.accumulation}"
+        counted = "(processes x batch_size x accumulation) rows a step"
+        if before * size * times != now * config.batch_size * config.accumulation:
+            raise BadInput(f"{folder} was trained with {was} {counted}, this would be {would}: the products must agree")
+        if run.data.layout == "bucketed" and before * size != now * config.batch_size:
+            raise BadInput(f"{folder} was trained with {was} {counted}: bucketed, processes x batch_size must stay")
+        written["train"] |= {"batch_size": config.batch_size, "accumulation": config.accumulation}
+    key = differing_key(run, written)
+    if key is not None:
+        raise BadInput(f"{folder} holds a run with another {key}; choose another train.output_dir")
