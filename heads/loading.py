@@ -1,5 +1,6 @@
 """How a target is named and read from disk or the hub: its config, dtype and device, and which weights it holds."""
 
+import gc
 import hashlib
 import sys
 from collections.abc import Iterator
@@ -69,6 +70,13 @@ def quantization(config: Any) -> str | None:
     found = getattr(config, "quantization_config", None)
     found = found if isinstance(found, dict) or found is None else found.to_dict()
     return None if found is None else str(found.get("quant_method"))
+
+
+def release_memory() -> None:
+    """Give back to the GPU what nothing refers to any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def default_device() -> str:

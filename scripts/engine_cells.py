@@ -1,6 +1,5 @@
 """The cells of the engine's benchmark: what is timed or decoded in one go, and how."""
 
-import gc
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from ..eval.step_times import NUM_ROUNDS, Place, check_room, most_tokens
 from ..eval.suites import Suite
 from ..eval.synthetic import BlankDrafter, SyntheticDrafter, expected_length
 from ..heads.base import Drafter, DraftHead
+from ..heads.loading import release_memory
 from ..heads.registry import HEADS, build_head
 from ..heads.target import Target
 from .engine_shapes import Shape, random_prompts
@@ -76,7 +76,7 @@ class Workbench:
 
     def attempt(self, cell: Cell) -> dict[str, Any]:
         """The cell's figures; or `left_out`, why it was not tried, or `failed`, what was raised. Frees its memory."""
-        free()
+        release_memory()
         reason = left_out(self.target, cell, available=free_memory(self.target.device))
         if reason is not None:
             return {"left_out": reason}
@@ -84,7 +84,7 @@ class Workbench:
             return self.decode(cell) if cell.rates else self.time(cell)
         except Exception as error:  # out of memory, a step that cannot be captured: the other cells stand
             reason = f"{type(error).__name__}: {first_line(error)}"
-        free()
+        release_memory()
         return {"failed": reason}
 
     def time(self, cell: Cell) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class Workbench:
         """An untrained one: it takes the time that a trained one does. The last family's is forgotten."""
         if family not in self.heads:
             self.heads.clear()
-            free()
+            release_memory()
             with torch.device(self.target.device):
                 head = build_head(HEADS[family].config_class(type=family), self.target)
             self.heads[family] = head.to(self.target.dtype).eval().requires_grad_(False)
@@ -147,13 +147,6 @@ class Workbench:
     def synthetic(self) -> SyntheticDrafter:
         """With the target's own texts behind the prompts; its rates do not count."""
         return SyntheticDrafter(self.target, self.prompts, [1.0], max_new_tokens=self.shape.num_new)
-
-
-def free() -> None:
-    """Give back the memory that earlier cells held."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def left_out(target: Target, cell: Cell, *, available: float) -> str | None:

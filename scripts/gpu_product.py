@@ -3,12 +3,13 @@
     python -m headstart.scripts.gpu_product STAGE [--target runs/gpu/llama] [--runs runs/gpu] [--size toy|full]
 
 answers: the target answers its prompts, and its states are extracted. heads: five families learn from that, each in
-its own time. evaluate: greedy, one row, chains and trees. conditions: sampled, more rows, long contexts. plan: what to
-serve. Every command is printed. A stage leaves RUNS/STAGE.json; stopped, it goes on where it was.
+its own time. evaluate: greedy, one row, chains and trees. sampled: at temperature 1. conditions: more rows, long
+contexts. plan: what to serve.
+
+Every command is printed. A stage leaves RUNS/STAGE.json; stopped, it goes on where it was.
 """
 
 import argparse
-import gc
 import json
 import shlex
 import statistics
@@ -22,9 +23,9 @@ from typing import Any
 import torch
 
 from ..configs.errors import BadInput
-from ..eval.report import write_whole
+from ..eval.report import device_name, write_whole
 from ..eval.verdict import deviates
-from ..heads.loading import default_device
+from ..heads.loading import default_device, release_memory
 from ..train.tracking import read_rows
 from .cli import app
 from .gpu_bars import BARS, TREES, asked_of, figures, judge
@@ -37,7 +38,8 @@ WARM_UP = 3  # steps of a run whose speed is not counted
 class Work:
     """answer_tokens: of an answer at most. answer_rows: answered at a time. max_length, rows: of a step, packed.
     speed_steps: a first look at how fast a family trains, so that its run takes about train_seconds. prompts: of each
-    file, and new_tokens: of each answer, measured. batch_sizes: beside one row. lengths: each K that is planned.
+    file, and new_tokens: of each answer, measured. batch_sizes: beside one row, with crowd prompts. lengths: each K
+    that is planned.
     """
 
     answer_tokens: int
@@ -51,17 +53,19 @@ class Work:
     new_tokens: int
     repeats: int
     batch_sizes: tuple[int, ...]
+    crowd: int
     lengths: tuple[int, ...]
 
 
 SIZES = {
     "toy": Work(
         answer_tokens=24, answer_rows=16, max_length=192, rows=1, learning_rate=3e-3, speed_steps=5, train_seconds=1.0,
-        prompts=2, new_tokens=12, repeats=1, batch_sizes=(2,), lengths=(1, 2),
+        prompts=2, new_tokens=12, repeats=1, batch_sizes=(2,), crowd=3, lengths=(1, 2),
     ),
     "full": Work(
         answer_tokens=192, answer_rows=256, max_length=4608, rows=4, learning_rate=1e-3, speed_steps=25,
-        train_seconds=70.0, prompts=12, new_tokens=96, repeats=3, batch_sizes=(8, 32), lengths=(1, 2, 3, 4, 5, 7),
+        train_seconds=70.0, prompts=10, new_tokens=96, repeats=2, batch_sizes=(8, 32), crowd=64,
+        lengths=(1, 2, 3, 4, 5, 7),
     ),
 }  # fmt: skip
 
@@ -105,9 +109,7 @@ def headstart(*words: object) -> float:
     code = app(line, standalone_mode=False)
     if code and (code, line[0]) != (1, "eval"):
         sys.exit(code)
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    release_memory()
     return round(time.perf_counter() - started, 1)
 
 
@@ -188,14 +190,16 @@ def learned(folder: Path) -> dict[str, Any]:
     return {**median, **{key: last[key] for key in ("loss", "depth_accuracy", "epoch", "peak_bytes")}}
 
 
-def evaluated(place: Place, output: str, files: Iterable[str], *options: object) -> list[dict[str, Any]]:
+def evaluated(
+    place: Place, output: str, files: Iterable[str], *options: object, limit: int | None = None
+) -> list[dict[str, Any]]:
     """`headstart eval` of all heads on these prompts; its results, without what only the page needs."""
     work, folder = place.work, place.runs / output
     heads = (word for family in FAMILIES for word in ("--head", place.head(family) / "final"))
     asked = (word for name in files for word in ("--prompts", place.prompts / f"{name}.jsonl"))
     headstart(
-        "eval", "--target", place.target, *heads, *asked, "--output", folder, "--limit", work.prompts,
-        "--max-new-tokens", work.new_tokens, "--repeats", work.repeats, *options,
+        "eval", "--target", place.target, *heads, *asked, "--output", folder,
+        "--limit", limit or work.prompts, "--max-new-tokens", work.new_tokens, "--repeats", work.repeats, *options,
     )  # fmt: skip
     return [figures(entry) for entry in json.loads((folder / "report.json").read_text())["results"]]
 
@@ -208,20 +212,21 @@ def evaluate(place: Place) -> dict[str, Any]:
     return {"results": results, "figures": found, "bars": BARS, "holds": judge(found) if on_gpu() else None}
 
 
+def sampled(place: Place) -> dict[str, Any]:
+    """At temperature 1, chains and sampled trees: every text must follow the target's distribution."""
+    results = evaluated(place, "sampled", ("code",), "--temperature", 1, "--tree", "chain", "--tree", "sampled")
+    found = {"results_that_deviate": sum(map(deviates, results))}
+    return {"results": results, "figures": found, "holds": found["results_that_deviate"] == 0}
+
+
 def conditions(place: Place) -> dict[str, Any]:
-    """Sampled chains and trees; more rows; contexts eight times as long. All texts must be the target's."""
-    sizes = [word for size in place.work.batch_sizes for word in ("--batch-size", size)]
-    results = {
-        "sampled": evaluated(place, "sampled", ("code",), "--temperature", 1, "--tree", "chain", "--tree", "sampled"),
-        "batches": evaluated(place, "batches", ("code", "reasoning"), *sizes),
-        "long": evaluated(place, "long", ("code_long",), "--batch-size", 1, "--batch-size", place.work.batch_sizes[0]),
-    }
-    every = [entry for entries in results.values() for entry in entries]
-    found = {
-        "texts_unexplained": sum(entry["lossless"]["unexplained"] for entry in every),
-        "results_that_deviate": sum(map(deviates, every)),
-    }
-    return {**results, "figures": found, "holds": {name: value == 0 for name, value in found.items()}}
+    """More rows at a time; contexts eight times as long. All texts must be the target's."""
+    work = place.work
+    sizes = [word for size in work.batch_sizes for word in ("--batch-size", size)]
+    batches = evaluated(place, "batches", ("code",), *sizes, limit=work.crowd)
+    long = evaluated(place, "long", ("code_long",), "--batch-size", 1, "--batch-size", work.batch_sizes[0])
+    found = {"texts_unexplained": sum(entry["lossless"]["unexplained"] for entry in (*batches, *long))}
+    return {"batches": batches, "long": long, "figures": found, "holds": found["texts_unexplained"] == 0}
 
 
 def plan(place: Place) -> dict[str, Any]:
@@ -245,6 +250,7 @@ STAGES: dict[str, Callable[[Place], dict[str, Any]]] = {
     "answers": answer,
     "heads": train_heads,
     "evaluate": evaluate,
+    "sampled": sampled,
     "conditions": conditions,
     "plan": plan,
 }
@@ -269,13 +275,9 @@ def main() -> None:
     except BadInput as error:
         print(f"gpu_product: {error}", file=sys.stderr)
         sys.exit(2)
-    about = {"size": options.size, "work": asdict(place.work), "device": device_name()}
+    about = {"size": options.size, "work": asdict(place.work), "device": device_name(torch.device(default_device()))}
     write_whole(path, json.dumps({**about, **found}, indent=2) + "\n")
     print(f"written to {path}")
-
-
-def device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
-all=(tests pretrain answers heads evaluate conditions plan engine training)
+all=(tests pretrain answers heads evaluate sampled conditions plan engine training)
 size=8b
 out=
 stages=()
@@ -38,7 +38,7 @@ run() {
         pretrain) # targets of two shapes, on the text that this machine carries
             script gpu_target "$out/llama" --shape llama --size $target_size &&
                 script gpu_target "$out/qwen3" --shape qwen3 --size $target_size --share 0.35 ;;
-        answers | heads | evaluate | conditions | plan) # the whole product on the first of them
+        answers | heads | evaluate | sampled | conditions | plan) # the whole product on the first of them
             script gpu_product "$1" --target "$out/llama" --runs "$out" --size $target_size ;;
         engine) # the baseline against the bandwidth limit, a round's cost, what the formula explains
             report=$out/eval/report.json

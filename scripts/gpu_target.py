@@ -81,7 +81,7 @@ SIZES = {
     "full": Size(
         layers=32, width=768, heads=12, kv_heads=4, vocab_size=16384, row_tokens=4608, rows=14, seconds=170.0,
         least_steps=100, learning_rate=2e-3, num_chars=200_000_000, num_problems=200_000, num_completions=30_000,
-        num_prompts=6000, num_held_out=24, context=512, long_context=4096,
+        num_prompts=6000, num_held_out=64, context=512, long_context=4096,
     ),
 }  # fmt: skip
 CHARS_PER_TOKEN = 5  # more than code has: what is cut to so many tokens must not be too short

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from ..eval.report import write_whole
-from .gpu_product import device_name
+from ..eval.report import device_name, write_whole
+from ..heads.loading import default_device
 
 
 class Outcomes:
@@ -37,7 +37,11 @@ class Outcomes:
 def main() -> int:
     output, outcomes = Path(sys.argv[1]), Outcomes()
     code = pytest.main(["-m", "gpu", *sys.argv[2:]], plugins=[outcomes])
-    found = {"device": device_name(), "torch": torch.__version__, "num_passed": len(outcomes.passed)}
+    found = {
+        "device": device_name(torch.device(default_device())),
+        "torch": torch.__version__,
+        "num_passed": len(outcomes.passed),
+    }
     found |= {"num_skipped": len(outcomes.skipped), "failed": outcomes.failed}
     output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(output, json.dumps(found, indent=2) + "\n")

@@ -8,7 +8,6 @@ measured; the same command goes on behind the last one that is there.
 """
 
 import argparse
-import gc
 import json
 import platform
 from collections.abc import Callable, Iterator
@@ -22,8 +21,8 @@ from rich.table import Table
 
 from .. import __version__
 from ..configs.errors import BadInput, first_line
-from ..eval.report import write_whole
-from ..heads.loading import default_device
+from ..eval.report import device_name, write_whole
+from ..heads.loading import default_device, release_memory
 from .bench_train import DEPTHS, LARGE
 from .step_memory import Shape
 from .step_speed import DEFINITIONS, TrainingStep
@@ -138,13 +137,6 @@ def attempt(work: Callable[..., dict[str, Any]], cell: Cell, *how: Any) -> dict[
         return {"status": "failed", "reason": f"{type(error).__name__}: {first_line(error)}"}
 
 
-def free() -> None:
-    """Memory of what is no longer used; not while an exception still refers to it."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 def judge(size: str, cells: list[dict[str, Any]]) -> dict[str, Any]:
     """Each bar, what was found with compile off and on, and whether the better of both holds it; null at another size
     than 8b or where nothing was measured."""
@@ -165,15 +157,11 @@ def judge(size: str, cells: list[dict[str, Any]]) -> dict[str, Any]:
     return judged
 
 
-def device_name(device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else f"cpu, {torch.get_num_threads()} threads"
-
-
 def begin(path: Path, *, size: str, device: str) -> dict[str, Any]:
     """The document to go on with. Raises BadInput where the file holds another run."""
     document: dict[str, Any] = {
         "size": size,
-        "device": device_name(device),
+        "device": device_name(torch.device(device)),
         "environment": {
             "headstart": __version__,
             "torch": torch.__version__,
@@ -226,7 +214,7 @@ def run(path: Path, *, size: str, device: str, console: Console) -> dict[str, An
     path.parent.mkdir(parents=True, exist_ok=True)
 
     def keep(kind: str, cell: Cell, found: dict[str, Any]) -> None:
-        free()
+        release_memory()
         document[kind].append({**cell.name, **found})
         document["bars"] = judge(size, document["cells"])
         write_whole(path, json.dumps(document, indent=1) + "\n")

@@ -13,7 +13,7 @@ from headstart.scripts.gpu_bars import asked_of, judge
 from headstart.scripts.gpu_product import FAMILIES, SIZES, Work, step_seconds
 
 ROOT = Path(__file__).parents[2]
-STAGES = ["answers", "heads", "evaluate", "conditions", "plan", "engine", "training"]
+STAGES = ["answers", "heads", "evaluate", "sampled", "conditions", "plan", "engine", "training"]
 
 
 def suite(*words):
@@ -51,18 +51,19 @@ def test_every_stage_runs_at_toy_size(tmp_path):
     assert all(one["lossless"]["identical"] == one["lossless"]["checked"] == one["num_prompts"] for one in results)
     assert found["evaluate"]["holds"] is None, "bars are for a GPU"
     conditions = found["conditions"]
-    assert conditions["figures"] == {"texts_unexplained": 0, "results_that_deviate": 0}
-    assert all(one["sampling_check"]["p_value"] is not None for one in conditions["sampled"])
+    assert conditions["figures"] == {"texts_unexplained": 0} and conditions["holds"]
+    assert all(one["sampling_check"]["p_value"] is not None for one in found["sampled"]["results"])
+    assert found["sampled"]["figures"] == {"results_that_deviate": 0}
     assert {one["batch_size"] for one in conditions["batches"]} == set(SIZES["toy"].batch_sizes)
     assert found["plan"]["recommendation"] and (tmp_path / "eval" / "report.html").is_file()
 
-    again = suite("--size", "toy", "--output", tmp_path, *STAGES[:5])
-    assert again.returncode == 0 and again.stdout.count("is there already") == 5
+    again = suite("--size", "toy", "--output", tmp_path, *STAGES[:6])
+    assert again.returncode == 0 and again.stdout.count("is there already") == 6
 
 
 def test_the_suite_refuses_an_unknown_stage():
     done = suite("engin")
-    stages = "tests pretrain answers heads evaluate conditions plan engine training"
+    stages = "tests pretrain answers heads evaluate sampled conditions plan engine training"
     assert (done.returncode, done.stderr) == (2, f"gpu_suite: unknown stage engin: expected {stages}\n")
 
 
