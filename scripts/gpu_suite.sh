@@ -34,7 +34,7 @@ script() { "$python" -m "headstart.scripts.$@"; }
 run() {
     case "$1" in
         tests) # captured graphs decode what eager steps do
-            script gpu_tests "$out/tests.json" tests/*/test_on_gpu.py ;;
+            script gpu_tests "$out/tests.json" $(grep -rl --include='*.py' 'mark\.gpu' tests) ;;
         pretrain) # targets of two shapes, on the text that this machine carries
             script gpu_target "$out/llama" --shape llama --size $target_size &&
                 script gpu_target "$out/qwen3" --shape qwen3 --size $target_size --share 0.35 ;;
