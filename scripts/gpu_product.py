@@ -36,10 +36,13 @@ WARM_UP = 3  # steps of a run whose speed is not counted
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """answer_tokens: of an answer at most. answer_rows: answered at a time. max_length, rows: of a step, packed.
-    speed_steps: a first look at how fast a family trains, so that its run takes about train_seconds. prompts: of each
-    file, and new_tokens: of each answer, measured. batch_sizes: beside one row, with crowd prompts. lengths: each K
-    that is planned.
+    """answer_tokens: of an answer at most. answer_rows: answered at a time.
+
+    max_length, rows: of a training step, packed. learning_rate: AdamW's; matrix_learning_rate: Muon's. speed_steps: a
+    first look at how fast a family trains, so that its run takes about train_seconds.
+
+    prompts: of each file, and new_tokens: of each answer, measured. batch_sizes: beside one row, with crowd prompts.
+    lengths: each K that is planned.
     """
 
     answer_tokens: int
@@ -47,6 +50,7 @@ class Work:
     max_length: int
     rows: int
     learning_rate: float
+    matrix_learning_rate: float
     speed_steps: int
     train_seconds: float
     prompts: int
@@ -59,12 +63,13 @@ class Work:
 
 SIZES = {
     "toy": Work(
-        answer_tokens=24, answer_rows=16, max_length=192, rows=1, learning_rate=3e-3, speed_steps=5, train_seconds=1.0,
-        prompts=2, new_tokens=12, repeats=1, batch_sizes=(2,), crowd=3, lengths=(1, 2),
+        answer_tokens=24, answer_rows=16, max_length=192, rows=1, learning_rate=3e-3, matrix_learning_rate=1e-2,
+        speed_steps=5, train_seconds=1.0, prompts=2, new_tokens=12, repeats=1, batch_sizes=(2,), crowd=3,
+        lengths=(1, 2),
     ),
     "full": Work(
-        answer_tokens=192, answer_rows=256, max_length=4608, rows=4, learning_rate=1e-3, speed_steps=25,
-        train_seconds=70.0, prompts=10, new_tokens=96, repeats=2, batch_sizes=(8, 32), crowd=64,
+        answer_tokens=192, answer_rows=256, max_length=4608, rows=2, learning_rate=1e-3, matrix_learning_rate=4e-3,
+        speed_steps=25, train_seconds=70.0, prompts=10, new_tokens=96, repeats=2, batch_sizes=(8, 32), crowd=64,
         lengths=(1, 2, 3, 4, 5, 7),
     ),
 }  # fmt: skip
@@ -138,7 +143,8 @@ def run_of(place: Place, family: str, **train: Any) -> list[str]:
     work = place.work
     precision = "bf16" if default_device() == "cuda" else "fp32"
     keys = {"output_dir": place.head(family), "max_steps": 1, "batch_size": work.rows, "precision": precision}
-    keys |= {"learning_rate": work.learning_rate, "max_grad_norm": 0.5, "warmup_steps": 0, **train}
+    keys |= {"optimizer": "muon", "learning_rate": work.learning_rate, "max_grad_norm": 0.5, "warmup_steps": 0}
+    keys |= {"matrix_learning_rate": work.matrix_learning_rate, **train}
     return [
         f"configs/heads/{family}.yaml",
         f"target.path={place.target}",
