@@ -53,7 +53,7 @@ def grouped_attention(
     mask = attention_mask.repeat(1, 1, groups, 1) if groups > 1 else attention_mask  # [B, 1, G * Q, P]
     with kernels:
         mixed = masked_attention(packed, key, value, mask, scale=scaling)
-    return mixed.reshape(num_rows, num_heads, num_queries, head_dim).transpose(1, 2).contiguous(), None
+    return mixed.reshape(num_rows, num_heads, num_queries, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, grouped_attention)

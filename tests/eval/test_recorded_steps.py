@@ -109,6 +109,7 @@ def test_nor_does_the_target_that_drafts_for_itself(family, tiny_target, recorde
     both_ways(target, SparseSelfDrafter(target, 32), None)
 
 
+@pytest.mark.slow
 def test_nor_do_drafts_without_a_head(target, recorded_strictly):
     both_ways(target, BlankDrafter(), None)
     drafter = SyntheticDrafter(target, PROMPTS, [0.7, 0.5], max_new_tokens=24, inner=head_for("eagle3", target))

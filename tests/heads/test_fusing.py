@@ -27,7 +27,7 @@ MIXES = {
 }
 
 
-@pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor")])
 def compiler(request, monkeypatch):
     """As on a GPU: chunks of many sizes, blocks of queries, our own attention."""
     compiled, how = {}, {"dynamic": True, "fullgraph": True, "backend": request.param}

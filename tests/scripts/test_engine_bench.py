@@ -8,7 +8,7 @@ import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.generate import generate
 from headstart.heads.registry import HEADS
-from headstart.scripts import engine_bench
+from headstart.scripts import engine_bench, engine_cells
 from headstart.scripts.engine_bench import BARS, other_ways, predictions, read_acceptance, verify_costs
 from headstart.scripts.engine_cells import Cell, Workbench, cells_of, left_out
 from headstart.scripts.engine_shapes import SHAPES, random_prompts, random_target
@@ -37,6 +37,7 @@ def few_cells(monkeypatch):
     usual = {"steps": "eager", "batch_size": 1, "context": 16, "num_passes": 1}
     cells = [Cell("baseline", **usual), Cell("verify 2", num_draft_tokens=1, **usual)]
     monkeypatch.setattr(engine_bench, "cells_of", lambda *arguments: cells)
+    monkeypatch.setattr(engine_cells, "release_memory", lambda: None)  # a full collection takes a while in a test run
     monkeypatch.setattr(engine_bench, "environment", lambda target: {"copy_gigabytes_per_second": 10.0})
     attempt = Workbench.attempt
     monkeypatch.setattr(Workbench, "attempt", lambda bench, cell: done.append(cell.name) or attempt(bench, cell))
