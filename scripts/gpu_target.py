@@ -84,6 +84,7 @@ SIZES = {
         num_prompts=6000, num_held_out=64, context=512, long_context=4096,
     ),
 }  # fmt: skip
+MAX_POSITIONS = 8192
 CHARS_PER_TOKEN = 5  # more than code has: what is cut to so many tokens must not be too short
 LONG_SHARE = 10  # one completion in so many has the long context
 
@@ -109,7 +110,7 @@ def new_model(shape: str, size: Size, tokenizer: Any) -> Any:
         num_attention_heads=size.heads,
         num_key_value_heads=size.kv_heads,
         head_dim=size.width // size.heads,
-        max_position_embeddings=8192,
+        max_position_embeddings=MAX_POSITIONS,
         initializer_range=0.5 * size.width**-0.5,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
         tie_word_embeddings=True,
@@ -268,6 +269,7 @@ def main() -> None:
     words = [message["content"] for chat in chats[:3000] for message in chat]
     texts = corpus.pretrain
     tokenizer = train_tokenizer([*texts[:: max(1, len(texts) // 2000)], *words], vocab_size=size.vocab_size)
+    tokenizer.model_max_length = MAX_POSITIONS
     chats += code_chats(texts, size, size.num_completions)
     texts = texts + [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
     try:
