@@ -259,6 +259,8 @@ def main() -> None:
     parser.add_argument("--text", type=Path, nargs="*", default=[], help="more text: plain files, or JSONL rows")
     parser.add_argument("--device", default=default_device())
     options = parser.parse_args()
+    if missing := [str(path) for path in options.text if not path.is_file()]:
+        parser.error(f"--text {missing[0]}: no such file")
     if (options.output / "pretrain.json").is_file():
         print(f"{options.output} holds a target already")
         return
