@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from ..configs.errors import BadInput, first_line
 
@@ -13,6 +14,7 @@ Tensors = tuple[Tensor | None, ...]
 Step = Callable[..., Tensors]
 
 WAYS = ("eager", "graph", "compile")
+COMPILES_FROM = "2.11"  # earlier torch cannot trace the steps
 WARM_UPS = 2  # runs before a capture, in which kernels are chosen and workspaces made
 
 
@@ -22,6 +24,8 @@ def check_way(way: str, device: torch.device) -> str:
         raise BadInput(f"steps {way!r}: expected one of {', '.join(WAYS)}")
     if way == "graph" and device.type != "cuda":
         raise BadInput(f"steps graph: a CUDA graph needs a GPU, and the target is on {device}; compile works here")
+    if way == "compile" and TorchVersion(torch.__version__) < COMPILES_FROM:
+        raise BadInput(f"steps compile: needs torch {COMPILES_FROM}, this is {torch.__version__}")
     return way
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..heads.base import Drafter, Reading
 from ..heads.target import Target, TargetOutput
@@ -185,9 +184,10 @@ def with_row(read: Reading | None, place: int, row: Reading, *, num_rows: int) -
     width = max(read.tokens.shape[1], row.tokens.shape[1])
 
     def put(into: Tensor, one: Tensor) -> Tensor:
-        into, one = (pad(x, (0, 0) * (x.ndim - 2) + (0, width - x.shape[1])) for x in (into, one))
-        into[place] = one[0]
-        return into
+        wide = into.new_zeros(len(into), width, *into.shape[2:])
+        wide[:, : into.shape[1]] = into
+        wide[place, : one.shape[1]], wide[place, one.shape[1] :] = one[0], 0
+        return wide
 
     output = TargetOutput(
         put(read.output.features, row.output.features), put(read.output.post_norm, row.output.post_norm)

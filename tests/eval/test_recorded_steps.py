@@ -156,10 +156,13 @@ def test_a_longer_context_is_another_recording(tiny_target, recorded_strictly):
     assert list(engine.replay.recorded) == [("verify", 128), ("verify", 256)]
 
 
-def test_what_cannot_be_recorded_is_one_line(target):
+def test_what_cannot_be_recorded_is_one_line(target, monkeypatch):
     with pytest.raises(BadInput, match=r"^steps graph: a CUDA graph needs a GPU, and the target is on cpu; compile"):
         Engine(target, None, batch_size=1, max_length=8, steps="graph")
     with pytest.raises(BadInput, match=r"^steps 'fast': expected one of eager, graph, compile$"):
         Engine(target, None, batch_size=1, max_length=8, steps="fast")
     with pytest.raises(BadInput, match=r"^steps compile: greedy only"):
         Engine(target, None, batch_size=1, max_length=8, steps="compile", sampling=Sampling(temperature=1.0))
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
+    with pytest.raises(BadInput, match=r"^steps compile: needs torch 2.11, this is 2.9.1\+cpu$"):
+        Engine(target, None, batch_size=1, max_length=8, steps="compile")
