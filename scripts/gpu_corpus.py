@@ -42,9 +42,10 @@ class Corpus:
 def installed_texts(num_chars: int) -> Iterator[str]:
     """Sources and documents of Python and its packages here, each once, in an order that mixes them."""
     roots = {Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib", "platlib")}
-    paths = {path for root in roots for path in root.rglob("*") if path.suffix in SUFFIXES and path.is_file()}
+    paths = {path: path.relative_to(root) for root in sorted(roots) for path in root.rglob("*")}
+    paths = {path: within for path, within in paths.items() if path.suffix in SUFFIXES and path.is_file()}
     seen: set[bytes] = set()
-    for path in sorted(paths, key=lambda path: hashlib.sha256(path.name.encode() + bytes(path)).digest()):
+    for path in sorted(paths, key=lambda path: hashlib.sha256(bytes(paths[path])).digest()):
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):

@@ -75,7 +75,7 @@ class Size:
 SIZES = {
     "toy": Size(
         layers=3, width=64, heads=4, kv_heads=2, vocab_size=700, row_tokens=192, rows=2, seconds=3.0, least_steps=100,
-        learning_rate=3e-3, num_chars=400_000, num_problems=200, num_completions=40, num_prompts=24, num_held_out=3,
+        learning_rate=3e-3, num_chars=2_000_000, num_problems=200, num_completions=40, num_prompts=24, num_held_out=3,
         context=48, long_context=160,
     ),
     "full": Size(

@@ -16,7 +16,7 @@ from headstart.scripts import gpu_target
 @pytest.fixture
 def pretrain(monkeypatch, tmp_path):
     """pretrain("--shape", "llama", ...): runs the script; returns its output folder."""
-    toy = replace(gpu_target.SIZES["toy"], seconds=0.5, num_chars=400_000, num_problems=40)
+    toy = replace(gpu_target.SIZES["toy"], seconds=0.5, num_problems=40)
     monkeypatch.setitem(gpu_target.SIZES, "toy", toy)
 
     def run(*arguments):
