@@ -21,6 +21,7 @@ from .passes import MeasureConfig, measure_batches
 from .sampling_check import check_sampling
 from .suites import Suite
 from .summary import Side, rounded, summarise, timing
+from .unrolled import unrolled
 
 
 def measure(
@@ -127,9 +128,11 @@ def teacher_forced_length(
     """acceptance_length that the head's training-time view predicts for the very text that decoding wrote.
 
     It must equal the measured one up to rounds cut by max_new_tokens; a gap means that training and decoding disagree.
-    None for trees, for drafters that are no heads, and where more tokens are drafted than the head unrolls.
+    None for trees, for drafters that are no heads, and where more tokens are drafted than losses were mixed for.
     """
-    if tree is not None or not isinstance(drafter, DraftHead) or num_draft > drafter.num_depths:
+    if tree is not None or not isinstance(drafter, DraftHead):
+        return None
+    if drafter.config.loss_by_depth is not None and num_draft > drafter.num_depths:
         return None
     num_rounds = num_committed = 0
     for batch, (spec, _) in zip(batches, sides, strict=True):
@@ -137,7 +140,8 @@ def teacher_forced_length(
             ids = torch.tensor([[*prompt, *new]], device=target.device)
             mask = torch.arange(ids.shape[1], device=target.device)[None] >= len(prompt)
             output = target.forward(ids, feature_layers=drafter.feature_layers)
-            out = drafter.loss(DraftBatch(ids, mask, output))
+            with unrolled(drafter, num_draft):
+                out = drafter.loss(DraftBatch(ids, mask, output))
             counted = expected_acceptance(out.starts, out.hits, num_draft_tokens=num_draft)
             num_rounds += counted.num_rounds
             num_committed += counted.num_committed

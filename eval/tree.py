@@ -13,6 +13,7 @@ from .engine import draft_length
 from .generate import generate
 from .settings import Setting, chains
 from .step_times import interpolate, measure_step_times, most_tokens
+from .unrolled import unrolled
 
 Accuracies = list[list[float]]  # [depth][rank]: P(the rank-th guess at a depth is right | the path to it is right)
 
@@ -23,19 +24,23 @@ def rank_accuracies(
 ) -> Accuracies:
     """How often each of the head's best guesses is the target's own token, teacher-forced on the target's texts.
 
+    As deep as the head was trained, and at least as deep as it drafts by default.
+
     Args: texts: (prompt, new tokens) pairs that the target wrote.
     """
+    num_depths = max(head.num_depths, draft_length(head, None))
     num_ranks = min(num_ranks, target.vocab_size if head.vocabulary is None else len(head.vocabulary.to_target))
-    right = torch.zeros(head.num_depths, num_ranks)
-    count = torch.zeros(head.num_depths)
+    right = torch.zeros(num_depths, num_ranks)
+    count = torch.zeros(num_depths)
     for prompt, new in texts:
         ids = torch.tensor([[*prompt, *new]], device=target.device)  # [1, T]
         mask = torch.arange(ids.shape[1], device=target.device)[None] >= len(prompt)
         batch = DraftBatch(ids, mask, target.forward(ids, feature_layers=head.feature_layers))
         starts: ChainStarts
-        starts, logits = head.teacher_forced_logits(batch)  # [1, S, K, Vd]
+        with unrolled(head, num_depths):
+            starts, logits = head.teacher_forced_logits(batch)  # [1, S, K, Vd]
         guesses = head.to_target(logits.topk(num_ranks, -1).indices)  # [1, S, K, ranks]
-        for depth in range(head.num_depths):
+        for depth in range(num_depths):
             labels = starts.take(ids, offset=depth + 2)  # [1, S]
             hits = (guesses[:, :, depth] == labels[..., None]) & starts.valid[..., depth, None]  # [1, S, ranks]
             right[depth] += hits.sum((0, 1)).cpu()

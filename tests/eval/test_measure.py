@@ -90,6 +90,21 @@ def test_training_and_decoding_agree_exactly_on_texts_that_end(head_type, tiny_t
         assert entry["teacher_forced_acceptance_length"] == entry["acceptance_length"], token
 
 
+@pytest.mark.parametrize(("head_type", "num_depths"), [("eagle", 1), ("mtp", 1), ("eagle3", 2), ("draft_lm", 1)])
+def test_they_agree_where_a_head_drafts_deeper_than_it_was_trained(head_type, num_depths, tiny_target):
+    """Of nine tokens an untrained head guesses many."""
+    target = tiny_target("llama", vocab_size=9)
+    head = build_head(HEADS[head_type].config_class(type=head_type, num_depths=num_depths), target).eval()
+    lengths = []
+    for prompt in ([1, 5, 3], [1, 8, 7]):
+        for token in sorted(set(text(target, prompt, 60)[8:])):
+            target.model.generation_config.eos_token_id = token
+            entry, _ = measured(target, head, [prompt], max_new_tokens=60, num_draft_tokens=5)
+            assert entry["teacher_forced_acceptance_length"] == entry["acceptance_length"], (prompt, token)
+            lengths.append(entry["acceptance_length"] or 0)  # a first token that ends the text
+    assert head.num_depths == num_depths and max(lengths) > 1.2, lengths
+
+
 def test_a_perfect_drafter_is_measured_at_its_most(target, target_as_drafter):
     entry, _ = measured(target, target_as_drafter(target), max_new_tokens=26, num_draft_tokens=4, batch_size=3)
     assert entry["acceptance_length"] == 5 and entry["acceptance_rate"] == [1, 1, 1, 1]

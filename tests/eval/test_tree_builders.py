@@ -56,6 +56,18 @@ def test_accuracies_are_what_a_chain_then_accepts(head_type, target):
     assert all(0 <= value <= 1 for row in measured for value in row)
 
 
+def test_a_head_trained_one_step_gets_a_tree_as_deep_as_it_drafts(target):
+    """EAGLE-1 drafts on from its own states: its tree is that of the same weights unrolled in training."""
+    one, five = (
+        build_head(HEADS["eagle"].config_class(type="eagle", num_depths=depths), target, seed=1).eval()
+        for depths in (1, 5)
+    )
+    text = generate(target, None, [1, 7, 8, 3], max_new_tokens=60, eos_token_ids=[]).token_ids[0]
+    found = rank_accuracies(target, one, [([1, 7, 8, 3], text)])
+    assert len(found) == 5 and found == rank_accuracies(target, five, [([1, 7, 8, 3], text)])
+    assert one.num_depths == 1
+
+
 @pytest.mark.parametrize("name", ["static", "dynamic", "optimal", "sampled"])
 def test_named_trees_fit_the_head_and_decode(name, head_type, target):
     head = build_head(HEADS[head_type].config_class(type=head_type), target, seed=1).eval()
