@@ -13,7 +13,7 @@ $(READY): pyproject.toml
 	touch $@
 
 quickstart: $(READY) ## the whole product on a small target of its own, on a CPU, without network
-	PYTHON=$(BIN)/python bash scripts/quickstart.sh
+	PYTHON=$(BIN)/python bash scripts/quickstart/quickstart.sh
 
 check: $(READY) ## lint, format and types
 	$(BIN)/ruff check .
@@ -38,14 +38,14 @@ test-vllm: $(READY) $(VLLM)/.ready ## exported heads in vLLM itself, in an envir
 	$(BIN)/pytest tests/vllm --vllm-python $(VLLM)/bin/python --vllm-log docs/results/vllm.json
 
 gpu: $(READY) ## what a GPU is asked: the whole product on a target of its own, engine and training at 8B shape
-	PYTHON=$(BIN)/python bash scripts/gpu_suite.sh
+	PYTHON=$(BIN)/python bash scripts/benchmarks/gpu/suite.sh
 
 bench-heads: $(READY) ## every family of heads at one size, on the quickstart's target; or BENCH="--target ... --train ..."
-	$(BIN)/python -m headstart.scripts.bench_heads $(BENCH)
-	$(BIN)/python -m headstart.scripts.bench_heads --table
+	$(BIN)/python -m headstart.scripts.benchmarks.bench_heads $(BENCH)
+	$(BIN)/python -m headstart.scripts.benchmarks.bench_heads --table
 
 bench-train: $(READY) ## tokens per second and memory of a training step by shape, in docs/results/train.json
-	$(BIN)/python -m headstart.scripts.bench_train $(BENCH)
+	$(BIN)/python -m headstart.scripts.benchmarks.bench_train $(BENCH)
 
 DOCS := .venv-docs
 $(DOCS)/.ready: pyproject.toml

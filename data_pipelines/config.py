@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..configs.errors import BadInput
-from .samples import SEGMENTS
+from .storage.samples import SEGMENTS
 
 CHOICES = {"turns": ("all", "last"), "too_long": ("cut", "split", "drop"), "layout": ("padded", "bucketed", "packed")}
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ..heads.base import DraftBatch
-from ..heads.documents import Documents
+from ..heads.nn.documents import Documents
 from ..heads.target import TargetOutput
 from .packing import Row, RowSequence
-from .samples import SEGMENTS
-from .shards import States, Stored
+from .storage.samples import SEGMENTS
+from .storage.shards import States, Stored
 
 T = TypeVar("T")
 

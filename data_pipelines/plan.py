@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from ..heads.target import Target
-from .extract import ExtractConfig, Extraction, batches, disk_free, fields_of, in_bytes, padded
-from .features import Reads
-from .quantise import STORAGE
-from .samples import Sample
-from .shards import PROGRESS, Shards, ShardWriter
-from .stored import Stored
+from .storage.extract import ExtractConfig, Extraction, batches, disk_free, fields_of, in_bytes, padded
+from .storage.features import Reads
+from .storage.quantise import STORAGE
+from .storage.samples import Sample
+from .storage.shard_file import Stored
+from .storage.shards import PROGRESS, Shards, ShardWriter
 
 NUM_SHARDS = 8  # that a measured sample is written in
 

@@ -8,7 +8,7 @@ from hashlib import blake2b
 from typing import Any
 
 from ..configs.errors import BadInput
-from .messages import normalise
+from .masks.messages import normalise
 from .sources import Row
 
 SHAPES = (

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..configs.errors import BadInput
-from .samples import Sample
+from .storage.samples import Sample
 
 
 def count_supervised(samples: Iterable[Sample], *, vocab_size: int) -> np.ndarray:

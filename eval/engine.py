@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ..configs.errors import BadInput
 from ..heads.base import Drafter, Reading
-from ..heads.cache import SlotCache
 from ..heads.drafting import Draws, Proposal, StaticTree, Tree, ancestors
+from ..heads.nn.cache import SlotCache
 from ..heads.target import Target, TargetOutput
 from .replay import Replay, Tensors
 from .seen import SeenTokens

@@ -7,9 +7,9 @@ prompts. A drafter on the host only has to say what follows a text.
 import sys
 from collections.abc import Sequence
 
-from headstart.eval.measure import MeasureConfig, measure
-from headstart.eval.suites import load_suite
-from headstart.eval.text_drafter import RowText, TextDrafter
+from headstart.eval.drafters.host import RowText, TextDrafter
+from headstart.eval.measurement.measure import MeasureConfig, measure
+from headstart.eval.suites.prompts import load_suite
 from headstart.heads.target import Target
 
 

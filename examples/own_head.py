@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from headstart.eval.measure import MeasureConfig, measure
-from headstart.eval.suites import Suite
+from headstart.eval.measurement.measure import MeasureConfig, measure
+from headstart.eval.suites.prompts import Suite
 from headstart.heads.base import ChainStarts, DraftBatch, DraftHead, HeadConfig, Reading
 from headstart.heads.registry import HEADS, load_head
 from headstart.heads.target import Target

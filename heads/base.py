@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from ..configs.errors import BadInput
-from .cache import SlotCache, visibility_mask
-from .chains import ChainStarts, chain_starts, mean_of
-from .depth_loss import Drafts, chunk_size, score
-from .documents import Documents
 from .drafting import Draws, Proposal, StaticTree, Tree, draft_chain, draft_dynamic, draft_static
-from .losses import DraftVocabulary, LossSpec, check_mix, depth_weights_of
+from .loss.chains import ChainStarts, chain_starts, mean_of
+from .loss.chunked import Drafts, chunk_size, score
+from .loss.functions import DraftVocabulary, LossSpec, check_mix, depth_weights_of
+from .nn.cache import SlotCache, visibility_mask
+from .nn.documents import Documents
 from .target import Target, TargetOutput
 
 

@@ -16,9 +16,9 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ..configs.errors import BadInput, first_line
-from .attention import grouped_attention
-from .cache import visibility_mask
-from .chain_attention import Block, attend_chains, blocks_of, laid_out
+from .nn.attention import grouped_attention
+from .nn.cache import visibility_mask
+from .nn.chain_attention import Block, attend_chains, blocks_of, laid_out
 from .target import Target
 
 NAME = "headstart_chains"

@@ -21,8 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from ..configs.errors import BadInput, first_line
 from .adapters import add_adapters
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, Reading
-from .cache import SlotCache, tree_mask
 from .loading import quiet_loading
+from .nn.cache import SlotCache, tree_mask
 from .target import Target
 
 PADDING = 0.01  # sizes of one family's vocabularies differ by this share at most, for padding

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, Reading
-from .chain_attention import blocks_of
-from .layers import Attention, GatedMLP, RMSNorm, Rotary, llama_config
+from .nn.chain_attention import blocks_of
+from .nn.layers import Attention, GatedMLP, RMSNorm, Rotary, llama_config
 from .recurrent import Context, Queries, RecurrentState, advance, attend
 from .target import Target
 

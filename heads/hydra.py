@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, Reading
-from .cache import SlotCache, visibility_mask
-from .layers import Attention, GatedMLP, RMSNorm, Rotary, llama_config
-from .split_attention import masked_attention
+from .nn.cache import SlotCache, visibility_mask
+from .nn.layers import Attention, GatedMLP, RMSNorm, Rotary, llama_config
+from .nn.split_attention import masked_attention
 from .target import Target
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ..configs.errors import BadInput
 from .adapters import TargetAdapter
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, LossOutput, Reading
-from .chains import mean_of
-from .depth_loss import chunk_size, summed_loss
-from .losses import LossSpec
+from .loss.chains import mean_of
+from .loss.chunked import chunk_size, summed_loss
+from .loss.functions import LossSpec
 from .target import Target
 
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, Reading
-from .cache import SlotCache, tree_mask, visibility_mask
 from .decoder_layer import ChainKeys, LayerDriver
 from .mtp_checkpoint import LAYOUTS, Layout, read_modules
+from .nn.cache import SlotCache, tree_mask, visibility_mask
 from .target import Target
 
 INITS = ("last_layer", "random", "checkpoint")

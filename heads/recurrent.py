@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .base import Reading
-from .cache import SlotCache, tree_mask, visibility_mask
-from .chain_attention import Block, attend_chains, laid_out
-from .layers import Attention
-from .repeated import repeated
-from .split_attention import masked_attention
+from .nn.cache import SlotCache, tree_mask, visibility_mask
+from .nn.chain_attention import Block, attend_chains, laid_out
+from .nn.layers import Attention
+from .nn.repeated import repeated
+from .nn.split_attention import masked_attention
 
 
 @dataclass

@@ -132,7 +132,7 @@ def head_record(folder: str | Path) -> dict[str, Any]:
     as docs/run_folder.md has it. Raises BadInput on none."""
     if is_run_head(folder):
         return read_head_config(folder)
-    from .imports import record_of
+    from .importing.importers import record_of
 
     return record_of(folder)
 
@@ -144,7 +144,7 @@ def load_head(folder: str | Path, target: Target) -> DraftHead:
     Raises: BadInput where the folder is no head, belongs to another target, or its tensors do not fit.
     """
     if not is_run_head(folder):
-        from .imports import import_head
+        from .importing.importers import import_head
 
         return import_head(folder, target)
     ours = read_head_config(folder)
@@ -191,7 +191,7 @@ def start_head(config: HeadConfig, target: Target, folder: str | Path, *, seed: 
 def read_start(config: HeadConfig, target: Target, folder: str | Path) -> tuple[dict[str, Tensor], Tensor | None]:
     """`read_tensors` of whatever `load_head` takes. Raises BadInput where it is another family than the config's."""
     if not is_run_head(folder):
-        from .imports import imported_start
+        from .importing.importers import imported_start
 
         found = imported_start(folder, config, target)
         return dict(found.tensors), found.draft_token_ids

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..configs.errors import BadInput, first_line
-from .attention import NAME as GROUPED_ATTENTION
-from .attention import Watch
-from .cache import SlotCache, tree_mask
-from .documents import Documents
 from .loading import fingerprint_of, found_path, quiet_loading, read_model_config, torch_dtype
+from .nn.attention import NAME as GROUPED_ATTENTION
+from .nn.attention import Watch
+from .nn.cache import SlotCache, tree_mask
+from .nn.documents import Documents
 
 LAYER_LISTS = ("layers", "h", "blocks")  # what the decoder layers are called in Hugging Face models
 

@@ -9,7 +9,7 @@ from .. import __version__
 from ..configs.errors import BadInput
 from .check_command import check
 from .compare import compare
-from .data_command import data
+from .data.data_command import data
 from .doctor import doctor
 from .evaluate import evaluate
 from .export_command import export

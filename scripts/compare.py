@@ -12,7 +12,7 @@ import typer
 from ..configs.errors import BadInput
 
 if TYPE_CHECKING:
-    from ..eval.comparison import Evaluation
+    from ..eval.report.comparison import Evaluation
 
 
 def compare(
@@ -39,7 +39,7 @@ def compare(
     evaluations (folders with report.json), on each suite who is ahead, whether the intervals overlap, and what besides
     the heads is not alike.
     """
-    from ..eval.comparison import read_evaluation, summary
+    from ..eval.report.comparison import read_evaluation, summary
 
     if len(folders) < 2:
         raise BadInput("compare: give at least two runs or evaluations")
@@ -83,7 +83,7 @@ def show(runs: list[dict[str, Any]], evaluations: "list[Evaluation]") -> None:
     """Both on the screen."""
     from rich.console import Console
 
-    from ..eval.comparison import headline, standings, unlike
+    from ..eval.report.comparison import headline, standings, unlike
 
     console = Console()
     plain: dict[str, Any] = {"soft_wrap": True, "markup": False, "highlight": False}
@@ -102,7 +102,7 @@ def show(runs: list[dict[str, Any]], evaluations: "list[Evaluation]") -> None:
 
 def write_page(output: Path, evaluations: "list[Evaluation]", runs: "list[Run]", entries: list[dict[str, Any]]) -> Path:
     """compare.html."""
-    from ..eval import compare_page
+    from ..eval.report import comparison_page as compare_page
 
     trained = [
         compare_page.TrainingRun(

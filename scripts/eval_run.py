@@ -13,10 +13,10 @@ from rich.progress import track
 from ..configs.errors import BadInput
 
 if TYPE_CHECKING:
-    from ..eval.measure import MeasureConfig
-    from ..eval.measured import Measured
-    from ..eval.suite_registry import SuiteSpec
-    from ..eval.suites import Asking, Suite
+    from ..eval.measurement.measure import MeasureConfig
+    from ..eval.measurement.resume import Measured
+    from ..eval.suites.named import SuiteSpec
+    from ..eval.suites.prompts import Asking, Suite
     from ..heads.base import Drafter
     from ..heads.drafting import Tree
     from ..heads.target import Target
@@ -36,8 +36,8 @@ class WantedSuites:
         cls, prompts: Sequence[str], named: Sequence[str], folder: Path, *, system: str | None, thinking: str
     ) -> "WantedSuites":
         """Raises BadInput before anything is loaded."""
-        from ..eval.suite_registry import parse_suite
-        from ..eval.suites import Asking
+        from ..eval.suites.named import parse_suite
+        from ..eval.suites.prompts import Asking
 
         if not prompts and not named:
             raise BadInput("nothing to measure on: give at least one --prompts or --suite")
@@ -48,8 +48,8 @@ class WantedSuites:
 
     def load(self, target: "Target", *, max_new_tokens: int, limit: int | None) -> "list[Suite]":
         """All of them; those without a prompt that can be asked too, as long as another has one."""
-        from ..eval.suite_registry import load_named
-        from ..eval.suites import NothingToAsk, load_suite
+        from ..eval.suites.named import load_named
+        from ..eval.suites.prompts import NothingToAsk, load_suite
 
         how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "limit": limit, "asking": self.asking}
         suites: list[Suite] = []
@@ -89,7 +89,7 @@ def measure_all(
     training: dict[str, dict[str, Any] | None],
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Every drafter on every suite in every way: the results, and the raw rounds. training: of each, by name."""
-    from ..eval.measure import measure
+    from ..eval.measurement.measure import measure
 
     results, rounds = [], []
     for (name, drafter), suite, config, tree_name in product(drafters, suites, configs, trees):
@@ -116,8 +116,8 @@ def chosen_tree(
     store: "Measured",
 ) -> "Tree | None":
     """The tree of config.tree_name: the one that a killed measurement began with, as step times shape some of them."""
-    from ..eval.measured import TREE, settings_key, tree_from, tree_record
-    from ..eval.tree import named_tree
+    from ..eval.measurement.resume import TREE, settings_key, tree_from, tree_record
+    from ..eval.measurement.tree_search import named_tree
     from ..heads.drafting import StaticTree
 
     if config.tree_name == "chain" or not suite.prompts:
@@ -149,7 +149,7 @@ def compare_all(
     store: "Measured",
 ) -> list[dict[str, Any]]:
     """transformers on every suite: its plain generation, and each drafter that it has too."""
-    from ..eval.comparators import compare_transformers
+    from ..eval.measurement.transformers_baseline import compare_transformers
 
     results = []
     for (name, drafter), suite in product([("none (generate)", None), *drafters], suites):
@@ -172,8 +172,8 @@ def check_measured(results: list[dict[str, Any]]) -> None:
 
 def report_all(target: "Target", results: list[dict[str, Any]], rounds: list[dict[str, Any]], output: Path) -> None:
     """Write the report, as figures and as a page, and show it."""
-    from ..eval.report import build_report, show, write_report
-    from ..eval.report_page import write_page
+    from ..eval.report.document import build_report, show, write_report
+    from ..eval.report.page import write_page
 
     console = Console()
     report = build_report(target, results)

@@ -81,12 +81,12 @@ def evaluate(
     was killed. Exit code 1 where a greedy text differs from the target's own beyond rounding, or sampled ones are not
     distributed as the target's; the report says where.
     """
-    from ..eval.drafters import build_drafters, trained
-    from ..eval.measured import Measured
-    from ..eval.passes import MeasureConfig
+    from ..eval.drafters.lookup import build_drafters, trained
+    from ..eval.measurement.passes import MeasureConfig
+    from ..eval.measurement.resume import Measured
     from ..eval.replay import check_way
-    from ..eval.report import check_output, training_warnings
-    from ..eval.verdict import is_lossless
+    from ..eval.report.document import check_output, training_warnings
+    from ..eval.report.recommendation import is_lossless
     from ..heads.loading import default_device
     from ..heads.target import Target
 
@@ -153,7 +153,7 @@ def torch_device(name: str) -> "torch.device":
 
 def drafter_specs(heads: list[str], drafters: list[str]) -> list[str]:
     """What to measure, `--head X` as `head:X`. Raises BadInput before anything is loaded."""
-    from ..eval.drafters import parse_drafter
+    from ..eval.drafters.lookup import parse_drafter
 
     specs = [*(f"head:{folder}" for folder in heads), *drafters]
     if not specs:
@@ -165,7 +165,7 @@ def drafter_specs(heads: list[str], drafters: list[str]) -> list[str]:
 
 def check_trees(trees: list[str], drafters: "list[tuple[str, Drafter]]", *, temperature: float) -> None:
     """Raises BadInput, before anything is measured, on trees that cannot be drafted."""
-    from ..eval.tree import TREE_NAMES
+    from ..eval.measurement.tree_search import TREE_NAMES
 
     for name in trees:
         if name not in TREE_NAMES:

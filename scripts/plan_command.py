@@ -16,8 +16,8 @@ from ..configs.loader import PACKAGE_CONFIGS
 from .eval_run import WantedSuites, progress
 
 if TYPE_CHECKING:
-    from ..eval.step_times import StepTime
-    from ..eval.suites import Suite
+    from ..eval.measurement.step_times import StepTime
+    from ..eval.suites.prompts import Suite
     from ..heads.base import Drafter
     from ..heads.target import Target
 
@@ -83,10 +83,10 @@ def plan(
     context. The most promising are then measured, chosen from, and the prediction's error shown. With --machine nothing
     is timed: the profile says what steps take there. machine.json is this machine's profile, for use elsewhere.
     """
-    from ..eval.machine import load_machine
-    from ..eval.passes import MeasureConfig
-    from ..eval.planner import PlanConfig, Planner
-    from ..eval.report import check_output
+    from ..eval.measurement.passes import MeasureConfig
+    from ..eval.plan.machine_profile import load_machine
+    from ..eval.plan.planner import PlanConfig, Planner
+    from ..eval.report.document import check_output
     from ..heads.loading import default_device
     from ..heads.target import Target
 
@@ -140,8 +140,8 @@ def the_drafter(
     target: "Target", spec: str, suite: "Suite", rates: list[float], head_type: str, *, max_new_tokens: int
 ) -> "tuple[str, Drafter]":
     """What to plan for, and its name: as `headstart eval` takes it, or drafts that are right at the given rates."""
-    from ..eval.drafters import build_drafter
-    from ..eval.synthetic import SyntheticDrafter
+    from ..eval.drafters.lookup import build_drafter
+    from ..eval.drafters.synthetic import SyntheticDrafter
     from ..heads.registry import HEADS, build_head
 
     if not rates:
@@ -155,8 +155,8 @@ def the_drafter(
 
 def write(target: "Target", planned: dict[str, Any], times: "list[StepTime]", output: Path) -> None:
     """plan.json, and machine.json where step times were measured, each whole or not at all."""
-    from ..eval.machine import fit_machine
-    from ..eval.report import about, environment, write_whole
+    from ..eval.plan.machine_profile import fit_machine
+    from ..eval.report.document import about, environment, write_whole
 
     where = environment(target)
     output.mkdir(parents=True, exist_ok=True)

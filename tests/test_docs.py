@@ -14,8 +14,8 @@ import pytest
 import torch
 import yaml
 from headstart.configs.loader import build, read_config
+from headstart.data_pipelines.answers.regenerate import RegenerateConfig
 from headstart.data_pipelines.config import DataConfig
-from headstart.data_pipelines.regenerate import RegenerateConfig
 from headstart.heads.export.folder import read_folder
 from headstart.heads.export.write import serve_commands
 from headstart.heads.loading import TargetConfig

@@ -14,13 +14,13 @@ from rich.console import Console
 from torch import Tensor
 
 from ..configs.errors import BadInput
-from ..data_pipelines.chat import encode_rows
 from ..data_pipelines.config import DataConfig
-from ..data_pipelines.features import check_features
 from ..data_pipelines.loader import Batch, BatchPlan, collate, read_ahead
+from ..data_pipelines.masks.chat import encode_rows
 from ..data_pipelines.packing import RowSequence
-from ..data_pipelines.shards import Shards, ShardWriter, Stored
 from ..data_pipelines.sources import iter_rows
+from ..data_pipelines.storage.features import check_features
+from ..data_pipelines.storage.shards import Shards, ShardWriter, Stored
 from ..data_pipelines.vocab import always_kept, count_supervised, coverage, draft_vocabulary
 from ..heads.base import DraftHead
 from ..heads.target import Target

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..configs.errors import BadInput
 from ..data_pipelines.loader import Batch
-from ..heads.chains import chain_starts, mean_of
-from ..heads.documents import Documents
+from ..heads.loss.chains import chain_starts, mean_of
+from ..heads.nn.documents import Documents
 from ..heads.registry import save_head
 from ..heads.target import Target, TargetOutput
 from .backend import Backend
@@ -23,8 +23,8 @@ from .checkpoint import save_checkpoint
 from .config import TrainConfig
 from .optim import schedule
 from .speed import Speed
-from .steering import Best
 from .stopping import Stopping
+from .validation import Best
 
 
 class Loop:

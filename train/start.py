@@ -15,7 +15,7 @@ from ..configs.loader import dump_config
 from ..heads.adapters import add_adapters
 from ..heads.base import DraftHead
 from ..heads.fit import check_fit
-from ..heads.fusing import fuse
+from ..heads.nn.fusing import fuse
 from ..heads.registry import build_head, head_record, start_head
 from ..heads.target import Target
 from .backend import Backend
@@ -25,9 +25,9 @@ from .data import TrainingData, check_stored_states, draft_token_ids, load_data,
 from .launch import start_accelerator
 from .optim import build_optimizer
 from .provenance import origin, write_provenance
-from .steering import Best
 from .tracking import check_trackers
 from .training_record import training_record
+from .validation import Best
 
 
 @dataclass

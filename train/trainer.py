@@ -10,9 +10,9 @@ from ..data_pipelines.loader import BatchPlan
 from .config import RunConfig
 from .loop import Loop
 from .start import Start, find_inputs, set_up
-from .steering import Validation
 from .stopping import Stopping
 from .tracking import Tracker
+from .validation import Validation
 
 
 def train(run: RunConfig, *, console: Console | None = None) -> Path:

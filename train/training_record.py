@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from ..data_pipelines.rendering import num_common
-from ..data_pipelines.samples import PROMPT
-from ..data_pipelines.shards import Shards
+from ..data_pipelines.masks.rendering import num_common
 from ..data_pipelines.sources import read_sources
+from ..data_pipelines.storage.samples import PROMPT
+from ..data_pipelines.storage.shards import Shards
 from ..heads.loading import quantization
 from ..heads.target import Target
 from ..heads.templates import template_hash

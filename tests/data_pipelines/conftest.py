@@ -7,7 +7,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATES = Path(__file__).parent / "masks" / "templates"
 SPECIAL = {
     "chatml": ["<|im_start|>", "<|im_end|>"],
     "qwen2.5": ["<|im_start|>", "<|im_end|>"],

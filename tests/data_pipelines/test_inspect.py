@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import typer
 from headstart.configs.errors import BadInput
-from headstart.scripts.data_inspect import inspect
+from headstart.scripts.data.inspect import inspect
 from typer.testing import CliRunner
 
 app = typer.Typer(pretty_exceptions_enable=False)

@@ -4,13 +4,13 @@ import json
 
 import pytest
 from headstart.configs.errors import BadInput
-from headstart.data_pipelines.extract import ExtractConfig, Extraction, extract, fields_of, in_bytes
-from headstart.data_pipelines.features import Reads
 from headstart.data_pipelines.plan import Rates, Survey, compare, estimate, in_hours, measure_rates, survey
-from headstart.data_pipelines.samples import Sample
-from headstart.data_pipelines.shards import Shards, ShardWriter, Stored
+from headstart.data_pipelines.storage.extract import ExtractConfig, Extraction, extract, fields_of, in_bytes
+from headstart.data_pipelines.storage.features import Reads
+from headstart.data_pipelines.storage.samples import Sample
+from headstart.data_pipelines.storage.shards import Shards, ShardWriter, Stored
 from headstart.heads.registry import HEADS, build_head
-from headstart.scripts.data_plan import plan as plan_command
+from headstart.scripts.data.plan import plan as plan_command
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from headstart.data_pipelines import parallel
 from headstart.data_pipelines.digests import Digests
 from headstart.data_pipelines.prepare import PrepareConfig, prepare, prepared_before
 from headstart.scripts import cli
-from headstart.scripts.data_prepare import prepare as command
+from headstart.scripts.data.prepare import prepare as command
 from typer import Typer
 from typer.testing import CliRunner
 

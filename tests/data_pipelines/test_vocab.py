@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.data_pipelines.samples import Sample
+from headstart.data_pipelines.storage.samples import Sample
 from headstart.data_pipelines.vocab import (
     always_kept,
     count_supervised,

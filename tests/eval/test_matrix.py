@@ -7,11 +7,11 @@ from functools import cache
 
 import pytest
 import torch
-from headstart.eval.draft_model import DraftModelDrafter
-from headstart.eval.drafters import NgramDrafter, SuffixDrafter
+from headstart.eval.drafters.draft_model import DraftModelDrafter
+from headstart.eval.drafters.lookup import NgramDrafter, SuffixDrafter
+from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.eval.generate import generate
-from headstart.eval.sparse_self import SparseSelfDrafter
-from headstart.eval.tree import optimal_tree, static_tree
+from headstart.eval.measurement.tree_search import optimal_tree, static_tree
 from headstart.heads.drafting import DynamicTree
 from headstart.heads.registry import HEADS, build_head
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from headstart.eval.drafters import NgramDrafter
+from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.generate import generate
-from headstart.eval.lossless import compare_texts
+from headstart.eval.measurement.lossless import compare_texts
 from headstart.heads.drafting import DynamicTree
 from headstart.heads.registry import HEADS, build_head
 from headstart.heads.target import Target

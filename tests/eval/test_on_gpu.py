@@ -3,19 +3,19 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from headstart.eval.drafters.sparse_self import SparseSelfDrafter
+from headstart.eval.drafters.synthetic import BlankDrafter, SyntheticDrafter
 from headstart.eval.engine import Engine
 from headstart.eval.generate import decode, generate
-from headstart.eval.metrics import acceptance
-from headstart.eval.settings import chains
-from headstart.eval.sparse_self import SparseSelfDrafter
-from headstart.eval.step_times import Place
+from headstart.eval.measurement.config import chains
+from headstart.eval.measurement.metrics import acceptance
+from headstart.eval.measurement.step_times import Place
 from headstart.eval.stopping import Stop
-from headstart.eval.synthetic import BlankDrafter, SyntheticDrafter
 from headstart.eval.verify import Sampling
 from headstart.heads.base import DraftBatch
 from headstart.heads.drafting import DynamicTree, StaticTree
+from headstart.heads.nn.split_attention import masked_attention, reads_in_parts
 from headstart.heads.registry import HEADS, build_head
-from headstart.heads.split_attention import masked_attention, reads_in_parts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.eval import replay
+from headstart.eval.drafters.sparse_self import SparseSelfDrafter
+from headstart.eval.drafters.synthetic import BlankDrafter, SyntheticDrafter
 from headstart.eval.engine import Engine
 from headstart.eval.generate import decode, generate
-from headstart.eval.sparse_self import SparseSelfDrafter
 from headstart.eval.stopping import Stop
-from headstart.eval.synthetic import BlankDrafter, SyntheticDrafter
 from headstart.eval.verify import Sampling
 from headstart.heads.drafting import DynamicTree, StaticTree, levels
 from headstart.heads.registry import HEADS, build_head

@@ -7,9 +7,9 @@ does the same for the rules alone, with far more rows.
 import pytest
 import torch
 from headstart.eval import engine, verify
-from headstart.eval.drafters import NgramDrafter
-from headstart.eval.sparse_self import SparseSelfDrafter
-from headstart.eval.tree import sampled_chain
+from headstart.eval.drafters.lookup import NgramDrafter
+from headstart.eval.drafters.sparse_self import SparseSelfDrafter
+from headstart.eval.measurement.tree_search import sampled_chain
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.registry import HEADS, build_head
 

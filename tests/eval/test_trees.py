@@ -4,7 +4,7 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.generate import generate
-from headstart.eval.metrics import acceptance
+from headstart.eval.measurement.metrics import acceptance
 from headstart.heads.base import Reading
 from headstart.heads.drafting import (
     DynamicTree,

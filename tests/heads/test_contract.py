@@ -8,7 +8,7 @@ import torch
 from headstart.configs.errors import BadInput
 from headstart.eval import verify
 from headstart.eval.generate import generate
-from headstart.eval.metrics import acceptance, expected_acceptance
+from headstart.eval.measurement.metrics import acceptance, expected_acceptance
 from headstart.heads.base import DraftBatch, DraftHead, Reading, chain_starts
 from headstart.heads.registry import HEADS, build_head, load_head, save_head
 

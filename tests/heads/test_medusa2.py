@@ -4,9 +4,9 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.configs.loader import build, read_config, shipped
-from headstart.eval.drafters import build_drafters
+from headstart.eval.drafters.lookup import build_drafters
 from headstart.eval.generate import generate
-from headstart.eval.report import build_report
+from headstart.eval.report.document import build_report
 from headstart.heads.loading import fingerprint_of
 from headstart.heads.medusa import MedusaConfig, MedusaHead
 from headstart.heads.registry import build_head, load_head, save_head, start_head

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 from headstart.heads.base import DraftBatch
-from headstart.heads.chains import chain_starts
 from headstart.heads.loading import fingerprint_of
+from headstart.heads.loss.chains import chain_starts
 from headstart.heads.medusa import MedusaConfig
 from headstart.heads.registry import HEADS, build_head, load_head, save_head
 from headstart.heads.target import Target

@@ -5,7 +5,7 @@ import shlex
 import sys
 
 import pytest
-from headstart.eval import passes
+from headstart.eval.measurement import passes
 from headstart.scripts import cli
 from transformers import AutoTokenizer
 

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from headstart.eval import planner, step_times
+from headstart.eval.measurement import step_times
+from headstart.eval.plan import planner
 
 SMALL = "--max-new-tokens 12 --num-draft-tokens 1 --num-draft-tokens 3 --batch-size 1 --batch-size 2 --repeats 1"
 

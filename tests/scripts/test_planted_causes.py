@@ -10,11 +10,11 @@ import pytest
 import torch
 import yaml
 from headstart.configs.jsonl import read_jsonl
-from headstart.eval.suites import prompt_ids
+from headstart.eval.suites.prompts import prompt_ids
 from headstart.heads.target import Target
 from headstart.scripts.cli import app
-from headstart.scripts.toy_answers import answer
-from headstart.scripts.toy_target import Recipe, make_target
+from headstart.scripts.quickstart.toy_answers import answer
+from headstart.scripts.quickstart.toy_target import Recipe, make_target
 from headstart.train.config import load_run
 from headstart.train.trainer import train
 from safetensors.torch import load_file, save_file

@@ -11,11 +11,11 @@ import pytest
 import torch
 import yaml
 from headstart.configs.errors import BadInput
-from headstart.eval.measure import MeasureConfig, measure
-from headstart.eval.suites import Suite
+from headstart.eval.measurement.measure import MeasureConfig, measure
+from headstart.eval.suites.prompts import Suite
 from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.export.check import check_folder
-from headstart.heads.imports import import_head
+from headstart.heads.importing.importers import import_head
 from headstart.heads.registry import build_head, load_head, save_head
 from headstart.heads.target import Target
 from headstart.scripts.push_command import push

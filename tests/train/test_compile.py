@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.heads.fusing import fuse
+from headstart.heads.nn.fusing import fuse
 
 
 @pytest.fixture(autouse=True)

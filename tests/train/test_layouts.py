@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 from headstart.data_pipelines.loader import collate, read_ahead
-from headstart.data_pipelines.samples import ANSWER, PROMPT, THINK, Sample
-from headstart.data_pipelines.shards import Stored
+from headstart.data_pipelines.storage.samples import ANSWER, PROMPT, THINK, Sample
+from headstart.data_pipelines.storage.shards import Stored
 from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.registry import build_head
 from headstart.train.tracking import read_rows

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 from headstart.configs.errors import BadInput
-from headstart.scripts.data_extract import extract
+from headstart.scripts.data.extract import extract
 from headstart.train.tracking import read_rows
 
 

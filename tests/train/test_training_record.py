@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from headstart.data_pipelines.samples import Sample
-from headstart.data_pipelines.shards import Shards, ShardWriter, Stored
+from headstart.data_pipelines.storage.samples import Sample
+from headstart.data_pipelines.storage.shards import Shards, ShardWriter, Stored
 from headstart.heads.export.write import export_head
 from headstart.heads.registry import head_record
 from headstart.train.tracking import read_rows

@@ -1,0 +1,141 @@
+"""A row as a conversation with the target: which of its turns are asked anew, under which key, and what comes of it."""
+
+import hashlib
+import json
+from collections.abc import Generator, Iterator
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any
+
+from ...configs.errors import BadInput
+from ..masks.messages import Message, normalise
+from ..sources import Row
+from .answers import Answer, Request, SamplingConfig
+
+PROMPT_SHAPES = "`messages`, `conversations`, `turns`, `prompt` or `instruction`"
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A conversation to be answered by the target.
+
+    key: a hash of all that the answers depend on but the target, the same in every run. script: the messages, None
+    where the target answers. sample: which of several answers to the same prompt, from 0.
+    """
+
+    key: str
+    source_id: str
+    script: list[Message | None]
+    tools: list[Any] | None
+    sampling: SamplingConfig
+    sample: int
+
+    @property
+    def length(self) -> int:
+        """Characters that are given, for batches of like length."""
+        return sum(len(message["content"]) for message in self.script if message is not None)
+
+    def talk(self) -> Generator[Request, Answer, dict[str, Any]]:
+        """Yields a request per turn, each with the new answers so far as its history; returns the answered row.
+
+        The history is what the chat template will be given in training, reasoning included. An answer that was cut, or
+        that calls a tool, ends the conversation: what followed in the row was no reply to it.
+        """
+        messages: list[Message] = []
+        num_prompt_tokens = num_tokens = num_answers = 0
+        finish_reason = ""
+        for turn, message in enumerate(self.script):
+            if message is not None:
+                messages.append(message)
+                continue
+            answer = yield Request(list(messages), self.tools, self.sampling, self.seed(turn))
+            messages.append(answer.message)
+            num_prompt_tokens += answer.num_prompt_tokens
+            num_tokens += answer.num_tokens
+            num_answers += 1
+            finish_reason = answer.finish_reason
+            if finish_reason != "stop" or "tool_calls" in answer.message:
+                break
+        tools = {} if self.tools is None else {"tools": self.tools}
+        return {
+            "id": self.key,
+            "source_id": self.source_id,
+            "messages": messages,
+            **tools,
+            "finish_reason": finish_reason,
+            "truncated": finish_reason == "length",
+            "num_turns_left": sum(message is None for message in self.script) - num_answers,
+            "sampling": asdict(self.sampling),
+            "sample": self.sample,
+            "usage": {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_tokens},
+        }
+
+    def seed(self, turn: int) -> int:
+        """31 bits: servers refuse more, or less than 0."""
+        return int(_hash([self.key, turn])[:8], 16) >> 1
+
+
+def exchanges(row: Row, sampling: SamplingConfig, *, turns: str) -> Iterator[Exchange]:
+    """The conversations of a row, one per sample. turns: `all` assistant turns are asked, or the `last`.
+
+    BadInput, which opens with the row's origin: no prompt in it, messages of another form, no user turn.
+    """
+    data = {key: value for key, value in row.data.items() if value is not None}
+    script = ask(_messages(data, row.origin), turns=turns)
+    if None not in script:
+        raise BadInput(f"{row.origin}: no user turn to answer")
+    tools = data.get("tools") or None
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    except json.JSONDecodeError as error:
+        raise BadInput(f"{row.origin}: `tools` is not JSON: {error.msg}") from error
+    own_id = data.get("id")
+    for number in range(sampling.num_samples):
+        sample = row.epoch * sampling.num_samples + number
+        key = _hash([own_id, script, tools, asdict(sampling), sample])
+        source_id = row.origin if own_id is None else str(own_id)
+        yield Exchange(key, source_id, script, tools, sampling, sample)
+
+
+def ask(messages: list[Message], *, turns: str) -> list[Message | None]:
+    """The messages with None for each turn that the target is to answer; where nothing follows a question, one more.
+
+    Assistant turns that follow each other are one answer. These stay as they are: what comes before any question, and a
+    call whose result the row has, since a new call would need a new result.
+    """
+    runs = [(is_answer, list(run)) for is_answer, run in groupby(messages, key=lambda one: one["role"] == "assistant")]
+    if not runs[-1][0]:
+        runs.append((True, []))
+    script: list[Message | None] = []
+    has_question = False
+    for index, (is_answer, run) in enumerate(runs):
+        has_question |= any(message["role"] in ("user", "tool") for message in run)
+        is_last = index == len(runs) - 1
+        has_result = is_answer and not is_last and runs[index + 1][1][0]["role"] == "tool"
+        is_asked = is_answer and has_question and not has_result and (is_last or turns == "all")
+        script += [None] if is_asked else run
+    return script
+
+
+def _messages(data: dict[str, Any], origin: str) -> list[Message]:
+    if "messages" in data or "conversations" in data:
+        return normalise(data.get("messages", data.get("conversations")), origin)
+    if "turns" in data:
+        if not isinstance(data["turns"], list) or not data["turns"]:
+            raise BadInput(f"{origin}: `turns` should be a list of texts with at least one")
+        questions = [{"role": "user", "content": text} for text in data["turns"]]
+        between = [{"role": "assistant", "content": ""}] * len(questions)
+        return normalise([turn for pair in zip(questions, between, strict=True) for turn in pair], origin)
+    for key in ("prompt", "instruction"):
+        if key in data:
+            parts = [data[key], *([data["input"]] if key == "instruction" and data.get("input") else [])]
+            if not all(isinstance(part, str) for part in parts):
+                raise BadInput(f"{origin}: `{key}` should be text")
+            return [{"role": "user", "content": "\n\n".join(parts)}]
+    raise BadInput(f"{origin}: no prompt among the keys {', '.join(data) or '(none)'}; it is read from {PROMPT_SHAPES}")
+
+
+def _hash(data: Any) -> str:
+    """128 bits of SHA-256 as hexadecimal digits."""
+    text = json.dumps(data, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]

@@ -1,0 +1,170 @@
+"""Turns a row (chat, prompt and response, text, or token ids) into token ids, segments and an exact mask."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...configs.errors import BadInput, first_line
+from ..config import DataConfig
+from ..parallel import chunks, in_order
+from ..sources import Row
+from ..storage.samples import SEGMENTS, Sample
+from .assistant_masks import RENDER_ERRORS, Chat
+from .messages import normalise, place_reasoning
+from .segments import Span, TokenTable, segment_tokens, token_table
+from .traces import split_sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ROW_SHAPES = (
+    "`messages` (role, content), `conversations` (from, value), `prompt` + `response` or `completion`, "
+    "`instruction` + `output` or `response`, `text`, or `input_ids` + `prompt_length`"
+)
+NO_ANSWER = "a prompt without an answer to train on; `headstart data regenerate` has the target write answers"
+
+
+def encode_rows(
+    rows: Iterable[Row], tokenizer: "PreTrainedTokenizerBase", config: DataConfig, *, counts: Counter[str]
+) -> Iterator[Sample]:
+    """The samples of rows, in order, a few rows at a time; counts how many rows were `kept` or `dropped`, and of those
+    kept how many were `cut` or `split`.
+
+    Dropped are rows of more than `max_length` tokens where that is asked for, and those in which no token is left that
+    is to be supervised. BadInput: as `encode_row`.
+    """
+    encode = partial(_encode_chunk, tokenizer=tokenizer, config=config)
+    for samples_of_rows in in_order(encode, chunks(rows), num_workers=config.num_workers):
+        for samples in samples_of_rows:
+            counts["kept" if samples else "dropped"] += 1
+            counts["cut"] += any(sample.num_cut for sample in samples)
+            counts["split"] += len(samples) > 1
+            yield from samples
+
+
+def _encode_chunk(rows: list[Row], tokenizer: Any, config: DataConfig) -> list[list[Sample]]:
+    return [encode_row(row, tokenizer, config) for row in rows]
+
+
+def encode_row(row: Row, tokenizer: "PreTrainedTokenizerBase", config: DataConfig) -> list[Sample]:
+    """One row as samples of at most `config.max_length` tokens: none, one, or the pieces of a long one.
+
+    The first of these shapes that the row has is taken; keys whose value is None count as absent:
+      `input_ids` + `prompt_length`    ready tokens; the first prompt_length are not supervised
+      `messages` or `conversations`    the tokenizer's chat template, with `tools`; the assistant turns are supervised
+      `prompt` + `response` or `completion`, `instruction` (+ `input`) + `output` or `response`
+                                       plain text, the response and its eos supervised; no chat template. An
+                                       instruction, its input and its output are set apart by blank lines
+      `text`                           every token supervised but a leading bos
+
+    Where the row says `truncated: true`, as those of `headstart data regenerate` may, the token that ends its last
+    answer is not supervised.
+
+    BadInput, which opens with the row's origin: another shape, a value of the wrong type, a chat that the template
+    refuses, a tokenizer without chat template, a row without an answer.
+    """
+    table = token_table(tokenizer)
+    input_ids, spans = _encode_whole(row, table, config)
+    if all(start == end for start, end in spans):
+        start = " ".join(str(tokenizer.decode(input_ids[:80])).split())[:80]
+        raise BadInput(f"{row.origin}: no token is supervised in {start!r}: {NO_ANSWER}")
+    if row.data.get("truncated"):  # cut off by a limit on its length: the target did not write the token that ends it
+        start, end = spans[-1]
+        spans = [*spans[:-1], (start, end - (input_ids[end - 1] in table.special))]
+    segments = segment_tokens(input_ids, spans, table, _markers(table, config))
+    supervised = np.array([name in config.supervised for name in SEGMENTS])[segments]  # [T]
+    if config.turns == "last":
+        for start, end in spans[:-1]:
+            supervised[start:end] = False
+    return _fitted(Sample.of(input_ids, supervised.tolist(), segments=segments.tolist()), table, config)
+
+
+def _fitted(whole: Sample, table: TokenTable, config: DataConfig) -> list[Sample]:
+    """The row as `config.too_long` wants it, without samples in which nothing is supervised."""
+    limit = config.max_length
+    if len(whole) <= limit:
+        return [whole] if whole.loss_mask.any() else []
+    if config.too_long == "drop":
+        return []
+    if config.too_long == "split":
+        return split_sample(whole, max_length=limit, text_of=table.text)
+    parts = {name: getattr(whole, name)[:limit] for name in ("input_ids", "segments", "loss_mask")}
+    cut = replace(whole, **parts, num_cut=len(whole) - limit)
+    return [cut] if cut.loss_mask.any() else []
+
+
+def _markers(table: TokenTable, config: DataConfig) -> tuple[str, str] | None:
+    return (config.think_markers[0], config.think_markers[1]) if config.think_markers else table.markers
+
+
+def _encode_whole(row: Row, table: TokenTable, config: DataConfig) -> tuple[list[int], list[Span]]:
+    """The row's tokens, and [start, end) of what the target is to write, in order."""
+    tokenizer = table.tokenizer
+    data = {key: value for key, value in row.data.items() if value is not None}
+    answer = next((data[key] for key in ("response", "completion", "output") if key in data), None)
+    if "input_ids" in data and "prompt_length" in data:
+        return _check_tokens(data["input_ids"], data["prompt_length"], row.origin, vocab_size=len(tokenizer))
+    if "messages" in data or "conversations" in data:
+        return _encode_chat(data, row.origin, table, _markers(table, config))
+    if "prompt" in data and answer is not None:
+        return _encode_answer(data["prompt"], answer, row.origin, tokenizer)
+    if "instruction" in data and answer is not None:
+        parts = [data["instruction"], data.get("input", "")]
+        if not all(isinstance(part, str) for part in parts):
+            raise BadInput(f"{row.origin}: `instruction` and `input` should be text")
+        return _encode_answer("".join(f"{part}\n\n" for part in parts if part), answer, row.origin, tokenizer)
+    if "text" in data and not isinstance(data["text"], str):
+        raise BadInput(f"{row.origin}: `text` should be text, got {type(data['text']).__name__}")
+    if "text" in data:
+        input_ids = list(tokenizer(data["text"], verbose=False)["input_ids"])
+        return input_ids, [(int(input_ids[:1] == [tokenizer.bos_token_id]), len(input_ids))]
+    if "prompt" in data or "instruction" in data:
+        raise BadInput(f"{row.origin}: {NO_ANSWER}")
+    raise BadInput(f"{row.origin}: unknown row shape with keys {', '.join(data) or '(none)'}; known are {ROW_SHAPES}")
+
+
+def _check_tokens(input_ids: Any, prompt_length: Any, origin: str, *, vocab_size: int) -> tuple[list[int], list[Span]]:
+    if not isinstance(input_ids, list) or any(type(token) is not int for token in input_ids):
+        raise BadInput(f"{origin}: `input_ids` should be a list of whole numbers")
+    for position, token in enumerate(input_ids):
+        if not 0 <= token < vocab_size:
+            raise BadInput(f"{origin}: input_ids[{position}] is {token}, outside the vocabulary of {vocab_size}")
+    if type(prompt_length) is not int or not 0 <= prompt_length <= len(input_ids):
+        raise BadInput(f"{origin}: `prompt_length` should be between 0 and {len(input_ids)}, got {prompt_length!r}")
+    return input_ids, [(prompt_length, len(input_ids))]
+
+
+def _encode_answer(prompt: Any, answer: Any, origin: str, tokenizer: Any) -> tuple[list[int], list[Span]]:
+    """The boundary lies between ids: prompt and answer are tokenised apart, as a serving engine sees them."""
+    if not isinstance(prompt, str) or not isinstance(answer, str):
+        raise BadInput(f"{origin}: prompt and response should be text; give a chat as `messages`")
+    prompt_ids = list(tokenizer(prompt, verbose=False)["input_ids"])
+    input_ids = prompt_ids + list(tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"])
+    if tokenizer.eos_token_id is not None:
+        input_ids.append(tokenizer.eos_token_id)
+    return input_ids, [(len(prompt_ids), len(input_ids))]
+
+
+def _encode_chat(
+    data: dict[str, Any], origin: str, table: TokenTable, markers: tuple[str, str] | None
+) -> tuple[list[int], list[Span]]:
+    """The whole conversation rendered once, and where its assistant turns lie."""
+    messages = normalise(data.get("messages", data.get("conversations")), origin)
+    tokenizer, tools = table.tokenizer, data.get("tools")
+    if not getattr(tokenizer, "chat_template", None):
+        problem = f"tokenizer of {tokenizer.name_or_path} has no chat template"
+        raise BadInput(f"{origin}: {problem}; give plain `text` or `prompt`/`response` rows")
+    try:
+        chat = Chat(table, (json.loads(tools) if isinstance(tools, str) else tools) or None, markers)
+        if any("reasoning_content" in message for message in messages):
+            place_reasoning(messages, chat.reasoning_key, markers, origin)
+        return chat.answer_spans(messages)
+    except BadInput:
+        raise
+    except RENDER_ERRORS as error:
+        raise BadInput(f"{origin}: the chat template refuses this row: {first_line(error)}") from error

@@ -1,0 +1,88 @@
+"""Chat turns as their sources write them (OpenAI, ShareGPT, OpenAI-compatible servers) made OpenAI messages."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ...configs.errors import BadInput
+
+Message = dict[str, Any]
+
+ROLES = {
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation"), "tool"),
+    "system": "system",
+    "developer": "developer",
+}
+SHAREGPT_KEYS = {"from": "role", "value": "content"}
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # where servers and templates put a trace apart
+
+
+def normalise(turns: Any, origin: str) -> list[Message]:
+    """OpenAI or ShareGPT turns as OpenAI messages: known roles, text content, tool-call arguments as objects.
+
+    A trace that stands apart from the content is under `reasoning_content`, whatever of REASONING_KEYS it came under.
+    BadInput, which opens with the origin: no turns, an unknown role, content that is not text.
+    """
+    if not isinstance(turns, list) or not turns:
+        raise BadInput(f"{origin}: a chat should be a list of turns with at least one")
+    return [_message(turn, f"{origin}: turn {index}") for index, turn in enumerate(turns)]
+
+
+def _message(turn: Any, where: str) -> Message:
+    if not isinstance(turn, Mapping):
+        raise BadInput(f"{where} should be an object, got {type(turn).__name__}")
+    message: Message = {
+        SHAREGPT_KEYS.get(str(key), str(key)): value for key, value in turn.items() if value is not None
+    }
+    role = str(message.get("role"))
+    if role not in ROLES:
+        raise BadInput(f"{where} has the role {role!r}; known are {', '.join(ROLES)}")
+    message["role"] = ROLES[role]
+    if isinstance(message.get("content"), list):
+        message["content"] = "".join(_text_of(part, where) for part in message["content"])
+    traces = [message.pop(key) for key in REASONING_KEYS if key in message]
+    if not all(isinstance(trace, str) for trace in traces):
+        raise BadInput(f"{where} has reasoning that is not text: {str(traces[0])[:60]}")
+    if any(traces) and message["role"] == "assistant":
+        message["reasoning_content"] = next(trace for trace in traces if trace)
+    may_be_empty = "tool_calls" in message or "reasoning_content" in message
+    message.setdefault("content", "" if may_be_empty else None)
+    if not isinstance(message["content"], str):
+        raise BadInput(f"{where} ({role}) has no text as its content")
+    if isinstance(message.get("tool_calls"), list):
+        message["tool_calls"] = [_call_with_object(call) for call in message["tool_calls"]]
+    return message
+
+
+def place_reasoning(messages: list[Message], key: str | None, markers: tuple[str, str] | None, where: str) -> None:
+    """Moves each trace to the message key that the chat template reads or, where that is None, into the content.
+
+    BadInput: a trace that can go nowhere, since the template has no key for it and no markers are known.
+    """
+    for message in messages:
+        trace = message.pop("reasoning_content", None)
+        if trace is None:
+            continue
+        if key is not None:
+            message[key] = trace
+        elif markers is None:
+            raise BadInput(f"{where}: the chat template has no place for reasoning_content; set data.think_markers")
+        elif markers[1] not in message["content"]:
+            opens, closes = markers
+            message["content"] = f"{opens}\n{trace.strip()}\n{closes}\n\n{message['content']}"
+
+
+def _text_of(part: Any, where: str) -> str:
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    raise BadInput(f"{where} has content that is not text: {str(part)[:60]}")
+
+
+def _call_with_object(call: Any) -> Any:
+    """OpenAI's API gives tool-call arguments as JSON text, chat templates take objects."""
+    try:
+        return {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
+    except (KeyError, TypeError, ValueError):
+        return call  # an object already, or another form that the template may know

@@ -1,0 +1,99 @@
+"""What each token is part of: prompt, think (a reasoning trace with its markers), or answer."""
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from ...heads.reasoning import think_markers
+from ..storage.samples import ANSWER, PROMPT, THINK
+
+Span = tuple[int, int]  # [start, end)
+LEAD_IN = 16  # tokens before an answer in which a generation prompt may have opened a trace
+
+
+class TokenTable:
+    """What is asked of single tokens again and again: their texts, and which are special.
+
+    markers: the texts that open and close a reasoning trace, as `think_markers` finds them, or None.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        added = {token for token, entry in tokenizer.added_tokens_decoder.items() if entry.special}
+        self.special = frozenset(added | set(tokenizer.all_special_ids))
+        self.markers = think_markers(tokenizer)
+        self.reasoning_keys: dict[str, str | None] = {}  # by chat template
+        self._texts: dict[int, str] = {}
+
+    def text(self, token: int) -> str:
+        """The text of one token; a byte of a character that spans tokens is shown as U+FFFD."""
+        text = self._texts.get(token)
+        if text is None:
+            text = str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
+            if str(self.tokenizer.convert_ids_to_tokens(token)).startswith("▁") and not text.startswith(" "):
+                text = f" {text}"  # SentencePiece drops the blank before the first word
+            self._texts[token] = text
+        return text
+
+    def is_blank(self, token: int) -> bool:
+        return not self.text(token).strip()
+
+
+@lru_cache(maxsize=4)
+def token_table(tokenizer: Any) -> TokenTable:
+    """The table of a tokenizer, made once."""
+    return TokenTable(tokenizer)
+
+
+def segment_tokens(
+    input_ids: Sequence[int], spans: Sequence[Span], table: TokenTable, markers: tuple[str, str] | None
+) -> np.ndarray:
+    """[T] uint8, SEGMENTS by number: outside the spans prompt, within them think or answer.
+
+    A trace runs from the opening marker to the closing one, both included. It may be opened by the end of the prompt
+    (DeepSeek-R1, Qwen3-Thinking); a closing marker without an opening one closes what the answer began with, unless it
+    ends the span, as the token does that gpt-oss closes every message with.
+    """
+    segments = np.full(len(input_ids), PROMPT, dtype=np.uint8)
+    for start, end in spans:
+        segments[start:end] = ANSWER
+        if markers is not None:
+            lead_in = "".join(map(table.text, input_ids[max(0, start - LEAD_IN) : start]))
+            is_open = lead_in.rstrip().endswith(markers[0])
+            for first, last in _traces(list(input_ids[start:end]), table, markers, is_open):
+                segments[start + first : start + last] = THINK
+    return segments
+
+
+def _traces(answer: list[int], table: TokenTable, markers: tuple[str, str], is_open: bool) -> list[Span]:
+    runs: list[Span] = []
+    begin = 0 if is_open else None
+    for first, last, opens in _marked(answer, table, markers):
+        if opens and begin is None:
+            begin = first
+        elif not opens and begin is not None:
+            runs.append((begin, last))
+            begin = None
+        elif not opens and not runs and last < len(answer):
+            runs.append((0, last))
+    return runs if begin is None else [*runs, (begin, len(answer))]
+
+
+def _marked(answer: list[int], table: TokenTable, markers: tuple[str, str]) -> list[tuple[int, int, bool]]:
+    """(first token, behind the last token, whether it opens) of each marker, in order."""
+    texts = [table.text(token) for token in answer]
+    whole = "".join(texts)
+    if markers[0] not in whole and markers[1] not in whole:
+        return []
+    ends = np.fromiter(accumulate(map(len, texts)), dtype=np.int64, count=len(texts))
+    found = list(re.finditer("|".join(map(re.escape, markers)), whole))
+    firsts = np.searchsorted(ends, [match.start() for match in found], side="right")
+    lasts = np.searchsorted(ends, [match.end() for match in found], side="left") + 1
+    return [
+        (int(first), int(last), match.group() == markers[0])
+        for first, last, match in zip(firsts, lasts, found, strict=True)
+    ]

@@ -1,0 +1,94 @@
+"""A smaller language model that drafts for the target (Leviathan et al. 2023), with a cache of its own."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...configs.errors import BadInput
+from ...heads.base import Proposal, Reading
+from ...heads.draft_lm import comes_with_tokenizer, differing_word
+from ...heads.nn.cache import SlotCache
+from ...heads.target import Target
+
+
+@dataclass
+class DraftModelState:
+    """cache: what the draft model has read. extent: slots of it in use, at most. position [B]: of the pending token.
+
+    hidden [B, 1, D]: the draft model's last state at the pending token, from which the next chain starts.
+    """
+
+    cache: SlotCache
+    extent: int
+    position: Tensor
+    hidden: Tensor
+
+
+class DraftModelDrafter:
+    """K greedy steps of a model with the target's tokenizer, from the pending token on.
+
+    Vocabularies may differ in padding: ids that only one of the two has are never drafted, and ids that the draft
+    model lacks are read as its last one. A draft costs K forwards, the first of them over two tokens, so that all
+    rounds have one shape; what a rejected chain left in the cache is overwritten or never seen.
+    """
+
+    feature_layers: tuple[int, ...] = ()
+    max_draft_tokens: int | None = None
+    on_host = False
+
+    def __init__(self, model: Target, *, target_vocab_size: int | None = None):
+        """Args: target_vocab_size: V of the target; None: that of the draft model."""
+        self.model = model
+        self.num_tokens = min(model.vocab_size, target_vocab_size or model.vocab_size)
+
+    def begin(self, *, batch_size: int, max_length: int) -> DraftModelState:
+        nothing = torch.zeros(batch_size, dtype=torch.long, device=self.model.device)
+        hidden = nothing.new_zeros(batch_size, 1, self.model.hidden_size, dtype=self.model.dtype)
+        return DraftModelState(self.model.new_cache(max_length), 0, nothing, hidden)
+
+    @torch.no_grad()
+    def commit(self, state: DraftModelState, read: Reading) -> None:
+        pending = read.next_tokens.gather(1, read.last[:, None])  # [B, 1]
+        state.extent = read.extent or state.cache.max_length
+        state.position = read.start + read.num_valid
+        if read.follows_draft:  # all but the last drafted token were read in drafting: two tokens are always enough
+            tokens = torch.cat([read.tokens.gather(1, read.last[:, None]), pending], 1)  # [B, 2]
+            state.hidden = self._read(state, tokens, state.position - 1)[:, -1:]
+            return
+        tokens = torch.cat([read.tokens, pending], 1).scatter(1, read.num_valid[:, None], pending)  # [B, Q + 1]
+        hidden = self._read(state, tokens, read.start)  # [B, Q + 1, D]
+        state.hidden = hidden[torch.arange(len(hidden), device=hidden.device), read.num_valid][:, None]
+
+    @torch.no_grad()
+    def propose(self, state: DraftModelState, *, num_draft_tokens: int) -> Proposal:
+        hidden, tokens = state.hidden, []
+        for depth in range(num_draft_tokens):
+            if depth > 0:
+                hidden = self._read(state, tokens[-1], state.position + depth)
+            tokens.append(self.model.logits(hidden)[..., : self.num_tokens].argmax(-1))  # [B, 1]
+        return Proposal(torch.cat(tokens, 1))
+
+    def _read(self, state: DraftModelState, tokens: Tensor, start: Tensor) -> Tensor:
+        """tokens [B, Q] at positions start [B], start + 1, ... Returns [B, Q, D]."""
+        positions = start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # [B, Q]
+        tokens = tokens.clamp(max=self.model.vocab_size - 1)
+        return self.model.forward(tokens, cache=state.cache, positions=positions, extent=state.extent).post_norm
+
+
+def load_draft_model(path: str, target: Target) -> Target:
+    """Load a draft model to the target's device and dtype. Raises BadInput, also where it comes without tokenizer."""
+    dtype = str(target.dtype).removeprefix("torch.")
+    try:
+        model = Target.load(path, dtype=dtype, device=target.device)
+        if not comes_with_tokenizer(path):
+            raise BadInput(f"tokenizer of {path}: no file of one in the folder")
+        _ = model.tokenizer
+    except BadInput as error:
+        raise BadInput(f"drafter draft-model:{path}: {error}") from error
+    return model
+
+
+def has_tokenizer_of(target: Target, model: Target) -> bool:
+    """Whether the two give the same tokens the same ids; one may have more tokens than the other."""
+    return differing_word(target.tokenizer.get_vocab(), model.tokenizer.get_vocab()) is None

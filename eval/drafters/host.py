@@ -1,0 +1,70 @@
+"""What drafters on the host share: each row's committed text in Python, read from the device once per round."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from ...heads.base import Proposal, Reading
+
+
+def committed_tokens(read: Reading) -> list[list[int]]:
+    """The tokens of each row that this reading adds to its text, the pending one last; none in rows that had ended."""
+    # a row's first token, then each one's successor: the last of them is the pending token
+    packed = torch.cat([read.start[:, None], read.num_valid[:, None], read.tokens[:, :1], read.next_tokens], 1)
+    said = packed.tolist()  # [B, 3 + Q], the one host read
+    return [
+        [*([first] if start == 0 and num_valid else []), *following[:num_valid]]
+        for start, num_valid, first, *following in said
+    ]
+
+
+class RowText(Protocol):
+    """The committed text of one row, the pending token included, and what is known of it."""
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append committed tokens."""
+        ...
+
+    def draft(self, num_tokens: int) -> list[int]:
+        """Exactly as many tokens that may follow."""
+        ...
+
+
+@dataclass
+class TextState:
+    """rows: the texts. active: rows that still grow. device: where drafts go."""
+
+    rows: list[RowText]
+    active: list[bool] = field(default_factory=list)
+    device: torch.device | None = None
+
+
+class TextDrafter:
+    """What drafters on the host share; a subclass makes the rows."""
+
+    feature_layers: tuple[int, ...] = ()
+    max_draft_tokens: int | None = None
+    on_host = True
+
+    def new_rows(self, batch_size: int) -> list[RowText]:
+        raise NotImplementedError
+
+    def begin(self, *, batch_size: int, max_length: int) -> TextState:
+        return TextState(self.new_rows(batch_size))
+
+    def commit(self, state: TextState, read: Reading) -> None:
+        news = committed_tokens(read)
+        for row, new in zip(state.rows, news, strict=True):
+            row.extend(new)
+        state.active = [bool(new) for new in news]
+        state.device = read.tokens.device
+
+    def propose(self, state: TextState, *, num_draft_tokens: int) -> Proposal:
+        nothing = [0] * num_draft_tokens
+        drafts = [
+            row.draft(num_draft_tokens) if active else nothing
+            for row, active in zip(state.rows, state.active, strict=True)
+        ]
+        return Proposal(torch.tensor(drafts, device=state.device))  # [B, K]

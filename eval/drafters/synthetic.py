@@ -1,0 +1,134 @@
+"""Drafts that are right as often as one asks: what an engine makes of an acceptance, before any head is trained."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...configs.errors import BadInput
+from ...heads.base import Drafter, Proposal, Reading
+from ...heads.target import Target
+from ..generate import generate
+
+MOST_DRAFTED = 64  # tokens per round
+
+
+def expected_length(rates: Sequence[float], num_draft_tokens: int) -> float:
+    """acceptance_length of chains whose draft position k is accepted with probability rates[k] (its last one, beyond
+    them): 1 + the sum of their running products, as in Leviathan et al. 2023, eq. 1, but for a rate of its own each."""
+    length = reached = 1.0
+    for k in range(num_draft_tokens):
+        reached *= rates[min(k, len(rates) - 1)]
+        length += reached
+    return length
+
+
+class BlankDrafter:
+    """Drafts token 0 at no cost: what a round takes of which only the verifying is asked."""
+
+    feature_layers: tuple[int, ...] = ()
+    max_draft_tokens: int | None = None
+    default_draft_tokens = 5
+    on_host = False
+
+    def begin(self, *, batch_size: int, max_length: int) -> list[Reading]:
+        return []
+
+    def commit(self, state: list[Reading], read: Reading) -> None:
+        state[:] = [read]
+
+    def propose(self, state: list[Reading], *, num_draft_tokens: int) -> Proposal:
+        return Proposal(torch.zeros_like(state[0].start[:, None].expand(-1, num_draft_tokens)))
+
+
+@dataclass
+class SyntheticState:
+    """texts [B, T]: prompt and the target's own greedy continuation, 0 behind. position [B]: of the pending token.
+    luck [B, T, MOST_DRAFTED]: in [0, 1), for each position that a round can start at: each prompt's own, so that
+    passes are alike. inner: the state of the drafter whose time is paid."""
+
+    texts: Tensor
+    position: Tensor
+    luck: Tensor
+    inner: Any = None
+
+
+class SyntheticDrafter:
+    """Drafts the target's own next tokens, draft position k with probability rates[k], else a wrong one.
+
+    The engine verifies them as it does any draft, so the text stays the target's, and acceptance_rate[k] comes out as
+    rates[k] (rates' last one, beyond them). That holds in greedy decoding of the given prompts; behind others, which
+    are good for timing only, drafts are arbitrary. With `inner`, an untrained head say, that drafter drafts too, and
+    its time counts; what it drafts is not used.
+    """
+
+    feature_layers: tuple[int, ...] = ()
+    max_draft_tokens: int | None = MOST_DRAFTED
+    default_draft_tokens = 5
+    on_host = False
+
+    def __init__(
+        self,
+        target: Target,
+        prompts: Sequence[list[int]],
+        rates: Sequence[float],
+        *,
+        max_new_tokens: int,
+        inner: Drafter | None = None,
+        seed: int = 0,
+    ):
+        self.vocab_size, self.device, self.seed = target.vocab_size, target.device, seed
+        self._take(rates, inner)
+        self.texts: dict[tuple[int, ...], list[int]] = {}
+        for prompt in prompts:  # alone, as rows of other lengths do not matter
+            new = generate(target, None, prompt, max_new_tokens=max_new_tokens).token_ids[0]
+            self.texts[tuple(prompt)] = [*prompt, *new]
+
+    def around(self, inner: Drafter | None, rates: Sequence[float]) -> "SyntheticDrafter":
+        """The same texts and luck at other rates, and for another drafter's time."""
+        other = copy.copy(self)
+        other._take(rates, inner)
+        return other
+
+    def _take(self, rates: Sequence[float], inner: Drafter | None) -> None:
+        if not rates or not all(0 <= rate <= 1 for rate in rates):
+            raise BadInput(f"acceptance rates {list(rates)}: expected one or more between 0 and 1")
+        rates = [*rates, *[rates[-1]] * (MOST_DRAFTED - len(rates))]
+        self.rates = torch.tensor(rates, device=self.device)  # [MOST_DRAFTED]
+        self.inner = inner
+        self.feature_layers = inner.feature_layers if inner is not None else ()
+        self.max_draft_tokens = inner.max_draft_tokens or MOST_DRAFTED if inner is not None else MOST_DRAFTED
+
+    def begin(self, *, batch_size: int, max_length: int) -> SyntheticState:
+        luck = torch.zeros(batch_size, max_length, MOST_DRAFTED, device=self.device)
+        texts = torch.zeros(batch_size, max_length, dtype=torch.long, device=self.device)
+        inner = self.inner.begin(batch_size=batch_size, max_length=max_length) if self.inner else None
+        return SyntheticState(texts, texts[:, 0], luck, inner)
+
+    def commit(self, state: SyntheticState, read: Reading) -> None:
+        if self.inner is not None:
+            self.inner.commit(state.inner, read)
+        if not read.follows_draft:  # the prompts
+            self._recall(state, read)
+        state.position = read.start + read.num_valid
+
+    def propose(self, state: SyntheticState, *, num_draft_tokens: int) -> Proposal:
+        if self.inner is not None:
+            self.inner.propose(state.inner, num_draft_tokens=num_draft_tokens)
+        places = state.position[:, None] + 1 + torch.arange(num_draft_tokens, device=self.device)  # [B, K]
+        true = state.texts.gather(1, places.clamp(max=state.texts.shape[1] - 1))  # [B, K]
+        rows = torch.arange(len(true), device=self.device)
+        right = state.luck[rows, state.position, :num_draft_tokens] < self.rates[:num_draft_tokens]
+        return Proposal(torch.where(right, true, (true + 1) % self.vocab_size))
+
+    def _recall(self, state: SyntheticState, read: Reading) -> None:
+        known, length = {text: number for number, text in enumerate(self.texts)}, state.texts.shape[1]
+        for row, (ids, num_valid) in enumerate(zip(read.tokens.tolist(), read.num_valid.tolist(), strict=True)):
+            prompt = tuple(ids[:num_valid])
+            text = self.texts.get(prompt, [])
+            state.texts[row] = torch.tensor([*text, *[0] * (length - len(text))], device=self.device)
+            source = torch.Generator().manual_seed(self.seed + known.get(prompt, row))
+            state.luck[row] = torch.rand(length, MOST_DRAFTED, generator=source).to(self.device)

@@ -1,0 +1,242 @@
+"""A draft model whose tokenizer is not the target's: both read the same text, each in tokens of its own.
+
+Drafting by text (string-level exact match, Timor et al. 2025; "universal assisted decoding" in transformers): the
+committed text goes to the draft model in its own tokens, what it writes comes back in the target's, and all that the
+draft model can write can be drafted. The alternative, drafting only tokens that both vocabularies hold (token-level
+intersection, TLI), is the better one where drafts are sampled, since it gives their probabilities. Ours are greedy and
+verified by what the target itself chooses, at any temperature, so it would only take words from the draft model.
+
+Nothing is assumed of tokenizers: decode(a + b) need not be decode(a) + decode(b), bytes may make a character only
+together, a first word may lose its space. Where text cannot be aligned, filler is drafted, and verified like any draft.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...heads.base import Proposal, Reading
+from ...heads.nn.cache import SlotCache
+from ...heads.target import Target
+from .host import committed_tokens
+
+INCOMPLETE = "\ufffd"  # what decoders write for bytes that are no character yet
+KEEP_TOKENS, KEEP_CHARACTERS = 16, 64  # how much of a text's end is translated again, at least
+STEPS_PER_TOKEN = 16  # the most tokens of the draft model for one of the target
+
+
+class Tail:
+    """f(source), for a source that grows at its end, by calling f on the end of it alone.
+
+    f is applied from `cut` on; of what it gives, the first `skip` items are left out, and the rest follows the first
+    `base` items of the image. The cut moves up only to where this gives the very image there is; else it stays.
+    """
+
+    def __init__(self, f: Callable[[Any], Any], *, nothing: Any, keep: int):
+        """Args: nothing: the image of an empty source. keep: items of the source that are read again, at least."""
+        self.f, self.image, self.keep = f, nothing, keep
+        self.cut = self.skip = self.base = 0
+
+    def update(self, source: Any) -> Any:
+        """The image of the source, all of it."""
+        self.image = self.image[: self.base] + self.f(source[self.cut :])[self.skip :]
+        if len(source) - self.cut > 4 * self.keep:
+            self._move_up(source)
+        return self.image
+
+    def _move_up(self, source: Any) -> None:
+        for cut in range(len(source) - self.keep, len(source) - self.keep - 8, -1):
+            end = self.f(source[cut:])
+            for skip in range(min(4, len(end))):  # a first word that was cut differs
+                base = len(self.image) - len(end) + skip
+                if base >= 0 and self.image[base:] == end[skip:]:
+                    self.cut, self.skip, self.base = cut, skip, base
+                    return
+
+
+def settled(text: str) -> str:
+    """Without what may yet become a character."""
+    return text.rstrip(INCOMPLETE)
+
+
+class Vocabulary:
+    """One model's tokenizer. special: its special tokens by name; ends: those that end an answer."""
+
+    def __init__(self, model: Target):
+        self.tokenizer = model.tokenizer
+        self.size = min(model.vocab_size, max(self.tokenizer.get_vocab().values()) + 1)
+        added = self.tokenizer.added_tokens_decoder.items()
+        ids = {*self.tokenizer.all_special_ids, *(i for i, token in added if token.special)}
+        self.special: dict[str, int] = {self.tokenizer.convert_ids_to_tokens(i): i for i in sorted(ids)}
+        end = self.tokenizer.eos_token_id
+        self.ends = [*([] if end is None else [end]), *sorted(model.eos_token_ids)]
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False) if text else []
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        if not tokens:
+            return ""
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def first(self) -> list[int]:
+        """The tokens that this tokenizer opens a text with: its bos, or none."""
+        bos = self.tokenizer.bos_token_id
+        return [bos] if bos is not None and self.tokenizer.encode("a")[:1] == [bos] else []
+
+    def special_in(self, other: "Vocabulary") -> dict[int, list[int]]:
+        """Each special token in another vocabulary: an end, or one of the same name; none where there is no such."""
+        into = {i: [other.special[name]] if name in other.special else [] for name, i in self.special.items()}
+        bos = self.tokenizer.bos_token_id
+        return into | ({} if bos is None else {bos: []}) | {end: other.ends[:1] for end in self.ends}
+
+
+class TranslatedRow:
+    """The committed text of one row in tokens of the draft model, and what of it the draft model has read.
+
+    Special tokens are translated one by one; between two of them, a run of tokens is translated by its text.
+    """
+
+    def __init__(self, target: Vocabulary, draft: Vocabulary):
+        self.target, self.draft = target, draft
+        self.to_draft, self.to_target = target.special_in(draft), draft.special_in(target)
+        self.num_tokens = 0  # of the target
+        self.before = draft.first()  # the draft model's tokens before the last run
+        self.read: list[int] = []  # the draft model's tokens in its cache
+        self._open()
+
+    def _open(self) -> None:
+        self.run: list[int] = []
+        self.text = Tail(self.target.decode, nothing="", keep=KEEP_TOKENS)
+        self.words = Tail(self.draft.encode, nothing=[], keep=KEEP_CHARACTERS)
+        self.tokens = list(self.before)  # the whole text, in tokens of the draft model
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append committed tokens of the target."""
+        self.num_tokens += len(tokens)
+        for token in tokens:
+            if token not in self.to_draft:
+                self.run.append(token)
+                continue
+            self._translate()
+            self.before = self.tokens + self.to_draft[token]
+            self._open()
+        self._translate()
+
+    def _translate(self) -> None:
+        self.tokens = self.before + self.words.update(settled(self.text.update(self.run)))
+
+    def num_kept(self, text: list[int]) -> int:
+        """How much of a text is in the cache, its last token left out: that is always read, to see what follows."""
+        pairs = zip(self.read, text[:-1], strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.read), len(text) - 1))
+
+    def translate_back(self, drafted: list[int]) -> list[int]:
+        """Tokens of the target that say behind its committed ones what the draft model's say; none where none do."""
+        end = next((i for i, token in enumerate(drafted) if token in self.to_target), len(drafted))
+        special = self.to_target[drafted[end]] if end < len(drafted) else []
+        context = self.words.image[-KEEP_TOKENS:]
+        old, new = settled(self.draft.decode(context)), self.draft.decode(context + drafted[:end])
+        if not new.startswith(old):
+            return []
+        text = settled(new[len(old) :])
+        found = self._encode_behind(text) if text else []
+        return found + special if found or not text else []
+
+    def _encode_behind(self, text: str) -> list[int]:
+        target, ids = self.target, self.run[self.text.cut :]
+        said = settled(target.decode(ids))
+        new = target.encode(said + text)
+        if new[: len(ids)] == ids:
+            return new[len(ids) :]
+        # the committed tokens are not those that the tokenizer would choose: look for a boundary at their end
+        for before in (said, "\n", ""):
+            new = target.encode(before + text)
+            at = bisect_left(range(len(new)), len(before), key=lambda n, new=new: len(target.decode(new[:n])))
+            if target.decode(ids + new[at:]) == said + text:
+                return new[at:]
+        return []
+
+
+@dataclass
+class TranslatedState:
+    """cache: of the draft model, None until the first draft. live: rows that still grow."""
+
+    rows: list[TranslatedRow]
+    cache: SlotCache | None = None
+    live: list[bool] = field(default_factory=list)
+
+
+class TranslatedDrafter:
+    """What a draft model of any vocabulary writes behind the text, in the target's tokens; a drafter on the host.
+
+    A draft costs about as many forwards as K tokens of the target take in tokens of the draft model, measured on the
+    text so far. Of a new text the draft model reads only what differs from what its cache holds, drafts included.
+    """
+
+    feature_layers: tuple[int, ...] = ()
+    max_draft_tokens: int | None = None
+    on_host = True
+
+    def __init__(self, model: Target, target: Target):
+        self.model = model
+        self.draft, self.target = Vocabulary(model), Vocabulary(target)
+
+    def begin(self, *, batch_size: int, max_length: int) -> TranslatedState:
+        return TranslatedState([TranslatedRow(self.target, self.draft) for _ in range(batch_size)])
+
+    def commit(self, state: TranslatedState, read: Reading) -> None:
+        news = committed_tokens(read)
+        for row, new in zip(state.rows, news, strict=True):
+            row.extend(new)
+        state.live = [bool(new) for new in news]
+
+    @torch.no_grad()
+    def propose(self, state: TranslatedState, *, num_draft_tokens: int) -> Proposal:
+        live = [is_live and len(row.tokens) > 0 for row, is_live in zip(state.rows, state.live, strict=True)]
+        ratios = [len(row.tokens) / row.num_tokens for row, is_live in zip(state.rows, live, strict=True) if is_live]
+        num_steps = math.ceil(num_draft_tokens * min(max(ratios, default=0.0), STEPS_PER_TOKEN))
+        room = self.model.max_positions - num_steps
+        live = [is_live and len(row.tokens) <= room for row, is_live in zip(state.rows, live, strict=True)]
+        written = self._write(state, live, num_steps) if any(live) else [[] for _ in live]
+        drafts = []
+        for row, is_live, new in zip(state.rows, live, written, strict=True):
+            found = row.translate_back(new) if is_live else []
+            known = [token for token in found if token < self.target.size][:num_draft_tokens] or [0]
+            drafts.append(known + known[-1:] * (num_draft_tokens - len(known)))
+        return Proposal(torch.tensor(drafts, device=self.model.device))  # [B, K]
+
+    def _write(self, state: TranslatedState, live: list[bool], num_steps: int) -> list[list[int]]:
+        """num_steps greedy tokens of the draft model behind the text of each live row; of the others, anything."""
+        device = self.model.device
+        texts = [row.tokens if is_live else [0] for row, is_live in zip(state.rows, live, strict=True)]
+        starts = [row.num_kept(text) for row, text in zip(state.rows, texts, strict=True)]
+        longest = max(map(len, texts))
+        if state.cache is None or 2 * longest + num_steps > state.cache.max_length:
+            # how long a text gets in these tokens is not known beforehand: read it again, with room to grow
+            state.cache, starts = self.model.new_cache(4 * longest + num_steps), [0] * len(texts)
+        news = [text[start:] for text, start in zip(texts, starts, strict=True)]
+        width = max(map(len, news))
+        tokens = torch.tensor([new + [0] * (width - len(new)) for new in news], device=device)  # [B, Q]
+        start = torch.tensor(starts, device=device)
+        behind = torch.tensor([len(text) for text in texts], device=device)  # [B] position of the first drafted token
+        positions = start[:, None] + torch.arange(width, device=device)  # [B, Q]
+        extent = max(starts) + width
+        hidden = self.model.forward(tokens, cache=state.cache, positions=positions, extent=extent).post_norm
+        hidden = hidden[torch.arange(len(texts), device=device), behind - start - 1][:, None]  # [B, 1, D]
+        written = [self._choose(hidden)]
+        for step in range(1, num_steps):
+            how: dict[str, Any] = {"positions": (behind + step - 1)[:, None], "extent": extent + step}
+            hidden = self.model.forward(written[-1], cache=state.cache, **how).post_norm
+            written.append(self._choose(hidden))
+        said = torch.cat(written, 1).tolist()  # [B, num_steps], the host read
+        for row, text, new in zip(state.rows, texts, said, strict=True):
+            row.read = text + new[:-1]
+        return said
+
+    def _choose(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[B, 1, D] -> [B, 1] the most probable token that the tokenizer knows."""
+        return self.model.logits(hidden)[..., : self.draft.size].argmax(-1)

@@ -1,0 +1,76 @@
+"""Is the speculative text the target's own? Token by token, and where it is not, whether rounding explains it."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ...heads.target import Target
+
+MAX_ULPS = 4  # two logits this close may swap when the same sum is taken in another order
+
+
+@dataclass
+class LosslessReport:
+    """checked texts = identical + explained + unexplained.
+
+    explained: at the first divergence the two tokens' logits lie within MAX_ULPS units in the last place of the run's
+    dtype. divergences: one entry per text that differs: its index, position of the first difference, gap in ulp.
+    """
+
+    checked: int = 0
+    identical: int = 0
+    explained: int = 0
+    unexplained: int = 0
+    divergences: list[dict] = field(default_factory=list)
+
+
+def ulp(value: float, dtype: torch.dtype) -> float:
+    """The spacing of a dtype's numbers at |value|."""
+    return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(max(abs(value), torch.finfo(dtype).tiny)))
+
+
+@torch.no_grad()
+def gap_in_ulps(target: Target, prefix: Sequence[int], pair: tuple[int, int]) -> float:
+    """How far the worse of two tokens lies below the best logit after a prefix, in ulp of the target's dtype.
+
+    The smaller gap of two ways to compute it: one forward over the prefix, and its last token over a cache, as
+    decoding does.
+    """
+    ids = torch.tensor([list(prefix)], device=target.device)  # [1, T]
+    hidden = [target.forward(ids).post_norm[:, -1]]  # [1, D]
+    if len(prefix) > 1:
+        cache, positions = target.new_cache(len(prefix)), torch.arange(len(prefix), device=target.device)[None]
+        target.forward(ids[:, :-1], cache=cache, positions=positions[:, :-1], extent=len(prefix))
+        step = target.forward(ids[:, -1:], cache=cache, positions=positions[:, -1:], extent=len(prefix))
+        hidden.append(step.post_norm[:, -1])
+    gaps = []
+    for state in hidden:
+        logits = target.logits(state)[0]  # [V]
+        best = float(logits.max())
+        gaps.append((best - float(logits[list(pair)].min())) / ulp(best, target.dtype))
+    return min(gaps)
+
+
+def compare_texts(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    baseline: Sequence[Sequence[int]],
+    speculative: Sequence[Sequence[int]],
+) -> LosslessReport:
+    """Compare new tokens of both runs, prompt by prompt; after a first divergence texts may differ and are not read."""
+    report = LosslessReport()
+    for i, (prompt, ours, theirs) in enumerate(zip(prompts, speculative, baseline, strict=True)):
+        report.checked += 1
+        if list(ours) == list(theirs):
+            report.identical += 1
+            continue
+        at = next((j for j, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+        gap = math.inf if at is None else gap_in_ulps(target, [*prompt, *theirs[:at]], (ours[at], theirs[at]))
+        if gap <= MAX_ULPS:
+            report.explained += 1
+        else:
+            report.unexplained += 1
+        report.divergences.append({"prompt": i, "position": at, "gap_ulp": None if math.isinf(gap) else round(gap, 2)})
+    return report

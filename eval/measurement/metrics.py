@@ -1,0 +1,103 @@
+"""The definitions, from raw per-round records. docs/report_schema.md says them in words."""
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ...heads.base import ChainStarts
+from ..generate import Round
+
+
+@dataclass
+class Acceptance:
+    """Counts over rounds; a row of a batch counts as a round of its own while it is active, the prefill never.
+
+    num_rounds: target forwards. num_committed: tokens they gave, bonus tokens included. tried[k], taken[k]: how often
+    draft position k was reached (all before it accepted, the text not ended), and accepted.
+    """
+
+    num_rounds: int
+    num_committed: int
+    tried: list[int]
+    taken: list[int]
+
+    @property
+    def length(self) -> float | None:
+        """acceptance_length: mean tokens committed per target forward, bonus token included."""
+        return self.num_committed / self.num_rounds if self.num_rounds else None
+
+    @property
+    def rate(self) -> list[float | None]:
+        """acceptance_rate[k]: P(draft position k accepted | reached); None where never reached."""
+        return [taken / tried if tried else None for taken, tried in zip(self.taken, self.tried, strict=True)]
+
+    def __add__(self, other: "Acceptance") -> "Acceptance":
+        """Of both together, drafts of one length."""
+        tried, taken = zip(self.tried, other.tried, strict=True), zip(self.taken, other.taken, strict=True)
+        rounds, committed = self.num_rounds + other.num_rounds, self.num_committed + other.num_committed
+        return Acceptance(rounds, committed, [a + b for a, b in tried], [a + b for a, b in taken])
+
+    def add(self, accepted: int, committed: int) -> None:
+        """One round of one row."""
+        self.num_rounds += 1
+        self.num_committed += committed
+        for k in range(min(accepted + 1, len(self.tried), committed)):
+            self.tried[k] += 1
+            self.taken[k] += k < accepted
+
+
+def acceptance(rounds: Iterable[Round], *, num_draft_tokens: int) -> Acceptance:
+    """Count the rounds of one or more generations; prefills (nothing drafted) are left out."""
+    counted = Acceptance(0, 0, [0] * num_draft_tokens, [0] * num_draft_tokens)
+    for one in rounds:
+        if one.num_drafted == 0:
+            continue
+        for accepted, committed in zip(one.num_accepted, one.num_committed, strict=True):
+            if committed:
+                counted.add(accepted, committed)
+    return counted
+
+
+def expected_acceptance(starts: ChainStarts, hits: Tensor, *, num_draft_tokens: int) -> Acceptance:
+    """What decoding the given text would have counted, from teacher-forced drafts: the rounds are walked.
+
+    A round at chain start t accepts the run of hits from depth 0 on, commits one more (the bonus) unless the text ends,
+    and the next round starts that many positions on. On text that the target itself wrote, greedily or sampled, this
+    equals real decoding with greedy drafts; on other text it answers as if the target had written it.
+
+    Args:
+        starts, hits: of `DraftHead.loss`.
+        num_draft_tokens: K, at most the depths that were unrolled.
+    """
+    counted = Acceptance(0, 0, [0] * num_draft_tokens, [0] * num_draft_tokens)
+    accepted = hits[..., :num_draft_tokens].long().cumprod(-1).sum(-1)  # [B, S]
+    room = starts.valid[..., :num_draft_tokens].sum(-1)  # [B, S] supervised tokens that follow, up to K
+    for positions, takes, rooms in zip(starts.positions.tolist(), accepted.tolist(), room.tolist(), strict=True):
+        rooms_at = dict(zip(positions, rooms, strict=True))
+        following = -1
+        for t, take, left in zip(positions, takes, rooms, strict=True):
+            if left == 0 or t < following:
+                continue
+            goes_on = left == num_draft_tokens == rooms_at.get(t + 1)  # a token follows even the longest chain
+            ends = take == left and not goes_on  # the text's last token was accepted: no bonus
+            committed = take + (0 if ends else 1)
+            counted.add(take, committed)
+            following = t + committed
+    return counted
+
+
+def bootstrap_ratio(
+    numerators: Sequence[float], denominators: Sequence[float], *, num_draws: int = 2000, seed: int = 0
+) -> tuple[float, list[float]]:
+    """Ratio of sums and its percentile bootstrap 95 % interval over paired entries (one per prompt or batch)."""
+    draw = random.Random(seed)
+    count = len(numerators)
+    ratios = []
+    for _ in range(num_draws):
+        picked = draw.choices(range(count), k=count)
+        ratios.append(sum(numerators[i] for i in picked) / sum(denominators[i] for i in picked))
+    ratios.sort()
+    low, high = ratios[int(0.025 * num_draws)], ratios[int(0.975 * num_draws) - 1]
+    return sum(numerators) / sum(denominators), [low, high]

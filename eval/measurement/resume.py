@@ -1,0 +1,187 @@
+"""What was measured so far, on disk batch by batch: a measurement that was killed goes on where it stopped."""
+
+import fcntl
+import hashlib
+import json
+import os
+from dataclasses import asdict, astuple, fields
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from ... import __version__
+from ...configs.errors import BadInput
+from ...heads.drafting import StaticTree
+from ...heads.target import Target
+from ..generate import Generation, Round
+from ..report.document import processor_name
+from ..suites.prompts import Suite
+
+FILE = "measured.jsonl"
+Record = dict[str, Any]
+TREE = -1  # the batch number under which a measurement keeps its tree
+
+
+class Measured:
+    """OUTPUT/measured.jsonl: a line per finished batch, under the key of all that its figures depend on.
+
+    A batch has one line, written and synced when all its repeats and sides are done. Lines of other keys, left by a
+    measurement with other settings, stay. The file is there from the first batch until the report is written. One
+    process at a time.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.path = Path(folder) / FILE
+        self._file: BinaryIO | None = None
+        self._places: dict[tuple[str, int], int] = {}  # byte of a line
+        self._digests: dict[int, str] = {}
+        self.used: set[str] = set()
+
+    def __enter__(self) -> "Measured":
+        """Raises BadInput where another process measures into the folder, and on a damaged file."""
+        if self.path.exists():
+            self._open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def __len__(self) -> int:
+        """Batches that are there, under any key."""
+        return sum(batch != TREE for _, batch in self._places)
+
+    def get(self, key: str, batch: int) -> Record | None:
+        """What was kept of a batch; None where it is still to be measured."""
+        self.used.add(key)
+        if (key, batch) not in self._places:
+            return None
+        assert self._file is not None
+        self._file.seek(self._places[key, batch])
+        return json.loads(self._file.readline())["measured"]
+
+    def add(self, key: str, batch: int, record: Record) -> None:
+        """Keep a batch, on disk when this returns."""
+        file = self._file or self._open()
+        assert (key, batch) not in self._places, "a batch was measured twice"
+        at = file.seek(0, os.SEEK_END)
+        file.write(json.dumps({"key": key, "batch": batch, "measured": record}).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+        self._places[key, batch] = at
+
+    def finish(self) -> None:
+        """Forget what the finished report holds; the file goes where nothing else is in it."""
+        if self._file is None:
+            return
+        places = sorted(at for (key, _), at in self._places.items() if key not in self.used)
+        if not places:
+            self.path.unlink()
+            return
+        unfinished = self.path.with_name(f".{FILE}.tmp")
+        with unfinished.open("wb") as kept:
+            for at in places:
+                self._file.seek(at)
+                kept.write(self._file.readline())
+            kept.flush()
+            os.fsync(kept.fileno())
+        os.replace(unfinished, self.path)
+
+    def digest_of(self, drafter: Any) -> str:
+        """`identity` of a drafter, worked out once."""
+        if id(drafter) not in self._digests:
+            self._digests[id(drafter)] = identity(drafter)
+        return self._digests[id(drafter)]
+
+    def _open(self) -> BinaryIO:
+        """Behind the last whole line; what a kill left behind that is cut off."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = self._file = self.path.open("a+b")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go by the system, also after a kill
+        except OSError as error:
+            raise BadInput(f"{self.path}: another process measures into this folder") from error
+        file.seek(0)
+        end = 0
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                one = json.loads(line)
+                self._places[one["key"], one["batch"]] = end
+            except (ValueError, KeyError, TypeError) as error:
+                raise BadInput(f"{self.path}:{number}: damaged; delete this line to measure its batch again") from error
+            end += len(line)
+        file.truncate(end)
+        return file
+
+
+def settings_key(
+    target: Target, drafter: Any, suite: Suite, settings: Record, *, name: str, engine: str, store: Measured
+) -> str:
+    """The key of a measurement: a hash of everything that its figures depend on.
+
+    That is the weights and the config of the target, its dtype and device, the drafter down to its weights, the
+    prompts, the settings, the number of threads and the versions. Names too: what a report tells apart is measured
+    apart.
+    """
+    cuda = target.device.type == "cuda"
+    parts = {
+        "engine": engine,
+        "names": [name, suite.name],
+        "target": [target.fingerprint, target.config.to_dict(), sorted(target.eos_token_ids), target.is_adapted],
+        "drafter": store.digest_of(drafter),
+        "prompts": suite.digest,
+        "settings": settings,
+        "machine": [
+            str(target.dtype),
+            str(target.device),
+            torch.cuda.get_device_name(target.device) if cuda else processor_name(),
+            torch.get_num_threads(),
+        ],
+        "versions": [__version__, torch.__version__, transformers.__version__, [one.name for one in fields(Round)]],
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def identity(drafter: Any) -> str:
+    """Which drafter this is: its class and plain settings, the weights of a head byte by byte, the fingerprint of a
+    model."""
+    digest = hashlib.sha256(type(drafter).__qualname__.encode())
+    if isinstance(drafter, nn.Module):
+        digest.update(repr(getattr(drafter, "config", None)).encode())
+        for name, value in sorted(drafter.state_dict().items()):
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+            digest.update(raw_bytes(value))
+        return digest.hexdigest()
+    for name, value in sorted(getattr(drafter, "__dict__", {}).items()):
+        if isinstance(value, Target):
+            digest.update(f"{name} {value.fingerprint} {value.dtype} {value.config.to_dict()}".encode())
+        elif isinstance(value, str | int | float | tuple | None):
+            digest.update(f"{name} {value!r}".encode())
+    return digest.hexdigest()
+
+
+def raw_bytes(value: Tensor) -> bytes:
+    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def as_record(runs: list[Generation]) -> list[list[Any]]:
+    """Repeats of one side: token ids and rounds of each, the fields of a round in their order."""
+    return [[run.token_ids, [astuple(one) for one in run.rounds]] for run in runs]
+
+
+def from_record(runs: list[list[Any]]) -> list[Generation]:
+    """The repeats that `as_record` wrote."""
+    return [Generation(token_ids, [Round(*one) for one in rounds]) for token_ids, rounds in runs]
+
+
+def tree_record(tree: StaticTree) -> Record:
+    return asdict(tree)
+
+
+def tree_from(record: Record) -> StaticTree:
+    return StaticTree(tuple(map(tuple, record["paths"])), record["sampled"])

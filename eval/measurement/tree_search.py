@@ -1,0 +1,175 @@
+"""Which tree to draft: built from how often each guess of each depth was right, and from what a node costs here."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from ...configs.errors import BadInput
+from ...heads.base import ChainStarts, DraftBatch, Drafter, DraftHead
+from ...heads.drafting import DynamicTree, StaticTree, Tree
+from ...heads.target import Target
+from ..engine import draft_length
+from ..generate import generate
+from .config import Setting, chains
+from .step_times import interpolate, measure_step_times, most_tokens
+from .unrolled import unrolled
+
+Accuracies = list[list[float]]  # [depth][rank]: P(the rank-th guess at a depth is right | the path to it is right)
+
+
+@torch.no_grad()
+def rank_accuracies(
+    target: Target, head: DraftHead, texts: Sequence[tuple[Sequence[int], Sequence[int]]], *, num_ranks: int = 8
+) -> Accuracies:
+    """How often each of the head's best guesses is the target's own token, teacher-forced on the target's texts.
+
+    As deep as the head was trained, and at least as deep as it drafts by default.
+
+    Args: texts: (prompt, new tokens) pairs that the target wrote.
+    """
+    num_depths = max(head.num_depths, draft_length(head, None))
+    num_ranks = min(num_ranks, target.vocab_size if head.vocabulary is None else len(head.vocabulary.to_target))
+    right = torch.zeros(num_depths, num_ranks)
+    count = torch.zeros(num_depths)
+    for prompt, new in texts:
+        ids = torch.tensor([[*prompt, *new]], device=target.device)  # [1, T]
+        mask = torch.arange(ids.shape[1], device=target.device)[None] >= len(prompt)
+        batch = DraftBatch(ids, mask, target.forward(ids, feature_layers=head.feature_layers))
+        starts: ChainStarts
+        with unrolled(head, num_depths):
+            starts, logits = head.teacher_forced_logits(batch)  # [1, S, K, Vd]
+        guesses = head.to_target(logits.topk(num_ranks, -1).indices)  # [1, S, K, ranks]
+        for depth in range(num_depths):
+            labels = starts.take(ids, offset=depth + 2)  # [1, S]
+            hits = (guesses[:, :, depth] == labels[..., None]) & starts.valid[..., depth, None]  # [1, S, ranks]
+            right[depth] += hits.sum((0, 1)).cpu()
+            count[depth] += int(starts.valid[..., depth].sum())
+    return (right / count.clamp(min=1)[:, None]).tolist()
+
+
+def best_nodes(accuracies: Accuracies, num_nodes: int) -> list[tuple[tuple[int, ...], float]]:
+    """The num_nodes paths most likely to stand, with that likelihood, best first.
+
+    A node's likelihood is the product of its path's accuracies (Medusa, section 2.3.3), so it never exceeds its
+    parent's nor its better sibling's, and taking the best neighbour again and again gives the best tree of its size:
+    what Sequoia's dynamic program finds for likelihoods that depend on depth and rank (Chen et al. 2024, section 3).
+    """
+    chosen: list[tuple[tuple[int, ...], float]] = []
+    open_nodes: dict[tuple[int, ...], float] = {(0,): accuracies[0][0]}
+    likelihood: dict[tuple[int, ...], float] = {(): 1.0}
+    while open_nodes and len(chosen) < num_nodes:
+        path = max(open_nodes, key=lambda node: (open_nodes[node], -len(node)))
+        likelihood[path] = open_nodes.pop(path)
+        chosen.append((path, likelihood[path]))
+        depth, rank = len(path) - 1, path[-1]
+        if rank + 1 < len(accuracies[depth]):
+            open_nodes[(*path[:-1], rank + 1)] = likelihood[path[:-1]] * accuracies[depth][rank + 1]
+        if depth + 1 < len(accuracies):
+            open_nodes[(*path, 0)] = likelihood[path] * accuracies[depth + 1][0]
+    return chosen
+
+
+def static_tree(accuracies: Accuracies, *, num_nodes: int) -> StaticTree:
+    """Medusa's sparse tree: the num_nodes most likely paths."""
+    return as_tree([path for path, _ in best_nodes(accuracies, num_nodes)])
+
+
+def optimal_tree(
+    accuracies: Accuracies,
+    *,
+    verify_ms: Callable[[int], float],
+    draft_ms: Callable[[int], float],
+    max_nodes: int = 63,
+) -> tuple[StaticTree, float]:
+    """Sequoia's hardware-aware choice: the size and depth with the least expected time per token.
+
+    Args:
+        verify_ms: milliseconds of verifying so many nodes. draft_ms: of drafting a tree of some depth.
+
+    Returns: the tree, and its expected milliseconds per token.
+    """
+    best: tuple[float, list[tuple[int, ...]]] | None = None
+    for depth in range(1, len(accuracies) + 1):
+        nodes = best_nodes(accuracies[:depth], max_nodes)
+        expected = 1.0  # the bonus token
+        for count, (_, likelihood) in enumerate(nodes, 1):
+            expected += likelihood
+            cost = (draft_ms(depth) + verify_ms(count)) / expected
+            if best is None or cost < best[0]:
+                best = cost, [path for path, _ in nodes[:count]]
+    assert best is not None
+    return as_tree(best[1]), best[0]
+
+
+def as_tree(paths: list[tuple[int, ...]]) -> StaticTree:
+    """Paths in the order that `StaticTree` wants."""
+    return StaticTree(tuple(sorted(paths, key=lambda path: (len(path), path))))
+
+
+def sampled_chain(length: int) -> StaticTree:
+    """One path of tokens drawn from the draft, each behind the last: Leviathan et al. 2023, Algorithm 1."""
+    return StaticTree(tuple((0,) * depth for depth in range(1, length + 1)), sampled=True)
+
+
+def costs(
+    target: Target, head: DraftHead, text: Sequence[int], *, context: int, max_nodes: int
+) -> tuple[Callable[[int], float], Callable[[int], float]]:
+    """Milliseconds of verifying so many nodes, and of drafting so deep, one row behind a context, measured here.
+
+    Trees of one level tell of verifying, chains of drafting: a tree's level costs a little more than a chain's step.
+    """
+    deepest = chains(head, {1, head.max_draft_tokens or head.num_depths})
+    ranks = min(max_nodes, target.vocab_size if head.vocabulary is None else len(head.vocabulary.to_target))
+    sizes = sorted({max(1, round(ranks * share)) for share in (0.1, 0.25, 0.5, 1)})
+    wide = [Setting(f"{size}", 1, StaticTree(tuple((rank,) for rank in range(size)))) for size in sizes]
+    context = min(context, target.max_positions - most_tokens(deepest[-1]))
+    times = measure_step_times(target, head, [*deepest, *wide], batch_sizes=[1], contexts=[context], text=text)
+    verify = sorted({one.num_tokens: one.verify_ms + one.overhead_ms for one in times}.items())
+    draft = [(one.num_draft_tokens, one.draft_ms) for one in times[1 : 1 + len(deepest)]]
+    return lambda nodes: interpolate(verify, nodes + 1), lambda depth: interpolate(draft, depth)
+
+
+TREE_NAMES = ("chain", "static", "dynamic", "optimal", "sampled", "sampled-chain")
+NUM_CALIBRATION = 8  # prompts whose texts shape the measured trees
+
+
+def named_tree(
+    name: str,
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[list[int]],
+    *,
+    max_new_tokens: int,
+    num_nodes: int,
+    num_draft_tokens: int | None = None,
+) -> Tree | None:
+    """The tree of that name for a drafter; None for a chain.
+
+    static, optimal and sampled are shaped by the head's accuracies on what the target writes behind the first
+    NUM_CALIBRATION prompts; optimal also by step times measured here, with at most num_nodes nodes. sampled-chain is
+    one path of num_draft_tokens, as many as chain has.
+
+    Raises: BadInput on an unknown name, for a drafter that drafts chains only, and on a num_draft_tokens beyond it.
+    """
+    if name not in TREE_NAMES:
+        raise BadInput(f"--tree {name}: expected one of {', '.join(TREE_NAMES)}")
+    if name == "chain":
+        return None
+    if not isinstance(drafter, DraftHead):
+        raise BadInput(f"--tree {name}: {type(drafter).__name__} drafts chains only")
+    if name == "sampled-chain":
+        return sampled_chain(draft_length(drafter, num_draft_tokens))
+    if name == "dynamic":
+        depth = drafter.max_draft_tokens or drafter.default_draft_tokens
+        return DynamicTree(num_nodes=num_nodes, depth=depth, top_k=max(4, round(num_nodes**0.5)))
+    prompts = list(prompts[:NUM_CALIBRATION])
+    texts = generate(target, None, prompts, max_new_tokens=max_new_tokens).token_ids
+    accuracies = rank_accuracies(target, drafter, list(zip(prompts, texts, strict=True)))
+    if name == "optimal":
+        longest = max(range(len(prompts)), key=lambda row: len(prompts[row]))
+        text, context = [*prompts[longest], *texts[longest]], len(prompts[longest])
+        verify_ms, draft_ms = costs(target, drafter, text, context=context, max_nodes=num_nodes)
+        return optimal_tree(accuracies, verify_ms=verify_ms, draft_ms=draft_ms, max_nodes=num_nodes)[0]
+    tree = static_tree(accuracies, num_nodes=num_nodes)
+    return replace(tree, sampled=True) if name == "sampled" else tree

@@ -1,0 +1,1 @@
+"""What is measured on: `prompts` reads prompt files, `named` knows the public suites by name."""

@@ -1,0 +1,227 @@
+"""Suites by name: where each one's rows are found, on disk first and then on the hub, and how a row becomes a prompt.
+
+A suite's version is raised when its rows become other prompts, so that figures of two versions are not compared.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from ...configs.errors import BadInput, first_line
+from ...configs.jsonl import iter_jsonl
+from ...heads.target import Target
+from .prompts import AS_IS, Asking, NothingToAsk, Suite, build_suite
+
+Row = dict[str, Any]
+Rows = Iterator[tuple[str, Row]]
+
+# Spec-Bench's first group is MT-bench, under MT-bench's own eight categories (Xia et al. 2024)
+MT_BENCH = frozenset("writing roleplay reasoning math coding extraction stem humanities".split())
+MBPP_TEST = range(11, 511)  # task ids of MBPP's test split (Austin et al. 2021)
+SPEED_BENCH_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # how rows begin that were not prepared
+
+
+@dataclass(frozen=True)
+class Hub:
+    """What `datasets.load_dataset` is asked. url: a file that lies elsewhere, read as JSON lines."""
+
+    name: str
+    config: str | None = None
+    split: str = "test"
+    url: str | None = None
+
+    @property
+    def called(self) -> str:
+        return self.url or self.name
+
+
+@dataclass(frozen=True)
+class NamedSuite:
+    """files: names or patterns in the suites' folder, the first found is read, each also as .gz. to_prompt: a row of
+    the suite, with its origin, to one that `prompt_ids` reads; None leaves it out. hub: None is never downloaded."""
+
+    files: tuple[str, ...]
+    to_prompt: Callable[[Row, str], Row | None]
+    hub: Hub | None
+    version: int = 1
+
+
+def needed(row: Row, key: str, kind: type, *, origin: str, suite: str) -> Any:
+    """A row's value. Raises BadInput where there is none of that kind."""
+    if not isinstance(row.get(key), kind):
+        raise BadInput(f"{origin}: a row of {suite} needs `{key}`, found {', '.join(sorted(row)) or '(nothing)'}")
+    return row[key]
+
+
+def mt_bench_prompt(row: Row, origin: str) -> Row:
+    """`turns` as FastChat has them, or `prompt`, a list, as HuggingFaceH4/mt_bench_prompts has them."""
+    key = "turns" if "turns" in row else "prompt"
+    turns = needed(row, key, list, origin=origin, suite="mt-bench")
+    return {"turns": turns, "category": row.get("category")}
+
+
+def spec_bench_prompt(row: Row, origin: str) -> Row:
+    """In six groups: MT-bench's eight categories are one."""
+    turns = needed(row, "turns", list, origin=origin, suite="spec-bench")
+    category = needed(row, "category", str, origin=origin, suite="spec-bench")
+    return {"turns": turns, "category": "mt_bench" if category in MT_BENCH else category}
+
+
+def humaneval_prompt(row: Row, origin: str) -> Row:
+    """The start of a Python function, to be completed."""
+    return {"turns": [needed(row, "prompt", str, origin=origin, suite="humaneval")]}
+
+
+def gsm8k_prompt(row: Row, origin: str) -> Row:
+    """The question, without examples."""
+    return {"turns": [needed(row, "question", str, origin=origin, suite="gsm8k")]}
+
+
+def mbpp_prompt(row: Row, origin: str) -> Row | None:
+    """The task and its tests; of a file with all 974 tasks those of the test split."""
+    if needed(row, "task_id", int, origin=origin, suite="mbpp") not in MBPP_TEST:
+        return None
+    task = needed(row, "text" if "text" in row else "prompt", str, origin=origin, suite="mbpp")
+    tests = needed(row, "test_list", list, origin=origin, suite="mbpp")
+    return {"turns": ["\n".join([task, "The code should pass these tests:", *map(str, tests)])]}
+
+
+def speed_bench_prompt(row: Row, origin: str) -> Row:
+    """Its messages up to the first of the user. Raises BadInput on rows that hold a placeholder."""
+    messages = needed(row, "messages", list, origin=origin, suite="speed-bench")
+    first = next((i for i, one in enumerate(messages) if isinstance(one, dict) and one.get("role") == "user"), None)
+    if first is None:
+        raise BadInput(f"{origin}: a row of speed-bench needs a message of role user")
+    if str(messages[first].get("content")).startswith(SPEED_BENCH_PLACEHOLDER):
+        raise BadInput(f"{origin}: holds a placeholder: prepare the rows with NVIDIA's own script first")
+    return {"messages": messages[: first + 1], "category": row.get("category")}
+
+
+SPEC_BENCH_URL = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
+SUITES: dict[str, NamedSuite] = {
+    "spec-bench": NamedSuite(
+        ("spec_bench.jsonl", "spec_bench/question.jsonl"),
+        spec_bench_prompt,
+        Hub("json", split="train", url=SPEC_BENCH_URL),
+    ),
+    "mt-bench": NamedSuite(
+        ("mt_bench.jsonl", "mt_bench/question.jsonl"),
+        mt_bench_prompt,
+        Hub("philschmid/mt-bench", split="train"),
+    ),
+    "humaneval": NamedSuite(("humaneval.jsonl", "HumanEval.jsonl"), humaneval_prompt, Hub("openai/openai_humaneval")),
+    "gsm8k": NamedSuite(("gsm8k.jsonl", "gsm8k_test*.jsonl"), gsm8k_prompt, Hub("openai/gsm8k", "main")),
+    "mbpp": NamedSuite(("mbpp.jsonl",), mbpp_prompt, Hub("google-research-datasets/mbpp", "full")),
+    "speed-bench": NamedSuite(("speed_bench", "speed-bench"), speed_bench_prompt, None),  # a folder of SUBSET.jsonl
+}
+
+
+@dataclass(frozen=True)
+class SuiteSpec:
+    """`NAME`, `NAME=PATH`, `speed-bench:SUBSET` or `speed-bench:SUBSET=PATH`, as `--suite` takes them."""
+
+    name: str
+    subset: str | None = None
+    path: Path | None = None
+
+
+def parse_suite(spec: str) -> SuiteSpec:
+    """Raises BadInput on a suite that there is not, and on a path where nothing is."""
+    named, has_path, path = spec.partition("=")
+    name, has_subset, subset = named.partition(":")
+    if name not in SUITES:
+        near = get_close_matches(name, SUITES, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise BadInput(f"--suite {spec}: expected one of {', '.join(SUITES)}, or NAME=PATH{hint}")
+    if has_subset and name != "speed-bench":
+        raise BadInput(f"--suite {spec}: only speed-bench has subsets")
+    if (has_subset and not subset) or (has_path and not Path(path).exists()):
+        raise BadInput(f"--suite {spec}: {'no such file or folder' if has_path else 'expected speed-bench:SUBSET'}")
+    return SuiteSpec(name, subset or None, Path(path) if has_path else None)
+
+
+def load_named(
+    spec: SuiteSpec,
+    target: Target,
+    *,
+    folder: str | Path,
+    max_new_tokens: int,
+    limit: int | None = None,
+    asking: Asking = AS_IS,
+) -> list[Suite]:
+    """The suite, of speed-bench one for each subset; its rows from spec.path, else from the folder, else from the hub.
+
+    Raises: BadInput where rows are found nowhere, or have another shape. Suites no prompt of which can be asked come
+    with none, and say why in `failed`.
+    """
+    suites = []
+    for name, rows in sources(spec, Path(folder)):
+        named = SUITES[spec.name]
+        how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "limit": limit, "asking": asking}
+        try:
+            suites.append(build_suite(name, prompts_of(named, rows), target, **how, version=named.version))
+        except NothingToAsk as error:
+            suites.append(error.suite)
+    return suites
+
+
+def sources(spec: SuiteSpec, folder: Path) -> list[tuple[str, Rows]]:
+    """Names of suites and their rows, as the suite's authors publish them."""
+    if spec.name == "speed-bench":
+        return [(f"speed-bench-{path.name.split('.')[0]}", rows_of(path)) for path in speed_bench_files(spec, folder)]
+    path = spec.path or found_file(SUITES[spec.name], folder)
+    return [(spec.name, hub_rows(spec.name, folder) if path is None else rows_of(path))]
+
+
+def prompts_of(named: NamedSuite, rows: Rows) -> Rows:
+    """Rows as `prompt_ids` reads them."""
+    for origin, row in rows:
+        prompt = named.to_prompt(row, origin)
+        if prompt is not None:
+            yield origin, prompt
+
+
+def found_file(named: NamedSuite, folder: Path) -> Path | None:
+    """The suite's file in a folder, the first that there is."""
+    patterns = [name + end for name in named.files for end in ("", ".gz")]
+    return next((path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()), None)
+
+
+def speed_bench_files(spec: SuiteSpec, folder: Path) -> list[Path]:
+    """The subsets' files. Raises BadInput where there is none: nobody may hand them on, so they are not downloaded."""
+    places = [spec.path] if spec.path else [folder / name for name in SUITES["speed-bench"].files]
+    if spec.path and spec.path.is_file():
+        return [spec.path]
+    patterns = [f"{spec.subset or '*'}.jsonl{end}" for end in ("", ".gz")]
+    files = [path for place in places for pattern in patterns for path in sorted(place.glob(pattern))]
+    if not files:
+        wanted = " or ".join(str(place / f"{spec.subset or 'SUBSET'}.jsonl") for place in places)
+        raise BadInput(
+            f"--suite speed-bench: no {wanted}: its licence forbids handing it on, so prepare it with NVIDIA's script, "
+            "or give --suite speed-bench=FOLDER"
+        )
+    return files
+
+
+def rows_of(path: Path) -> Rows:
+    return ((f"{path}:{line}", row) for line, row in iter_jsonl(path))
+
+
+def hub_rows(name: str, folder: Path) -> Rows:
+    """Rows from the hub. Raises BadInput in one line, naming the file that may be put in place instead."""
+    suite = SUITES[name]
+    hub = suite.hub
+    assert hub is not None
+    instead = f"put {folder / suite.files[0]} in place, or give --suite {name}=PATH"
+    try:
+        import datasets
+    except ImportError as error:
+        raise BadInput(f"--suite {name}: the hub needs datasets (pip install datasets); or {instead}") from error
+    files: dict[str, Any] = {"data_files": hub.url} if hub.url else {}
+    try:
+        loaded = list(datasets.load_dataset(hub.name, hub.config, split=hub.split, **files))
+    except Exception as error:  # the hub, the network and the data set's own format each raise their own kind
+        raise BadInput(f"--suite {name}: {hub.called} does not load ({first_line(error)[:120]}); {instead}") from error
+    return ((f"{hub.called}[{i}]", dict(row)) for i, row in enumerate(loaded))

@@ -1,0 +1,301 @@
+"""Heads that others trained, and our own exports, as our head objects: recognised by config.json and tensor names.
+
+Layouts: EAGLE and EAGLE-3 as their authors, SpecForge and vLLM have them; EAGLE-3 of the speculators library; Medusa of
+FasterDecoding and of vLLM; MTP modules in their target's checkpoint; a plain draft model. Pickles are refused.
+`registry.load_head` and `start_head` come here with every folder that is not a run's, and with hub ids.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...configs.errors import BadInput
+from ..adapters import read_adapter
+from ..base import DraftHead, HeadConfig
+from ..draft_lm import DraftLMConfig
+from ..eagle import EagleConfig
+from ..eagle3 import Eagle3Config, default_feature_layers
+from ..export.check import FAMILIES, recognised
+from ..export.folder import PROVENANCE
+from ..export.medusa import ADAPTER_FOLDER, from_blocks
+from ..export.model_contracts import COUNT_KEYS, mtp_layout
+from ..export.stored import Stored
+from ..medusa import MedusaConfig
+from ..mtp import MtpConfig
+from ..mtp_checkpoint import LAYOUTS, read_modules
+from ..registry import ADAPTER, build_head, head_class, load_weights
+from ..target import Target
+from .published import architecture_of, local_folder, read_all, same_tensor
+
+Tensors = dict[str, Tensor]
+
+
+# keys that say what a head computes and that its tensors do not tell: training goes on with the same ones
+COMPUTES = ("feature_layers", "num_layers", "bias", "fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")
+COMPUTES += ("architecture", "num_blocks", "output", "layout", "independent", "feedback", "draft_vocab_size")
+
+
+@dataclass(frozen=True)
+class Imported:
+    """config: what the head is. tensors: by our names. draft_token_ids: [Vd], where it drafts a cut vocabulary."""
+
+    config: HeadConfig
+    tensors: Tensors
+    draft_token_ids: Tensor | None = None
+
+
+def import_head(folder: str | Path, target: Target) -> DraftHead:
+    """A published or exported head for a target, in its dtype, on its device, in evaluation mode.
+
+    Args: folder: a local one, or a hub id, which is downloaded without any pickle.
+    Raises: BadInput where the layout is unknown, the weights are pickles or do not fit, or a part is not supported.
+    """
+    folder = local_folder(folder)
+    with named(folder):
+        found = read_imported(folder, target)
+        head = build_head(found.config, target, draft_token_ids=found.draft_token_ids)
+        load_weights(head, found.tensors, folder)
+    return head.to(target.dtype).eval().requires_grad_(False)
+
+
+def imported_start(folder: str | Path, config: HeadConfig, target: Target) -> Imported:
+    """A published or exported head to train on from, as the family that `config` says; its target may be another one.
+
+    Raises: BadInput as `import_head`, and with the keys to set where `config` would have it compute otherwise.
+    """
+    folder = local_folder(folder)
+    with named(folder):
+        found = read_imported(folder, target, is_its_target=False)
+    if found.config.type != config.type:
+        raise BadInput(f"head {folder}: is of type {found.config.type}, not {config.type}")
+    theirs, ours = found.config.as_dict(), config.as_dict()
+    if isinstance(config, Eagle3Config) and config.feature_layers is None:
+        ours["feature_layers"] = default_feature_layers(target.num_layers)
+    other = {key: theirs[key] for key in COMPUTES if key in theirs and theirs[key] != ours[key]}
+    if other and config.type != "draft_lm":  # whose config.json is the whole of it
+        keys = " ".join(shlex.quote(f"head.{key}={json.dumps(value)}") for key, value in other.items())
+        raise BadInput(f"head {folder}: was made otherwise than this config says: {keys}")
+    return found
+
+
+def read_imported(folder: Path, target: Target, *, is_its_target: bool = True) -> Imported:
+    """What a folder holds. is_its_target: the tables in it must be the target's. Raises BadInput as `import_head`."""
+    config, stored = read_all(folder)
+    layout = layout_of(folder, config, stored)
+    if is_its_target:
+        check_target(folder, config, target)
+    found = IMPORTERS[layout](folder, config, stored, target)
+    if is_its_target:
+        check_tables(found, stored, target)
+    return found
+
+
+@contextmanager
+def named(folder: Path) -> Iterator[None]:
+    """What is wrong with a head is said with its folder."""
+    try:
+        yield
+    except BadInput as error:
+        known = str(error).startswith(("head ", str(folder)))
+        raise BadInput(str(error) if known else f"head {folder}: {error}") from error
+
+
+def record_of(folder: str | Path) -> dict[str, Any]:
+    """Of a folder, before any target is loaded: what `registry.head_record` tells. Raises BadInput as `import_head`."""
+    folder = local_folder(folder)
+    config, stored = read_all(folder)
+    family = FAMILIES.get(layout_of(folder, config, stored), "draft_lm")
+    unknown = {"head": {"type": family}, "target": {"name": "", "fingerprint": None}}
+    return config.get(PROVENANCE) or unknown
+
+
+def layout_of(folder: Path, config: dict[str, Any], stored: Stored) -> str:
+    layout = recognised(config, stored)
+    if layout is None:
+        raise BadInput(f"head {folder}: neither its config nor its tensors are those of a head known here")
+    return layout
+
+
+def check_target(folder: Path, config: dict[str, Any], target: Target) -> None:
+    """Raises BadInput where one of our exports was trained on another target."""
+    trained_on = config.get(PROVENANCE, {}).get("target")
+    if trained_on is not None and trained_on["fingerprint"] != target.fingerprint:
+        raise BadInput(
+            f"head {folder}: trained on target {trained_on['name']} (fingerprint {trained_on['fingerprint'][:12]}), "
+            f"not on {target.name} ({target.fingerprint[:12]})"
+        )
+
+
+def own_config(config: dict[str, Any], *, plain: type[HeadConfig]) -> HeadConfig | None:
+    """What our export says the head is, None where it says nothing. `plain`: the family that is expected."""
+    raw = config.get(PROVENANCE, {}).get("head")
+    if raw is None:
+        return None
+    known = {f.name for f in fields(plain)}
+    unknown = sorted(raw.keys() - known)
+    if unknown:
+        raise BadInput(f"config keys of another version of Headstart: {unknown}")
+    return plain(**raw)
+
+
+def import_eagle3(folder: Path, config: dict[str, Any], stored: Stored, target: Target) -> Imported:
+    """Also of speculators, whose layer has a config within the config and where norm_before_residual is the default."""
+    layer = config.get("transformer_layer_config", config)
+    num_layers = layer.get("num_hidden_layers") or 1
+    tensors = without_tables({bare(name): stored.read(name) for name in stored.files}, keep_output=True)
+    for i in range(1, num_layers):  # the same norm under two names
+        hidden, given = (f"layers.{i}.{name}.weight" for name in ("hidden_norm", "input_layernorm"))
+        if hidden in tensors:
+            tensors.setdefault(given, tensors.pop(hidden))
+    if num_layers == 1:
+        tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): value for name, value in tensors.items()}
+    ids = draft_ids(tensors, target)
+    options: dict[str, Any] = {
+        "feature_layers": feature_layers(config, layer, tensors, target),
+        "num_layers": num_layers,
+        "fc_norm": bool(config.get("fc_norm")),
+        "norm_output": bool(config.get("norm_output")),
+        "draft_vocab_size": None if ids is None else len(ids),
+    }
+    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    if methods[0].get("speculative_tokens"):
+        options["num_depths"] = methods[0]["speculative_tokens"]
+    nested = config.get("eagle_config") or {}
+    options |= {
+        "norm_before_residual": bool(config.get("norm_before_residual", "speculators_config" in config)),
+        "norm_before_fc": bool(config.get("norm_before_fc", nested.get("norm_before_fc", False))),
+        "architecture": architecture_of(layer, target),
+    }
+    if "lm_head.weight" not in tensors:
+        if ids is not None:
+            raise BadInput("tensor lm_head.weight: missing, and the draft vocabulary is cut")
+        tensors["lm_head.weight"] = target.output_layer.weight
+    return Imported(own_config(config, plain=Eagle3Config) or Eagle3Config(**options), tensors, ids)
+
+
+def feature_layers(config: dict[str, Any], layer: dict[str, Any], tensors: Tensors, target: Target) -> list[int]:
+    """Which features are read, counted as HF `hidden_states`: vLLM's key at the top as it is, SGLang's one more."""
+    num = tensors["fc.weight"].shape[1] // target.hidden_size if "fc.weight" in tensors else 3
+    key, nested = "eagle_aux_hidden_state_layer_ids", config.get("eagle_config") or {}
+    found = config.get(key) or layer.get(key)
+    if found is None and nested.get(key) is not None:
+        found = [i + 1 for i in nested[key]]
+    if found is None:
+        found = [2, target.num_layers // 2, target.num_layers - 3]
+    if len(found) == num + 1 and found[-1] == target.num_layers:  # the state that labels are made of, not a feature
+        found = found[:-1]
+    if len(found) != num:
+        raise BadInput(f"{key}: {found} for the {num} features that fc.weight reads")
+    return list(found)
+
+
+def draft_ids(tensors: Tensors, target: Target) -> Tensor | None:
+    """[Vd] the target ids of a cut draft vocabulary, whose maps are taken out of the tensors."""
+    offsets = tensors.pop("d2t", None)
+    tensors.pop("t2d", None)
+    if offsets is None or (len(offsets) == target.vocab_size and not offsets.any()):
+        return None
+    ids = offsets.long() + torch.arange(len(offsets))
+    if (ids.diff() <= 0).any() or ids[0] < 0 or ids[-1] >= target.vocab_size:
+        raise BadInput(f"tensor d2t: expected offsets to ascending target tokens below {target.vocab_size}")
+    return ids
+
+
+def import_eagle(folder: Path, config: dict[str, Any], stored: Stored, target: Target) -> Imported:
+    tensors = without_tables({bare(name): stored.read(name) for name in stored.files}, keep_output=False)
+    bias = tensors.get("fc.bias")
+    made = own_config(config, plain=EagleConfig) or EagleConfig(
+        num_layers=config.get("num_hidden_layers") or 1,
+        bias=bias is not None and bool(bias.any()),
+        architecture=architecture_of(config, target),
+    )
+    tensors.setdefault("fc.bias", torch.zeros(target.hidden_size))
+    return Imported(made, tensors)
+
+
+def bare(name: str) -> str:
+    return name.removeprefix("model.")
+
+
+def without_tables(tensors: Tensors, *, keep_output: bool) -> Tensors:
+    """Without the target's own tables, which `check_tables` holds against it, and what is computed."""
+    tables = ("embed_tokens.weight",) if keep_output else ("embed_tokens.weight", "lm_head.weight")
+    return {n: value for n, value in tensors.items() if n not in tables and not n.endswith("rotary_emb.inv_freq")}
+
+
+def check_tables(found: Imported, stored: Stored, target: Target) -> None:
+    """Raises BadInput where a head's folder has tables of the target, and they are not this target's."""
+    if found.config.type in ("mtp", "draft_lm"):  # a model's own
+        return
+    tables = {"embed_tokens.weight": target.input_embedding.weight}
+    if "lm_head.weight" not in found.tensors:
+        tables["lm_head.weight"] = target.output_layer.weight
+    for name in stored.files:
+        reference = tables.get(bare(name))
+        value = None if reference is None else stored.read(name)
+        if value is not None and not same_tensor(value, reference.detach().cpu()):  # pyright: ignore
+            raise BadInput(f"tensor {name} {list(value.shape)}: not that of {target.name}; a head reads the target's")
+
+
+def import_medusa(folder: Path, config: dict[str, Any], stored: Stored, target: Target) -> Imported:
+    raw = {name: stored.read(name) for name in stored.files}
+    blocks = [
+        found for name in raw if (found := re.search(r"(\d+)\.(\d+)\.linear\.|blocks\.(\d+)\.layers\.(\d+)\.", name))
+    ]
+    if "token_map" in raw or not blocks:
+        raise BadInput("a truncated Medusa vocabulary is not supported" if blocks else "no Medusa block in it")
+    numbers = [[int(part) for part in found.groups() if part is not None] for found in blocks]
+    num_depths, num_blocks = 1 + max(k for k, _ in numbers), 1 + max(j for _, j in numbers)
+    tensors = from_blocks(raw, num_blocks=num_blocks)
+    outputs = [f"{k}.{num_blocks}.weight" for k in range(num_depths)]
+    is_shared = not any(name in tensors for name in outputs)
+    made = own_config(config, plain=MedusaConfig)
+    if made is None:
+        how = "shared" if is_shared else "own"
+        made = MedusaConfig(num_depths=num_depths, num_blocks=num_blocks, output=how)
+    assert isinstance(made, MedusaConfig)
+    if made.output == "shared":
+        tensors = {name: value for name, value in tensors.items() if name not in outputs}
+    for k, j in numbers:
+        tensors.setdefault(f"{k}.{j}.linear.bias", torch.zeros(target.hidden_size))
+    adapter = read_adapter(folder / ADAPTER_FOLDER)
+    return Imported(made, tensors | {ADAPTER + name: value for name, value in adapter.items()})
+
+
+def import_mtp(folder: Path, config: dict[str, Any], stored: Stored, target: Target) -> Imported:
+    """The modules of a whole checkpoint, whose other tensors are the target's."""
+    inner = config.get("text_config", config)
+    name = mtp_layout(stored.shapes)
+    if name is None:
+        raise BadInput(f"no MTP module in it: {', '.join(key for key in COUNT_KEYS if inner.get(key))} says otherwise")
+    num = next((inner[key] for key in COUNT_KEYS if inner.get(key)), 1)
+    is_many = num > 1 and LAYOUTS[name].has_many
+    options: dict[str, Any] = {"num_depths": num} if is_many else {}
+    made = MtpConfig(layout=name, init="random", independent=is_many, **options)
+    return Imported(made, read_modules(folder, build_head(made, target).state_dict()))
+
+
+def import_draft_model(folder: Path, config: dict[str, Any], stored: Stored, target: Target) -> Imported:
+    made = own_config(config, plain=head_class("draft_lm").config_class)
+    if made is not None:
+        return Imported(made, {name: stored.read(name) for name in stored.files})
+    head = build_head(DraftLMConfig(path=str(folder)), target)
+    return Imported(head.config, head.state_dict())
+
+
+IMPORTERS: dict[str, Callable[[Path, dict[str, Any], Stored, Target], Imported]] = {
+    "eagle": import_eagle,
+    "eagle3": import_eagle3,
+    "speculators": import_eagle3,
+    "medusa": import_medusa,
+    "mtp": import_mtp,
+    "draft model": import_draft_model,
+}

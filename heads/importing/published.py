@@ -1,0 +1,98 @@
+"""Folders and hub repositories of heads that others trained: reading them, and what their layers have of their own."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...configs.errors import BadInput, first_line
+from ..export.stored import Stored, read_stored
+from ..nn.layers import llama_config
+from ..target import Target
+
+HUB_ID = r"\w[\w.-]*/[\w.-]+"
+WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
+
+
+def local_folder(folder: str | Path) -> Path:
+    """A folder as it is; a hub id downloaded, or from the cache. Raises BadInput where neither is there."""
+    path = Path(folder).expanduser()
+    if path.exists() or not re.fullmatch(HUB_ID, str(folder)):
+        if not (path / "config.json").is_file():
+            raise BadInput(f"head {folder}: {'no config.json in it' if path.is_dir() else 'no such folder'}")
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(folder), allow_patterns=list(WANTED_FILES)))
+    except Exception as error:  # the hub's own, of the network, of a missing repository
+        raise BadInput(f"head {folder}: no such folder, and from the hub: {first_line(error)}") from error
+
+
+def read_all(folder: Path) -> tuple[dict[str, Any], Stored]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise BadInput(f"head {folder}: no config.json in it")
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise BadInput(f"{path}: not JSON: {error}") from error
+    stored = read_stored(folder)
+    broken = [problem for problem in stored.problems if "not a whole" in problem or "names " in problem]
+    if broken:
+        raise BadInput(f"head {folder}: {broken[0]}")
+    if not stored.files:
+        raise BadInput(f"head {folder}: no safetensors file in it; pickles are not read: convert them to safetensors")
+    return config, stored
+
+
+def architecture_of(config: dict[str, Any], target: Target) -> dict[str, Any]:
+    """What of a head's config differs from the layers that we would give it; empty: nothing.
+
+    Raises: BadInput where its layers are not Llama's, or read states of another size than the target's.
+    """
+    ours = llama_config(target.config).to_dict()
+    found = {key: config[key] for key in SIZES if config.get(key) is not None}
+    heads = found.get("num_attention_heads", ours["num_attention_heads"])
+    found.setdefault("num_key_value_heads", heads if "num_attention_heads" in found else ours["num_key_value_heads"])
+    found["head_dim"] = config.get("head_dim") or ours["hidden_size"] // heads
+    found["rope_parameters"] = rotary_of(config)
+    problems = [
+        (config.get("model_type", "llama") != "llama", f"model_type {config.get('model_type')}: expected llama"),
+        (config.get("hidden_act", "silu") != "silu", f"hidden_act {config.get('hidden_act')}: expected silu"),
+        (bool(config.get("attention_bias")), "attention_bias: expected none"),
+        (bool(config.get("mlp_bias")), "mlp_bias: expected none"),
+        (bool(config.get("sliding_window")), f"sliding_window {config.get('sliding_window')}: expected none"),
+    ]
+    for key in ("hidden_size", "target_hidden_size"):
+        size = config.get(key) or target.hidden_size
+        problems.append((size != target.hidden_size, f"{key} {size}: {target.name} has {target.hidden_size}"))
+    for is_wrong, what in problems:
+        if is_wrong:
+            raise BadInput(what)
+    return {key: value for key, value in found.items() if not same(value, ours[key])}
+
+
+def rotary_of(config: dict[str, Any]) -> dict[str, Any]:
+    """The rotary parameters of a config of any age, as transformers keeps them now."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    rest = {key: value for key, value in scaling.items() if key not in ("type", "rope_type", "rope_theta")}
+    theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
+    return {"rope_type": kind, "rope_theta": float(theta), **rest}
+
+
+def same(value: Any, ours: Any) -> bool:
+    """Whether a key says the same, in whatever order and number type."""
+    if isinstance(value, dict) and isinstance(ours, dict):
+        return value.keys() == ours.keys() and all(same(value[key], ours[key]) for key in value)
+    return value == ours
+
+
+def same_tensor(value: Tensor, reference: Tensor) -> bool:
+    """Whether a copy of a table is the table, but for the rounding of another dtype."""
+    return value.shape == reference.shape and torch.allclose(value.float(), reference.float(), rtol=1e-2, atol=1e-3)

@@ -1,0 +1,87 @@
+"""Where draft chains start on given rows, which of their depths are supervised, and by what their losses are divided.
+
+Shapes as in base.py.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..nn.chain_attention import Block, blocks_of
+from .chunked import Plan, plan_rows
+
+
+@dataclass
+class ChainStarts:
+    """Where draft chains of a batch start, row by row, padded to the row with the most.
+
+    positions: [B, S] start t of each chain. valid: [B, S, K] whether depth k of the chain is supervised.
+    """
+
+    positions: Tensor
+    valid: Tensor
+
+    def take(self, values: Tensor, *, offset: int = 0) -> Tensor:
+        """values [B, T, ...] at position t + offset of each chain: [B, S, ...]; beyond the end, the last position."""
+        index = (self.positions + offset).clamp(max=values.shape[1] - 1)
+        rows = torch.arange(len(values), device=values.device)[:, None]  # [B, 1]
+        return values[rows, index]
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        """How attention reads the chains, block by block; starts that are not supervised only fill up rows."""
+        last = torch.where(self.valid[..., 0], self.positions, 0).amax(0)  # [S]
+        return blocks_of(last.tolist(), last.device)
+
+    def plan(self, num_positions: int, *, size: int) -> Plan:
+        """How the loss reads rows of num_positions tokens, `size` positions at a time: depth k of the chain that starts
+        at t is scored at position t + 1 + k. Rows are flattened: chain b * S + s, position b * T + p."""
+        num_rows, num_starts, num_depths = self.valid.shape
+        rows = torch.arange(num_rows, device=self.positions.device)[:, None]
+        index = torch.zeros(num_rows, num_positions, dtype=torch.long, device=self.positions.device)
+        chain = rows * num_starts + torch.arange(num_starts, device=rows.device)  # [B, S]
+        index = index.scatter_(1, self.positions, chain)  # [B, T] the chain that starts at a position
+        is_scored = torch.zeros(num_rows, num_positions, num_depths, dtype=torch.bool, device=rows.device)
+        is_scored[rows, self.positions] = self.valid
+        chains = torch.stack([index.roll(depth + 1, 1) for depth in range(num_depths)])  # [K, B, T]
+        scored = torch.stack([is_scored[..., depth].roll(depth + 1, 1) for depth in range(num_depths)])
+        return plan_rows(chains.flatten(1), scored.flatten(1), size=size)
+
+    def counts(self, weights: Tensor | None = None) -> Tensor:
+        """[K] what the loss at each depth is divided by: its supervised chains, or the sum of their labels' weights.
+
+        Args: weights: [B, T] of each token as a label.
+        """
+        if weights is None:
+            return self.valid.sum((0, 1)).float()
+        labels = [self.take(weights, offset=depth + 2) for depth in range(self.valid.shape[-1])]
+        return (torch.stack(labels, -1) * self.valid).sum((0, 1)).float()
+
+
+def mean_of(sums: Tensor, counts: Tensor) -> Tensor:
+    """sums / counts, and 0 where nothing counts."""
+    return sums / torch.where(counts > 0, counts, 1.0)
+
+
+def chain_starts(loss_mask: Tensor, num_depths: int) -> ChainStarts:
+    """The chains that decoding could run on these rows.
+
+    Depth k of the chain that starts at t is supervised iff x_{t+1}, ..., x_{t+2+k} all are: x_{t+1} is the token that
+    the target itself produced, so the first start of an answer is the last position of its prompt.
+
+    Args: loss_mask: [B, T] bool, True on supervised tokens.
+    """
+    num_rows, num_positions = loss_mask.shape
+    ends = torch.arange(num_positions, device=loss_mask.device).expand_as(loss_mask)
+    stops = torch.where(loss_mask, num_positions, ends)  # [B, T] first unsupervised position at or after each ...
+    stops = stops.flip(1).cummin(1).values.flip(1)
+    run = torch.zeros_like(stops)  # [B, T] supervised tokens in a row from t + 1 on
+    run[:, :-1] = stops[:, 1:] - ends[:, 1:]
+    is_start = run >= 2
+    num_starts = max(1, int(is_start.sum(1).max()))
+    positions = torch.argsort(~is_start, dim=1, stable=True)[:, :num_starts]  # [B, S] starts first, in order
+    depths = torch.arange(num_depths, device=loss_mask.device)
+    valid = run.gather(1, positions)[..., None] >= depths + 2  # [B, S, K]
+    return ChainStarts(positions, valid)

@@ -1,0 +1,277 @@
+"""The loss of drafts at all depths: the target is read once per position, and no logits outlive their chunk.
+
+Depth k of the chain that starts at t is scored where the target's state at t + 1 + k predicts x_{t+2+k}: one position
+serves up to K chains. Positions go through in chunks; in each, the target's distribution is computed once, drafts of
+all depths are scored against it, and the gradients of their hidden states and of the output layer's weights are taken
+at once, so that backward has only to scale them (as fused linear cross entropy does, Hsu et al. 2024).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .cross_entropy import CLOSED, best_of, closed_mix
+from .functions import LOSSES, LossSpec, Rows, TargetRows
+
+# logits, the target's and the drafts', that exist at a time: few enough for a CPU's cache, many enough for a GPU
+CHUNK = {"cpu": 2**21}
+CHUNK_ELSEWHERE = 2**28
+
+
+@dataclass
+class Plan:
+    """Which rows are scored together. Positions in a chunk are in the order of how many depths they serve, most first,
+    so that those of a depth come first.
+
+    positions: [M] of the teacher's states, chunk by chunk. chains: [K, M] the chain that depth k scores there; where
+    there is none, any. sizes: for each chunk how many of its positions each depth scores, K numbers that fall.
+    """
+
+    positions: Tensor
+    chains: Tensor
+    sizes: list[list[int]]
+    size: int  # positions in a chunk; the last may have fewer
+
+
+def chunk_size(num_logits: int, device: torch.device) -> int:
+    """Positions in a chunk, given how many logits each takes."""
+    return max(1, CHUNK.get(device.type, CHUNK_ELSEWHERE) // max(1, num_logits))
+
+
+def plan_rows(chains: Tensor, is_scored: Tensor, *, size: int) -> Plan:
+    """chains, is_scored: [K, P] the chain of each depth at each position, and whether it is scored; a depth scores no
+    position that a smaller one leaves out."""
+    num_depths = len(chains)
+    counts = is_scored.sum(0)  # [P]
+    positions = counts.nonzero()[:, 0]  # [M]
+    chunks = torch.arange(len(positions), device=positions.device) // size
+    order = torch.argsort(chunks * (num_depths + 1) + num_depths - counts[positions], stable=True)
+    positions = positions[order]
+    num_chunks = max(1, -(-len(positions) // size))  # one also for no rows: every parameter stays in the graph
+    totals = torch.zeros(num_chunks, num_depths, dtype=torch.long, device=positions.device)
+    totals.index_add_(0, chunks, is_scored[:, positions].T.long())
+    return Plan(positions, chains[:, positions], totals.tolist(), size)
+
+
+@dataclass(kw_only=True)
+class Drafts:
+    """What there is to score at K depths.
+
+    hidden: per depth [N, D] what the output layer reads, by chain. specs: per depth. coefficients: [K] what a row of
+    the depth counts in the loss. teacher_hidden [P, D], labels [P] and weights [P] (None: all 1): by position.
+    parameters: whatever `draft_logits` and `predicted_state` use. has_one_output: `draft_logits` is one for all
+    depths. align_top_k: as in HeadConfig; at least as many guesses are noted.
+    """
+
+    hidden: Sequence[Tensor]
+    specs: Sequence[LossSpec]
+    coefficients: Tensor
+    teacher_hidden: Tensor
+    labels: Tensor
+    weights: Tensor | None
+    plan: Plan
+    parameters: Sequence[nn.Parameter] = ()
+    has_one_output: bool = False
+    align_top_k: int | None = None
+    num_guesses: int = 1
+
+
+@dataclass
+class Scored:
+    """loss: scalar. sums: [K] of the losses, weighted as rows are, without gradient. guesses: [K, N, num_guesses] the
+    most probable target ids; -1 where a chain is not scored."""
+
+    loss: Tensor
+    sums: Tensor
+    guesses: Tensor
+
+
+def score(drafts: Drafts) -> Scored:
+    """The losses of drafts, with gradients to `hidden` and `parameters` where they are recorded."""
+    pass_ = Pass(drafts, with_gradients=torch.is_grad_enabled())
+    loss: Tensor = Scoring.apply(pass_, *drafts.hidden, *drafts.parameters)  # pyright: ignore[reportAssignmentType]
+    return Scored(loss, pass_.sums, pass_.guesses)
+
+
+class Scoring(torch.autograd.Function):
+    """Takes gradients in forward; backward scales them, once."""
+
+    @staticmethod
+    def forward(ctx: Any, pass_: "Pass", *tensors: Tensor) -> Tensor:
+        ctx.grads = pass_.run()
+        return (pass_.sums * pass_.drafts.coefficients).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        grads, ctx.grads = ctx.grads, None  # given away, so that autograd need not copy them
+        if grads is None:
+            raise RuntimeError("the loss of drafts can be differentiated once")
+        torch._foreach_mul_([one for one in grads if one is not None], grad)  # pyright: ignore[reportPrivateImportUsage]
+        return None, *grads
+
+
+@dataclass
+class Pass:
+    """One pass over the chunks."""
+
+    drafts: Drafts
+    with_gradients: bool
+    sums: Tensor = field(init=False)
+    guesses: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        drafts, shape = self.drafts, (len(self.drafts.hidden), len(self.drafts.hidden[0]))
+        self.sums = drafts.coefficients.new_zeros(len(drafts.hidden))
+        num_guesses = max(drafts.num_guesses, drafts.align_top_k or 1)
+        self.guesses = drafts.labels.new_full((*shape, num_guesses), -1)
+        self.aligned = torch.ones_like(self.guesses[0, :, 0], dtype=torch.bool)  # [N]
+        self.hidden_grads = [torch.zeros_like(one) for one in drafts.hidden] if self.with_gradients else []
+        self.parameter_grads: list[Tensor | None] = [None] * len(drafts.parameters)
+
+    def run(self) -> list[Tensor | None]:
+        """The gradients of `hidden` and `parameters`; fills sums and guesses."""
+        drafts, plan = self.drafts, self.drafts.plan
+        depths = list(range(len(drafts.hidden)))
+        for i, sizes in enumerate(plan.sizes):
+            first = i * plan.size
+            positions = plan.positions[first : first + sizes[0]]  # [n]
+            target = TargetRows(drafts.specs[0], drafts.teacher_hidden[positions])
+            for group in [depths] if drafts.has_one_output else [[k] for k in depths]:
+                if i == 0 or sizes[group[0]]:
+                    chains = [plan.chains[k, first : first + sizes[k]] for k in group]  # [n_k] each
+                    self._score(group, chains, positions, target)
+        return [*self.hidden_grads, *self.parameter_grads]
+
+    def _score(self, depths: list[int], chains: list[Tensor], positions: Tensor, target: TargetRows) -> None:
+        """Score depths that share an output layer on the positions of a chunk."""
+        drafts, ends = self.drafts, list(accumulate(map(len, chains)))
+        hidden = torch.cat([drafts.hidden[k][rows] for k, rows in zip(depths, chains, strict=True)])  # [n, D]
+        with torch.set_grad_enabled(self.with_gradients):
+            hidden = hidden.detach().requires_grad_(self.with_gradients)
+            logits = drafts.specs[depths[0]].draft_logits(hidden)  # [n, Vd]
+        grads = torch.empty_like(logits) if self.with_gradients else None
+        by_state: Tensor | None = None  # [n, D] what losses of the predicted state send back
+        for k, rows, end in zip(depths, chains, ends, strict=True):
+            here, where = slice(end - len(rows), end), positions[: len(rows)]
+            labels = drafts.labels[where]
+            one = Rows(drafts.specs[k], hidden[here], labels, target.teacher_hidden[: len(rows)], target)
+            raw = logits[here].detach()  # [n_k, Vd]
+            counted = None if drafts.weights is None else drafts.weights[where].float()
+            if drafts.align_top_k is not None:
+                aligned = self.aligned[rows].float()
+                counted = aligned if counted is None else counted * aligned
+            scale = drafts.coefficients[k] if counted is None else counted * drafts.coefficients[k]
+            num_guesses = self.guesses.shape[-1]
+            if grads is not None and all(name in CLOSED for name in one.spec.mix):
+                values, best = closed_mix(one, raw, scale, num_guesses=num_guesses, out=grads[here])
+            else:
+                one.__dict__["draft_logits"] = raw.float()
+                best = best_of(one.draft_logits, num_guesses)
+                if grads is None:
+                    values = mix_of(one)
+                else:
+                    values, grads[here], of_state = self._differentiate(one, scale)
+                    if of_state is not None:
+                        by_state = torch.zeros_like(hidden) if by_state is None else by_state
+                        by_state[here] = of_state
+            self.sums[k] += (values if counted is None else values * counted).sum()
+            self._note(k, rows, labels, best)
+        if grads is not None:
+            inputs = [hidden, *edges_of(drafts.parameters, logits)]
+            found = torch.autograd.grad(logits, inputs, grads, allow_unused=True)
+            self._add(found[1:])
+            of_hidden = found[0] if by_state is None else found[0] + by_state
+            for k, rows, part in zip(depths, chains, of_hidden.split([len(rows) for rows in chains]), strict=True):
+                self.hidden_grads[k][rows] = part
+
+    def _differentiate(self, rows: Rows, scale: Tensor) -> tuple[Tensor, Tensor | float, Tensor | None]:
+        """Any mix by autograd: its values [n] and the gradients of draft_logits and, of losses of the state, hidden."""
+        leaves = [one.detach().requires_grad_() for one in (rows.draft_logits, rows.hidden)]
+        rows.__dict__["draft_logits"], rows.hidden = leaves
+        with torch.enable_grad():
+            values = mix_of(rows)
+            found = torch.autograd.grad(
+                (values * scale).sum(), [*leaves, *self.drafts.parameters], allow_unused=True, materialize_grads=False
+            )
+        self._add(found[2:])
+        return values.detach(), 0.0 if found[0] is None else found[0], found[1]
+
+    def _add(self, found: Sequence[Tensor | None]) -> None:
+        """Gradients of the parameters, summed over chunks."""
+        for i, one in enumerate(found):
+            total = self.parameter_grads[i]
+            if one is not None:
+                self.parameter_grads[i] = one.float() if total is None else total.add_(one)
+
+    def _note(self, depth: int, chains: Tensor, labels: Tensor, guesses: Tensor) -> None:
+        """The guesses of chains [n] at a depth, and whether they still align with the data's tokens."""
+        vocabulary = self.drafts.specs[0].vocabulary
+        if vocabulary is not None:
+            guesses = vocabulary.to_target[guesses]
+        self.guesses[depth, chains] = guesses
+        if self.drafts.align_top_k is not None:
+            self.aligned[chains] &= (guesses == labels[:, None]).any(-1)
+
+
+def edges_of(parameters: Sequence[nn.Parameter], logits: Tensor) -> list[Any]:
+    """Where to take the parameters' gradients: before autocast's copies turn them to fp32, so that those of a large
+    output layer are added up without another copy in fp32."""
+    found: dict[int, Any] = {id(parameter): parameter for parameter in parameters}
+    seen, waiting = set(), [logits.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for after, _ in node.next_functions:
+            parameter = getattr(after, "variable", None)
+            if parameter is not None and id(parameter) in found and node.name() == "ToCopyBackward0":
+                found[id(parameter)] = torch.autograd.graph.GradientEdge(node, 0)
+            waiting.append(after)
+    return list(found.values())
+
+
+def mix_of(rows: Rows) -> Tensor:
+    """[n] the weighted sum of the mix."""
+    return sum((weight * LOSSES[name](rows) for name, weight in rows.spec.mix.items()), rows.hidden.new_zeros(()))
+
+
+def summed_loss(
+    hidden: Tensor,
+    spec: LossSpec,
+    *,
+    labels: Tensor,
+    teacher_hidden: Tensor,
+    weights: Tensor | None = None,
+    num_guesses: int = 1,
+    size: int,
+) -> tuple[Tensor, Tensor]:
+    """The mix summed over rows of one depth, and the draft's best guesses; the output layer gets no gradient.
+
+    Args:
+        hidden: [N, D] what the draft's output layer reads.
+        labels: [N] target ids to be predicted.
+        teacher_hidden: [N, D] the target's post-norm state that predicts `labels`.
+        weights: [N] of the rows; None: all 1.
+        size: rows of a chunk, see `chunk_size`.
+
+    Returns: the sum (scalar, fp32) and [N, num_guesses] target ids, the most probable first.
+    """
+    every = torch.arange(len(hidden), device=hidden.device)[None]
+    scored = score(
+        Drafts(
+            hidden=[hidden],
+            specs=[spec],
+            coefficients=torch.ones(1, device=hidden.device),
+            teacher_hidden=teacher_hidden,
+            labels=labels,
+            weights=weights,
+            plan=plan_rows(every, torch.ones_like(every, dtype=torch.bool), size=size),
+            num_guesses=num_guesses,
+        )
+    )
+    return scored.loss, scored.guesses[0]

@@ -1,0 +1,81 @@
+"""Cross entropies, whose gradients are known: no graph and few passes over the logits."""
+
+import torch
+from torch import Tensor
+
+from ..nn.fusing import Fusable
+from .functions import Rows
+
+CLOSED = ("hard_ce", "hard_gce", "greedy_gce", "soft_ce", "kl")
+
+
+def best_of(logits: Tensor, num_guesses: int) -> Tensor:
+    """[n, num_guesses] the draft's most probable tokens."""
+    return logits.argmax(-1, keepdim=True) if num_guesses == 1 else logits.topk(num_guesses, -1).indices
+
+
+def closed_mix(rows: Rows, logits: Tensor, scale: Tensor, *, num_guesses: int, out: Tensor) -> tuple[Tensor, Tensor]:
+    """The mix [n] of losses of CLOSED, as `LOSSES` has them, and the most probable tokens [n, num_guesses].
+
+    Args: logits: [n, Vd] as the output layer made them. out: [n, Vd] takes scale times their gradients.
+    """
+    mix, n = rows.spec.mix, len(logits)
+    labels = {
+        name: rows.target.best[:n] if name == "greedy_gce" else rows.draft_labels for name in CLOSED[:3] if name in mix
+    }
+    is_soft = "soft_ce" in mix or "kl" in mix
+    probs = rows.target_probs if is_soft else None
+    covered = rows.target.covered[:n] if is_soft else None
+    constant = mix["kl"] * rows.target.negative_entropy[:n] if "kl" in mix else None
+    shares = {name: float(mix[name]) for name in labels}
+    soft = float(mix.get("soft_ce", 0.0) + mix.get("kl", 0.0))
+    scale = scale.expand(n)
+    how = {"shares": shares, "exponent": rows.spec.exponent, "num_guesses": num_guesses}
+    values, ids = cross_entropies(logits, out, scale, labels, probs, covered, soft, **how)
+    return values if constant is None else values + constant, ids
+
+
+@Fusable
+def cross_entropies(
+    logits: Tensor,
+    out: Tensor,
+    scale: Tensor,
+    labels: dict[str, Tensor],
+    probs: Tensor | None,
+    covered: Tensor | None,
+    soft: float,
+    *,
+    shares: dict[str, float],
+    exponent: float,
+    num_guesses: int,
+) -> tuple[Tensor, Tensor]:
+    """`closed_mix` of plain tensors. labels: [n] draft ids by loss, of which `shares` are in the mix; probs [n, Vd] and
+    covered [n]: the target's, of which `soft` is."""
+    given, logits = logits, logits.float()
+    scores, ids = logits.max(-1, keepdim=True) if num_guesses == 1 else logits.topk(num_guesses, -1)
+    grads = torch.softmax(logits, -1, out=out if given.dtype == out.dtype == logits.dtype else None)
+    normaliser = scores[:, 0] - grads.gather(-1, ids[:, :1])[:, 0].log()  # [n] log of the sum of exp(logits)
+    values = torch.zeros_like(normaliser)
+    of_probs, ones = torch.zeros_like(normaliser), []  # [n] times draft_probs; what goes off at single tokens
+    for name, label in labels.items():
+        known, label = (label >= 0).float(), label.clamp(min=0)[:, None]
+        loss = (normaliser - logits.gather(-1, label)[:, 0]) * known
+        share = known * shares[name]
+        if name == "hard_ce":
+            values += shares[name] * loss
+        else:  # (1 - exp(-g loss)) / g
+            values -= shares[name] * torch.expm1(-exponent * loss) / exponent
+            share = share * torch.exp(-exponent * loss)
+        of_probs += share
+        ones.append((label, share))
+    if probs is not None and covered is not None:
+        values += soft * (covered * normaliser - (probs * logits).sum(-1))
+        of_probs += soft * covered
+    grads.mul_((of_probs * scale)[:, None])
+    if probs is not None:
+        grads.addcmul_(probs, (scale * soft).expand_as(values)[:, None], value=-1)
+    for label, share in ones:
+        grads.scatter_add_(-1, label, -(share * scale)[:, None])
+    if grads is not out:
+        out.copy_(grads)
+    return values, ids

@@ -1,0 +1,295 @@
+"""Losses of drafts against the target, by name and in mixes, on supervised positions only and never all logits at once.
+
+A loss is a function of `Rows` and a line in `LOSSES`. What several losses of a mix read, such as log-probabilities of
+the draft, is computed once per chunk, on first use.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...configs.errors import BadInput
+
+TensorMap = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class DraftVocabulary:
+    """The target tokens that a head can draft (EAGLE-3: `d2t`, `t2d`). Ids ascend.
+
+    to_target: [Vd] target id of each draft id. to_draft: [V] draft id of each target id, -1 where it has none.
+    """
+
+    to_target: Tensor
+    to_draft: Tensor
+
+    @classmethod
+    def of(cls, target_ids: Tensor, vocab_size: int) -> "DraftVocabulary":
+        to_draft = torch.full((vocab_size,), -1, dtype=torch.long, device=target_ids.device)
+        to_draft[target_ids] = torch.arange(len(target_ids), device=target_ids.device)
+        return cls(target_ids, to_draft)
+
+
+@dataclass(kw_only=True)
+class LossSpec:
+    """The loss of a head at one depth.
+
+    mix: weight of each loss of `LOSSES`. draft_logits: [n, D] hidden -> [n, Vd]. predicted_state: [n, D] hidden ->
+    [n, D], the head's guess of the target's post-norm state. target_logits: [n, D] post-norm state -> [n, V].
+    eta: of `lk_lambda`. top_k: of `topk_ce`. exponent: g of `hard_gce` and `greedy_gce`.
+    """
+
+    mix: Mapping[str, float]
+    draft_logits: TensorMap
+    predicted_state: TensorMap
+    target_logits: TensorMap
+    vocabulary: DraftVocabulary | None = None
+    eta: float = 3.0
+    top_k: int = 10
+    exponent: float = 0.5
+
+
+@dataclass
+class TargetRows:
+    """The target's side of n rows, computed on first use and kept: drafts of several depths are scored against it.
+
+    teacher_hidden: [n, D] the target's post-norm state.
+
+    With a draft vocabulary the target's distribution keeps its full-vocabulary normaliser and only its columns are
+    selected: what the vocabulary misses is mass at which the draft has none, and no row is dropped.
+    """
+
+    spec: LossSpec
+    teacher_hidden: Tensor
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """[n, V] fp32, without gradient."""
+        with torch.no_grad():
+            return self.spec.target_logits(self.teacher_hidden).float()
+
+    @cached_property
+    def probs(self) -> Tensor:
+        """[n, Vd]; the row sums to what the draft vocabulary covers."""
+        return self._drafted(self.logits.softmax(-1))
+
+    @cached_property
+    def log_probs(self) -> Tensor:
+        """[n, Vd]."""
+        return self._drafted(self.logits.log_softmax(-1))
+
+    @cached_property
+    def covered(self) -> Tensor:
+        """[n] the probability of the tokens that can be drafted."""
+        return self.probs.sum(-1)
+
+    @cached_property
+    def negative_entropy(self) -> Tensor:
+        """[n] sum_v p(v) log p(v) over the tokens that can be drafted."""
+        return (self.probs * self.log_probs).sum(-1)
+
+    @cached_property
+    def best(self) -> Tensor:
+        """[n] the draft id of the most probable token, -1 where the draft vocabulary has it not."""
+        ids = self.logits.argmax(-1)
+        return ids if self.spec.vocabulary is None else self.spec.vocabulary.to_draft[ids]
+
+    def _drafted(self, of_target: Tensor) -> Tensor:
+        return of_target if self.spec.vocabulary is None else of_target[:, self.spec.vocabulary.to_target]
+
+
+@dataclass
+class Rows:
+    """n rows of one depth as losses see them; what is derived from them is computed on first use and kept.
+
+    hidden: [n, D] what the draft's output layer reads. labels: [n] target ids to be predicted. teacher_hidden: [n, D]
+    the target's post-norm state that predicts `labels`. shared: the target's side of these rows and perhaps of more
+    behind them, where depths share it; None: of these alone.
+    """
+
+    spec: LossSpec
+    hidden: Tensor
+    labels: Tensor
+    teacher_hidden: Tensor
+    shared: TargetRows | None = None
+
+    @cached_property
+    def draft_logits(self) -> Tensor:
+        """[n, Vd] fp32."""
+        return self.spec.draft_logits(self.hidden).float()
+
+    @cached_property
+    def draft_log_probs(self) -> Tensor:
+        """[n, Vd]."""
+        return self.draft_logits.log_softmax(-1)
+
+    @cached_property
+    def draft_probs(self) -> Tensor:
+        """[n, Vd]."""
+        return self.draft_log_probs.exp()
+
+    @cached_property
+    def draft_labels(self) -> Tensor:
+        """[n] draft ids of the labels, -1 where the draft vocabulary has none."""
+        return self.labels if self.spec.vocabulary is None else self.spec.vocabulary.to_draft[self.labels]
+
+    @cached_property
+    def target(self) -> TargetRows:
+        """The target's side; its rows beyond n are of no concern here."""
+        return TargetRows(self.spec, self.teacher_hidden) if self.shared is None else self.shared
+
+    @property
+    def target_probs(self) -> Tensor:
+        """[n, Vd], without gradient."""
+        return self.target.probs[: len(self.labels)]
+
+    @property
+    def target_log_probs(self) -> Tensor:
+        """[n, Vd], without gradient."""
+        return self.target.log_probs[: len(self.labels)]
+
+    @cached_property
+    def overlap(self) -> Tensor:
+        """[n] sum_v min(p(v), q(v)): the probability that a sampled draft is accepted (Leviathan et al. 2023)."""
+        return torch.minimum(self.target_probs, self.draft_probs).sum(-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The losses, [n] each: p is the target's distribution, q the draft's
+
+
+def hard_ce(rows: Rows) -> Tensor:
+    """-log q(label) (Medusa, eq. 1); a label outside the draft vocabulary contributes zero."""
+    return F.nll_loss(rows.draft_log_probs, rows.draft_labels, ignore_index=-1, reduction="none")
+
+
+def hard_gce(rows: Rows) -> Tensor:
+    """(1 - q(label)^g) / g, the generalised cross entropy (Zhang and Sabuncu 2018): hard_ce as g goes to 0, 1 - q at 1.
+
+    Its gradient is that of -log q times q^g. A head too small to be right everywhere gives up the tokens that it cannot
+    win, whose -log q would dominate, for those that greedy drafting gets accepted.
+    """
+    return -torch.expm1(-rows.spec.exponent * hard_ce(rows)) / rows.spec.exponent
+
+
+def greedy_gce(rows: Rows) -> Tensor:
+    """hard_gce with the target's most probable token as label: what a greedy draft must hit at temperature 0."""
+    labels = rows.target.best[: len(rows.labels)]
+    loss = F.nll_loss(rows.draft_log_probs, labels, ignore_index=-1, reduction="none")
+    return -torch.expm1(-rows.spec.exponent * loss) / rows.spec.exponent
+
+
+def soft_ce(rows: Rows) -> Tensor:
+    """-sum_v p(v) log q(v) (EAGLE-3, section 3.1).
+
+    With a draft vocabulary its gradient is that of the renormalised p, weighted by the probability that is covered.
+    """
+    return -(rows.target_probs * rows.draft_log_probs).sum(-1)
+
+
+def kl(rows: Rows) -> Tensor:
+    """sum_v p(v) log(p(v) / q(v)): soft_ce less the target's entropy, so its gradient, and zero at equality.
+
+    With a draft vocabulary that covers the mass m, the least value is m log m, at q = p / m.
+    """
+    return (rows.target_probs * (rows.target_log_probs - rows.draft_log_probs)).sum(-1)
+
+
+def reverse_kl(rows: Rows) -> Tensor:
+    """sum_v q(v) log(q(v) / p(v)); with a draft vocabulary that covers m, at least -log m."""
+    return (rows.draft_probs * (rows.draft_log_probs - rows.target_log_probs)).sum(-1)
+
+
+def topk_ce(rows: Rows) -> Tensor:
+    """soft_ce over the `top_k` most probable of the tokens that can be drafted (HASS, Zhang et al. 2025)."""
+    probs, ids = rows.target_probs.topk(min(rows.spec.top_k, rows.target_probs.shape[-1]), -1)  # [n, top_k]
+    return -(probs * rows.draft_log_probs.gather(-1, ids)).sum(-1)
+
+
+def tv(rows: Rows) -> Tensor:
+    """sum_v |p(v) - q(v)| / 2 over the whole vocabulary, uncovered tokens too: one less the acceptance probability.
+
+    Its gradient vanishes where p and q hardly overlap: from scratch, alone, it trains badly (Samarin et al. 2026).
+    """
+    return 1 - rows.overlap
+
+
+def l1(rows: Rows) -> Tensor:
+    """sum_v |p(v) - q(v)| (DSpark: hard_ce 0.1 and l1 0.9)."""
+    return 2 * tv(rows)
+
+
+def lk_alpha(rows: Rows) -> Tensor:
+    """-log of the acceptance probability (LK losses, Samarin et al. 2026)."""
+    return -rows.overlap.clamp_min(torch.finfo(torch.float32).tiny).log()
+
+
+def lk_lambda(rows: Rows) -> Tensor:
+    """From kl to tv as a row's acceptance probability grows: kl has the share exp(-eta * acceptance), no gradient
+    through it (LK losses, Samarin et al. 2026; eta 3, for Medusa 10)."""
+    share = torch.exp(-rows.spec.eta * rows.overlap.detach())
+    return share * kl(rows) + (1 - share) * tv(rows)
+
+
+def feature(rows: Rows) -> Tensor:
+    """Smooth L1 between the predicted and the target's own post-norm state, mean over D (EAGLE-1: 1.0 beside
+    soft_ce 0.1). Alone it trains no output layer."""
+    return F.smooth_l1_loss(
+        rows.spec.predicted_state(rows.hidden).float(), rows.teacher_hidden.float(), reduction="none"
+    ).mean(-1)
+
+
+LOSSES: dict[str, Callable[[Rows], Tensor]] = {
+    "hard_ce": hard_ce,
+    "hard_gce": hard_gce,
+    "greedy_gce": greedy_gce,
+    "soft_ce": soft_ce,
+    "kl": kl,
+    "reverse_kl": reverse_kl,
+    "topk_ce": topk_ce,
+    "tv": tv,
+    "l1": l1,
+    "lk_alpha": lk_alpha,
+    "lk_lambda": lk_lambda,
+    "feature": feature,
+}
+
+
+def check_mix(mix: Mapping[str, float], *, key: str) -> None:
+    """Raises BadInput unless the mix has known names and positive weights. Args: key: where it is in the config."""
+    if not mix:
+        raise BadInput(f"{key} {{}}: expected at least one of {', '.join(LOSSES)}")
+    for name, weight in mix.items():
+        if name not in LOSSES:
+            raise BadInput(f"{key}.{name}: unknown loss; expected some of {', '.join(LOSSES)}")
+        if not (weight > 0 and math.isfinite(weight)):
+            raise BadInput(f"{key}.{name} {weight}: expected a weight above 0; leave a loss out to have none of it")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Depths and rows
+
+DEPTH_WEIGHTS = ("geometric", "normalised", "exponential")
+
+
+def depth_weights_of(kind: str, *, decay: float, num_depths: int) -> list[float]:
+    """The weight of the loss at each depth k, from 0.
+
+    geometric: decay^k (Medusa, EAGLE-3). normalised: decay^k / sum_j decay^j (FastMTP's alpha_k). exponential:
+    exp(-k / decay) (DFlash, DSpark: decay 4 and more).
+
+    Raises: BadInput on an unknown kind or a decay that is not above 0.
+    """
+    if kind not in DEPTH_WEIGHTS:
+        raise BadInput(f"depth_weights {kind!r}: expected one of {', '.join(DEPTH_WEIGHTS)}")
+    if not (decay > 0 and math.isfinite(decay)):
+        raise BadInput(f"depth_decay {decay}: expected more than 0")
+    if kind == "exponential":
+        return [math.exp(-k / decay) for k in range(num_depths)]
+    weights = [decay**k for k in range(num_depths)]
+    return [w / sum(weights) for w in weights] if kind == "normalised" else weights

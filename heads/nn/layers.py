@@ -1,0 +1,173 @@
+"""What heads are built from: RMSNorm, rotary positions, attention projections, gated MLP."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from ...configs.errors import BadInput, first_line
+
+# what a head's layers can have of their own, as keys of a Llama config
+ARCHITECTURE = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
+ARCHITECTURE += ("rope_parameters",)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, computed in fp32 (Zhang and Sennrich 2019)."""
+
+    def __init__(self, size: int, *, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.float()
+        if x.device.type == "cpu" and torch.is_grad_enabled():
+            out: Tensor = Normalise.apply(x.float(), weight, self.eps)  # pyright: ignore[reportAssignmentType]
+            return out.to(x.dtype)
+        return F.rms_norm(x.float(), x.shape[-1:], weight, self.eps).to(x.dtype)
+
+
+class Normalise(torch.autograd.Function):
+    """x / rms(x) * weight in fp32 for training on a CPU, where torch has no kernel of its own for it: autograd takes
+    twice the passes over x and keeps its inner results."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        return (x * inverse).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, inverse = ctx.saved_tensors
+        size = x.shape[-1]
+        flat_grad, flat, inverse = grad.reshape(-1, size), x.reshape(-1, size), inverse.view(-1, 1)
+        for_x, for_weight = None, None
+        with torch.autocast("cpu", enabled=False):  # the loss takes gradients within its own
+            product = flat_grad * flat  # [n, D]
+            if ctx.needs_input_grad[1]:
+                for_weight = (inverse.T @ product)[0]
+            if ctx.needs_input_grad[0]:
+                along = (product @ weight)[:, None] * inverse.pow(3) / size  # [n, 1] what goes off along x
+                for_x = torch.mul(flat_grad, weight, out=product).mul_(inverse).addcmul_(flat, along, value=-1)
+        return None if for_x is None else for_x.view_as(x), for_weight, None
+
+
+class Rotary:
+    """Cosine and sine tables of the target's rotary embedding, by position (Su et al. 2021).
+
+    The tables come from transformers' own initialisation, so every scaling it knows (linear, llama3, yarn, ...) is
+    the target's. Half-split rotation as in Llama: the pair of channel i is i + H/2.
+    """
+
+    def __init__(self, config: LlamaConfig):
+        self.embedding = LlamaRotaryEmbedding(config)
+        # [positions, H] each, by size; none is dropped: a captured graph reads the one it was captured with
+        self.tables: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, positions: Tensor, *, like: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
+        """cos, sin [B, 1, Q, H] in `like`'s dtype for positions [B, Q], all below num_positions."""
+        size = max(256, 1 << (num_positions - 1).bit_length())
+        if (size, positions.device) not in self.tables:
+            every = torch.arange(size, device=positions.device)[None]
+            cos, sin = self.embedding.to(positions.device)(torch.zeros(1, device=positions.device), every)
+            self.tables[size, positions.device] = cos[0], sin[0]
+        cos, sin = self.tables[size, positions.device]
+        return cos[positions][:, None].to(like.dtype), sin[positions][:, None].to(like.dtype)
+
+
+def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate x [B, N, Q, H] by cos, sin [B, 1, Q, H]."""
+    cos, sin = rotary
+    low, high = x.chunk(2, -1)
+    return x * cos + torch.cat([-high, low], -1) * sin
+
+
+class Attention(nn.Module):
+    """The projections of grouped-query attention; the caller brings keys and values together as its context needs."""
+
+    def __init__(self, *, in_size: int, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int):
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.q_proj = nn.Linear(in_size, num_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(in_size, num_kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(in_size, num_kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+
+    def queries(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """[B, Q, in] -> [B, N, Q, H]."""
+        return rotate(self._split(self.q_proj(x), self.num_heads), rotary)
+
+    def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """[B, Q, in] -> two of [B, Nkv, Q, H]."""
+        keys = rotate(self._split(self.k_proj(x), self.num_kv_heads), rotary)
+        return keys, self._split(self.v_proj(x), self.num_kv_heads)
+
+    def group(self, queries: Tensor) -> Tensor:
+        """[B, N, Q, H] -> [B, Nkv, N/Nkv * Q, H]: queries that share a key head, so that keys are never repeated."""
+        return queries.reshape(len(queries), self.num_kv_heads, -1, self.head_dim)
+
+    def output(self, mixed: Tensor, num_queries: int) -> Tensor:
+        """[B, Nkv, N/Nkv * Q, H] -> [B, Q, D]."""
+        heads = mixed.reshape(len(mixed), self.num_heads, num_queries, self.head_dim)  # [B, N, Q, H]
+        return self.o_proj(heads.transpose(1, 2).reshape(len(mixed), num_queries, -1))
+
+    def _split(self, x: Tensor, num: int) -> Tensor:
+        return x.view(*x.shape[:2], num, self.head_dim).transpose(1, 2)  # [B, num, Q, H]
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate x) * up x) (Shazeer 2020)."""
+
+    def __init__(self, *, hidden_size: int, intermediate_size: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def llama_config(target_config: Any, architecture: dict[str, Any] | None = None) -> LlamaConfig:
+    """A one-layer Llama config with the target's sizes, norm epsilon, context and rotary parameters.
+
+    Args: architecture: what of the layer is not the target's, by the config's own keys; each of ARCHITECTURE.
+    Raises: BadInput on another key.
+
+    What serving engines know as the draft's config. Families that keep one set of rotary parameters per attention type
+    give their full-attention set; keys that engines would misread on a plain layer (mrope, partial rotation) go.
+    """
+    c = target_config
+    rope: dict[str, Any] = getattr(c, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
+    rope = dict(rope.get("full_attention", rope))
+    for key in ("mrope_section", "mrope_interleaved", "partial_rotary_factor"):
+        rope.pop(key, None)
+    unknown = sorted(set(architecture or {}) - set(ARCHITECTURE))
+    if unknown:
+        raise BadInput(f"head.architecture.{unknown[0]}: expected keys of {', '.join(ARCHITECTURE)}")
+    ours = LlamaConfig(
+        hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size,
+        num_hidden_layers=1,
+        num_attention_heads=c.num_attention_heads,
+        num_key_value_heads=getattr(c, "num_key_value_heads", None) or c.num_attention_heads,
+        head_dim=getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
+        vocab_size=c.vocab_size,
+        max_position_embeddings=c.max_position_embeddings,
+        rms_norm_eps=getattr(c, "rms_norm_eps", None) or getattr(c, "layer_norm_eps", 1e-6),
+        rope_parameters=rope,
+        tie_word_embeddings=False,
+        bos_token_id=getattr(c, "bos_token_id", None),
+        eos_token_id=getattr(c, "eos_token_id", None),
+    )
+    if not architecture:
+        return ours
+    try:
+        return LlamaConfig(**(ours.to_dict() | architecture))
+    except Exception as error:  # of whatever validates configs in transformers
+        raise BadInput(f"head.architecture: {first_line(error)}") from error

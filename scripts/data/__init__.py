@@ -1,0 +1,1 @@
+"""The verbs of `headstart data`, one file each; `data_command` puts them together."""

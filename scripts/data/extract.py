@@ -1,0 +1,117 @@
+"""`headstart data extract`: the target's hidden states on disk, for training that never runs the target."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ...configs.errors import BadInput
+
+if TYPE_CHECKING:
+    from ...data_pipelines.storage.features import Reads
+    from ...heads.target import Target
+    from ...train.config import Inputs
+
+
+def extract(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A run YAML: its target, head and data count.")],
+    output: Annotated[Path, typer.Option(help="The folder to write; the same command goes on with it.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="key=value ...", help="Dotted keys that win over the YAML.")
+    ] = None,
+    storage_dtype: Annotated[str, typer.Option(help="float32, bfloat16 or 8bit.")] = "8bit",
+    batch_tokens: Annotated[int, typer.Option(help="Of one target forward, with padding.")] = 8192,
+    shard_bytes: Annotated[int, typer.Option(help="Of one shard, about.")] = 512 * 2**20,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+) -> None:
+    """Write what training the head reads of the target: hidden states, in sharded safetensors with checksums.
+
+    \b
+    Example:
+      headstart data extract runs/eagle3.yaml target.path=MODEL data.train=chats.jsonl --output features/mine
+      headstart train runs/eagle3.yaml target.path=MODEL data.train=chats.jsonl data.features=features/mine ...
+
+    Says first how large it will be and how long it will take, and stops where the disk is too small. Interrupted at any
+    point, the same command goes on from the last complete shard. On several devices:
+    `accelerate launch -m headstart.scripts.data.extract CONFIG key=value ... --output FOLDER`. What it costs against
+    running the target in every epoch, `headstart data plan` says.
+    """
+    import json
+    from dataclasses import replace
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from ...data_pipelines.plan import estimate
+    from ...data_pipelines.storage.extract import TOKENS, ExtractConfig, Extraction, fields_of, is_finished
+    from ...data_pipelines.storage.features import origin_of
+    from ...data_pipelines.storage.shards import Shards, ShardWriter
+    from ...heads.target import Target
+    from ...train.config import TrainConfig, load_inputs
+    from ...train.data import encode_into, on_main, removed_on_failure
+    from ...train.launch import start_accelerator
+
+    how = ExtractConfig(storage_dtype=storage_dtype, batch_tokens=batch_tokens, shard_bytes=shard_bytes)
+    run = load_inputs(config, overrides or ())
+    target = Target.load(**vars(run.target))
+    reads = reads_of(run, target)
+    data = replace(run.data, max_length=min(run.data.max_length, target.max_positions))
+    fields = fields_of(target, reads, how, origin_of(data, target.tokenizer))
+    if is_finished(output, fields):
+        print(f"{output}: finished already")
+        return
+    accelerator = start_accelerator(TrainConfig(output_dir=str(output), max_steps=1, device=device))
+    console = Console(stderr=True, quiet=not accelerator.is_main_process)
+    target.to(accelerator.device)
+    rank, num_ranks = accelerator.process_index, accelerator.num_processes
+
+    def encode() -> None:
+        ShardWriter(output, fields=fields)  # stops where the folder is of something else
+        encode_into(output / TOKENS, data, target, console)
+
+    def check() -> None:
+        console.print(f"{output}: {estimate(extraction, output, num_ranks=num_ranks)}", soft_wrap=True)
+        extraction.check_disk(output)
+
+    with removed_on_failure(output):  # a folder that does not fit is not in the way of the next try
+        on_main(accelerator, encode)
+        extraction = Extraction(Shards(output / TOKENS), target, reads, config=how, fields=fields)
+        on_main(accelerator, check)
+    with Progress(console=console) as progress:
+        bar = progress.add_task("tokens", total=extraction.num_tokens(rank, num_ranks))
+        extraction.run(output, rank=rank, num_ranks=num_ranks, say=lambda count: progress.advance(bar, count))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        manifest = extraction.finish(output)
+        keys = "num_rows num_tokens num_supervised_tokens bytes bytes_per_token layers storage_dtype"
+        print(json.dumps({key: manifest[key] for key in keys.split()}))
+    accelerator.wait_for_everyone()
+
+
+def reads_of(run: "Inputs", target: "Target") -> "Reads":
+    """What the run's head reads of its target; the head gets weights only where it cannot be built without."""
+    from dataclasses import replace
+
+    from ...data_pipelines.storage.features import Reads
+    from ...heads.fit import build_skeleton_head, load_skeleton
+    from ...heads.registry import build_head
+
+    if getattr(run.head, "path", None) or getattr(run.head, "init", None) == "checkpoint":
+        return Reads.of(build_head(replace(run.head, draft_vocab_size=None), target))
+    return Reads.of(build_skeleton_head(run.head, load_skeleton(run.target)))
+
+
+def main() -> None:
+    """As `headstart data extract`, for `accelerate launch`."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command(context_settings={"allow_interspersed_args": True})(extract)
+    try:
+        app()
+    except BadInput as error:
+        print(f"headstart: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""`headstart data inspect`: what training sees of a row, token by token, and how much of each segment the data has."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from ...data_pipelines.storage.samples import Sample
+
+NUM_COUNTED = 1000  # rows that the statistics are of
+STYLES = {"prompt": "cyan", "think": "yellow", "answer": "green"}  # of supervised tokens
+UNSUPERVISED = "bright_black"
+BRACKETS = {"prompt": "‹›", "think": "⟦⟧", "answer": "«»"}
+
+
+def inspect(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A run YAML: its target and data sections count.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="key=value ...", help="Dotted keys that win over the YAML.")
+    ] = None,
+    row: Annotated[int | None, typer.Option(min=0, help="Show this row alone, counted from 0.")] = None,
+    num_rows: Annotated[int, typer.Option(min=0, help="Show so many rows from the beginning.")] = 2,
+    color: Annotated[
+        bool | None, typer.Option("--color/--no-color", help="Colours, or brackets; default: as the terminal can.")
+    ] = None,
+) -> None:
+    """Print rows as training sees them: supervised tokens in colour by segment, all else grey; then statistics.
+
+    \b
+    Example:
+      headstart data inspect runs/eagle3.yaml target.path=MODEL data.train=chats.jsonl data.max_length=4096 --row 17
+
+    The target's weights are not read. Without colours, supervised runs stand in brackets: «answer», ⟦think⟧. The
+    statistics are of the first 1000 rows.
+    """
+    from collections import Counter
+    from dataclasses import replace
+
+    from rich.console import Console
+    from rich.text import Text
+
+    from ...configs.errors import BadInput
+    from ...data_pipelines.masks.chat import encode_row, encode_rows
+    from ...data_pipelines.sources import iter_rows
+    from ...heads.fit import load_skeleton
+    from ...train.config import load_inputs
+
+    inputs = load_inputs(config, overrides or ())
+    skeleton = load_skeleton(inputs.target)
+    data = replace(inputs.data, max_length=min(inputs.data.max_length, skeleton.max_positions))
+    console = Console(force_terminal=color, no_color=color is False, soft_wrap=True, highlight=False)
+    is_coloured = color is not False and console.is_terminal
+    last = num_rows if row is None else row + 1
+    rows = iter_rows(data.train, num_rows=min(last, data.num_rows or last))
+    shown = [one for number, one in enumerate(rows) if row in (None, number)]
+    if row is not None and not shown:
+        raise BadInput(f"--row {row}: data.train has fewer rows")
+    for one in shown:
+        samples = encode_row(one, skeleton.tokenizer, data)
+        if not samples:
+            console.print(Text(f"{one.origin}: dropped\n", style="bold"))
+        for number, sample in enumerate(samples, start=1):
+            piece = f", piece {number} of {len(samples)}" if len(samples) > 1 else ""
+            console.print(Text(f"{one.origin}{piece}: {describe(sample)}", style="bold"))
+            console.print(marked_text(sample, skeleton.tokenizer, is_coloured=is_coloured), end="\n\n")
+    counts: Counter[str] = Counter()
+    counted = iter_rows(data.train, num_rows=min(NUM_COUNTED, data.num_rows or NUM_COUNTED))
+    print_statistics(list(encode_rows(counted, skeleton.tokenizer, data, counts=counts)), counts, console)
+
+
+def describe(sample: "Sample") -> str:
+    """How many tokens a sample has, and how many of each segment are supervised."""
+    from ...data_pipelines.storage.samples import SEGMENTS
+
+    supervised = sample.segments[sample.loss_mask]
+    parts = [f"{name} {(supervised == i).sum()}" for i, name in enumerate(SEGMENTS) if (supervised == i).any()]
+    cut = f", {sample.num_cut} more cut off" if sample.num_cut else ""
+    return f"{len(sample)} tokens{cut}, {len(supervised)} supervised ({', '.join(parts)})"
+
+
+def marked_text(sample: "Sample", tokenizer: Any, *, is_coloured: bool) -> "Text":
+    """The sample's text, its supervised runs in the colour, or the brackets, of their segment."""
+    from itertools import groupby
+
+    from rich.text import Text
+
+    from ...data_pipelines.storage.samples import SEGMENTS
+
+    text = Text()
+    tokens = zip(sample.input_ids.tolist(), sample.segments.tolist(), sample.loss_mask.tolist(), strict=True)
+    for (segment, is_supervised), run in groupby(tokens, key=lambda token: token[1:]):
+        said, name = str(tokenizer.decode([token for token, *_ in run])), SEGMENTS[segment]
+        if is_coloured:
+            text.append(said, style=STYLES[name] if is_supervised else UNSUPERVISED)
+        else:
+            opens, closes = BRACKETS[name] if is_supervised else ("", "")
+            text.append(f"{opens}{said}{closes}")
+    return text
+
+
+def print_statistics(samples: "list[Sample]", counts: dict[str, int], console: "Console") -> None:
+    """A table of tokens by segment, and what became of the rows."""
+    from rich.table import Table
+
+    from ...data_pipelines.masks.traces import segment_statistics
+
+    table = Table(title="tokens a sample, by segment")
+    for column in ("segment", "samples", "tokens", "mean", "p50", "p90", "max"):
+        table.add_column(column, justify="left" if column == "segment" else "right")
+    for name, of in segment_statistics(samples).items():
+        figures = (of["num_samples"], of["num_tokens"], of["mean"], of["p50"], of["p90"], of["max"])
+        table.add_row(name, *(f"{figure:,.0f}" for figure in figures))
+    console.print(table)
+    console.print(
+        f"of {counts['kept'] + counts['dropped']} rows: {', '.join(f'{n} {c}' for n, c in counts.items() if c)}"
+    )

@@ -1,0 +1,190 @@
+"""`headstart data regenerate`: has the target answer the prompts itself, through servers or in this process."""
+
+import hashlib
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from ...data_pipelines.answers.answers import Answer, Failure, Request
+    from ...data_pipelines.answers.regenerate import Answers, RegenerateConfig
+    from ...heads.target import Target
+
+
+def regenerate(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML, e.g. configs/data/regenerate_server.yaml.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="key=value ...", help="Dotted keys that win over the YAML."),
+    ] = None,
+) -> None:
+    """Have the target answer the prompts of a data set itself: what a head learns from should be what it will draft.
+
+    \b
+    Example, from a vLLM or SGLang server:
+      headstart data regenerate data/regenerate_server.yaml sources=chats.jsonl output=data/mine \\
+        target=Qwen/Qwen3-8B servers=[http://localhost:8000/v1] sampling.temperature=0.7
+    and without one, in this process:
+      headstart data regenerate data/regenerate_local.yaml sources=chats.jsonl output=data/mine target=MODEL
+
+    OUTPUT gets answers.jsonl (rows in input order: messages, finish_reason, truncated, usage) to train on,
+    manifest.json (settings, counts), and failed.jsonl where rows could not be answered. The same command again goes on
+    where an interrupted run stopped, and asks failed rows again. Exit code 1 where some failed.
+    """
+    from ...configs.loader import build, read_config
+    from ...data_pipelines.answers.regenerate import RegenerateConfig
+    from ...data_pipelines.answers.regenerate import regenerate as run
+
+    built = build(RegenerateConfig, read_config(config, overrides or ()))
+    answers, fingerprint = by_servers(built) if built.servers else by_engine(built)
+    with Bar() as bar:
+        manifest = run(built, answers, target_fingerprint=fingerprint, show=bar.show)
+    counts = manifest["counts"]
+    print(
+        f"{counts['written']} rows in {built.output}/answers.jsonl, {counts['completion_tokens']} tokens answered; "
+        f"{counts['truncated']} truncated, {counts['failed']} failed, {manifest['duplicates']} duplicates left out"
+    )
+    if counts["failed"]:
+        print(f"why they failed: {built.output}/failed.jsonl; the same command asks them again")
+        raise typer.Exit(1)
+
+
+def by_servers(config: "RegenerateConfig") -> tuple["Answers", None]:
+    """Answers of OpenAI-compatible servers; nothing is known of their weights."""
+    from ...data_pipelines.answers.answers import by_threads
+    from ...data_pipelines.answers.client import OpenAIClient
+
+    client = OpenAIClient(config.servers, model=config.target, config=config.client)
+    return partial(by_threads, answer=client, num_threads=client.num_threads), None
+
+
+def by_engine(config: "RegenerateConfig") -> tuple["Answers", str]:
+    """Answers of the target in this process, and the fingerprint of its weights."""
+    from ...data_pipelines.answers.answers import in_batches
+    from ...heads.loading import default_device
+    from ...heads.target import Target
+
+    engine = config.engine
+    device = engine.device or default_device()
+    target = Target.load(config.target, dtype=engine.dtype, device=device, revision=engine.revision)
+    answer = EngineAnswers(target)
+    return partial(in_batches, answer=answer, batch_size=engine.batch_size), target.fingerprint
+
+
+class EngineAnswers:
+    """A target that answers a batch of requests, decoding without a drafter.
+
+    One stream of random numbers serves the batch, seeded by all its requests: the same batch gets the same answers.
+    """
+
+    def __init__(self, target: "Target"):
+        """Raises BadInput where the target's tokenizer has no chat template."""
+        from ...configs.errors import BadInput
+        from ...heads.reasoning import think_markers, think_tokens
+
+        self.target, self.tokenizer = target, target.tokenizer
+        if not self.tokenizer.chat_template:
+            raise BadInput(f"tokenizer of {target.name}: no chat template to ask with")
+        self.markers = think_markers(self.tokenizer)
+        kept = set(think_tokens(self.tokenizer) or ())
+        self.left_out = (set(self.tokenizer.all_special_ids) | target.eos_token_ids) - kept
+
+    def __call__(self, requests: "list[Request]") -> "list[Answer | Failure]":
+        """Answers in the requests' order; a prompt that the template or the context does not take is a Failure."""
+        import torch
+
+        from ...data_pipelines.answers.answers import Failure
+        from ...eval.generate import generate
+
+        sampling = requests[0].sampling  # equal within a batch
+        prompts = [self.prompt(request) for request in requests]
+        fitting = [prompt for prompt in prompts if not isinstance(prompt, Failure)]
+        seeds = ",".join(str(request.seed) for request in requests)
+        seed = int.from_bytes(hashlib.sha256(seeds.encode()).digest()[:7])
+        texts: list[list[int]] = []
+        if fitting:
+            texts = generate(
+                self.target,
+                None,
+                fitting,
+                max_new_tokens=sampling.max_tokens,
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                generator=torch.Generator(self.target.device).manual_seed(seed),
+            ).token_ids
+        answered = iter(texts)
+        return [one if isinstance(one, Failure) else self.answer(one, next(answered)) for one in prompts]
+
+    def prompt(self, request: "Request") -> "list[int] | Failure":
+        """Token ids up to where the assistant answers."""
+        from jinja2.exceptions import TemplateError
+
+        from ...configs.errors import first_line
+        from ...data_pipelines.answers.answers import Failure
+
+        how: dict[str, Any] = {"add_generation_prompt": True, "return_dict": True, "tools": request.tools}
+        if request.sampling.thinking is not None:
+            how["enable_thinking"] = request.sampling.thinking
+        try:
+            ids = list(self.tokenizer.apply_chat_template(request.messages, **how)["input_ids"])
+        except (TemplateError, TypeError, ValueError) as error:
+            return Failure(f"the chat template refuses the messages: {first_line(error)}")
+        room, wanted = self.target.max_positions, request.sampling.max_tokens
+        if len(ids) + wanted > room:
+            return Failure(f"{len(ids)} prompt tokens + {wanted} new ones (max_tokens) exceed the context of {room}")
+        return ids
+
+    def answer(self, prompt: list[int], tokens: list[int]) -> "Answer":
+        """The text of an answer; its reasoning stays in it, where the answer itself opens it."""
+        from ...data_pipelines.answers.answers import Answer
+
+        text = self.text(tokens)
+        message = {"role": "assistant", "content": text}
+        if self.markers and self.markers[1] in text and self.markers[0] not in text:  # opened by the prompt
+            trace, _, content = text.partition(self.markers[1])
+            message |= {"content": content.lstrip("\n"), "reasoning_content": trace.strip("\n")}
+        has_ended = bool(tokens) and tokens[-1] in self.target.eos_token_ids
+        return Answer(message, "stop" if has_ended else "length", len(prompt), len(tokens))
+
+    def text(self, tokens: list[int]) -> str:
+        """As servers give it: without special tokens, but with those that open and close a trace."""
+        kept = [token for token in tokens if token not in self.left_out]
+        return self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+class Bar:
+    """A progress bar on stderr: answered, failed, tokens per second."""
+
+    def __init__(self) -> None:
+        self.bar = Progress(
+            TextColumn("target answers"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[failed]} failed  {task.fields[speed]:,.0f} tokens/s"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+        )
+        self.task = self.bar.add_task("", total=None, failed=0, speed=0.0)
+
+    def __enter__(self) -> "Bar":
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def show(self, progress: Any) -> None:
+        """Args: progress: a `regenerate.Progress`."""
+        elapsed = self.bar.tasks[0].elapsed or 0.0
+        self.bar.update(
+            self.task,
+            total=progress.num_all,
+            completed=progress.num_answered,
+            failed=progress.num_failed,
+            speed=progress.num_tokens / elapsed if elapsed else 0.0,
+        )

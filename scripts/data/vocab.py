@@ -1,0 +1,63 @@
+"""`headstart data vocab`: which tokens a cut draft vocabulary would hold, and how much of the answers that covers."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+SIZES = (4096, 8192, 16384, 32768)
+
+
+def vocab(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A run YAML: its target and data sections count.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="key=value ...", help="Dotted keys that win over the YAML.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="A new folder for vocab.json and coverage.svg.")] = None,
+) -> None:
+    """Count the supervised tokens and show what a draft vocabulary of each size covers.
+
+    \b
+    Example:
+      headstart data vocab runs/eagle3.yaml target.path=MODEL data.train=chats.jsonl --output runs/vocab
+
+    Training with head.draft_vocab_size cuts it by the same counts. The tokenizer's special tokens and those that its
+    chat template writes are always kept. vocab.json holds the curve and, for head.draft_vocab_size, the ids and the
+    offsets `d2t` (target id minus draft id) that engines read.
+    """
+    import json
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from ...configs.errors import BadInput
+    from ...data_pipelines.vocab import always_kept, coverage, coverage_curve, draft_vocabulary, plot_coverage
+    from ...heads.fit import load_skeleton
+    from ...train.config import load_inputs
+    from ...train.data import count_rows
+
+    run = load_inputs(config, overrides or ())
+    if output is not None and output.exists():
+        raise BadInput(f"--output {output}: exists already")
+    skeleton = load_skeleton(run.target)
+    vocab_size, wanted = skeleton.vocab_size, run.head.draft_vocab_size
+    counts, kept = count_rows(run, skeleton)
+    always = always_kept(skeleton.tokenizer, eos_token_ids=skeleton.eos_token_ids, vocab_size=vocab_size)
+    sizes = sorted({size for size in (*SIZES, wanted or vocab_size, vocab_size) if len(always) <= size <= vocab_size})
+    covered = {size: coverage(counts, draft_vocabulary(counts, size=size, always=always)) for size in sizes}
+    table = Table(title=f"{skeleton.name}: {counts.sum():,} supervised tokens in {kept:,} rows")
+    table.add_column("draft vocabulary", justify="right")
+    table.add_column("covers", justify="right")
+    for size, share in covered.items():
+        table.add_row(f"{size:,}{' (all)' if size == vocab_size else ''}", f"{share:.2%}")
+    Console().print(table, f"{(counts > 0).sum():,} of {vocab_size:,} tokens are used; {len(always)} are always kept")
+    if output is None:
+        return
+    curve = coverage_curve(counts, always=always)
+    figures = {"num_supervised_tokens": int(counts.sum()), "vocab_size": vocab_size, "always": always, "curve": curve}
+    if wanted is not None:
+        ids = draft_vocabulary(counts, size=wanted, always=always).tolist()
+        figures |= {"draft_vocab_size": wanted, "ids": ids, "d2t": [i - draft for draft, i in enumerate(ids)]}
+    output.mkdir(parents=True)
+    (output / "vocab.json").write_text(json.dumps(figures) + "\n")
+    plot_coverage(curve, output / "coverage.svg", marks=[size for size in sizes if size < vocab_size])

@@ -1,0 +1,286 @@
+"""Every row is answered once, as its source says; a run that stops anywhere ends as if it had not stopped."""
+
+import hashlib
+import json
+import os
+from functools import partial
+
+import pytest
+from headstart.configs.errors import BadInput
+from headstart.configs.jsonl import read_jsonl
+from headstart.configs.loader import build, read_config, shipped
+from headstart.data_pipelines.answers.answers import Answer, Failure, by_threads, in_batches
+from headstart.data_pipelines.answers.regenerate import RegenerateConfig, regenerate
+from headstart.data_pipelines.answers.store import AnswerStore
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def answered(request):
+    """An answer that depends on all that was asked, and on nothing else."""
+    asked = json.dumps([request.messages, request.seed, vars(request.sampling)])
+    text = hashlib.sha256(asked.encode()).hexdigest()[:12]
+    is_cut = request.messages[-1]["content"].startswith("tell me all")
+    return Answer(assistant(text), "length" if is_cut else "stop", len(request.messages), 5)
+
+
+THREADS = partial(by_threads, answer=answered, num_threads=3)
+BATCHES = partial(in_batches, answer=lambda requests: [answered(one) for one in requests], batch_size=4)
+WAYS = pytest.mark.parametrize("answers", [THREADS, BATCHES], ids=["threads", "batches"])
+
+
+@pytest.fixture
+def configured(tmp_path):
+    """configured(rows, key=value ...): a RegenerateConfig on these rows."""
+
+    def make(rows, **keys):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        raw = {"sources": str(path), "output": str(tmp_path / "out"), "target": "tiny", **keys}
+        return build(RegenerateConfig, raw)
+
+    return make
+
+
+def rows_of(config):
+    with open(f"{config.output}/answers.jsonl") as file:
+        return [json.loads(line) for line in file]
+
+
+def contents(folder):
+    return {name: (folder / name).read_bytes() for name in os.listdir(folder) if name[0] != "."}
+
+
+@WAYS
+def test_each_new_answer_stands_in_the_history_of_the_next(answers, configured):
+    config = configured([{"id": "r", "messages": [user("a"), assistant("old"), user("b"), assistant("old")]}])
+    seen = []
+
+    def spy(request):
+        seen.append(request)
+        return answered(request)
+
+    if answers is THREADS:
+        regenerate(config, partial(by_threads, answer=spy, num_threads=1))
+    else:
+        regenerate(config, partial(in_batches, answer=lambda requests: [spy(one) for one in requests], batch_size=2))
+    [row] = rows_of(config)
+    assert [message["content"] for message in row["messages"]][::2] == ["a", "b"]
+    assert seen[1].messages == row["messages"][:3] and "old" not in json.dumps(row)
+    assert seen[0].seed != seen[1].seed
+    assert (row["source_id"], row["num_turns_left"], row["target"]) == ("r", 0, "tiny")
+    assert row["usage"] == {"prompt_tokens": 1 + 3, "completion_tokens": 10}
+
+
+def test_an_answer_that_was_cut_ends_its_conversation_and_is_flagged(configured):
+    rows = [{"turns": ["a", "tell me all", "b"]}, {"prompt": "c"}]
+    config = configured(rows)
+    manifest = regenerate(config, THREADS)
+    [cut, whole] = rows_of(config)
+    assert (cut["truncated"], cut["finish_reason"], cut["num_turns_left"], len(cut["messages"])) == (
+        True,
+        "length",
+        1,
+        4,
+    )
+    assert not whole["truncated"]
+    assert manifest["counts"]["truncated"] == manifest["counts"]["ended_early"] == 1
+    config = configured(rows, drop_truncated=True, output=config.output + "2")
+    counts = regenerate(config, THREADS)["counts"]
+    assert rows_of(config)[0]["messages"] == whole["messages"]
+    assert (counts["answered"], counts["written"], counts["truncated"]) == (2, 1, 1)
+
+
+# keys and sampling
+
+
+def test_samples_and_sampling_by_source(configured, tmp_path):
+    (tmp_path / "more.jsonl").write_text('{"prompt": "b"}\n')
+    first, second = str(tmp_path / "rows.jsonl"), str(tmp_path / "more.jsonl")
+    own = {"temperature": 0.2, "num_samples": 1, "thinking": True}
+    config = configured(
+        [{"prompt": "a"}],
+        sources=[first, {"source": second, "sampling": own}],
+        sampling={"num_samples": 2, "top_p": 0.9},
+    )
+    manifest = regenerate(config, THREADS)
+    rows = rows_of(config)
+    assert [(row["messages"][0]["content"], row["sample"]) for row in rows] == [("a", 0), ("a", 1), ("b", 0)]
+    assert rows[0]["messages"] != rows[1]["messages"], "a seed each"
+    assert [row["sampling"]["temperature"] for row in rows] == [1.0, 1.0, 0.2]
+    assert rows[2]["sampling"]["top_p"] == 0.9 and rows[2]["sampling"]["thinking"] is True
+    assert manifest["settings"]["sampling"][second]["temperature"] == 0.2
+    assert manifest["rows"] == 2
+
+
+def test_one_source_sampled_two_ways_needs_names(configured, tmp_path):
+    path = str(tmp_path / "rows.jsonl")
+    config = configured([{"prompt": "a"}], sources=[path, {"source": path, "sampling": {"temperature": 0}}])
+    with pytest.raises(BadInput, match=r"sources\.1: another .* is sampled otherwise; give them a `name` each"):
+        regenerate(config, THREADS)
+    config = configured([{"prompt": "a"}], sources=[{"source": path, "sampling": {"temprature": 0}}])
+    with pytest.raises(BadInput, match=r"sources\.0\.sampling\.temprature: unknown key; did you mean"):
+        regenerate(config, THREADS)
+
+
+def test_equal_rows_are_asked_once(configured):
+    config = configured([{"prompt": "a"}, {"prompt": "b"}, {"prompt": "a"}, {"id": 1, "prompt": "a"}])
+    manifest = regenerate(config, THREADS)
+    assert [row["messages"][0]["content"] for row in rows_of(config)] == ["a", "b", "a"]
+    assert (manifest["rows"], manifest["duplicates"], manifest["counts"]["written"]) == (4, 1, 3)
+
+
+# stopping and going on
+
+ROWS = [{"prompt": "x" * (7 * number % 5) + str(number)} for number in range(11)] + [{"turns": ["a", "b"]}]
+
+
+class Stopped(BaseException):
+    """Stands for a kill."""
+
+
+@WAYS
+@pytest.mark.parametrize("call", ["os.replace", "os.fsync", "pathlib.Path.unlink", "row"])
+def test_stopped_at_every_step_it_goes_on_to_the_same_end(answers, call, configured, tmp_path, monkeypatch):
+    whole = configured(ROWS, output=str(tmp_path / "whole"))
+    regenerate(whole, answers)
+    config, reached = configured(ROWS), []
+
+    def stopping(real, step):
+        def at(*args, **kwargs):
+            reached.append(step)
+            if len(reached) == step:
+                raise Stopped
+            return real(*args, **kwargs)
+
+        return at
+
+    def in_steps(conversations, *, is_done, step):
+        for outcome in answers(conversations, is_done=is_done):
+            stopping(lambda: None, step)()
+            yield outcome
+
+    for step in range(1, 40):
+        reached.clear()
+        with monkeypatch.context() as patch:
+            if call != "row":
+                owner, name = call.rsplit(".", 1)
+                patch.setattr(call, stopping(getattr(os if owner == "os" else __import__("pathlib").Path, name), step))
+            way = partial(in_steps, step=step) if call == "row" else answers
+            try:
+                regenerate(config, way)
+                break
+            except Stopped:
+                pass
+    assert step > 1, "it was stopped at least once"
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@WAYS
+def test_a_row_cut_anywhere_is_asked_again_and_no_other(answers, configured, tmp_path):
+    whole = configured(ROWS, output=str(tmp_path / "whole"))
+    regenerate(whole, answers)
+    lines = (tmp_path / "whole/answers.jsonl").read_bytes().splitlines(keepends=True)
+    config, asked = configured(ROWS), []
+
+    def failing(conversations, *, is_done):
+        for key, _ in answers(conversations, is_done=is_done):
+            asked.append(is_done(key))
+            yield key, Failure("not now")
+
+    regenerate(config, failing)
+    for length in range(0, len(lines[4]), 37):
+        (tmp_path / "out/answers.part.jsonl").write_bytes(b"".join(lines[:4]) + lines[4][:length])
+        asked.clear()
+        counts = regenerate(config, failing)["counts"]
+        assert counts["answered"] == 4 and asked.count(False) == len(ROWS) - 4
+    regenerate(config, answers)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_damaged_line_before_the_last_is_named(configured, tmp_path):
+    config = configured(ROWS)
+    regenerate(config, lambda conversations, *, is_done: ((one.key, Failure("no")) for one in conversations))
+    (tmp_path / "out/answers.part.jsonl").write_bytes(b'{"id": "a"}\n{"id": \n{"id": "b"}\n')
+    with pytest.raises(BadInput, match=r"answers\.part\.jsonl:2: damaged"):
+        regenerate(config, THREADS)
+
+
+def test_a_finished_folder_is_left_as_it_is(configured, tmp_path):
+    config = configured(ROWS)
+    manifest = regenerate(config, THREADS)
+    before = contents(tmp_path / "out")
+
+    def nobody(conversations, *, is_done):
+        raise AssertionError("nothing is to be asked")
+
+    assert regenerate(config, nobody) == manifest and contents(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"target": "other"}, 'begun with target "tiny", now "other"'),
+        ({"turns": "last"}, 'turns "all", now "last"'),
+        ({"sampling": {"temperature": 0.5}}, r"sampling\..*rows\.jsonl\.temperature 1\.0, now 0\.5"),
+        ({"servers": ["http://localhost:1/v1"]}, 'by "engine", now "servers"'),
+        ({"num_rows": 3}, "num_rows null, now 3"),
+    ],
+)
+def test_a_folder_of_other_settings_is_refused(change, problem, configured, tmp_path):
+    regenerate(configured(ROWS), THREADS)
+    before = contents(tmp_path / "out")
+    with pytest.raises(BadInput, match=problem):
+        regenerate(configured(ROWS, **change), THREADS)
+    assert contents(tmp_path / "out") == before
+
+
+def test_a_folder_of_other_rows_or_of_something_else_is_refused(configured, tmp_path):
+    regenerate(configured(ROWS), THREADS)
+    with pytest.raises(BadInput, match=r"begun with rows_sha256 "):
+        regenerate(configured(ROWS[:-1]), THREADS)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").write_text("dear diary")
+    with pytest.raises(BadInput, match=r"mine: holds other files \(notes\.txt\)"):
+        regenerate(configured(ROWS, output=str(tmp_path / "mine")), THREADS)
+    assert os.listdir(tmp_path / "mine") == ["notes.txt"]
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    with AnswerStore(tmp_path / "out", {}):
+        with pytest.raises(BadInput, match="in use by another process"), AnswerStore(tmp_path / "out", {}):
+            pass
+
+
+def test_an_error_in_answering_stops_the_run_and_keeps_what_there_is(configured, tmp_path):
+    def wrong(request):
+        if request.messages[0]["content"].endswith("5"):
+            raise BadInput("no such model")
+        return answered(request)
+
+    config = configured(ROWS)
+    with pytest.raises(BadInput, match="no such model"):
+        regenerate(config, partial(by_threads, answer=wrong, num_threads=1))
+    assert len(read_jsonl(tmp_path / "out/answers.part.jsonl")) >= 3
+    assert regenerate(config, THREADS)["counts"]["answered"] == len(ROWS)
+
+
+def test_text_that_is_no_unicode_does_not_spoil_the_file(configured):
+    config = configured([{"prompt": "a"}])
+    odd = Answer(assistant("half a smile \ud83d"), "stop")
+    regenerate(config, partial(by_threads, answer=lambda request: odd, num_threads=1))
+    [row] = read_jsonl(f"{config.output}/answers.jsonl")
+    assert row["messages"][1]["content"] == "half a smile ?"
+
+
+def test_the_shipped_configs_build():
+    for path in shipped("data/regenerate_*.yaml"):
+        config = build(RegenerateConfig, read_config(path, ["sources=x.jsonl", "output=y", "target=z"]))
+        assert bool(config.servers) == path.stem.endswith("server")
+        assert f"data/{path.name}" in path.read_text(), "says its command"

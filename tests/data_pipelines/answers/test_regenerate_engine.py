@@ -1,0 +1,139 @@
+"""Without servers the target answers in this process: its own text, the same in a resumed run, by one command."""
+
+import json
+import shutil
+
+import pytest
+import typer
+from headstart.configs.errors import BadInput
+from headstart.configs.jsonl import read_jsonl
+from headstart.data_pipelines.answers.answers import Failure, Request, SamplingConfig
+from headstart.eval.generate import generate
+from headstart.heads.target import Target
+from headstart.scripts.data import regenerate as data_regenerate
+from headstart.scripts.data.regenerate import EngineAnswers, regenerate
+from transformers import AutoTokenizer
+
+TEMPLATE = (
+    "w1 {% for m in messages %}{{ 'w5 ' if m.role == 'user' else 'w6 ' }}{{ m.content }}{{ ' w2 ' }}{% endfor %}"
+    "{% if add_generation_prompt %}w6 {% if enable_thinking %}w7 {% endif %}{% endif %}"
+)
+PROMPTS = [f"w{10 + number} w{3 + 2 * number} " * (1 + number % 4) for number in range(9)]
+GREEDY = SamplingConfig(temperature=0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def chat_target(saved_target, tmp_path_factory):
+    """The folder of a target whose tokenizer has a chat template."""
+    folder = tmp_path_factory.mktemp("chat") / "target"
+    shutil.copytree(saved_target, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine_answers(chat_target):
+    return EngineAnswers(Target.load(chat_target))
+
+
+@pytest.fixture
+def command(chat_target, tmp_path):
+    """command(key=value ...) runs the command on PROMPTS."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text.strip()}) + "\n" for text in PROMPTS))
+    fixed = [f"sources={path}", f"target={chat_target}", "engine.batch_size=4", "sampling.max_tokens=12"]
+    return lambda *overrides: regenerate("configs/data/regenerate_local.yaml", [*fixed, *overrides])
+
+
+def asked(text, sampling=GREEDY):
+    return Request([{"role": "user", "content": text}], None, sampling, seed=1)
+
+
+def test_answers_are_the_targets_own_greedy_text(engine_answers):
+    target = engine_answers.target
+    requests = [asked(text) for text in PROMPTS[:4]]
+    for request, answer in zip(requests, engine_answers(requests), strict=True):
+        prompt = engine_answers.prompt(request)
+        [alone] = generate(target, None, prompt, max_new_tokens=12).token_ids
+        words = [f"w{token}" for token in alone if token not in (0, 2)]
+        assert answer.message == {"role": "assistant", "content": " ".join(words)}
+        assert answer.finish_reason == ("stop" if alone[-1] == 2 else "length")
+        assert (answer.num_prompt_tokens, answer.num_tokens) == (len(prompt), len(alone))
+
+
+def test_a_prompt_that_cannot_be_asked_fails_alone(engine_answers, monkeypatch):
+    long = " ".join(["w9"] * 250)
+    failure, answer = engine_answers([asked(long), asked(PROMPTS[0])])
+    assert isinstance(failure, Failure)
+    assert str(failure) == "254 prompt tokens + 12 new ones (max_tokens) exceed the context of 256"
+    assert answer == engine_answers([asked(PROMPTS[0])])[0]
+    monkeypatch.setattr(engine_answers.tokenizer, "chat_template", "{{ raise_exception('users first') }}")
+    [failure] = engine_answers([asked(PROMPTS[0])])
+    assert str(failure) == "the chat template refuses the messages: users first"
+
+
+def test_thinking_is_told_to_the_template(engine_answers):
+    for thinking, last in ((True, 7), (False, 6), (None, 6)):
+        prompt = engine_answers.prompt(asked("w3", SamplingConfig(max_tokens=12, thinking=thinking)))
+        assert isinstance(prompt, list) and prompt[-1] == last
+
+
+def test_a_trace_that_the_prompt_opens_stands_apart(engine_answers, monkeypatch):
+    monkeypatch.setattr(engine_answers, "markers", ("w7", "w8"))
+    message = engine_answers.answer([1, 5, 6, 7], [30, 31, 8, 40, 2]).message
+    assert message == {"role": "assistant", "content": " w40", "reasoning_content": "w30 w31 "}
+    message = engine_answers.answer([1, 5, 6], [7, 30, 8, 40, 2]).message
+    assert message == {"role": "assistant", "content": "w7 w30 w8 w40"}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_stopped_within_a_batch_the_command_ends_the_same(temperature, command, tmp_path, monkeypatch, capsys):
+    sampling = f"sampling.temperature={temperature}"
+    command(sampling, f"output={tmp_path / 'whole'}")
+    whole = {path.name: path.read_bytes() for path in (tmp_path / "whole").glob("[!.]*")}
+    assert set(whole) == {"answers.jsonl", "manifest.json"}
+    assert f"9 rows in {tmp_path}/whole/answers.jsonl, " in capsys.readouterr().out
+
+    shown = []
+
+    def stop(self, progress):
+        shown.append(progress.num_answered)
+        if progress.num_answered in (3, 6) and len(shown) > 1 and shown[-2] != shown[-1]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(data_regenerate.Bar, "show", stop)
+    for enough in (3, 6):
+        with pytest.raises(KeyboardInterrupt):
+            command(sampling, f"output={tmp_path / 'out'}")
+        assert len(read_jsonl(tmp_path / "out/answers.part.jsonl")) == enough
+    command(sampling, f"output={tmp_path / 'out'}")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").glob("[!.]*")} == whole
+    rows = read_jsonl(tmp_path / "out/answers.jsonl")
+    assert [row["messages"][0]["content"] for row in rows] == [text.strip() for text in PROMPTS]
+
+
+def test_the_manifest_names_the_weights_and_another_batch_size_is_refused(command, chat_target, tmp_path):
+    command(f"output={tmp_path / 'out'}", "num_rows=2")
+    manifest = json.loads((tmp_path / "out/manifest.json").read_text())
+    assert manifest["settings"]["target_fingerprint"] == Target.load(chat_target).fingerprint
+    with pytest.raises(BadInput, match="begun with batch_size 4, now 2"):
+        command(f"output={tmp_path / 'out'}", "num_rows=2", "engine.batch_size=2")
+
+
+def test_failed_rows_are_exit_code_1(command, tmp_path, capsys):
+    with pytest.raises(typer.Exit) as caught:
+        command(f"output={tmp_path / 'out'}", "sampling.max_tokens=250")
+    assert caught.value.exit_code == 1
+    failed = read_jsonl(tmp_path / "out/failed.jsonl")
+    assert f"{len(failed)} failed" in capsys.readouterr().out
+    assert all("exceed the context of 256" in row["problem"] for row in failed)
+    written = read_jsonl(tmp_path / "out/answers.jsonl")
+    assert 0 < len(failed) < 9 and len(failed) + len(written) == 9
+
+
+def test_a_tokenizer_without_chat_template_is_refused(command, saved_target, tmp_path):
+    with pytest.raises(BadInput, match="no chat template to ask with"):
+        command(f"target={saved_target}", f"output={tmp_path / 'out'}")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,358 @@
+"""Real HTTP servers that drop, stall, refuse and garble: every row is answered once, or named with the reason."""
+
+import hashlib
+import json
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import yaml
+from headstart.configs.errors import BadInput
+from headstart.configs.jsonl import read_jsonl
+from headstart.configs.loader import build, read_config
+from headstart.data_pipelines.answers import endpoints
+from headstart.data_pipelines.answers.answers import by_threads
+from headstart.data_pipelines.answers.client import OpenAIClient
+from headstart.data_pipelines.answers.regenerate import RegenerateConfig, regenerate
+
+KEY = "sk-never-to-be-seen"
+RUN = """
+import sys
+from functools import partial
+from headstart.configs.loader import build, read_config
+from headstart.data_pipelines.answers import by_threads
+from headstart.data_pipelines.openai_client import OpenAIClient
+from headstart.data_pipelines.regenerate import RegenerateConfig, regenerate
+config = build(RegenerateConfig, read_config(sys.argv[1], sys.argv[2:]))
+client = OpenAIClient(config.servers, model=config.target, config=config.client)
+regenerate(config, partial(by_threads, answer=client, num_threads=client.num_threads))
+"""
+
+
+class Server(ThreadingHTTPServer):
+    """Answers with a hash of the request. fault(server, body, number of the attempt at it) may say otherwise."""
+
+    daemon_threads = True
+
+    def __init__(self, fault=None, delay=0.0, port=0):
+        super().__init__(("127.0.0.1", port), Handler)
+        self.fault, self.delay = fault or (lambda *_: None), delay
+        self.lock, self.num_now, self.most_at_once = threading.Lock(), 0, 0
+        self.attempts, self.bodies, self.headers, self.times = Counter(), [], [], []
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
+
+    def handle_error(self, *_):
+        """Clients are killed here: no news."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def log_message(self, *_):
+        pass
+
+    def do_POST(self):
+        server, raw = self.server, self.rfile.read(int(self.headers["Content-Length"]))
+        body = json.loads(raw)
+        with server.lock:
+            server.num_now += 1
+            server.most_at_once = max(server.most_at_once, server.num_now)
+            server.attempts[raw] += 1
+            attempt = server.attempts[raw]
+            server.bodies.append(body)
+            server.headers.append(dict(self.headers))
+            server.times.append(time.monotonic())
+        try:
+            time.sleep(server.delay)
+            reply = server.fault(server, body, attempt) or answered(body)
+        finally:
+            with server.lock:
+                server.num_now -= 1
+        if reply == "drop":
+            self.close_connection = True
+            return
+        status, headers, payload = reply
+        payload = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(payload)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(payload)
+
+
+def answered(body, *, finish_reason="stop", **message):
+    text = hashlib.sha256(json.dumps([body["messages"], body["seed"]]).encode()).hexdigest()
+    choice = {"message": {"role": "assistant", "content": text, **message}, "finish_reason": finish_reason}
+    return 200, {}, {"choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": 5}}
+
+
+@contextmanager
+def serving(fault=None, delay=0.0, port=0):
+    server = Server(fault, delay, port)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """A failing server is left alone for little time."""
+    monkeypatch.setattr(endpoints, "FIRST_PAUSE", 0.02)
+
+
+@pytest.fixture
+def configured(tmp_path):
+    """configured(servers, key=value ..., num_rows=): a config file for a run on made-up rows, quick to try again."""
+
+    def write(*servers, num_rows=24, **keys):
+        rows = [{"prompt": f"question {number}"} for number in range(num_rows)]
+        (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        client = {"backoff": 0.01, "patience": 3, "timeout": 0.5, "concurrency": 4, **keys.pop("client", {})}
+        sections = {
+            "sources": str(tmp_path / "prompts.jsonl"),
+            "output": str(tmp_path / "out"),
+            "target": "tiny",
+            "servers": [getattr(server, "url", server) for server in servers],
+            "client": client,
+            **keys,
+        }
+        path = tmp_path / "regenerate.yaml"
+        path.write_text(yaml.safe_dump(sections))
+        return path
+
+    return write
+
+
+def run(path, *overrides):
+    config = build(RegenerateConfig, read_config(path, overrides))
+    client = OpenAIClient(config.servers, model=config.target, config=config.client)
+    return regenerate(config, partial(by_threads, answer=client, num_threads=client.num_threads))
+
+
+def contents(output):
+    return {path.name: path.read_bytes() for path in output.iterdir() if path.name[0] != "."}
+
+
+def first_time(reply):
+    """A fault that happens on each request's first attempt."""
+    return lambda server, body, attempt: reply if attempt == 1 else None
+
+
+FAULTS = {
+    "drops": "drop",
+    "500": (500, {}, {"error": {"message": "out of memory"}}),
+    "502": (502, {}, b"<html>Bad Gateway</html>"),
+    "503": (503, {"Retry-After": "0"}, b""),
+    "529": (529, {}, {"message": "overloaded"}),
+    "429": (429, {"Retry-After": "0.05"}, {"error": "slow down"}),
+    "no JSON": (200, {}, b'{"choices": [{"mess'),
+    "other JSON": (200, {}, {"choices": []}),
+    "a list": (200, {}, []),
+    "text that is none": (200, {}, {"choices": [{"message": {"content": 5}, "finish_reason": "stop"}]}),
+    "shorter than said": (200, {"Content-Length": "900"}, b'{"choices": []}'),
+    "given up": answered({"messages": [], "seed": 0}, finish_reason="abort"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_what_fails_once_is_asked_again(fault, configured, tmp_path):
+    with serving() as good:
+        run(configured(good), f"output={tmp_path / 'good'}")
+    with serving(first_time(FAULTS[fault])) as server:
+        counts = run(configured(server, num_rows=24))["counts"]
+    assert counts["answered"] == 24 and counts["failed"] == 0 and counts["completion_tokens"] == 24 * 5
+    assert (tmp_path / "out/answers.jsonl").read_bytes() == (tmp_path / "good/answers.jsonl").read_bytes()
+
+
+def test_a_server_that_stalls_is_not_waited_for(configured):
+    def stall(server, body, attempt):
+        if attempt == 1 and body["messages"][0]["content"].endswith("7"):
+            time.sleep(1.0)
+
+    with serving(stall) as server:
+        started = time.monotonic()
+        manifest = run(configured(server, client={"timeout": 0.2}))
+    assert manifest["counts"]["answered"] == 24 and time.monotonic() - started < 6
+
+
+def test_no_more_requests_at_a_time_than_asked_for(configured):
+    with serving(delay=0.02) as first, serving(delay=0.02) as second:
+        run(configured(first, second, num_rows=60, client={"concurrency": 5}))
+    assert first.most_at_once <= 5 and second.most_at_once <= 5
+    assert first.most_at_once == second.most_at_once == 5, "both are kept busy"
+    assert 15 <= len(first.bodies) <= 45, "the work is shared"
+
+
+def test_a_server_that_is_away_is_left_alone_until_it_is_back(configured):
+    with serving() as away:
+        port = away.server_port
+    with serving(delay=0.01) as alive, ThreadPoolExecutor() as pool:
+        running = pool.submit(run, configured(alive, away, num_rows=400))
+        while len(alive.bodies) < 40:
+            time.sleep(0.01)
+        with serving(port=port) as back:
+            counts = running.result()["counts"]
+            assert len(back.bodies) > 100
+    assert counts["answered"] == 400 and counts["failed"] == 0
+    assert max(alive.attempts.values()) == 1, "no row was asked twice on account of the other server"
+
+
+def test_a_server_that_says_when_is_not_asked_before(configured):
+    with serving(
+        lambda server, body, attempt: (429, {"Retry-After": "0.4"}, {}) if len(server.bodies) <= 4 else None
+    ) as s:
+        run(configured(s))
+    assert 0.35 < s.times[4] - s.times[3] < 2.0
+
+
+def test_what_a_server_refuses_is_named_and_asked_again_by_the_next_run(configured, tmp_path):
+    refusal = 400, {}, {"error": {"message": "This model's context is 8 tokens,\nnot 9"}}
+    broken = 500, {}, {"error": "no such luck"}
+    kinds = {"question 3": refusal, "question 5": broken}
+    with serving(lambda server, body, attempt: kinds.get(body["messages"][0]["content"])) as server:
+        path = configured(server)
+        counts = run(path)["counts"]
+        assert (counts["answered"], counts["failed"]) == (22, 2)
+        failed = read_jsonl(tmp_path / "out/failed.jsonl")
+        assert [row["source_id"].rsplit(":")[-1] for row in failed] == ["4", "6"]
+        assert failed[0]["problem"] == f"{server.url}: 400 Bad Request: This model's context is 8 tokens, not 9"
+        assert failed[1]["problem"].endswith("no such luck (6 attempts)")
+        asked = Counter(body["messages"][0]["content"] for body in server.bodies)
+        assert (asked["question 3"], asked["question 5"], asked["question 1"]) == (1, 6, 1)
+        kinds.clear()
+        server.bodies.clear()
+        counts = run(path)["counts"]
+        assert (counts["answered"], counts["failed"], len(server.bodies)) == (24, 0, 2)
+        assert not (tmp_path / "out/failed.jsonl").exists()
+        after = contents(tmp_path / "out")
+        run(path, f"output={tmp_path / 'once'}")
+        assert contents(tmp_path / "once") == after
+
+
+@pytest.mark.parametrize("status", [401, 404])
+def test_what_no_request_can_get_past_stops_the_run(status, configured, monkeypatch, tmp_path):
+    monkeypatch.setenv("SOME_KEY", KEY)
+    said = {"error": {"message": f"not with {KEY}"}}
+    with serving(lambda server, body, attempt: (status, {}, said) if len(server.bodies) > 8 else None) as server:
+        path = configured(server, client={"api_key_env": "SOME_KEY"})
+        with pytest.raises(BadInput, match=rf"{status} .*: not with \*\*\*$"):
+            run(path)
+        assert len(server.bodies) < 24
+        server.fault = lambda *_: None
+        assert run(path)["counts"]["answered"] == 24
+        assert max(server.attempts.values()) <= 2
+    assert all(headers["Authorization"] == f"Bearer {KEY}" for headers in server.headers)
+    assert not any(KEY.encode() in data for data in contents(tmp_path / "out").values())
+
+
+def test_the_run_stops_where_no_server_answers_any_more(configured, tmp_path):
+    with serving(lambda server, body, attempt: "drop" if len(server.bodies) > 5 else None) as server:
+        path = configured(server, client={"patience": 0.5, "num_attempts": 1000})
+        with pytest.raises(BadInput, match=r"no server has answered for 0\.5 s: http://127.*: connection lost"):
+            run(path)
+        server.fault = lambda *_: None
+        assert run(path)["counts"]["answered"] == 24
+    with pytest.raises(BadInput, match="cannot be reached: Connection refused"):
+        run(path)
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        (f"http://me:{KEY}@localhost/v1", r"servers\.0: a URL with a password"),
+        (f"https://localhost/v1?key={KEY}", r"servers\.0: a URL with a password or parameters"),
+        ("localhost:8000", r"servers\.0 'localhost:8000': expected a URL such as"),
+        ("http://localhost:port", r"servers\.0: not a URL"),
+    ],
+)
+def test_what_is_no_url_is_refused_without_repeating_a_secret(url, problem, configured):
+    with pytest.raises(BadInput, match=problem) as caught:
+        run(configured(url))
+    assert KEY not in str(caught.value)
+
+
+def test_a_key_that_is_not_set_is_refused(configured):
+    with pytest.raises(BadInput, match=r"client\.api_key_env: no environment variable NO_SUCH_KEY"):
+        run(configured("http://localhost:1", client={"api_key_env": "NO_SUCH_KEY"}))
+
+
+def test_a_request_says_how_to_sample(configured):
+    sampling = {"temperature": 0.3, "top_p": 0.9, "top_k": 20, "max_tokens": 77, "thinking": False}
+    extra = {"min_p": 0.1, "chat_template_kwargs": {"thinking": False}}
+    with serving() as server:
+        run(configured(server, num_rows=2, sampling=sampling, client={"extra_body": extra}))
+    [one, other] = server.bodies
+    kwargs = {"enable_thinking": False, "thinking": False}
+    expected = {k: sampling[k] for k in ("temperature", "top_p", "top_k", "max_tokens")}
+    expected |= {"model": "tiny", "min_p": 0.1, "chat_template_kwargs": kwargs}
+    assert {key: one[key] for key in one if key not in ("messages", "seed")} == expected
+    assert one["seed"] != other["seed"]
+
+
+def test_top_k_that_is_off_is_said(configured):
+    with serving() as server:
+        run(configured(server, num_rows=1))
+    assert server.bodies[0]["top_k"] == -1 and "chat_template_kwargs" not in server.bodies[0]
+
+
+@pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])
+def test_reasoning_and_tool_calls_are_kept(key, configured, tmp_path):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    more = {key: "let me see", "content": None, "tool_calls": [call], "refusal": None}
+    with serving(lambda server, body, attempt: answered(body, finish_reason="tool_calls", **more)) as server:
+        run(configured(server, num_rows=1))
+    [row] = read_jsonl(tmp_path / "out/answers.jsonl")
+    call = {**call, "function": {"name": "f", "arguments": {"x": 1}}}
+    assert row["messages"][1] == {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "let me see",
+        "tool_calls": [call],
+    }
+    assert row["finish_reason"] == "tool_calls" and not row["truncated"]
+
+
+def killed_and_resumed(path, server, *, num_kills, source):
+    """Starts the run again and again, each killed after another number of answers; then lets it finish."""
+    for _ in range(num_kills):
+        enough = len(server.bodies) + source.randrange(12)
+        running = subprocess.Popen([sys.executable, "-c", RUN, path], stderr=subprocess.PIPE)
+        while len(server.bodies) < enough and running.poll() is None:
+            time.sleep(0.001)
+        time.sleep(source.random() * 0.02)
+        running.send_signal(signal.SIGKILL)
+        running.communicate()
+    done = subprocess.run([sys.executable, "-c", RUN, path], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("num_kills", "num_rows"), [(3, 60), pytest.param(20, 300, marks=pytest.mark.slow)], ids=["3 kills", "20 kills"]
+)
+def test_killed_at_random_points_it_ends_as_if_it_had_not_been(num_kills, num_rows, configured, tmp_path):
+    fault = None
+    if num_kills == 3:
+        fault = lambda server, body, attempt: "drop" if attempt == 1 and body["seed"] % 7 == 0 else None  # noqa: E731
+    with serving(fault, delay=0.004) as server:
+        path = configured(server, num_rows=num_rows, output=str(tmp_path / "killed"))
+        killed_and_resumed(path, server, num_kills=num_kills, source=random.Random(num_kills))
+        num_asked = len(server.bodies)
+        run(path, f"output={tmp_path / 'whole'}")
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    assert set(contents(tmp_path / "whole")) == {"answers.jsonl", "manifest.json"}
+    rows = read_jsonl(tmp_path / "killed/answers.jsonl")
+    assert [row["messages"][0]["content"] for row in rows] == [f"question {i}" for i in range(num_rows)]
+    if fault is None:  # asked again are only those that were under way at a kill: 4 threads, 4 more in their queue
+        assert num_rows <= num_asked <= num_rows + 8 * num_kills

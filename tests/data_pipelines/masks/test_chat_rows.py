@@ -1,0 +1,265 @@
+"""Every row shape becomes tokens and a mask by its own rule, and every fault of a row is named by its origin."""
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+import pytest
+from headstart.configs.errors import BadInput
+from headstart.data_pipelines.config import DataConfig
+from headstart.data_pipelines.masks.chat import encode_row, encode_rows
+from headstart.data_pipelines.sources import Row
+from headstart.data_pipelines.storage.samples import Sample
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+CHATML = """
+{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+GENERATION = """
+{%- for message in messages %}
+  {{- '<|im_start|>' + message.role + '\n' }}
+  {%- if message.role == 'assistant' %}{% generation %}BLOCK{% endgeneration %}AFTER{% else %}
+    {{- message.content + '<|im_end|>\n' }}
+  {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+NO_SYSTEM = "{{ raise_exception('System role not supported') if messages[0].role == 'system' }}" + CHATML
+
+
+def make_tokenizer(template: str | None, *, bos: str | None = None, eos: str | None = None) -> PreTrainedTokenizerFast:
+    """One token per byte, four special tokens; a bos is set before every plain text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token) for token in ("<|im_start|>", "<|im_end|>", "<s>", "</s>")])
+    if bos is not None:
+        bos_id = tokenizer.token_to_id(bos)
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, bos_id)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, chat_template=template, name_or_path="tiny/target"
+    )
+
+
+def turns(*contents: str, system: str | None = None) -> list[dict[str, Any]]:
+    """Messages that alternate between user and assistant."""
+    chat = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    return [{"role": "system", "content": system}, *chat] if system is not None else chat
+
+
+def config(**options: Any) -> DataConfig:
+    return DataConfig(train="train.jsonl", **options)
+
+
+def encode(row: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> Sample:
+    [sample] = encode_row(Row(row, "train.jsonl:17"), tokenizer, config(max_length=100_000))
+    return sample
+
+
+def supervised(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """The text of each run of supervised tokens."""
+    pairs = zip(sample.input_ids, sample.loss_mask, strict=True)
+    runs = [[token for token, _ in run] for is_supervised, run in groupby(pairs, key=itemgetter(1)) if is_supervised]
+    return [str(tokenizer.decode(run)) for run in runs]
+
+
+def problem(row: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> str:
+    with pytest.raises(BadInput) as caught:
+        encode(row, tokenizer)
+    assert "\n" not in str(caught.value) and str(caught.value).startswith("train.jsonl:17: ")
+    return str(caught.value).removeprefix("train.jsonl:17: ")
+
+
+def test_sharegpt_turns_are_supervised_like_openai_messages() -> None:
+    tokenizer = make_tokenizer(CHATML)
+    speakers = ("system", "human", "gpt", "tool", "gpt")
+    texts = ("Be kind.", "hi", "ok.", "2", "sure")
+    theirs = [{"from": speaker, "value": text} for speaker, text in zip(speakers, texts, strict=True)]
+    roles = ("system", "user", "assistant", "tool", "assistant")
+    ours = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+    sample = encode({"conversations": theirs}, tokenizer)
+    assert sample == encode({"messages": ours}, tokenizer) == encode({"conversations": ours}, tokenizer)
+    assert supervised(sample, tokenizer) == ["ok.<|im_end|>", "sure<|im_end|>"]
+
+
+def test_text_parts_are_joined() -> None:
+    tokenizer = make_tokenizer(CHATML)
+    parts = [{"type": "text", "text": "o"}, {"type": "text", "text": "k."}]
+    messages = [*turns("hi"), {"role": "assistant", "content": parts}]
+    assert encode({"messages": messages}, tokenizer) == encode({"messages": turns("hi", "ok.")}, tokenizer)
+
+
+@pytest.mark.parametrize("key", ["response", "completion"])
+def test_prompt_and_response_are_split_between_ids(key: str) -> None:
+    tokenizer = make_tokenizer(None, bos="<s>", eos="</s>")
+    sample = encode({"prompt": "Say: ", key: "ok."}, tokenizer)
+    prompt = tokenizer("Say: ")["input_ids"]
+    assert sample.input_ids[: len(prompt)].tolist() == prompt and prompt[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(sample.input_ids) == "<s>Say: ok.</s>"
+    assert supervised(sample, tokenizer) == ["ok.</s>"]
+    assert sample.loss_mask.argmax() == len(prompt)
+
+
+def test_a_response_without_an_eos_token_ends_where_it_ends() -> None:
+    tokenizer = make_tokenizer(None)
+    assert supervised(encode({"prompt": "hi", "response": "ok."}, tokenizer), tokenizer) == ["ok."]
+
+
+def test_alpaca_rows_are_set_apart_by_blank_lines() -> None:
+    tokenizer = make_tokenizer(None, bos="<s>", eos="</s>")
+    for extra, whole in (("1 2", "<s>Add.\n\n1 2\n\n3</s>"), ("", "<s>Add.\n\n3</s>"), (None, "<s>Add.\n\n3</s>")):
+        for key in ("output", "response"):
+            sample = encode({"instruction": "Add.", "input": extra, key: "3"}, tokenizer)
+            assert tokenizer.decode(sample.input_ids) == whole
+            assert supervised(sample, tokenizer) == ["3</s>"]
+
+
+def test_text_is_supervised_but_for_a_leading_bos() -> None:
+    with_bos, without = make_tokenizer(None, bos="<s>"), make_tokenizer(None)
+    assert supervised(encode({"text": "hi ok"}, with_bos), with_bos) == ["hi ok"]
+    assert encode({"text": "hi ok"}, with_bos).loss_mask[0] == 0
+    assert encode({"text": "hi ok"}, without).loss_mask.all()
+
+
+def test_ready_tokens_are_supervised_after_the_prompt() -> None:
+    sample = encode({"input_ids": [5, 6, 7, 8], "prompt_length": 3, "text": "ignored"}, make_tokenizer(None))
+    assert sample == Sample.of([5, 6, 7, 8], [False, False, False, True])
+
+
+@pytest.mark.parametrize(
+    ("block", "after"),
+    [
+        ("{{ message.content + '<|im_end|>' }}", "{{ '\n' }}"),
+        ("{{ message.content + '<|im_end|>\n' }}", ""),
+        ("{{ message.content }}", "{{ '<|im_end|>\n' }}"),
+    ],
+)
+def test_generation_blocks_decide_and_end_with_the_end_of_turn(block: str, after: str) -> None:
+    template = GENERATION.replace("BLOCK", block).replace("AFTER", after)
+    tokenizer = make_tokenizer(template)
+    messages = turns("hi", "ok.", "again?", "sure", system="Be kind.")
+    assert supervised(encode({"messages": messages}, tokenizer), tokenizer) == ["ok.<|im_end|>", "sure<|im_end|>"]
+
+
+def test_generation_blocks_may_leave_out_a_part_of_the_answer() -> None:
+    template = GENERATION.replace("{% generation %}BLOCK", "so: {% generation %}{{ message.content }}")
+    tokenizer = make_tokenizer(template.replace("AFTER", "{{ '\n<|im_end|>\n' }}"))
+    sample = encode({"messages": turns("hi", "ok", "again?", "sure")}, tokenizer)
+    assert supervised(sample, tokenizer) == ["ok\n<|im_end|>", "sure\n<|im_end|>"]
+
+
+# Length
+
+
+def ready(length: int, prompt_length: int) -> Row:
+    """Ready tokens 1, 2, ..."""
+    return Row({"input_ids": list(range(1, length + 1)), "prompt_length": prompt_length}, "a.jsonl:1")
+
+
+def test_long_rows_are_cut_on_the_right_and_counted() -> None:
+    counts: Counter[str] = Counter()
+    rows = [ready(3, 1), ready(5, 2), ready(5, 3)]
+    samples = list(encode_rows(rows, make_tokenizer(None), config(max_length=3), counts=counts))
+    assert +counts == {"kept": 2, "cut": 1, "dropped": 1}
+    assert samples == [
+        Sample.of([1, 2, 3], [False, True, True]),
+        Sample.of([1, 2, 3], [False, False, True], num_cut=2),
+    ]
+
+
+def test_long_rows_are_dropped_or_split_where_that_is_asked_for() -> None:
+    rows, counts = [ready(3, 1), ready(9, 2)], Counter[str]()
+    dropping = config(max_length=3, too_long="drop")
+    assert [len(sample) for sample in encode_rows(rows, make_tokenizer(None), dropping, counts=counts)] == [3]
+    assert +counts == {"kept": 1, "dropped": 1}
+    splitting, counts = config(max_length=4, too_long="split"), Counter[str]()
+    samples = list(encode_rows(rows, make_tokenizer(None), splitting, counts=counts))
+    assert +counts == {"kept": 2, "split": 1} and len(samples) > 2
+    new = [token for sample in samples[1:] for token in sample.input_ids[sample.loss_mask].tolist()]
+    assert new == [3, 4, 5, 6, 7, 8, 9]
+
+
+def test_rows_are_encoded_one_at_a_time() -> None:
+    def endless() -> Iterator[Row]:
+        while True:
+            yield ready(3, 1)
+
+    assert len(next(encode_rows(endless(), make_tokenizer(None), config(), counts=Counter()))) == 3
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"input_ids": [1, -1], "prompt_length": 0}, "input_ids[1] is -1, outside the vocabulary of 260"),
+        ({"input_ids": [260], "prompt_length": 0}, "input_ids[0] is 260, outside the vocabulary of 260"),
+        ({"input_ids": [1, True], "prompt_length": 0}, "`input_ids` should be a list of whole numbers"),
+        ({"input_ids": "1 2", "prompt_length": 0}, "`input_ids` should be a list of whole numbers"),
+        ({"input_ids": [1, 2], "prompt_length": 3}, "`prompt_length` should be between 0 and 2, got 3"),
+        ({"input_ids": [1, 2], "prompt_length": "1"}, "`prompt_length` should be between 0 and 2, got '1'"),
+        ({"input_ids": [104, 105], "prompt_length": 2}, "no token is supervised in "),
+        ({"messages": []}, "a chat should be a list of turns with at least one"),
+        ({"messages": "hi"}, "a chat should be a list of turns with at least one"),
+        ({"messages": ["hi"]}, "turn 0 should be an object, got str"),
+        ({"messages": [{"role": "narrator", "content": "x"}]}, "turn 0 has the role 'narrator'; known are user, human"),
+        ({"conversations": [{"value": "x"}]}, "turn 0 has the role 'None'; known are user, human"),
+        ({"messages": [*turns("hi"), {"role": "assistant"}]}, "turn 1 (assistant) has no text as its content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "turn 0 has content that is not text: "),
+        ({"messages": turns("hi there")}, "no token is supervised in '<|im_start|>user hi there<|im_end|>"),
+        ({"messages": turns("hi", "ok"), "tools": "[{"}, "the chat template refuses this row: Expecting"),
+        ({"prompt": turns("hi"), "completion": "ok"}, "prompt and response should be text; give a chat as `messages`"),
+        ({"instruction": 3, "output": "ok"}, "`instruction` and `input` should be text"),
+        ({"text": ["a"]}, "`text` should be text, got list"),
+        ({"question": "a", "answer": "b"}, "unknown row shape with keys question, answer; known are `messages`"),
+        ({"prompt": "a", "response": None}, "a prompt without an answer to train on; `headstart data regenerate`"),
+        ({"instruction": "a"}, "a prompt without an answer to train on; `headstart data regenerate`"),
+        ({}, "unknown row shape with keys (none); known are `messages`"),
+    ],
+)
+def test_a_bad_row_is_named_by_origin_and_fault(row: dict[str, Any], message: str) -> None:
+    assert problem(row, make_tokenizer(CHATML)).startswith(message)
+
+
+def test_a_row_without_supervised_tokens_shows_at_most_80_characters() -> None:
+    shown = problem({"messages": turns("long " * 100)}, make_tokenizer(CHATML))
+    start, _, why = shown.removeprefix("no token is supervised in '").partition("': ")
+    assert len(start) == 80 and why.endswith("`headstart data regenerate` has the target write answers")
+
+
+def test_a_tokenizer_without_chat_template_is_refused_for_chats() -> None:
+    expected = "tokenizer of tiny/target has no chat template; give plain `text` or `prompt`/`response` rows"
+    assert problem({"messages": turns("hi", "ok")}, make_tokenizer(None)) == expected
+
+
+def test_what_a_template_refuses_is_said_in_its_words() -> None:
+    tokenizer = make_tokenizer(NO_SYSTEM)
+    refused = problem({"messages": turns("hi", "ok", system="Be kind.")}, tokenizer)
+    assert refused == "the chat template refuses this row: System role not supported"
+
+
+@pytest.mark.slow
+def test_several_processes_encode_the_same_samples_in_order() -> None:
+    tokenizer = make_tokenizer(None, bos="<s>", eos="</s>")
+    rows = [Row({"prompt": f"Say {i}: ", "response": f"ok {i}."}, f"a.jsonl:{i}") for i in range(600)]
+    alone, together = Counter(), Counter()
+    expected = list(encode_rows(rows, tokenizer, config(), counts=alone))
+    how = config(num_workers=2)
+    assert list(encode_rows(rows, tokenizer, how, counts=together)) == expected and together == alone
+    rows[300] = Row({"prompt": 3, "response": "ok"}, "a.jsonl:300")
+    with pytest.raises(BadInput, match="^a.jsonl:300: prompt and response should be text"):
+        list(encode_rows(rows, tokenizer, how, counts=Counter()))
+
+
+def test_an_answer_that_was_cut_off_does_not_teach_to_end_there() -> None:
+    tokenizer = make_tokenizer(CHATML)
+    rows = [{"messages": turns("hi", "ok", "again?", "I thi"), "truncated": truncated} for truncated in (True, False)]
+    assert supervised(encode(rows[0], tokenizer), tokenizer) == ["ok<|im_end|>", "I thi"]
+    assert supervised(encode(rows[1], tokenizer), tokenizer) == ["ok<|im_end|>", "I thi<|im_end|>"]
+    with_eos = make_tokenizer(None, bos="<s>", eos="</s>")
+    cut = encode({"prompt": "Say: ", "response": "o", "truncated": True}, with_eos)
+    assert supervised(cut, with_eos) == ["o"] and with_eos.decode(cut.input_ids) == "<s>Say: o</s>"

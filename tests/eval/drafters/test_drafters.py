@@ -1,0 +1,304 @@
+"""Drafters without training draft what they should, row by row, and leave the text the target's own."""
+
+from typing import Any
+
+import pytest
+import torch
+from headstart.configs.errors import BadInput
+from headstart.eval.drafters.draft_model import DraftModelDrafter, has_tokenizer_of
+from headstart.eval.drafters.lookup import (
+    NgramDrafter,
+    SuffixDrafter,
+    build_drafter,
+    build_drafters,
+    parse_drafter,
+)
+from headstart.eval.drafters.sparse_self import SparseSelfDrafter
+from headstart.eval.generate import generate
+from headstart.eval.measurement.metrics import acceptance
+from headstart.heads.base import Drafter, Reading
+from headstart.heads.registry import HEADS, build_head, save_head
+from headstart.heads.target import Target, TargetOutput
+
+PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 7, 8, 3, 7], [1], [1, 30, 31, 32, 30, 31, 33, 30]]
+
+
+@pytest.fixture(
+    params=["ngram", "suffix", "suffix-shared", "draft-model", "small-draft-model", "itself", "sparse-self"]
+)
+def drafter(request, target, tiny_target) -> Drafter:
+    """Every drafter, and draft models that are unlike the target, lack half of its vocabulary, or equal it."""
+    make = {
+        "ngram": lambda: NgramDrafter(),
+        "suffix": lambda: SuffixDrafter(),
+        "suffix-shared": lambda: SuffixDrafter(4, is_shared=True, max_nodes=50),
+        "draft-model": lambda: DraftModelDrafter(tiny_target("qwen3"), target_vocab_size=target.vocab_size),
+        "small-draft-model": lambda: DraftModelDrafter(tiny_target("llama", vocab_size=30), target_vocab_size=61),
+        "itself": lambda: DraftModelDrafter(target),
+        "sparse-self": lambda: SparseSelfDrafter(target),
+    }
+    return make[request.param]()
+
+
+def told(drafter: Drafter, texts: list[list[int]], *, state: Any = None, start: int = 0) -> Any:
+    """A state that has read these texts, of which each row's last token is pending."""
+    state = drafter.begin(batch_size=len(texts), max_length=99) if state is None else state
+    length = max(map(len, texts)) - 1
+    rows = torch.tensor([text + [0] * (length + 1 - len(text)) for text in texts])  # [B, Q + 1]
+    nothing = TargetOutput(torch.zeros(len(texts), length, 0, 1), torch.zeros(len(texts), length, 1))
+    num_valid = torch.tensor([len(text) - 1 for text in texts])
+    drafter.commit(state, Reading(rows[:, :-1], rows[:, 1:], nothing, torch.full_like(num_valid, start), num_valid))
+    return state
+
+
+def drafts(drafter: Drafter, texts: list[list[int]], num_draft_tokens: int) -> list[list[int]]:
+    return drafter.propose(told(drafter, texts), num_draft_tokens=num_draft_tokens).tokens.tolist()
+
+
+def their_text(target: Target, prompt: list[int], num_tokens: int, **more: Any) -> list[int]:
+    ids = torch.tensor([prompt])
+    how = {"do_sample": False, "max_new_tokens": num_tokens, "pad_token_id": 0, **more}
+    return target.model.generate(ids, attention_mask=torch.ones_like(ids), **how)[0, len(prompt) :].tolist()
+
+
+# Losslessness
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 5])
+def test_the_text_is_what_transformers_writes(drafter, target, num_draft_tokens):
+    how: dict[str, Any] = {"max_new_tokens": 20, "num_draft_tokens": num_draft_tokens}
+    expected = [their_text(target, prompt, 20) for prompt in PROMPTS]
+    assert generate(target, drafter, PROMPTS, **how).token_ids == expected
+    assert [generate(target, drafter, prompt, **how).token_ids[0] for prompt in PROMPTS] == expected
+
+
+def test_a_batch_accepts_what_its_rows_accept_alone(drafter, target):
+    """Rows do not leak into each other, save through a trie that is shared on purpose."""
+    if getattr(drafter, "shared", None) is not None:
+        return
+    how: dict[str, Any] = {"max_new_tokens": 20, "num_draft_tokens": 3, "eos_token_ids": []}
+    together = generate(target, drafter, PROMPTS, **how).rounds
+    for i, prompt in enumerate(PROMPTS):
+        alone = generate(target, drafter, prompt, **how).rounds
+        ours = [(one.num_accepted[i], one.num_committed[i]) for one in together if one.num_committed[i]]
+        assert ours == [(one.num_accepted[0], one.num_committed[0]) for one in alone]
+
+
+def test_sampled_texts_do_not_depend_on_the_drafter(target):
+    """Greedy drafts only ever confirm what is sampled: a seed's first token is the same."""
+    how: dict[str, Any] = {"max_new_tokens": 8, "temperature": 1.0}
+    texts = [
+        generate(target, one, PROMPTS, generator=torch.Generator().manual_seed(3), **how).token_ids
+        for one in (NgramDrafter(), None)
+    ]
+    assert [row[0] for row in texts[0]] == [row[0] for row in texts[1]]
+
+
+# N-grams
+
+
+def test_ngram_copies_what_followed_the_longest_match():
+    drafter = NgramDrafter()
+    assert drafts(drafter, [[5, 6, 7, 8, 5, 6]], 3) == [[7, 8, 5]]
+    assert drafts(drafter, [[1, 2, 3, 9, 2, 3, 8, 1, 2, 3]], 2) == [[9, 2]]  # three tokens before two later ones
+    assert drafts(drafter, [[2, 3, 9, 2, 3, 8, 1, 2, 3]], 2) == [[8, 1]]  # of equal matches the latest
+    assert drafts(NgramDrafter(1), [[1, 2, 3, 9, 2, 3, 8, 7, 3]], 2) == [[8, 7]]
+    assert drafts(NgramDrafter(3, 2), [[5, 6, 7, 6]], 2) == [[6, 6]]  # one token is too few here
+
+
+def test_ngram_always_drafts_as_many():
+    assert drafts(NgramDrafter(), [[5, 6, 7, 8, 5, 6]], 9) == [[7, 8, 5, 6, 7, 8, 5, 6, 7]]
+    assert drafts(NgramDrafter(), [[4, 4]], 3) == [[4, 4, 4]]
+    assert drafts(NgramDrafter(), [[4, 5, 6]], 3) == [[6, 6, 6]]
+
+
+@pytest.mark.parametrize("make", [NgramDrafter, SuffixDrafter])
+def test_what_is_committed_later_counts(make):
+    drafter = make()
+    state = told(drafter, [[5, 6, 7, 8]])
+    told(drafter, [[8, 9, 5, 6]], state=state, start=3)  # the pending token is read, and two drafts were accepted
+    assert drafter.propose(state, num_draft_tokens=5).tokens.tolist() == [[7, 8, 9, 5, 6]]
+
+
+@pytest.mark.parametrize("make", [NgramDrafter, SuffixDrafter])
+def test_rows_have_texts_of_their_own(make):
+    rows = [[5, 6, 7, 8, 5, 6], [1, 6, 2, 6], [9, 7, 9]]
+    alone = [drafts(make(), [row], 2)[0] for row in rows]
+    assert drafts(make(), rows, 2) == alone == [[7, 8], [2, 6], [7, 9]]
+
+
+class Repeats:
+    """An engine's view of a target that goes round in a circle."""
+
+    def __init__(self, period: list[int]):
+        self.period = period
+
+    def accepted(self, drafter: Drafter, *, num_draft_tokens: int, num_rounds: int) -> list[int]:
+        text = self.period * 2
+        state, taken = told(drafter, [text]), []
+        for _ in range(num_rounds):
+            tokens = drafter.propose(state, num_draft_tokens=num_draft_tokens).tokens[0].tolist()
+            truth = [self.period[(len(text) + i) % len(self.period)] for i in range(num_draft_tokens + 1)]
+            taken.append(next((i for i, token in enumerate(tokens) if token != truth[i]), num_draft_tokens))
+            told(drafter, [[text[-1], *truth[: taken[-1] + 1]]], state=state, start=len(text) - 1)
+            text = text + truth[: taken[-1] + 1]
+        return taken
+
+
+@pytest.mark.parametrize("make", [NgramDrafter, SuffixDrafter])
+@pytest.mark.parametrize("period", [[4], [4, 5], [4, 5, 6, 7, 8, 9, 10]])
+def test_a_repetitive_text_is_accepted_whole(make, period):
+    assert Repeats(period).accepted(make(), num_draft_tokens=5, num_rounds=4) == [5] * 4
+
+
+# Suffixes
+
+
+def test_suffix_takes_the_more_frequent_continuation():
+    text = [1, 2, 7, 3, 1, 2, 7, 4, 1, 2, 8, 5, 1, 2]
+    assert drafts(SuffixDrafter(), [text], 1) == [[7]]
+    assert drafts(NgramDrafter(), [text], 1) == [[8]]  # the latest
+
+
+def test_suffix_prefers_a_longer_match_to_a_more_frequent_one():
+    text = [9, 2, 6, 4, 2, 7, 3, 2, 7, 5, 9, 2]
+    assert drafts(SuffixDrafter(), [text], 2) == [[6, 4]]
+    assert drafts(SuffixDrafter(max_depth=1), [text], 1) == [[7]]
+
+
+def test_a_shared_trie_learns_from_other_rows_and_earlier_prompts():
+    shared = SuffixDrafter(is_shared=True)
+    assert drafts(shared, [[5, 6, 7, 8], [4, 5, 6]], 2)[1] == [7, 8]
+    assert drafts(shared, [[5, 6]], 2) == [[7, 8]]
+    own = SuffixDrafter()
+    drafts(own, [[5, 6, 7, 8]], 2)
+    assert drafts(own, [[5, 6]], 1) != [[7]]
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_tries_are_bounded(is_shared):
+    drafter = SuffixDrafter(is_shared=is_shared, max_nodes=100)
+    state = told(drafter, [list(range(60)), list(range(50, 99))])
+    tries: dict[int, Any] = {id(row.trie): row.trie for row in state.rows}  # pyright: ignore
+    assert sum(len(trie.token) for trie in tries.values()) <= 100
+    assert drafter.propose(state, num_draft_tokens=3).tokens.shape == (2, 3)
+    if is_shared:
+        assert drafter.begin(batch_size=1, max_length=9).rows[0].trie.token == [-1]  # pyright: ignore
+
+
+# Draft models
+
+
+def test_the_target_as_its_own_draft_model_is_accepted_whole(family, tiny_target):
+    target = tiny_target(family)
+    how: dict[str, Any] = {"max_new_tokens": 21, "num_draft_tokens": 4, "eos_token_ids": []}
+    done = generate(target, DraftModelDrafter(target), PROMPTS, **how)
+    counted = acceptance(done.rounds, num_draft_tokens=4)
+    assert (counted.length, counted.rate) == (5.0, [1.0] * 4)
+
+
+def test_after_rejections_the_draft_model_s_cache_is_right(target, tiny_target):
+    """Its drafts are those of a model that reads the committed text afresh."""
+    drafter = DraftModelDrafter(tiny_target("qwen3"), target_vocab_size=target.vocab_size)
+    proposed: list[list[list[int]]] = []
+
+    class Watched(DraftModelDrafter):
+        def propose(self, state, *, num_draft_tokens):
+            proposal = super().propose(state, num_draft_tokens=num_draft_tokens)
+            proposed.append(proposal.tokens.tolist())
+            return proposal
+
+    done = generate(target, Watched(drafter.model), PROMPTS, max_new_tokens=16, num_draft_tokens=3, eos_token_ids=[])
+    for i, (prompt, new) in enumerate(zip(PROMPTS, done.token_ids, strict=True)):
+        length = 0
+        for one, tokens in zip(done.rounds, proposed, strict=False):
+            length += one.num_committed[i]
+            if length >= len(new):
+                break
+            assert tokens[i] == their_text(drafter.model, prompt + new[:length], 3, eos_token_id=None)
+
+
+def test_a_smaller_vocabulary_is_drafted_within(target, tiny_target):
+    for drafter, most in [
+        (DraftModelDrafter(tiny_target("llama", vocab_size=30), target_vocab_size=61), 30),
+        (DraftModelDrafter(tiny_target("llama", vocab_size=99), target_vocab_size=61), 61),
+    ]:
+        assert drafter.num_tokens == most
+        state = drafter.begin(batch_size=2, max_length=30)
+        told(drafter, [[1, 60, 45, 3], [59, 2]], state=state)
+        assert drafter.propose(state, num_draft_tokens=6).tokens.max() < most
+
+
+# Names
+
+
+class Words:
+    """Of a tokenizer, its vocabulary."""
+
+    def __init__(self, words: dict[str, int]):
+        self.words = words
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.words
+
+
+def test_tokenizers_are_the_same_where_tokens_have_the_same_ids(tiny_model):
+    def with_words(**words: int) -> Target:
+        return Target(tiny_model("llama"), name="tiny", fingerprint="", tokenizer=Words(words))
+
+    target = with_words(a=0, b=1, c=2)
+    assert has_tokenizer_of(target, with_words(a=0, b=1)) and has_tokenizer_of(with_words(a=0, b=1), target)
+    assert not has_tokenizer_of(target, with_words(a=0, d=1)) and not has_tokenizer_of(target, with_words(a=1, b=0))
+
+
+def test_specs_become_drafters(saved_target, tmp_path):
+    target = Target.load(saved_target)
+    head = save_head(build_head(HEADS["medusa"].config_class(type="medusa"), target), tmp_path / "head")
+    for spec, name, kind in [
+        ("ngram", "ngram", NgramDrafter),
+        ("ngram:5", "ngram", NgramDrafter),
+        ("suffix", "suffix", SuffixDrafter),
+        ("sparse-self", "sparse-self", SparseSelfDrafter),
+        ("sparse-self:64", "sparse-self", SparseSelfDrafter),
+        (f"draft-model:{saved_target}", "draft-model", DraftModelDrafter),
+        (f"head:{head}", "medusa", HEADS["medusa"]),
+    ]:
+        named, drafter = build_drafter(spec, target)
+        assert named == name and isinstance(drafter, kind)
+    assert build_drafter("ngram:5", target)[1].max_ngram == 5  # pyright: ignore
+    assert build_drafter("sparse-self:64", target)[1].budget == 64  # pyright: ignore
+    with pytest.raises(BadInput, match="a budget of 8 keys: expected at least 32"):
+        build_drafter("sparse-self:8", target)
+    specs = ["suffix", "ngram", "ngram:2", f"head:{head}", "ngram", f"head:{head}"]
+    names = ["suffix", "ngram", "ngram:2", f"medusa:{head}", "ngram#2", f"medusa:{head}#2"]
+    assert [name for name, _ in build_drafters(specs, target)] == names
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ("ngrm", "did you mean ngram:MAX?"),
+        ("draft_model:x", "did you mean draft-model:PATH?"),
+        ("zebra", "expected one of ngram, ngram:MAX, suffix, sparse-self, sparse-self:BUDGET, draft-model:PATH, "),
+        ("", "expected one of ngram"),
+        ("ngram:0", "MAX should be a whole number"),
+        ("ngram:x", "MAX should be a whole number"),
+        ("suffix:3", "expected suffix"),
+        ("sparse_self", "did you mean sparse-self:BUDGET?"),
+        ("sparse-self:0", "BUDGET should be a whole number"),
+        ("head", "expected head:PATH"),
+        ("draft-model:", "expected draft-model:PATH"),
+        ("head:./gone", "head ./gone: no such folder"),
+    ],
+)
+def test_unknown_specs_name_the_known_ones(spec, problem):
+    with pytest.raises(BadInput, match=".*") as caught:
+        parse_drafter(spec)
+    assert problem in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_bare_head_folder_is_recognised(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(BadInput) as caught:
+        parse_drafter(str(tmp_path))
+    assert f"did you mean head:{tmp_path}?" in str(caught.value)

@@ -1,0 +1,119 @@
+"""Bytes of a decode step as counted by hand on the tiny targets, and a copy that tells the machine's bandwidth."""
+
+import io
+
+import pytest
+import torch
+from headstart.eval.generate import Generation, Round
+from headstart.eval.measurement.bandwidth import (
+    baseline_bandwidth,
+    bytes_per_step,
+    cache_bytes,
+    copy_bandwidth,
+    weight_bytes,
+    with_share,
+)
+from headstart.eval.measurement.measure import MeasureConfig, measure
+from headstart.eval.report import document as report_module
+from headstart.eval.report.document import build_report, show
+from headstart.eval.suites.prompts import Suite
+from headstart.heads.registry import HEADS, build_head
+from rich.console import Console
+
+LLAMA = 4 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32) + 32 + 61 * 32  # layers, final norm, output layer
+QWEN2 = LLAMA + 4 * (32 + 2 * 16)  # biases of queries, keys, values; its tied table is the output layer
+EXPERT = 3 * 32 * 24
+QWEN3_MOE = 4 * (2 * 32 * 64 + 2 * 32 * 32 + 2 * 16 + 2 * 32 + 4 * 32) + 32 + 61 * 32  # no experts, but the router
+
+
+@pytest.mark.parametrize(
+    ("family", "num_parameters"),
+    [("llama", LLAMA), ("qwen2", QWEN2), ("qwen3_moe", QWEN3_MOE + 4 * 2 * EXPERT)],
+)
+def test_weights_are_all_but_what_a_step_leaves_unread(family, num_parameters, tiny_target):
+    assert weight_bytes(tiny_target(family)) == 4 * num_parameters
+
+
+def test_rows_read_the_experts_that_any_of_them_picks(tiny_target):
+    """2 of 4 for one row, 3 expected for two, 3.5 for three; a dense target reads the same for any number."""
+    target = tiny_target("qwen3_moe")
+    for num_rows, experts in ((1, 2), (2, 3), (3, 3.5)):
+        assert weight_bytes(target, num_rows=num_rows) == 4 * (QWEN3_MOE + 4 * experts * EXPERT)
+    assert weight_bytes(tiny_target("llama"), num_rows=7) == 4 * LLAMA
+
+
+@pytest.mark.parametrize(
+    ("family", "token_layers", "heads", "head_dim"),
+    [
+        ("llama", 4 * 20, 2, 8),
+        ("qwen3_moe", 4 * 20, 2, 16),
+        ("gpt_neox", 4 * 20, 4, 8),  # a key head per query head
+        ("mistral", 4 * 8, 1, 8),  # a window of 8 in every layer
+        ("gemma3", 2 * 8 + 2 * 20, 2, 16),  # and in every other one
+    ],
+)
+def test_keys_and_values_of_20_tokens(family, token_layers, heads, head_dim, tiny_target):
+    assert cache_bytes(tiny_target(family), 20) == 4 * 2 * token_layers * heads * head_dim
+
+
+def test_a_step_reads_the_weights_once_and_a_cache_per_row(tiny_target):
+    target = tiny_target("llama")
+    assert bytes_per_step(target, 20) == 4 * LLAMA + 20 * 512
+    assert bytes_per_step(target, 20, num_rows=3) == 4 * LLAMA + 3 * 20 * 512
+
+
+def test_half_the_dtype_is_half_the_bytes(tiny_target):
+    target = tiny_target("llama")
+    target.model.bfloat16()
+    assert bytes_per_step(target, 20) == 2 * LLAMA + 20 * 256
+
+
+def test_the_baselines_bytes_over_its_decoding_time(target):
+    """Rows of 3 and 1 tokens, three rounds behind the prefill; the second row ends after the first of them."""
+    rounds = [Round(9.0, 0, [0, 0], [1, 1], [1, 1])]
+    rounds += [Round(0.001, 0, [0, 0], [1, num], [1, num]) for num in (1, 0, 0)]
+    run = Generation([[5, 5, 5, 5], [5, 5]], rounds)
+    tokens = (4 + 2) + (5 + 3) + (6 + 3)
+    read = 3 * 4 * LLAMA + 512 * tokens
+    prompts = [[1, 2, 3], [1]]
+    said = baseline_bandwidth(target, [(prompts, [run, run])])
+    assert said == {"gigabytes_per_second": pytest.approx(read / 0.003 / 1e9, abs=1e-4), "share_of_copy": None}
+    share = with_share({"baseline_bandwidth": said}, 10.0)["baseline_bandwidth"]["share_of_copy"]
+    assert share == pytest.approx(0.0136, abs=1e-4)
+
+
+def test_nothing_decoded_has_no_bandwidth(target):
+    said = baseline_bandwidth(target, [([[1]], [Generation([[2]], [Round(1.0, 0, [0], [1], [1])])])])
+    assert said == {"gigabytes_per_second": None, "share_of_copy": None}
+    assert with_share({"baseline_bandwidth": said}, 10.0) == {"baseline_bandwidth": said}
+
+
+def test_a_copy_counts_what_is_read_and_what_is_written(monkeypatch):
+    """Under a clock that says 0.1, 0.4, 0.2, 0.3 seconds: the first copy, which touches fresh pages, is left out."""
+    times = iter([0.0, 0.1, 1.0, 1.4, 2.0, 2.2, 3.0, 3.3])
+    monkeypatch.setattr("headstart.eval.measurement.bandwidth.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("headstart.eval.measurement.bandwidth.COPY_BYTES", {"cpu": 1000})
+    assert copy_bandwidth(torch.device("cpu")) == pytest.approx(2 * 1000 / 0.3)
+
+
+def test_this_machine_copies_at_a_plausible_rate():
+    assert 1e8 < copy_bandwidth(torch.device("cpu")) < 1e13
+
+
+def test_a_report_measures_the_machine_once_and_says_what_share_is_used(target, monkeypatch):
+    calls = []
+    monkeypatch.setattr(report_module, "copy_bandwidth", lambda device: calls.append(device) or 4e9)
+    head = build_head(HEADS["medusa"].config_class(type="medusa"), target).eval()
+    suite, config = Suite("two", [[1, 5, 9], [1, 7]]), MeasureConfig(max_new_tokens=8, num_repeats=1)
+    entries = [measure(target, head, suite, config, name="medusa")[0] for _ in range(2)]
+    report = build_report(target, entries)
+    assert calls == [target.device]
+    assert report["environment"]["copy_gigabytes_per_second"] == 4.0
+    for entry in report["results"]:
+        used = entry["baseline_bandwidth"]
+        assert used["gigabytes_per_second"] > 0
+        assert used["share_of_copy"] == pytest.approx(used["gigabytes_per_second"] / 4, abs=1e-4)
+    screen = io.StringIO()
+    show(report, Console(file=screen, width=100))
+    assert screen.getvalue().count("of a copy's 4.0 GB/s") == 1
+    assert max(map(len, screen.getvalue().splitlines())) <= 100

@@ -1,0 +1,274 @@
+"""A measurement is lossless, agrees with training's view of the head, and its report can be computed again."""
+
+import io
+import json
+
+import pytest
+import torch
+from headstart.configs.errors import BadInput
+from headstart.eval.generate import Round, generate
+from headstart.eval.measurement.bandwidth import with_share
+from headstart.eval.measurement.measure import MeasureConfig, measure
+from headstart.eval.measurement.metrics import acceptance
+from headstart.eval.measurement.summary import speedup_percentiles
+from headstart.eval.report import document as report_module
+from headstart.eval.report.document import build_report, check_output, show, write_report
+from headstart.eval.suites.prompts import Suite, load_suite
+from headstart.heads.registry import HEADS, build_head
+from rich.console import Console
+
+PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1, 30, 31, 32, 33, 34]]
+ENTRY_KEYS = (
+    "drafter suite temperature batch_size num_draft_tokens num_prompts num_tokens acceptance_length acceptance_rate "
+    "tokens_per_second baseline_tokens_per_second speedup speedup_ci95 lossless"
+)
+
+
+@pytest.fixture
+def head(head_type, target):
+    return build_head(HEADS[head_type].config_class(type=head_type), target).eval()
+
+
+def measured(target, drafter, prompts=PROMPTS, **changes):
+    config = MeasureConfig(**{"max_new_tokens": 24, "num_repeats": 1, **changes})
+    return measure(target, drafter, Suite("three", prompts), config, name="tiny")
+
+
+def text(target, prompt, num_new=40):
+    return generate(target, None, prompt, max_new_tokens=num_new, eos_token_ids=[]).token_ids[0]
+
+
+def test_a_result_entry_is_whole_and_lossless(head, target):
+    entry, _ = measured(target, head, num_repeats=2)
+    assert set(ENTRY_KEYS.split()) <= set(entry)
+    lossless = {key: entry["lossless"][key] for key in ("checked", "identical", "explained", "unexplained")}
+    assert lossless == {"checked": 3, "identical": 3, "explained": 0, "unexplained": 0}
+    assert (entry["num_prompts"], entry["num_tokens"], entry["batch_size"]) == (3, 72, 1)
+    assert len(entry["acceptance_rate"]) == entry["num_draft_tokens"]
+    assert entry["acceptance_length"] == round(entry["num_committed"] / entry["num_rounds"], 4) >= 1
+    assert entry["tokens_per_second"] > 0 and entry["baseline_tokens_per_second"] > 0
+    low, high = entry["speedup_ci95"]
+    assert 0 < low <= entry["speedup"] <= high
+    assert entry["speedup"] == pytest.approx(entry["tokens_per_second"] / entry["baseline_tokens_per_second"], rel=0.01)
+    assert 0 < entry["speedup_p10"] <= entry["speedup_median"] <= entry["speedup_p90"]
+    assert entry["baseline_bandwidth"]["gigabytes_per_second"] > 0
+
+
+def test_percentiles_are_those_of_single_prompts():
+    """Speedups 1, 2, 3, 4 and 10: the tenth percentile lies four tenths of the way from the first to the second."""
+    timed = [(4.0, 1.0), (1.0, 1.0), (6.0, 2.0), (20.0, 2.0), (2.0, 1.0)]
+    assert speedup_percentiles(timed) == {"speedup_p10": 1.4, "speedup_median": 3.0, "speedup_p90": 7.6}
+    assert set(speedup_percentiles([(3.0, 2.0)]).values()) == {1.5}
+    assert set(speedup_percentiles([]).values()) == {None}
+
+
+def test_percentiles_come_from_the_seconds_behind_the_speedup(head, target):
+    """One prompt: its own speedup, three times; of two, batch size 2, the one batch's."""
+    for prompts, size in ((PROMPTS[:1], 1), (PROMPTS[:2], 2)):
+        entry, _ = measured(target, head, prompts, batch_size=size, max_new_tokens=8)
+        assert entry["speedup_p10"] == entry["speedup_median"] == entry["speedup_p90"] == entry["speedup"]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_training_and_decoding_agree_on_the_acceptance_length(head, batch_size, target):
+    """Up to one round per text: the last may draft beyond max_new_tokens, where training sees nothing."""
+    entry, _ = measured(target, head, batch_size=batch_size)
+    forced, rounds = entry["teacher_forced_acceptance_length"], entry["num_rounds"]
+    lowest = (entry["num_committed"] - 3 * (entry["num_draft_tokens"] + 1)) / rounds
+    highest = entry["num_committed"] / (rounds - 3)
+    assert lowest <= forced <= highest
+
+
+def test_training_and_decoding_agree_exactly_on_texts_that_end(head_type, tiny_target):
+    """Texts closed by an end token are the same text for both; each prompt's answer is tried with several ends."""
+    target = tiny_target("llama")
+    head = build_head(HEADS[head_type].config_class(type=head_type), target).eval()
+    whole = text(target, PROMPTS[0])
+    for token in dict.fromkeys(whole[1::5]):
+        target.model.generation_config.eos_token_id = token
+        entry, _ = measured(target, head, [PROMPTS[0]], max_new_tokens=60)
+        assert entry["teacher_forced_acceptance_length"] == entry["acceptance_length"], token
+
+
+@pytest.mark.parametrize(("head_type", "num_depths"), [("eagle", 1), ("mtp", 1), ("eagle3", 2), ("draft_lm", 1)])
+def test_they_agree_where_a_head_drafts_deeper_than_it_was_trained(head_type, num_depths, tiny_target):
+    """Of nine tokens an untrained head guesses many."""
+    target = tiny_target("llama", vocab_size=9)
+    head = build_head(HEADS[head_type].config_class(type=head_type, num_depths=num_depths), target).eval()
+    lengths = []
+    for prompt in ([1, 5, 3], [1, 8, 7]):
+        for token in sorted(set(text(target, prompt, 60)[8:])):
+            target.model.generation_config.eos_token_id = token
+            entry, _ = measured(target, head, [prompt], max_new_tokens=60, num_draft_tokens=5)
+            assert entry["teacher_forced_acceptance_length"] == entry["acceptance_length"], (prompt, token)
+            lengths.append(entry["acceptance_length"] or 0)  # a first token that ends the text
+    assert head.num_depths == num_depths and max(lengths) > 1.2, lengths
+
+
+def test_a_perfect_drafter_is_measured_at_its_most(target, target_as_drafter):
+    entry, _ = measured(target, target_as_drafter(target), max_new_tokens=26, num_draft_tokens=4, batch_size=3)
+    assert entry["acceptance_length"] == 5 and entry["acceptance_rate"] == [1, 1, 1, 1]
+    assert entry["teacher_forced_acceptance_length"] is None, "no head, nothing to unroll"
+
+
+def test_sampled_texts_are_measured_but_not_compared(head, target):
+    entry, rounds = measured(target, head, PROMPTS[:1], temperature=1.0, num_repeats=2)
+    assert entry["lossless"]["checked"] == 0 and entry["num_tokens"] == 2 * 24
+    assert len(rounds) == 1 * 2 * 2
+    again, _ = measured(target, head, PROMPTS[:1], temperature=1.0, num_repeats=2)
+    assert again["acceptance_rate"] == entry["acceptance_rate"], "the same seed samples the same texts"
+
+
+@pytest.mark.parametrize("which", ["one", "all"])
+def test_answers_that_end_at_once_do_not_break_a_measurement(which, head_type, tiny_target):
+    """Their end token comes with the prefill, so that there is nothing to time."""
+    target = tiny_target("llama")
+    head = build_head(HEADS[head_type].config_class(type=head_type), target).eval()
+    prompts = PROMPTS if which == "one" else PROMPTS[:1]
+    first = text(target, PROMPTS[0])[0]
+    target.model.generation_config.eos_token_id = first
+    entry, rounds = measured(target, head, prompts)
+    assert entry["lossless"]["identical"] == len(prompts)
+    if which == "one":
+        low, high = entry["speedup_ci95"]
+        assert 0 < low <= entry["speedup"] <= high
+    else:
+        assert entry["speedup"] is None and entry["speedup_ci95"] == [None, None]
+        assert entry["speedup_median"] is None and entry["baseline_bandwidth"]["gigabytes_per_second"] is None
+        assert entry["acceptance_length"] is None and entry["tokens_per_second"] is None
+    show(build_report(target, [entry]), Console(file=io.StringIO()))
+    json.dumps(entry, allow_nan=False)
+
+
+# What is left on disk
+
+
+def test_the_rounds_give_the_figures_again(head, target, tmp_path):
+    entry, rounds = measured(target, head, batch_size=2, num_repeats=2)
+    path = write_report(tmp_path / "deep" / "eval", build_report(target, [entry]), rounds)
+    assert sorted(p.name for p in path.parent.iterdir()) == ["report.json", "rounds.jsonl"]
+    report = json.loads(path.read_text())
+    assert set(report) == {"schema_version", "environment", "target", "results"}
+    entry = with_share(entry, report["environment"]["copy_gigabytes_per_second"])
+    assert report["results"] == [entry]
+    assert report["target"]["fingerprint"] == target.fingerprint
+    rows = [json.loads(line) for line in (path.parent / "rounds.jsonl").read_text().splitlines()]
+    assert {(row["batch"], row["side"], row["repeat"]) for row in rows} == {
+        (b, s, r) for b in range(2) for s in ("speculative", "baseline") for r in range(2)
+    }
+    for repeat in range(2):
+        mine = [row for row in rows if row["side"] == "speculative" and row["repeat"] == repeat]
+        counted = acceptance(
+            (Round(**one) for row in mine for one in row["rounds"]), num_draft_tokens=entry["num_draft_tokens"]
+        )
+        assert counted.length is not None and round(counted.length, 4) == entry["acceptance_length"]
+        assert [None if r is None else round(r, 4) for r in counted.rate] == entry["acceptance_rate"]
+        assert sum(sum(one["num_emitted"]) for row in mine for one in row["rounds"]) == entry["num_tokens"]
+
+
+def test_a_failed_write_leaves_the_old_report(target, tmp_path, monkeypatch):
+    report = build_report(target, [])
+    path = write_report(tmp_path, report, [])
+    before = path.read_text()
+
+    def full(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(report_module.os, "replace", full)
+    with pytest.raises(OSError, match="no space"):
+        write_report(tmp_path, {**report, "results": [{"new": 1}]}, [])
+    assert path.read_text() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["report.json", "rounds.jsonl"]
+
+
+def test_an_output_that_cannot_be_made_is_refused_and_nothing_is_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    check_output(tmp_path / "new" / "deep")
+    for folder in (tmp_path / "file", tmp_path / "file" / "deep"):
+        with pytest.raises(BadInput, match=f"^output {folder}: {tmp_path / 'file'} is a file$"):
+            check_output(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_settings_below_one_are_refused():
+    for name in ("batch_size", "num_repeats"):
+        with pytest.raises(BadInput, match=f"^{name} 0: expected at least 1$"):
+            MeasureConfig(**{name: 0})  # type: ignore[arg-type]
+
+
+# Prompt sets
+
+
+class Plain:
+    """A tokenizer of one token per letter, without chat template."""
+
+    chat_template = None
+
+    def get_vocab(self):
+        return {}
+
+    def __call__(self, words):
+        return type("Encoding", (), {"input_ids": [ord(letter) - 94 for letter in words]})
+
+
+@pytest.fixture
+def suite(tiny_target, tmp_path):
+    def load(*rows, **how):
+        target = tiny_target("llama")
+        target._tokenizer = Plain()
+        path = tmp_path / "three.test.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return load_suite(path, target, **{"max_new_tokens": 10, **how})
+
+    return load
+
+
+def test_prompt_rows_of_every_kind(suite):
+    rows = [
+        {"prompt": "abc"},
+        {"turns": ["cab", "b"]},
+        {"input_ids": [7, 8, 9], "prompt_length": 2},
+        {"input_ids": [4]},
+    ]
+    loaded = suite(*rows)
+    assert loaded.prompts == [[3, 4, 5], [5, 3, 4], [7, 8], [4]]
+    assert loaded.name == "three"
+    assert suite(*rows, limit=2).prompts == loaded.prompts[:2]
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"text": "a"}, "a prompt row needs `prompt`, `messages` or `turns`, found ['text']"),
+        ({"prompt": ""}, "empty prompt"),
+        ({"prompt": 7}, "`prompt` should be text"),
+        ({"prompt": None}, "`prompt` should be text"),
+        ({"turns": []}, "`turns` should be a list of texts"),
+        ({"turns": [7]}, "`turns` should be a list of texts"),
+        ({"input_ids": "abc"}, "`input_ids` should be a list of whole numbers"),
+        ({"input_ids": [1, 61]}, "token id 61 is outside the vocabulary of 61"),
+        ({"input_ids": [1, 2], "prompt_length": "1"}, "`prompt_length` should be between 0 and 2, got '1'"),
+        ({"input_ids": [1, 2], "prompt_length": 0}, "empty prompt"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "the target's tokenizer has no chat template"),
+    ],
+)
+def test_a_bad_prompt_row_is_named_by_file_and_line(row, problem, suite, tmp_path):
+    with pytest.raises(BadInput) as caught:
+        suite({"prompt": "abc"}, row)
+    said = str(caught.value)
+    assert said.startswith(f"{tmp_path / 'three.test.jsonl'}:2: {problem}") and "\n" not in said
+
+
+@pytest.mark.parametrize("messages", ["hello", [], ["hello"], [{"role": "assistant", "content": "a"}], [{"text": "a"}]])
+def test_messages_that_are_none_are_refused(messages, tiny_target, tmp_path):
+    from headstart.scripts.quickstart.toy_target import CHAT_TEMPLATE, train_tokenizer
+
+    tokenizer = train_tokenizer(["a b c"], vocab_size=270)
+    assert tokenizer.chat_template == CHAT_TEMPLATE
+    target = tiny_target("llama")
+    target._tokenizer = tokenizer
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"messages": messages}) + "\n")
+    with pytest.raises(BadInput, match=rf"^{path}:1: [^\n]+$"):
+        load_suite(path, target, max_new_tokens=4)
+    assert torch.is_grad_enabled()

@@ -1,0 +1,173 @@
+"""Every figure of a report is what its definition says, computed by hand, and can be computed again from the rounds."""
+
+import math
+
+import pytest
+import torch
+from headstart.eval.generate import Round, generate
+from headstart.eval.measurement.lossless import MAX_ULPS, compare_texts, gap_in_ulps, ulp
+from headstart.eval.measurement.metrics import acceptance, bootstrap_ratio, expected_acceptance
+from headstart.heads.base import chain_starts
+from headstart.heads.loading import fingerprint_of
+from headstart.heads.target import Target
+
+PROMPT = [1, 5, 9]
+
+
+def one_round(accepted, committed, *, drafted=3, emitted=None) -> Round:
+    return Round(0.1, drafted, accepted, committed, committed if emitted is None else emitted)
+
+
+# Acceptance, from the engine's rounds
+
+
+def test_acceptance_of_rounds_made_by_hand():
+    """K = 3, two rows. Row 1 ends in the third round: its second draft is the end token, accepted without a bonus."""
+    rounds = [
+        one_round([0, 0], [1, 1], drafted=0),
+        one_round([3, 0], [4, 1]),
+        one_round([1, 2], [2, 3]),
+        one_round([2, 2], [3, 2]),
+        one_round([0, 0], [1, 0]),
+    ]
+    counted = acceptance(rounds, num_draft_tokens=3)
+    assert (counted.num_rounds, counted.num_committed) == (7, 16)
+    assert counted.length == 16 / 7
+    # accepted, tried: (3: 3) (0: 1) (1: 2) (2: 3) (2: 3) (2 and the end: 2) (0: 1)
+    assert counted.tried == [7, 5, 4 - 1]
+    assert counted.taken == [5, 4, 1]
+    assert counted.rate == [5 / 7, 4 / 5, 1 / 3]
+
+
+def test_rounds_cut_by_max_new_tokens_count_what_the_target_gave():
+    counted = acceptance([one_round([3], [4], emitted=[2])], num_draft_tokens=3)
+    assert counted.length == 4 and counted.rate == [1, 1, 1]
+
+
+def test_nothing_reached_is_no_rate():
+    counted = acceptance([one_round([0], [1]), one_round([0], [1], drafted=0)], num_draft_tokens=3)
+    assert counted.length == 1 and counted.rate == [0, None, None]
+    assert acceptance([one_round([0], [1], drafted=0)], num_draft_tokens=2).length is None
+
+
+# Acceptance, from teacher-forced hits
+
+
+def expected(mask, hits_at, *, num_depths, num_draft=None):
+    """hits_at: {t: hits at each depth}; chains that are not named miss everywhere."""
+    starts = chain_starts(torch.tensor([mask]).bool(), num_depths)
+    hits = torch.zeros_like(starts.valid)
+    for s, t in enumerate(starts.positions[0].tolist()):
+        hits[0, s] = torch.tensor(hits_at.get(t, [0] * num_depths)).bool() & starts.valid[0, s]
+    return expected_acceptance(starts, hits, num_draft_tokens=num_draft or num_depths)
+
+
+def test_rounds_are_walked_through_a_text():
+    """Prompt x_0 x_1, answer x_2 .. x_9, K = 2: t = 1 takes 2, t = 4 none, t = 5 one, t = 7 one and the text ends."""
+    hits = {1: [1, 1], 2: [1, 1], 4: [0, 1], 5: [1, 0], 7: [1, 1]}
+    counted = expected([0] * 2 + [1] * 8, hits, num_depths=2)
+    assert counted.num_rounds == 4
+    assert counted.num_committed == 3 + 1 + 2 + 1
+    assert counted.tried == [4, 1 + 1] and counted.taken == [3, 1]
+
+
+def test_the_end_accepted_as_last_draft_of_a_full_round_brings_no_bonus():
+    """x_1 .. x_3, K = 2: the round at t = 0 accepts x_2 and x_3, and nothing follows; one token more is a bonus."""
+    assert expected([0, 1, 1, 1], {0: [1, 1]}, num_depths=2).num_committed == 2
+    assert expected([0, 1, 1, 1, 1], {0: [1, 1]}, num_depths=2).num_committed == 3
+    assert expected([0, 1, 1, 1, 0, 1, 1], {0: [1, 1]}, num_depths=2).num_committed == 2 + 1
+
+
+def test_several_answers_in_a_row_are_texts_of_their_own():
+    """Answers x_2 .. x_4 and x_7 .. x_9, every draft right, K = 3: two rounds of two tokens."""
+    every = {t: [1, 1, 1] for t in range(10)}
+    counted = expected([0, 0, 1, 1, 1, 0, 0, 1, 1, 1], every, num_depths=3)
+    assert (counted.num_rounds, counted.num_committed) == (2, 4)
+    assert counted.tried == counted.taken == [2, 2, 0]
+
+
+def test_fewer_drafts_than_depths():
+    every = {t: [1, 1, 1, 1] for t in range(10)}
+    counted = expected([0] + [1] * 9, every, num_depths=4, num_draft=1)
+    assert (counted.num_rounds, counted.num_committed) == (4, 8)
+    assert counted.tried == counted.taken == [4]
+
+
+def test_all_misses_are_one_token_per_round():
+    counted = expected([0, 1, 1, 1, 1], {}, num_depths=3)
+    assert counted.length == 1 and counted.rate == [0, None, None]
+
+
+# Intervals
+
+
+def test_a_constant_ratio_has_an_interval_of_no_width():
+    assert bootstrap_ratio([2.0, 4.0, 8.0], [1.0, 2.0, 4.0]) == (2.0, [2.0, 2.0])
+
+
+def test_the_interval_covers_the_truth_and_repeats():
+    source = torch.Generator().manual_seed(0)
+    inside = 0
+    for _ in range(40):
+        below = 1 + torch.rand(40, generator=source)
+        above = 3 * below * (1 + 0.2 * torch.randn(40, generator=source))
+        ratio, (low, high) = bootstrap_ratio(above.tolist(), below.tolist(), num_draws=300)
+        assert low < ratio < high < low + 1
+        inside += low <= 3 <= high
+    assert inside >= 33
+    assert bootstrap_ratio([1, 2, 5], [1, 3, 2]) == bootstrap_ratio([1, 2, 5], [1, 3, 2])
+
+
+# Losslessness
+
+
+def test_ulp_is_the_spacing_of_a_dtype():
+    assert ulp(1.0, torch.float32) == 2**-23 == ulp(1.99, torch.float32)
+    assert ulp(-3.0, torch.float32) == 2**-22
+    assert ulp(128.0, torch.bfloat16) == 1.0 and ulp(0.5, torch.bfloat16) == 2**-8
+    assert ulp(10.0, torch.float16) == 2**-7
+    assert ulp(0.0, torch.float32) > 0
+    for value in (0.3, 7.1, 1000.0):
+        stored = torch.tensor(value)
+        assert float(torch.nextafter(stored, torch.tensor(math.inf)) - stored) == ulp(float(stored), torch.float32)
+
+
+def greedy(target, prompt=PROMPT, num_new=12):
+    return generate(target, None, prompt, max_new_tokens=num_new, eos_token_ids=[]).token_ids[0]
+
+
+def test_a_token_changed_at_a_clear_gap_is_unexplained(target):
+    text = greedy(target)
+    wrong = [*text[:5], (text[5] + 1) % 61, *text[6:]]
+    report = compare_texts(target, [PROMPT] * 2, baseline=[text, text], speculative=[text, wrong])
+    assert (report.checked, report.identical, report.explained, report.unexplained) == (2, 1, 0, 1)
+    [divergence] = report.divergences
+    assert (divergence["prompt"], divergence["position"]) == (1, 5) and divergence["gap_ulp"] > 100
+
+
+@pytest.mark.parametrize("other", [lambda text: text[:-1], lambda text: [*text, 3], lambda text: []])
+def test_a_text_that_is_longer_or_shorter_is_unexplained(other, target):
+    text = greedy(target)
+    report = compare_texts(target, [PROMPT], baseline=[text], speculative=[other(text)])
+    assert report.unexplained == 1
+    assert report.divergences == [{"prompt": 0, "position": None, "gap_ulp": None}]
+
+
+def test_tokens_whose_logits_tie_may_swap(tiny_model):
+    model = tiny_model("llama")
+    plain = Target(model, name="tiny", fingerprint="")
+    text = greedy(plain)
+    token = text[4]
+    twin = next(t for t in range(token + 1, 61) if t not in text)
+    with torch.no_grad():
+        model.lm_head.weight[twin] = model.lm_head.weight[token]
+    target = Target(model, name="tiny", fingerprint=fingerprint_of(model))
+    assert greedy(target) == text
+    at = text.index(token)
+    swapped = [*text[:at], twin, 5, 5]
+    assert gap_in_ulps(target, [*PROMPT, *text[:at]], (token, twin)) == 0 <= MAX_ULPS
+    report = compare_texts(target, [PROMPT], baseline=[text], speculative=[swapped])
+    assert (report.explained, report.unexplained) == (1, 0)
+    assert report.divergences == [{"prompt": 0, "position": at, "gap_ulp": 0.0}]
+    elsewhere = [*text[: at + 1], (text[at + 1] + 1) % 61]
+    assert compare_texts(target, [PROMPT], baseline=[text], speculative=[elsewhere]).unexplained == 1

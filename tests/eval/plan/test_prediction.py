@@ -1,0 +1,179 @@
+"""Predictions: what the speed model makes of acceptance and step times, and what it advises."""
+
+from dataclasses import dataclass
+
+import pytest
+from headstart.configs.errors import BadInput
+from headstart.eval.drafters.lookup import NgramDrafter
+from headstart.eval.measurement.config import Setting, chains
+from headstart.eval.measurement.metrics import Acceptance
+from headstart.eval.measurement.passes import MeasureConfig
+from headstart.eval.measurement.step_times import StepTime
+from headstart.eval.plan.engine_settings import for_sglang, measured_lengths, schedule
+from headstart.eval.plan.prediction import (
+    Accepted,
+    Workload,
+    accepted_by,
+    errors,
+    named_trees,
+    predict,
+    recommend,
+    shortlist,
+    steady_speedup,
+    workload_speedup,
+)
+from headstart.heads.drafting import DynamicTree
+from headstart.heads.registry import HEADS, build_head
+
+
+@dataclass
+class Times:
+    """A baseline step of 10 ms; a round of 10 ms, and 1 more per drafted token and row beyond `free` of them."""
+
+    free: int = 0
+    reading_ms: float = 0.0
+
+    def at(self, setting, *, batch_size, context):
+        drafted = setting.num_drafted if setting else 0
+        verify = 10 + max(0, drafted * batch_size - self.free)
+        return StepTime(None, batch_size, context, 1 + drafted, drafted, 0.0, verify, 0.0, self.reading_ms)
+
+
+def accepted(length, per_round, *, tokens=(13, 13), tree=None, name=""):
+    """A setting of which each round commits per_round tokens."""
+    rounds = [round((new - 1) / per_round) for new in tokens]
+    emitted = [
+        [(new - 1) // num + (i < (new - 1) % num) for i in range(num)] for new, num in zip(tokens, rounds, strict=True)
+    ]
+    counted = Acceptance(sum(rounds), round(sum(rounds) * per_round), [1] * length, [1] * length)
+    return Accepted(Setting(name or f"K {length}", length, tree), counted, emitted)
+
+
+def test_a_batch_lasts_as_long_as_its_slowest_row():
+    """Rows of 13 and 7 tokens, 3 per round: 12 baseline steps against 4 rounds and the prompts' reading."""
+    one = accepted(2, 3, tokens=(13, 7))
+    work = Workload([5, 5], 13)
+    speedup = workload_speedup(one, work, Times(reading_ms=6), batch_size=2)
+    assert speedup == pytest.approx(12 * 10 / (4 * (10 + 4) + 6))
+    alone = workload_speedup(one, work, Times(reading_ms=6), batch_size=1)
+    assert alone == pytest.approx((12 + 6) * 10 / (4 * 12 + 6 + 2 * 12 + 6))
+
+
+def test_busy_rows_give_leviathans_formula():
+    assert steady_speedup(accepted(2, 3), Times(), batch_size=4, context=9) == pytest.approx(3 * 10 / (10 + 8))
+
+
+def test_the_fastest_is_recommended_and_off_where_nothing_pays():
+    settings = [accepted(1, 1.5), accepted(2, 2), accepted(6, 3)]
+    cells = predict(settings, Workload([5, 5], 13), Times(), batch_sizes=(1, 2, 16), contexts=(100,))
+    assert len(cells) == 3 * 3 * 2
+    advice = {(one["batch_size"], one["load"]): one for one in recommend(cells)}
+    assert advice[1, "prompts"]["setting"] == "K 6" and not advice[1, "prompts"]["off"]
+    assert advice[2, "prompts"]["setting"] == "K 2"
+    assert advice[16, "steady"]["off"], "16 rows: 10 ms become 26 and more"
+    assert advice[16, "steady"]["predicted_speedup"] == pytest.approx(1.5 * 10 / 26, abs=1e-4)
+
+
+def test_of_settings_that_are_as_fast_the_one_that_drafts_least_is_recommended():
+    settings = [accepted(2, 3), accepted(6, 3)]
+    cells = predict(settings, Workload([5, 5], 13), Times(free=99), batch_sizes=(1,))
+    assert recommend(cells)[0]["setting"] == "K 2"
+
+
+def test_what_was_measured_decides():
+    settings = [accepted(1, 1.5), accepted(2, 2), accepted(6, 3)]
+    cells = predict(settings, Workload([5, 5], 13), Times(), batch_sizes=(1,))
+    for cell, measured in zip(cells, (1.6, 1.4, None), strict=True):
+        cell["measured_speedup"] = measured
+    assert [one["setting"] for one in recommend(cells)] == ["K 1"], "K 6 is predicted to be the fastest"
+    cells[0]["measured_speedup"] = 0.9
+    cells[1]["measured_speedup"] = 0.95
+    assert recommend(cells)[0]["off"]
+
+
+def test_the_shortlist_has_the_most_promising_of_each_batch_size():
+    settings = [accepted(length, 2 + length / 100) for length in range(1, 8)]
+    cells = predict(settings, Workload([5, 5], 13), Times(), batch_sizes=(1, 16), contexts=(99,))
+    found = shortlist(cells)
+    assert [one["setting"] for one in found if one["batch_size"] == 1] == ["K 1", "K 2", "K 3"]
+    assert {one["load"] for one in found} == {"prompts"}, "and K 4 is more than 20 % below"
+    many = shortlist(predict(settings, Workload([5, 5], 13), Times(free=99), batch_sizes=(1,)))
+    assert len(many) == 4
+
+
+def test_the_schedule_has_every_batch_size_once_and_turns_drafting_off():
+    found = schedule([accepted(1, 1.5), accepted(6, 3)], Times(), max_batch_size=20, context=9)
+    assert [pair[0] for pair in found] == [1, *(pair[1] + 1 for pair in found[:-1])] and found[-1][1] == 20
+    assert [length for _, _, length in found] == [6, 1, 0]
+    for low, high, length in found:
+        for size in (low, high):
+            gains = {0: 1.0, 1: 1.5 * 10 / (10 + size), 6: 3 * 10 / (10 + 6 * size)}
+            assert gains[length] >= 0.99 * max(gains.values())
+
+
+def test_what_was_measured_stands_in_the_schedule():
+    """Though predictions would have 6, 1 and then no drafts: at 1, 8 and 16 rows chains were measured."""
+    settings = [accepted(1, 1.5), accepted(6, 3)]
+    cells = predict(settings, Workload([5, 5], 13), Times(), batch_sizes=(1, 8, 16))
+    for cell in cells:
+        fast = {1: "K 1", 8: "K 6"}.get(cell["batch_size"])
+        cell["measured_speedup"] = 1.4 if cell["setting"] == fast else 0.9
+    measured = measured_lengths(cells)
+    assert measured == {1: 1, 8: 6, 16: 0}
+    found = schedule(settings, Times(), max_batch_size=20, context=9, measured=measured)
+    lengths = {size: length for low, high, length in found for size in range(low, high + 1)}
+    assert [lengths[size] for size in (1, 8, 16)] == [1, 6, 0]
+    assert {lengths[size] for size in range(2, 8)} <= {1, 6} and {lengths[size] for size in range(9, 16)} <= {6, 0}
+    assert measured_lengths([{**cell, "measured_speedup": None} for cell in cells]) == {}
+
+
+def test_a_schedule_does_not_change_for_one_percent():
+    """K 1 and K 2 within a percent of each other at all sizes: one range."""
+    settings = [accepted(1, 2.0), accepted(2, 2.005)]
+    assert len(schedule(settings, Times(free=999), max_batch_size=64, context=9)) == 1
+
+
+def test_errors_are_relative_to_what_was_measured():
+    cells = [{"predicted_speedup": p, "measured_speedup": m} for p, m in ((1.1, 1.0), (1.8, 2.0), (3, 2), (9, None))]
+    assert errors(cells) == {"num_cells": 3, "median_error": 0.1, "max_error": 0.5}
+    assert errors(cells[3:]) == {"num_cells": 0, "median_error": None, "max_error": None}
+
+
+def test_sglang_is_told_the_best_chain_or_dynamic_tree():
+    tree = accepted(3, 4, tree=DynamicTree(num_nodes=15, depth=3, top_k=4), name="dynamic:15")
+    settings = [accepted(2, 2), tree]
+    for free, wanted in (
+        (99, "--speculative-num-steps 3 --speculative-eagle-topk 4 --speculative-num-draft-tokens 16"),
+        (0, "--speculative-num-steps 2 --speculative-eagle-topk 1 --speculative-num-draft-tokens 3"),
+    ):
+        cells = predict(settings, Workload([5, 5], 13), Times(free=free), batch_sizes=(1, 2))
+        flags = for_sglang(settings, cells, "eagle3")
+        assert flags == f"--speculative-algorithm EAGLE3 --speculative-draft-model-path HEAD {wanted}"
+    assert for_sglang(settings, cells, "medusa") is None
+    assert (
+        for_sglang(
+            [accepted(2, 1)], predict([accepted(2, 1)], Workload([5, 5], 13), Times(), batch_sizes=(1,)), "eagle3"
+        )
+        is None
+    )
+
+
+def test_what_texts_accept_does_not_depend_on_the_batch_size(target):
+    """Rounds and tokens of each prompt, alone and three at a time."""
+    prompts = [[1, 5, 9], [1, 7, 8, 3, 22], [1, 30], [1, 44, 3], [1, 13]]
+    found = []
+    for size in (1, 3):
+        config = MeasureConfig(max_new_tokens=20, batch_size=size)
+        drafter = NgramDrafter()
+        found.append(accepted_by(target, drafter, prompts, chains(drafter, (2, 4)), config))
+    assert found[0] == found[1]
+    assert all(len(one.rounds) == 5 and sum(one.rounds) == one.counted.num_rounds for one in found[0])
+
+
+def test_named_trees_have_their_size_and_wrong_names_are_refused(target):
+    head = build_head(HEADS["eagle3"].config_class(type="eagle3"), target, seed=1).eval()
+    trees = named_trees(["static:3", "dynamic:6"], target, head, [[1, 5, 9]], max_new_tokens=8)
+    assert [(one.name, one.num_drafted) for one in trees] == [("static:3", 3), ("dynamic:6", 6)]
+    for wrong in ("static", "static:0", "static:x", "chain:4", "bush:4"):
+        with pytest.raises(BadInput, match=f"--tree {wrong}: expected NAME:NODES"):
+            named_trees([wrong], target, head, [[1]], max_new_tokens=8)

@@ -1,0 +1,97 @@
+"""Continuous batching: whoever comes and goes, each request's text is what it is alone; and so are its drafts."""
+
+import pytest
+from headstart.eval.drafters.draft_model import DraftModelDrafter
+from headstart.eval.drafters.lookup import NgramDrafter, SuffixDrafter
+from headstart.eval.drafters.sparse_self import SparseSelfDrafter
+from headstart.eval.engine import Engine
+from headstart.eval.generate import Stopwatch, Texts, generate, prefill, run_round
+from headstart.eval.measurement.config import Setting
+from headstart.eval.plan.load import Request
+from headstart.eval.plan.server import LiveServer
+from headstart.eval.stopping import Stop
+from headstart.heads.drafting import DynamicTree
+from headstart.heads.registry import HEADS, build_head
+
+PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40], [1, 30], [1, 44, 3, 3, 3], [1, 13, 14, 15, 16, 17, 18], [1, 18]]
+LENGTHS = 24
+
+
+def drafter_of(name, target, tiny_target):
+    if name in HEADS:
+        return build_head(HEADS[name].config_class(type=name), target, seed=1).eval()
+    if name == "sparse-self":
+        return SparseSelfDrafter(target, 32)
+    others = {"ngram": NgramDrafter, "suffix": SuffixDrafter, "sparse-self": lambda: SparseSelfDrafter(target, 32)}
+    return others[name]() if name in others else DraftModelDrafter(tiny_target("llama", num_hidden_layers=2))
+
+
+def serve(target, drafter, setting, requests, *, size=4, eos=frozenset({2})):
+    server = LiveServer(
+        target, drafter, setting, PROMPTS, max_new_tokens=LENGTHS, max_batch_size=size, stop=Stop(frozenset(eos))
+    )
+    return server.decode(requests)
+
+
+@pytest.mark.parametrize("name", [*sorted(HEADS), "ngram", "suffix", "draft-model", "sparse-self", "none"])
+@pytest.mark.parametrize("at_once", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_texts_are_those_of_requests_alone(name, at_once, target, tiny_target):
+    """12 requests, all at once or by and by, at most 4 rows: every engine size is used, rows move between them."""
+    drafter = None if name == "none" else drafter_of(name, target, tiny_target)
+    requests = [Request(i % len(PROMPTS), 0.0 if at_once else 0.004 * i) for i in range(12)]
+    texts, rows = serve(target, drafter, Setting("K 3", 3) if drafter else None, requests)
+    for request, text in zip(requests, texts, strict=True):
+        alone = generate(target, None, PROMPTS[request.number], max_new_tokens=LENGTHS, eos_token_ids={2})
+        assert text == alone.token_ids[0]
+        assert request.arrival < request.first <= request.finish and request.tokens == len(text)
+    assert 1 <= rows <= 4
+
+
+@pytest.mark.parametrize("name", sorted(HEADS))
+def test_drafts_are_those_of_a_request_alone(name, target):
+    """The same drafts in a crowd as alone, round by round: a row that moved kept its keys, values and states."""
+    head, prompts, watch = drafter_of(name, target, None), PROMPTS[1:4], Stopwatch(target.device)
+    alone = []
+    for prompt in prompts:
+        engine = Engine(target, head, batch_size=1, max_length=40, num_draft_tokens=3)
+        texts = Texts([prompt], 20, Stop(frozenset()))
+        _, *state, _ = prefill(engine, texts, watch)
+        alone.append(drafts(engine, texts, state, watch))
+    server = LiveServer(
+        target, head, Setting("K 3", 3), PROMPTS, max_new_tokens=20, max_batch_size=3, stop=Stop(frozenset())
+    )
+    batch = server.empty(1)
+    for number, prompt in enumerate(prompts):
+        batch, _ = server.join(batch, number, prompt)
+    crowd = drafts(batch.engine, batch.texts, [batch.read, batch.last, batch.start], watch)
+    for row in range(len(prompts)):
+        assert [one[row] for one in crowd] == [one[0] for one in alone[row]]
+
+
+def drafts(engine, texts, state, watch):
+    """What four rounds draft, [round][row]."""
+    found = []
+    for _ in range(4):
+        found.append(engine.draft(state[0]).tokens.tolist())
+        _, *state = run_round(engine, texts, *state, watch)
+    return found
+
+
+@pytest.mark.parametrize("name", ["eagle3", "medusa"])
+def test_trees_and_ends_after_one_token(name, target):
+    """Trees too; and texts that end with their first token leave at once."""
+    head = drafter_of(name, target, None)
+    tree = Setting("dynamic:5", 3, DynamicTree(num_nodes=5, depth=3, top_k=2))
+    first = [generate(target, None, prompt, max_new_tokens=1).token_ids[0][0] for prompt in PROMPTS]
+    requests = [Request(i, 0.0) for i in range(len(PROMPTS))]
+    texts, _ = serve(target, head, tree, requests, eos=frozenset({first[0], first[2]}))
+    for i, text in enumerate(texts):
+        alone = generate(target, None, PROMPTS[i], max_new_tokens=LENGTHS, eos_token_ids={first[0], first[2]})
+        assert text == alone.token_ids[0]
+    assert len(texts[0]) == 1
+
+
+def test_an_idle_server_waits_for_the_next_arrival(target):
+    requests = [Request(0, 0.0), Request(1, 1000.0)]
+    serve(target, None, None, requests)
+    assert requests[0].finish < 100 and requests[1].first > 1000

@@ -1,0 +1,408 @@
+"""The report page: what it advises follows the figures, and it is a page that anybody can open and keep."""
+
+from html.parser import HTMLParser
+
+import pytest
+from headstart.eval.report import diagnosis
+from headstart.eval.report.charts import Bar, Line, bar_chart, line_chart, round_steps, tree_chart
+from headstart.eval.report.diagnosis import diagnose
+from headstart.eval.report.findings import is_lower
+from headstart.eval.report.page import render, write_page
+from headstart.eval.report.recommendation import label, lossless_evidence, verdict
+
+VOID = {"meta", "br", "link", "img", "input", "hr"}
+NBSP = "\xa0"
+
+
+def counted(length, rounds=1000, rates=(0.6, 0.6, 0.6)):
+    return {"num_rounds": rounds, "acceptance_length": length, "acceptance_rate": list(rates)}
+
+
+def result(**changes):
+    """A result of a head that pays: K 3, 2.2 tokens per forward, 1.5 times as fast."""
+    entry = {
+        "engine": "headstart",
+        "drafter": "eagle3",
+        "suite": "chat",
+        "tree": "chain",
+        "tree_shape": None,
+        "num_drafted": 3,
+        "draft_vocabulary": None,
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "accept": "exact",
+        "steps": "eager",
+        "batch_size": 1,
+        "num_draft_tokens": 3,
+        "num_prompts": 20,
+        "max_new_tokens": 128,
+        "num_repeats": 3,
+        "num_tokens": 2200,
+        "num_rounds": 1000,
+        "num_committed": 2720,
+        "acceptance_length": 2.72,
+        "acceptance_rate": [0.8, 0.7, 0.65],
+        "tokens_per_second": 150.0,
+        "baseline_tokens_per_second": 100.0,
+        "speedup": 1.5,
+        "speedup_ci95": [1.4, 1.6],
+        "speedup_p10": 1.3,
+        "speedup_median": 1.5,
+        "speedup_p90": 1.7,
+        "end_to_end_speedup": 1.4,
+        "ttft_ms": 12.0,
+        "baseline_ttft_ms": 10.0,
+        "conventions": {
+            "vllm_mean_acceptance_length": 2.72,
+            "vllm_per_position": [0.8, 0.56, 0.36],
+            "sglang_accept_length": 2.7,
+            "eagle_n_alpha": [0.8, 0.7, 0.65],
+        },
+        "timing": {"draft_ms": 1.0, "verify_ms": 12.0, "overhead_ms": 0.5, "baseline_ms": 10.0, "formula_speedup": 2.0},
+        "baseline_bandwidth": {"gigabytes_per_second": 7.0, "share_of_copy": 0.7},
+        "by_segment": {"answer": counted(2.72)},
+        "by_context": {"0-127": counted(2.72)},
+        "by_domain": {},
+        "failed": [],
+        "system": None,
+        "thinking": None,
+        "template_hash": "0123456789abcdef",
+        "suite_version": None,
+        "suite_digest": "fedcba9876543210",
+        "teacher_forced_acceptance_length": 2.7,
+        "trained": None,
+        "asked_as_trained": None,
+        "lossless": {"checked": 20, "identical": 20, "explained": 0, "unexplained": 0, "divergences": []},
+        "sampling_check": None,
+    }
+    assert set(changes) <= set(entry) | THEIRS
+    return entry | changes
+
+
+THEIRS = {"ours_tokens_per_second", "ours_over_theirs", "ours_over_theirs_ci95"}
+
+
+def report(*results, target="org/model"):
+    return {
+        "schema_version": 1,
+        "environment": {"headstart": "0.1.0", "torch": "2.13", "device": "a machine", "copy_gigabytes_per_second": 9.5},
+        "target": {"name": target, "fingerprint": "0f", "is_adapted": False, "dtype": "float32", "device": "cpu"},
+        "results": list(results),
+    }
+
+
+def slow(**changes):
+    return result(**{"speedup": 0.8, "speedup_ci95": [0.7, 0.9], **changes})
+
+
+def unexplained(**changes):
+    lossless: dict = {"checked": 20, "identical": 19, "explained": 0, "unexplained": 1}
+    lossless["divergences"] = [{"prompt": 4, "position": 17, "gap_ulp": 900.0}]
+    return result(**{"lossless": lossless, **changes})
+
+
+class Reader(HTMLParser):
+    """Reads a page, and holds that every element that opens is closed, in order."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.texts = [], [], [], []
+        self.feed(page)
+        self.close()
+        assert self.open == [], f"never closed: {self.open}"
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, key, value or "") for key, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.texts).replace(NBSP, " ").split())
+
+
+def everything():
+    """A report with every kind of result and finding."""
+    static = {"parents": [-1, -1, 0, 0, 2]}
+    dynamic = {"num_nodes": 24, "depth": 5, "top_k": 4}
+    nothing = {"speedup": None, "speedup_ci95": [None, None], "acceptance_length": None, "tokens_per_second": None}
+    nothing |= {"timing": dict.fromkeys(("draft_ms", "verify_ms", "overhead_ms", "baseline_ms", "formula_speedup"))}
+    nothing |= {"speedup_p10": None, "acceptance_rate": [None] * 3, "teacher_forced_acceptance_length": None}
+    theirs = {"engine": "transformers", "acceptance_rate": [], "by_segment": {}, "by_context": {}, "ttft_ms": None}
+    theirs |= {"ours_tokens_per_second": 170.0, "ours_over_theirs": 1.13, "ours_over_theirs_ci95": [1.1, 1.2]}
+    parts = {"think": counted(2.9), "answer": counted(2.2)}
+    contexts = {"512-2047": counted(1.3), "0-127": counted(2.9)}
+    return report(
+        result(),
+        result(batch_size=4, speedup=0.9, speedup_ci95=[0.8, 1.1]),
+        slow(tree="static", tree_shape=static, num_drafted=5, acceptance_length=2.9),
+        slow(tree="dynamic", tree_shape=dynamic, num_drafted=24, acceptance_length=3.0),
+        slow(suite="code", acceptance_length=1.4, by_segment=parts, by_context=contexts),
+        result(drafter="medusa", draft_vocabulary={"size": 32000, "coverage": 0.9}, **nothing),
+        unexplained(drafter="ngram"),
+        result(**theirs),
+    )
+
+
+# The page
+
+
+def test_the_page_is_whole_and_says_what_was_measured():
+    page = Reader(render(everything()))
+    assert ("html", "lang", "en") in page.attributes and page.tags.count("h1") == 1
+    assert page.tags.count("caption") == page.tags.count("table") >= 6
+    assert page.tags.count("figcaption") == page.tags.count("figure") >= 7
+    images = [(key, value) for tag, key, value in page.attributes if tag == "svg"]
+    assert images.count(("role", "img")) == page.tags.count("svg")
+    anchors = {value for _, key, value in page.attributes if key == "id"}
+    assert {value[1:] for tag, key, value in page.attributes if (tag, key) == ("a", "href")} <= anchors
+    for words in ("1.50 [1.40, 1.60]", "0.90 [0.80, 1.10]", "1.13 [1.10, 1.20]", "org/model", "2.13", "17"):
+        assert words in page.text
+
+
+def test_nothing_is_fetched_and_nothing_runs():
+    page = render(everything())
+    read = Reader(page)
+    assert not {"script", "link", "iframe", "img", "object", "embed"} & set(read.tags)
+    assert "http://" not in page and "https://" not in page and "url(" not in page and "@import" not in page
+    assert all(value.startswith("#") for _, key, value in read.attributes if key in ("href", "src"))
+    assert not [key for _, key, _ in read.attributes if key.startswith("on")]
+
+
+def test_names_from_users_are_text_and_nothing_else():
+    bad = '<script>alert("x")</script>&amp;\'"'
+    entry = result(drafter=bad, suite=bad, by_segment={bad: counted(2.9), "b": counted(1.2)})
+    page = render(
+        report(entry, slow(suite="other", drafter=bad, tree_shape={"parents": [-1]}, tree="static"), target=bad)
+    )
+    read = Reader(page)
+    assert "script" not in read.tags and "<script" not in page
+    assert bad in read.text, "as it was written"
+    assert {key for _, key, _ in read.attributes} <= {
+        *("lang charset name content id class href tabindex role aria-label aria-labelledby scope").split(),
+        *("viewbox x y x1 x2 y1 y2 width height d points cx cy r").split(),
+    }
+
+
+def test_the_page_stays_small_and_beside_the_report(tmp_path):
+    """Its size follows the settings, not the prompts; 500 texts that differ are not all listed."""
+    lossless: dict = {"checked": 500, "identical": 0, "explained": 0, "unexplained": 500}
+    lossless["divergences"] = [{"prompt": i, "position": i, "gap_ulp": None} for i in range(500)]
+    entries = [
+        slow(drafter=f"drafter{i}", batch_size=size, suite=suite, num_prompts=500, lossless=lossless)
+        for i in range(4)
+        for size in (1, 4, 16)
+        for suite in ("chat", "code", "math")
+    ]
+    path = write_page(tmp_path, report(*entries))
+    assert path == tmp_path / "report.html" and [one.name for one in tmp_path.iterdir()] == ["report.html"]
+    assert path.stat().st_size < 400_000
+    assert "Unexplained differences, 20 of 18000" in Reader(path.read_text()).text
+
+
+def test_a_report_without_results_is_a_page():
+    assert "Do not deploy: nothing was timed" in Reader(render(report())).text
+
+
+# The verdict
+
+
+def test_the_best_proved_setting_is_advised():
+    """By the lower end of its interval: 1.4 of the chain beats 1.2 of a tree with the higher speedup."""
+    tree = result(tree="dynamic", num_drafted=24, speedup=1.8, speedup_ci95=[1.2, 2.4])
+    said = verdict([tree, result()])
+    assert said.is_deployable and said.headline.replace(NBSP, " ") == "Deploy eagle3 · chain · K 3 · batch 1"
+    assert said.figure == "1.50 [1.40, 1.60]" and "1.50 times as fast" in said.reasons[0]
+    assert any("best of 2 results" in one for one in said.cautions)
+    text = Reader(render(report(tree, result()))).text
+    assert text.index("Deploy eagle3") < text.index("1.50 [1.40, 1.60]") < text.index("40 of 40 texts equal")
+
+
+@pytest.mark.parametrize(
+    ("entry", "why"),
+    [
+        (slow(), "slower than no drafts"),
+        (result(speedup_ci95=[0.98, 1.9]), "its interval reaches down to 0.98"),
+        (result(speedup_ci95=[1.0, 1.9]), "its interval reaches down to 1.00"),
+        (unexplained(), "1 of 20 texts differ"),
+        (result(accept="typical"), "the text is not the target's"),
+        (result(num_prompts=4, batch_size=4, speedup_ci95=[1.5, 1.5]), "a single prompt or batch was timed"),
+        (result(speedup=None, speedup_ci95=[None, None]), "No answer had a token to speed up"),
+    ],
+)
+def test_without_proof_nothing_is_advised(entry, why):
+    said = verdict([entry])
+    assert not said.is_deployable and said.headline.startswith("Do not deploy") and why in said.reasons[0]
+
+
+def test_another_engine_is_never_the_advice():
+    theirs = result(engine="transformers", speedup=9.0, speedup_ci95=[8.0, 10.0])
+    assert not verdict([theirs, slow()]).is_deployable
+    assert label(theirs).startswith("transformers · eagle3")
+
+
+def test_the_verdict_says_where_it_does_not_hold():
+    said = verdict([result(), slow(suite="code"), slow(batch_size=8), slow(drafter="ngram")])
+    cautions = [one.split(":")[0] for one in said.cautions if "Not on" in one]
+    assert cautions == ["Not on code at batch 1", "Not on chat at batch 8"]
+    assert said.headline.endswith(", for traffic like chat")
+    everywhere = verdict([result(), result(suite="code"), slow(batch_size=8)])
+    assert everywhere.headline.endswith("batch\xa01")
+
+
+def test_the_verdict_warns_of_few_prompts_and_of_a_slow_baseline():
+    few = verdict([result(num_prompts=5)]).cautions
+    assert any("Only 5 prompts were timed" in one for one in few)
+    idle = verdict([result(baseline_bandwidth={"gigabytes_per_second": 0.1, "share_of_copy": 0.01})]).cautions
+    assert any("1.0% of what a copy reaches" in one for one in idle)
+    assert verdict([result()]).cautions == []
+
+
+def test_losslessness_is_said_as_it_was_seen():
+    assert lossless_evidence([result(), unexplained()]).startswith("39 of 40 texts equal")
+    assert "1 differ UNEXPLAINED" in lossless_evidence([unexplained()])
+    sampled = {"checked": 0, "identical": 0, "explained": 0, "unexplained": 0, "divergences": []}
+    check = {"num_tokens": 900, "p_value": 0.31, "baseline_p_value": 0.8}
+    drawn = result(temperature=1.0, lossless=sampled, sampling_check=check)
+    assert lossless_evidence([drawn]).endswith("tested token by token: p is 0.31 in the worst of 1 result.")
+    assert lossless_evidence([result(), drawn]).startswith("20 of 20 texts equal")
+    few = result(temperature=1.0, lossless=sampled, sampling_check={**check, "num_tokens": 9, "p_value": None})
+    assert "Too few tokens" in lossless_evidence([few])
+    assert "lossy" in lossless_evidence([result(accept="typical")])
+
+
+def test_each_kind_of_traffic_gets_what_pays_there():
+    tree = result(tree="dynamic", num_drafted=24, suite="code", speedup_ci95=[1.6, 1.7])
+    text = Reader(render(report(result(), tree, slow(suite="code"), slow(batch_size=8)))).text
+    table = text[text.index("What pays where") :]
+    rows = ["chat eagle3 · chain · K 3 1", "code eagle3 · dynamic tree of 24 · K 3 1", "chat no drafts 8 -"]
+    assert sorted(table.index(row) for row in rows) == [table.index(row) for row in rows]
+
+
+# The diagnosis: each cause where it is planted, and nothing without it
+
+
+def test_a_result_that_pays_has_no_finding():
+    assert diagnose(result(), [result()]) == []
+    assert "No cause of low acceptance" in Reader(render(report(result()))).text
+
+
+COSTLY = {"draft_ms": 9.0, "verify_ms": 11.0, "overhead_ms": 0.5, "baseline_ms": 10.0}
+CHAIN = result(speedup=1.5, speedup_ci95=[1.4, 1.6])
+THINKING = {"think": counted(2.9), "answer": counted(2.2)}
+FALLING = {"512-2047": counted(1.4), "0-127": counted(2.7)}
+LOW = {"acceptance_length": 1.6, "acceptance_rate": [0.4, 0.4, 0.25], "num_committed": 1600}
+
+
+@pytest.mark.parametrize(
+    ("rule", "planted", "peers", "figures"),
+    [
+        ("sampling", {"temperature": 1.0, **LOW}, [], ["temperature 1", "1.60"]),
+        ("sampling", {"temperature": 1.0, **LOW}, [result(tree="sampled", temperature=1.0)], ["--tree sampled 2.72"]),
+        # 9 ms of drafting and 1 of verifying in three positions: 3.33 each, where position 3 adds 0.04 tokens
+        ("too_many_drafts", {"timing": COSTLY, **LOW}, [], ["0.040 tokens", "3.33 ms", "--num-draft-tokens 1"]),
+        (
+            "tree_too_wide",
+            {"tree": "dynamic", "acceptance_length": 3.0, "speedup": 1.2, "speedup_ci95": [1.1, 1.3]},
+            [CHAIN],
+            ["3.00", "2.72", "1.20 [1.10, 1.30]", "1.50 [1.40, 1.60]"],
+        ),
+        ("other_domain", {"suite": "code", **LOW}, [CHAIN], ["1.60", "2.72 tokens per forward on chat"]),
+        ("segments_differ", {"by_segment": THINKING}, [], ["`answer` 2.20", "`think` 2.90"]),
+        ("training_disagrees", {"teacher_forced_acceptance_length": 3.4}, [], ["3.40", "2.72", "2.64 to 2.78"]),
+        ("cut_vocabulary", {"draft_vocabulary": {"size": 32000, "coverage": 0.95}}, [], ["32,000", "5.0%", "20.0%"]),
+        ("long_context", {"by_context": FALLING}, [], ["512-2047", "1.40", "2.70"]),
+        ("costs_more_than_it_saves", {"timing": {**COSTLY, "draft_ms": 18.0}}, [], ["17.20 ms", "18.00 ms"]),
+    ],
+)
+def test_a_planted_cause_is_found_with_its_figures(rule, planted, peers, figures):
+    entry, rule = result(**planted), getattr(diagnosis, rule)
+    found = rule(entry, [entry, *peers])
+    assert found is not None and found.cause and found.advice
+    assert all(figure in found.words for figure in figures), found.words
+    assert rule(result(), [result(), *peers]) is None, "and without it there is nothing to find"
+    assert found in diagnose(entry, [entry, *peers])
+
+
+@pytest.mark.parametrize(
+    ("rule", "near"),
+    [
+        ("sampling", {"temperature": 1.0}),  # accepted well all the same
+        ("sampling", {"temperature": 1.0, "tree": "sampled-chain", **LOW}),
+        ("too_many_drafts", {"timing": {**COSTLY, "draft_ms": 0.1, "verify_ms": 10.0}, **LOW}),  # drafts cost nothing
+        ("too_many_drafts", {"timing": COSTLY, "tree": "dynamic", **LOW}),  # a tree's positions cost otherwise
+        ("tree_too_wide", {"tree": "dynamic", "acceptance_length": 3.0, "speedup_ci95": [1.3, 1.7]}),  # not proved
+        ("other_domain", {"suite": "code", "num_rounds": 5, **LOW}),  # too few rounds to tell
+        ("other_domain", {"suite": "code", "batch_size": 4, **LOW}),  # nothing to compare with
+        ("segments_differ", {"by_segment": {"think": counted(2.9), "answer": counted(2.8)}}),
+        ("training_disagrees", {"teacher_forced_acceptance_length": 2.65}),  # cut last rounds
+        ("training_disagrees", {"teacher_forced_acceptance_length": None}),
+        ("cut_vocabulary", {"draft_vocabulary": {"size": 32000, "coverage": 0.999}}),
+        ("long_context", {"by_context": {"0-127": counted(2.7), "512-2047": counted(1.4, rounds=2)}}),
+        ("costs_more_than_it_saves", {"timing": {**COSTLY, "draft_ms": 2.0}}),
+    ],
+)
+def test_what_only_looks_like_a_cause_is_not_named(rule, near):
+    assert getattr(diagnosis, rule)(result(**near), [result(**near), CHAIN]) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "blamed"),
+    [({"draft_ms": 25.0}, "Drafting"), ({"verify_ms": 40.0}, "Verifying"), ({"overhead_ms": 30.0}, "The work around")],
+)
+def test_the_largest_cost_is_blamed(changes, blamed):
+    found = diagnosis.costs_more_than_it_saves(result(timing={**COSTLY, **changes}), [])
+    assert found is not None and found.cause.startswith(blamed)
+
+
+def test_low_acceptance_without_a_visible_cause_says_so():
+    cheap = {**COSTLY, "draft_ms": 0.1, "verify_ms": 10.0}
+    [found] = diagnose(result(**LOW, timing=cheap, teacher_forced_acceptance_length=1.6), [])
+    assert "cause not in these figures" in found.cause and "60% of drafts are rejected" in found.words
+    whose = {one.cause for one in diagnose(result(**LOW, temperature=1.0), [])}
+    assert "Sampling: temperature above 0" in whose and found.cause not in whose
+
+
+def test_chance_is_no_difference():
+    """3.0 against 2.6 tokens: over 1,000 rounds a difference, over 10 none."""
+    assert is_lower(counted(2.6), counted(3.0))
+    assert not is_lower(counted(2.6, rounds=10), counted(3.0, rounds=10))
+    assert not is_lower(counted(2.9, rounds=10**6), counted(3.0, rounds=10**6)), "real, and too small to matter"
+
+
+def test_findings_of_batch_sizes_that_share_their_figures_are_one():
+    near = [result(**LOW, batch_size=size, teacher_forced_acceptance_length=1.6) for size in (1, 8)]
+    text = Reader(render(report(*near))).text
+    assert text.count("rejected at the first position") == 1 and "eagle3 · chain · K 3, batch 1 and 8:" in text
+
+
+# The charts
+
+
+def test_values_stand_in_charts_as_text_and_lengths_follow_them():
+    chart = bar_chart("t", [Bar("a", [1.0], "1.00"), Bar("b", [2.0], "2.00", (1.5, 2.5))], most=2.5, mark=1.0)
+    read = Reader(chart)
+    assert "1.00" in read.text and "2.00" in read.text
+    widths = [float(value) for tag, key, value in read.attributes if (tag, key) == ("rect", "width")]
+    assert widths[1] == pytest.approx(2 * widths[0], abs=0.1)
+
+
+def test_lines_leave_out_what_was_not_measured():
+    chart = Reader(line_chart("t", ["1", "4", "8"], [Line("a", [1.0, None, 2.0]), Line("b", [None] * 3)], axis="x"))
+    points = [value.split() for tag, key, value in chart.attributes if (tag, key) == ("polyline", "points")]
+    assert [len(one) for one in points] == [2, 2, 0, 2], "values and key of a, then of b"
+    assert round_steps(1.0) == [0, 0.2, 0.4, 0.6, 0.8, 1.0] and round_steps(2.7) == [0, 1, 2]
+
+
+def test_a_tree_is_drawn_with_every_node_at_its_depth():
+    chart = Reader(tree_chart("t", [-1, -1, 0, 0, 2]))
+    xs = [float(value) for tag, key, value in chart.attributes if (tag, key) == ("circle", "cx")]
+    assert len(xs) == 6 and sorted(xs.count(x) for x in set(xs)) == [1, 1, 2, 2]

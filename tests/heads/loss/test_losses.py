@@ -1,0 +1,254 @@
+"""Every loss equals its formula in plain loops, gradients their closed forms, and mixes, weights and chunks add up."""
+
+import math
+
+import pytest
+import torch
+from headstart.configs.errors import BadInput
+from headstart.heads.loss.chunked import summed_loss
+from headstart.heads.loss.functions import LOSSES, DraftVocabulary, LossSpec, Rows, check_mix, depth_weights_of
+
+NUM_ROWS, SIZE, VOCAB = 7, 5, 11
+CUT = torch.tensor([0, 2, 3, 5, 8, 9])
+ETA, TOP_K, EXPONENT = 2.0, 3, 0.7
+
+
+def source(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def make_rows(cut=None, *, scale=2.0, mix=None, draft=None, target=None):
+    """Rows whose states are the identity's: hidden holds the draft's logits, teacher_hidden the target's."""
+    vocabulary = None if cut is None else DraftVocabulary.of(cut, VOCAB)
+    draft = (
+        scale * torch.randn(NUM_ROWS, VOCAB if cut is None else len(cut), generator=source(1))
+        if draft is None
+        else draft
+    )
+    target = scale * torch.randn(NUM_ROWS, VOCAB, generator=source(2)) if target is None else target
+    spec = LossSpec(
+        mix=mix or {"soft_ce": 1.0},
+        draft_logits=lambda x: x,
+        predicted_state=lambda x: 0.5 * x,
+        target_logits=lambda x: x,
+        vocabulary=vocabulary,
+        eta=ETA,
+        top_k=TOP_K,
+        exponent=EXPONENT,
+    )
+    labels = torch.randint(VOCAB, (NUM_ROWS,), generator=source(3))
+    return Rows(spec, draft.clone().requires_grad_(), labels, target)
+
+
+def exps(logits):
+    powers = [math.exp(x) for x in logits]
+    return [x / sum(powers) for x in powers]
+
+
+def naive(name, draft, target, label, columns):
+    """One row; columns: the target id of each draft id."""
+    q, whole = exps(draft), exps(target)
+    p = [whole[c] for c in columns]
+    every = {c: 0.0 for c in range(len(target))} | dict(zip(columns, q, strict=True))  # q over the whole vocabulary
+    kl = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+    alpha = sum(min(whole[c], every[c]) for c in every)
+    tv = sum(abs(whole[c] - every[c]) for c in every) / 2
+    share = math.exp(-ETA * alpha)
+    top = max(range(len(whole)), key=whole.__getitem__)
+    best = sorted(range(len(p)), key=lambda i: -p[i])[:TOP_K]
+    return {
+        "hard_ce": -math.log(every[label]) if label in columns else 0.0,
+        "hard_gce": (1 - every[label] ** EXPONENT) / EXPONENT if label in columns else 0.0,
+        "greedy_gce": (1 - every[top] ** EXPONENT) / EXPONENT if top in columns else 0.0,
+        "soft_ce": -sum(a * math.log(b) for a, b in zip(p, q, strict=True)),
+        "kl": kl,
+        "reverse_kl": sum(b * math.log(b / a) for a, b in zip(p, q, strict=True)),
+        "topk_ce": -sum(p[i] * math.log(q[i]) for i in best),
+        "tv": tv,
+        "l1": 2 * tv,
+        "lk_alpha": -math.log(alpha),
+        "lk_lambda": share * kl + (1 - share) * tv,
+    }[name]
+
+
+# The formulas
+
+
+@pytest.mark.parametrize("cut", [None, CUT], ids=["whole", "cut"])
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "feature"])
+def test_a_loss_is_its_formula(name, cut):
+    rows = make_rows(cut)
+    got = LOSSES[name](rows)
+    columns = list(range(VOCAB)) if cut is None else cut.tolist()
+    assert cut is None or not set(rows.labels.tolist()) <= set(columns), "some labels cannot be drafted"
+    wanted = [
+        naive(name, *row, columns)
+        for row in zip(rows.hidden.tolist(), rows.teacher_hidden.tolist(), rows.labels.tolist(), strict=True)
+    ]
+    torch.testing.assert_close(got, torch.tensor(wanted), rtol=1e-5, atol=1e-5)
+
+
+def test_feature_is_smooth_l1_of_the_states():
+    target = torch.randn(NUM_ROWS, VOCAB, generator=source(2))
+    rows = make_rows(draft=4 * torch.randn(NUM_ROWS, VOCAB, generator=source(1)), target=target)
+    gaps = [
+        [abs(0.5 * a - b) for a, b in zip(*row, strict=True)]
+        for row in zip(rows.hidden.tolist(), target.tolist(), strict=True)
+    ]
+    assert any(gap > 1 for row in gaps for gap in row) and any(gap < 1 for row in gaps for gap in row)
+    wanted = [sum(g * g / 2 if g < 1 else g - 0.5 for g in row) / VOCAB for row in gaps]
+    torch.testing.assert_close(LOSSES["feature"](rows), torch.tensor(wanted), rtol=1e-5, atol=1e-5)
+    assert LOSSES["feature"](make_rows(draft=2 * target, target=target)).abs().max() == 0
+
+
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "tv", "l1", "lk_alpha", "lk_lambda"])
+def test_a_divergence_is_zero_at_equality_and_above_it_elsewhere(name):
+    logits = 3 * torch.randn(NUM_ROWS, VOCAB, generator=source(1))
+    torch.testing.assert_close(
+        LOSSES[name](make_rows(draft=logits, target=logits)), torch.zeros(NUM_ROWS), atol=1e-6, rtol=0
+    )
+    assert (LOSSES[name](make_rows()) > 1e-3).all()
+
+
+def test_a_cut_vocabulary_leaves_what_it_misses():
+    """At the best a head can do, q = p / m over the covered mass m."""
+    target = 2 * torch.randn(NUM_ROWS, VOCAB, generator=source(2))
+    rows = make_rows(CUT, draft=target[:, CUT], target=target)
+    mass = target.softmax(-1)[:, CUT].sum(-1)
+    wanted = {"tv": 1 - mass, "lk_alpha": -mass.log(), "kl": mass * mass.log(), "reverse_kl": -mass.log()}
+    for name, value in wanted.items():
+        torch.testing.assert_close(LOSSES[name](rows), value, rtol=1e-5, atol=1e-6)
+
+
+# The gradients
+
+
+def gradient(rows, name):
+    return torch.autograd.grad(LOSSES[name](rows).sum(), rows.hidden, retain_graph=True)[0]
+
+
+@pytest.mark.parametrize("cut", [None, CUT], ids=["whole", "cut"])
+def test_gradients_are_the_closed_forms(cut):
+    rows = make_rows(cut)
+    q = rows.hidden.detach().softmax(-1)
+    whole = rows.teacher_hidden.softmax(-1)
+    p = whole if cut is None else whole[:, cut]
+    covered = p.sum(-1, keepdim=True)
+    assert cut is None or (covered < 0.99).any()
+    forward = covered * q - p
+    lower = (q < p).float()
+    overlap = torch.minimum(p, q).sum(-1, keepdim=True)
+    total = -q * (lower - (lower * q).sum(-1, keepdim=True))  # of 1 - overlap
+    share = torch.exp(-ETA * overlap)
+    score = (q / p).log()
+    one = torch.nn.functional.one_hot(rows.draft_labels.clamp(min=0), q.shape[-1])
+    wanted = {
+        "hard_ce": (q - one) * (rows.draft_labels >= 0)[:, None],
+        "hard_gce": (one * q).sum(-1, keepdim=True) ** EXPONENT * (q - one) * (rows.draft_labels >= 0)[:, None],
+        "soft_ce": forward,
+        "kl": forward,
+        "reverse_kl": q * (score - (q * score).sum(-1, keepdim=True)),
+        "tv": total,
+        "l1": 2 * total,
+        "lk_alpha": total / overlap,
+        "lk_lambda": share * forward + (1 - share) * total,
+    }
+    for name, value in wanted.items():
+        torch.testing.assert_close(gradient(rows, name), value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_the_gradient_of_tv_is_bounded_where_that_of_kl_is_not():
+    far = torch.zeros(NUM_ROWS, VOCAB)
+    far[:, 0], target = 30.0, torch.zeros(NUM_ROWS, VOCAB)
+    rows = make_rows(draft=far, target=target)
+    assert gradient(rows, "tv").abs().sum(-1).max() < 1e-6 < 0.5, "it vanishes far away"
+    assert gradient(rows, "soft_ce").abs().sum(-1).min() > 1
+    for scale in (0.1, 1.0, 4.0):
+        assert gradient(make_rows(scale=scale), "tv").abs().sum(-1).max() <= 0.5 + 1e-6
+
+
+def test_lk_lambda_goes_from_kl_to_tv():
+    far = torch.zeros(NUM_ROWS, VOCAB)
+    far[:, 0], target = 20.0, torch.zeros(NUM_ROWS, VOCAB)
+    target[:, 1] = 20.0
+    apart = make_rows(draft=far, target=target)
+    assert apart.overlap.max() < 1e-6
+    torch.testing.assert_close(gradient(apart, "lk_lambda"), gradient(apart, "kl"), rtol=1e-4, atol=1e-6)
+    close = make_rows(draft=target + 0.01 * far, target=target)
+    close.spec.eta = 30.0
+    assert close.overlap.min() > 0.99
+    torch.testing.assert_close(gradient(close, "lk_lambda"), gradient(close, "tv"), rtol=1e-4, atol=1e-8)
+
+
+def test_losses_stay_finite_where_draft_and_target_share_nothing():
+    far, target = torch.zeros(NUM_ROWS, VOCAB), torch.zeros(NUM_ROWS, VOCAB)
+    far[:, 0], target[:, 1] = 500.0, 500.0
+    for name in LOSSES:
+        rows = make_rows(draft=far, target=target)
+        assert LOSSES[name](rows).isfinite().all() and gradient(rows, name).isfinite().all(), name
+
+
+# Mixes, rows and chunks
+
+
+def of_rows(mix, *, weights=None, num_guesses=1, cut=CUT, size=100):
+    rows = make_rows(cut, mix=mix)
+    how = {"labels": rows.labels, "teacher_hidden": rows.teacher_hidden, "weights": weights, "size": size}
+    value, guesses = summed_loss(rows.hidden, rows.spec, num_guesses=num_guesses, **how)
+    return rows, value, guesses
+
+
+@pytest.mark.parametrize("chunk", [2, 100])
+def test_a_mix_weighs_losses_and_rows(chunk):
+    weights = torch.rand(NUM_ROWS, generator=source(8))
+    mix = {"hard_ce": 0.1, "l1": 0.9, "lk_lambda": 2.0}
+    rows, value, guesses = of_rows(mix, weights=weights, num_guesses=2, size=chunk)
+    wanted = torch.stack([w * (LOSSES[name](rows) * weights).sum() for name, w in mix.items()]).sum()
+    torch.testing.assert_close(value, wanted)
+    ours, naive_one = (torch.autograd.grad(x, rows.hidden, retain_graph=True)[0] for x in (value, wanted))
+    torch.testing.assert_close(ours, naive_one)
+    assert torch.equal(guesses, CUT[rows.hidden.topk(2).indices])
+    assert torch.equal(of_rows(mix)[2], guesses[:, :1])
+
+
+def test_what_a_mix_shares_is_computed_once_and_what_it_does_not_need_never():
+    seen = []
+
+    def target_logits(x):
+        seen.append(len(x))
+        return x
+
+    for mix, wanted in (({"hard_ce": 1.0, "feature": 1.0}, 0), ({name: 1.0 for name in LOSSES}, 1)):
+        rows = make_rows(mix=mix)
+        rows.spec.target_logits = target_logits
+        seen.clear()
+        summed_loss(rows.hidden, rows.spec, labels=rows.labels, teacher_hidden=rows.teacher_hidden, size=100)
+        assert len(seen) == wanted
+
+
+# Depths and mixes
+
+
+def test_depth_weights_are_the_papers():
+    assert depth_weights_of("geometric", decay=0.8, num_depths=3) == pytest.approx([1, 0.8, 0.64])
+    assert depth_weights_of("normalised", decay=0.6, num_depths=3) == pytest.approx([0.51, 0.31, 0.18], abs=0.005)
+    assert sum(depth_weights_of("normalised", decay=0.6, num_depths=9)) == pytest.approx(1)
+    wanted = [1, math.exp(-1 / 4), math.exp(-2 / 4)]
+    assert depth_weights_of("exponential", decay=4.0, num_depths=3) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("mix", "problem"),
+    [
+        ({}, "loss {}: expected at least one of hard_ce"),
+        ({"tvv": 1.0}, "loss.tvv: unknown loss; expected some of hard_ce, hard_gce, "),
+        ({"tv": 0.0}, "loss.tv 0.0: expected a weight above 0"),
+        ({"soft_ce": 1.0, "tv": -1.0}, "loss.tv -1.0: "),
+        ({"tv": math.nan}, "loss.tv nan: "),
+        ({"tv": math.inf}, "loss.tv inf: "),
+    ],
+)
+def test_a_bad_mix_is_named(mix, problem):
+    with pytest.raises(BadInput) as caught:
+        check_mix(mix, key="loss")
+    assert str(caught.value).startswith(problem)

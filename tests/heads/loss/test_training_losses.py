@@ -1,0 +1,199 @@
+"""What training counts: every head with every loss, by depth, by weights of tokens, and on aligned chains only."""
+
+import pytest
+import torch
+from headstart.configs.loader import build, read_config, shipped
+from headstart.heads.base import DraftBatch
+from headstart.heads.loss import chunked as depth_loss
+from headstart.heads.loss import functions as losses
+from headstart.heads.loss.chains import chain_starts, mean_of
+from headstart.heads.loss.functions import LOSSES, depth_weights_of
+from headstart.heads.registry import HEADS, build_head, head_class, load_head, save_head
+
+
+def source(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def trained_looking(head_type, target, *, ids=None, **changes):
+    config = HEADS[head_type].config_class(
+        type=head_type, draft_vocab_size=None if ids is None else len(ids), **changes
+    )
+    head = build_head(config, target, draft_token_ids=ids, seed=2)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=source(4)))
+    return head.train()
+
+
+@pytest.mark.parametrize("loss", [None, {"lk_lambda": 1.0, "topk_ce": 0.5, "feature": 0.1}])
+def test_a_chunked_loss_is_the_whole_one(head_type, loss, target, make_batch, monkeypatch):
+    results = []
+    for chunk in (1, 10**9):
+        monkeypatch.setattr(depth_loss, "CHUNK", {"cpu": chunk})
+        head = trained_looking(head_type, target, **({} if loss is None else {"loss": loss}))
+        out = head.loss(make_batch(target, head))
+        out.loss.backward()
+        results.append((out.loss.detach(), out.depth_loss, out.hits.float(), *[p.grad for p in head.parameters()]))
+    for chunked, whole in zip(*results, strict=True):
+        torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", list(LOSSES))
+def test_every_loss_trains_every_head(name, head_type, target, make_batch):
+    """Twenty steps on one batch lower it; `feature` alone leaves out an output layer of the head's own."""
+    head = trained_looking(head_type, target, num_depths=2, loss={name: 1.0})
+    batch = make_batch(target, head)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
+    values = []
+    for _ in range(20):
+        out = head.loss(batch)
+        optimizer.zero_grad()
+        out.loss.backward()
+        optimizer.step()
+        values.append(out.loss.item())
+    assert values[-1] < values[0] - 1e-3
+    if name != "feature":
+        assert all(parameter.grad is not None for parameter in head.parameters())
+
+
+def test_the_state_that_feature_compares_is_what_the_output_layer_reads(head_type, target, make_batch):
+    head = trained_looking(head_type, target, num_depths=2)
+    batch = make_batch(target, head)
+    layers = [
+        m for m in (*head.modules(), target.output_layer) if getattr(m, "out_features", None) == target.vocab_size
+    ]
+    read = []
+    hooks = [layer.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0])) for layer in layers]
+    for depth, hidden in enumerate(head.unroll(batch, chain_starts(batch.loss_mask, 2))):
+        state = head.predicted_state(hidden, depth)
+        assert state.shape[-1] == target.hidden_size
+        read.clear()
+        head.draft_logits(hidden, depth)
+        assert any(torch.equal(state, x) for x in read)
+    for hook in hooks:
+        hook.remove()
+
+
+# Depths
+
+
+@pytest.mark.parametrize("kind", losses.DEPTH_WEIGHTS)
+def test_the_loss_is_the_weighted_sum_over_depths_of_their_own_mixes(kind, head_type, target, make_batch):
+    mixes = [{"soft_ce": 1.0}, {"hard_ce": 0.1, "l1": 0.9}, {"lk_alpha": 2.0}]
+    how = {"num_depths": 3, "depth_weights": kind, "depth_decay": 0.7}
+    head = trained_looking(head_type, target, loss_by_depth=mixes, **how)
+    batch = make_batch(target, head)
+    out = head.loss(batch)
+    alone = [trained_looking(head_type, target, loss=mix, **how).loss(batch).depth_loss for mix in mixes]
+    torch.testing.assert_close(out.depth_loss, torch.stack([alone[k][k] for k in range(3)]))
+    weights = depth_weights_of(kind, decay=0.7, num_depths=3)
+    wanted = sum(w * s / n for w, s, n in zip(weights, out.depth_loss, out.depth_count, strict=True))
+    torch.testing.assert_close(out.loss.detach(), wanted)
+
+
+# Weights of tokens
+
+
+def test_weights_of_tokens_are_those_of_the_labels(head_type, target, make_batch):
+    head = trained_looking(head_type, target, num_depths=3)
+    batch = make_batch(target, head)
+    weights = torch.rand(batch.input_ids.shape, generator=source(6)) * 0.01  # their sum is below 1
+    counts = chain_starts(batch.loss_mask, 3).counts(weights)
+    sums = torch.zeros(3)
+    starts = chain_starts(batch.loss_mask, 3)
+    for row in range(len(weights)):
+        for at, t in enumerate(starts.positions[row].tolist()):
+            for depth in range(3):
+                if starts.valid[row, at, depth]:
+                    sums[depth] += weights[row, t + 2 + depth]
+    torch.testing.assert_close(counts, sums)
+    assert torch.equal(starts.counts(), starts.valid.sum((0, 1)).float())
+
+    parts = [DraftBatch(batch.input_ids, batch.loss_mask, batch.output, w) for w in (weights, 3 * weights)]
+    some, more = (head.loss(part) for part in parts)
+    torch.testing.assert_close(some.loss, more.loss)
+    torch.testing.assert_close(3 * some.depth_loss, more.depth_loss)
+    torch.testing.assert_close(some.depth_count, counts)
+    ones = head.loss(DraftBatch(batch.input_ids, batch.loss_mask, batch.output, torch.ones_like(weights)))
+    torch.testing.assert_close(ones.loss, head.loss(batch).loss)
+    assert torch.equal(ones.hits, some.hits)
+
+
+def test_tokens_of_weight_zero_are_as_good_as_absent(head_type, target, make_batch):
+    """The last supervised token of each row: with weight 0 it is no label, as if the row had ended before it."""
+    head = trained_looking(head_type, target, num_depths=3)
+    batch = make_batch(target, head)
+    last = batch.loss_mask & ~torch.nn.functional.pad(batch.loss_mask, (0, 1))[:, 1:]
+    assert last.sum() == len(last)
+    muted = head.loss(DraftBatch(batch.input_ids, batch.loss_mask, batch.output, (~last).float()))
+    shorter = head.loss(DraftBatch(batch.input_ids, batch.loss_mask & ~last, batch.output))
+    torch.testing.assert_close(muted.loss, shorter.loss)
+    torch.testing.assert_close(muted.depth_count, shorter.depth_count)
+    nothing = head.loss(DraftBatch(batch.input_ids, batch.loss_mask, batch.output, torch.zeros(last.shape)))
+    nothing.loss.backward()
+    assert nothing.loss == 0 and all(p.grad is not None and p.grad.abs().sum() == 0 for p in head.parameters())
+
+
+def test_a_mean_over_nothing_is_zero():
+    got = mean_of(torch.tensor([0.0, 3.0, 1.0]), torch.tensor([0.0, 2.0, 0.25]))
+    assert got.tolist() == [0, 1.5, 4]
+
+
+# Alignment
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+@pytest.mark.parametrize("cut", [None, torch.arange(3, 40)], ids=["whole", "cut"])
+def test_alignment_counts_the_chains_whose_tokens_were_guessed(top_k, cut, target, make_batch):
+    head = trained_looking("eagle3", target, ids=cut, num_depths=3, align_top_k=top_k)
+    batch = make_batch(target, head, num_rows=4, length=24)
+    with torch.no_grad():  # data that the head sometimes guesses
+        starts, logits = head.teacher_forced_logits(batch)
+        for row in range(4):
+            for at in range(0, 18, 4):
+                best = head.to_target(logits[row, at, 0].topk(top_k).indices)[-1]
+                batch.input_ids[row, starts.positions[row, at] + 2] = best
+    starts, logits = head.teacher_forced_logits(batch)
+    out, num_kept = head.loss(batch), [0, 0, 0]
+    sums = torch.zeros(3)
+    for row in range(4):
+        for at, t in enumerate(starts.positions[row].tolist()):
+            kept = True
+            for depth in range(3):
+                if not starts.valid[row, at, depth]:
+                    break
+                label = int(batch.input_ids[row, t + 2 + depth])
+                log_q = logits[row, at, depth].log_softmax(-1)
+                p = target.logits(batch.output.post_norm[row, t + 1 + depth]).softmax(-1)
+                p = p if cut is None else p[cut]
+                if kept:
+                    sums[depth] += -(p * log_q).sum()
+                    num_kept[depth] += 1
+                kept = kept and label in head.to_target(log_q.topk(top_k).indices).tolist()
+    assert 0 < num_kept[1] < num_kept[0]
+    torch.testing.assert_close(out.depth_loss, sums, rtol=1e-4, atol=1e-4)
+    assert torch.equal(out.depth_count, starts.counts()), "denominators stay"
+    everything = trained_looking("eagle3", target, ids=cut, num_depths=3).loss(batch)
+    assert torch.equal(out.hits, everything.hits), "alignment changes the loss, not what is measured"
+
+
+# The config
+
+
+def test_shipped_heads_and_their_mixes_build(head_type, tmp_path):
+    [path] = shipped(f"heads/{head_type}.yaml")
+    config_class = head_class(head_type).config_class
+    default = build(config_class, read_config(path)["head"])
+    assert default.loss == config_class(type=head_type).loss, "the file says the default"
+    more = build(config_class, read_config(path, ["head.loss.tv=5e-1"])["head"])
+    assert more.loss == {**default.loss, "tv": 0.5}
+    assert build(config_class, read_config(path, ["head.loss={lk_lambda: 1}"])["head"]).loss == {"lk_lambda": 1.0}
+    run = tmp_path / "run.yaml"
+    run.write_text(f"base: {path}\nhead: {{loss: !replace {{hard_ce: 0.1, l1: 0.9}}}}\n")
+    assert build(config_class, read_config(run)["head"]).loss == {"hard_ce": 0.1, "l1": 0.9}
+
+
+def test_a_saved_head_keeps_its_mixes(target, tmp_path):
+    head = trained_looking("eagle3", target, num_depths=2, loss_by_depth=[{"kl": 1.0}, {"tv": 0.5}], align_top_k=3)
+    assert load_head(save_head(head, tmp_path / "head"), target).config == head.config

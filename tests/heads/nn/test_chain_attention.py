@@ -1,0 +1,63 @@
+"""Attention over shared and own drafted keys, and the order in which the loss reads rows, against plain loops."""
+
+import pytest
+import torch
+from headstart.heads.loss.chains import chain_starts
+from headstart.heads.nn import chain_attention
+from headstart.heads.nn.chain_attention import attend_chains, blocks_of
+
+B, N, NKV, S, T, H = 2, 4, 2, 11, 14, 8
+
+
+def plain(query, key, value, mask, drafted):
+    """One softmax over everything, a head and a query at a time."""
+    out = query.new_zeros(*query.shape[:3], value.shape[-1])
+    for b, n, q in torch.cartesian_prod(torch.arange(B), torch.arange(N), torch.arange(S)).tolist():
+        kv = n // (N // NKV)
+        keys = torch.cat([key[b, kv], *[k[b, kv, q][None] for k, _ in drafted]])
+        values = torch.cat([value[b, kv], *[v[b, kv, q][None] for _, v in drafted]])
+        scores = keys @ query[b, n, q] / H**0.5
+        scores = scores + torch.cat([mask[b, 0, q], torch.zeros(len(drafted))])
+        out[b, n, q] = scores.softmax(-1) @ values
+    return out
+
+
+@pytest.mark.parametrize("num_drafted", [0, 3])
+@pytest.mark.parametrize("kernel", ["torch's", "ours", "ours, values wider"])
+def test_chains_attend_as_one_softmax(num_drafted, kernel, monkeypatch):
+    monkeypatch.setattr(chain_attention, "QUERY_BLOCK", {"cpu": 4})
+    if kernel == "ours":
+        monkeypatch.setattr(chain_attention, "is_flash", lambda *_: False)
+    source, wide = torch.Generator().manual_seed(3), H + 4 if "wider" in kernel else H
+    starts = torch.stack([torch.arange(S) + 1, torch.arange(S) + 3])  # [B, S]
+    mask = torch.where(torch.arange(T) <= starts[:, :, None], 0.0, torch.finfo(torch.float32).min)[:, None]
+    sizes = [(N, S, H), (NKV, T, H), (NKV, T, wide), *[(NKV, S, H), (NKV, S, wide)] * num_drafted]
+    inputs = [torch.randn(B, *size, generator=source, requires_grad=True) for size in sizes]
+    query, key, value, *own = inputs
+    drafted = list(zip(own[::2], own[1::2], strict=True))
+    blocks = blocks_of(starts.amax(0).tolist(), torch.device("cpu"))
+    assert [(b.start, b.stop, b.extent) for b in blocks] == [(0, 4, 7), (4, 8, 11), (8, 11, 14)]
+    ours = attend_chains(query, key, value, mask, blocks=blocks, drafted=drafted)
+    wanted = plain(query, key, value, mask, drafted)
+    torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
+    grad = torch.randn(ours.shape, generator=source)
+    for a, b in zip(*(torch.autograd.grad(out, inputs, grad) for out in (ours, wanted)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 4, 100])
+def test_a_plan_scores_every_supervised_depth_of_every_chain_once(size):
+    mask = torch.rand(3, 20, generator=torch.Generator().manual_seed(1)) < 0.8
+    starts = chain_starts(mask, 4)
+    plan, got = starts.plan(20, size=size), set()
+    for i, sizes in enumerate(plan.sizes):
+        assert sizes == sorted(sizes, reverse=True) and sizes[0] <= size
+        for depth, count in enumerate(sizes):
+            for at in range(i * size, i * size + count):
+                got.add((depth, int(plan.chains[depth, at]), int(plan.positions[at])))
+    num_starts = starts.positions.shape[1]
+    wanted = {
+        (depth, row * num_starts + s, row * 20 + int(starts.positions[row, s]) + 1 + depth)
+        for row, s, depth in starts.valid.nonzero().tolist()
+    }
+    assert got == wanted and len(got) == sum(map(sum, plan.sizes))

@@ -1,0 +1,75 @@
+"""The memory of a training step: what is counted is what was there, and an estimate without contents agrees."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from headstart.heads import recurrent
+from headstart.scripts.benchmarks.live_bytes import LiveBytes
+from headstart.scripts.benchmarks.step_memory import Shape, build_step, estimated_peak, peak_bytes, run_step
+
+TOY = Shape(
+    head="eagle3",
+    hidden=64,
+    intermediate=172,
+    num_heads=8,
+    num_kv_heads=4,
+    vocabulary=512,
+    context=64,
+    batch_size=2,
+    depths=3,
+)
+
+
+def test_live_bytes_are_those_of_the_storages_that_live():
+    before = torch.zeros(10)
+    with LiveBytes() as live:
+        live.count(before)
+        kept = torch.ones(100)
+        view = kept[:50]
+        gone = torch.ones(1000)
+        del gone
+        assert live.now == 40 + 400 and live.peak == 40 + 400 + 4000
+        del kept
+        assert live.now == 40 + 400, "a view keeps the whole storage"
+        del view
+    assert live.now == 40
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_estimate_of_a_step_is_what_was_alive(dtype):
+    shape = replace(TOY, dtype=dtype)
+    head, batch = build_step(shape)
+    run_step(head, batch, dtype=dtype)  # rotary tables are made once
+    assert estimated_peak(shape, device="cpu") == pytest.approx(peak_bytes(head, batch, dtype=dtype), rel=0.01)
+
+
+@pytest.mark.parametrize("head_type", ["eagle", "eagle3"])
+def test_depths_that_are_recomputed_give_the_same_gradients_in_less_memory(head_type, monkeypatch):
+    gradients, peaks = [], []
+    for kept in (recurrent.KEPT_BYTES, 0):
+        monkeypatch.setattr(recurrent, "KEPT_BYTES", kept)
+        head, batch = build_step(replace(TOY, head=head_type, options={"num_layers": 2}))
+        run_step(head, batch, dtype="fp32")
+        gradients.append([parameter.grad for parameter in head.parameters()])
+        peaks.append(peak_bytes(head, batch, dtype="fp32"))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert peaks[1] < 0.9 * peaks[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft_vocabulary", [32000, None])
+def test_eagle3_at_8b_shape_trains_in_20_gb(draft_vocabulary):
+    """The head, its gradients and moments, seven depths of activations and the loss, of one row of 4096 tokens."""
+    shape = Shape(
+        head="eagle3",
+        hidden=4096,
+        intermediate=14336,
+        num_heads=32,
+        num_kv_heads=8,
+        vocabulary=152064,
+        context=4096,
+        dtype="bf16",
+        draft_vocabulary=draft_vocabulary,
+    )
+    assert estimated_peak(shape) < 20e9
