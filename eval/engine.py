@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from ..configs.errors import BadInput
-from ..heads.base import Drafter, Reading
+from ..heads.drafter import Drafter, Reading
 from ..heads.drafting import Draws, Proposal, StaticTree, Tree, ancestors
 from ..heads.nn.cache import SlotCache
 from ..heads.target import Target, TargetOutput
+from .measurement.config import draft_length
 from .replay import Replay, Tensors
 from .seen import SeenTokens
 from .verify import (
@@ -39,19 +40,6 @@ class Verified(NamedTuple):
     committed: Tensor
     tokens: Tensor
     output: TargetOutput
-
-
-def draft_length(drafter: Drafter | None, num_draft_tokens: int | None) -> int:
-    """The chain length K of a run; 0 without a drafter. Raises BadInput where the drafter cannot draft as many."""
-    if drafter is None:
-        return 0
-    default = getattr(drafter, "default_draft_tokens", 5)
-    length = (drafter.max_draft_tokens or default) if num_draft_tokens is None else num_draft_tokens
-    if length < 1 or length > (drafter.max_draft_tokens or length):
-        raise BadInput(
-            f"num_draft_tokens {length}: this drafter drafts 1 to {drafter.max_draft_tokens or 'any'} tokens"
-        )
-    return length
 
 
 class Engine:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..configs.errors import BadInput
-from ..heads.base import Drafter, Reading
+from ..heads.drafter import Drafter, Reading
 from ..heads.drafting import Tree
 from ..heads.target import Target
 from .engine import Engine

@@ -14,7 +14,8 @@ from typing import Any
 import yaml
 from headstart.eval.measurement.measure import MeasureConfig, measure
 from headstart.eval.suites.prompts import Suite
-from headstart.heads.base import ChainStarts, DraftBatch, DraftHead, HeadConfig, Reading
+from headstart.heads.base import ChainStarts, DraftBatch, DraftHead, HeadConfig
+from headstart.heads.drafter import Reading
 from headstart.heads.registry import HEADS, load_head
 from headstart.heads.target import Target
 from headstart.train.config import load_run

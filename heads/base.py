@@ -10,17 +10,18 @@ follows n committed tokens starts at t = n - 2, and the first round of an answer
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..configs.errors import BadInput
+from .drafter import Reading
 from .drafting import Draws, Proposal, StaticTree, Tree, draft_chain, draft_dynamic, draft_static
 from .loss.chains import ChainStarts, chain_starts, mean_of
 from .loss.chunked import Drafts, chunk_size, score
 from .loss.functions import DraftVocabulary, LossSpec, check_mix, depth_weights_of
-from .nn.cache import SlotCache, visibility_mask
+from .nn.cache import visibility_mask
 from .nn.documents import Documents
 from .target import Target, TargetOutput
 
@@ -120,68 +121,6 @@ class LossOutput:
     depth_count: Tensor
     starts: ChainStarts
     hits: Tensor
-
-
-@dataclass
-class Reading:
-    """What the target read in one forward: Q positions per row, of which the first num_valid hold committed tokens.
-
-    tokens: [B, Q] the token at each position (x_p). next_tokens: [B, Q] the one that follows it (x_{p+1}). output: the
-    target's states. start: [B] the first position. num_valid: [B]; what lies beyond was rejected or is padding. 0 in
-    rows that had ended. extent: no position of this round, drafts included, lies at or beyond it; 0: not known.
-    follows_draft: it is what became of the drafter's last proposal, a chain, so accepted drafts are nothing new to it.
-    cache: the target's own, with these positions in it, to be read only; None for drafters on the host.
-    """
-
-    tokens: Tensor
-    next_tokens: Tensor
-    output: TargetOutput
-    start: Tensor
-    num_valid: Tensor
-    extent: int = 0
-    follows_draft: bool = False
-    cache: SlotCache | None = None
-
-    @property
-    def last(self) -> Tensor:
-        """[B] index, among the Q, of the last committed position."""
-        return (self.num_valid - 1).clamp(min=0)
-
-
-class Drafter(Protocol):
-    """Anything that proposes tokens to the engine. `state` is the drafter's own and opaque to everyone else.
-
-    Drafting on the device is recorded (CUDA graphs, compiled code): from `commit` to the proposal nothing is read to
-    the host, shapes are fixed, and all that `propose` needs was set by the last `commit` or lies in caches written in
-    place. A `commit` of what was committed before changes nothing. A drafter that drafts `on_host` is free of this.
-    """
-
-    @property
-    def on_host(self) -> bool:
-        """Whether it drafts from texts on the host."""
-        ...
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        """What it reads of the target besides `post_norm`."""
-        ...
-
-    @property
-    def max_draft_tokens(self) -> int | None:
-        """The longest chain it can draft; None: any."""
-        ...
-
-    def begin(self, *, batch_size: int, max_length: int) -> Any:
-        """A fresh state for rows of at most max_length tokens, drafts included."""
-        ...
-
-    def commit(self, state: Any, read: "Reading") -> None:
-        """Take in what the target has read since the last call: drafted states are replaced by true ones."""
-        ...
-
-    def propose(self, state: Any, *, num_draft_tokens: int) -> Proposal:
-        """Draft a greedy chain that follows the last committed token."""
-        ...
 
 
 class DraftHead(nn.Module):

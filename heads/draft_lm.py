@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ..configs.errors import BadInput, first_line
 from .adapters import add_adapters
-from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, Reading
+from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
+from .drafter import Reading
 from .loading import quiet_loading
 from .nn.cache import SlotCache, tree_mask
 from .target import Target

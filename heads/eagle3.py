@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from ..configs.errors import BadInput
-from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, Reading
+from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
+from .drafter import Reading
 from .eagle import EagleLayer
 from .nn.chain_attention import blocks_of
 from .nn.layers import Attention, GatedMLP, RMSNorm, Rotary, llama_config

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..configs.errors import BadInput
-from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, Reading
+from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
+from .drafter import Reading
 from .nn.cache import SlotCache, visibility_mask
 from .nn.layers import Attention, GatedMLP, RMSNorm, Rotary, llama_config
 from .nn.split_attention import masked_attention

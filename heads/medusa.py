@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ..configs.errors import BadInput
 from .adapters import TargetAdapter
-from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, LossOutput, Reading
+from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, LossOutput
+from .drafter import Reading
 from .loss.chains import mean_of
 from .loss.chunked import chunk_size, summed_loss
 from .loss.functions import LossSpec

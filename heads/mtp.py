@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from ..configs.errors import BadInput
-from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, Reading
+from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
 from .decoder_layer import ChainKeys, LayerDriver
+from .drafter import Reading
 from .mtp_checkpoint import LAYOUTS, Layout, read_modules
 from .nn.cache import SlotCache, tree_mask, visibility_mask
 from .target import Target

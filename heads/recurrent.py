@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .base import Reading
+from .drafter import Reading
 from .nn.cache import SlotCache, tree_mask, visibility_mask
 from .nn.chain_attention import Block, attend_chains, laid_out
 from .nn.layers import Attention

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..eval.measurement.resume import Measured
     from ..eval.suites.named import SuiteSpec
     from ..eval.suites.prompts import Asking, Suite
-    from ..heads.base import Drafter
+    from ..heads.drafter import Drafter
     from ..heads.drafting import Tree
     from ..heads.target import Target
 

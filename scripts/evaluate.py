@@ -13,7 +13,7 @@ from .eval_run import WantedSuites, check_measured, compare_all, measure_all, re
 if TYPE_CHECKING:
     import torch
 
-    from ..heads.base import Drafter
+    from ..heads.drafter import Drafter
 
 
 def evaluate(
@@ -82,7 +82,7 @@ def evaluate(
     distributed as the target's; the report says where.
     """
     from ..eval.drafters.lookup import build_drafters, trained
-    from ..eval.measurement.passes import MeasureConfig
+    from ..eval.measurement.config import MeasureConfig
     from ..eval.measurement.resume import Measured
     from ..eval.replay import check_way
     from ..eval.report.document import check_output, training_warnings

@@ -18,7 +18,7 @@ from .eval_run import WantedSuites, progress
 if TYPE_CHECKING:
     from ..eval.measurement.step_times import StepTime
     from ..eval.suites.prompts import Suite
-    from ..heads.base import Drafter
+    from ..heads.drafter import Drafter
     from ..heads.target import Target
 
 GENERAL_PROMPTS = str(PACKAGE_CONFIGS / "prompts" / "general.jsonl")
@@ -83,7 +83,7 @@ def plan(
     context. The most promising are then measured, chosen from, and the prediction's error shown. With --machine nothing
     is timed: the profile says what steps take there. machine.json is this machine's profile, for use elsewhere.
     """
-    from ..eval.measurement.passes import MeasureConfig
+    from ..eval.measurement.config import MeasureConfig
     from ..eval.plan.machine_profile import load_machine
     from ..eval.plan.planner import PlanConfig, Planner
     from ..eval.report.document import check_output

@@ -11,7 +11,8 @@ import pytest
 import torch
 from headstart.eval.generate import generate
 from headstart.eval.verify import Sampling, target_probs
-from headstart.heads.base import DraftBatch, Proposal, Reading
+from headstart.heads.base import DraftBatch, Proposal
+from headstart.heads.drafter import Reading
 from headstart.heads.loading import fingerprint_of
 from headstart.heads.registry import HEADS
 from headstart.heads.target import Target

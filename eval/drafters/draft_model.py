@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from ...configs.errors import BadInput
-from ...heads.base import Proposal, Reading
+from ...heads.base import Proposal
 from ...heads.draft_lm import comes_with_tokenizer, differing_word
+from ...heads.drafter import Reading
 from ...heads.nn.cache import SlotCache
 from ...heads.target import Target
 

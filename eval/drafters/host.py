@@ -6,7 +6,8 @@ from typing import Protocol
 
 import torch
 
-from ...heads.base import Proposal, Reading
+from ...heads.base import Proposal
+from ...heads.drafter import Reading
 
 
 def committed_tokens(read: Reading) -> list[list[int]]:

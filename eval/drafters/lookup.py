@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...configs.errors import BadInput
-from ...heads.base import Drafter
+from ...heads.drafter import Drafter
 from ...heads.registry import head_record, load_head
 from ...heads.target import Target
 from .draft_model import DraftModelDrafter, has_tokenizer_of, load_draft_model

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ...configs.errors import BadInput
-from ...heads.base import Proposal, Reading
+from ...heads.base import Proposal
+from ...heads.drafter import Reading
 from ...heads.nn.cache import SlotCache, SlotLayer, hiding
 from ...heads.target import Target
 

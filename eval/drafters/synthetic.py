@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ...configs.errors import BadInput
-from ...heads.base import Drafter, Proposal, Reading
+from ...heads.base import Proposal
+from ...heads.drafter import Drafter, Reading
 from ...heads.target import Target
 from ..generate import generate
 

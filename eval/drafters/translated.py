@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from ...heads.base import Proposal, Reading
+from ...heads.base import Proposal
+from ...heads.drafter import Reading
 from ...heads.nn.cache import SlotCache
 from ...heads.target import Target
 from .host import committed_tokens

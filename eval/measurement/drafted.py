@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ...heads.base import Drafter, DraftHead
+from ...heads.base import DraftHead
+from ...heads.drafter import Drafter
 from ...heads.drafting import StaticTree, Tree
 
 

@@ -6,18 +6,19 @@ from typing import Any, cast
 
 import torch
 
-from ...heads.base import DraftBatch, Drafter, DraftHead
+from ...heads.base import DraftBatch, DraftHead
+from ...heads.drafter import Drafter
 from ...heads.drafting import Tree
 from ...heads.target import Target
-from ..engine import draft_length
 from ..generate import Round
 from ..suites.prompts import Suite
 from .breakdown import acceptance_by, as_entries, context_label, segment_label
+from .config import MeasureConfig, draft_length
 from .domains import by_domain
 from .drafted import asked_as_trained, beyond_training, draft_vocabulary, tree_shape
 from .lossless import LosslessReport, compare_texts
 from .metrics import expected_acceptance
-from .passes import MeasureConfig, measure_batches
+from .passes import measure_batches
 from .resume import Measured
 from .sampling_check import check_sampling
 from .summary import Side, rounded, summarise, timing

@@ -1,56 +1,22 @@
 """How a measurement decodes: passes over batches of prompts, with drafts and without in turn, kept through kills."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import torch
 
 from ...configs.errors import BadInput, first_line
-from ...heads.base import Drafter
-from ...heads.drafting import Tree
+from ...heads.drafter import Drafter
 from ...heads.target import Target
 from ..engine import Engine
 from ..generate import Generation, check_request, decode
 from ..stopping import Stop
 from ..suites.prompts import Asked, Suite
-from ..verify import Sampling
+from .config import MeasureConfig
 from .resume import Measured, as_record, from_record, settings_key
 from .summary import Side
-
-
-@dataclass(kw_only=True)
-class MeasureConfig:
-    """How to measure.
-
-    num_draft_tokens: K of chains; None: the drafter's default. tree: draft trees of this shape instead; tree_name is
-    what the report calls it. accept, steps: as `Engine` takes them. stop_strings: texts that end an answer.
-    num_repeats: timed passes over the suite per side, after a warm-up, in alternating order.
-    """
-
-    num_draft_tokens: int | None = None
-    tree: Tree | None = None
-    tree_name: str = "chain"
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    accept: str = "exact"
-    steps: str = "eager"
-    stop_strings: tuple[str, ...] = ()
-    batch_size: int = 1
-    num_repeats: int = 3
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "num_repeats"):
-            if getattr(self, name) < 1:
-                raise BadInput(f"{name} {getattr(self, name)}: expected at least 1")
-
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
 
 def measure_batches(

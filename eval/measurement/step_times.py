@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from ...configs.errors import BadInput
-from ...heads.base import Drafter
+from ...heads.drafter import Drafter
 from ...heads.target import Target
 from ..engine import Engine
 from ..generate import Stopwatch, Texts, prefill, run_round
 from ..stopping import Stop
 from ..verify import Sampling
-from .config import Setting
+from .config import DraftSetting
 
 NUM_ROUNDS = 8  # timed per cell and pass
 NUM_PASSES = 4  # over all cells, in alternating order: a cell's passes lie apart in time
@@ -56,7 +56,7 @@ class StepTime:
 def measure_step_times(
     target: Target,
     drafter: Drafter,
-    settings: Sequence[Setting],
+    settings: Sequence[DraftSetting],
     *,
     batch_sizes: Sequence[int],
     contexts: Sequence[int],
@@ -96,7 +96,7 @@ class Place:
         self,
         target: Target,
         drafter: Drafter | None,
-        settings: Sequence[Setting],
+        settings: Sequence[DraftSetting],
         *,
         batch_size: int,
         context: int,
@@ -110,8 +110,10 @@ class Place:
         self.rows = [cut(text, row * context, context) for row in range(batch_size)]
         self.max_length = context + max(map(most_tokens, (None, *settings)))  # of all engines: caches of one size
         self.plain: list[StepTime] = []  # passes of the baseline, one before the settings and one after each
-        self.drafted: dict[Setting, list[StepTime]] = {one: [] for one in settings}  # in baseline steps beside them
-        self.decodings: dict[Setting | None, Decoding] = {}
+        self.drafted: dict[DraftSetting, list[StepTime]] = {
+            one: [] for one in settings
+        }  # in baseline steps beside them
+        self.decodings: dict[DraftSetting | None, Decoding] = {}
 
     @torch.no_grad()
     def run(self, *, on_setting: Callable[[], object] = lambda: None, reads_again: bool = False) -> None:
@@ -144,12 +146,12 @@ class Place:
         """A round of each setting."""
         return [middle(passes).scaled(self.usual.round_ms) for passes in self.drafted.values()]
 
-    def _decoding(self, setting: Setting | None) -> "Decoding":
+    def _decoding(self, setting: DraftSetting | None) -> "Decoding":
         if setting not in self.decodings:
             self.decodings[setting] = Decoding(self._engine(setting), self.rows, setting)
         return self.decodings[setting]
 
-    def _engine(self, setting: Setting | None) -> Engine:
+    def _engine(self, setting: DraftSetting | None) -> Engine:
         warm = self.sampling is not None and self.sampling.temperature > 0
         return Engine(
             self.target,
@@ -170,7 +172,7 @@ class Decoding:
     But for drafters on the host, which remember what they read: `read` comes first there.
     """
 
-    def __init__(self, engine: Engine, rows: list[list[int]], setting: Setting | None):
+    def __init__(self, engine: Engine, rows: list[list[int]], setting: DraftSetting | None):
         """Args: rows: prompts of one length, one per row of the engine."""
         self.engine, self.rows, self.setting = engine, rows, setting
         self.watch = Stopwatch(engine.target.device)
@@ -212,12 +214,12 @@ class Decoding:
         return Texts(self.rows, most_tokens(self.setting), Stop(frozenset()))
 
 
-def most_tokens(setting: Setting | None) -> int:
+def most_tokens(setting: DraftSetting | None) -> int:
     """New tokens that the timed rounds of a setting may commit."""
     return (NUM_ROUNDS + 2) * (1 + (setting.num_draft_tokens if setting else 0))
 
 
-def check_room(target: Target, contexts: Iterable[int], settings: Sequence[Setting]) -> None:
+def check_room(target: Target, contexts: Iterable[int], settings: Sequence[DraftSetting]) -> None:
     longest, most = max(contexts), max(map(most_tokens, settings), default=NUM_ROUNDS)
     if longest + most > target.max_positions:
         raise BadInput(
@@ -242,7 +244,7 @@ class StepTable:
 
     times: tuple[StepTime, ...]
 
-    def at(self, setting: Setting | None, *, batch_size: float, context: float) -> StepTime:
+    def at(self, setting: DraftSetting | None, *, batch_size: float, context: float) -> StepTime:
         """A round of a setting, or a baseline step. A chain that was not measured lies between those that were."""
         known = [one for one in self.times if one.setting == (setting.name if setting else None)]
         if not known and setting is not None and setting.tree is None:
@@ -256,7 +258,7 @@ class StepTable:
         return StepTime(name, round(batch_size), round(context), num_tokens, num_draft, **parts)
 
     def _read(
-        self, known: Sequence[StepTime], name: str, setting: Setting | None, batch_size: float, context: float
+        self, known: Sequence[StepTime], name: str, setting: DraftSetting | None, batch_size: float, context: float
     ) -> float:
         def over(rows: Sequence[StepTime], key: str, at: float, then: Callable[[Sequence[StepTime]], float]) -> float:
             values = sorted({getattr(one, key) for one in rows})

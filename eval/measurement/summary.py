@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -11,10 +11,8 @@ from ...heads.target import Target
 from ..generate import Generation
 from .bandwidth import baseline_bandwidth
 from .breakdown import conventions
+from .config import MeasureConfig
 from .metrics import Acceptance, acceptance, bootstrap_ratio
-
-if TYPE_CHECKING:
-    from .passes import MeasureConfig
 
 
 @dataclass
@@ -43,7 +41,7 @@ class Side:
 
 
 def summarise(
-    target: Target, batches: list, sides: list[tuple[Side, Side]], *, config: "MeasureConfig", num_draft: int
+    target: Target, batches: list, sides: list[tuple[Side, Side]], *, config: MeasureConfig, num_draft: int
 ) -> dict[str, Any]:
     """The numbers of a result entry, all derived from the rounds. batches: the prompts behind each pair of sides."""
     # greedy repeats count the same rounds: acceptance is taken from the first; sampled ones differ: from all

@@ -10,18 +10,18 @@ import torch
 from transformers import GenerationConfig
 
 from ...configs.errors import BadInput
-from ...heads.base import Drafter
+from ...heads.drafter import Drafter
 from ...heads.loading import quiet_loading
 from ...heads.target import Target
 from ..drafters.draft_model import DraftModelDrafter
 from ..drafters.lookup import NgramDrafter
-from ..engine import draft_length
 from ..suites.prompts import Suite
 from .bandwidth import baseline_bandwidth
 from .breakdown import conventions
+from .config import MeasureConfig, draft_length
 from .measure import compared
 from .metrics import Acceptance
-from .passes import MeasureConfig, failures, runner
+from .passes import failures, runner
 from .resume import Measured, settings_key
 from .summary import rounded, speedup_of, speedup_percentiles, timing
 

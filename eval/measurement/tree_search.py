@@ -6,12 +6,12 @@ from dataclasses import replace
 import torch
 
 from ...configs.errors import BadInput
-from ...heads.base import ChainStarts, DraftBatch, Drafter, DraftHead
+from ...heads.base import ChainStarts, DraftBatch, DraftHead
+from ...heads.drafter import Drafter
 from ...heads.drafting import DynamicTree, StaticTree, Tree
 from ...heads.target import Target
-from ..engine import draft_length
 from ..generate import generate
-from .config import Setting, chains
+from .config import DraftSetting, chains, draft_length
 from .step_times import interpolate, measure_step_times, most_tokens
 from .unrolled import unrolled
 
@@ -122,7 +122,7 @@ def costs(
     deepest = chains(head, {1, head.max_draft_tokens or head.num_depths})
     ranks = min(max_nodes, target.vocab_size if head.vocabulary is None else len(head.vocabulary.to_target))
     sizes = sorted({max(1, round(ranks * share)) for share in (0.1, 0.25, 0.5, 1)})
-    wide = [Setting(f"{size}", 1, StaticTree(tuple((rank,) for rank in range(size)))) for size in sizes]
+    wide = [DraftSetting(f"{size}", 1, StaticTree(tuple((rank,) for rank in range(size)))) for size in sizes]
     context = min(context, target.max_positions - most_tokens(deepest[-1]))
     times = measure_step_times(target, head, [*deepest, *wide], batch_sizes=[1], contexts=[context], text=text)
     verify = sorted({one.num_tokens: one.verify_ms + one.overhead_ms for one in times}.items())

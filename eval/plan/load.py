@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..measurement.config import Setting
+from ..measurement.config import DraftSetting
 from .prediction import Accepted, StepTimes, Workload
 
 NUM_SIMULATED = 256  # requests
@@ -82,7 +82,7 @@ class SimulatedServer:
     def round_seconds(self, active: Sequence[Request]) -> float:
         context = sum(self.workload.prompt_lengths[one.number] + one.tokens for one in active) / len(active)
         drafted = self.choice(len(active))
-        setting: Setting | None = drafted.setting if drafted else None
+        setting: DraftSetting | None = drafted.setting if drafted else None
         return self.times.at(setting, batch_size=len(active), context=context).round_ms / 1000
 
     def advance(self, active: Sequence[Request], now: float) -> None:

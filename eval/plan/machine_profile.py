@@ -12,11 +12,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...configs.errors import BadInput
-from ...heads.base import Drafter, Reading
+from ...heads.drafter import Drafter, Reading
 from ...heads.target import Target
 from ..engine import Engine
 from ..measurement.bandwidth import cache_bytes, weight_bytes
-from ..measurement.config import Setting
+from ..measurement.config import DraftSetting
 from ..measurement.step_times import StepTime
 
 PROFILE_VERSION = 1
@@ -119,7 +119,7 @@ class MachineTimes:
     cache: float
     draft_share: dict[str, float]  # of each setting: operations to draft, over those of a forward of one token
 
-    def at(self, setting: Setting | None, *, batch_size: float, context: float) -> StepTime:
+    def at(self, setting: DraftSetting | None, *, batch_size: float, context: float) -> StepTime:
         machine = self.machine
         num_tokens = 1 + (setting.num_drafted if setting else 0)
 
@@ -142,7 +142,7 @@ class MachineTimes:
         )
 
 
-def times_on(machine: Machine, target: Target, drafter: Drafter, settings: Sequence[Setting]) -> MachineTimes:
+def times_on(machine: Machine, target: Target, drafter: Drafter, settings: Sequence[DraftSetting]) -> MachineTimes:
     """What a profile predicts for a target and a drafter."""
     one_token = forward_operations(target)
     shares = {one.name: draft_operations(target, drafter, one) / one_token for one in settings}
@@ -159,7 +159,7 @@ def forward_operations(target: Target) -> int:
 
 
 @torch.no_grad()
-def draft_operations(target: Target, drafter: Drafter, setting: Setting) -> int:
+def draft_operations(target: Target, drafter: Drafter, setting: DraftSetting) -> int:
     """Floating-point operations of one round's drafting of one row, what was committed read first."""
     if drafter.on_host:
         return 0

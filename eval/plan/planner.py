@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...configs.errors import BadInput
-from ...heads.base import Drafter
+from ...heads.drafter import Drafter
 from ...heads.target import Target
-from ..measurement.config import Setting, chains
+from ..measurement.config import DraftSetting, chains
 from ..measurement.measure import MeasureConfig, measure
 from ..measurement.step_times import NUM_PASSES, StepTable, StepTime, measure_step_times, most_tokens
 from ..suites.prompts import Suite
@@ -129,7 +129,7 @@ class Planner:
         how = self.config.measure
         return Sampling(temperature=how.temperature, top_k=how.top_k, top_p=how.top_p)
 
-    def settings(self) -> list[Setting]:
+    def settings(self) -> list[DraftSetting]:
         """Chains and trees to consider."""
         names = self.config.trees
         if names is None:
@@ -138,7 +138,7 @@ class Planner:
         shaped = named_trees(names, self.target, self.drafter, self.suite.prompts, max_new_tokens=new)
         return [*chains(self.drafter, self.config.lengths), *shaped]
 
-    def accept(self, settings: Sequence[Setting]) -> list[Accepted]:
+    def accept(self, settings: Sequence[DraftSetting]) -> list[Accepted]:
         """What the texts accept of each setting."""
         tick = self.bar(len(settings), f"what {self.suite.name} accepts of {self.name}")
         config = replace(self.config.measure, batch_size=max(self.config.batch_sizes))
@@ -216,7 +216,7 @@ class Planner:
         return found
 
 
-def spread(lengths: Sequence[Setting]) -> list[Setting]:
+def spread(lengths: Sequence[DraftSetting]) -> list[DraftSetting]:
     """Of chains the shortest, the longest, and one at every doubling between them."""
     ends = {one.num_draft_tokens for one in (*lengths[:1], *lengths[-1:])}
     return [one for one in lengths if one.num_draft_tokens in ends or one.num_draft_tokens.bit_count() == 1]

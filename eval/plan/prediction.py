@@ -7,12 +7,12 @@ from typing import Any, Protocol
 import torch
 
 from ...configs.errors import BadInput
-from ...heads.base import Drafter
+from ...heads.drafter import Drafter
 from ...heads.target import Target
 from ..generate import Generation
-from ..measurement.config import Setting
+from ..measurement.config import DraftSetting, MeasureConfig
 from ..measurement.metrics import Acceptance, acceptance
-from ..measurement.passes import MeasureConfig, runner
+from ..measurement.passes import runner
 from ..measurement.step_times import StepTime
 from ..measurement.tree_search import TREE_NAMES, named_tree
 
@@ -24,7 +24,7 @@ MOST_ERROR = 0.2  # a prediction so far below the best one is taken to be really
 class StepTimes(Protocol):
     """Where times come from: a table measured here, or a machine's profile."""
 
-    def at(self, setting: Setting | None, *, batch_size: float, context: float) -> StepTime:
+    def at(self, setting: DraftSetting | None, *, batch_size: float, context: float) -> StepTime:
         """A round of a setting; None: a baseline step."""
         ...
 
@@ -33,7 +33,7 @@ class StepTimes(Protocol):
 class Accepted:
     """What a workload's texts accept of a setting. emitted: of each prompt, the tokens that each of its rounds gave."""
 
-    setting: Setting
+    setting: DraftSetting
     counted: Acceptance
     emitted: list[list[int]]
 
@@ -64,7 +64,7 @@ class Accepted:
 
 def named_trees(
     specs: Sequence[str], target: Target, drafter: Drafter, prompts: Sequence[list[int]], *, max_new_tokens: int
-) -> list[Setting]:
+) -> list[DraftSetting]:
     """Trees by name and number of nodes, `static:16`; shaped by what the target writes behind the first prompts.
 
     Raises: BadInput on an unknown name or number, and on a drafter that drafts chains only.
@@ -77,7 +77,7 @@ def named_trees(
             raise BadInput(f"--tree {spec}: expected NAME:NODES, NAME one of {choice}")
         tree = named_tree(name, target, drafter, prompts, max_new_tokens=max_new_tokens, num_nodes=int(number))
         assert tree is not None
-        found.append(Setting(spec, tree.depth, tree))
+        found.append(DraftSetting(spec, tree.depth, tree))
     return found
 
 
@@ -86,7 +86,7 @@ def accepted_by(
     target: Target,
     drafter: Drafter,
     prompts: list[list[int]],
-    settings: Sequence[Setting],
+    settings: Sequence[DraftSetting],
     config: MeasureConfig,
     *,
     on_setting: Callable[[], object] = lambda: None,
@@ -102,7 +102,7 @@ def accepted_by(
     return found
 
 
-def with_setting(config: MeasureConfig, setting: Setting) -> MeasureConfig:
+def with_setting(config: MeasureConfig, setting: DraftSetting) -> MeasureConfig:
     """The same measurement, drafting so."""
     changes: dict[str, Any] = {"tree": setting.tree, "tree_name": setting.tree_name}
     changes["num_draft_tokens"] = None if setting.tree else setting.num_draft_tokens

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...heads.base import Drafter, Reading
+from ...heads.drafter import Drafter, Reading
 from ...heads.target import Target, TargetOutput
 from ..engine import Engine
 from ..generate import Stopwatch, Texts, prefill, run_round
-from ..measurement.config import Setting
+from ..measurement.config import DraftSetting
 from ..stopping import Stop
 from ..verify import Sampling
 from .load import Request
@@ -40,7 +40,7 @@ class LiveServer:
         self,
         target: Target,
         drafter: Drafter | None,
-        setting: Setting | None,
+        setting: DraftSetting | None,
         prompts: Sequence[list[int]],
         *,
         max_new_tokens: int,

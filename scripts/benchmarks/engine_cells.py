@@ -11,11 +11,12 @@ import torch
 from ...configs.errors import first_line
 from ...eval.drafters.synthetic import BlankDrafter, SyntheticDrafter, expected_length
 from ...eval.measurement.bandwidth import bytes_per_step, cache_bytes, free_memory
-from ...eval.measurement.config import Setting, chains
+from ...eval.measurement.config import DraftSetting, chains
 from ...eval.measurement.measure import MeasureConfig, measure
 from ...eval.measurement.step_times import NUM_ROUNDS, Place, check_room, most_tokens
 from ...eval.suites.prompts import Suite
-from ...heads.base import Drafter, DraftHead
+from ...heads.base import DraftHead
+from ...heads.drafter import Drafter
 from ...heads.loading import release_memory
 from ...heads.registry import HEADS, build_head
 from ...heads.target import Target
@@ -122,7 +123,7 @@ class Workbench:
             "identical_texts": entry["lossless"]["identical"],
         }
 
-    def drafted(self, cell: Cell) -> tuple[Drafter | None, list[Setting]]:
+    def drafted(self, cell: Cell) -> tuple[Drafter | None, list[DraftSetting]]:
         """The drafter of a cell, and its chain."""
         if not cell.num_draft_tokens:
             return None, []
@@ -156,7 +157,7 @@ def left_out(target: Target, cell: Cell, *, available: float) -> str | None:
     """
     if cell.rates:
         return None
-    setting = Setting("", cell.num_draft_tokens) if cell.num_draft_tokens else None
+    setting = DraftSetting("", cell.num_draft_tokens) if cell.num_draft_tokens else None
     num_slots = cell.context + most_tokens(setting)
     needed = (2 if setting else 1) * cell.batch_size * cache_bytes(target, num_slots)
     if needed <= available:

@@ -25,12 +25,13 @@ from ...configs.errors import BadInput
 from ...configs.jsonl import iter_jsonl
 from ...eval.drafters.lookup import build_drafters
 from ...eval.generate import Generation
+from ...eval.measurement.config import MeasureConfig
 from ...eval.measurement.metrics import acceptance, bootstrap_ratio
-from ...eval.measurement.passes import MeasureConfig, runner
+from ...eval.measurement.passes import runner
 from ...eval.measurement.summary import rounded
 from ...eval.report.document import environment, number, write_whole
 from ...eval.suites.prompts import prompt_ids
-from ...heads.base import Drafter
+from ...heads.drafter import Drafter
 from ...heads.loading import default_device
 from ...heads.target import Target
 

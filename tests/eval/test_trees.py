@@ -5,7 +5,7 @@ import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.generate import generate
 from headstart.eval.measurement.metrics import acceptance
-from headstart.heads.base import Reading
+from headstart.heads.drafter import Reading
 from headstart.heads.drafting import (
     DynamicTree,
     Proposal,

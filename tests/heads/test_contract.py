@@ -9,7 +9,8 @@ from headstart.configs.errors import BadInput
 from headstart.eval import verify
 from headstart.eval.generate import generate
 from headstart.eval.measurement.metrics import acceptance, expected_acceptance
-from headstart.heads.base import DraftBatch, DraftHead, Reading, chain_starts
+from headstart.heads.base import DraftBatch, DraftHead, chain_starts
+from headstart.heads.drafter import Reading
 from headstart.heads.registry import HEADS, build_head, load_head, save_head
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]

@@ -12,8 +12,9 @@ from headstart.eval.drafters.lookup import build_drafter
 from headstart.eval.generate import generate
 from headstart.heads import draft_lm
 from headstart.heads.adapters import merged_state
-from headstart.heads.base import DraftBatch, Reading
+from headstart.heads.base import DraftBatch
 from headstart.heads.draft_lm import DraftLMConfig
+from headstart.heads.drafter import Reading
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.registry import build_head, load_head, save_head
 from headstart.heads.target import Target

@@ -7,7 +7,8 @@ import torch
 from headstart.configs.errors import BadInput
 from headstart.configs.loader import build, read_config, shipped
 from headstart.eval.generate import generate
-from headstart.heads.base import DraftBatch, Reading, chain_starts
+from headstart.heads.base import DraftBatch, chain_starts
+from headstart.heads.drafter import Reading
 from headstart.heads.drafting import DynamicTree, StaticTree, draft_static
 from headstart.heads.eagle import EagleConfig, EagleHead
 from headstart.heads.registry import build_head, load_head, save_head

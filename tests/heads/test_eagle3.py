@@ -6,7 +6,7 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.generate import generate
-from headstart.heads.base import Reading
+from headstart.heads.drafter import Reading
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.registry import build_head, load_head, save_head

@@ -6,7 +6,8 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.generate import generate
-from headstart.heads.base import DraftBatch, Reading
+from headstart.heads.base import DraftBatch
+from headstart.heads.drafter import Reading
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.hydra import HydraConfig
 from headstart.heads.registry import build_head, load_head, save_head

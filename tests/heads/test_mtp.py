@@ -8,7 +8,8 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.generate import generate
-from headstart.heads.base import DraftBatch, Reading
+from headstart.heads.base import DraftBatch
+from headstart.heads.drafter import Reading
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.mtp import MtpConfig
 from headstart.heads.mtp_checkpoint import stitch

@@ -16,7 +16,7 @@ from headstart.eval.drafters.lookup import (
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.eval.generate import generate
 from headstart.eval.measurement.metrics import acceptance
-from headstart.heads.base import Drafter, Reading
+from headstart.heads.drafter import Drafter, Reading
 from headstart.heads.registry import HEADS, build_head, save_head
 from headstart.heads.target import Target, TargetOutput
 

@@ -12,7 +12,7 @@ from headstart.eval.drafters.draft_model import DraftModelDrafter
 from headstart.eval.drafters.lookup import build_drafter
 from headstart.eval.drafters.translated import Tail, TranslatedDrafter, TranslatedRow, Vocabulary
 from headstart.eval.generate import generate
-from headstart.heads.base import Reading
+from headstart.heads.drafter import Reading
 from headstart.heads.loading import fingerprint_of
 from headstart.heads.target import Target, TargetOutput
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers

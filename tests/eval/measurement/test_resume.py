@@ -16,7 +16,7 @@ from headstart.configs.errors import BadInput
 from headstart.eval.drafters.lookup import NgramDrafter, SuffixDrafter
 from headstart.eval.measurement import measure, passes
 from headstart.eval.measurement import transformers_baseline as comparators
-from headstart.eval.measurement.passes import MeasureConfig
+from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.resume import Measured, identity
 from headstart.eval.measurement.transformers_baseline import compare_transformers
 from headstart.eval.suites.prompts import Suite

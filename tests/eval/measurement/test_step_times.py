@@ -5,7 +5,7 @@ from headstart.configs.errors import BadInput
 from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.drafters.synthetic import SyntheticDrafter
 from headstart.eval.measurement import step_times
-from headstart.eval.measurement.config import Setting, chains
+from headstart.eval.measurement.config import DraftSetting, chains
 from headstart.eval.measurement.step_times import (
     NUM_ROUNDS,
     Place,
@@ -18,7 +18,7 @@ from headstart.eval.measurement.step_times import (
 from headstart.heads.drafting import StaticTree
 from headstart.heads.registry import HEADS, build_head
 
-TREE = Setting("static:2", 1, StaticTree(((0,), (1,))))
+TREE = DraftSetting("static:2", 1, StaticTree(((0,), (1,))))
 
 
 def planted(setting, batch, context, length, num_tokens):
@@ -37,7 +37,7 @@ def test_a_table_of_linear_times_is_read_exactly_everywhere():
     known = [(None, 0), ("K 1", 1), ("K 8", 8)]
     table = StepTable(tuple(planted(name, b, c, k, k + 1) for name, k in known for b in (1, 4, 16) for c in (10, 40)))
     for length, batch, context in ((1, 1, 10), (3, 7, 33), (8, 20, 5), (5, 16, 100)):
-        read = table.at(Setting(f"K {length}", length), batch_size=batch, context=context)
+        read = table.at(DraftSetting(f"K {length}", length), batch_size=batch, context=context)
         wanted = planted("", batch, context, length, 0)
         assert (read.round_ms, read.reading_ms) == pytest.approx((wanted.round_ms, wanted.reading_ms))
     assert table.at(None, batch_size=2, context=20).round_ms == pytest.approx(1 + 4 + 10 + 0.125)
@@ -79,7 +79,7 @@ def test_passes_run_the_same_rounds_behind_prompts_read_once(target, monkeypatch
 
     monkeypatch.setattr(step_times, "run_round", counted)
     monkeypatch.setattr(step_times, "prefill", lambda *arguments: prefills.append(1) or prefill(*arguments))
-    place = Place(target, drafter, [Setting("K 3", 3)], batch_size=1, context=4, text=[1, 5, 9, 11])
+    place = Place(target, drafter, [DraftSetting("K 3", 3)], batch_size=1, context=4, text=[1, 5, 9, 11])
     place.run()
     place.run()
     assert len(prefills) == 2, "the baseline's and the drafter's engine"
@@ -87,7 +87,7 @@ def test_passes_run_the_same_rounds_behind_prompts_read_once(target, monkeypatch
     assert accepted == [[3]] * 2 * (NUM_ROUNDS + 1)
     place.run(reads_again=True)
     assert len(prefills) == 4
-    assert (len(place.plain), len(place.drafted[Setting("K 3", 3)])) == (6, 3)
+    assert (len(place.plain), len(place.drafted[DraftSetting("K 3", 3)])) == (6, 3)
 
 
 def test_a_context_without_room_for_the_timed_rounds_is_refused(target):

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 import pytest
-from headstart.eval.measurement.config import Setting
+from headstart.eval.measurement.config import DraftSetting
 from headstart.eval.measurement.metrics import Acceptance
 from headstart.eval.measurement.step_times import StepTime
 from headstart.eval.plan.engine_settings import schedule
 from headstart.eval.plan.load import Request, SimulatedServer, arrivals, figures, load_curve, simulated_servers
 from headstart.eval.plan.prediction import Accepted, Workload
 
-ACCEPTED = Accepted(Setting("K 2", 2), Acceptance(4, 12, [4, 4], [4, 4]), [[3, 3], [3, 3]])  # 7 tokens each
+ACCEPTED = Accepted(DraftSetting("K 2", 2), Acceptance(4, 12, [4, 4], [4, 4]), [[3, 3], [3, 3]])  # 7 tokens each
 WORK = Workload([10, 10], 7)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.drafters.lookup import NgramDrafter
-from headstart.eval.measurement.config import Setting, chains
+from headstart.eval.measurement.config import DraftSetting, chains
 from headstart.eval.measurement.metrics import Acceptance
 from headstart.eval.measurement.step_times import StepTime
 from headstart.eval.plan.machine_profile import (
@@ -54,7 +54,7 @@ def test_the_h100_profile_gives_the_published_speedups():
     machine = load_machine("h100-llama-3.1-8b-vllm")
     share = 2.13526175 / machine.forward_ms(tokens=1, cached=0)
     times = MachineTimes(machine, 1.0, 1.0, {"K 3": share})
-    one = Accepted(Setting("K 3", 3), Acceptance(10, 26, [10] * 3, [6] * 3), [[2] * 4 + [3] * 6])
+    one = Accepted(DraftSetting("K 3", 3), Acceptance(10, 26, [10] * 3, [6] * 3), [[2] * 4 + [3] * 6])
     wanted = {1: 1.99, 8: 1.91, 32: 1.72, 64: 1.56}
     found = {size: steady_speedup(one, times, batch_size=size, context=512) for size in wanted}
     assert found == pytest.approx(wanted, rel=0.06)

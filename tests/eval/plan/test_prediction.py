@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import pytest
 from headstart.configs.errors import BadInput
 from headstart.eval.drafters.lookup import NgramDrafter
-from headstart.eval.measurement.config import Setting, chains
+from headstart.eval.measurement.config import DraftSetting, MeasureConfig, chains
 from headstart.eval.measurement.metrics import Acceptance
-from headstart.eval.measurement.passes import MeasureConfig
 from headstart.eval.measurement.step_times import StepTime
 from headstart.eval.plan.engine_settings import for_sglang, measured_lengths, schedule
 from headstart.eval.plan.prediction import (
@@ -46,7 +45,7 @@ def accepted(length, per_round, *, tokens=(13, 13), tree=None, name=""):
         [(new - 1) // num + (i < (new - 1) % num) for i in range(num)] for new, num in zip(tokens, rounds, strict=True)
     ]
     counted = Acceptance(sum(rounds), round(sum(rounds) * per_round), [1] * length, [1] * length)
-    return Accepted(Setting(name or f"K {length}", length, tree), counted, emitted)
+    return Accepted(DraftSetting(name or f"K {length}", length, tree), counted, emitted)
 
 
 def test_a_batch_lasts_as_long_as_its_slowest_row():

@@ -6,7 +6,7 @@ from headstart.eval.drafters.lookup import NgramDrafter, SuffixDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.eval.engine import Engine
 from headstart.eval.generate import Stopwatch, Texts, generate, prefill, run_round
-from headstart.eval.measurement.config import Setting
+from headstart.eval.measurement.config import DraftSetting
 from headstart.eval.plan.load import Request
 from headstart.eval.plan.server import LiveServer
 from headstart.eval.stopping import Stop
@@ -39,7 +39,7 @@ def test_texts_are_those_of_requests_alone(name, at_once, target, tiny_target):
     """12 requests, all at once or by and by, at most 4 rows: every engine size is used, rows move between them."""
     drafter = None if name == "none" else drafter_of(name, target, tiny_target)
     requests = [Request(i % len(PROMPTS), 0.0 if at_once else 0.004 * i) for i in range(12)]
-    texts, rows = serve(target, drafter, Setting("K 3", 3) if drafter else None, requests)
+    texts, rows = serve(target, drafter, DraftSetting("K 3", 3) if drafter else None, requests)
     for request, text in zip(requests, texts, strict=True):
         alone = generate(target, None, PROMPTS[request.number], max_new_tokens=LENGTHS, eos_token_ids={2})
         assert text == alone.token_ids[0]
@@ -58,7 +58,7 @@ def test_drafts_are_those_of_a_request_alone(name, target):
         _, *state, _ = prefill(engine, texts, watch)
         alone.append(drafts(engine, texts, state, watch))
     server = LiveServer(
-        target, head, Setting("K 3", 3), PROMPTS, max_new_tokens=20, max_batch_size=3, stop=Stop(frozenset())
+        target, head, DraftSetting("K 3", 3), PROMPTS, max_new_tokens=20, max_batch_size=3, stop=Stop(frozenset())
     )
     batch = server.empty(1)
     for number, prompt in enumerate(prompts):
@@ -81,7 +81,7 @@ def drafts(engine, texts, state, watch):
 def test_trees_and_ends_after_one_token(name, target):
     """Trees too; and texts that end with their first token leave at once."""
     head = drafter_of(name, target, None)
-    tree = Setting("dynamic:5", 3, DynamicTree(num_nodes=5, depth=3, top_k=2))
+    tree = DraftSetting("dynamic:5", 3, DynamicTree(num_nodes=5, depth=3, top_k=2))
     first = [generate(target, None, prompt, max_new_tokens=1).token_ids[0][0] for prompt in PROMPTS]
     requests = [Request(i, 0.0) for i in range(len(PROMPTS))]
     texts, _ = serve(target, head, tree, requests, eos=frozenset({first[0], first[2]}))

@@ -8,7 +8,7 @@ import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.drafters.lookup import build_drafter, parse_drafter
 from headstart.eval.generate import generate
-from headstart.heads.base import Reading
+from headstart.heads.drafter import Reading
 from headstart.heads.eagle import EagleConfig
 from headstart.heads.export.write import WRITERS, export_head
 from headstart.heads.importing.importers import import_head
