@@ -88,7 +88,7 @@ def imported_start(folder: str | Path, config: HeadConfig, target: Target) -> Im
 
 
 def read_imported(folder: Path, target: Target, *, is_its_target: bool = True) -> Imported:
-    """The head in a folder. Args: is_its_target: tables in the folder must be this target's. Raises as `import_head`."""
+    """The head in a folder. Args: is_its_target: its tables must be this target's. Raises BadInput."""
     config, stored = read_all(folder)
     layout = layout_of(folder, config, stored)
     record = provenance(config)
