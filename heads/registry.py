@@ -1,9 +1,6 @@
 """The table of head families, and head folders: config.json, model.safetensors and, of some, a target's adapter."""
 
 import json
-import os
-import shutil
-import tempfile
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from torch import Tensor
 
 from .. import __version__
 from ..configs.errors import BadInput, first_line
+from ..configs.files import replacing_folder, restore_folder, write_json
 from .adapters import adapted_layers, merged_state, read_adapter, write_adapter
 from .base import DraftHead, HeadConfig
 from .draft_lm import DraftLMHead
@@ -90,17 +88,12 @@ def save_head(
         ours["training"] = training
     kind = str(next(iter(head.parameters())).dtype if dtype is None else dtype).removeprefix("torch.")
     config = {**head.serving_config(), "dtype": kind, "torch_dtype": kind, "headstart": ours}
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-    temporary.chmod(0o755)
-    (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    if head.adapts_target:
-        names = [name for name in tensors if name.startswith(ADAPTER)]
-        write_adapter({name.removeprefix(ADAPTER): tensors.pop(name) for name in names}, head.target, temporary)
-    save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
-    if folder.exists():
-        shutil.rmtree(folder)
-    os.replace(temporary, folder)
+    with replacing_folder(folder) as temporary:
+        write_json(temporary / "config.json", config)
+        if head.adapts_target:
+            names = [name for name in tensors if name.startswith(ADAPTER)]
+            write_adapter({name.removeprefix(ADAPTER): tensors.pop(name) for name in names}, head.target, temporary)
+        save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
@@ -120,6 +113,7 @@ def read_head_config(folder: str | Path) -> dict[str, Any]:
 
 def is_run_head(folder: str | Path) -> bool:
     """Whether it is a head as `save_head` writes it; else others wrote it, or `headstart export`, or it is a hub id."""
+    restore_folder(folder)
     try:
         return "headstart" in json.loads(Path(folder, "config.json").read_text())
     except (OSError, ValueError, TypeError):
