@@ -1,10 +1,14 @@
 """Tiny random targets and the fixtures that tests of several folders share."""
 
+import contextlib
+import io
+import itertools
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -213,3 +217,56 @@ def chi_square() -> Callable[..., float]:
         return float((terms.sum() + rest) / max(1, int(big.sum())))
 
     return measure
+
+
+@pytest.fixture
+def at_every_call():
+    """Runs something in child processes that are killed, or meet an OSError, at each of its calls of the system.
+
+    Args: start: makes what is there before. action: what is interrupted. check: asserts what is there after.
+    """
+
+    def run(start: Callable[[], object], action: Callable[[], object], check: Callable[[], object]) -> None:
+        for fault in ("OSError", "kill"):
+            for number in itertools.count(1):
+                start()
+                child = os.fork()
+                if child == 0:
+                    os._exit(exit_code_of(action, fault, number))
+                code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+                check()
+                if code == 0:
+                    break
+                assert code == 9, "the action failed by itself"
+            assert number > 5, "the action makes more calls than that"
+
+    return run
+
+
+def exit_code_of(action: Callable[[], object], fault: str, number: int) -> int:
+    """0 where the action makes fewer calls than `number`, 9 where the fault came at that one."""
+    num_calls = 0
+
+    def interrupt(frame, event, argument):
+        nonlocal num_calls
+        if not is_of_the_system(frame, event, argument) or (fault == "OSError" and event != "c_call"):
+            return
+        num_calls += 1
+        if num_calls == number and fault == "kill":
+            os._exit(9)
+        if num_calls == number:
+            raise OSError(28, "no space left on device")
+
+    sys.setprofile(interrupt)
+    with contextlib.suppress(OSError):
+        action()
+    sys.setprofile(None)
+    return 0 if num_calls < number else 9
+
+
+def is_of_the_system(frame: FrameType, event: str, argument: Any) -> bool:
+    """Whether a profiler's event is a call of the system, or of a function of configs/files.py."""
+    if event != "c_call":
+        return event == "call" and frame.f_code.co_filename.endswith("configs/files.py")
+    owner, module = getattr(argument, "__self__", None), str(getattr(argument, "__module__", ""))
+    return owner in (io, sys.modules["posix"]) or isinstance(owner, io.IOBase) or "safetensors" in module
