@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import __version__
 from ..configs.errors import BadInput, first_line
-from ..configs.files import replacing_folder, write_json
+from ..configs.files import replacing_folder, restore_folder, write_json
 from .adapters import merged_state, read_adapter, write_adapter
 from .base import DraftHead
 from .target import Target
@@ -103,6 +103,7 @@ def read_record(folder: str | Path) -> HeadRecord:
 
 def is_head_folder(folder: str | Path) -> bool:
     """Whether `save_head` wrote it; else it is an export, a head that others trained, or a hub id."""
+    restore_folder(folder)
     try:
         return "headstart" in json.loads(Path(folder, "config.json").read_text())
     except (OSError, ValueError, TypeError):
