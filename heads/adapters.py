@@ -1,4 +1,4 @@
-"""Low-rank adapters (Hu et al. 2022), by peft: on a head's own layers, merged when saved, or on the target's.
+"""Low-rank adapters (LoRA, Hu et al. 2022) by peft: on a head's own layers, merged when saved, or on the target's.
 
 peft is imported where adapters are made, and nowhere else.
 """
@@ -32,20 +32,21 @@ def add_adapters(module: nn.Module, *, rank: int, alpha: float, vocab_size: int,
         from peft import LoraConfig, inject_adapter_in_model  # an optional part: see docs/dependencies.md
     except ImportError as error:
         raise BadInput(f"{key} {rank}: needs the package peft (pip install peft)") from error
-    linear = {name: one for name, one in module.named_modules() if isinstance(one, nn.Linear)}
-    outputs = [name for name, one in linear.items() if one.out_features == vocab_size]
-    if adapted_layers(module) or any(isinstance(one, TargetAdapter) for one in module.modules()):
+    linear = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
+    outputs = [name for name, layer in linear.items() if layer.out_features == vocab_size]
+    if adapted_layers(module) or any(isinstance(part, TargetAdapter) for part in module.modules()):
         raise BadInput(f"{key} {rank}: this {type(module).__name__} has adapters already")
-    how: dict[str, Any] = {"r": rank, "lora_alpha": alpha, "target_modules": "all-linear"}
+    scale: Any = alpha  # peft annotates an int and takes any number
+    config = LoraConfig(r=rank, lora_alpha=scale, target_modules="all-linear", exclude_modules=outputs or None)
     try:
-        inject_adapter_in_model(LoraConfig(**how, exclude_modules=outputs or None), module)
+        inject_adapter_in_model(config, module)
     except ValueError as error:
         raise BadInput(f"{key} {rank}: {type(module).__name__} has no linear layer to adapt") from error
 
 
 def adapted_layers(module: nn.Module) -> dict[str, Any]:
     """The layers that `add_adapters` put in place of linear ones, by name."""
-    return {name: one for name, one in module.named_modules() if hasattr(one, "base_layer")}
+    return {name: layer for name, layer in module.named_modules() if hasattr(layer, "base_layer")}
 
 
 def merged_state(module: nn.Module) -> dict[str, Tensor]:
@@ -65,7 +66,7 @@ def merged_state(module: nn.Module) -> dict[str, Tensor]:
 class TargetAdapter(nn.Module):
     """Adapters on each linear layer of a target but its output's, held by the head that trains them (Medusa-2).
 
-    From here on the target computes with them; its own weights stay as they are. Tensors, in fp32, are
+    The target computes with them; its own weights do not change. Tensors, in fp32, are
     `{layer}.lora_A.weight` and `{layer}.lora_B.weight`, the very ones that the target's layers use.
 
     Raises: BadInput without peft, and where the target has adapters already.
@@ -89,7 +90,7 @@ class TargetAdapter(nn.Module):
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Within, the target is the model that was loaded."""
+        """Within, the target computes without the adapters."""
         trained = [parameter.requires_grad for parameter in self.parameters()]
         for layer in self.layers_of_target:
             layer.enable_adapters(False)
@@ -110,9 +111,14 @@ def write_adapter(tensors: dict[str, Tensor], target: Target, folder: Path) -> N
     from peft import LoraConfig
 
     ours = target.model.peft_config[ADAPTER]
-    how: dict[str, Any] = {"r": ours.r, "lora_alpha": ours.lora_alpha, "target_modules": sorted(ours.target_modules)}
-    where = {"base_model_name_or_path": target.name, "task_type": "CAUSAL_LM", "inference_mode": True}
-    LoraConfig(**how, **where).save_pretrained(str(folder))
+    LoraConfig(
+        r=ours.r,
+        lora_alpha=ours.lora_alpha,
+        target_modules=sorted(ours.target_modules),
+        base_model_name_or_path=target.name,
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+    ).save_pretrained(str(folder))
     save_file({PREFIX + name: value for name, value in tensors.items()}, folder / WEIGHTS, metadata={"format": "pt"})
 
 

@@ -1,4 +1,4 @@
-"""Whether a head fits a target, and what it costs, told from the target's config alone: no weights are read."""
+"""Whether a head fits a target, and what it costs, from the target's config alone: no weights are read."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from ..configs.errors import BadInput, first_line
 from .base import DraftHead, HeadConfig
+from .families import head_class
 from .loading import TargetConfig, quiet_loading, read_model_config
-from .registry import head_class
 from .target import Target
 
 TRAINING_BYTES = 16  # per trained parameter: an fp32 weight, its gradient and AdamW's two moments
@@ -18,26 +18,26 @@ FROZEN_BYTES = 4  # per frozen parameter of the head: an fp32 weight
 
 @dataclass(frozen=True)
 class HeadSize:
-    """parameters: trained ones. memory_bytes: what training keeps of them, activations left out. serving_bytes: all the
-    head's parameters in the target's dtype."""
+    """What a head reads and costs."""
 
     feature_layers: tuple[int, ...]
     reads_post_norm: bool
-    parameters: int
-    memory_bytes: int
-    serving_bytes: int
+    parameters: int  # trained ones
+    memory_bytes: int  # in training: weights, gradients and optimizer state; activations left out
+    serving_bytes: int  # all the head's parameters in the target's dtype
 
 
 def load_skeleton(config: TargetConfig) -> Target:
-    """The target with shapes but no weights, on torch's meta device; a 70B one takes a second.
+    """The target with shapes but no weights, on torch's meta device.
 
     Raises: BadInput where there is no such model, or it cannot be built without weights.
     """
-    return build_skeleton(read_model_config(config.path, **how_to_read(config)), config)
+    return build_skeleton(config_of(config), config)
 
 
-def how_to_read(config: TargetConfig) -> dict[str, Any]:
-    return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+def config_of(target: TargetConfig) -> Any:
+    """The target's Hugging Face config. Raises BadInput where there is none."""
+    return read_model_config(target.path, revision=target.revision, trust_remote_code=target.trust_remote_code)
 
 
 def build_skeleton(model_config: Any, config: TargetConfig) -> Target:
@@ -74,7 +74,7 @@ def check_fit(config: HeadConfig, target: TargetConfig) -> None:
 
     What only weights tell (those that a head starts from, an unknown kind of model) is left to those who load them.
     """
-    model_config = read_model_config(target.path, **how_to_read(target))
+    model_config = config_of(target)
     try:
         skeleton = build_skeleton(model_config, target)
     except BadInput:

@@ -1,4 +1,4 @@
-"""How a target is named and read from disk or the hub: its config, dtype and device, and which weights it holds."""
+"""Reading a target from disk or the hub: its path, config, dtype and device, and the fingerprint of its weights."""
 
 import gc
 import hashlib
@@ -19,17 +19,14 @@ from ..configs.errors import BadInput, first_line
 
 @dataclass(kw_only=True)
 class TargetConfig:
-    """Which frozen model to load.
+    """Which frozen model to load."""
 
-    path: local folder or hub id. dtype: float32, bfloat16, float16, or auto (as stored). device_map: for a target that
-    no single GPU holds, as Accelerate takes it: `auto` spreads its layers over all GPUs of the machine and then over
-    host memory, for one process; None: each process has it on a device of its own.
-    """
-
-    path: str
-    dtype: str = "auto"
+    path: str  # local folder or hub id
+    dtype: str = "auto"  # float32, bfloat16, float16, or auto (as stored)
+    # for a target that no single GPU holds, as Accelerate takes it: `auto` spreads its layers over all GPUs of the
+    # machine and then over host memory, for one process; None: each process has it on a device of its own
     device_map: str | dict[str, str | int] | None = None
-    revision: str | None = None
+    revision: str | None = None  # of the hub repository
     trust_remote_code: bool = False
 
 
@@ -66,14 +63,14 @@ def read_model_config(path: str | Path, *, revision: str | None = None, trust_re
 
 
 def quantization(config: Any) -> str | None:
-    """How a model's stored weights are quantised, as its config names the method; None: they are not."""
-    found = getattr(config, "quantization_config", None)
-    found = found if isinstance(found, dict) or found is None else found.to_dict()
-    return None if found is None else str(found.get("quant_method"))
+    """The quantisation method of a model's stored weights, as its config names it; None: not quantised."""
+    method = getattr(config, "quantization_config", None)
+    method = method if isinstance(method, dict) or method is None else method.to_dict()
+    return None if method is None else str(method.get("quant_method"))
 
 
 def release_memory() -> None:
-    """Give back to the GPU what nothing refers to any more."""
+    """Free GPU memory that nothing refers to any more."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -86,7 +83,7 @@ def default_device() -> str:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Without transformers' report of a bad checkpoint, which we sum up, and its progress bar, but on a terminal."""
+    """Within, transformers prints no report of a checkpoint (errors sum it up), and a progress bar on terminals only."""
     verbosity, bar = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     if not sys.stderr.isatty():
@@ -100,19 +97,19 @@ def quiet_loading() -> Iterator[None]:
 
 
 def fingerprint_of(model: nn.Module) -> str:
-    """Which weights a model holds: sha256 over names, shapes and 64 spread values of each parameter, as stored."""
+    """sha256 over names, shapes and 64 evenly spread values of each parameter, as stored."""
     from accelerate.utils import align_module_device
 
-    found: dict[str, tuple[Any, bytes]] = {}
+    sampled: dict[str, tuple[Any, bytes]] = {}
     for place, module in model.named_modules():
         with align_module_device(module):  # of weights that are kept elsewhere until they are used
             for name, value in module.named_parameters(recurse=False):
                 spread = value.detach().flatten()[:: max(1, value.numel() // 64)][:64]
-                found[f"{place}.{name}".lstrip(".")] = tuple(value.shape), spread.float().cpu().numpy().tobytes()
+                sampled[f"{place}.{name}".lstrip(".")] = tuple(value.shape), spread.float().cpu().numpy().tobytes()
     names = {name for name, _ in model.named_parameters()}  # of tied ones the first name
     digest = hashlib.sha256()
     for name in sorted(names):
-        shape, values = found[name]
+        shape, values = sampled[name]
         digest.update(f"{name} {shape}".encode())
         digest.update(values)
     return digest.hexdigest()[:32]

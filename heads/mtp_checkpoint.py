@@ -5,10 +5,8 @@ written to the safetensors files themselves.
 """
 
 import json
-import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..configs.errors import BadInput, first_line
 
@@ -25,19 +23,17 @@ from ..configs.errors import BadInput, first_line
 class Layout:
     """How a family of checkpoints stores and joins its MTP modules.
 
-    enorm, hnorm, eh_proj, norm, block: their names, with {module} the module's number from 0 and {layer} that number
-    behind the target's layers. hidden_first: the projection reads [hidden, embedding]. masks_first: the embedding
-    beside position 0 is zero. count_key: the config key that says how many modules there are.
+    In names, {module} is the module's number from 0, and {layer} that number plus the target's number of layers.
     """
 
-    enorm: str
+    enorm: str  # names of the five parts of a module
     hnorm: str
     eh_proj: str
     norm: str
     block: str
-    hidden_first: bool
-    masks_first: bool
-    count_key: str
+    hidden_first: bool  # the projection reads [hidden, embedding]
+    masks_first: bool  # the embedding beside position 0 is zero
+    count_key: str  # of the config: the number of modules
 
     @property
     def has_many(self) -> bool:
@@ -96,49 +92,40 @@ def read_modules(folder: str | Path, state: dict[str, Tensor]) -> dict[str, Tens
     if not Path(folder).is_dir():
         raise BadInput(f"head.init checkpoint: {folder} is no local folder: download the target first")
     wanted = {name: value.detach().clone() for name, value in state.items()}
-    where = stored_tensors(folder)
+    where = tensor_locations(folder)
     for name, view in views_on_disk(wanted, where).items():
-        view.copy_(_stored(folder, where, name, view.shape))
+        view.copy_(_read(folder, where, name, view.shape))
     return wanted
 
 
-def stitch(head: nn.Module, folder: str | Path, output_folder: str | Path) -> Path:
-    """Write a copy of a checkpoint whose MTP tensors are the head's, in the dtypes that they had.
+def stitch(state: dict[str, Tensor], folder: str | Path, output_folder: str | Path) -> None:
+    """Copy a checkpoint into a folder with MTP tensors of our own, in the dtypes that they had.
 
     Everything else is copied byte for byte; names, shapes and dtypes before and after are compared, so that nothing is
     dropped or added. MTP tensors that the head does not train (copies of the embedding and output layer) stay.
 
-    Raises: BadInput where the checkpoint lacks the head's tensors, or the output folder exists.
+    Args: state: the head's tensors by served name. output_folder: an empty one.
+    Raises: BadInput where the checkpoint lacks one of these tensors.
     """
     folder, output_folder = Path(folder), Path(output_folder)
-    if output_folder.exists():
-        raise BadInput(f"{output_folder}: exists already")
-    before = stored_tensors(folder)
-    new = views_on_disk(head.state_dict(), before)
+    before = tensor_locations(folder)
+    new = views_on_disk(state, before)
     for name, value in new.items():
-        _stored(folder, before, name, value.shape)
+        _read(folder, before, name, value.shape)
     changed = {before[name].name for name in new}
-    output_folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=output_folder.parent, prefix=f".{output_folder.name}."))
-    try:
-        temporary.chmod(0o755)
-        shutil.copytree(folder, temporary, ignore=shutil.ignore_patterns(*changed), dirs_exist_ok=True)
-        for file in changed:
-            with safe_open(folder / file, framework="pt") as opened:
-                metadata = opened.metadata()
-            tensors = load_file(folder / file)
-            for name in tensors.keys() & new.keys():
-                tensors[name] = new[name].detach().cpu().to(tensors[name].dtype).contiguous()
-            save_file(tensors, temporary / file, metadata)
-        if _headers(before) != _headers(stored_tensors(temporary)):
-            raise BadInput(f"{output_folder}: its tensors would differ from those of {folder} in name, shape or dtype")
-        os.replace(temporary, output_folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return output_folder
+    shutil.copytree(folder, output_folder, ignore=shutil.ignore_patterns(*changed), dirs_exist_ok=True)
+    for file in changed:
+        with safe_open(folder / file, framework="pt") as opened:
+            metadata = opened.metadata()
+        tensors = load_file(folder / file)
+        for name in tensors.keys() & new.keys():
+            tensors[name] = new[name].detach().cpu().to(tensors[name].dtype).contiguous()
+        save_file(tensors, output_folder / file, metadata)
+    if _headers(before) != _headers(tensor_locations(output_folder)):
+        raise BadInput(f"{folder}: stitched, its tensors would differ in name, shape or dtype")
 
 
-def stored_tensors(folder: str | Path) -> dict[str, Path]:
+def tensor_locations(folder: str | Path) -> dict[str, Path]:
     """In which safetensors file of a checkpoint folder each tensor is. Raises BadInput where there is none."""
     index = Path(folder, "model.safetensors.index.json")
     names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
@@ -174,7 +161,7 @@ def _experts(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield f"{stem}.{i}.{part}_proj.weight", view
 
 
-def _stored(folder: str | Path, where: dict[str, Path], name: str, shape: torch.Size) -> Tensor:
+def _read(folder: str | Path, where: dict[str, Path], name: str, shape: torch.Size) -> Tensor:
     if name not in where:
         raise BadInput(f"{folder}: no tensor {name}: the checkpoint has no such MTP module, or head.layout is another")
     with safe_open(where[name], framework="pt") as opened:
@@ -188,10 +175,10 @@ def _stored(folder: str | Path, where: dict[str, Path], name: str, shape: torch.
 
 def _headers(where: dict[str, Path]) -> dict[str, tuple[str, list[int]]]:
     """Dtype and shape of every tensor."""
-    found = {}
+    headers = {}
     for file in set(where.values()):
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  (a method of safetensors, not a dict)
                 part = opened.get_slice(name)
-                found[name] = (part.get_dtype(), part.get_shape())
-    return found
+                headers[name] = (part.get_dtype(), part.get_shape())
+    return headers

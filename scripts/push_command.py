@@ -45,7 +45,7 @@ def push(
     if not re.fullmatch(REPO_ID, repo):
         raise BadInput(f"{repo}: expected a repository as owner/name")
     head = read_folder(run, target=target or None)
-    named = base_model or head.ours["target"]["name"]
+    named = base_model or head.record.target_name
     if not re.fullmatch(REPO_ID, named) or Path(named).exists():
         raise BadInput(f"target {named}: no hub id; say with --base-model which model the head drafts for")
     word = switching_word(repo, head.family)
@@ -74,13 +74,13 @@ def prepare(
 
     results, environment = [], {}
     if report is not None:
-        fingerprint = head.ours["target"]["fingerprint"]
+        fingerprint = head.record.fingerprint
         results, environment = read_report(report, family=head.family, fingerprint=fingerprint)
     export_head(head.path, folder, to=to or "hf", target=head.target if head.target_config else None)
     problems = check_folder(folder).problems
     if problems:
         raise BadInput(f"{run}: {problems[0]}; headstart export and check say more")
-    publish_names(folder / "config.json", {head.ours["target"]["name"], head.target}, base_model)
+    publish_names(folder / "config.json", {head.record.target_name, head.target}, base_model)
     source = head.path.parent if (head.path.parent / "config.yaml").is_file() else head.path
     recipe, data = recipe_of(source)
     text = card(
@@ -97,7 +97,7 @@ def prepare(
     (folder / "README.md").write_text(text)
     if report is not None:
         shutil.copyfile(report, folder / "report.json")
-        publish_names(folder / "report.json", {head.ours["target"]["name"], head.target}, base_model)
+        publish_names(folder / "report.json", {head.record.target_name, head.target}, base_model)
         for plot in sorted([*report.parent.glob("*.svg"), *report.parent.glob("*.png")]):
             shutil.copyfile(plot, folder / plot.name)
 

@@ -110,10 +110,10 @@ def first_head(run: RunConfig, target: Target, ids: Tensor | None, console: Cons
     except BadInput as error:
         raise BadInput(f"train.start_from: {error}") from error
     before, now = head_record(folder), head.config.as_dict()
-    if before["target"]["fingerprint"] not in (None, target.fingerprint):
-        name = before["target"]["name"]
+    if before.fingerprint not in (None, target.fingerprint):
+        name = before.target_name
         console.print(f"train.start_from: a head of another target, {name}; it goes on for {target.name}")
-    changed = [key for key, value in before["head"].items() if now.get(key) != value]
+    changed = [key for key, value in before.head.items() if now.get(key) != value]
     if changed:
         console.print(f"train.start_from: that head was trained with another {', '.join(changed)}")
     if config.lora_rank:

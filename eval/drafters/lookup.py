@@ -219,4 +219,4 @@ def build_drafters(specs: Sequence[str], target: Target) -> list[tuple[str, Draf
 def trained(spec: str) -> dict[str, Any] | None:
     """What a head says of its own training, as docs/run_folder.md has it; None: nothing, or it is no head."""
     kind, argument = parse_drafter(spec)
-    return head_record(argument).get("training") if kind == "head" else None
+    return head_record(argument).training if kind == "head" else None

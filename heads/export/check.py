@@ -1,4 +1,4 @@
-"""The contract checker: everything wrong with an exported head that an engine would serve without a word."""
+"""Everything wrong with an exported head that an engine would load without an error."""
 
 import json
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from . import contracts
 from .contracts import Contract
 from .folder import switching_word
 from .model_contracts import COUNT_KEYS, draft_model, is_module, mtp, mtp_layout
-from .stored import INTEGERS, Stored, read_stored
+from .tensor_files import INTEGERS, TensorFiles, read_tensor_files
 
 FAMILIES = {"eagle": "eagle", "eagle3": "eagle3", "speculators": "eagle3", "medusa": "medusa", "mtp": "mtp"}
 TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
@@ -20,14 +20,14 @@ TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "f
 
 @dataclass(frozen=True)
 class Checked:
-    """layout: as recognised, None where config.json cannot be read. problems: a line each."""
+    """What `check_folder` found."""
 
-    layout: str | None
-    problems: list[str]
+    layout: str | None  # None where config.json cannot be read
+    problems: list[str]  # a line each
 
 
 def check_folder(folder: str | Path) -> Checked:
-    """Hold a folder against the contract of its layout. Raises BadInput where it is no head's folder at all."""
+    """Compare a folder with the contract of its layout. Raises BadInput where it is no head's folder at all."""
     folder = Path(folder)
     path = folder / "config.json"
     if not path.is_file():
@@ -38,7 +38,7 @@ def check_folder(folder: str | Path) -> Checked:
         return Checked(None, [f"config.json: not JSON: {first_line(error)}"])
     if not isinstance(config, dict):
         return Checked(None, ["config.json: no JSON object"])
-    stored = read_stored(folder)
+    stored = read_tensor_files(folder)
     layout = recognised(config, stored)
     if layout is None:
         raise BadInput(f"{folder}: neither its config nor its tensors are those of a head that an engine serves")
@@ -54,8 +54,8 @@ def check_folder(folder: str | Path) -> Checked:
     return Checked(contract.layout, problems)
 
 
-def recognised(config: dict[str, Any], stored: Stored) -> str | None:
-    """The layout that config and tensor names speak for, whatever is wrong with the one or the other."""
+def recognised(config: dict[str, Any], stored: TensorFiles) -> str | None:
+    """The layout by config keys and tensor names, whatever else is wrong with them; None: unknown."""
     names, architectures = stored.shapes, str(config.get("architectures") or "").lower()
     if "speculators_model_type" in config or "speculators_config" in config:
         return "speculators"
@@ -73,7 +73,7 @@ def recognised(config: dict[str, Any], stored: Stored) -> str | None:
     return "draft model" if "forcausallm" in architectures else None
 
 
-def contract_of(layout: str, folder: Path, config: dict[str, Any], stored: Stored) -> Contract:
+def contract_of(layout: str, folder: Path, config: dict[str, Any], stored: TensorFiles) -> Contract:
     if layout == "draft model":
         return draft_model(folder, config, stored)
     if layout == "mtp":
@@ -81,7 +81,7 @@ def contract_of(layout: str, folder: Path, config: dict[str, Any], stored: Store
     return getattr(contracts, layout)(config, list(stored.shapes))
 
 
-def compared(contract: Contract, stored: Stored, config: dict[str, Any]) -> list[str]:
+def compared(contract: Contract, stored: TensorFiles, config: dict[str, Any]) -> list[str]:
     """Tensors that are missing, of another shape, or should not be there."""
     if not contract.shapes or not stored.shapes:
         return []
@@ -102,7 +102,7 @@ def compared(contract: Contract, stored: Stored, config: dict[str, Any]) -> list
     return problems
 
 
-def dtype_problems(family: str, config: dict[str, Any], stored: Stored) -> list[str]:
+def dtype_problems(family: str, config: dict[str, Any], stored: TensorFiles) -> list[str]:
     """Weights are floating point, all alike, as config.json says; maps of the draft vocabulary are whole numbers."""
     problems, mapping = [], {"d2t": INTEGERS, "t2d": ("BOOL",)}
     for name, allowed in mapping.items():
@@ -123,7 +123,7 @@ def dtype_problems(family: str, config: dict[str, Any], stored: Stored) -> list[
     return problems
 
 
-def value_problems(contract: Contract, stored: Stored, config: dict[str, Any]) -> list[str]:
+def value_problems(contract: Contract, stored: TensorFiles, config: dict[str, Any]) -> list[str]:
     """Values that no trained head has. Of a target with MTP modules, only the modules are read."""
     problems = []
     for name in stored.floats:
@@ -145,7 +145,7 @@ def value_problems(contract: Contract, stored: Stored, config: dict[str, Any]) -
     return problems
 
 
-def map_problems(stored: Stored, config: dict[str, Any]) -> list[str]:
+def map_problems(stored: TensorFiles, config: dict[str, Any]) -> list[str]:
     """d2t holds offsets: draft token i is target token i + d2t[i]; t2d marks those targets."""
     offsets = stored.read("d2t").long()
     ids = offsets + torch.arange(len(offsets))  # [Vd]

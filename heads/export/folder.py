@@ -1,11 +1,5 @@
-"""What an export reads and how it writes: a head's folder, its target's config, a folder whole or not at all."""
+"""What an export reads, a trained head's folder and its target's config, and the two files that it writes."""
 
-import json
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +10,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ...configs.errors import BadInput, first_line
+from ...configs.files import write_json
 from ..adapters import WEIGHTS as ADAPTER_WEIGHTS
+from ..folder import HeadRecord, read_head_config
 from ..loading import read_model_config, torch_dtype
-from ..mtp_checkpoint import stored_tensors
-from ..registry import read_head_config
+from ..mtp_checkpoint import tensor_locations
 
 PROVENANCE = "headstart_export"  # the key under which an exported config.json keeps the head's own config
 SWITCHES = ("eagle-", "eagle3", "dflash", "dspark")  # in a path, vLLM takes them for the method
@@ -28,22 +23,23 @@ EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight", "model.languag
 
 @dataclass(frozen=True)
 class HeadFolder:
-    """A trained head as `save_head` wrote it.
-
-    config: the serving keys of config.json. ours: its `headstart` part. tensors: by served name, in the dtype that
-    they are exported in. target: folder or hub id; target_config: as Hugging Face reads it, None where it is not there.
-    """
+    """A trained head as `save_head` wrote it."""
 
     path: Path
-    config: dict[str, Any]
-    ours: dict[str, Any]
-    tensors: dict[str, Tensor]
-    target: str
-    target_config: dict[str, Any] | None
+    config: dict[str, Any]  # the serving keys of config.json
+    record: HeadRecord
+    tensors: dict[str, Tensor]  # by served name, in the dtype that they are exported in
+    target: str  # folder or hub id
+    target_config: dict[str, Any] | None  # as Hugging Face reads it; None where the target is not there
 
     @property
     def family(self) -> str:
-        return self.ours["head"]["type"]
+        return self.record.family
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The head's own config."""
+        return self.record.head
 
     @property
     def has_adapter(self) -> bool:
@@ -52,8 +48,8 @@ class HeadFolder:
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """What importing the export needs to give the same head."""
-        return {PROVENANCE: self.ours}
+        """The key of an exported config.json from which importing it gives the same head."""
+        return {PROVENANCE: self.record.to_json()}
 
 
 def read_folder(path: str | Path, *, target: str | None = None, dtype: str | None = None) -> HeadFolder:
@@ -66,15 +62,14 @@ def read_folder(path: str | Path, *, target: str | None = None, dtype: str | Non
     path = Path(path)
     if not (path / "config.json").is_file() and (path / "final").is_dir():
         path = path / "final"
-    ours = read_head_config(path)
-    config = json.loads((path / "config.json").read_text())
-    del config["headstart"]
-    name = target or ours["target"]["name"]
+    config = read_head_config(path)
+    record = HeadRecord.from_json(config.pop("headstart"))
+    name = target or record.target_name
     target_config = None
     try:
-        found = read_model_config(name)
+        whole = read_model_config(name)
         # a model of several parts keeps its dtype outside its text part
-        target_config = {**found.get_text_config().to_dict(), "dtype": str(found.dtype).removeprefix("torch.")}
+        target_config = {**whole.get_text_config().to_dict(), "dtype": str(whole.dtype).removeprefix("torch.")}
     except BadInput:
         if target is not None:
             raise
@@ -87,7 +82,7 @@ def read_folder(path: str | Path, *, target: str | None = None, dtype: str | Non
     if isinstance(wanted, torch.dtype):
         tensors = {name: value.to(wanted) if value.is_floating_point() else value for name, value in tensors.items()}
     kind = str(next(value.dtype for value in tensors.values() if value.is_floating_point())).removeprefix("torch.")
-    return HeadFolder(path, {**config, "dtype": kind, "torch_dtype": kind}, ours, tensors, name, target_config)
+    return HeadFolder(path, {**config, "dtype": kind, "torch_dtype": kind}, record, tensors, name, target_config)
 
 
 def usable(dtype: str | None) -> str:
@@ -105,27 +100,8 @@ def switching_word(where: str | Path, family: str) -> str | None:
     return next((word for word in SWITCHES if word in text and word not in (allowed or ())), None)
 
 
-@contextmanager
-def new_folder(output: str | Path) -> Iterator[Path]:
-    """A temporary folder that becomes `output` if all goes well, else it goes. Raises BadInput where it exists."""
-    output = Path(output)
-    if output.exists():
-        raise BadInput(f"{output}: exists already")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}."))
-    except OSError as error:
-        raise BadInput(f"{output}: {first_line(error)}") from error
-    try:
-        temporary.chmod(0o755)
-        yield temporary
-        os.replace(temporary, output)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
 def write_config(folder: Path, config: dict[str, Any]) -> None:
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_json(folder / "config.json", config)
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor], *, name: str = "model.safetensors") -> None:
@@ -140,7 +116,7 @@ def output_rows(head: HeadFolder) -> Tensor:
     """
     if not Path(head.target).is_dir():
         raise BadInput(f"target {head.target}: no local folder; name one with --target: its lm_head is written in")
-    where = stored_tensors(head.target)
+    where = tensor_locations(head.target)
     names = [name for name in ("lm_head.weight", "language_model.lm_head.weight", *EMBEDDINGS) if name in where]
     if not names:
         raise BadInput(f"target {head.target}: no tensor lm_head.weight in it")

@@ -19,7 +19,7 @@ def write_blocks(head: HeadFolder, folder: Path, *, to: str) -> None:
     Raises: BadInput where output layers have a bias, for which vLLM has no place.
     """
     tensors = {served_name(head, name): value for name, value in head.tensors.items()}
-    is_shared = head.ours["head"]["output"] == "shared"
+    is_shared = head.own["output"] == "shared"
     if is_shared:
         tensors["lm_head.weight"] = output_rows(head)
     config = {key: value for key, value in head.config.items() if not key.startswith("medusa_num_")}
@@ -31,7 +31,7 @@ def write_blocks(head: HeadFolder, folder: Path, *, to: str) -> None:
 def write_published(head: HeadFolder, folder: Path, *, to: str) -> None:
     """FasterDecoding: {k}.{j}.linear and {k}.{num_blocks}, each with the target's rows where the head shares them."""
     tensors = dict(head.tensors)
-    if head.ours["head"]["output"] == "shared":
+    if head.own["output"] == "shared":
         rows, config = output_rows(head), head.config
         names = [f"{k}.{config['medusa_num_layers']}.weight" for k in range(config["medusa_num_heads"])]
         tensors |= {name: rows.clone() for name in names}

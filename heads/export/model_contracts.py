@@ -12,14 +12,14 @@ from ...configs.errors import first_line
 from ..loading import quiet_loading
 from ..mtp_checkpoint import LAYOUTS, views_on_disk
 from .contracts import Contract, sizes_of
-from .stored import Stored
+from .tensor_files import TensorFiles
 
 MARKS = {"mimo": ".mtp_layers.", "qwen3_next": "mtp.fc.", "deepseek_v3": ".eh_proj."}  # in names, of each MTP layout
 PARTS = ("enorm", "hnorm", "eh_proj", "norm", "block")
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 
 
-def draft_model(folder: Path, config: Mapping[str, Any], stored: Stored) -> Contract:
+def draft_model(folder: Path, config: Mapping[str, Any], stored: TensorFiles) -> Contract:
     """Everything that transformers' own class of the config has, and the tokenizer."""
     contract = Contract("draft model")
     if "auto_map" in config:
@@ -51,7 +51,7 @@ def mtp_layout(names: Mapping[str, Any]) -> str | None:
     return next((layout for layout, mark in MARKS.items() if any(mark in name for name in names)), None)
 
 
-def mtp(config: Mapping[str, Any], stored: Stored) -> Contract:
+def mtp(config: Mapping[str, Any], stored: TensorFiles) -> Contract:
     """The modules' tensors: a decoder layer like the target's last that attends, and what joins and norms."""
     inner = config.get("text_config", config)
     name = mtp_layout(stored.shapes) or "deepseek_v3"
@@ -85,7 +85,7 @@ def mtp(config: Mapping[str, Any], stored: Stored) -> Contract:
     return contract
 
 
-def last_attending(stored: Stored, num_layers: int) -> dict[str, tuple[int, ...]]:
+def last_attending(stored: TensorFiles, num_layers: int) -> dict[str, tuple[int, ...]]:
     """Names, from the layer on, and shapes of the last layer of the target that has full attention."""
     for i in reversed(range(num_layers)):
         found = {

@@ -22,7 +22,7 @@ def write_speculators(head: HeadFolder, folder: Path, *, to: str) -> None:
     check_target(head)
     if head.target_config is None:
         raise BadInput(f"target {head.target}: no config.json there; name it with --target: the folder serves itself")
-    config, own = head.config, head.ours["head"]
+    config, own = head.config, head.own
     ids, features = config["eagle_aux_hidden_state_layer_ids"], config["num_aux_hidden_states"]
     options: dict[str, Any] = {key: config[key] for key in OPTIONS}
     how = {

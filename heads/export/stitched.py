@@ -3,15 +3,13 @@
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ...configs.errors import BadInput
-from ..mtp_checkpoint import LAYOUTS, stitch, stored_tensors, views_on_disk
+from ..mtp_checkpoint import LAYOUTS, stitch, tensor_locations, views_on_disk
 from .folder import EMBEDDINGS, HeadFolder, write_config
 
 # kinds of target (model_type) that engines load modules of a layout with
@@ -34,15 +32,11 @@ def write_stitched(head: HeadFolder, folder: Path, *, to: str) -> None:
             f"target {head.target}: no local folder; name one with --target: the modules go into a copy of it"
         )
     tensors = {name: value for name, value in head.tensors.items() if name not in ("d2t", "t2d")}
-    where = stored_tensors(head.target)
-    layout = LAYOUTS[head.ours["head"]["layout"]]
+    where = tensor_locations(head.target)
+    layout = LAYOUTS[head.own["layout"]]
     num_modules = head.config[layout.count_key]
     if all(name in where for name in views_on_disk(tensors, where)):
-        whole = folder / "whole"
-        stitch(cast(Any, SimpleNamespace(state_dict=lambda: tensors)), head.target, whole)
-        for path in whole.iterdir():
-            path.rename(folder / path.name)
-        whole.rmdir()
+        stitch(tensors, head.target, folder)
     else:
         write_beside(head, folder, tensors, where)
     for name in CARD_FILES:  # the target's card is not the new checkpoint's
@@ -53,14 +47,14 @@ def write_stitched(head: HeadFolder, folder: Path, *, to: str) -> None:
     inner[layout.count_key] = num_modules
     if "mtp_num_hidden_layers" in inner:
         inner["mtp_num_hidden_layers"] = num_modules
-    if head.ours["head"]["layout"] == "mimo":
+    if head.own["layout"] == "mimo":
         config["architectures"] = ["MiMoForCausalLM"]
     write_config(folder, config)
 
 
 def write_beside(head: HeadFolder, folder: Path, tensors: dict[str, Tensor], where: dict[str, Path]) -> None:
     """A copy of a target without MTP modules, and one more file with the head's."""
-    own = head.ours["head"]["layout"]
+    own = head.own["layout"]
     kind = str((head.target_config or {}).get("model_type"))
     if kind not in SERVED[own]:
         raise BadInput(

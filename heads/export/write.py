@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from ...configs.errors import BadInput
-from .folder import HeadFolder, new_folder, read_folder, switching_word
+from ...configs.errors import BadInput, first_line
+from ...configs.files import replacing_folder
+from .folder import HeadFolder, read_folder, switching_word
 from .medusa import ADAPTER_FOLDER, write_blocks, write_published
 from .plain import write_plain
 from .portable import write_eagle, write_eagle3
@@ -46,8 +46,11 @@ def export_head(
         raise BadInput(
             f"{output}: `{word}` in its path makes vLLM take {head.family} for another method; name it otherwise"
         )
-    with new_folder(output) as folder:
-        writers[to](head, folder, to=to)
+    try:
+        with replacing_folder(Path(output)) as folder:
+            writers[to](head, folder, to=to)
+    except OSError as error:
+        raise BadInput(f"{output}: {first_line(error)}") from error
     return head
 
 
@@ -56,24 +59,23 @@ SGLANG_ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "draft_lm": "STANDALO
 
 def notes(head: HeadFolder) -> list[str]:
     """What serving a head asks for beyond its folder, or what an engine does otherwise than `headstart eval`."""
-    own, found = head.ours["head"], []
+    lines = []
     if head.has_adapter:
-        found.append(
+        lines.append(
             f"it drafts for the target with {ADAPTER_FOLDER}/ on it: merge that into the target that you serve"
         )
-    if head.family == "mtp" and own["draft_vocab_size"]:
-        found.append("engines draft the whole vocabulary from MTP modules: draft_vocab_size has no effect there")
-    if head.family == "mtp" and own["feedback"] == "pre_norm":
-        found.append("engines feed the next depth from behind the norm: drafts behind the first differ from training")
+    if head.family == "mtp" and head.own["draft_vocab_size"]:
+        lines.append("engines draft the whole vocabulary from MTP modules: draft_vocab_size has no effect there")
+    if head.family == "mtp" and head.own["feedback"] == "pre_norm":
+        lines.append("engines feed the next depth from behind the norm: drafts behind the first differ from training")
     if head.target_config is None:
-        found.append(f"target {head.target} is not there: weights keep their dtype, {head.config['dtype']}")
-    return found
+        lines.append(f"target {head.target} is not there: weights keep their dtype, {head.config['dtype']}")
+    return lines
 
 
 def serve_commands(head: HeadFolder, output: str, *, to: str, target: str | None = None) -> dict[str, str]:
     """The command of each engine that loads the exported folder, by engine."""
-    own: dict[str, Any] = head.ours["head"]
-    name, num = target or head.target, own["num_depths"]
+    name, num = target or head.target, head.own["num_depths"]
     if head.family == "mtp":
         num = head.config.get("num_nextn_predict_layers", 1)
         spec = f'{{"method":"mtp","num_speculative_tokens":{num}}}'

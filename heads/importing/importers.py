@@ -27,29 +27,30 @@ from ..export.check import FAMILIES, recognised
 from ..export.folder import PROVENANCE
 from ..export.medusa import ADAPTER_FOLDER, from_blocks
 from ..export.model_contracts import COUNT_KEYS, mtp_layout
-from ..export.stored import Stored
+from ..export.tensor_files import TensorFiles
+from ..families import build_head, head_class
+from ..folder import ADAPTER, HeadRecord, load_weights
 from ..medusa import MedusaConfig
 from ..mtp import MtpConfig
 from ..mtp_checkpoint import LAYOUTS, read_modules
-from ..registry import ADAPTER, build_head, head_class, load_weights
 from ..target import Target
 from .published import architecture_of, local_folder, read_all, same_tensor
 
 Tensors = dict[str, Tensor]
 
 
-# keys that say what a head computes and that its tensors do not tell: training goes on with the same ones
+# config keys that change what a head computes and that its tensors do not show: training goes on with the same ones
 COMPUTES = ("feature_layers", "num_layers", "bias", "fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")
 COMPUTES += ("architecture", "num_blocks", "output", "layout", "independent", "feedback", "draft_vocab_size")
 
 
 @dataclass(frozen=True)
 class Imported:
-    """config: what the head is. tensors: by our names. draft_token_ids: [Vd], where it drafts a cut vocabulary."""
+    """A head of any layout in our terms."""
 
     config: HeadConfig
-    tensors: Tensors
-    draft_token_ids: Tensor | None = None
+    tensors: Tensors  # by our names
+    draft_token_ids: Tensor | None = None  # [Vd], where it drafts a cut vocabulary
 
 
 def import_head(folder: str | Path, target: Target) -> DraftHead:
@@ -59,48 +60,49 @@ def import_head(folder: str | Path, target: Target) -> DraftHead:
     Raises: BadInput where the layout is unknown, the weights are pickles or do not fit, or a part is not supported.
     """
     folder = local_folder(folder)
-    with named(folder):
-        found = read_imported(folder, target)
-        head = build_head(found.config, target, draft_token_ids=found.draft_token_ids)
-        load_weights(head, found.tensors, folder)
+    with naming(folder):
+        imported = read_imported(folder, target)
+        head = build_head(imported.config, target, draft_token_ids=imported.draft_token_ids)
+        load_weights(head, imported.tensors, folder)
     return head.to(target.dtype).eval().requires_grad_(False)
 
 
 def imported_start(folder: str | Path, config: HeadConfig, target: Target) -> Imported:
-    """A published or exported head to train on from, as the family that `config` says; its target may be another one.
+    """A published or exported head of `config`'s family to start training from; its target may be another one.
 
     Raises: BadInput as `import_head`, and with the keys to set where `config` would have it compute otherwise.
     """
     folder = local_folder(folder)
-    with named(folder):
-        found = read_imported(folder, target, is_its_target=False)
-    if found.config.type != config.type:
-        raise BadInput(f"head {folder}: is of type {found.config.type}, not {config.type}")
-    theirs, ours = found.config.as_dict(), config.as_dict()
+    with naming(folder):
+        imported = read_imported(folder, target, is_its_target=False)
+    if imported.config.type != config.type:
+        raise BadInput(f"head {folder}: is of type {imported.config.type}, not {config.type}")
+    theirs, ours = imported.config.as_dict(), config.as_dict()
     if isinstance(config, Eagle3Config) and config.feature_layers is None:
         ours["feature_layers"] = default_feature_layers(target.num_layers)
     other = {key: theirs[key] for key in COMPUTES if key in theirs and theirs[key] != ours[key]}
     if other and config.type != "draft_lm":  # whose config.json is the whole of it
         keys = " ".join(shlex.quote(f"head.{key}={json.dumps(value)}") for key, value in other.items())
-        raise BadInput(f"head {folder}: was made otherwise than this config says: {keys}")
-    return found
+        raise BadInput(f"head {folder}: computes otherwise than this config: set {keys}")
+    return imported
 
 
 def read_imported(folder: Path, target: Target, *, is_its_target: bool = True) -> Imported:
-    """What a folder holds. is_its_target: the tables in it must be the target's. Raises BadInput as `import_head`."""
+    """The head in a folder. Args: is_its_target: tables in the folder must be this target's. Raises as `import_head`."""
     config, stored = read_all(folder)
     layout = layout_of(folder, config, stored)
+    record = provenance(config)
+    if is_its_target and record is not None:
+        record.check_target(folder, target)
+    imported = IMPORTERS[layout](folder, config, stored, target)
     if is_its_target:
-        check_target(folder, config, target)
-    found = IMPORTERS[layout](folder, config, stored, target)
-    if is_its_target:
-        check_tables(found, stored, target)
-    return found
+        check_tables(imported, stored, target)
+    return imported
 
 
 @contextmanager
-def named(folder: Path) -> Iterator[None]:
-    """What is wrong with a head is said with its folder."""
+def naming(folder: Path) -> Iterator[None]:
+    """Errors raised within name the head's folder."""
     try:
         yield
     except BadInput as error:
@@ -108,45 +110,38 @@ def named(folder: Path) -> Iterator[None]:
         raise BadInput(str(error) if known else f"head {folder}: {error}") from error
 
 
-def record_of(folder: str | Path) -> dict[str, Any]:
-    """Of a folder, before any target is loaded: what `registry.head_record` tells. Raises BadInput as `import_head`."""
+def record_of(folder: str | Path) -> HeadRecord:
+    """The record that our export left in a folder; of others' heads the family. Raises BadInput as `import_head`."""
     folder = local_folder(folder)
     config, stored = read_all(folder)
     family = FAMILIES.get(layout_of(folder, config, stored), "draft_lm")
-    unknown = {"head": {"type": family}, "target": {"name": "", "fingerprint": None}}
-    return config.get(PROVENANCE) or unknown
+    return provenance(config) or HeadRecord({"type": family}, "", None)
 
 
-def layout_of(folder: Path, config: dict[str, Any], stored: Stored) -> str:
+def provenance(config: dict[str, Any]) -> HeadRecord | None:
+    """The record of the head that our export left in config.json; None where others wrote it."""
+    return HeadRecord.from_json(config[PROVENANCE]) if config.get(PROVENANCE) else None
+
+
+def layout_of(folder: Path, config: dict[str, Any], stored: TensorFiles) -> str:
     layout = recognised(config, stored)
     if layout is None:
         raise BadInput(f"head {folder}: neither its config nor its tensors are those of a head known here")
     return layout
 
 
-def check_target(folder: Path, config: dict[str, Any], target: Target) -> None:
-    """Raises BadInput where one of our exports was trained on another target."""
-    trained_on = config.get(PROVENANCE, {}).get("target")
-    if trained_on is not None and trained_on["fingerprint"] != target.fingerprint:
-        raise BadInput(
-            f"head {folder}: trained on target {trained_on['name']} (fingerprint {trained_on['fingerprint'][:12]}), "
-            f"not on {target.name} ({target.fingerprint[:12]})"
-        )
-
-
 def own_config(config: dict[str, Any], *, plain: type[HeadConfig]) -> HeadConfig | None:
-    """What our export says the head is, None where it says nothing. `plain`: the family that is expected."""
-    raw = config.get(PROVENANCE, {}).get("head")
-    if raw is None:
+    """The head's config where our export recorded it, else None. `plain`: the config class of the expected family."""
+    record = provenance(config)
+    if record is None:
         return None
-    known = {f.name for f in fields(plain)}
-    unknown = sorted(raw.keys() - known)
+    unknown = sorted(record.head.keys() - {f.name for f in fields(plain)})
     if unknown:
         raise BadInput(f"config keys of another version of Headstart: {unknown}")
-    return plain(**raw)
+    return plain(**record.head)
 
 
-def import_eagle3(folder: Path, config: dict[str, Any], stored: Stored, target: Target) -> Imported:
+def import_eagle3(folder: Path, config: dict[str, Any], stored: TensorFiles, target: Target) -> Imported:
     """Also of speculators, whose layer has a config within the config and where norm_before_residual is the default."""
     layer = config.get("transformer_layer_config", config)
     num_layers = layer.get("num_hidden_layers") or 1
@@ -209,7 +204,7 @@ def draft_ids(tensors: Tensors, target: Target) -> Tensor | None:
     return ids
 
 
-def import_eagle(folder: Path, config: dict[str, Any], stored: Stored, target: Target) -> Imported:
+def import_eagle(folder: Path, config: dict[str, Any], stored: TensorFiles, target: Target) -> Imported:
     tensors = without_tables({bare(name): stored.read(name) for name in stored.files}, keep_output=False)
     bias = tensors.get("fc.bias")
     made = own_config(config, plain=EagleConfig) or EagleConfig(
@@ -231,12 +226,12 @@ def without_tables(tensors: Tensors, *, keep_output: bool) -> Tensors:
     return {n: value for n, value in tensors.items() if n not in tables and not n.endswith("rotary_emb.inv_freq")}
 
 
-def check_tables(found: Imported, stored: Stored, target: Target) -> None:
+def check_tables(imported: Imported, stored: TensorFiles, target: Target) -> None:
     """Raises BadInput where a head's folder has tables of the target, and they are not this target's."""
-    if found.config.type in ("mtp", "draft_lm"):  # a model's own
+    if imported.config.type in ("mtp", "draft_lm"):  # a model's own
         return
     tables = {"embed_tokens.weight": target.input_embedding.weight}
-    if "lm_head.weight" not in found.tensors:
+    if "lm_head.weight" not in imported.tensors:
         tables["lm_head.weight"] = target.output_layer.weight
     for name in stored.files:
         reference = tables.get(bare(name))
@@ -245,7 +240,7 @@ def check_tables(found: Imported, stored: Stored, target: Target) -> None:
             raise BadInput(f"tensor {name} {list(value.shape)}: not that of {target.name}; a head reads the target's")
 
 
-def import_medusa(folder: Path, config: dict[str, Any], stored: Stored, target: Target) -> Imported:
+def import_medusa(folder: Path, config: dict[str, Any], stored: TensorFiles, target: Target) -> Imported:
     raw = {name: stored.read(name) for name in stored.files}
     blocks = [
         found for name in raw if (found := re.search(r"(\d+)\.(\d+)\.linear\.|blocks\.(\d+)\.layers\.(\d+)\.", name))
@@ -270,7 +265,7 @@ def import_medusa(folder: Path, config: dict[str, Any], stored: Stored, target: 
     return Imported(made, tensors | {ADAPTER + name: value for name, value in adapter.items()})
 
 
-def import_mtp(folder: Path, config: dict[str, Any], stored: Stored, target: Target) -> Imported:
+def import_mtp(folder: Path, config: dict[str, Any], stored: TensorFiles, target: Target) -> Imported:
     """The modules of a whole checkpoint, whose other tensors are the target's."""
     inner = config.get("text_config", config)
     name = mtp_layout(stored.shapes)
@@ -283,7 +278,7 @@ def import_mtp(folder: Path, config: dict[str, Any], stored: Stored, target: Tar
     return Imported(made, read_modules(folder, build_head(made, target).state_dict()))
 
 
-def import_draft_model(folder: Path, config: dict[str, Any], stored: Stored, target: Target) -> Imported:
+def import_draft_model(folder: Path, config: dict[str, Any], stored: TensorFiles, target: Target) -> Imported:
     made = own_config(config, plain=head_class("draft_lm").config_class)
     if made is not None:
         return Imported(made, {name: stored.read(name) for name in stored.files})
@@ -291,7 +286,7 @@ def import_draft_model(folder: Path, config: dict[str, Any], stored: Stored, tar
     return Imported(head.config, head.state_dict())
 
 
-IMPORTERS: dict[str, Callable[[Path, dict[str, Any], Stored, Target], Imported]] = {
+IMPORTERS: dict[str, Callable[[Path, dict[str, Any], TensorFiles, Target], Imported]] = {
     "eagle": import_eagle,
     "eagle3": import_eagle3,
     "speculators": import_eagle3,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...configs.errors import BadInput, first_line
-from ..export.stored import Stored, read_stored
+from ..export.tensor_files import TensorFiles, read_tensor_files
 from ..nn.layers import llama_config
 from ..target import Target
 
@@ -33,7 +33,7 @@ def local_folder(folder: str | Path) -> Path:
         raise BadInput(f"head {folder}: no such folder, and from the hub: {first_line(error)}") from error
 
 
-def read_all(folder: Path) -> tuple[dict[str, Any], Stored]:
+def read_all(folder: Path) -> tuple[dict[str, Any], TensorFiles]:
     path = folder / "config.json"
     if not path.is_file():
         raise BadInput(f"head {folder}: no config.json in it")
@@ -41,7 +41,7 @@ def read_all(folder: Path) -> tuple[dict[str, Any], Stored]:
         config = json.loads(path.read_text())
     except ValueError as error:
         raise BadInput(f"{path}: not JSON: {error}") from error
-    stored = read_stored(folder)
+    stored = read_tensor_files(folder)
     broken = [problem for problem in stored.problems if "not a whole" in problem or "names " in problem]
     if broken:
         raise BadInput(f"head {folder}: {broken[0]}")

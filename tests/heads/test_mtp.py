@@ -364,7 +364,8 @@ def test_a_checkpoints_module_is_read_trained_and_put_back(checkpoint, make_batc
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.sub_(0.1 * parameter.grad + 0.01)
-    out = stitch(head, folder, tmp_path / "stitched")
+    out = tmp_path / "stitched"
+    stitch(head.state_dict(), folder, out)
     assert sorted(p.name for p in out.iterdir()) == sorted(p.name for p in folder.iterdir())
     before, after = (
         {name: value for path in f.glob("*.safetensors") for name, value in load_file(path).items()}
@@ -380,8 +381,6 @@ def test_a_checkpoints_module_is_read_trained_and_put_back(checkpoint, make_batc
     reread = build_head(head.config, again)
     for ours, theirs in zip(head.parameters(), reread.parameters(), strict=True):
         assert torch.equal(ours.bfloat16().float(), theirs)
-    with pytest.raises(BadInput, match="exists already"):
-        stitch(head, folder, out)
 
 
 @pytest.mark.parametrize("checkpoint", [("qwen2", "mimo")], indirect=True)
@@ -392,7 +391,7 @@ def test_what_a_checkpoint_lacks_is_refused(checkpoint, tmp_path):
         build_head(MtpConfig(init="checkpoint"), target)
     many = build_head(MtpConfig(layout="mimo", independent=True, num_depths=2), target)
     with pytest.raises(BadInput, match=r"no tensor model.mtp_layers.1"):
-        stitch(many, folder, tmp_path / "stitched")
+        stitch(many.state_dict(), folder, tmp_path / "stitched")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["target"], "nothing half-written stays"
     path = folder / "model-00002-of-00002.safetensors"
     tensors = load_file(path)

@@ -331,7 +331,7 @@ def test_a_hub_id_names_a_head(published, target, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert parse_drafter("head:owner/name") == ("head", "owner/name")
     head = load_head("owner/name", target)
-    assert head.config.type == "eagle3" and head_record("owner/name")["target"]["fingerprint"] is None
+    assert head.config.type == "eagle3" and head_record("owner/name").fingerprint is None
     assert set(asked) == {"owner/name"}
 
 

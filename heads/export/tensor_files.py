@@ -1,4 +1,4 @@
-"""The safetensors files of a folder as engines find them: each tensor's file, shape and dtype, read without weights."""
+"""The safetensors files of a folder: file, shape and dtype of each tensor, read from the headers alone."""
 
 import json
 from dataclasses import dataclass, field
@@ -14,13 +14,13 @@ INTEGERS = ("I64", "I32", "I16", "I8", "U8")
 
 
 @dataclass
-class Stored:
-    """files: where each tensor lies. shapes, dtypes (as safetensors calls them): of each. problems: of the files."""
+class TensorFiles:
+    """All tensors of a folder, by name."""
 
-    files: dict[str, Path] = field(default_factory=dict)
+    files: dict[str, Path] = field(default_factory=dict)  # the file that holds each
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    dtypes: dict[str, str] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+    dtypes: dict[str, str] = field(default_factory=dict)  # as safetensors names them: F32, BF16, ...
+    problems: list[str] = field(default_factory=list)  # with the files themselves, a line each
 
     @property
     def floats(self) -> list[str]:
@@ -31,9 +31,9 @@ class Stored:
             return opened.get_tensor(name)
 
 
-def read_stored(folder: Path) -> Stored:
+def read_tensor_files(folder: Path) -> TensorFiles:
     """All tensors of a folder, with what is wrong about its files."""
-    stored = Stored()
+    stored = TensorFiles()
     paths = sorted(folder.glob("*.safetensors"))
     for path in sorted(folder.iterdir()):
         if path.suffix in PICKLES:
@@ -57,13 +57,13 @@ def read_stored(folder: Path) -> Stored:
 
 
 def is_pickle(path: Path) -> bool:
-    """By its first bytes, of a bare pickle or of torch.save's archive; those of a sound file's length can be alike."""
+    """Whether the first bytes are a bare pickle's or those of torch.save's archive."""
     with path.open("rb") as file:
         start = file.read(4)
     return start.startswith((b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")) or start == b"PK\x03\x04"
 
 
-def check_index(folder: Path, stored: Stored) -> None:
+def check_index(folder: Path, stored: TensorFiles) -> None:
     """Adds where the index of a folder of several files and its files disagree."""
     path = folder / "model.safetensors.index.json"
     if not path.is_file():

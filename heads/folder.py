@@ -1,0 +1,133 @@
+"""A head's own folder: config.json, model.safetensors and, of some, an adapter of the target (peft)."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from .. import __version__
+from ..configs.errors import BadInput, first_line
+from ..configs.files import replacing_folder, restore_folder, write_json
+from .adapters import merged_state, read_adapter, write_adapter
+from .base import DraftHead
+from .target import Target
+
+ADAPTER = "adapter."  # prefix of the tensors that a head puts on the target's layers
+
+
+@dataclass(frozen=True)
+class HeadRecord:
+    """The `headstart` part of a head's config.json, which every export carries along."""
+
+    head: dict[str, Any]  # its `HeadConfig.as_dict`; of heads that others trained, `type` alone
+    target_name: str  # folder or hub id that it was trained on; empty where that is not known
+    fingerprint: str | None  # of that target's weights (`loading.fingerprint_of`); None where it is not known
+    training: dict[str, Any] | None = None  # docs/run_folder.md: how it was trained
+    version: str = __version__
+
+    @property
+    def family(self) -> str:
+        return self.head["type"]
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> "HeadRecord":
+        target = raw["target"]
+        return cls(raw["head"], target["name"], target["fingerprint"], raw.get("training"), raw.get("version", ""))
+
+    def to_json(self) -> dict[str, Any]:
+        target = {"name": self.target_name, "fingerprint": self.fingerprint}
+        known = {"version": self.version, "head": self.head, "target": target}
+        return known if self.training is None else {**known, "training": self.training}
+
+    def check_target(self, folder: str | Path, target: Target) -> None:
+        """Raises BadInput where the head was trained on another target."""
+        if self.fingerprint is not None and self.fingerprint != target.fingerprint:
+            raise BadInput(
+                f"head {folder}: trained on target {self.target_name} (fingerprint {self.fingerprint[:12]}), "
+                f"not on {target.name} ({target.fingerprint[:12]})"
+            )
+
+
+def save_head(
+    head: DraftHead, folder: str | Path, *, dtype: torch.dtype | None = None, training: dict[str, Any] | None = None
+) -> Path:
+    """Write a head folder in one step; a head that was there before is replaced only when the new one is complete.
+
+    config.json has the serving keys of the family and, under `headstart`, the `HeadRecord`; model.safetensors has the
+    tensors under the family's served names, with `d2t` and `t2d` where the draft vocabulary is cut. Adapters of the
+    head's own layers are merged into them; those of the target are in peft's two files beside.
+
+    Args: dtype: of the stored weights; None: as they are. training: JSON of how it was trained (docs/run_folder.md).
+    """
+    state = merged_state(head).items()
+    tensors = {name: value.detach().to(dtype or value.dtype).cpu().contiguous() for name, value in state}
+    if head.vocabulary is not None:
+        to_target = head.vocabulary.to_target.cpu()
+        tensors["d2t"] = to_target - torch.arange(len(to_target))
+        tensors["t2d"] = head.vocabulary.to_draft.cpu() >= 0
+    record = HeadRecord(head.config.as_dict(), head.target.name, head.target.fingerprint, training)
+    name_of_dtype = str(dtype or next(iter(head.parameters())).dtype).removeprefix("torch.")
+    dtypes = {"dtype": name_of_dtype, "torch_dtype": name_of_dtype}
+    with replacing_folder(Path(folder)) as temporary:
+        write_json(temporary / "config.json", {**head.serving_config(), **dtypes, "headstart": record.to_json()})
+        if head.adapts_target:
+            names = [name for name in tensors if name.startswith(ADAPTER)]
+            write_adapter({name.removeprefix(ADAPTER): tensors.pop(name) for name in names}, head.target, temporary)
+        save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+    return Path(folder)
+
+
+def read_head_config(folder: str | Path) -> dict[str, Any]:
+    """config.json of a head's own folder. Raises BadInput where it is none of ours."""
+    path = Path(folder, "config.json")
+    if not path.is_file():
+        raise BadInput(f"head {folder}: {'no config.json in it' if Path(folder).is_dir() else 'no such folder'}")
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise BadInput(f"{path}: not JSON: {error}") from error
+    if "headstart" not in config:
+        raise BadInput(f"{path}: no `headstart` key: not a head trained by Headstart")
+    return config
+
+
+def read_record(folder: str | Path) -> HeadRecord:
+    """The `headstart` part of config.json. Raises BadInput as `read_head_config`."""
+    return HeadRecord.from_json(read_head_config(folder)["headstart"])
+
+
+def is_head_folder(folder: str | Path) -> bool:
+    """Whether `save_head` wrote it; else it is an export, a head that others trained, or a hub id."""
+    restore_folder(folder)
+    try:
+        return "headstart" in json.loads(Path(folder, "config.json").read_text())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def read_tensors(folder: str | Path) -> tuple[dict[str, Tensor], Tensor | None]:
+    """The tensors of a head folder by the head's names, and the draft token ids [Vd] where its vocabulary is cut."""
+    path = Path(folder, "model.safetensors")
+    try:
+        tensors = load_file(path)
+        adapter = read_adapter(Path(folder))
+    except (OSError, SafetensorError) as error:
+        raise BadInput(f"{path}: {first_line(error)}") from error
+    tensors |= {ADAPTER + name: value for name, value in adapter.items()}
+    d2t, _ = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    return tensors, None if d2t is None else d2t + torch.arange(len(d2t))
+
+
+def load_weights(head: DraftHead, tensors: dict[str, Tensor], folder: str | Path) -> None:
+    """Copy a folder's tensors into a head, in the head's own dtype. Raises BadInput unless they fit one to one."""
+    expected = {name: tuple(value.shape) for name, value in head.state_dict().items()}
+    stored = {name: tuple(value.shape) for name, value in tensors.items()}
+    for name in sorted(expected.keys() | stored.keys()):
+        if expected.get(name) != stored.get(name):
+            raise BadInput(f"head {folder}: tensor {name}: expected {expected.get(name)}, found {stored.get(name)}")
+    head.load_state_dict(tensors)
