@@ -12,7 +12,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 
 from ..configs.errors import BadInput, first_line
-from ..configs.loader import PACKAGE_CONFIGS
+from ..configs.loader import find_config
 from .config import TrainConfig
 
 OTHER_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # how many processes they started
@@ -133,10 +133,7 @@ def deepspeed_plugin(config: TrainConfig) -> DeepSpeedPlugin:
 
 def read_deepspeed(name: str) -> dict[str, Any]:
     """A DeepSpeed JSON file, here or in the package. Raises BadInput."""
-    path = Path(name)
-    if not path.is_file():
-        path = PACKAGE_CONFIGS.joinpath(*path.parts[1:])
     try:
-        return json.loads(path.read_text())
+        return json.loads(find_config(Path(name)).read_text())
     except (OSError, ValueError) as error:
         raise BadInput(f"DeepSpeed config {name}: {first_line(error)}") from error

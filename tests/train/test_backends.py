@@ -31,10 +31,8 @@ def losses(folder):
 
 def curve(folder):
     """What training and validation gave, but for how long it took."""
-    return [
-        {k: v for k, v in row.items() if k not in StepSpeed.__dataclass_fields__}
-        for row in read_rows(folder / "metrics.jsonl")
-    ]
+    rows, speed = read_rows(folder / "metrics.jsonl"), StepSpeed.__dataclass_fields__
+    return [{k: v for k, v in row.items() if k not in speed} for row in rows]
 
 
 def final(folder):
