@@ -6,5 +6,5 @@ class BadInput(ValueError):
 
 
 def first_line(error: BaseException) -> str:
-    """What another library's error says, in one line."""
+    """The first line of another library's error message, or its type."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -108,12 +108,13 @@ def restore_folder(path: str | Path) -> None:
 def remove(path: str | Path) -> None:
     """Removes a file or a folder, if it is there; a folder is gone at once, and never half there."""
     path = Path(path)
-    if path.is_dir() and not path.is_symlink():
-        temporary = _unfinished(path)
-        os.replace(path, temporary)
-        shutil.rmtree(temporary, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    with suppress(FileNotFoundError, NotADirectoryError):
+        if path.is_dir() and not path.is_symlink():
+            temporary = _unfinished(path)
+            os.replace(path, temporary)
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            path.unlink()
 
 
 def remove_unfinished(folder: str | Path, name: str | None = None) -> None:

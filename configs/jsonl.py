@@ -22,10 +22,9 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
 def iter_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields (line number from 1, object), reading one line at a time; blank lines are skipped but counted.
 
-    BadInput as for `read_jsonl`, raised when the reader gets there.
+    BadInput as for `read_jsonl`, raised at the line.
     """
-    num_objects = 0
-    line_number = 0
+    num_objects = line_number = 0
     try:
         with _open(Path(path)) as file:
             for line_number, line in enumerate(file, start=1):

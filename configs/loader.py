@@ -3,7 +3,6 @@
 import dataclasses
 import difflib
 import enum
-import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict  # pydantic refuses typing.TypedDict before Python 3.12
 
 from .errors import BadInput
+from .files import write_text
 
 T = TypeVar("T")
 PACKAGE_CONFIGS = Path(__file__).resolve().parent
@@ -37,7 +37,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
     BadInput: no such file, a folder, not YAML (with FILE:LINE), a key given twice, a top level that is no mapping, a
     cycle of bases, an override without `=` or through something that is no mapping.
     """
-    config = _read_with_bases(_find(Path(path)), chain=())
+    config = _read_with_bases(find_config(Path(path)), chain=())
     for override in overrides:
         _apply_override(config, override)
     return config
@@ -48,7 +48,8 @@ def shipped(pattern: str = "**/*.yaml") -> list[Path]:
     return sorted(PACKAGE_CONFIGS.glob(pattern))
 
 
-def _find(path: Path, *, folder: Path = Path(), named_by: str = "") -> Path:
+def find_config(path: Path, *, folder: Path = Path(), named_by: str = "") -> Path:
+    """The file at `path` in a folder, else in the package's configs. Raises BadInput; named_by: opens its message."""
     inside = Path(*path.parts[1:]) if path.parts[:1] == ("configs",) else path
     for candidate in (folder / path, PACKAGE_CONFIGS / inside):
         if candidate.is_file():
@@ -58,7 +59,7 @@ def _find(path: Path, *, folder: Path = Path(), named_by: str = "") -> Path:
 
 
 def _read_with_bases(path: Path, *, chain: tuple[Path, ...]) -> dict[str, Any]:
-    if path.resolve() in [seen.resolve() for seen in chain]:
+    if path.resolve() in [other.resolve() for other in chain]:
         raise BadInput(f"{' -> '.join(map(str, [*chain, path]))}: base files form a cycle")
     config = _read_yaml(path)
     base = config.pop("base", None)
@@ -66,7 +67,7 @@ def _read_with_bases(path: Path, *, chain: tuple[Path, ...]) -> dict[str, Any]:
         return config
     if not isinstance(base, str):
         raise BadInput(f"{path}: base: should be one file name, got {base!r}")
-    base_path = _find(Path(base), folder=path.parent, named_by=f"{path}: base: ")
+    base_path = find_config(Path(base), folder=path.parent, named_by=f"{path}: base: ")
     return _merge(_read_with_bases(base_path, chain=(*chain, path)), config)
 
 
@@ -86,14 +87,14 @@ class _OneKeyOnceLoader(yaml.SafeLoader):
     """SafeLoader that refuses a key given twice in one mapping, where PyYAML silently takes the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        seen = set()
+        keys = set()
         for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == "tag:yaml.org,2002:merge":
                 continue
-            if key_node.value in seen:
+            if key_node.value in keys:
                 problem = f"the key {key_node.value!r} is given twice"
                 raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
-            seen.add(key_node.value)
+            keys.add(key_node.value)
         return super().construct_mapping(node, deep=deep)
 
 
@@ -203,7 +204,8 @@ def _known_keys_only(known: list[str], value: Any) -> Any:
 
 def _first_problem(error: ValidationError, raw: Any, where: str) -> str:
     """One line for the first faulty key; what the members of a union expected is joined by 'or'."""
-    problems = [(_dotted(where, found["loc"], raw, found["type"]), found) for found in error.errors(include_url=False)]
+    errors = error.errors(include_url=False)
+    problems = [(_dotted(where, detail["loc"], raw, detail["type"]), detail) for detail in errors]
     problems.sort(key=lambda problem: problem[1]["type"] != "unknown_key")  # a typo explains the missing key beside it
     path, first = problems[0]
     others = len({other for other, _ in problems} - {path})
@@ -217,7 +219,7 @@ def _first_problem(error: ValidationError, raw: Any, where: str) -> str:
         return f"{path}: required key is missing{more}"
     if first["type"] == "value_error":
         return f"{path}: {_one_line(first['ctx']['error'])}{more}"  # pyright: ignore
-    wanted = [found["msg"].removeprefix("Input ").removeprefix("should be ") for at, found in problems if at == path]
+    wanted = [item["msg"].removeprefix("Input ").removeprefix("should be ") for at, item in problems if at == path]
     return f"{path}: should be {' or '.join(dict.fromkeys(wanted))}, got {_shown(first['input'])}{more}"
 
 
@@ -254,21 +256,14 @@ def _one_line(error: object) -> str:
 def dump_config(config: Any, path: str | Path) -> None:
     """Writes a config dataclass as YAML in field order, so that `build(type(config), read_config(path))` equals it.
 
-    The file appears complete or not at all: written beside `path`, then moved. Missing folders are made.
+    The file is written whole (`files.write_text`); missing folders are made.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            yaml.dump(_plain(config), file, Dumper=_NoAnchorDumper, sort_keys=False, allow_unicode=True, width=120)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    options = {"sort_keys": False, "allow_unicode": True, "width": 120}
+    write_text(path, yaml.dump(_plain(config), Dumper=_NoAnchorDumper, **options))
 
 
 class _NoAnchorDumper(yaml.SafeDumper):
-    """SafeDumper that writes a value used twice two times, not as `&id001` and `*id001`."""
+    """SafeDumper that writes a value used twice two times, without anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

@@ -1,9 +1,10 @@
-"""The `headstart` command: prepare data, train a head, measure what it saves."""
+"""The `headstart` command: prepare data, train a head, measure what it saves, export it."""
 
 import sys
 from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
 
 from .. import __version__
 from ..configs.errors import BadInput
@@ -17,12 +18,23 @@ from .heads_command import heads
 from .plan_command import plan
 from .push_command import push
 
+COMMANDS = ("heads", "data", "train", "compare", "eval", "plan", "export", "check", "push", "doctor")  # as in a project
+
+
+class InOrder(TyperGroup):
+    """Lists the commands in the order in which a project uses them."""
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:
+        return list(COMMANDS)
+
+
 app = typer.Typer(
+    cls=InOrder,
     name="headstart",
     help=(
-        "Train draft heads for speculative decoding on a frozen target, and measure what they really save.\n\n"
+        "Train draft heads for speculative decoding on a frozen target, measure what they save, and export them.\n\n"
         "A first run, without network:  make quickstart\n\n"
-        "On your own target and data:\n\n\b\n"
+        "On your own target and data (headstart doctor checks the machine):\n\n\b\n"
         "  headstart train runs/eagle3.yaml target.path=MODEL data.train=CHATS.jsonl train.output_dir=runs/mine\n"
         "  headstart eval --target MODEL --head runs/mine/final --prompts PROMPTS.jsonl --output runs/mine/eval"
     ),
@@ -48,7 +60,7 @@ def train(
       headstart train runs/eagle3.yaml target.path=MODEL data.train=chats.jsonl train.output_dir=runs/a
 
     The run folder gets config.yaml (repeats the run), metrics.jsonl, checkpoints/ and final/, the head. The same
-    command again continues an interrupted run from its last checkpoint. On several devices, the same run is
+    command continues an interrupted run from its last checkpoint. On several devices, the same run is
     `accelerate launch -m headstart.train CONFIG key=value ...`.
     """
     from ..train.config import load_run
@@ -71,7 +83,9 @@ def show_version(value: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     """Nothing to do before a command."""
 

@@ -4,33 +4,44 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..configs.errors import BadInput
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed")
 SHARDING = {"DEEPSPEED": "DeepSpeed", "FSDP": "FSDP2", "MULTI_GPU": "DDP", "NO": "one process"}
 
 
 @dataclass(frozen=True)
-class Machine:
-    """gpus: name and bytes of each. cuda, nccl: versions that torch was built with. compiler, ninja: where they are.
-
-    shm_op: whether DeepSpeed's operation for processes on CPUs is built. versions: of packages, None: not installed.
-    """
+class LocalMachine:
+    """What launching a run depends on."""
 
     num_cores: int
-    memory: int
-    gpus: tuple[tuple[str, int], ...]
-    cuda: str | None
+    memory: int  # bytes
+    gpus: tuple[tuple[str, int], ...]  # name and bytes of each
+    cuda: str | None  # version that torch was built with, as of nccl
     nccl: str | None
     gloo: bool
-    compiler: str | None
+    compiler: str | None  # path, as of ninja
     ninja: str | None
-    shm_op: bool
-    versions: dict[str, str | None]
+    shm_op: bool  # whether DeepSpeed's operation for processes on CPUs is built
+    versions: dict[str, str | None]  # of packages; None: not installed
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """A YAML of configs/accelerate."""
+
+    name: str
+    kind: str  # a key of SHARDING
+    num_processes: int  # on all nodes
+    num_nodes: int
+    use_cpu: bool
 
 
 def doctor(
@@ -38,7 +49,7 @@ def doctor(
     num_processes: Annotated[int | None, typer.Option(help="On all nodes, instead of the config's.", min=1)] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="As it would run on CPUs, over gloo.")] = False,
 ) -> None:
-    """Say what this machine can launch, and what is missing.
+    """List what this machine has, and which launch configs can run on it.
 
     \b
     Examples:
@@ -47,16 +58,22 @@ def doctor(
       headstart doctor zero2 --cpu --num-processes 2
 
     With CONFIG, a file or the name of a shipped one, the exit code is 0 where it can run here and 1 where not. Of
-    several nodes, this one is judged.
+    several nodes, this one is checked.
     """
     from rich.console import Console
+    from rich.table import Table
 
     console, machine = Console(), this_machine()
-    chosen = [find(config)] if config else shipped_configs()
+    paths = [find(config)] if config else shipped_configs()
     console.print(facts_table(machine))
-    problems = {path: missing(read(path), machine, num_processes=num_processes, cpu=cpu) for path in chosen}
-    console.print(configs_table(problems, num_processes))
-    if config and problems[chosen[0]]:
+    table, problems = Table("launch config", "what", "processes", "runs here", "missing"), []
+    for launch in map(read, paths):
+        problems = missing(launch, machine, num_processes=num_processes, cpu=cpu)
+        nodes = f" on {launch.num_nodes} nodes" if launch.num_nodes > 1 else ""
+        processes = f"{num_processes or launch.num_processes}{nodes}"
+        table.add_row(launch.name, SHARDING[launch.kind], processes, "no" if problems else "yes", "\n".join(problems))
+    console.print(table)
+    if config and problems:
         raise typer.Exit(1)
 
 
@@ -75,41 +92,42 @@ def find(name: str) -> Path:
     raise BadInput(f"{name}: no such launch config; shipped are {known}")
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> LaunchConfig:
     """Raises BadInput where the file is no launch config."""
     from ..configs.loader import read_config
 
-    config = read_config(path)
-    if config.get("distributed_type") not in SHARDING:
-        raise BadInput(f"{path}: distributed_type {config.get('distributed_type')!r}: expected one of {list(SHARDING)}")
-    return config
+    raw = read_config(path)
+    kind = raw.get("distributed_type")
+    if kind not in SHARDING:
+        raise BadInput(f"{path}: distributed_type {kind!r}: expected one of {list(SHARDING)}")
+    num_processes, num_nodes = raw.get("num_processes", 1), raw.get("num_machines", 1)
+    return LaunchConfig(path.stem, kind, num_processes, num_nodes, bool(raw.get("use_cpu")))
 
 
 def missing(
-    config: dict[str, Any], machine: Machine, *, num_processes: int | None = None, cpu: bool = False
+    launch: LaunchConfig, machine: LocalMachine, *, num_processes: int | None = None, cpu: bool = False
 ) -> list[str]:
-    """What a launch config needs and this machine lacks, as a node of it; empty: it can run."""
-    kind, on_cpu = config["distributed_type"], cpu or bool(config.get("use_cpu"))
-    num_local = (num_processes or config.get("num_processes", 1)) // config.get("num_machines", 1)
+    """What a node needs for a launch config and this machine lacks; empty: it can run."""
+    on_cpu, num_local = cpu or launch.use_cpu, (num_processes or launch.num_processes) // launch.num_nodes
     problems = [f"{name} is not installed" for name in ("torch", "accelerate") if machine.versions[name] is None]
     if on_cpu and num_local > machine.num_cores:
         problems.append(f"{num_local} processes on {machine.num_cores} cores: --num-processes {machine.num_cores}")
     if on_cpu and num_local > 1 and not machine.gloo:
         problems.append("torch is built without gloo")
     if not on_cpu and len(machine.gpus) < num_local:
-        instead = "" if kind == "NO" else "; on CPUs: --cpu --num-processes 2"
+        instead = "" if launch.kind == "NO" else "; on CPUs: --cpu --num-processes 2"
         problems.append(f"{num_local} GPU{'s' * (num_local > 1)}, here are {len(machine.gpus)}{instead}")
     if not on_cpu and machine.cuda is None:
         problems.append("torch is built without CUDA")
     if not on_cpu and num_local > 1 and machine.cuda is not None and machine.nccl is None:
         problems.append("torch is built without NCCL")
-    if kind == "DEEPSPEED":
+    if launch.kind == "DEEPSPEED":
         problems += missing_for_deepspeed(machine, on_cpu=on_cpu)
     return problems
 
 
-def missing_for_deepspeed(machine: Machine, *, on_cpu: bool) -> list[str]:
-    """On CPUs it compiles one operation at its first start; with torch's optimizers, none on GPUs."""
+def missing_for_deepspeed(machine: LocalMachine, *, on_cpu: bool) -> list[str]:
+    """DeepSpeed compiles an operation at its first start on CPUs, and none on GPUs with torch's optimizers."""
     problems = [] if machine.versions["deepspeed"] else ["deepspeed is not installed: pip install deepspeed"]
     if on_cpu and not machine.shm_op:
         problems += [] if machine.compiler else ["no C++ compiler on PATH: g++ 9 or newer"]
@@ -117,7 +135,7 @@ def missing_for_deepspeed(machine: Machine, *, on_cpu: bool) -> list[str]:
     return problems
 
 
-def this_machine() -> Machine:
+def this_machine() -> LocalMachine:
     import torch
     from torch import distributed as dist
     from torch.cuda import nccl as cuda_nccl
@@ -126,7 +144,7 @@ def this_machine() -> Machine:
 
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     nccl = dist.is_available() and dist.is_nccl_available()
-    return Machine(
+    return LocalMachine(
         num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         gpus=tuple((gpu.name, gpu.total_memory) for gpu in gpus),
@@ -147,7 +165,7 @@ def is_shm_op_built() -> bool:
     return any(folder.glob("*.so"))
 
 
-def facts_table(machine: Machine) -> Any:
+def facts_table(machine: LocalMachine) -> "Table":
     from rich.table import Table
 
     gpus = [f"{name}, {size / 2**30:.0f} GiB" for name, size in machine.gpus]
@@ -162,22 +180,9 @@ def facts_table(machine: Machine) -> Any:
         "C++ compiler": machine.compiler or "none on PATH",
         "ninja": machine.ninja or "none on PATH",
         "shm_comm": built,
-        **{name: found or "not installed" for name, found in machine.versions.items()},
+        **{name: number or "not installed" for name, number in machine.versions.items()},
     }
     table = Table("this machine", "")
     for name, value in facts.items():
         table.add_row(name, value)
-    return table
-
-
-def configs_table(problems: dict[Path, list[str]], num_processes: int | None) -> Any:
-    from rich.table import Table
-
-    table = Table("launch config", "what", "processes", "runs here", "missing")
-    for path, lacking in problems.items():
-        config = read(path)
-        nodes = config.get("num_machines", 1)
-        processes = f"{num_processes or config.get('num_processes', 1)}" + (f" on {nodes} nodes" if nodes > 1 else "")
-        kind = SHARDING[config["distributed_type"]]
-        table.add_row(path.stem, kind, processes, "no" if lacking else "yes", "\n".join(lacking))
     return table

@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -217,6 +218,12 @@ def chi_square() -> Callable[..., float]:
         return float((terms.sum() + rest) / max(1, int(big.sum())))
 
     return measure
+
+
+@pytest.fixture
+def ended_process() -> int:
+    """The number of a process that is no more."""
+    return int(subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True).stdout)
 
 
 @pytest.fixture

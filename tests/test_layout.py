@@ -1,9 +1,10 @@
-"""The layout holds: imports run downwards, everything shipped is listed, and heads are measured in a small image."""
+"""The layout: imports run downwards and in no circle, folders and files stay small, all that is shipped is listed."""
 
 import ast
 import subprocess
 import sys
 import tomllib
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,10 @@ FLOORS = {
     "scripts": {"configs", "heads", "eval", "data_pipelines", "train"},
 }
 SOURCES = sorted(path for folder in FLOORS for path in (ROOT / folder).rglob("*.py"))
+MODULES = {".".join(["headstart", *path.relative_to(ROOT).with_suffix("").parts]): path for path in SOURCES}
+MODULES = {name.removesuffix(".__init__"): path for name, path in MODULES.items()}
 CHECKOUT_ONLY = ("scripts/quickstart", "scripts/benchmarks")  # not in the wheel
-HEAVY = ("wandb", "deepspeed", "datasets", "peft", "accelerate", "pydantic", "typer", "rich", "matplotlib")
+HEAVY = {*"wandb deepspeed datasets peft accelerate pydantic typer rich openai scipy".split()}
 
 
 def named(path: Path) -> str:
@@ -51,6 +54,50 @@ def test_imports_run_downwards_only(path):
         if parts[0] == "headstart" and parts[1] != "__version__":
             assert parts[1] in FLOORS, f"{name}: no such folder"
             assert parts[1] == own or parts[1] in FLOORS[own], f"{own} must not know {name}"
+
+
+def modules_of(path: Path) -> set[str]:
+    """The files of ours that a file imports anywhere in it: on loading, in a function or for type checkers alone.
+
+    A name that a package's `__init__` would have to hold is no file: it counts as that package.
+    """
+    found = set()
+    for name, _ in imports(path):
+        parts = name.split(".")
+        while parts and ".".join(parts) not in MODULES:
+            parts.pop()  # what a file defines, and packages that are not ours
+        found.add(".".join(parts))
+    return found - {""}
+
+
+def circle_in(graph: dict[str, set[str]]) -> list[str]:
+    """Files on the way from one of them back to itself; empty: there is no such way."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1][::-1]
+    return []
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Imports within functions and for type checkers count: a circle is one there too."""
+    circle = circle_in({"a": {"b"}, "b": {"c", "d"}, "c": set(), "d": {"a"}})
+    assert len(circle) == 4 and "a b d a b d".find(" ".join(circle[:3])) >= 0, circle
+    assert "headstart.heads.target" in modules_of(ROOT / "eval" / "generate.py")
+    assert "headstart.train.config" in modules_of(ROOT / "scripts" / "cli.py"), "within a function"
+    circle = circle_in({name: modules_of(path) - {name} for name, path in MODULES.items()})
+    assert not circle, " imports ".join(circle)
+
+
+def test_folders_and_files_stay_small():
+    for folder in {path.parent for path in SOURCES}:
+        files = [path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")]
+        assert len(files) <= 20, f"{named(folder)}: {len(files)} files; what belongs together gets a room of its own"
+    at_the_top = {path.relative_to(ROOT / "eval").parts[0] for path in SOURCES if path.is_relative_to(ROOT / "eval")}
+    assert len(at_the_top) <= 12, f"eval: {sorted(at_the_top)}"
+    for path in SOURCES:
+        num_lines = len(path.read_text().splitlines())
+        assert num_lines <= 300, f"{named(path)}: {num_lines} lines"
 
 
 def test_this_sees_the_imports_of_a_file():
@@ -115,7 +162,7 @@ def test_no_weights_are_read_by_pickle():
 def test_heads_and_eval_name_no_heavy_package_on_loading(folder):
     for path in (ROOT / folder).rglob("*.py"):
         loaded = {name.split(".")[0] for name, on_loading in imports(path) if on_loading}
-        assert not loaded & set(HEAVY), path
+        assert not loaded & HEAVY, path
 
 
 @pytest.mark.slow
@@ -128,7 +175,7 @@ def test_heads_and_eval_import_in_a_serving_image():
         if path.name != "__init__.py"
     ]
     lines = ["import importlib, sys"]
-    lines += [f"sys.modules[{name!r}] = None" for name in HEAVY]
+    lines += [f"sys.modules[{name!r}] = None" for name in sorted(HEAVY)]
     lines += [f"importlib.import_module({name!r})" for name in modules]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]

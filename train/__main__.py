@@ -1,4 +1,4 @@
-"""`accelerate launch -m headstart.train CONFIG key=value ...`: the same run as `headstart train`, on many devices."""
+"""`accelerate launch -m headstart.train CONFIG key=value ...`: `headstart train` on several devices."""
 
 import sys
 

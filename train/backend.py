@@ -1,7 +1,7 @@
-"""The head and its optimizer under whatever was launched: all that differs from backend to backend in training.
+"""The head and its optimizer under DDP, DeepSpeed or FSDP2: all that differs between backends in training.
 
-The loop and the checkpoints do not ask which one runs. The head is one unit in each of them: a rank holds all its
-weights throughout a step, however often it needs which, and every checkpoint holds whole tensors.
+The loop and the checkpoints do not ask which one runs. Each shards the head as one unit: a rank gathers all its weights
+for the whole step, and every checkpoint holds whole tensors.
 """
 
 import copy
@@ -19,7 +19,7 @@ from ..configs.errors import BadInput
 from ..heads.base import DraftBatch, DraftHead, LossOutput
 from .checkpoint import head_tensors
 from .config import TrainConfig
-from .launch import came_up
+from .launch import actual_launch
 
 
 class Step(nn.Module):
@@ -40,15 +40,15 @@ class Step(nn.Module):
 
 
 class Backend:
-    """A head and its optimizer under whatever was launched.
+    """A head and its optimizer under the launched backend.
 
-    autocast(): the context in which the run's precision computes; `loss` enters it by itself.
+    autocast(): the context of the run's precision; `loss` enters it by itself.
     """
 
     def __init__(
         self, accelerator: Accelerator, head: DraftHead, optimizer: torch.optim.Optimizer, config: TrainConfig
     ):
-        """Raises BadInput on what the backend cannot train rightly."""
+        """Raises BadInput on what the backend cannot train correctly."""
         self.accelerator, self.head, self.config = accelerator, head, config
         self.is_zero = accelerator.distributed_type == DistributedType.DEEPSPEED
         self.is_fsdp = accelerator.distributed_type == DistributedType.FSDP
@@ -60,14 +60,14 @@ class Backend:
         if self.is_zero3:
             from deepspeed.runtime.zero import register_external_parameter
 
-            # held from the step's start to its end: ranks differ in how often they call a layer, and would deadlock
+            # gathered for the whole step: ranks differ in how often they call a layer, and would deadlock
             for parameter in head.parameters():
                 register_external_parameter(step, parameter)
         self.autocast = step.autocast
         self.wrapped, self.optimizer = cast(Any, accelerator.prepare(step, optimizer))
 
     def _check(self) -> None:
-        name = came_up(self.accelerator).backend
+        name = actual_launch(self.accelerator).backend
         if self.config.optimizer == "muon" and (self.is_zero or self.is_fsdp):
             raise BadInput(
                 f"train.optimizer muon under {name}: it needs whole matrices, and a rank has parts; take ddp"
@@ -91,11 +91,11 @@ class Backend:
         self.accelerator.backward(loss * self.accelerator.num_processes)
 
     def update(self) -> float:
-        """Clip, step, forget the gradients; returns their norm before. DeepSpeed did it all in `backward`."""
+        """Clips, steps and clears the gradients; returns their norm before. DeepSpeed did all of it in `backward`."""
         norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), self.config.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # pyright: ignore
+        return float(whole_tensor(norm))
 
     def total(self, values: Tensor) -> Tensor:
         """The sum over all ranks."""
@@ -103,19 +103,19 @@ class Backend:
 
     @contextmanager
     def whole(self) -> Iterator[DraftHead]:
-        """The head with all its weights, in every process, to read: any use of it but the training step.
+        """The head with all its weights in every process, to read: for any use but the training step.
 
-        All processes enter and leave together; within, each may do what it likes.
+        All processes enter and leave together; inside, they need not do the same.
         """
         if self.plain is self.head:
             yield self.head
             return
-        mine = dict(self.plain.named_parameters())
+        copies = dict(self.plain.named_parameters())
         for name, parameter in self.head.named_parameters():
             with self._gathered(parameter) as value:
-                mine[name].data = value.detach().clone()
+                copies[name].data = value.detach().clone()
         yield self.plain
-        for parameter in mine.values():
+        for parameter in copies.values():
             parameter.data = parameter.new_empty(0)
 
     @contextmanager
@@ -140,32 +140,31 @@ class Backend:
         whole = {}
         for name, parameter in self.head.named_parameters():
             for key, value in self._state_of(parameter).items():
-                value = value.full_tensor() if hasattr(value, "full_tensor") else value
+                value = whole_tensor(value)
                 if self.accelerator.is_main_process:
                     whole[f"{name}|{key}"] = value.detach().cpu().contiguous()
         return whole
 
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         if not self.is_zero:
-            return {
-                key: torch.as_tensor(value) for key, value in self._torch_optimizer.state.get(parameter, {}).items()
-            }
+            state = self._torch_optimizer.state.get(parameter, {})
+            return {key: torch.as_tensor(value) for key, value in state.items()}
         from deepspeed.utils import safe_get_full_optimizer_state as full
 
         if not parameter.requires_grad:
             return {}
-        one = next(iter(self._torch_optimizer.state.values()), {})  # ZeRO flattens; all of it is at the same step
-        return {key: full(parameter, key) if value.ndim else value.clone() for key, value in one.items()}
+        flat = next(iter(self._torch_optimizer.state.values()), {})  # of any part: all are at the same step
+        return {key: full(parameter, key) if value.ndim else value.clone() for key, value in flat.items()}
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `optimizer_state` gave, under this backend or another, of these parameters."""
+        """Puts back what `optimizer_state` gave under any backend."""
         optimizer, parameters = self._torch_optimizer, dict(self.head.named_parameters())
         # a fused optimizer counts its steps on the device
         is_fused = any(group.get("fused") for group in optimizer.param_groups)
         if self.is_zero and state:
             self._make_room(state, is_fused=is_fused)
-        for place, value in state.items():
-            name, _, key = place.rpartition("|")
+        for entry, value in state.items():
+            name, _, key = entry.rpartition("|")
             parameter = parameters[name]
             value = value.to(parameter.device) if is_fused or value.ndim else value
             if not self.is_zero:
@@ -174,8 +173,8 @@ class Backend:
                 self._fill(parameter, key, value)
 
     def _make_room(self, state: Mapping[str, Tensor], *, is_fused: bool) -> None:
-        """Zeros in ZeRO's flat partitions for the state that its first step would have made, at the step of `state`."""
-        zero, keys = self.optimizer.optimizer, {place.rpartition("|")[2]: value for place, value in state.items()}
+        """Zeros for the state of ZeRO's flat partitions, which its first step would make; at the step of `state`."""
+        zero, keys = self.optimizer.optimizer, {entry.rpartition("|")[2]: value for entry, value in state.items()}
         for flat in zero.single_partition_of_fp32_groups if self.is_zero2 else zero.fp32_partitioned_groups_flat:
             room = {key: torch.zeros_like(flat) if value.ndim else value.clone() for key, value in keys.items()}
             self._torch_optimizer.state[flat] = {k: v.to(flat.device) if is_fused else v for k, v in room.items()}
@@ -183,9 +182,9 @@ class Backend:
             self._link_state()
 
     def _link_state(self) -> None:
-        """Tell each parameter where in ZeRO-2's flat partitions its state lies.
+        """Tells each parameter where in ZeRO-2's flat partitions its state is.
 
-        DeepSpeed does it itself as its first step updates the first group of parameters: too early for the others.
+        DeepSpeed does so when its first step updates the first group of parameters, too early for the other groups.
         """
         from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
@@ -218,6 +217,13 @@ def without_weights(head: DraftHead) -> DraftHead:
     for parameter in copied.parameters():
         parameter.data = parameter.new_empty(0)
     return copied
+
+
+def whole_tensor(value: Any) -> Any:
+    """The whole of a tensor that FSDP2 holds in parts; anything else as it is."""
+    from torch.distributed.tensor import DTensor
+
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def sharded_like(parameter: Any, value: Tensor) -> Tensor:

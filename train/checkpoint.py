@@ -1,15 +1,12 @@
-"""Checkpoints: weights and optimizer as safetensors, no pickle; each whole or not there at all.
+"""Checkpoints: weights and optimizer as safetensors, no pickle, in folders that are complete or not there at all.
 
-They hold whole tensors under the head's own names, whatever backend and however many processes trained: another backend
-goes on from them.
+They hold whole tensors under the head's own names, so that another backend or number of processes can go on from them.
 """
 
 import json
-import os
-import shutil
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -17,7 +14,34 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..configs.errors import BadInput, first_line
+from ..configs.files import remove, replacing_folder, write_json
 from ..heads.base import DraftHead
+
+
+@dataclass
+class Best:
+    """The best validation of a run so far."""
+
+    step: int = 0
+    acceptance_length: float = 0.0  # taught
+    waited: int = 0  # validations since then
+
+    def take(self, step: int, acceptance_length: float | None) -> bool:
+        """Takes in a validation; returns whether it is the best."""
+        if acceptance_length is not None and acceptance_length > self.acceptance_length:
+            self.step, self.acceptance_length, self.waited = step, acceptance_length, 0
+            return True
+        self.waited += 1
+        return False
+
+
+@dataclass(frozen=True)
+class Progress:
+    """trainer.json of a checkpoint."""
+
+    step: int  # optimizer steps done
+    num_processes: int  # that trained it
+    best: Best
 
 
 def save_checkpoint(
@@ -25,26 +49,21 @@ def save_checkpoint(
     weights: Mapping[str, Tensor],
     optimizer_state: Mapping[str, Tensor],
     *,
-    progress: Mapping[str, Any],
+    progress: Progress,
     keep: int,
 ) -> Path:
-    """Write FOLDER/step_N, through a temporary folder, and drop all but the newest `keep`.
+    """Writes FOLDER/step_N and removes all but the newest `keep`.
 
-    Args: weights: `head_tensors`. optimizer_state: `NAME|KEY` of each parameter. progress: where the run stands, kept
-        as trainer.json; `step` is N, the optimizer steps done.
+    Args: weights: `head_tensors`. optimizer_state: `NAME|KEY` of each parameter.
     """
-    name = f"step_{progress['step']:08d}"
-    final, temporary = folder / name, folder / f".{name}.partial"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    save_file(dict(weights), temporary / "head.safetensors")
-    save_file(dict(optimizer_state), temporary / "optimizer.safetensors")
-    (temporary / "trainer.json").write_text(json.dumps(progress) + "\n")
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(temporary, final)
+    path = folder / f"step_{progress.step:08d}"
+    with replacing_folder(path) as temporary:
+        save_file(dict(weights), temporary / "head.safetensors")
+        save_file(dict(optimizer_state), temporary / "optimizer.safetensors")
+        write_json(temporary / "trainer.json", asdict(progress), indent=None)
     for old in checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
-    return final
+        remove(old)
+    return path
 
 
 def head_tensors(head: DraftHead) -> dict[str, Tensor]:
@@ -58,26 +77,19 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("step_*"))
 
 
-def remove_partial(folder: Path) -> None:
-    """Clear away what a kill left of a checkpoint that was being written."""
-    for path in folder.glob(".step_*.partial"):
-        shutil.rmtree(path)
-
-
-def read_progress(folder: Path) -> dict[str, Any]:
-    """What `save_checkpoint` was told of the run. Raises BadInput on a damaged checkpoint."""
+def read_progress(folder: Path) -> Progress:
+    """Raises BadInput on a damaged checkpoint."""
     try:
-        progress = json.loads((folder / "trainer.json").read_text())
-        assert isinstance(progress["step"], int)
-    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+        raw = json.loads((folder / "trainer.json").read_text())
+        return Progress(int(raw["step"]), int(raw["num_processes"]), Best(**raw.get("best", {})))
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInput(f"checkpoint {folder}: {first_line(error)}") from error
-    return progress
 
 
 def load_checkpoint(folder: Path, head: DraftHead) -> dict[str, Tensor]:
-    """Put the weights into the head; returns the optimizer's state, as `save_checkpoint` was given it.
+    """Puts the weights into the head; returns the optimizer's state as `save_checkpoint` takes it.
 
-    Raises: BadInput on a damaged checkpoint, on one of another head, and where the data now give another vocabulary.
+    Raises: BadInput on a damaged checkpoint, one of another head, or where the data now give another draft vocabulary.
     """
     try:
         weights, state = load_file(folder / "head.safetensors"), load_file(folder / "optimizer.safetensors")

@@ -1,6 +1,5 @@
-"""What a run trains on: its rows, encoded once into the run folder, or extracted features; and batches made of them."""
+"""What a run trains on: its rows, encoded once into the run folder, or extracted features; and batches of them."""
 
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from rich.console import Console
 from torch import Tensor
 
 from ..configs.errors import BadInput
+from ..configs.files import remove
 from ..data_pipelines.config import DataConfig
 from ..data_pipelines.loader import Batch, BatchPlan, collate, read_ahead
 from ..data_pipelines.masks.chat import encode_rows
@@ -29,18 +29,18 @@ from .config import Inputs, RunConfig
 
 @dataclass
 class TrainingData:
-    """samples: token ids, masks, and perhaps the target's states, memory-mapped. validation: rows of at most
-    data.max_length tokens."""
+    """The rows of a run, of at most config.max_length tokens."""
 
     config: DataConfig
-    samples: Shards
+    samples: Shards  # memory-mapped: token ids, masks and, of extracted features, the target's states
     validation: list[Stored]
 
     def plan(self, *, batch_size: int, seed: int, num_ranks: int = 1, rank: int = 0) -> BatchPlan:
         """batch_size: rows per rank."""
-        config, lengths = self.config, self.samples.lengths
-        how = {"layout": config.layout, "block": batch_size * num_ranks, "capacity": config.max_length, "seed": seed}
-        return BatchPlan(RowSequence(lengths, **how), batch_size, num_ranks, rank)
+        config, block = self.config, batch_size * num_ranks
+        lengths, capacity = self.samples.lengths, config.max_length
+        rows = RowSequence(lengths, layout=config.layout, block=block, capacity=capacity, seed=seed)
+        return BatchPlan(rows, batch_size, num_ranks, rank)
 
     def batch(self, rows: Sequence[Sequence[int]]) -> Batch:
         return collate([[self.samples[i] for i in row] for row in rows], segment_weights=self.config.segment_weights)
@@ -70,10 +70,11 @@ def load_data(run: RunConfig, target: Target, accelerator: Accelerator, console:
 
 
 def encode_into(folder: Path, config: DataConfig, target: Target, console: Console) -> None:
-    """The rows of data.train as a folder of samples, unless it is there. Raises BadInput where none can be drafted."""
+    """Writes the rows of data.train as a folder of samples, unless it is there. Raises BadInput where no token of them
+    can be drafted."""
     if (folder / "manifest.json").is_file():
         return
-    shutil.rmtree(folder, ignore_errors=True)
+    remove(folder)
     try:
         folder.mkdir(parents=True)
     except OSError as error:
@@ -84,31 +85,27 @@ def encode_into(folder: Path, config: DataConfig, target: Target, console: Conso
     for sample in encode_rows(rows, target.tokenizer, config, counts=counts):
         can_draft = can_draft or bool((sample.loss_mask[1:-1] & sample.loss_mask[2:]).any())
         writer.add(Stored(sample))
-    said = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
+    summary = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
     if not counts["kept"]:
-        raise BadInput(f"data.train: no row has supervised tokens within data.max_length {config.max_length}: {said}")
+        raise BadInput(f"data.train: no row has supervised tokens in data.max_length {config.max_length}: {summary}")
     if not can_draft:
-        raise BadInput(f"data.train: no row has a token to draft (two supervised tokens in a row): {said}")
+        raise BadInput(f"data.train: no row has a token to draft (two supervised tokens in a row): {summary}")
     writer.finish()
     if counts["dropped"] or counts["split"]:
-        console.print(f"data.train: {said}")
+        console.print(f"data.train: {summary}")
 
 
 def draft_token_ids(run: RunConfig, data: TrainingData, target: Target, console: Console) -> Tensor | None:
-    """The tokens that a fresh head is to draft, [Vd], where its config cuts the vocabulary; says what they cover."""
+    """The tokens that a fresh head is to draft, [Vd], where its config cuts the vocabulary; prints what they cover."""
     size = run.head.draft_vocab_size
     if size is None or run.train.start_from is not None:
         return None
-    counts = supervised_counts(data.samples, vocab_size=target.vocab_size)
+    samples = (data.samples[i].sample for i in range(len(data.samples)))
+    counts = count_supervised(samples, vocab_size=target.vocab_size)
     always = always_kept(target.tokenizer, eos_token_ids=target.eos_token_ids, vocab_size=target.vocab_size)
     ids = draft_vocabulary(counts, size=size, always=always)
     console.print(f"draft vocabulary: {size} of {target.vocab_size} tokens, {coverage(counts, ids):.1%} of the answers")
     return ids
-
-
-def supervised_counts(samples: Shards, *, vocab_size: int) -> np.ndarray:
-    """How often each token is supervised, [V]."""
-    return count_supervised((samples[i].sample for i in range(len(samples))), vocab_size=vocab_size)
 
 
 def count_rows(inputs: Inputs, target: Target) -> tuple[np.ndarray, int]:
@@ -128,18 +125,18 @@ def check_stored_states(data: TrainingData, head: DraftHead, target: Target) -> 
 
 @contextmanager
 def removed_on_failure(folder: Path) -> Iterator[None]:
-    """Where what follows fails, a folder that was not there before is gone again, with the one around it if new."""
+    """On an exception a folder that was not there before is removed, and so is the one above it if it was not there."""
     new = [path for path in (folder, folder.parent) if not path.exists()]
     try:
         yield
     except BaseException:
         for path in new:
-            shutil.rmtree(path, ignore_errors=True)
+            remove(path)
         raise
 
 
 def on_main(accelerator: Accelerator, work: Callable[[], None]) -> None:
-    """Does the work in the main process; the BadInput that it raises there is raised in all of them."""
+    """Does the work in the main process; a BadInput there is raised in all of them."""
     problem: list[str | None] = [None]
     if accelerator.is_main_process:
         try:

@@ -1,4 +1,4 @@
-"""What the run was launched as, checked against what came up: several launches come up as something else, silently."""
+"""Checks that what was launched is what runs: several launches silently run as something else."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 
 from ..configs.errors import BadInput, first_line
-from ..configs.loader import PACKAGE_CONFIGS
+from ..configs.loader import find_config
 from .config import TrainConfig
 
 OTHER_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # how many processes they started
@@ -20,10 +20,10 @@ OTHER_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  
 
 @dataclass(frozen=True)
 class Launch:
-    """backend: `single`, `ddp`, `deepspeed` or `fsdp2`. num_processes: on all nodes."""
+    """A backend and its processes."""
 
-    backend: str
-    num_processes: int
+    backend: str  # single, ddp, deepspeed or fsdp2
+    num_processes: int  # on all nodes
 
     def __str__(self) -> str:
         return f"{self.backend} on {self.num_processes} process" + "es" * (self.num_processes > 1)
@@ -33,8 +33,8 @@ def is_on(environ: Mapping[str, str], key: str) -> bool:
     return environ.get(key, "").lower() in ("1", "true", "yes")
 
 
-def asked_for(environ: Mapping[str, str]) -> Launch:
-    """What a launcher's environment asks for. Raises BadInput where it cannot come true."""
+def requested_launch(environ: Mapping[str, str]) -> Launch:
+    """What a launcher's environment variables ask for. Raises BadInput where that would not run."""
     num_processes = int(environ.get("WORLD_SIZE", "1"))
     if "WORLD_SIZE" not in environ:
         for key in OTHER_LAUNCHERS:
@@ -62,8 +62,8 @@ def asked_for(environ: Mapping[str, str]) -> Launch:
     return Launch("ddp" if num_processes > 1 else "single", num_processes)
 
 
-def came_up(accelerator: Accelerator) -> Launch:
-    """What Accelerate really runs."""
+def actual_launch(accelerator: Accelerator) -> Launch:
+    """What Accelerate runs."""
     kind = accelerator.distributed_type
     backend = {DistributedType.NO: "single", DistributedType.DEEPSPEED: "deepspeed"}.get(kind, "ddp")
     if kind == DistributedType.FSDP:
@@ -72,8 +72,8 @@ def came_up(accelerator: Accelerator) -> Launch:
 
 
 def start_accelerator(config: TrainConfig) -> Accelerator:
-    """Accelerate as launched. Raises BadInput where something else than what was asked for would run, or came up."""
-    asked = asked_for(os.environ)
+    """Accelerate as launched. Raises BadInput where something else than the launch asked for would run."""
+    requested = requested_launch(os.environ)
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision not in ("no", config.precision):
         problem = f"the launch config asks for mixed_precision {precision}, the run for train.precision"
@@ -84,37 +84,37 @@ def start_accelerator(config: TrainConfig) -> Accelerator:
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if not on_cpu and num_local > torch.cuda.device_count():
         raise BadInput(f"launched {num_local} processes on a machine of {torch.cuda.device_count()} GPUs: one each")
-    is_sharded = asked.backend in ("deepspeed", "fsdp2")
+    is_sharded = requested.backend in ("deepspeed", "fsdp2")
     if is_sharded and on_cpu and torch.cuda.is_available():
-        raise BadInput(f"{asked.backend} on the CPUs of a machine with GPUs: hide them, with CUDA_VISIBLE_DEVICES=")
+        raise BadInput(f"{requested.backend} on the CPUs of a machine with GPUs: hide them, with CUDA_VISIBLE_DEVICES=")
     if is_sharded and "LOCAL_RANK" not in os.environ:
-        raise BadInput(f"{asked.backend} was asked for but LOCAL_RANK is not set; start with accelerate launch")
+        raise BadInput(f"{requested.backend} was asked for but LOCAL_RANK is not set; start with accelerate launch")
     try:
         if is_sharded and on_cpu:
-            # left alone, Accelerate finds no GPU, takes each process for the only one, and none of them would know
+            # otherwise Accelerate finds no GPU and silently takes each process for the only one
             state = PartialState(backend="gloo")
-            if asked.backend == "fsdp2":
+            if requested.backend == "fsdp2":
                 state.distributed_type = DistributedType.MULTI_GPU
         accelerator = Accelerator(
             cpu=on_cpu and not is_sharded,
-            mixed_precision="no",  # `Backend` casts, and alike everywhere
-            deepspeed_plugin=deepspeed_plugin(config) if asked.backend == "deepspeed" else None,
+            mixed_precision="no",  # `Backend` casts, in the same way under all of them
+            deepspeed_plugin=deepspeed_plugin(config) if requested.backend == "deepspeed" else None,
         )
     except (ValueError, ImportError, RuntimeError) as error:
-        raise error if isinstance(error, BadInput) else BadInput(f"{asked}: {first_line(error)}") from error
-    actual = came_up(accelerator)
-    if actual != asked:
-        lost = ": each process would train alone" if actual.num_processes < asked.num_processes else ""
-        raise BadInput(f"launched as {asked}, but {actual} came up{lost}")
+        raise error if isinstance(error, BadInput) else BadInput(f"{requested}: {first_line(error)}") from error
+    actual = actual_launch(accelerator)
+    if actual != requested:
+        lost = ": each process would train alone" if actual.num_processes < requested.num_processes else ""
+        raise BadInput(f"launched as {requested}, but {actual} came up{lost}")
     if actual.backend == "deepspeed":
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-        unset_hf_deepspeed_config()  # under ZeRO-3, Transformers would load every model from now on in parts
+        unset_hf_deepspeed_config()  # under ZeRO-3, Transformers would load every later model in parts
     return accelerator
 
 
 def deepspeed_plugin(config: TrainConfig) -> DeepSpeedPlugin:
-    """DeepSpeed as the launch config says, but for what the run decides: batches, clipping, precision, optimizer."""
+    """DeepSpeed of the launch config, but with the batches, clipping, precision and optimizer of the run."""
     name = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     plugin = DeepSpeedPlugin(hf_ds_config=None if name == "none" else read_deepspeed(name))
     settings = plugin.deepspeed_config
@@ -123,7 +123,7 @@ def deepspeed_plugin(config: TrainConfig) -> DeepSpeedPlugin:
             raise BadInput(f"the DeepSpeed config has {key!r}, which the run decides (train.*): take it out")
     settings |= {
         "train_micro_batch_size_per_gpu": config.batch_size,
-        "gradient_accumulation_steps": 1,  # the loop says itself which backward pass is the last of a step
+        "gradient_accumulation_steps": 1,  # the loop marks the last backward pass of a step
         "gradient_clipping": config.max_grad_norm,
         "zero_force_ds_cpu_optimizer": False,  # ours is torch's
     }
@@ -133,10 +133,7 @@ def deepspeed_plugin(config: TrainConfig) -> DeepSpeedPlugin:
 
 def read_deepspeed(name: str) -> dict[str, Any]:
     """A DeepSpeed JSON file, here or in the package. Raises BadInput."""
-    path = Path(name)
-    if not path.is_file():
-        path = PACKAGE_CONFIGS.joinpath(*path.parts[1:])
     try:
-        return json.loads(path.read_text())
+        return json.loads(find_config(Path(name)).read_text())
     except (OSError, ValueError) as error:
         raise BadInput(f"DeepSpeed config {name}: {first_line(error)}") from error

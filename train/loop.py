@@ -1,9 +1,9 @@
-"""One optimizer step: a frozen target reads each batch, a head learns to draft what follows."""
+"""One optimizer step: the frozen target reads each batch, the head learns to draft what follows."""
 
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,25 +19,51 @@ from ..heads.nn.documents import Documents
 from ..heads.registry import save_head
 from ..heads.target import Target, TargetOutput
 from .backend import Backend
-from .checkpoint import save_checkpoint
+from .checkpoint import Best, Progress, save_checkpoint
 from .config import TrainConfig
 from .optim import schedule
-from .speed import Speed
+from .speed import Speed, StepSpeed
 from .stopping import Stopping
-from .validation import Best
+from .training_record import TrainingRecord
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a step gave, over all ranks."""
+
+    loss: float
+    depth_loss: list[float]  # mean over the chains supervised at each depth
+    depth_accuracy: list[float]  # share of them whose greedy draft is the data's token
+    grad_norm: float  # before clipping
+    num_supervised: int  # chains at depth 0
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """A step's row of metrics.jsonl."""
+
+    step: int  # steps done
+    learned: Learned
+    learning_rate: float  # of AdamW's parameters
+    padding: float  # share of this process's positions that are padding
+    speed: StepSpeed
+
+    def to_json(self) -> dict[str, Any]:
+        rates = {"learning_rate": self.learning_rate, "padding": self.padding}
+        return {"step": self.step, **asdict(self.learned), **rates, **asdict(self.speed)}
 
 
 class Loop:
-    """One optimizer step, and what is kept of it, over whatever Accelerate runs on."""
+    """Optimizer steps, and what is saved after them, over whatever Accelerate runs on."""
 
     def __init__(self, config: TrainConfig, backend: Backend, target: Target, stopping: Stopping):
         self.config, self.backend, self.target, self.stopping = config, backend, target, stopping
         self.accelerator, self.head, self.optimizer = backend.accelerator, backend.head, backend.optimizer
         self.speed = Speed(self.accelerator.device, torch.bfloat16 if config.precision == "bf16" else torch.float32)
-        self.should_stop = False  # some rank was told to; all of them know it after the same step
+        self.should_stop = False  # some rank received a signal; all of them know it after the same step
 
-    def step(self, step: int, batches: Iterator[Batch]) -> dict[str, Any]:
-        """One optimizer step over the next `accumulation` batches; returns its metrics row.
+    def step(self, step: int, batches: Iterator[Batch]) -> StepMetrics:
+        """One optimizer step over the next `accumulation` batches.
 
         Denominators are the supervised chains, by their labels' weights, of all ranks and all batches of the step: how
         rows are spread over ranks and batches does not change the gradient.
@@ -51,26 +77,27 @@ class Loop:
             group["lr"] = group["peak"] * share * scales.get(group["part"], 1.0)
         num_positions = sum(batch.input_ids.numel() for batch in taken)
         with self.speed.counted(num_positions):
-            row = self._learn([batch.to(self.accelerator.device) for batch in taken])
-        if not math.isfinite(row["loss"]):
-            raise BadInput(f"step {step + 1}: the loss is {row['loss']}; lower train.learning_rate or check the data")
+            learned = self._learn([batch.to(self.accelerator.device) for batch in taken])
+        if not math.isfinite(learned.loss):
+            raise BadInput(f"step {step + 1}: the loss is {learned.loss}; lower train.learning_rate or check the data")
         seconds, num_ranks = time.perf_counter() - started, self.accelerator.num_processes
-        return {
-            "step": step + 1,
-            **row,
-            "learning_rate": self.config.learning_rate * share,
-            "padding": round(1 - sum(batch.num_tokens for batch in taken) / num_positions, 4),
-            **self.speed.row(num_positions=num_positions, seconds=seconds, waited=waited, num_devices=num_ranks),
-        }
+        return StepMetrics(
+            step=step + 1,
+            learned=learned,
+            learning_rate=self.config.learning_rate * share,
+            padding=round(1 - sum(batch.num_tokens for batch in taken) / num_positions, 4),
+            speed=self.speed.of_step(
+                num_positions=num_positions, seconds=seconds, waited=waited, num_devices=num_ranks
+            ),
+        )
 
-    def _learn(self, batches: Sequence[Batch]) -> dict[str, Any]:
-        """Forward, backward and update; returns the figures of all ranks."""
-        starts = [self.head.chain_starts(batch.loss_mask) for batch in batches]
-        weighted = [one.counts(batch.weights) for one, batch in zip(starts, batches, strict=True)]
-        num_chains = torch.stack([one.counts() for one in starts]).sum(0)
-        denominators, num_chains = self.backend.total(
-            torch.stack([torch.stack(weighted).sum(0), num_chains])
-        )  # [K] each
+    def _learn(self, batches: Sequence[Batch]) -> Learned:
+        """Forward, backward and update."""
+        counts = []  # [2, K] each: of supervised chains, with and without their weights
+        for batch in batches:
+            starts = self.head.chain_starts(batch.loss_mask)
+            counts.append(torch.stack([starts.counts(batch.weights), starts.counts()]))
+        denominators, num_chains = self.backend.total(torch.stack(counts).sum(0))
         sums, hits = torch.zeros_like(denominators), torch.zeros_like(denominators)
         loss = torch.zeros((), device=self.accelerator.device)
         for i, batch in enumerate(batches):
@@ -81,34 +108,34 @@ class Loop:
             sums += out.depth_loss
             hits += out.hits.sum((0, 1))
         grad_norm = self.backend.update()
-        told = loss.new_full((1,), float(self.stopping.received is not None))
-        totals = self.backend.total(torch.cat([told, loss[None], sums, hits]))
+        has_signal = loss.new_full((1,), float(self.stopping.received is not None))
+        totals = self.backend.total(torch.cat([has_signal, loss[None], sums, hits]))
         self.should_stop, loss, sums, hits = bool(totals[0] > 0), totals[1], *totals[2:].chunk(2)
-        return {
-            "loss": loss.item(),
-            "depth_loss": mean_of(sums, denominators).tolist(),
-            "depth_accuracy": mean_of(hits, num_chains).tolist(),
-            "grad_norm": grad_norm,
-            "num_supervised": int(num_chains[0]),
-        }
+        return Learned(
+            loss=loss.item(),
+            depth_loss=mean_of(sums, denominators).tolist(),
+            depth_accuracy=mean_of(hits, num_chains).tolist(),
+            grad_norm=grad_norm,
+            num_supervised=int(num_chains[0]),
+        )
 
     def _read(self, input_ids: Tensor, *, documents: Documents | None = None) -> TargetOutput:
         """What the head reads of the live target."""
         return self.target.forward(input_ids, feature_layers=self.head.feature_layers, documents=documents)
 
     def save(self, folder: Path, *, step: int, best: Best) -> None:
-        """A checkpoint, by the main process, of what all hold."""
+        """The main process writes a checkpoint of what all of them hold."""
         weights, state = self.backend.weights(), self.backend.optimizer_state()
         if self.accelerator.is_main_process:
-            progress = {"step": step, "num_processes": self.accelerator.num_processes, "best": asdict(best)}
+            progress = Progress(step, self.accelerator.num_processes, best)
             save_checkpoint(folder, weights, state, progress=progress, keep=self.config.keep_checkpoints)
         self.accelerator.wait_for_everyone()
 
-    def write_head(self, folder: Path, training: dict[str, Any]) -> None:
-        """The head as it is, to be loaded, with what is known of its training, by the main process."""
-        with self.backend.whole() as whole:
+    def write_head(self, folder: Path, training: TrainingRecord) -> None:
+        """The main process writes the head's folder."""
+        with self.backend.whole() as head:
             if self.accelerator.is_main_process:
-                save_head(whole, folder, training=training)
+                save_head(head, folder, training=training.to_json())
         self.accelerator.wait_for_everyone()
 
 

@@ -1,7 +1,7 @@
-"""The optimizer and its schedule, a pure function of the step."""
+"""The optimizer, and the learning rate at each step."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from .config import TrainConfig
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon for matrices and AdamW for the rest, seen as one optimizer: one state, one list of groups.
+    """Muon for matrices and AdamW for the rest as one optimizer, with one state and one list of groups.
 
     Muon orthogonalises the momentum of a matrix, so that every direction of the update has the same size (Jordan 2024);
     scaled to the update that AdamW would make (Liu et al. 2025), both take learning rates of the same order.
@@ -31,7 +31,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """The parts work on this optimizer's own groups and state, also after both were loaded anew."""
+        """Has the parts work on this optimizer's own groups and state, also after both were loaded."""
         start = 0
         for part in self.parts:
             count = len(part.param_groups)
@@ -39,7 +39,7 @@ class MuonAdamW(torch.optim.Optimizer):
             start += count
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> Any:
         assert closure is None
         for part in self.parts:
             part.step()

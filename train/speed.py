@@ -1,9 +1,10 @@
-"""How fast a run is against what its machine can do: operations of a step, the machine's measured rate, memory."""
+"""How fast a run is compared with what its machine can do: operations of a step, the measured rate, memory."""
 
 import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,17 +14,24 @@ from torch.utils.flop_counter import flop_registry
 
 from ..heads.nn.repeated import is_repeated
 
-MEASURED = ("tokens_per_second", "mfu", "data_wait", "peak_bytes")  # of a metrics row: what two equal runs differ in
 SIDE = {"cuda": 8192, "cpu": 1024}  # of the square matrices that measure the rate
 TRIALS = 5
+
+
+@dataclass(frozen=True)
+class StepSpeed:
+    """Of a step: what two equal runs differ in."""
+
+    tokens_per_second: float  # positions read, of all processes
+    mfu: float  # floating point operations per second over `matmul_rate`; what backward computes again does not count
+    data_wait: float  # share of the time in which it waited for data
+    peak_bytes: int  # see `peak_bytes`
 
 
 class Speed:
     """Counts the operations of a start's first step, and scales them to the others by their positions.
 
-    mfu: floating point operations of a step, the target's forward and the head's forward and backward, without what is
-    computed a second time (`Operations`), per second, over the rate of one large matrix product on the same device and
-    in the same dtype.
+    They are those of the target's forward and of the head's forward and backward (`Operations`).
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
@@ -42,23 +50,23 @@ class Speed:
             yield
         self.per_position = (counted.total - counted.repeated) / num_positions
 
-    def row(self, *, num_positions: int, seconds: float, waited: float, num_devices: int) -> dict[str, Any]:
-        """Of a step: positions on this device, seconds in all and of them waiting for data."""
+    def of_step(self, *, num_positions: int, seconds: float, waited: float, num_devices: int) -> StepSpeed:
+        """Args: num_positions: on this device. seconds: in all. waited: seconds of them waiting for data."""
         per_second = (self.per_position or 0.0) * num_positions / seconds
-        return {
-            "tokens_per_second": round(num_positions * num_devices / seconds, 1),
-            "mfu": round(per_second / self.rate, 4),
-            "data_wait": round(waited / seconds, 4),
-            "peak_bytes": peak_bytes(self.device),
-        }
+        return StepSpeed(
+            tokens_per_second=round(num_positions * num_devices / seconds, 1),
+            mfu=round(per_second / self.rate, 4),
+            data_wait=round(waited / seconds, 4),
+            peak_bytes=peak_bytes(self.device),
+        )
 
 
 class Operations(TorchDispatchMode):
-    """Counts floating point operations as they run: of matrix products, convolutions and attention, its two products
-    counted for all queries and keys that a kernel is given, hidden ones too. Elementwise operations do not count.
+    """Counts floating point operations as they run: of matrix products, convolutions and attention. Attention counts
+    for all queries and keys that a kernel is given, masked ones too; elementwise operations do not count.
 
-    total: of all. repeated: those of them that backward does a second time: layers whose inner results were not kept,
-    and scores of attention. torch's own counter takes some operations apart first, which rounds otherwise: a resumed
+    total: all. repeated: those that backward does a second time: layers whose inner results were not kept, and scores
+    of attention. torch's own counter decomposes some operations first, which changes their rounding, where a resumed
     run must give the same numbers; and it knows no attention on CPUs.
     """
 
@@ -116,7 +124,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that tensors held of the GPU so far; on a CPU, that the process held of the memory."""
+    """The most GPU memory that tensors held so far; on a CPU, the most memory that the process held."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,8 +1,7 @@
-"""What a run begins with: target, rows, head and optimizer, as its config or its last checkpoint has them."""
+"""What a run starts from: target, rows, head and optimizer, of its config or its last checkpoint."""
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -11,6 +10,7 @@ from rich.console import Console
 from torch import Tensor
 
 from ..configs.errors import BadInput
+from ..configs.files import remove_unfinished
 from ..configs.loader import dump_config
 from ..heads.adapters import add_adapters
 from ..heads.base import DraftHead
@@ -19,36 +19,30 @@ from ..heads.nn.fusing import fuse
 from ..heads.registry import build_head, head_record, start_head
 from ..heads.target import Target
 from .backend import Backend
-from .checkpoint import checkpoints, load_checkpoint, read_progress, remove_partial
+from .checkpoint import Best, Progress, checkpoints, load_checkpoint, read_progress
 from .config import RunConfig, differing_key
 from .data import TrainingData, check_stored_states, draft_token_ids, load_data, removed_on_failure
 from .launch import start_accelerator
 from .optim import build_optimizer
-from .provenance import origin, write_provenance
+from .provenance import Provenance
 from .tracking import check_trackers
-from .training_record import training_record
-from .validation import Best
+from .training_record import TrainingRecord
 
 
 @dataclass
 class Start:
-    """What a run begins with. run: its config, the head's resolved for the target. done: its checkpoints so far.
-    progress: of the last of them. best: the best validation. record: what its heads will say of their training."""
+    """What a run starts from."""
 
-    run: RunConfig
+    run: RunConfig  # the head's part resolved for the target
     target: Target
     accelerator: Accelerator
     data: TrainingData
     head: DraftHead
     optimizer: torch.optim.Optimizer
-    done: list[Path]
-    progress: dict[str, Any]
+    checkpoint: Path | None  # the last; None: the run starts anew
+    first_step: int
     best: Best
-    record: dict[str, Any]
-
-    @property
-    def first_step(self) -> int:
-        return self.progress["step"]
+    record: TrainingRecord
 
     @property
     def num_parameters(self) -> int:
@@ -56,7 +50,7 @@ class Start:
 
 
 def find_inputs(run: RunConfig, folder: Path, console: Console) -> Start:
-    """Everything that can be wrong is found here. Raises BadInput."""
+    """Loads and checks everything that a run needs. Raises BadInput on anything that would stop it later."""
     check_fit(run.head, run.target)
     check_trackers(run.train)
     if run.train.patience and not run.data.validation:
@@ -74,27 +68,37 @@ def find_inputs(run: RunConfig, folder: Path, console: Console) -> Start:
         run = replace(run, head=run.head.resolved(target))
         check_stored_states(data, head, target)
         optimizer = build_optimizer(head, run.train)
-        done = checkpoints(folder / "checkpoints")
-        progress = read_progress(done[-1]) if done else {"step": 0, "num_processes": accelerator.num_processes}
+        checkpoint = next(reversed(checkpoints(folder / "checkpoints")), None)
+        progress = read_progress(checkpoint) if checkpoint else Progress(0, accelerator.num_processes, Best())
         if (folder / "final").is_dir() or (folder / "config.yaml").is_file():
-            check_same_run(folder, run, before=progress["num_processes"], now=accelerator.num_processes)
-    best = Best(**progress.get("best", {}))
-    record = training_record(run, target, data)
-    return Start(run, target, accelerator, data, head, optimizer, done, progress, best, record)
+            check_same_run(folder, run, before=progress.num_processes, now=accelerator.num_processes)
+    return Start(
+        run=run,
+        target=target,
+        accelerator=accelerator,
+        data=data,
+        head=head,
+        optimizer=optimizer,
+        checkpoint=checkpoint,
+        first_step=progress.step,
+        best=progress.best,
+        record=TrainingRecord.of(run, target, data),
+    )
 
 
 def set_up(run: RunConfig, start: Start, folder: Path) -> Backend:
-    """Head and optimizer as the last checkpoint left them, on the run's devices; the run folder says what it holds."""
+    """Head and optimizer as the last checkpoint left them, on the run's devices; writes config.yaml and run.json."""
     accelerator = start.accelerator
-    state = load_checkpoint(start.done[-1], start.head) if start.done else {}
+    state = load_checkpoint(start.checkpoint, start.head) if start.checkpoint else {}
     backend = Backend(accelerator, start.head, start.optimizer, run.train)
     backend.load_optimizer_state(state)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        remove_partial(folder / "checkpoints")
+        remove_unfinished(folder / "checkpoints")
         try:
             dump_config(run, folder / "config.yaml")
-            write_provenance(folder, origin(start.target, start.data, num_processes=accelerator.num_processes))
+            provenance = Provenance.of(start.target, start.data, num_processes=accelerator.num_processes)
+            provenance.append_to(folder / "run.json")
         except OSError as error:
             raise BadInput(f"train.output_dir {folder}: {error.strerror}") from error
     return backend

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT let a run finish its step and save; it leaves with the signal's exit code, as unfinished."""
+"""On SIGTERM and SIGINT a run finishes its step, saves, and exits with the signal's exit code."""
 
 import signal
 import threading
@@ -6,13 +6,13 @@ import time
 from types import FrameType, TracebackType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-REPEATED = 5.0  # seconds: a launcher passes on to its processes what the terminal has already sent them
+REPEATED = 5.0  # seconds: a launcher sends its processes once more what the terminal has already sent them
 
 
 class Stopping:
-    """Takes down signals instead of obeying them. A second one, later than any launcher's echo, ends at once.
+    """Records a signal instead of obeying it; a second one, later than REPEATED, ends the process at once.
 
-    In a thread other than the main one there are no signals, and this does nothing.
+    Does nothing in a thread other than the main one, which gets no signals.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Stopping:
 
     def __enter__(self) -> "Stopping":
         if threading.current_thread() is threading.main_thread():
-            self.before = {one: signal.signal(one, self._take) for one in SIGNALS}
+            self.before = {number: signal.signal(number, self._take) for number in SIGNALS}
         return self
 
     def _take(self, number: int, frame: FrameType | None) -> None:
@@ -33,8 +33,8 @@ class Stopping:
             self.received, self.at = signal.Signals(number), time.monotonic()
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for one, handler in self.before.items():
-            signal.signal(one, handler)
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
     @property
     def exit_code(self) -> int:

@@ -1,7 +1,6 @@
 """Where a run's figures go: metrics.jsonl, the progress bar and, when asked for, Weights & Biases and TensorBoard."""
 
 import json
-import os
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -12,13 +11,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..configs.errors import BadInput
+from ..configs.files import write_text
 from .config import RunConfig, TrainConfig
 
 
 def check_trackers(config: TrainConfig) -> None:
-    """Raises BadInput where a package is missing for what the run asks to log to."""
-    for key, package in (("wandb_project", "wandb"), ("tensorboard", "tensorboard")):
-        if getattr(config, key):
+    """Raises BadInput where a package that the run is to log with is missing."""
+    wanted = (("wandb_project", "wandb", config.wandb_project), ("tensorboard", "tensorboard", config.tensorboard))
+    for key, package, is_wanted in wanted:
+        if is_wanted:
             try:
                 import_module(package)
             except ImportError as error:
@@ -50,29 +51,27 @@ class Tracker:
         if is_main:
             path = folder / "metrics.jsonl"
             kept = [row for row in read_rows(path) if row["step"] <= first_step] if first_step else []
-            fresh = path.with_suffix(".partial")  # a kill leaves the old rows or the new ones
-            fresh.write_text("".join(json.dumps(row) + "\n" for row in kept))
-            os.replace(fresh, path)
+            write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
             self.file = path.open("a")
 
     def start(self, run: RunConfig) -> None:
-        """Log also where the run asks for it."""
+        """Opens Weights & Biases and TensorBoard where the run asks for them."""
         if not self.is_main:
             return
         if run.train.wandb_project:
             import wandb
 
             mode = "online" if wandb.api.api_key else "offline"  # online with a key, else to files in the run folder
-            how = {"config": asdict(run), "name": self.folder.name, "mode": mode}
-            self.wandb = wandb.init(project=run.train.wandb_project, dir=str(self.folder), **how)
+            project, name = run.train.wandb_project, self.folder.name
+            self.wandb = wandb.init(project=project, name=name, dir=str(self.folder), config=asdict(run), mode=mode)
         if run.train.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            # what an interrupted start logged behind its last checkpoint is hidden
+            # hides what an interrupted start logged after its last checkpoint
             self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=self.first_step + 1)
 
     def log(self, row: dict[str, Any], *, figures: str = "") -> None:
-        """One row of metrics; figures: the few that the progress bar shows."""
+        """Writes a row of metrics. figures: what the progress bar shows of it; empty: it stays as it is."""
         if not self.is_main:
             return
         self.file.write(json.dumps(row) + "\n")
@@ -101,7 +100,7 @@ class Tracker:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The whole rows of a metrics file; a last line that a kill cut short is left out."""
+    """The rows of a metrics file, without a last line that a kill cut short."""
     rows = []
     for line in path.read_text().splitlines() if path.is_file() else []:
         try:

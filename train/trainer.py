@@ -1,8 +1,8 @@
 """A training run, from what it begins with to the head that it leaves."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -12,7 +12,16 @@ from .loop import Loop
 from .start import Start, find_inputs, set_up
 from .stopping import Stopping
 from .tracking import Tracker
-from .validation import Validation
+from .validation import Validation, ValidationResult
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Where the steps ended."""
+
+    num_steps: int  # in all
+    is_over: bool  # at the run's end, not stopped before
+    validation: ValidationResult | None  # the last
 
 
 def train(run: RunConfig, *, console: Console | None = None) -> Path:
@@ -24,85 +33,80 @@ def train(run: RunConfig, *, console: Console | None = None) -> Path:
     console = console or Console(stderr=True)
     folder = Path(run.train.output_dir)
     start = find_inputs(run, folder, console)
-    run = start.run
+    run, best, max_steps = start.run, start.best, run.train.max_steps
     if (folder / "final").is_dir():
         console.print(f"{folder} holds this run, finished; nothing to do (another train.output_dir starts anew)")
         return folder / "final"
     backend = set_up(run, start, folder)
-    is_main = start.accelerator.is_main_process
-    say = console.print if is_main else lambda *_: None
-    ranks = {"num_ranks": start.accelerator.num_processes, "rank": start.accelerator.process_index}
-    plan = start.data.plan(batch_size=run.train.batch_size, seed=run.train.seed, **ranks)
+    accelerator = start.accelerator
+    say = console.print if accelerator.is_main_process else lambda *_: None
+    plan = start.data.plan(
+        batch_size=run.train.batch_size,
+        seed=run.train.seed,
+        num_ranks=accelerator.num_processes,
+        rank=accelerator.process_index,
+    )
     say(
         f"{run.head.type}: {start.num_parameters:,} parameters on {start.target.name}; {len(start.data.samples)} rows, "
         f"{run.data.layout}, {plan.padding():.0%} padding; steps from {start.first_step}"
     )
-    steps = {"num_steps": run.train.max_steps, "first_step": start.first_step}
-    with Stopping() as stopping, Tracker(folder, **steps, is_main=is_main, console=console) as tracker:
+    tracker = Tracker(
+        folder,
+        num_steps=max_steps,
+        first_step=start.first_step,
+        is_main=accelerator.is_main_process,
+        console=console,
+    )
+    with Stopping() as stopping, tracker:
         tracker.start(run)
         loop = Loop(run.train, backend, start.target, stopping)
-        count, is_over, measured = take_steps(run, start, loop, plan, tracker, folder, say)
-    if not is_over:
+        outcome = take_steps(start, loop, plan, tracker, folder, say)
+    if not outcome.is_over:
         why = f"{stopping.received.name}: " if stopping.received else ""
-        say(f"{why}stopped at step {count} of {run.train.max_steps}; the same command goes on from there")
+        say(f"{why}stopped at step {outcome.num_steps} of {max_steps}; the same command goes on from there")
         if loop.should_stop:
             raise SystemExit(stopping.exit_code)
         return folder
-    loop.write_head(folder / "final", {**start.record, "steps": count, "validation": measured})
-    best = start.best
+    loop.write_head(folder / "final", replace(start.record, steps=outcome.num_steps, validation=outcome.validation))
     if best.step:
-        early = f"no better validation in {best.waited}: ended at step {count}; " if count < run.train.max_steps else ""
+        is_early = outcome.num_steps < max_steps
+        early = f"no better validation in {best.waited}: ended at step {outcome.num_steps}; " if is_early else ""
         say(f"{early}best acceptance length {best.acceptance_length} at step {best.step}, in {folder / 'best'}")
     say(f"head written to {folder / 'final'}")
     return folder / "final"
 
 
 def take_steps(
-    run: RunConfig,
-    start: Start,
-    loop: Loop,
-    plan: BatchPlan,
-    tracker: Tracker,
-    folder: Path,
-    say: Callable[[str], object],
-) -> tuple[int, bool, dict[str, Any] | None]:
-    """The loop, with its validations and checkpoints.
-
-    Returns: steps taken in all, whether the run is over (not stopped before its end), and the last validation.
-    """
-    config, first_step, best, measured = run.train, start.first_step, start.best, None
+    start: Start, loop: Loop, plan: BatchPlan, tracker: Tracker, folder: Path, say: Callable[[str], object]
+) -> Outcome:
+    """The steps of a run, with its validations and checkpoints."""
+    config, best, count = start.run.train, start.best, start.first_step
     last_step = min(config.max_steps, config.stop_at_step or config.max_steps)
     rows = start.data.validation
     validation = Validation(config, loop.backend, start.target, rows) if rows else None
-    per_step = config.accumulation
-    batches = start.data.batches(plan, range(first_step * per_step, last_step * per_step))
-    count, is_over = first_step, False
-    for step in range(first_step, last_step):
-        row = loop.step(step, batches)
-        count = step + 1
+    result: ValidationResult | None = None
+    is_over = False
+    batches = start.data.batches(plan, range(count * config.accumulation, last_step * config.accumulation))
+    for step in range(count, last_step):
+        metrics = loop.step(step, batches)
+        count, loss = step + 1, metrics.learned.loss
         is_last = count == last_step or loop.should_stop
         if count % config.log_every == 0 or is_last:
-            row["epoch"] = round(plan.epoch(count * per_step), 4)
-            tracker.log(row, figures=f"loss {row['loss']:.4f}")
+            epoch = round(plan.epoch(count * config.accumulation), 4)
+            tracker.log({**metrics.to_json(), "epoch": epoch}, figures=f"loss {loss:.4f}")
         if validation and (is_due(count, config.validate_every) or count == config.max_steps):
-            measured = validation.measure()
-            tracker.log({"step": count, "validation": measured})
-            say(f"step {count}: loss {row['loss']:.4f}, {in_words(measured)}")
-            if best.take(count, measured["acceptance_length"]):
-                loop.write_head(folder / "best", {**start.record, "steps": count, "validation": measured})
+            result = validation.measure()
+            tracker.log({"step": count, "validation": result.to_json()})
+            say(f"step {count}: loss {loss:.4f}, {result}")
+            if best.take(count, result.taught.acceptance_length):
+                loop.write_head(folder / "best", replace(start.record, steps=count, validation=result))
             is_over = 0 < config.patience <= best.waited
         is_over = is_over or count == config.max_steps
         if is_due(count, config.checkpoint_every) or (is_last and not is_over):
             loop.save(folder / "checkpoints", step=count, best=best)
         if is_last or is_over:
             break
-    return count, is_over, measured
-
-
-def in_words(measured: Mapping[str, Any]) -> str:
-    """A validation in a line."""
-    said = f"acceptance length {measured['acceptance_length']} taught"
-    return f"{said}, {measured['decoded']['acceptance_length']} decoded" if "decoded" in measured else said
+    return Outcome(count, is_over, result)
 
 
 def is_due(step: int, every: int) -> bool:

@@ -1,6 +1,7 @@
-"""What a head says of its own training, wherever it goes: the `training` part of its config.json."""
+"""How a head was trained: the `training` part of its config.json, which every export carries along."""
 
 import json
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,60 @@ from ..heads.target import Target
 from ..heads.templates import template_hash
 from .config import RunConfig
 from .data import TrainingData
+from .validation import ValidationResult
 
 NUM_PROMPTS = 128  # rows, spread over the data, whose prompts are compared
 LONGEST_ENDING = 16  # tokens of what they have in common
 
 
-def training_record(run: RunConfig, target: Target, data: TrainingData) -> dict[str, Any]:
-    """What is known before the first step; a head that is written adds `steps` and `validation`."""
-    ending = common_ending(data.samples)
-    return {
-        "max_length": data.config.max_length,
-        "num_depths": run.head.num_depths,
-        "template_hash": template_hash(target.tokenizer),
-        "prompt_ending": {"token_ids": ending, "text": target.tokenizer.decode(ending)} if ending else None,
-        "target_dtype": str(target.dtype).removeprefix("torch."),
-        "target_quantization": quantization(target.model.config),
-        "answers": answer_settings(data.config.train),
-    }
+@dataclass(frozen=True)
+class PromptEnding:
+    """What all prompts end with."""
+
+    token_ids: list[int]
+    text: str
+
+
+@dataclass(frozen=True)
+class AnswerSampling:
+    """How `headstart data regenerate` sampled answers."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    thinking: bool | None
+
+
+@dataclass(frozen=True)
+class TrainingRecord:
+    """The `training` part of a head's config.json; docs/run_folder.md has its keys."""
+
+    max_length: int  # tokens of the longest rows
+    num_depths: int
+    template_hash: str | None
+    prompt_ending: PromptEnding | None
+    target_dtype: str
+    target_quantization: str | None
+    answers: list[AnswerSampling] | None
+    steps: int = 0  # done
+    validation: ValidationResult | None = None  # of that step
+
+    @classmethod
+    def of(cls, run: RunConfig, target: Target, data: TrainingData) -> "TrainingRecord":
+        """What is known before the first step."""
+        ending = common_ending(data.samples)
+        return cls(
+            max_length=data.config.max_length,
+            num_depths=run.head.num_depths,
+            template_hash=template_hash(target.tokenizer),
+            prompt_ending=PromptEnding(ending, str(target.tokenizer.decode(ending))) if ending else None,
+            target_dtype=str(target.dtype).removeprefix("torch."),
+            target_quantization=quantization(target.model.config),
+            answers=answer_settings(data.config.train),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "validation": self.validation and self.validation.to_json()}
 
 
 def common_ending(samples: Shards) -> list[int]:
@@ -41,21 +79,22 @@ def common_ending(samples: Shards) -> list[int]:
         sample = samples[index].sample
         length = int(sample.loss_mask.argmax())
         if length < 2 or (sample.segments[:length] != PROMPT).any():
-            continue  # a text supervised from its start, or behind its first token, or a later piece of a long row
+            continue  # a text supervised from its start or second token, or a later piece of a long row
         tokens = sample.input_ids[max(length - LONGEST_ENDING, 0) : length].tolist()
         shared = len(tokens) if ending is None else num_common(ending[::-1], tokens[::-1])
         ending = tokens[len(tokens) - shared :]
     return ending or []
 
 
-def answer_settings(train: Any) -> list[dict[str, Any]] | None:
-    """How `headstart data regenerate` sampled the answers, each way once; None where a source was not made by it."""
-    found: list[dict[str, Any]] = []
+def answer_settings(train: Any) -> list[AnswerSampling] | None:
+    """How the answers of data.train were sampled, each way once; None where a source has other rows."""
+    ways: list[AnswerSampling] = []
+    names = [field.name for field in fields(AnswerSampling)]
     for source in read_sources(train):
         path = Path(source.source).parent / "manifest.json"
         try:
-            ways = json.loads(path.read_text())["settings"]["sampling"].values()
-            found += [{key: way[key] for key in ("temperature", "top_p", "top_k", "thinking")} for way in ways]
+            settings = json.loads(path.read_text())["settings"]["sampling"].values()
+            ways += [AnswerSampling(**{name: way[name] for name in names}) for way in settings]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
-    return [way for i, way in enumerate(found) if way not in found[:i]]
+    return list(dict.fromkeys(ways))

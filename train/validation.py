@@ -1,7 +1,7 @@
-"""How good the head is at a step, which step was the best so far, and when there is nothing more to wait for."""
+"""How well the head drafts at a step: acceptance on rows that it is not trained on."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -21,14 +21,58 @@ from .config import TrainConfig
 PLAIN_PROMPT = 8  # tokens of a text without a prompt that the target goes on from
 
 
+@dataclass(frozen=True)
+class Figures:
+    """Acceptance of greedy chains: tokens per target forward, and the rate at each draft position."""
+
+    num_rounds: int
+    acceptance_length: float | None
+    acceptance_rate: list[float | None]
+
+    @classmethod
+    def of(cls, counts: Acceptance) -> "Figures":
+        length = round(counts.length, 4) if counts.length else None
+        return cls(counts.num_rounds, length, [None if rate is None else round(rate, 4) for rate in counts.rate])
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Figures of texts that the target wrote in answer to `num_prompts` prompts: as decoded, and taught on them."""
+
+    num_prompts: int
+    figures: Figures
+    taught: Figures
+
+
+@dataclass(frozen=True)
+class ValidationResult:
+    """Taught figures of the validation rows, and what decoding gave, where there was any."""
+
+    num_draft_tokens: int
+    taught: Figures
+    decoded: Decoded | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As docs/run_folder.md has it."""
+        row: dict[str, Any] = {"num_draft_tokens": self.num_draft_tokens, **asdict(self.taught)}
+        if self.decoded is not None:
+            figures, taught = asdict(self.decoded.figures), asdict(self.decoded.taught)
+            row["decoded"] = {"num_prompts": self.decoded.num_prompts, **figures, "taught": taught}
+        return row
+
+    def __str__(self) -> str:
+        taught = f"acceptance length {self.taught.acceptance_length} taught"
+        return f"{taught}, {self.decoded.figures.acceptance_length} decoded" if self.decoded else taught
+
+
 class Validation:
     """Measures the head on rows it is not trained on, in two ways that must agree.
 
-    Taught: the rows' texts are walked as decoding would walk them, had the target written them, with teacher-forced
-    drafts. Decoded: the target answers the prompts of the first rows, the head drafts, and the texts that come out are
-    walked too. On one text both ways take the same rounds, near-ties apart, and have the same length but for the last
-    round, of which a walk does not see what lies behind the text. Where they part, the head is trained on something
-    else than what it drafts from; where only the rows' own figure differs, the target would not have written the rows.
+    Taught: rounds are counted on the rows' texts, as decoding would take them had the target written the texts, with
+    teacher-forced drafts. Decoded: the target answers the prompts of the first rows with the head's drafts; the texts
+    that come out are also counted as taught. On the same text both take the same rounds, near-ties apart, except that
+    a taught last round ends with the text. Where they differ, the head is trained on something else than it drafts
+    from; where only the rows' own figure differs, the target would not have written the rows.
     """
 
     def __init__(self, config: TrainConfig, backend: Backend, target: Target, rows: Sequence[Stored]):
@@ -42,22 +86,22 @@ class Validation:
         self.num_draft = min(backend.head.num_depths, backend.head.default_draft_tokens)
 
     @torch.no_grad()
-    def measure(self) -> dict[str, Any]:
-        """The figures over all ranks' shares, equal in all of them."""
-        taught, decoded, walked = self._nothing(), self._nothing(), self._nothing()
+    def measure(self) -> ValidationResult:
+        """Over the rows of all ranks; equal in all of them."""
+        taught, decoded, decoded_taught = self._nothing(), self._nothing(), self._nothing()
         with self.backend.whole() as head:
             head.eval()
             for start in range(0, len(self.rows), self.config.batch_size):
                 batch = collate([[row] for row in self.rows[start : start + self.config.batch_size]])
                 taught += self._taught(head, batch.to(self.backend.accelerator.device).filled(self._read))
             if self.prompts:
-                decoded, walked = self._decoded(head)
+                decoded, decoded_taught = self._decoded(head)
             head.train()
-        row = {"num_draft_tokens": self.num_draft, **described(self._over_ranks(taught))}
-        decoded, walked = self._over_ranks(decoded), self._over_ranks(walked)
-        if self.num_prompts:
-            row["decoded"] = {"num_prompts": self.num_prompts, **described(decoded), "taught": described(walked)}
-        return row
+        result = ValidationResult(self.num_draft, self._over_ranks(taught))
+        if not self.num_prompts:
+            return result
+        parts = self._over_ranks(decoded), self._over_ranks(decoded_taught)
+        return replace(result, decoded=Decoded(self.num_prompts, *parts))
 
     def _read(self, input_ids: Tensor, *, documents: Documents | None = None) -> TargetOutput:
         return self.target.forward(input_ids, feature_layers=self.backend.head.feature_layers, documents=documents)
@@ -68,10 +112,10 @@ class Validation:
         return expected_acceptance(out.starts, out.hits, num_draft_tokens=self.num_draft)
 
     def _decoded(self, head: DraftHead) -> tuple[Acceptance, Acceptance]:
-        """Greedy chains on this rank's prompts, and the same texts walked."""
-        how: dict[str, Any] = {"max_new_tokens": self.config.decode_tokens, "num_draft_tokens": self.num_draft}
-        done = generate(self.target, head, self.prompts, **how)
-        decoded = acceptance(done.rounds, num_draft_tokens=self.num_draft)
+        """Greedy chains on this rank's prompts, and taught counts on the same texts."""
+        num_draft, num_tokens = self.num_draft, self.config.decode_tokens
+        done = generate(self.target, head, self.prompts, max_new_tokens=num_tokens, num_draft_tokens=num_draft)
+        decoded = acceptance(done.rounds, num_draft_tokens=num_draft)
         rows = [prompt + new for prompt, new in zip(self.prompts, done.token_ids, strict=True)]
         device = self.backend.accelerator.device
         input_ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long, device=device)
@@ -84,39 +128,14 @@ class Validation:
     def _nothing(self) -> Acceptance:
         return Acceptance(0, 0, [0] * self.num_draft, [0] * self.num_draft)
 
-    def _over_ranks(self, counted: Acceptance) -> Acceptance:
-        figures = [counted.num_rounds, counted.num_committed, *counted.tried, *counted.taken]
-        total = self.backend.total(torch.tensor(figures, device=self.backend.accelerator.device)).tolist()
-        return Acceptance(total[0], total[1], total[2 : 2 + self.num_draft], total[2 + self.num_draft :])
+    def _over_ranks(self, counts: Acceptance) -> Figures:
+        numbers = [counts.num_rounds, counts.num_committed, *counts.tried, *counts.taken]
+        total = self.backend.total(torch.tensor(numbers, device=self.backend.accelerator.device)).tolist()
+        tried, taken = total[2 : 2 + self.num_draft], total[2 + self.num_draft :]
+        return Figures.of(Acceptance(total[0], total[1], tried, taken))
 
 
 def prompt_of(sample: Sample) -> list[int]:
     """What comes before the first supervised token; of a text that is supervised from its start, its first tokens."""
     first = int(sample.loss_mask.argmax())
     return sample.input_ids[: first if first > 1 else PLAIN_PROMPT].tolist()
-
-
-def described(counted: Acceptance) -> dict[str, Any]:
-    """A metrics row's figures of these counts: tokens per target forward, and the rate at each draft position."""
-    return {
-        "num_rounds": counted.num_rounds,
-        "acceptance_length": round(counted.length, 4) if counted.length else None,
-        "acceptance_rate": [None if rate is None else round(rate, 4) for rate in counted.rate],
-    }
-
-
-@dataclass
-class Best:
-    """The best validation so far: its step and acceptance_length, taught; waited: validations since then."""
-
-    step: int = 0
-    acceptance_length: float = 0.0
-    waited: int = 0
-
-    def take(self, step: int, acceptance_length: float | None) -> bool:
-        """Takes in a validation; returns whether it is the best."""
-        if acceptance_length is not None and acceptance_length > self.acceptance_length:
-            self.step, self.acceptance_length, self.waited = step, acceptance_length, 0
-            return True
-        self.waited += 1
-        return False

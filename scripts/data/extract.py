@@ -43,6 +43,7 @@ def extract(
     from rich.console import Console
     from rich.progress import Progress
 
+    from ...configs.loader import build
     from ...data_pipelines.plan import estimate
     from ...data_pipelines.storage.extract import TOKENS, ExtractConfig, Extraction, fields_of, is_finished
     from ...data_pipelines.storage.features import origin_of
@@ -61,7 +62,8 @@ def extract(
     if is_finished(output, fields):
         print(f"{output}: finished already")
         return
-    accelerator = start_accelerator(TrainConfig(output_dir=str(output), max_steps=1, device=device))
+    settings = {"output_dir": str(output), "max_steps": 1, "device": device}
+    accelerator = start_accelerator(build(TrainConfig, settings))
     console = Console(stderr=True, quiet=not accelerator.is_main_process)
     target.to(accelerator.device)
     rank, num_ranks = accelerator.process_index, accelerator.num_processes

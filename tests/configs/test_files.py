@@ -41,10 +41,6 @@ OLD = {"out/a": "old", "out/inner/b": "old", "out/old": ""}
 NEW = {"out/a": "new", "out/inner/b": "new", "out/new": ""}
 
 
-def dead_process() -> int:
-    return int(subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True).stdout)
-
-
 def test_a_file_is_the_old_or_the_new_one(at_every_call, tmp_path):
     def start():
         (tmp_path / "deep").mkdir(exist_ok=True)
@@ -154,8 +150,8 @@ def test_a_folder_does_not_replace_a_file(tmp_path):
     assert contents(tmp_path) == {"out": "a file", "deep/new/a": "b"}
 
 
-def test_only_what_a_killed_process_left_is_removed(tmp_path):
-    dead, alive = dead_process(), os.getppid()
+def test_only_what_a_killed_process_left_is_removed(ended_process, tmp_path):
+    dead, alive = ended_process, os.getppid()
     for name in (f".a.{dead}", f".a.{alive}", f".a.b.{dead}", ".a.b", ".a.x"):
         (tmp_path / f"{name}.unfinished").mkdir()
     write_text(tmp_path / "a", "")

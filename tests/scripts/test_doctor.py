@@ -6,12 +6,12 @@ import pytest
 import typer
 from headstart.configs.errors import BadInput
 from headstart.scripts import doctor as module
-from headstart.scripts.doctor import Machine, find, missing, read, shipped_configs
+from headstart.scripts.doctor import LocalMachine, find, missing, read, shipped_configs
 from typer.testing import CliRunner
 
 VERSIONS = {"torch": "2.13.0", "transformers": "5.23.0", "accelerate": "1.15.0", "deepspeed": "0.19.8"}
 NO_DEEPSPEED = {**VERSIONS, "deepspeed": None}
-CPU = Machine(
+CPU = LocalMachine(
     num_cores=4,
     memory=16 * 2**30,
     gpus=(),

@@ -17,7 +17,7 @@ import yaml
 from headstart.configs.errors import BadInput
 from headstart.train import loop, trainer
 from headstart.train.checkpoint import checkpoints
-from headstart.train.speed import MEASURED
+from headstart.train.speed import StepSpeed
 from headstart.train.tracking import read_rows
 from safetensors.torch import load_file
 
@@ -31,7 +31,8 @@ def losses(folder):
 
 def curve(folder):
     """What training and validation gave, but for how long it took."""
-    return [{k: v for k, v in row.items() if k not in MEASURED} for row in read_rows(folder / "metrics.jsonl")]
+    rows, speed = read_rows(folder / "metrics.jsonl"), StepSpeed.__dataclass_fields__
+    return [{k: v for k, v in row.items() if k not in speed} for row in rows]
 
 
 def final(folder):
@@ -221,9 +222,9 @@ def test_twenty_random_kills_leave_the_curve_of_an_uninterrupted_run(launching, 
 # What is kept
 
 
-def test_what_a_kill_left_of_a_checkpoint_is_cleared_away(run):
+def test_what_a_kill_left_of_a_checkpoint_is_cleared_away(run, ended_process):
     folder = run("medusa", "half", "train.stop_at_step=3")
-    partial = folder / "checkpoints" / ".step_00000099.partial"
+    partial = folder / "checkpoints" / f".step_00000099.{ended_process}.unfinished"
     shutil.copytree(folder / "checkpoints" / "step_00000003", partial)
     run("medusa", "half")
     assert not partial.exists()

@@ -11,7 +11,7 @@ from headstart.configs.loader import PACKAGE_CONFIGS, shipped
 from headstart.heads.registry import build_head, head_class
 from headstart.train.backend import Backend
 from headstart.train.config import TrainConfig
-from headstart.train.launch import Launch, asked_for, start_accelerator
+from headstart.train.launch import Launch, requested_launch, start_accelerator
 from headstart.train.optim import build_optimizer
 
 
@@ -37,12 +37,12 @@ from headstart.train.optim import build_optimizer
         ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, "asked for several processes and started"),
     ],
 )
-def test_what_was_asked_for_is_read_from_the_launchers_environment(environ, launch):
+def test_what_was_requested_launch_is_read_from_the_launchers_environment(environ, launch):
     if isinstance(launch, Launch):
-        assert asked_for(environ) == launch
+        assert requested_launch(environ) == launch
     else:
         with pytest.raises(BadInput, match=launch):
-            asked_for(environ)
+            requested_launch(environ)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_launch_that_contradicts_the_run_is_refused(environ, settings, problem
 
 
 def test_a_backend_that_came_up_as_another_is_caught(monkeypatch):
-    monkeypatch.setattr("headstart.train.launch.asked_for", lambda _: Launch("ddp", 2))
+    monkeypatch.setattr("headstart.train.launch.requested_launch", lambda _: Launch("ddp", 2))
     with pytest.raises(BadInput) as caught:
         start_accelerator(TrainConfig(output_dir="unused", max_steps=1, device="cpu"))
     told = "launched as ddp on 2 processes, but single on 1 process came up: each process would train alone"

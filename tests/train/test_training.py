@@ -12,7 +12,7 @@ from headstart.heads.registry import load_head
 from headstart.heads.target import Target
 from headstart.train import trainer
 from headstart.train.config import load_run
-from headstart.train.speed import MEASURED
+from headstart.train.speed import StepSpeed
 from headstart.train.tracking import Tracker, read_rows
 from rich.console import Console
 
@@ -28,7 +28,8 @@ def other_precision():
 def figures(folder, *keys):
     """The rows of metrics.jsonl but for how long they took."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in MEASURED and (not keys or k in keys)} for row in rows]
+    speed = StepSpeed.__dataclass_fields__
+    return [{k: v for k, v in row.items() if k not in speed and (not keys or k in keys)} for row in rows]
 
 
 def weights(folder):
@@ -70,19 +71,19 @@ def test_an_interrupted_run_goes_on_exactly(every, optimizer, head_type, run, wo
     assert figures(half) == figures(whole) and weights(half) == weights(whole)
 
 
-def test_a_killed_run_goes_on_exactly(head_type, run):
+def test_a_killed_run_goes_on_exactly(head_type, run, ended_process):
     """The kill came two steps behind a checkpoint, within a metrics row and while another checkpoint was written."""
     whole = run(head_type, "whole")
     half = run(head_type, "half", "train.stop_at_step=3")
-    partial = half / "checkpoints" / ".step_00000005.partial"
-    partial.mkdir()
-    (partial / "head.safetensors").write_bytes(b"cut")
+    unfinished = half / "checkpoints" / f".step_00000005.{ended_process}.unfinished"
+    unfinished.mkdir()
+    (unfinished / "head.safetensors").write_bytes(b"cut")
     with (half / "metrics.jsonl").open("a") as file:
         for row in figures(whole)[3:5]:
             file.write(json.dumps({**row, "loss": -1.0}) + "\n")
         file.write('{"step": 6, "lo')
     run(head_type, "half")
-    assert figures(half) == figures(whole) and weights(half) == weights(whole)
+    assert figures(half) == figures(whole) and weights(half) == weights(whole) and not unfinished.exists()
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(head_type, run, monkeypatch):
@@ -245,13 +246,16 @@ def test_another_config_in_the_same_folder_is_refused(override, key, finished, r
         (["head.loss_eta=-1"], "head: loss_eta -1.0: expected 0 or more"),
         (["head.align_top_k=0"], "head: align_top_k 0: expected at least 1"),
         (["head.loss_exponent=2"], "head: loss_exponent 2.0: expected more than 0 and at most 1"),
-        (["train.precision=fp8"], "train: precision 'fp8': expected fp32 or bf16"),
-        (["train.optimizer=sgd"], "train: optimizer 'sgd': expected adamw or muon"),
+        (["train.precision=fp8"], "train.precision: should be 'fp32' or 'bf16', got 'fp8'"),
+        (["train.optimizer=sgd"], "train.optimizer: should be 'adamw' or 'muon', got 'sgd'"),
         (["train.matrix_learning_rate=1e-2"], "train: matrix_learning_rate 0.01: only with optimizer muon"),
-        (["train.optimizer=muon", "train.matrix_learning_rate=0"], "train: matrix_learning_rate 0.0: expected more"),
-        (["train.max_steps=0"], "train: max_steps 0: expected at least 1"),
-        (["train.device=cuda:1"], "train: device 'cuda:1': expected cpu or cuda"),
-        (["train.stop_at_step=0"], "train: stop_at_step 0: expected at least 1"),
+        (
+            ["train.optimizer=muon", "train.matrix_learning_rate=0"],
+            "train.matrix_learning_rate: should be greater than 0",
+        ),
+        (["train.max_steps=0"], "train.max_steps: should be greater than 0, got 0"),
+        (["train.device=cuda:1"], "train.device: should be 'cpu' or 'cuda', got 'cuda:1'"),
+        (["train.stop_at_step=0"], "train.stop_at_step: should be greater than 0, got 0"),
         (["train.max_step=3"], "train.max_step: unknown key; did you mean train.max_steps?"),
         (["head.type=hydrant"], "head.type: 'hydrant': expected one of"),
         (["target.dtype=int8"], "dtype 'int8': expected one of auto"),

@@ -11,9 +11,10 @@ from headstart.eval.measurement.metrics import acceptance
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.registry import load_head
 from headstart.heads.target import Target
-from headstart.train.speed import MEASURED, Operations, Speed
+from headstart.train.checkpoint import Best
+from headstart.train.speed import Operations, Speed, StepSpeed
 from headstart.train.tracking import read_rows
-from headstart.train.validation import Best, Validation
+from headstart.train.validation import Figures, Validation, ValidationResult
 from safetensors.torch import load_file
 
 
@@ -67,7 +68,7 @@ def test_decoding_can_be_left_out_and_is_where_a_target_cannot(validated, monkey
 
 def test_the_best_head_is_kept(run, world, monkeypatch):
     lengths = iter([1.5, 2.0, 1.8])
-    monkeypatch.setattr(Validation, "measure", lambda self: {"acceptance_length": next(lengths)})
+    monkeypatch.setattr(Validation, "measure", lambda self: ValidationResult(3, Figures(9, next(lengths), [])))
     how = ("train.validate_every=2", f"data.validation={world / 'rows.jsonl'}", "train.checkpoint_every=4")
     folder = run("medusa", "a", *how)
     best, final = (load_file(folder / name / "model.safetensors") for name in ("best", "final"))
@@ -89,7 +90,7 @@ def test_patience_ends_a_run_and_an_interrupted_one_alike(validated, capsys):
     half, _ = validated("medusa", "half", *how)
     same = [
         [
-            {key: value for key, value in row.items() if key not in MEASURED}
+            {key: value for key, value in row.items() if key not in StepSpeed.__dataclass_fields__}
             for row in read_rows(folder / "metrics.jsonl")
         ]
         for folder in (whole, half)
@@ -130,14 +131,15 @@ def test_a_step_is_set_against_what_the_machine_can_do():
         torch.matmul(a, a)
     with speed.counted(4):
         pass
-    row = speed.row(num_positions=8, seconds=2.0, waited=0.5, num_devices=3)
-    assert row["tokens_per_second"] == 12 and row["data_wait"] == 0.25 and row["peak_bytes"] > 10_000_000
-    assert math.isclose(row["mfu"], 2 * 512**3 * 2 / 2.0 / speed.rate, abs_tol=1e-4)
+    step = speed.of_step(num_positions=8, seconds=2.0, waited=0.5, num_devices=3)
+    assert step.tokens_per_second == 12 and step.data_wait == 0.25 and step.peak_bytes > 10_000_000
+    assert math.isclose(step.mfu, 2 * 512**3 * 2 / 2.0 / speed.rate, abs_tol=1e-4)
 
 
 def test_every_step_tells_its_speed(run):
     rows = read_rows(run("medusa", "a") / "metrics.jsonl")
-    assert all(set(MEASURED) <= row.keys() and 0 < row["mfu"] < 1 and 0 <= row["data_wait"] < 1 for row in rows)
+    assert all(StepSpeed.__dataclass_fields__.keys() <= row.keys() for row in rows)
+    assert all(0 < row["mfu"] < 1 and 0 <= row["data_wait"] < 1 for row in rows)
 
 
 def test_tensorboard_has_the_curve(run, world):
