@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...heads.target import Target
-from ..verify import Sampling, target_probs
+from ..sampling import Sampling, target_probs
 
 # Below it no chance explains a text; a run that is right comes below it once in a million results.
 SMALLEST_P = 1e-6

@@ -10,10 +10,10 @@ import torch
 from ...configs.errors import BadInput
 from ...heads.drafter import Drafter
 from ...heads.target import Target
-from ..engine import Engine
+from ..engine import Engine, build_engine
 from ..generate import Stopwatch, Texts, prefill, run_round
+from ..sampling import Sampling
 from ..stopping import Stop
-from ..verify import Sampling
 from .config import DraftSetting
 
 NUM_ROUNDS = 8  # timed per cell and pass
@@ -153,13 +153,12 @@ class Place:
 
     def _engine(self, setting: DraftSetting | None) -> Engine:
         warm = self.sampling is not None and self.sampling.temperature > 0
-        return Engine(
+        return build_engine(
             self.target,
-            self.drafter if setting else None,
+            self.drafter,
+            setting,
             batch_size=len(self.rows),
             max_length=self.max_length,
-            num_draft_tokens=setting.num_draft_tokens if setting and not setting.tree else None,
-            tree=setting.tree if setting else None,
             sampling=self.sampling,
             steps=self.steps,
             generator=torch.Generator(self.target.device).manual_seed(0) if warm else None,
@@ -181,16 +180,16 @@ class Decoding:
     def read(self) -> None:
         """The prompts, timed."""
         texts = self._texts()
-        first, self.reading, self.last, self.start, self.reading_seconds = prefill(self.engine, texts, self.watch)
+        first, self.state, self.reading_seconds = prefill(self.engine, texts, self.watch)
         self.first_tokens, self.prefill_seconds = texts.new, first.seconds
 
     def time(self) -> StepTime:
         """Medians over NUM_ROUNDS rounds, behind a first one that does not count; texts do not end."""
         texts, setting = self._texts(), self.setting
         texts.new = [list(row) for row in self.first_tokens]
-        reading, last, start, rounds = self.reading, self.last, self.start, []
+        state, rounds = self.state, []
         for _ in range(NUM_ROUNDS + 1):
-            done, reading, last, start = run_round(self.engine, texts, reading, last, start, self.watch)
+            done, state = run_round(self.engine, texts, state, self.watch)
             rounds.append(done)
         draft, verify, whole = (
             1000 * statistics.median(getattr(one, name) for one in rounds[1:])
