@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...heads.target import Target
-from ..verify import Sampling, target_probs
+from ..sampling import Sampling, target_probs
 
 SMALLEST_P = 1e-6  # a lossless run falls below it once in a million results
 CHUNK = 256  # positions whose distributions are held at a time
