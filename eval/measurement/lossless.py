@@ -11,19 +11,29 @@ from ...heads.target import Target
 MAX_ULPS = 4  # two logits this close may swap when the same sum is taken in another order
 
 
-@dataclass
-class LosslessReport:
-    """checked texts = identical + explained + unexplained.
+@dataclass(frozen=True)
+class Divergence:
+    """A text that differs: the prompt's index, where it first differs, and by how much the logits of the two tokens."""
 
-    explained: at the first divergence the two tokens' logits lie within MAX_ULPS units in the last place of the run's
-    dtype. divergences: one entry per text that differs: its index, position of the first difference, gap in ulp.
-    """
+    prompt: int
+    position: int | None  # None: one text is the start of the other
+    gap_ulp: float | None
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether the two tokens' logits lie so close that rounding may swap them."""
+        return self.gap_ulp is not None and self.gap_ulp <= MAX_ULPS
+
+
+@dataclass(frozen=True)
+class LosslessReport:
+    """checked texts = identical + explained + unexplained; divergences: of the texts that differ."""
 
     checked: int = 0
     identical: int = 0
     explained: int = 0
     unexplained: int = 0
-    divergences: list[dict] = field(default_factory=list)
+    divergences: list[Divergence] = field(default_factory=list)
 
 
 def ulp(value: float, dtype: torch.dtype) -> float:
@@ -60,17 +70,18 @@ def compare_texts(
     speculative: Sequence[Sequence[int]],
 ) -> LosslessReport:
     """Compare new tokens of both runs, prompt by prompt; after a first divergence texts may differ and are not read."""
-    report = LosslessReport()
+    divergences, num_explained = [], 0
     for i, (prompt, ours, theirs) in enumerate(zip(prompts, speculative, baseline, strict=True)):
-        report.checked += 1
         if list(ours) == list(theirs):
-            report.identical += 1
             continue
         at = next((j for j, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
         gap = math.inf if at is None else gap_in_ulps(target, [*prompt, *theirs[:at]], (ours[at], theirs[at]))
-        if gap <= MAX_ULPS:
-            report.explained += 1
-        else:
-            report.unexplained += 1
-        report.divergences.append({"prompt": i, "position": at, "gap_ulp": None if math.isinf(gap) else round(gap, 2)})
-    return report
+        num_explained += gap <= MAX_ULPS
+        divergences.append(Divergence(i, at, None if math.isinf(gap) else round(gap, 2)))
+    return LosslessReport(
+        checked=len(prompts),
+        identical=len(prompts) - len(divergences),
+        explained=num_explained,
+        unexplained=len(divergences) - num_explained,
+        divergences=divergences,
+    )
