@@ -172,7 +172,8 @@ def check_measured(results: list[dict[str, Any]]) -> None:
 
 def report_all(target: "Target", results: list[dict[str, Any]], rounds: list[dict[str, Any]], output: Path) -> None:
     """Write the report, as figures and as a page, and show it."""
-    from ..eval.report.document import build_report, show, write_report
+    from ..eval.report.console import show
+    from ..eval.report.document import build_report, write_report
     from ..eval.report.page import write_page
 
     console = Console()

@@ -85,7 +85,8 @@ def evaluate(
     from ..eval.measurement.config import MeasureConfig
     from ..eval.measurement.resume import Measured
     from ..eval.replay import check_way
-    from ..eval.report.document import check_output, training_warnings
+    from ..eval.report.console import training_warnings
+    from ..eval.report.document import check_output
     from ..eval.report.recommendation import is_lossless
     from ..heads.loading import default_device
     from ..heads.target import Target

@@ -17,8 +17,8 @@ from ...configs.errors import BadInput
 from ...heads.drafting import StaticTree
 from ...heads.target import Target
 from ..generate import Generation, Round
-from ..report.document import processor_name
 from ..suites.prompts import Suite
+from .environment import processor_name
 
 FILE = "measured.jsonl"
 Record = dict[str, Any]

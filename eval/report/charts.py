@@ -51,7 +51,10 @@ def bar_chart(title: str, bars: Sequence[Bar], *, most: float | None = None, mar
     elements: list[Markup] = []
     if mark is not None:
         at = mark * scale
-        elements = [element("line", css="mark", x1=at, x2=at, y1=12, y2=height), text_at(at, 9, f"{mark:g}", css="small")]
+        elements = [
+            element("line", css="mark", x1=at, x2=at, y1=12, y2=height),
+            text_at(at, 9, f"{mark:g}", css="small"),
+        ]
     for i, (bar, end) in enumerate(zip(bars, ends, strict=True)):
         y, x = top + 34 * i, 0.0
         elements.append(text_at(0, y + 12, shortened(bar.label)))
