@@ -1,4 +1,4 @@
-"""The sections of a page on what is accepted: by position, suite, segment, context and domain, and the trees drafted."""
+"""Sections of a page: acceptance by position, suite, segment, context and domain, and the trees that were drafted."""
 
 from collections.abc import Sequence
 

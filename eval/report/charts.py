@@ -14,7 +14,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Bar:
-    """A row of a bar chart. parts: lengths, laid end to end; none where nothing was measured. text: printed behind them."""
+    """A row of a bar chart. parts: lengths, drawn end to end. text: printed behind them."""
 
     label: str
     parts: Sequence[float]
@@ -147,7 +147,7 @@ def legend_row(number: int, text: str, *, with_dot: bool) -> list[Markup]:
 
 
 def tree_chart(title: str, parents: Sequence[int]) -> Markup:
-    """A draft tree from left to right, likelier children above. Args: parents: index of each node's parent, -1: root."""
+    """A draft tree from left to right, likelier children above. parents: index of each node's parent, -1: the root."""
     children: dict[int, list[int]] = {}
     depth = {-1: 0}
     for node, parent in enumerate(parents):

@@ -1,4 +1,4 @@
-"""compare.html: heads or runs side by side on one page: which is ahead, where, whether that is proved, and the curves."""
+"""compare.html: heads or runs side by side: which is ahead, where, whether that is proved, and the curves."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -63,10 +63,8 @@ def render_curves(runs: Sequence[TrainingRun]) -> str:
     losses = [Curve(run.name, thinned(run.losses, most=MOST_POINTS)) for run in runs]
     lengths = [Curve(run.name, run.taught) for run in runs]
     charts = [
-        curve_chart("Loss", losses, axis="optimizer step: loss"),
-        curve_chart(
-            "Acceptance length", lengths, axis="optimizer step: acceptance length (validation)", with_dots=True
-        ),
+        curve_chart("Loss", losses, axis="loss over optimizer steps"),
+        curve_chart("Acceptance length", lengths, axis="acceptance length of validations", with_dots=True),
     ]
     height = 230 + 16 * len(runs)
     return page_template("compare.svg.j2").render(charts=charts, width=2 * (WIDTH + 20), height=height)
