@@ -13,7 +13,7 @@ MAX_ULPS = 4  # two logits this close may swap when the same sum is taken in ano
 
 @dataclass(frozen=True)
 class Divergence:
-    """A text that differs: the prompt's index, where it first differs, and by how much the logits of the two tokens."""
+    """A text that differs: of which prompt, where it first differs, and how far the two tokens' logits lie apart."""
 
     prompt: int
     position: int | None  # None: one text is the start of the other
@@ -68,16 +68,22 @@ def compare_texts(
     prompts: Sequence[Sequence[int]],
     baseline: Sequence[Sequence[int]],
     speculative: Sequence[Sequence[int]],
+    *,
+    numbers: Sequence[int] | None = None,
 ) -> LosslessReport:
-    """Compare new tokens of both runs, prompt by prompt; after a first divergence texts may differ and are not read."""
+    """Compare new tokens of both runs, prompt by prompt; after a first divergence texts may differ and are not read.
+
+    Args: numbers: what divergences call the prompts; None: by their index.
+    """
     divergences, num_explained = [], 0
-    for i, (prompt, ours, theirs) in enumerate(zip(prompts, speculative, baseline, strict=True)):
+    numbers = numbers or range(len(prompts))
+    for number, prompt, ours, theirs in zip(numbers, prompts, speculative, baseline, strict=True):
         if list(ours) == list(theirs):
             continue
         at = next((j for j, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
         gap = math.inf if at is None else gap_in_ulps(target, [*prompt, *theirs[:at]], (ours[at], theirs[at]))
         num_explained += gap <= MAX_ULPS
-        divergences.append(Divergence(i, at, None if math.isinf(gap) else round(gap, 2)))
+        divergences.append(Divergence(number, at, None if math.isinf(gap) else round(gap, 2)))
     return LosslessReport(
         checked=len(prompts),
         identical=len(prompts) - len(divergences),

@@ -69,7 +69,7 @@ class DraftVocabulary:
 
 @dataclass(frozen=True)
 class Conventions:
-    """The same counts as other engines name them. vllm_per_position is joint, P(the first k + 1 drafts all accepted)."""
+    """The same counts as other engines name them. vllm_per_position is joint: P(first k + 1 drafts all accepted)."""
 
     vllm_mean_acceptance_length: float | None = None
     vllm_per_position: list[float] = field(default_factory=list)
