@@ -157,23 +157,12 @@ def runs_table(runs: "list[TrainingRun]") -> "Table":
     from rich import box
     from rich.table import Table
 
-    from ..eval.report.recommendation import number
-    from ..eval.report.sections import cell
+    from ..eval.report.comparison_page import RUN_COLUMNS
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("run", no_wrap=True)
-    for title in ("steps", "loss", "tokens/s", "best", "at", "last", "decoded"):
+    for title in RUN_COLUMNS:
         table.add_column(title, justify="right")
     for run in runs:
-        figures = run.figures
-        table.add_row(
-            figures.run,
-            f"{figures.steps}" + ("" if figures.finished else " (not finished)"),
-            number(figures.loss),
-            f"{figures.tokens_per_second:.0f}",
-            number(figures.best_acceptance_length),
-            cell(figures.best_step),
-            number(figures.last_acceptance_length),
-            number(figures.decoded_acceptance_length),
-        )
+        table.add_row(run.figures.run, *run.figures.cells())
     return table

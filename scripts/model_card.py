@@ -97,10 +97,7 @@ def lossless_report(path: Path, *, family: str, fingerprint: str) -> "Report":
     from ..eval.report.document import read_report
     from ..eval.report.recommendation import has_lossless_rule
 
-    try:
-        report = read_report(path)
-    except BadInput as error:
-        raise BadInput(f"--report {error}") from error
+    report = read_report(path)
     if report.target.fingerprint != fingerprint:
         name, measured = report.target.name, report.target.fingerprint
         raise BadInput(f"--report {path}: measured on target {name} ({measured[:12]}), not the head's")

@@ -5,6 +5,7 @@ from .findings import (
     LOW_ACCEPTANCE,
     Case,
     Finding,
+    Rule,
     accepted_share,
     below_validation,
     is_lower,
@@ -233,3 +234,17 @@ def long_context(case: Case) -> Finding | None:
     figures += f"; training rows had at most {most:,} tokens"
     advice = "Acceptance falls within the length of training rows: check how many of them were that long."
     return Finding("Long contexts are drafted worse, within the training length", advice, figures)
+
+
+# first those that the figures show directly, then those that they suggest
+ACCEPTANCE_RULES: tuple[Rule, ...] = (
+    training_disagrees,
+    wrong_template,
+    cut_vocabulary,
+    beyond_training,
+    sampling,
+    other_domain,
+    other_dtype,
+    long_context,
+    segments_differ,
+)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ..measurement.result import AcceptancePart, DomainPart, FixedTreeShape, Result
-from .charts import Bar, Line, bar_chart, line_chart, tree_chart
+from .charts import Bar, Series, bar_chart, line_chart, tree_chart
 from .recommendation import interval_of, label, number, setting_of, speedup_words
 from .sections import Figure, Section, by_suite, name_of
 
@@ -22,21 +22,22 @@ def acceptance_section(ours: Sequence[Result]) -> Section:
     section = Section("acceptance", "Where drafts are accepted", [text])
     distinct = [result for result in once_per_batch_size(ours) if result.acceptance_length is not None]
     deepest = max((result.num_draft_tokens for result in distinct), default=0)
-    rates = [[*r.acceptance_rate, *[None] * (deepest - len(r.acceptance_rate))] for r in distinct]
     positions = [str(k + 1) for k in range(deepest)]
-    rows = [
-        [name_of(result), result.suite, number(result.acceptance_length), *map(number, padded)]
-        for result, padded in zip(distinct, rates, strict=True)
-    ]
+    rows = []
+    for result in distinct:
+        rates = [number(rate) for rate in result.acceptance_rate]
+        missing = ["-"] * (deepest - len(rates))
+        rows.append([name_of(result), result.suite, number(result.acceptance_length), *rates, *missing])
     columns = ["setting", "suite", "length", *(f"position {k}" for k in positions)]
     section.add_table("Acceptance by suite and draft position", columns, rows)
-    suites = list(by_suite(distinct))
-    for suite in suites:
-        lines = [Line(name_of(r), padded) for r, padded in zip(distinct, rates, strict=True) if r.suite == suite]
-        title = f"Acceptance rate by draft position on {suite}"
-        section.figures.append(
-            Figure(f"{title}.", line_chart(title, positions, lines, axis="draft position", most=1.0))
-        )
+    suites = by_suite(distinct)
+    for suite, results in suites.items():
+        title, lines = f"Acceptance rate by draft position on {suite}", []
+        for result in results:
+            rates = [(float(k), rate) for k, rate in enumerate(result.acceptance_rate) if rate is not None]
+            lines.append(Series(name_of(result), rates))
+        chart = line_chart(title, lines, axis="draft position", ticks=positions, most=1.0)
+        section.figures.append(Figure(f"{title}.", chart))
     bars = [length_bar(f"{name_of(result)}, {result.suite}", result) for result in distinct]
     add_lengths(section, "suite", bars if len(suites) > 1 else [], deepest)
     add_lengths(section, "segment", [bar for r in distinct for bar in part_bars(r, r.by_segment)], deepest)

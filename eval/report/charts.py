@@ -23,20 +23,12 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Line:
-    """A series with one value per tick, or None. intervals: of each value, where it has one."""
-
-    name: str
-    values: Sequence[float | None]
-    intervals: Sequence[Interval | None] = ()
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A series of points (x, y), in order of x."""
+class Series:
+    """points: (x, y) in order of x, which is an index where a chart has ticks. intervals: of each point, or None."""
 
     name: str
     points: Sequence[tuple[float, float]]
+    intervals: Sequence[Interval | None] = ()
 
 
 def bar_chart(title: str, bars: Sequence[Bar], *, most: float | None = None, mark: float | None = None) -> Markup:
@@ -70,47 +62,39 @@ def bar_chart(title: str, bars: Sequence[Bar], *, most: float | None = None, mar
 
 def line_chart(
     title: str,
-    ticks: Sequence[str],
-    lines: Sequence[Line],
+    lines: Sequence[Series],
     *,
     axis: str,
+    ticks: Sequence[str] = (),
     most: float | None = None,
     mark: float | None = None,
+    with_dots: bool = True,
 ) -> Markup:
-    """Series over named ticks, from 0 up. Args: axis: what the ticks are; the others as of `bar_chart`."""
+    """Series from 0 up, with their names below; without ticks over numbers from 0, with the last value of each.
+
+    Args: axis: what x is. ticks: names along it. most, mark: as of `bar_chart`. with_dots: mark every point.
+    """
     ends = [end for line in lines for interval in line.intervals if interval for end in interval]
-    ends += [value for line in lines for value in line.values if value is not None]
-    most = max([most or 0.0, mark or 0.0, *ends]) or 1.0
-    scale = TALL / most
-    tick_x = [LEFT + (i + 0.5) * (WIDTH - LEFT) / len(ticks) for i in range(len(ticks))]
+    most = max([most or 0.0, mark or 0.0, *ends, *(y for line in lines for _, y in line.points)]) or 1.0
+    most_x = max((x for line in lines for x, _ in line.points), default=0.0) or 1.0
+    labels = dict(enumerate(ticks)) if ticks else {value: f"{value:g}" for value in round_steps(most_x)}
+    scale, start = ((WIDTH - LEFT) / len(ticks), 0.5) if ticks else ((WIDTH - LEFT - 10) / most_x, 0.0)
     elements = grid(most, axis=axis, mark=mark)
-    elements += [text_at(x, BOTTOM + 14, tick, css="small") for x, tick in zip(tick_x, ticks, strict=True)]
+    elements += [text_at(LEFT + (x + start) * scale, BOTTOM + 14, label, css="small") for x, label in labels.items()]
     for i, line in enumerate(lines):
-        css = series_css(i)
+        css, name = series_css(i), line.name
         shift = 4.0 * (i - (len(lines) - 1) / 2) if line.intervals else 0.0  # so that intervals do not cover each other
-        at = [(x + shift, BOTTOM - y * scale) for x, y in zip(tick_x, line.values, strict=True) if y is not None]
-        for x, interval in zip(tick_x, line.intervals, strict=False):
+        at = [(LEFT + (x + start) * scale + shift, BOTTOM - y * TALL / most) for x, y in line.points]
+        for (x, _), interval in zip(at, line.intervals, strict=False):
             if interval:
-                elements.append(whisker([BOTTOM - end * scale for end in interval], at=x + shift, upright=True))
-        elements += [polyline(at, css), *(element("circle", css=css, cx=x, cy=y, r=3) for x, y in at)]
-        elements += legend_row(i, line.name, with_dot=True)
+                elements.append(whisker([BOTTOM - end * TALL / most for end in interval], at=x, upright=True))
+        elements.append(polyline(at, css))
+        elements += [element("circle", css=css, cx=x, cy=y, r=3) for x, y in at if with_dots or len(at) == 1]
+        if not ticks:
+            last = f"{line.points[-1][1]:.2f} at {line.points[-1][0]:g}" if line.points else "none"
+            name = f"{shortened(name, most=30)}: {last}"
+        elements += legend_row(i, name, with_dot=with_dots)
     return svg(title, BOTTOM + 40 + 16 * len(lines), elements)
-
-
-def curve_chart(title: str, curves: Sequence[Curve], *, axis: str, with_dots: bool = False) -> Markup:
-    """Curves over a common x axis, both axes from 0; the last value of each is printed behind its name."""
-    most_x = max((x for curve in curves for x, _ in curve.points), default=0) or 1.0
-    most = max((y for curve in curves for _, y in curve.points), default=0) or 1.0
-    elements = grid(most, axis=axis)
-    for value in round_steps(most_x):
-        elements.append(text_at(LEFT + value * (WIDTH - LEFT - 10) / most_x, BOTTOM + 14, f"{value:g}", css="small"))
-    for i, curve in enumerate(curves):
-        at = [(LEFT + x * (WIDTH - LEFT - 10) / most_x, BOTTOM - y * TALL / most) for x, y in curve.points]
-        elements.append(polyline(at, series_css(i)))
-        elements += [element("circle", css=series_css(i), cx=x, cy=y, r=3) for x, y in at if with_dots or len(at) == 1]
-        last = f": {curve.points[-1][1]:.2f} at {curve.points[-1][0]:g}" if curve.points else ": none"
-        elements += legend_row(i, shortened(curve.name, most=30) + last, with_dot=with_dots)
-    return svg(title, BOTTOM + 40 + 16 * len(curves), elements)
 
 
 def thinned(points: Sequence[tuple[float, float]], *, most: int = 120) -> list[tuple[float, float]]:

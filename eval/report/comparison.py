@@ -17,8 +17,13 @@ from .recommendation import (
     num_timed,
     number,
     speedup_words,
+    upper_end,
 )
 
+TARGET_KEYS = ("fingerprint", "dtype", "quantization", "is_adapted")
+ENVIRONMENT_KEYS = ("device", "num_threads", "headstart", "torch", "transformers")
+SUITE_KEYS = ("num_prompts", "max_new_tokens", "steps", "top_k", "top_p", "template_hash", "system", "thinking",
+              "suite_digest")  # fmt: skip
 LEAST_APART = 1.1  # ratio of two evaluations' baselines from which their machines were not equally fast
 SUMMARY_KEYS = ("drafter", "suite", "tree", "num_draft_tokens", "batch_size", "temperature", "acceptance_length",
                 "acceptance_rate", "speedup", "speedup_ci95", "timing", "lossless")  # fmt: skip
@@ -90,16 +95,10 @@ def standing(traffic: str, results: Sequence[tuple[str, Result]]) -> Standing:
         words += ", which is not shown to be faster than no drafts"
     if len(ranked) == 1:
         return Standing(traffic, ranked, None, f"only {words}")
-    near = max((result for _, result in ranked[1:]), key=upper_end)
-    is_clear = lower_end(first) > upper_end(near)
+    near, highest = max(((result, upper_end(result)) for _, result in ranked[1:]), key=lambda item: item[1])
+    is_clear = lower_end(first) > highest
     words += f"; then {in_words(near)}; the intervals {'do not overlap' if is_clear else 'overlap'}"
     return Standing(traffic, ranked, name if is_clear else None, words)
-
-
-def upper_end(result: Result) -> float:
-    """Of the speedup's interval."""
-    interval = interval_of(result)
-    return interval[1] if interval else 0.0
 
 
 def in_words(result: Result) -> str:
@@ -127,15 +126,18 @@ def headline(found: Sequence[Standing]) -> str:
 
 def unlike(evaluations: Sequence[Evaluation]) -> list[str]:
     """What differs besides the heads, a sentence each: figures are not comparable, or only with care."""
-    lines = differing({evaluation.name: surroundings(evaluation.report) for evaluation in evaluations})
+    targets = {evaluation.name: asdict(evaluation.report.target) for evaluation in evaluations}
+    environments = {evaluation.name: asdict(evaluation.report.environment) for evaluation in evaluations}
+    lines = [line for key in TARGET_KEYS for line in differing(f"target {key}", key, targets)]
+    lines += [line for key in ENVIRONMENT_KEYS for line in differing(key, key, environments)]
     by_name = {evaluation.name: evaluation.results for evaluation in evaluations}
     for suite in dict.fromkeys(result.suite for results in by_name.values() for result in results):
-        measured = {name: [result for result in results if result.suite == suite] for name, results in by_name.items()}
-        lacking = [name for name, results in measured.items() if not results]
-        measured = {name: results for name, results in measured.items() if results}
-        if lacking:
+        on_suite = {name: [result for result in results if result.suite == suite] for name, results in by_name.items()}
+        measured = {name: results for name, results in on_suite.items() if results}
+        if lacking := [name for name in by_name if name not in measured]:
             lines.append(f"suite {suite}: not measured in {', '.join(lacking)}")
-        lines += differing({name: suite_settings(results) for name, results in measured.items()})
+        settings = {name: settings_of(results) for name, results in measured.items()}
+        lines += [line for key in SUITE_KEYS for line in differing(f"{key} on {suite}", key, settings)]
         lines += unequal_baselines(suite, measured)
     few = sorted({name for name, results in by_name.items() for result in results if num_timed(result) < FEW_TIMED})
     if few:
@@ -143,47 +145,18 @@ def unlike(evaluations: Sequence[Evaluation]) -> list[str]:
     return lines
 
 
-def surroundings(report: Report) -> dict[str, str]:
-    """On what was measured, by name."""
-    target, environment = report.target, report.environment
-    values = {
-        "target fingerprint": target.fingerprint,
-        "target dtype": target.dtype,
-        "target quantization": target.quantization,
-        "target is adapted": target.is_adapted,
-        "device": environment.device,
-        "num threads": environment.num_threads,
-        "headstart": environment.headstart,
-        "torch": environment.torch,
-        "transformers": environment.transformers,
-    }
-    return {name: str(value) for name, value in values.items()}
-
-
-def suite_settings(results: Sequence[Result]) -> dict[str, str]:
+def settings_of(results: Sequence[Result]) -> dict[str, str]:
     """How the prompts of a suite were made and answered; of several values each once."""
-    suite = results[0].suite
-    values = {
-        "num prompts": [result.num_prompts for result in results],
-        "max new tokens": [result.max_new_tokens for result in results],
-        "steps": [result.steps for result in results],
-        "top k": [result.top_k for result in results],
-        "top p": [result.top_p for result in results],
-        "template hash": [result.template_hash for result in results],
-        "system": [result.system for result in results],
-        "thinking": [result.thinking for result in results],
-        "suite digest": [result.suite_digest for result in results],
-    }
-    return {f"{name} on {suite}": ", ".join(dict.fromkeys(map(str, each))) for name, each in values.items()}
+    entries = [result.to_json() for result in results]
+    return {key: ", ".join(dict.fromkeys(str(entry[key]) for entry in entries)) for key in SUITE_KEYS}
 
 
-def differing(values: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """A sentence for each key with different values. values: by evaluation, then by key."""
-    lines = []
-    for key in next(iter(values.values()), {}):
-        if len({each[key] for each in values.values()}) > 1:
-            lines.append(f"{key}: " + "; ".join(f"{name} {short_name(each[key])}" for name, each in values.items()))
-    return lines
+def differing(what: str, key: str, sides: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A sentence where evaluations have different values of a key, else nothing."""
+    values = {name: str(side[key]) for name, side in sides.items()}
+    if len(set(values.values())) < 2:
+        return []
+    return [f"{what.replace('_', ' ')}: " + "; ".join(f"{name} {short_name(v)}" for name, v in values.items())]
 
 
 def unequal_baselines(suite: str, measured: Mapping[str, Sequence[Result]]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...configs.files import write_text
 from .acceptance_sections import acceptance_section, conventions_section
-from .charts import WIDTH, Curve, curve_chart, thinned
+from .charts import WIDTH, Series, line_chart, thinned
 from .comparison import Evaluation, headline, standings, unlike
 from .page import page_template
 from .recommendation import number
@@ -20,15 +20,30 @@ MOST_POINTS = 120  # of a curve
 class RunFigures:
     """What came of a training run, as `headstart compare` prints it."""
 
-    run: str
+    run: str  # its folder
     finished: bool
     steps: int
-    loss: float
+    loss: float  # of the last logged step
     tokens_per_second: float
     best_acceptance_length: float | None  # of the best validation
     best_step: int | None
     last_acceptance_length: float | None  # of the last validation
     decoded_acceptance_length: float | None  # of the last validation that also decoded
+
+    def cells(self) -> list[str]:
+        """The texts under RUN_COLUMNS."""
+        lengths = self.last_acceptance_length, self.decoded_acceptance_length
+        return [
+            cell(self.steps) + ("" if self.finished else " (not finished)"),
+            number(self.loss),
+            cell(round(self.tokens_per_second)),
+            number(self.best_acceptance_length),
+            cell(self.best_step),
+            *map(number, lengths),
+        ]
+
+
+RUN_COLUMNS = ("steps", "loss", "tokens/s", "best", "at", "last", "decoded")
 
 
 @dataclass(frozen=True)
@@ -60,11 +75,11 @@ def write_page(folder: Path, evaluations: Sequence[Evaluation], runs: Sequence[T
 
 def render_curves(runs: Sequence[TrainingRun]) -> str:
     """An SVG file: losses, and acceptance lengths of validations, over optimizer steps."""
-    losses = [Curve(run.name, thinned(run.losses, most=MOST_POINTS)) for run in runs]
-    lengths = [Curve(run.name, run.taught) for run in runs]
+    losses = [Series(run.name, thinned(run.losses, most=MOST_POINTS)) for run in runs]
+    lengths = [Series(run.name, run.taught) for run in runs]
     charts = [
-        curve_chart("Loss", losses, axis="loss over optimizer steps"),
-        curve_chart("Acceptance length", lengths, axis="acceptance length of validations", with_dots=True),
+        line_chart("Loss", losses, axis="loss over optimizer steps", with_dots=False),
+        line_chart("Acceptance length", lengths, axis="acceptance length of validations"),
     ]
     height = 230 + 16 * len(runs)
     return page_template("compare.svg.j2").render(charts=charts, width=2 * (WIDTH + 20), height=height)
@@ -74,7 +89,7 @@ def render(evaluations: Sequence[Evaluation], runs: Sequence[TrainingRun]) -> st
     """The page. No script is in it, and nothing is fetched."""
     results = [result for evaluation in evaluations for result in evaluation.results]
     ranks = standings(evaluations)
-    sections = runs_sections(runs) if runs else []
+    sections = [runs_section(runs)] if runs else []
     if results:
         sections += [
             speed_section(results),
@@ -103,52 +118,30 @@ def runs_headline(runs: Sequence[TrainingRun]) -> str:
     return f"{best} reached the best validation, {lengths[best]:.2f} tokens per forward"
 
 
-def runs_sections(runs: Sequence[TrainingRun]) -> list[Section]:
+def runs_section(runs: Sequence[TrainingRun]) -> Section:
     """What came of the runs, how they got there, and what differs between them."""
     text = (
         "The seed alone changes these figures: compare several seeds of each before a difference counts. Taught: "
         "teacher-forced drafts on the rows' texts; decoded: greedy decoding of answers to their first prompts."
     )
     section = Section("runs", "Training runs", [text])
-    longest = max(len(run.losses) for run in runs)
-    size = -(-longest // MOST_POINTS)
-    add_curves(
-        section,
-        f"Loss over optimizer steps{f'; a point is the mean of {size} logged steps' if size > 1 else ''}.",
-        [Curve(run.name, thinned(run.losses, most=MOST_POINTS)) for run in runs],
-    )
-    taught = [Curve(run.name, run.taught) for run in runs if run.taught]
-    decoded = [Curve(run.name, run.decoded) for run in runs if run.decoded]
-    add_curves(section, "Acceptance length of validations, taught.", taught, with_dots=True)
-    add_curves(section, "Acceptance length of validations, decoded.", decoded, with_dots=True)
-    columns = ["run", "steps", "loss", "best acceptance length", "best step", "last acceptance length",
-               "decoded acceptance length", "tokens per second"]  # fmt: skip
-    section.add_table("What came of each run", columns, [run_row(run) for run in runs], 1)
+    size = -(-max(len(run.losses) for run in runs) // MOST_POINTS)
+    charts = {
+        f"Loss over optimizer steps{f'; a point is the mean of {size} logged steps' if size > 1 else ''}.": [
+            Series(run.name, thinned(run.losses, most=MOST_POINTS)) for run in runs
+        ],
+        "Acceptance length of validations, taught.": [Series(run.name, run.taught) for run in runs if run.taught],
+        "Acceptance length of validations, decoded.": [Series(run.name, run.decoded) for run in runs if run.decoded],
+    }
+    for number_of, (caption, lines) in enumerate(charts.items()):
+        if any(len(line.points) > 1 for line in lines):  # a single validation of each is in the table
+            chart = line_chart(caption, lines, axis="optimizer step", with_dots=number_of > 0)
+            section.figures.append(Figure(caption, chart))
+    rows = [[run.name, *run.figures.cells()] for run in runs]
+    section.add_table("What came of each run", ["run", *RUN_COLUMNS], rows, 1)
     rows = [[key, *map(cell, values)] for key, values in differing_settings(runs).items()]
     section.add_table("Settings that differ", ["setting", *(run.name for run in runs)], rows, len(runs) + 1)
-    return [section]
-
-
-def add_curves(section: Section, caption: str, curves: Sequence[Curve], *, with_dots: bool = False) -> None:
-    """Add a chart, if any curve has more than the one point that is in the table."""
-    if any(len(curve.points) > 1 for curve in curves):
-        chart = curve_chart(caption, curves, axis="optimizer step", with_dots=with_dots)
-        section.figures.append(Figure(caption, chart))
-
-
-def run_row(run: TrainingRun) -> list[str]:
-    """Losses and lengths with two decimals, steps and rates as whole numbers."""
-    figures = run.figures
-    return [
-        run.name,
-        cell(figures.steps),
-        number(figures.loss),
-        number(figures.best_acceptance_length),
-        cell(figures.best_step),
-        number(figures.last_acceptance_length),
-        number(figures.decoded_acceptance_length),
-        cell(round(figures.tokens_per_second)),
-    ]
+    return section
 
 
 def surroundings_section(evaluations: Sequence[Evaluation]) -> Section:

@@ -1,24 +1,11 @@
 """Why a drafter is accepted less, or saves less time, than it could: every cause that a result's figures show.
 
-Each rule is a pure function of a case that finds one cause, or None. Those of acceptance come first, and of them those
-that the figures show directly before those that they suggest. Here too: the rules on time.
+Each rule is a pure function of a case that finds one cause, or None. Here are the rules on time.
 """
 
-from collections.abc import Callable
-
 from ..measurement.result import Timing
-from .acceptance_causes import (
-    beyond_training,
-    cut_vocabulary,
-    long_context,
-    other_domain,
-    other_dtype,
-    sampling,
-    segments_differ,
-    training_disagrees,
-    wrong_template,
-)
-from .findings import LOW_ACCEPTANCE, Case, Finding, accepted_share, joint_rates, length_of, tokens
+from .acceptance_causes import ACCEPTANCE_RULES
+from .findings import LOW_ACCEPTANCE, Case, Finding, Rule, accepted_share, joint_rates, length_of, tokens
 from .recommendation import interval_of, speedup_words
 
 LEAST_GAIN = 0.02  # expected gain by fewer drafts below which K is left alone
@@ -114,16 +101,4 @@ def costs_more_than_it_saves(case: Case) -> Finding | None:
     return Finding(f"{largest} costs more than the drafts save", advice, figures)
 
 
-Rule = Callable[[Case], Finding | None]
-ACCEPTANCE_RULES: tuple[Rule, ...] = (
-    training_disagrees,
-    wrong_template,
-    cut_vocabulary,
-    beyond_training,
-    sampling,
-    other_domain,
-    other_dtype,
-    long_context,
-    segments_differ,
-)
 TIME_RULES: tuple[Rule, ...] = (too_many_drafts, tree_too_wide, costs_more_than_it_saves)

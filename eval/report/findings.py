@@ -1,6 +1,6 @@
 """What a finding is, and whether one acceptance length is lower than another by more than chance."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import sqrt
@@ -42,6 +42,9 @@ class Case:
         """Peers with the same drafter, batch size, temperature and accept rule."""
         ours = self.result.drafter, self.result.batch_size, self.result.temperature, self.result.accept
         return [peer for peer in self.peers if (peer.drafter, peer.batch_size, peer.temperature, peer.accept) == ours]
+
+
+Rule = Callable[[Case], Finding | None]
 
 
 class Accepted(Protocol):

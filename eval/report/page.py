@@ -9,28 +9,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from ...configs.files import write_text
 from ..measurement.result import Result
-from .acceptance_sections import (
-    acceptance_section,
-    conventions_section,
-    domains_section,
-    forced_section,
-    trees_section,
-)
+from . import acceptance_sections, sections
 from .diagnosis import diagnose
 from .document import Report, short_name
 from .findings import Case
 from .recommendation import best_of, label, lossless_evidence, recommend, speedup_words
-from .sections import (
-    Table,
-    cell,
-    engines_section,
-    environment_section,
-    failed_section,
-    name_of,
-    settings_section,
-    speed_section,
-    time_section,
-)
+from .sections import Table, cell, name_of
 
 MOST_DIVERGENCES = 20  # shown; report.json has all
 
@@ -53,17 +37,17 @@ def write_page(folder: str | Path, report: Report) -> Path:
 def render(report: Report) -> str:
     """The page of a report. No script is in it, and nothing is fetched."""
     ours = report.ours
-    sections = [
-        settings_section(report.results),
-        acceptance_section(ours),
-        domains_section(ours),
-        failed_section(report.results),
-        time_section(ours),
-        trees_section(ours),
-        forced_section(ours),
-        conventions_section(ours),
-        engines_section(report.results),
-        environment_section(report),
+    shown = [
+        sections.settings_section(report.results),
+        acceptance_sections.acceptance_section(ours),
+        acceptance_sections.domains_section(ours),
+        sections.failed_section(report.results),
+        sections.time_section(ours),
+        acceptance_sections.trees_section(ours),
+        acceptance_sections.forced_section(ours),
+        acceptance_sections.conventions_section(ours),
+        sections.engines_section(report.results),
+        sections.environment_section(report),
     ]
     return page_template("report.html.j2").render(
         target=replace(report.target, name=short_name(report.target.name)),
@@ -73,8 +57,8 @@ def render(report: Report) -> str:
         where=where_table(ours),
         divergences=divergences(ours),
         findings=findings_by_cause(report),
-        speed=speed_section(ours),
-        sections=[section for section in sections if section.tables or section.figures],
+        speed=sections.speed_section(ours),
+        sections=[section for section in shown if section.tables or section.figures],
     )
 
 

@@ -41,14 +41,8 @@ def label(result: Result, *, with_batch: bool = True) -> str:
 
 def setting_of(result: Result) -> tuple[Any, ...]:
     """What a deployment chooses. Suite and batch size are not of it: they come with the traffic."""
-    return (
-        result.drafter,
-        result.tree,
-        result.num_drafted,
-        result.num_draft_tokens,
-        result.accept,
-        result.temperature,
-    )
+    r = result
+    return r.drafter, r.tree, r.num_drafted, r.num_draft_tokens, r.accept, r.temperature
 
 
 def num_timed(result: Result) -> int:
@@ -73,10 +67,14 @@ def interval_of(part: Result | DomainPart) -> Interval | None:
     return None if low is None or high is None else (low, high)
 
 
-def lower_end(result: Result) -> float:
-    """Of the speedup's interval, to sort by."""
-    interval = interval_of(result)
-    return interval[0] if interval else 0.0
+def lower_end(part: Result) -> float:
+    """Of the speedup's interval; 0 where nothing was timed."""
+    return (interval_of(part) or (0.0, 0.0))[0]
+
+
+def upper_end(part: Result) -> float:
+    """Of the speedup's interval; 0 where nothing was timed."""
+    return (interval_of(part) or (0.0, 0.0))[1]
 
 
 def has_lossless_rule(result: Result) -> bool:
@@ -116,7 +114,7 @@ def best_of(results: Sequence[Result]) -> Result | None:
 
 
 def approval(best: Result, ours: Sequence[Result]) -> Recommendation:
-    """The setting to deploy, why, and where it does not help."""
+    """The setting to deploy, why, and on which traffic it does not help."""
     unit = "prompts" if best.batch_size == 1 else "batches"
     reasons = [
         f"On {best.suite}, at batch {best.batch_size}, it decodes {number(best.speedup)} times as fast as the same "
@@ -126,37 +124,27 @@ def approval(best: Result, ours: Sequence[Result]) -> Recommendation:
     ]
     same = [result for result in ours if setting_of(result) == setting_of(best) and result is not best]
     slow = [result for result in same if not is_faster(result)]
-    headline = f"Deploy {label(best)}"
-    if any(result.suite != best.suite for result in slow):
-        headline += f", for traffic like {best.suite}"
-    cautions = [*traffic_cautions(same, slow), *figure_cautions(best, len(ours), unit)]
-    return Recommendation(True, headline, speedup_words(best), reasons, cautions, best)
-
-
-def traffic_cautions(same: Sequence[Result], slow: Sequence[Result]) -> list[str]:
-    """On which traffic the recommended setting is not shown to be faster (slow), or not lossless."""
     cautions = [
         f"Not on {result.suite} at batch {result.batch_size}: there the same setting's speedup is "
         f"{speedup_words(result)}, not shown to be above 1."
         for result in slow
     ]
-    for result in same:
-        if not is_lossless(result):
-            problem = (
-                "the texts sampled there are not distributed as the target's own."
-                if deviates(result)
-                else f"{result.lossless.unexplained} texts differ from the target's own there."
-            )
-            where = f"Not on {result.suite} at batch {result.batch_size}"
-            cautions.append(f"{where} before this is understood: {problem}")
-    return cautions
+    for result in (result for result in same if not is_lossless(result)):
+        problem = f"{result.lossless.unexplained} texts differ from the target's own there."
+        if deviates(result):
+            problem = "the texts sampled there are not distributed as the target's own."
+        cautions.append(f"Not on {result.suite} at batch {result.batch_size} before this is understood: {problem}")
+    if len(ours) > 1:
+        cautions.append(f"The best of {len(ours)} results looks a little better than it is; measure it again alone.")
+    headline = f"Deploy {label(best)}"
+    if any(result.suite != best.suite for result in slow):
+        headline += f", for traffic like {best.suite}"
+    return Recommendation(True, headline, speedup_words(best), reasons, cautions + doubts(best, unit), best)
 
 
-def figure_cautions(best: Result, num_results: int, unit: str) -> list[str]:
-    """What makes the figures of the recommended setting less certain."""
+def doubts(best: Result, unit: str) -> list[str]:
+    """What makes the figures of a result less certain."""
     cautions = []
-    if num_results > 1:
-        cautions.append(f"The best of {num_results} results looks a little better than it is; measure it again alone.")
     if best.failed:
         cautions.append(f"{len(best.failed)} prompts of {best.suite} could not be measured, and are left out.")
     if num_timed(best) < FEW_TIMED:

@@ -1,5 +1,6 @@
 """The parts of a page (`Section`, `Table`, `Figure`), and the sections on speed, time, settings and surroundings."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -7,12 +8,14 @@ from typing import Any
 from markupsafe import Markup
 
 from ..measurement.result import ENGINE, Result
-from .charts import Bar, Line, bar_chart, line_chart
+from .charts import Bar, Series, bar_chart, line_chart
 from .console import lossless_words
 from .document import Report
 from .recommendation import interval_of, label, number, setting_of, speedup_words
 
 MOST_FAILED = 20  # shown; report.json has all
+SETTINGS_SHOWN = ("temperature", "top_k", "top_p", "accept", "steps", "max_new_tokens", "num_repeats",
+                  "system", "thinking", "template_hash", "suite_digest")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -122,17 +125,16 @@ def speed_section(ours: Sequence[Result]) -> Section:
         sizes = sorted({result.batch_size for result in results})
         if len(sizes) < 2:
             continue
-        settings: dict[Any, dict[int, Result]] = {}  # by setting, then by batch size
-        for result in results:
-            settings.setdefault(setting_of(result), {}).setdefault(result.batch_size, result)
+        settings: dict[Any, list[Result]] = {}
+        for result in sorted(results, key=lambda result: result.batch_size):
+            settings.setdefault(setting_of(result), []).append(result)
         lines = []
-        for sized in settings.values():
-            known = [sized.get(size) for size in sizes]
-            speedups = [result.speedup if result else None for result in known]
-            intervals = [interval_of(result) if result else None for result in known]
-            lines.append(Line(name_of(next(iter(sized.values()))), speedups, intervals))
-        title = f"Speedup by batch size on {suite}"
-        chart = line_chart(title, list(map(str, sizes)), lines, axis="batch size", most=most, mark=1.0)
+        for same in settings.values():
+            timed = [result for result in same if result.speedup is not None]
+            points = [(float(sizes.index(result.batch_size)), result.speedup or 0.0) for result in timed]
+            lines.append(Series(name_of(same[0]), points, list(map(interval_of, timed))))
+        title, ticks = f"Speedup by batch size on {suite}", list(map(str, sizes))
+        chart = line_chart(title, lines, axis="batch size", ticks=ticks, most=most, mark=1.0)
         section.figures.append(Figure(f"{title}, with 95 % intervals.", chart))
     return section
 
@@ -194,11 +196,7 @@ def engines_section(results: Sequence[Result]) -> Section:
 def failed_section(results: Sequence[Result]) -> Section:
     """Prompts that are in no figure, and why."""
     section = Section("failed", "Prompts that failed", ["They are in no figure; all other prompts are."])
-    counts: dict[tuple[str, str, str], int] = {}
-    for result in results:
-        for failed in result.failed:
-            key = result.suite, failed.row, failed.reason
-            counts[key] = counts.get(key, 0) + 1
+    counts = Counter((result.suite, failed.row, failed.reason) for result in results for failed in result.failed)
     rows = [[*key, str(count)] for key, count in counts.items()]
     caption = f"Prompts that failed, {min(len(rows), MOST_FAILED)} of {len(rows)}"
     section.add_table(caption, ["suite", "row", "reason", "results without it"], rows[:MOST_FAILED], 3)
@@ -211,19 +209,10 @@ def environment_section(report: Report) -> Section:
     for caption, values in (("Target", report.target), ("Environment", report.environment)):
         rows = [[key.replace("_", " "), cell(value)] for key, value in asdict(values).items()]
         section.add_table(caption, ["key", "value"], rows)
-    settings: dict[str, list[Any]] = {
-        "temperature": [result.temperature for result in report.results],
-        "top k": [result.top_k for result in report.results],
-        "top p": [result.top_p for result in report.results],
-        "accept": [result.accept for result in report.results],
-        "steps": [result.steps for result in report.results],
-        "max new tokens": [result.max_new_tokens for result in report.results],
-        "num repeats": [result.num_repeats for result in report.results],
-        "system": [result.system for result in report.results],
-        "thinking": [result.thinking for result in report.results],
-        "template hash": [result.template_hash for result in report.results],
-        "suite digest": [result.suite_digest for result in report.results],
-    }
-    rows = [[key, ", ".join(dict.fromkeys(map(cell, values)))] for key, values in settings.items()]
+    entries = [result.to_json() for result in report.results]
+    rows = [
+        [key.replace("_", " "), ", ".join(dict.fromkeys(cell(entry[key]) for entry in entries))]
+        for key in SETTINGS_SHOWN
+    ]
     section.add_table("Settings", ["key", "value"], rows)
     return section
