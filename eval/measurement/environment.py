@@ -26,7 +26,7 @@ class Environment:
     device: str  # the name of the GPU or the CPU
     num_threads: int | None = None
     num_cpus: int | None = None
-    copy_gigabytes_per_second: float | None = None  # memory bandwidth, read and written: `copy_bandwidth`
+    copy_gigabytes_per_second: float  # memory bandwidth, read and written: `copy_bandwidth`
 
     @classmethod
     def of(cls, device: torch.device) -> "Environment":
