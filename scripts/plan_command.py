@@ -159,7 +159,7 @@ def write(target: "Target", planned: dict[str, Any], times: "list[StepTime]", ou
     from ..eval.measurement.environment import Environment, TargetInfo
     from ..eval.plan.machine_profile import fit_machine
 
-    where = asdict(Environment.of(target.device))
+    where = asdict(Environment.of(target))
     output.mkdir(parents=True, exist_ok=True)
     if times:
         source = (
