@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..configs.errors import BadInput
-from .drafter import Reading
+from .drafter import DEFAULT_DRAFT_TOKENS, Reading
 from .drafting import Draws, Proposal, StaticTree, Tree, draft_chain, draft_dynamic, draft_static
 from .loss.chains import ChainStarts, chain_starts, mean_of
 from .loss.chunked import Drafts, chunk_size, score
@@ -136,7 +136,8 @@ class DraftHead(nn.Module):
     config_class: ClassVar[type[HeadConfig]] = HeadConfig
     on_host: bool = False
     adapts_target: bool = False  # whether it trains adapters of the target, as its submodule `adapter`
-    default_draft_tokens: ClassVar[int] = 5
+    default_draft_tokens: ClassVar[int] = DEFAULT_DRAFT_TOKENS
+    drafts_trees: ClassVar[bool] = True
 
     def __init__(self, config: HeadConfig, target: Target, draft_token_ids: Tensor | None = None):
         """Args: draft_token_ids: [Vd] ascending target ids, where the config cuts the draft vocabulary."""
