@@ -81,7 +81,7 @@ def evaluate(
     was killed. Exit code 1 where a greedy text differs from the target's own beyond rounding, or sampled ones are not
     distributed as the target's; the report says where.
     """
-    from ..eval.drafters.lookup import build_drafters, trained
+    from ..eval.drafters.registry import build_drafters, training_record
     from ..eval.measurement.config import MeasureConfig
     from ..eval.measurement.resume import Measured
     from ..eval.replay import check_steps
@@ -114,7 +114,7 @@ def evaluate(
     configs = [replace(config, batch_size=size) for size in batch_size or [1]]
     trees = tree or ["chain"]
     check_trees(trees, drafters, temperature=temperature)
-    training = {name: trained(spec) for spec, (name, _) in zip(specs, drafters, strict=True)}
+    training = {name: training_record(spec) for spec, (name, _) in zip(specs, drafters, strict=True)}
     with Measured(output) as store:
         say_resumed(store)
         results, rounds = measure_all(loaded, drafters, suites, configs, trees, tree_nodes, store, training)
@@ -153,7 +153,7 @@ def torch_device(name: str) -> "torch.device":
 
 def drafter_specs(heads: list[str], drafters: list[str]) -> list[str]:
     """What to measure, `--head X` as `head:X`. Raises BadInput before anything is loaded."""
-    from ..eval.drafters.lookup import parse_drafter
+    from ..eval.drafters.registry import parse_drafter
 
     specs = [*(f"head:{folder}" for folder in heads), *drafters]
     if not specs:

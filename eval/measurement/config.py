@@ -39,9 +39,8 @@ def draft_length(drafter: Drafter | None, num_draft_tokens: int | None) -> int:
     """The chain length K of a run; 0 without a drafter. Raises BadInput where the drafter cannot draft as many."""
     if drafter is None:
         return 0
-    length = (
-        (drafter.max_draft_tokens or drafter.default_draft_tokens) if num_draft_tokens is None else num_draft_tokens
-    )
+    default = drafter.max_draft_tokens or drafter.default_draft_tokens
+    length = default if num_draft_tokens is None else num_draft_tokens
     if length < 1 or length > (drafter.max_draft_tokens or length):
         raise BadInput(
             f"num_draft_tokens {length}: this drafter drafts 1 to {drafter.max_draft_tokens or 'any'} tokens"

@@ -1,7 +1,8 @@
 """What the report says of trees, cut vocabularies and training lengths is what was drafted with."""
 
 import torch
-from headstart.eval.drafters.lookup import NgramDrafter, trained
+from headstart.eval.drafters.lookup import NgramDrafter
+from headstart.eval.drafters.registry import training_record
 from headstart.eval.measurement.drafted import asked_as_trained, beyond_training, draft_vocabulary, tree_shape
 from headstart.eval.report.document import training_warnings
 from headstart.heads.drafting import DynamicTree, StaticTree
@@ -28,9 +29,9 @@ def test_coverage_counts_written_tokens(tiny_target):
 def test_what_a_head_says_of_its_training_is_read_from_it(tiny_target, tmp_path):
     head = build_head(HEADS["medusa"].config_class(type="medusa"), tiny_target("llama"))
     known = {"max_length": 512, "prompt_ending": {"token_ids": [7, 8], "text": "w7 w8"}}
-    assert trained(f"head:{save_head(head, tmp_path / 'run', training=known)}") == known
-    assert trained(f"head:{save_head(head, tmp_path / 'old')}") is None
-    assert trained("ngram") is None
+    assert training_record(f"head:{save_head(head, tmp_path / 'run', training=known)}") == known
+    assert training_record(f"head:{save_head(head, tmp_path / 'old')}") is None
+    assert training_record("ngram") is None
 
 
 def test_prompts_are_held_against_how_those_of_training_ended():
