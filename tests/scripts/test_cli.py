@@ -104,11 +104,11 @@ def test_a_text_that_differs_is_exit_code_1(
     temperature, headstart, head_folder, saved_target, prompts, tmp_path, monkeypatch
 ):
     """An engine that accepts one draft too many: the report is written and the command fails."""
-    from headstart.eval import engine, verify
+    from headstart.eval import verify
 
     real = verify.accept_chain
     monkeypatch.setattr(
-        engine, "accept_chain", lambda chosen, drafted: (real(chosen, drafted) + 1).clamp(max=drafted.shape[1])
+        verify, "accept_chain", lambda chosen, drafted: (real(chosen, drafted) + 1).clamp(max=drafted.shape[1])
     )
     line = f"eval --target {saved_target} --head {head_folder} --prompts {prompts({'prompt': 'w5 w9'})} --repeats 3"
     code, out, _ = headstart(line, "--output", tmp_path / "out", "--max-new-tokens", 40, "--temperature", temperature)
