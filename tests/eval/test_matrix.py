@@ -102,9 +102,9 @@ def test_a_lossy_engine_is_caught(target_of, drafter_of, wanted_of, monkeypatch)
     accept = verify.accept_tree
 
     def wrong(chosen, drafted, parents, *, depth):
-        verdict = accept(chosen, drafted, parents, depth=depth)
-        verdict.bonus = torch.where(verdict.num_accepted > 0, chosen[:, 0], verdict.bonus)
-        return verdict
+        accepted = accept(chosen, drafted, parents, depth=depth)
+        accepted.bonus = torch.where(accepted.num_accepted > 0, chosen[:, 0], accepted.bonus)
+        return accepted
 
     monkeypatch.setattr(verify, "accept_tree", wrong)
     head = drafter_of("medusa", "llama")
