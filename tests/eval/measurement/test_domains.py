@@ -3,13 +3,13 @@
 import pytest
 from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.measurement.measure import MeasureConfig, measure
-from headstart.eval.suites.prompts import Asked, Suite
+from headstart.eval.suites.prompts import PromptSource, Suite
 
 PROMPTS = [[1, 5, 9, 5], [1, 7, 8, 7], [1, 30, 31, 30], [1, 40, 40]]
 
 
 def suite(*domains):
-    return Suite("four", PROMPTS, asked=[Asked(i, f"a:{i}", one) for i, one in enumerate(domains)])
+    return Suite("four", PROMPTS, sources=[PromptSource(i, f"a:{i}", one) for i, one in enumerate(domains)])
 
 
 def measured(target, prompts, **how):
@@ -21,7 +21,7 @@ def test_each_domain_has_the_figures_of_its_prompts_alone(target):
     parts = measured(target, suite("a", "b", "a", "b"))["by_domain"]
     assert list(parts) == ["a", "b"]
     for name, places in (("a", [0, 2]), ("b", [1, 3])):
-        alone = measured(target, suite(*"abab").only(places))
+        alone = measured(target, suite(*"abab").subset(places))
         kept = ("num_prompts", "num_rounds", "acceptance_length", "acceptance_rate")
         assert {key: parts[name][key] for key in kept} == {key: alone[key] for key in kept}
         low, high = parts[name]["speedup_ci95"]
