@@ -61,7 +61,7 @@ class LowRankHead(DraftHead):
 
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         hidden = starts.take(batch.output.post_norm)  # [B, S, D]
-        for depth in range(self.num_depths):
+        for depth in range(starts.num_depths):
             yield self.corrected(hidden, depth)
 
     def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:

@@ -93,7 +93,7 @@ def measure_all(
 
     results, rounds = [], []
     for (name, drafter), suite, config, tree_name in product(drafters, suites, configs, trees):
-        if tree_name != "chain" and not hasattr(drafter, "propose_tree"):
+        if tree_name != "chain" and not drafter.drafts_trees:
             continue  # `check_trees` has seen to it that some drafter drafts them
         config = replace(config, tree_name=tree_name)
         config = replace(config, tree=chosen_tree(target, drafter, suite, config, tree_nodes, name, store))

@@ -84,7 +84,7 @@ def evaluate(
     from ..eval.drafters.lookup import build_drafters, trained
     from ..eval.measurement.config import MeasureConfig
     from ..eval.measurement.resume import Measured
-    from ..eval.replay import check_way
+    from ..eval.replay import check_steps
     from ..eval.report.document import check_output, training_warnings
     from ..eval.report.recommendation import is_lossless
     from ..heads.loading import default_device
@@ -95,7 +95,7 @@ def evaluate(
     wanted = WantedSuites.of(prompts or [], suite or [], suites_dir, system=system, thinking=thinking)
     specs = drafter_specs(head or [], drafter or [])
     device = device or default_device()
-    steps = check_way(steps or ("eager" if device == "cpu" else "graph"), torch_device(device))
+    steps = check_steps(steps or ("eager" if device == "cpu" else "graph"), torch_device(device))
     loaded = Target.load(target, dtype=dtype or ("float32" if device == "cpu" else "auto"), device=device)
     suites = wanted.load(loaded, max_new_tokens=max_new_tokens, limit=limit)
     drafters = build_drafters(specs, loaded)
@@ -131,13 +131,13 @@ def evaluate(
 
 def check_choices(*, compare: str, accept: str, allow_lossy: bool) -> None:
     """Raises BadInput on a comparator or an accept rule that there is not, or that changes the text unasked."""
-    from ..eval.engine import ACCEPT_RULES
+    from ..eval.verify import ACCEPT_RULES
 
     if compare not in ("", "transformers"):
         raise BadInput(f"--compare {compare}: expected transformers")
     if accept not in ACCEPT_RULES:
         raise BadInput(f"--accept {accept}: expected one of {', '.join(ACCEPT_RULES)}")
-    if accept != "exact" and not allow_lossy:
+    if not ACCEPT_RULES[accept].is_lossless and not allow_lossy:
         raise BadInput(f"--accept {accept}: is not lossless, the text would not be the target's; add --allow-lossy")
 
 
@@ -172,5 +172,5 @@ def check_trees(trees: list[str], drafters: "list[tuple[str, Drafter]]", *, temp
             raise BadInput(f"--tree {name}: expected one of {', '.join(TREE_NAMES)}")
         if name in ("sampled", "sampled-chain") and temperature == 0:
             raise BadInput(f"--tree {name}: needs --temperature above 0")
-    if trees != ["chain"] and not any(hasattr(drafter, "propose_tree") for _, drafter in drafters):
+    if trees != ["chain"] and not any(drafter.drafts_trees for _, drafter in drafters):
         raise BadInput(f"--tree {' '.join(trees)}: {', '.join(name for name, _ in drafters)} draft chains only")

@@ -10,8 +10,8 @@ from headstart.eval.generate import decode, generate
 from headstart.eval.measurement.config import chains
 from headstart.eval.measurement.metrics import acceptance
 from headstart.eval.measurement.step_times import Place
+from headstart.eval.sampling import Sampling
 from headstart.eval.stopping import Stop
-from headstart.eval.verify import Sampling
 from headstart.heads.base import DraftBatch
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.nn.split_attention import masked_attention, reads_in_parts

@@ -11,9 +11,9 @@ from headstart.eval.measurement.measure import MeasureConfig, measure
 from headstart.eval.measurement.passes import seed_of
 from headstart.eval.measurement.sampling_check import SMALLEST_P, SamplingCheck, check_sampling, uniform_p_value
 from headstart.eval.report.recommendation import deviates, is_lossless, lossless_evidence, verdict
+from headstart.eval.sampling import Sampling
 from headstart.eval.stopping import Stop
 from headstart.eval.suites.prompts import Suite
-from headstart.eval.verify import Sampling
 from headstart.heads.drafting import StaticTree
 from headstart.heads.registry import HEADS, build_head
 
