@@ -22,7 +22,8 @@ from rich.console import Console
 from ...configs.errors import BadInput
 from ...configs.loader import build, read_config
 from ...data_pipelines.config import DataConfig
-from ...eval.measurement.measure import MeasureConfig, measure
+from ...eval.measurement.config import MeasureConfig, chain
+from ...eval.measurement.measure import measure
 from ...eval.suites.prompts import load_suite
 from ...heads.fit import head_size, load_skeleton
 from ...heads.loading import TargetConfig, default_device
@@ -145,7 +146,7 @@ def measured(bench: Bench, name: str, folder: Path, target: Target, seed: int, p
     head = load_head(folder / "final", target)
     suite = load_suite(bench.prompts, target, max_new_tokens=bench.max_new_tokens, limit=bench.limit)
     config = MeasureConfig(
-        num_draft_tokens=read_bench(name).num_draft_tokens,
+        setting=chain(read_bench(name).num_draft_tokens),
         max_new_tokens=bench.max_new_tokens,
         steps="eager" if target.device.type == "cpu" else "graph",
         num_repeats=bench.num_repeats,
@@ -158,18 +159,23 @@ def measured(bench: Bench, name: str, folder: Path, target: Target, seed: int, p
         parameters=parameters,
         optimizer_steps=bench.steps,
         train_tokens_per_second=training_speed(folder),
-        acceptance_length=result["acceptance_length"],
-        acceptance_rate=result["acceptance_rate"],
-        num_draft_tokens=result["num_draft_tokens"],
-        speedup=result["speedup"],
-        speedup_ci95=result["speedup_ci95"],
-        num_prompts=result["num_prompts"],
-        max_new_tokens=result["max_new_tokens"],
-        temperature=result["temperature"],
-        draft_ms=result["timing"]["draft_ms"],
-        baseline_ms=result["timing"]["baseline_ms"],
+        acceptance_length=result.acceptance_length,
+        acceptance_rate=result.acceptance_rate,
+        num_draft_tokens=result.num_draft_tokens,
+        speedup=result.speedup,
+        speedup_ci95=result.speedup_ci95,
+        num_prompts=result.num_prompts,
+        max_new_tokens=result.max_new_tokens,
+        temperature=result.temperature,
+        draft_ms=result.timing.draft_ms,
+        baseline_ms=result.timing.baseline_ms,
         loss=head.config.loss,
-        lossless={key: result["lossless"][key] for key in ("checked", "identical", "explained", "unexplained")},
+        lossless={
+            "checked": result.lossless.checked,
+            "identical": result.lossless.identical,
+            "explained": result.lossless.explained,
+            "unexplained": result.lossless.unexplained,
+        },
         device=target.device.type,
         num_threads=torch.get_num_threads(),
         date=date.today().isoformat(),

@@ -162,20 +162,6 @@ def summarize(document: Figures) -> Figures:
     return {"bars": bars}
 
 
-def describe(figures: Figures) -> str:
-    """A cell in a line, a profile by its slowest operators."""
-    if "rows" in figures:
-        slowest = ", ".join(f"{row['name']} {row['share']:.0%}" for row in figures["rows"][:5])
-        return f"{figures['total_ms']:.1f} ms: {slowest}"
-    memory = "" if figures["peak_bytes"] is None else f"{figures['peak_bytes'] / 1e9:.2f} GB"
-    if "mfu" not in figures:
-        return memory
-    return (
-        f"{figures['tokens_per_second']:,.0f} tokens/s, {figures['step_ms']:.1f} ms ({figures['step_ms_min']:.1f} to "
-        f"{figures['step_ms_max']:.1f}), MFU {figures['mfu']:.1%}, HFU {figures['hfu']:.1%}, {memory}"
-    )
-
-
 def run(path: Path, *, size: str, device: str) -> tuple[Figures, int]:
     """Measure what the file lacks, of small and large all of it; the document, and the exit code.
 
@@ -184,7 +170,7 @@ def run(path: Path, *, size: str, device: str) -> tuple[Figures, int]:
     header = {"size": size, "device": device_name(torch.device(device)), "torch": torch.__version__}
     results = CellStore(path, header, summarize, is_new=SIZES[size].is_estimated)
     results.document.setdefault("num_threads", torch.get_num_threads())
-    code = results.run(list(cells_of(SIZES[size])), lambda cell: measure(cell, device), describe=describe)
+    code = results.run(list(cells_of(SIZES[size])), lambda cell: measure(cell, device))
     return results.document, code
 
 

@@ -124,18 +124,6 @@ def verify_costs(cells: Figures) -> dict[str, float]:
     return {"1": 1.0, **{number: cell["verify_in_baseline_steps"]["median"] for number, cell in timed.items()}}
 
 
-def describe(figures: Figures) -> str:
-    """A cell in a line."""
-    if "speedup" in figures:
-        return f"speedup {figures['speedup']:.2f}, synthetic acceptance length {figures['acceptance_length']:.2f}"
-    speed = figures["baseline_tokens_per_second"]["median"]
-    line = f"baseline {figures['baseline_ms']['median']:.2f} ms, {speed:.0f} tokens/s"
-    if "round_ms" in figures:
-        parts = ", ".join(f"{key} {figures[f'{key}_ms']:.2f}" for key in ("draft", "verify", "overhead"))
-        line += f"; round {figures['round_in_baseline_steps']['median']:.2f} of it ({parts})"
-    return line
-
-
 def run(size_name: str, output: Path, device: torch.device, acceptance: Path | None) -> tuple[Figures, int]:
     """Measure what the output lacks; returns the whole document, and the exit code. Raises BadInput."""
     size, accepted = SIZES[size_name], read_acceptance(acceptance)
@@ -147,7 +135,7 @@ def run(size_name: str, output: Path, device: torch.device, acceptance: Path | N
         bench = Workbench(random_target(size, device), size)
         store.document.setdefault("environment", environment(bench.target))
         store.document["acceptance"] = {"synthetic": True, **accepted}
-        return store.document, store.run(cells, bench.measure, describe=describe)
+        return store.document, store.run(cells, bench.measure)
     return store.document, 0
 
 

@@ -13,7 +13,7 @@ from ...eval.drafters.synthetic import BlankDrafter, SyntheticDrafter, expected_
 from ...eval.measurement.bandwidth import bytes_per_step
 from ...eval.measurement.config import DraftSetting, MeasureConfig, chains
 from ...eval.measurement.measure import measure
-from ...eval.measurement.step_times import NUM_ROUNDS, Place, check_room
+from ...eval.measurement.step_times import NUM_ROUNDS, TimedCell, check_room
 from ...eval.suites.prompts import Suite
 from ...heads.base import DraftHead
 from ...heads.drafter import Drafter
@@ -164,7 +164,7 @@ class Workbench:
         """Rounds, each pass beside baseline steps."""
         drafter, settings = self.drafted(cell)
         check_room(self.target, [cell.context], settings)
-        place = Place(
+        timer = TimedCell(
             self.target,
             drafter,
             settings,
@@ -174,31 +174,36 @@ class Workbench:
             steps=cell.steps,
         )
         for _ in range(cell.num_passes):
-            place.run(reads_again=cell.batch_size == 1 and cell.context == self.size.context)  # cheap there alone
-        return timed_figures(place)
+            timer.run(reads_again=cell.batch_size == 1 and cell.context == self.size.context)  # cheap there alone
+        return timed_figures(timer)
 
     def decode(self, cell: Cell) -> store.Figures:
         """Texts with drafts that are right at the cell's rates, and without. The head's time counts, not its drafts."""
-        head, settings = self.drafted(cell)
-        num_draft = settings[0].num_draft_tokens
+        head, (setting,) = self.drafted(cell)
         config = MeasureConfig(
-            num_draft_tokens=num_draft,
+            setting=setting,
             max_new_tokens=self.size.num_new,
             num_repeats=cell.num_passes,
             steps=cell.steps,
         )
         suite = Suite(name="random tokens", prompts=self.prompts)
-        entry, _ = measure(self.target, self.synthetic.around(head, cell.rates), suite, config, name=cell.name)
-        if entry["failed"]:
-            raise RuntimeError(entry["failed"][0]["reason"])
-        keys = "num_prompts num_tokens num_rounds acceptance_length acceptance_rate speedup speedup_ci95"
-        keys += " tokens_per_second baseline_tokens_per_second"
+        result, _ = measure(self.target, self.synthetic.around(head, cell.rates), suite, config, name=cell.name)
+        if result.failed:
+            raise RuntimeError(result.failed[0].reason)
         return {
-            "num_draft_tokens": num_draft,
+            "num_draft_tokens": setting.num_draft_tokens,
             "given_rates": list(cell.rates),
-            "given_acceptance_length": round(expected_length(cell.rates, num_draft), 4),
-            **{key: entry[key] for key in keys.split()},
-            "identical_texts": entry["lossless"]["identical"],
+            "given_acceptance_length": round(expected_length(cell.rates, setting.num_draft_tokens), 4),
+            "num_prompts": result.num_prompts,
+            "num_tokens": result.num_tokens,
+            "num_rounds": result.num_rounds,
+            "acceptance_length": result.acceptance_length,
+            "acceptance_rate": result.acceptance_rate,
+            "speedup": result.speedup,
+            "speedup_ci95": result.speedup_ci95,
+            "tokens_per_second": result.tokens_per_second,
+            "baseline_tokens_per_second": result.baseline_tokens_per_second,
+            "identical_texts": result.lossless.identical,
         }
 
     def drafted(self, cell: Cell) -> tuple[Drafter | None, list[DraftSetting]]:
@@ -224,17 +229,17 @@ class Workbench:
         return SyntheticDrafter(self.target, self.prompts, [1.0], max_new_tokens=self.size.num_new)
 
 
-def timed_figures(place: Place) -> store.Figures:
+def timed_figures(timer: TimedCell) -> store.Figures:
     """Milliseconds are medians over the passes; figures of several passes have their least and most beside it."""
-    base, size = place.usual, len(place.rows)
-    steps = [step.round_ms for step in place.plain]
-    read = bytes_per_step(place.target, base.context + NUM_ROUNDS // 2, num_rows=size)
+    base, size = timer.baseline, len(timer.rows)
+    steps = [step.round_ms for step in timer.plain]
+    read = bytes_per_step(timer.target, base.context + NUM_ROUNDS // 2, num_rows=size)
     figures: store.Figures = {
         "baseline_ms": spread(steps),
         "baseline_tokens_per_second": spread(1000 * size / step for step in steps),
         "baseline_gigabytes_per_second": spread(read / step / 1e6 for step in steps),
     }
-    for time, (setting, passes) in zip(place.found, place.drafted.items(), strict=True):  # passes: in baseline steps
+    for time, (setting, passes) in zip(timer.rounds, timer.drafted.items(), strict=True):  # passes: in baseline steps
         figures |= {
             "num_draft_tokens": setting.num_draft_tokens,
             "draft_ms": round(time.draft_ms, 4),

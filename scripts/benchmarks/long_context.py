@@ -12,8 +12,7 @@ construction. So their acceptance shows nothing of a real target; their times, a
 import argparse
 import json
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,63 +22,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ...configs.errors import BadInput
 from ...configs.jsonl import iter_jsonl
 from ...eval.drafters.lookup import build_drafters
-from ...eval.generate import Generation, Round
-from ...eval.measurement.config import MeasureConfig
-from ...eval.measurement.metrics import acceptance, bootstrap_ratio
-from ...eval.measurement.passes import runner
-from ...eval.measurement.summary import rounded
-from ...eval.report.document import environment, number, write_whole
-from ...eval.suites.prompts import prompt_ids
+from ...eval.measurement.config import MeasureConfig, chain
+from ...eval.measurement.measure import measure
+from ...eval.report.document import environment, write_whole
+from ...eval.suites.prompts import Suite, prompt_ids
 from ...heads.drafter import Drafter
 from ...heads.loading import default_device
 from ...heads.target import Target
-from .store import Figures
+from .store import Figures, describe
 
 SPARSE = "sparse-self"
 NEARNESS = 1.5  # of the random target's attention
-
-
-@dataclass
-class Contender:
-    """What is timed in a cell: a drafter with a number of drafts, or the baseline, and what it did."""
-
-    name: str
-    drafter: Drafter | None
-    num_draft_tokens: int = 0
-    runs: list[Generation] = field(default_factory=list)
-
-    @property
-    def seconds(self) -> list[float]:
-        """Of decoding, per run."""
-        return [sum(each.seconds for each in run.rounds[1:]) for run in self.runs]
-
-    @property
-    def rounds(self) -> list[Round]:
-        """All but the first of each run, in which the drafter reads the prompt."""
-        return [each for run in self.runs for each in run.rounds[2:] or run.rounds[1:]]
-
-
-def figures_of(contender: Contender, baseline: Contender) -> Figures:
-    """The figures of a contender in a cell. All wrote the same texts, so times compare as they are."""
-    speedup, interval = bootstrap_ratio(baseline.seconds, contender.seconds)
-    rounds = [each for run in contender.runs for each in run.rounds]
-    accepted = acceptance(rounds, num_draft_tokens=contender.num_draft_tokens)
-    draft = statistics.fmean(1000 * each.draft_seconds for each in contender.rounds)
-    verify = statistics.fmean(1000 * each.verify_seconds for each in contender.rounds)
-    step = statistics.fmean(1000 * each.seconds for each in baseline.rounds)
-    pairs = zip(contender.runs, baseline.runs, strict=True)
-    return {
-        "drafter": contender.name,
-        "num_draft_tokens": contender.num_draft_tokens,
-        "acceptance_length": rounded(accepted.length),
-        "speedup": round(speedup, 4),
-        "speedup_ci95": [round(end, 4) for end in interval],
-        "draft_ms": round(draft, 3),
-        "verify_ms": round(verify, 3),
-        "baseline_ms": round(step, 3),
-        "break_even_length": round((draft + verify) / step, 4),
-        "same_text": all(run.token_ids == other.token_ids for run, other in pairs),
-    }
 
 
 def random_target(device: str) -> Target:
@@ -126,20 +79,51 @@ def prompts_of(rows: Sequence[tuple[list[int], int]], *, length: int, count: int
     return [stream[end - length : end] for end in ends[:: len(ends) // count][:count]]
 
 
-def decode_in_turns(
-    target: Target, contenders: list[Contender], prompts: list[list[int]], *, batch_size: int, max_new: int, turns: int
-) -> None:
-    """All contenders over each batch, `turns` times, the order rotated from turn to turn."""
-    batches = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
-    runs = []
-    for contender in contenders:
-        num_draft = contender.num_draft_tokens or None
-        config = MeasureConfig(max_new_tokens=max_new, batch_size=batch_size, num_draft_tokens=num_draft)
-        runs.append(runner(target, contender.drafter, prompts, config))
-    for turn, batch in enumerate(batches * turns):
-        for i in range(len(contenders)):
-            which = (turn + i) % len(contenders)
-            contenders[which].runs.append(runs[which](batch, contenders[which].drafter, 0))
+def measured(target: Target, drafter: Drafter, suite: Suite, config: MeasureConfig, *, name: str) -> Figures:
+    """A drafter at one context and batch size, interleaved with the baseline: docs/results/README.md has the keys."""
+    result, rows = measure(target, drafter, suite, config, name=name)
+    if result.failed:
+        raise RuntimeError(result.failed[0].reason)
+
+    def mean_ms(side: str, part: str) -> float:
+        """Of a round; the first, in which the drafter reads the prompt, counts in the speedup alone."""
+        runs = [row["rounds"] for row in rows if row["side"] == side]
+        return 1000 * statistics.fmean(done[part] for run in runs for done in run[2:] or run[1:])
+
+    draft, verify = (mean_ms("speculative", part) for part in ("draft_seconds", "verify_seconds"))
+    step = mean_ms("baseline", "seconds")
+    return {
+        "drafter": name,
+        "num_draft_tokens": result.num_draft_tokens,
+        "acceptance_length": result.acceptance_length,
+        "speedup": result.speedup,
+        "speedup_ci95": result.speedup_ci95,
+        "draft_ms": round(draft, 3),
+        "verify_ms": round(verify, 3),
+        "baseline_ms": round(step, 3),
+        "break_even_length": round((draft + verify) / step, 4),
+        "same_text": result.lossless.identical == result.lossless.checked,
+    }
+
+
+def sweep(target: Target, options: argparse.Namespace) -> Iterator[Figures]:
+    """The cells, one per context, batch size, drafter and K."""
+    rows = read_rows(options.prompts, target)
+    specs = [f"{SPARSE}:{options.budget}", "ngram", *([f"head:{options.head}"] if options.head else [])]
+    drafters = build_drafters(specs, target)
+    for context in options.contexts:
+        for size in options.batch_sizes:
+            suite = Suite(str(context), prompts_of(rows, length=context, count=size * options.num_batches))
+            for name, drafter in drafters:
+                for length in options.num_draft_tokens:
+                    config = MeasureConfig(
+                        setting=chain(length),
+                        max_new_tokens=options.max_new_tokens,
+                        batch_size=size,
+                        num_repeats=options.repeats,
+                    )
+                    figures = measured(target, drafter, suite, config, name=name)
+                    yield {"context": context, "batch_size": size, **figures}
 
 
 def crossover(cells: Sequence[Figures]) -> list[Figures]:
@@ -156,16 +140,6 @@ def crossover(cells: Sequence[Figures]) -> list[Figures]:
     return rows
 
 
-def describe(cell: Figures) -> str:
-    """A line of the table."""
-    low, high = map(number, cell["speedup_ci95"])
-    return (
-        f"{cell['context']:7} {cell['batch_size']:5} {cell['drafter']:11} {cell['num_draft_tokens']:2} "
-        f"{number(cell['acceptance_length']):>6} {number(cell['break_even_length']):>6} {number(cell['speedup']):>7} "
-        f"[{low}, {high}] {cell['draft_ms']:10.2f} {cell['verify_ms']:7.2f} {cell['baseline_ms']:7.2f}"
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", required=True, help="folder, hub id, or `random`")
@@ -173,7 +147,7 @@ def main() -> None:
     parser.add_argument("--prompts", help="JSONL rows with input_ids, prompt or messages; default: random tokens")
     parser.add_argument("--contexts", type=int, nargs="+", required=True, help="prompt tokens")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1])
-    parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[4], help="each is a contender")
+    parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[4], help="each is measured")
     parser.add_argument("--budget", type=int, default=256, help="keys that sparse drafts read")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--num-batches", type=int, default=2, help="of prompts, per cell")
@@ -187,28 +161,10 @@ def main() -> None:
         dtype = "float32" if options.device == "cpu" else "auto"
         target = Target.load(options.target, dtype=dtype, device=options.device)
     target.model.generation_config.eos_token_id = target.config.eos_token_id = None  # all rows run to the end
-    rows = read_rows(options.prompts, target)
-    specs = [f"{SPARSE}:{options.budget}", "ngram", *([f"head:{options.head}"] if options.head else [])]
-    drafters = build_drafters(specs, target)
     cells: list[Figures] = []
-    print("context batch drafter      K  length to pay speedup [95 %]         draft  verify    base ms")
-    for context in options.contexts:
-        for size in options.batch_sizes:
-            prompts = prompts_of(rows, length=context, count=size * options.num_batches)
-            baseline = Contender("baseline", None)
-            contenders = [Contender(name, drafter, k) for name, drafter in drafters for k in options.num_draft_tokens]
-            decode_in_turns(
-                target,
-                [baseline, *contenders],
-                prompts,
-                batch_size=size,
-                max_new=options.max_new_tokens,
-                turns=options.repeats,
-            )
-            for contender in contenders:
-                figures = figures_of(contender, baseline)
-                cells.append({"context": context, "batch_size": size, **figures})
-                print(describe(cells[-1]), flush=True)
+    for cell in sweep(target, options):
+        cells.append(cell)
+        print(describe(cell), flush=True)
     keys = ("contexts", "batch_sizes", "budget", "max_new_tokens", "num_batches", "repeats")
     document = {
         "environment": environment(target),

@@ -70,8 +70,7 @@ class CellStore(Generic[C]):
             figures = attempt(measure, cell)
             seconds = round(time.perf_counter() - began, 2)
             self.add(cell, {"seconds": seconds, **figures})
-            result = f"failed: {figures['failed']}" if "failed" in figures else describe(figures)
-            print(f"{cell.name}: {result} ({seconds:.1f} s)", flush=True)
+            print(f"{cell.name}: {describe(figures)} ({seconds:.1f} s)", flush=True)
         failed = [entry["failed"] for entry in self.document["cells"].values() if "failed" in entry]
         return 1 if any("out of memory" not in reason.lower() for reason in failed) else 0
 
@@ -95,6 +94,12 @@ def attempt(measure: Callable[[C], Figures], cell: C) -> Figures:
         return {"failed": f"{type(error).__name__}: {first_line(error)}"}
     finally:
         release_memory()
+
+
+def describe(figures: Figures) -> str:
+    """Single figures in a line."""
+    plain = {key: value for key, value in figures.items() if isinstance(value, str | int | float)}
+    return ", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in plain.items())
 
 
 def as_json(value: Any) -> Any:
