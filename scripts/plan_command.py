@@ -154,23 +154,23 @@ def planned_drafter(
 
 def write(target: "Target", planned: "Plan", output: Path) -> None:
     """plan.json, and machine.json where step times were measured, each whole or not at all."""
+    from ..configs.files import write_json
+    from ..eval.measurement.environment import Environment, TargetInfo
     from ..eval.plan.machine_profile import fit_profile
-    from ..eval.report.document import about, environment, write_whole
 
-    here = environment(target)
+    here = Environment.of(target.device)
     output.mkdir(parents=True, exist_ok=True)
     if planned.step_times:
-        versions = f"headstart {here['headstart']}, torch {here['torch']}, {here['num_threads']} threads"
         planned.step_time_model = fit_profile(
             target,
             planned.step_times,
             name=output.resolve().name,
-            device=here["device"],
-            source=f"headstart plan, {versions}",
+            device=here.device,
+            source=f"headstart plan, headstart {here.headstart}, torch {here.torch}, {here.num_threads} threads",
         )
-        write_whole(output / "machine.json", json.dumps(asdict(planned.step_time_model), indent=2) + "\n")
-    document = {**planned.to_json(), "environment": here, "target": about(target)}
-    write_whole(output / "plan.json", json.dumps(document, indent=2) + "\n")
+        write_json(output / "machine.json", asdict(planned.step_time_model))
+    document = {**planned.to_json(), "environment": asdict(here), "target": asdict(TargetInfo.of(target))}
+    write_json(output / "plan.json", document)
 
 
 def show(planned: "Plan", console: Console) -> None:

@@ -117,9 +117,7 @@ def asked_as_trained(training: TrainingRecord | None, prompts: Sequence[Sequence
     return rounded(sum(list(prompt[-len(ending) :]) == ending for prompt in prompts) / len(prompts))
 
 
-def beyond_training(
-    training: TrainingRecord | None, by_context: Mapping[str, AcceptancePart]
-) -> BeyondTraining | None:
+def beyond_training(training: TrainingRecord | None, by_context: Mapping[str, AcceptancePart]) -> BeyondTraining | None:
     """How a head drafts in contexts that none of its training rows reached, beside shorter ones.
 
     Args: by_context: of a result, split behind the training length (`context_label`).

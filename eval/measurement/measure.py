@@ -73,7 +73,9 @@ def measure(
     is_greedy = config.temperature == 0
     result = replace(
         with_figures(empty, target, batches),
-        draft_vocabulary=draft_vocabulary(drafter, (new for batch in batches for new in batch.drafted.runs[0].token_ids)),
+        draft_vocabulary=draft_vocabulary(
+            drafter, (new for batch in batches for new in batch.drafted.runs[0].token_ids)
+        ),
         by_segment=acceptance_by(batches, segment_label(suite.think_tokens), num_draft_tokens=length),
         by_context=by_context,
         by_domain=by_domain(batches, num_draft_tokens=length),
@@ -142,7 +144,13 @@ def raw_rounds(result: Result, batches: Sequence[MeasuredBatch]) -> list[Row]:
         "num_draft_tokens": result.num_draft_tokens,
     }
     return [
-        {**setting, "batch": batch.number, "side": name, "repeat": repeat, "rounds": [asdict(done) for done in run.rounds]}
+        {
+            **setting,
+            "batch": batch.number,
+            "side": name,
+            "repeat": repeat,
+            "rounds": [asdict(done) for done in run.rounds],
+        }
         for batch in batches
         for name, side in (("speculative", batch.drafted), ("baseline", batch.baseline))
         for repeat, run in enumerate(side.runs)

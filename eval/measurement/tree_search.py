@@ -159,7 +159,7 @@ def named_tree(
     if name == "sampled-chain":
         return sampled_chain(draft_length(drafter, num_draft_tokens))
     if name == "dynamic":
-        depth = drafter.max_draft_tokens or drafter.default_draft_tokens
+        depth = draft_length(drafter, None)
         return DynamicTree(num_nodes=num_nodes, depth=depth, top_k=max(4, round(num_nodes**0.5)))
     prompts = list(prompts[:NUM_CALIBRATION])
     texts = generate(target, None, prompts, max_new_tokens=max_new_tokens).token_ids

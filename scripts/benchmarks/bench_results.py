@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ...configs.errors import BadInput
+from ...configs.files import write_json, write_text
 from ...configs.loader import build, read_config, shipped
-from ...eval.report.document import write_whole
 from ...heads.base import HeadConfig
 from ...heads.registry import head_class
 
@@ -88,9 +88,8 @@ def read_results(path: Path) -> list[Entry]:
 
 
 def write_results(path: Path, entries: Sequence[Entry]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     rows = [asdict(entry) for entry in sorted(entries, key=lambda entry: entry.key)]
-    write_whole(path, json.dumps(rows, indent=1) + "\n")
+    write_json(path, rows, indent=1)
 
 
 def table(entries: Sequence[Entry]) -> str:
@@ -152,4 +151,4 @@ def render_readme(path: Path, entries: Sequence[Entry]) -> None:
     if text.count(START) != 1 or text.count(END) != 1:
         raise BadInput(f"{path}: expected one line {START} and one {END}")
     before, after = text.split(START)[0], text.split(END)[1]
-    write_whole(path, f"{before}{START}\n{table(entries)}\n{END}{after}")
+    write_text(path, f"{before}{START}\n{table(entries)}\n{END}{after}")

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from ...configs.errors import BadInput
-from ...eval.report.document import device_name
+from ...eval.measurement.environment import device_name
 from ...heads.loading import default_device
 from ...heads.registry import HEADS
 from . import store

@@ -13,12 +13,13 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from ...configs.errors import BadInput
-from ...eval.report.document import device_name, environment
+from ...eval.measurement.environment import Environment, device_name
 from ...heads.loading import default_device
 from ...heads.registry import HEADS
 from .engine_cells import MAIN, SIZES, Workbench, cells_of, random_target
@@ -133,7 +134,7 @@ def run(size_name: str, output: Path, device: torch.device, acceptance: Path | N
     cells = cells_of(size, "graph" if device.type == "cuda" else "eager", rates)
     if not all(map(store.has, cells)):
         bench = Workbench(random_target(size, device), size)
-        store.document.setdefault("environment", environment(bench.target))
+        store.document.setdefault("environment", asdict(Environment.of(device)))
         store.document["acceptance"] = {"synthetic": True, **accepted}
         return store.document, store.run(cells, bench.measure)
     return store.document, 0

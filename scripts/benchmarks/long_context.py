@@ -13,6 +13,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ...configs.errors import BadInput
+from ...configs.files import write_json
 from ...configs.jsonl import iter_jsonl
 from ...eval.drafters.lookup import build_drafters
 from ...eval.measurement.config import MeasureConfig, chain
+from ...eval.measurement.environment import Environment
 from ...eval.measurement.measure import measure
-from ...eval.report.document import environment, write_whole
 from ...eval.suites.prompts import Suite, prompt_ids
 from ...heads.drafter import Drafter
 from ...heads.loading import default_device
@@ -167,14 +169,13 @@ def main() -> None:
         print(describe(cell), flush=True)
     keys = ("contexts", "batch_sizes", "budget", "max_new_tokens", "num_batches", "repeats")
     document = {
-        "environment": environment(target),
+        "environment": asdict(Environment.of(target.device)),
         "target": {"name": target.name, "num_parameters": sum(p.numel() for p in target.model.parameters())},
         "settings": {key: getattr(options, key) for key in keys},
         "crossover": crossover(cells),
         "cells": cells,
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(options.output, json.dumps(document, indent=2) + "\n")
+    write_json(options.output, document)
     print(json.dumps(document["crossover"], indent=2))
 
 

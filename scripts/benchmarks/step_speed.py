@@ -6,7 +6,6 @@ docs/results/train.md defines the figures.
 
 import statistics
 import time
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from ...configs.errors import BadInput, first_line
-from ...eval.report.document import write_whole
+from ...configs.files import write_json
 from ...heads.loading import release_memory
 
 Figures = dict[str, Any]  # of a cell, as JSON has them
@@ -82,8 +82,7 @@ class CellStore(Generic[C]):
         """Write the document with this cell."""
         self.document["cells"][cell.name] = {"asked": asdict(cell), **figures}
         self.document |= self.summarize(self.document)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path, json.dumps(self.document, indent=1) + "\n")
+        write_json(self.path, self.document, indent=1)
 
 
 def attempt(measure: Callable[[C], Figures], cell: C) -> Figures:
@@ -99,7 +98,9 @@ def attempt(measure: Callable[[C], Figures], cell: C) -> Figures:
 def describe(figures: Figures) -> str:
     """Single figures in a line."""
     plain = {key: value for key, value in figures.items() if isinstance(value, str | int | float)}
-    return ", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in plain.items())
+    return ", ".join(
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in plain.items()
+    )
 
 
 def as_json(value: Any) -> Any:

@@ -4,10 +4,7 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import random
-import shutil
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,6 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
+from ...configs.files import replacing_folder, write_json, write_text
 from .toy_corpus import contrast_prompts, is_right, python_sources, reasoning_problems
 
 RECIPE_VERSION = 1
@@ -240,8 +238,8 @@ def build_target(folder: Path, *, recipe: Recipe) -> dict:
     quality = {**measure(model, tokenizer, problems=held_out), "train_seconds": round(seconds, 1)}
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    for name, content in (("quality", quality), ("recipe", dataclasses.asdict(recipe))):
-        (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+    write_json(folder / "quality.json", quality)
+    write_json(folder / "recipe.json", dataclasses.asdict(recipe))
     return quality
 
 
@@ -264,25 +262,10 @@ def make_target(output: Path, *, recipe: Recipe) -> None:
     if same and all((data / name).is_file() for name in files):
         print(f"{output} already holds this target")
         return
-    output.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
-    try:
-        target = scratch / "target"
-        target.mkdir()
-        quality = build_target(target, recipe=recipe)
-        data.mkdir(exist_ok=True)
+    with replacing_folder(output) as folder:
+        quality = build_target(folder, recipe=recipe)
         for name, rows in files.items():
-            (scratch / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-            os.replace(scratch / name, data / name)
-        if output.exists():
-            output.rename(scratch / "replaced")
-        target.rename(output)
-    finally:
-        shutil.rmtree(scratch)
-    _report(quality)
-
-
-def _report(quality: dict) -> None:
+            write_text(data / name, "".join(json.dumps(row) + "\n" for row in rows))
     for sample in quality["samples"]:
         print(f"\n{sample['question']}\n{sample['answer']}")
     by_kind = ", ".join(f"{kind} {share:.0%}" for kind, share in quality["right_by_kind"].items())

@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 
 from ....configs.errors import BadInput
-from ....eval.report.document import device_name, write_whole
+from ....configs.files import write_json
+from ....eval.measurement.environment import device_name
 from ....eval.report.recommendation import deviates
 from ....heads.loading import default_device, release_memory
 from ....train.tracking import read_rows
@@ -168,7 +169,7 @@ def train_heads(suite: Suite) -> Figures:
             headstart("train", *run_of(suite, family, output_dir=folder, max_steps=suite.work.speed_steps), *features)
             steps = max(WARM_UP, round(suite.work.train_seconds / step_seconds(folder, suite.work)))
             done[family] = {"max_steps": steps}
-            write_whole(path, json.dumps(done))
+            write_json(path, done)
         steps = done[family]["max_steps"]
         seconds = headstart(
             "train", *run_of(suite, family, max_steps=steps, warmup_steps=max(1, steps // 20)), *features
@@ -179,7 +180,7 @@ def train_heads(suite: Suite) -> Figures:
                 done[family][key] = statistics.median(row[key] for row in rows[WARM_UP:] or rows)
             last = {key: rows[-1][key] for key in ("loss", "depth_accuracy", "epoch", "peak_bytes")}
             done[family] |= {"seconds": seconds, **last}
-            write_whole(path, json.dumps(done))
+            write_json(path, done)
     return done
 
 
@@ -295,7 +296,7 @@ def main() -> None:
         print(f"gpu_product: {error}", file=sys.stderr)
         sys.exit(2)
     header = {"size": options.size, "work": asdict(work), "device": device_name(torch.device(default_device()))}
-    write_whole(path, json.dumps({**header, **figures}, indent=2) + "\n")
+    write_json(path, {**header, **figures})
     print(f"written to {path}")
 
 

@@ -26,7 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
 from ....configs.errors import BadInput
-from ....eval.report.document import write_whole
+from ....configs.files import write_json, write_text
 from ....heads.loading import default_device
 from ....train.speed import matmul_rate, synchronize
 from ...quickstart.toy_corpus import reasoning_problems
@@ -216,15 +216,14 @@ def write_prompts(folder: Path, corpus: Corpus, tokenizer: Any, size: Size) -> N
         "code_long": measured_code(tokenizer, held_out, count, num_tokens=size.long_context),
         "reasoning": [problem["messages"][:-1] for problem in problems[1]],
     }
-    folder.mkdir(parents=True, exist_ok=True)
     for name, chats in files.items():
         if not chats:
             raise BadInput(f"{name}.jsonl: {len(held_out)} held-out texts give no prompt for it")
-        write_whole(folder / f"{name}.jsonl", "".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+        write_text(folder / f"{name}.jsonl", "".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
 
 
 def make_target(output: Path, shape: str, size: Size, device: str) -> Figures:
-    """Text, tokenizer, prompts and the trained target, saved; returns its figures. Raises BadInput on too little text."""
+    """Prompts, tokenizer and trained target, saved; returns its figures. Raises BadInput on too little text."""
     corpus = Corpus.of(installed_texts(size.num_chars))
     chats = [problem["messages"] for problem in reasoning_problems(size.num_problems, 0)]
     words = [message["content"] for chat in chats[:3000] for message in chat]
@@ -263,7 +262,7 @@ def main() -> None:
     except BadInput as error:
         print(f"gpu_target: {error}", file=sys.stderr)
         sys.exit(2)
-    write_whole(path, json.dumps(figures, indent=2) + "\n")
+    write_json(path, figures)
     print(f"loss {figures['loss']:.3f}, {figures['tokens_per_second']:,.0f} tokens/s, {figures['mfu']:.1%} MFU")
 
 
