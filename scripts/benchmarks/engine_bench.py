@@ -10,7 +10,6 @@ of the family in it), else at fixed rates, and compared with what the step times
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,6 +19,7 @@ import torch
 
 from ...configs.errors import BadInput
 from ...eval.measurement.environment import Environment, device_name
+from ...eval.report.document import read_report
 from ...heads.loading import default_device
 from ...heads.registry import HEADS
 from .engine_cells import MAIN, SIZES, Workbench, cells_of, random_target
@@ -41,21 +41,16 @@ def read_acceptance(path: Path | None) -> dict[str, Figures]:
 
     Args: path: a report.json, for the families of which it has a greedy chain; the rest have FIXED_RATES.
     """
-    results: list[Figures] = []
-    if path is not None:
-        try:
-            results = json.loads(path.read_text(encoding="utf-8"))["results"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise BadInput(f"--acceptance {path}: no report.json: {type(error).__name__}: {error}") from error
+    results = read_report(path).results if path is not None else []
     accepted: dict[str, Figures] = {
         family: {"rates": list(FIXED_RATES), "source": "fixed, not measured"} for family in HEADS
     }
     for result in reversed(results):  # of several, the first counts
-        family = result["drafter"].split(":")[0].split("#")[0]
-        is_greedy_chain = (result["engine"], result["tree"], result["temperature"]) == ("headstart", "chain", 0)
-        rates = [rate for rate in result["acceptance_rate"] if rate is not None]  # a prefix
+        family = result.drafter.split(":")[0].split("#")[0]
+        is_greedy_chain = (result.engine, result.tree, result.temperature) == ("headstart", "chain", 0)
+        rates = [rate for rate in result.acceptance_rate if rate is not None]  # a prefix
         if family in HEADS and is_greedy_chain and rates:
-            source = f"measured: {result['drafter']} on {result['suite']}, batch {result['batch_size']}"
+            source = f"measured: {result.drafter} on {result.suite}, batch {result.batch_size}"
             accepted[family] = {"rates": rates, "source": source}
     return accepted
 

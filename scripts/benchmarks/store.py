@@ -97,10 +97,8 @@ def attempt(measure: Callable[[C], Figures], cell: C) -> Figures:
 
 def describe(figures: Figures) -> str:
     """Single figures in a line."""
-    plain = {key: value for key, value in figures.items() if isinstance(value, str | int | float)}
-    return ", ".join(
-        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in plain.items()
-    )
+    singles = [(key, value) for key, value in figures.items() if isinstance(value, str | int | float)]
+    return ", ".join(f"{key} {f'{value:.4g}' if isinstance(value, float) else value}" for key, value in singles)
 
 
 def as_json(value: Any) -> Any:

@@ -25,6 +25,8 @@ import torch
 from ....configs.errors import BadInput
 from ....configs.files import write_json
 from ....eval.measurement.environment import device_name
+from ....eval.measurement.result import Result
+from ....eval.report.document import read_report
 from ....eval.report.recommendation import deviates
 from ....heads.loading import default_device, release_memory
 from ....train.tracking import read_rows
@@ -34,11 +36,6 @@ from ..store import Figures, judge
 FAMILIES = ("medusa", "eagle", "eagle3", "mtp", "draft_lm")
 TREES = ("static", "dynamic")
 WARM_UP = 3  # steps of a run whose speed is not counted
-# of a result of report.json, what the suite's own JSON keeps
-KEPT = "drafter suite tree temperature batch_size num_draft_tokens num_prompts acceptance_length acceptance_rate "
-KEPT += "teacher_forced_acceptance_length tokens_per_second baseline_tokens_per_second speedup speedup_ci95 timing "
-KEPT += "baseline_bandwidth steps lossless sampling_check failed"
-
 # what is asked of the whole product on a GPU of the H200 class
 BARS = {
     "eagle3_chain_acceptance_length": (">=", 3.0),
@@ -192,8 +189,8 @@ def step_seconds(folder: Path, work: Work) -> float:
 
 def evaluated(
     suite: Suite, output: str, files: Iterable[str], *options: object, limit: int | None = None
-) -> list[Figures]:
-    """`headstart eval` of all heads on these prompts; its results, without what only the page needs."""
+) -> list[Result]:
+    """`headstart eval` of all heads on these prompts; its results."""
     work, folder = suite.work, suite.runs / output
     heads = (word for family in FAMILIES for word in ("--head", suite.head(family) / "final"))
     prompts = (word for name in files for word in ("--prompts", suite.prompts / f"{name}.jsonl"))
@@ -201,8 +198,7 @@ def evaluated(
         "eval", "--target", suite.target, *heads, *prompts, "--output", folder,
         "--limit", limit or work.prompts, "--max-new-tokens", work.new_tokens, "--repeats", work.repeats, *options,
     )  # fmt: skip
-    results = json.loads((folder / "report.json").read_text())["results"]
-    return [{key: result[key] for key in KEPT.split()} for result in results]
+    return read_report(folder / "report.json").results
 
 
 def evaluate(suite: Suite) -> Figures:
@@ -211,37 +207,44 @@ def evaluate(suite: Suite) -> Figures:
     results = evaluated(suite, "eval", ("code", "reasoning"), *trees)
     figures = bar_figures(results)
     holds = judge(figures, BARS) if default_device() == "cuda" else None
-    return {"results": results, "figures": figures, "bars": BARS, "holds": holds}
+    return {"results": as_json(results), "figures": figures, "bars": BARS, "holds": holds}
 
 
-def bar_figures(results: Sequence[Figures]) -> Figures:
+def bar_figures(results: Sequence[Result]) -> Figures:
     """What the bars are about; of several domains the worst."""
-
-    def worst(key: str, family: str, trees: Iterable[str]) -> float | None:
-        best: dict[str, float] = {}
-        for result in results:
-            if result["drafter"] == family and result["tree"] in trees and result[key] is not None:
-                best[result["suite"]] = max(result[key], best.get(result["suite"], 0.0))
-        return min(best.values(), default=None)
-
+    chains = [result for result in results if result.drafter == "eagle3" and result.tree == "chain"]
+    trees = [result for result in results if result.drafter == "medusa" and result.tree in TREES]
     return {
-        "eagle3_chain_acceptance_length": worst("acceptance_length", "eagle3", ["chain"]),
-        "eagle3_chain_speedup": worst("speedup", "eagle3", ["chain"]),
-        "medusa_tree_speedup": worst("speedup", "medusa", TREES),
+        "eagle3_chain_acceptance_length": worst((result.suite, result.acceptance_length) for result in chains),
+        "eagle3_chain_speedup": worst((result.suite, result.speedup) for result in chains),
+        "medusa_tree_speedup": worst((result.suite, result.speedup) for result in trees),
         "texts_unexplained": num_unexplained(results),
     }
 
 
-def num_unexplained(results: Sequence[Figures]) -> int:
+def worst(figures: Iterable[tuple[str, float | None]]) -> float | None:
+    """Of each suite's best figure the least."""
+    best: dict[str, float] = {}
+    for suite, value in figures:
+        if value is not None:
+            best[suite] = max(value, best.get(suite, 0.0))
+    return min(best.values(), default=None)
+
+
+def num_unexplained(results: Sequence[Result]) -> int:
     """Greedy texts that are not the target's, and not for a tie within rounding."""
-    return sum(result["lossless"]["unexplained"] for result in results)
+    return sum(result.lossless.unexplained for result in results)
+
+
+def as_json(results: Sequence[Result]) -> list[Figures]:
+    return [result.to_json() for result in results]
 
 
 def sampled(suite: Suite) -> Figures:
     """At temperature 1, chains and sampled trees: every text must follow the target's distribution."""
     results = evaluated(suite, "sampled", ("code",), "--temperature", 1, "--tree", "chain", "--tree", "sampled")
     figures = {"results_that_deviate": sum(map(deviates, results))}
-    return {"results": results, "figures": figures, "holds": figures["results_that_deviate"] == 0}
+    return {"results": as_json(results), "figures": figures, "holds": figures["results_that_deviate"] == 0}
 
 
 def conditions(suite: Suite) -> Figures:
@@ -251,7 +254,8 @@ def conditions(suite: Suite) -> Figures:
     batches = evaluated(suite, "batches", ("code",), *sizes, limit=work.crowd)
     long = evaluated(suite, "long", ("code_long",), "--batch-size", 1, "--batch-size", work.batch_sizes[0])
     figures = {"texts_unexplained": num_unexplained([*batches, *long])}
-    return {"batches": batches, "long": long, "figures": figures, "holds": figures["texts_unexplained"] == 0}
+    holds = figures["texts_unexplained"] == 0
+    return {"batches": as_json(batches), "long": as_json(long), "figures": figures, "holds": holds}
 
 
 def plan(suite: Suite) -> Figures:
