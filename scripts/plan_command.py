@@ -158,7 +158,7 @@ def write(target: "Target", planned: "Plan", output: Path) -> None:
     from ..eval.measurement.environment import Environment, TargetInfo
     from ..eval.plan.machine_profile import fit_profile
 
-    here = Environment.of(target.device)
+    here = Environment.of(target)
     output.mkdir(parents=True, exist_ok=True)
     if planned.step_times:
         planned.step_time_model = fit_profile(

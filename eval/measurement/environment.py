@@ -29,18 +29,18 @@ class Environment:
     copy_gigabytes_per_second: float  # memory bandwidth, read and written: `copy_bandwidth`
 
     @classmethod
-    def of(cls, device: torch.device) -> "Environment":
-        """That of this process. Measures the copy bandwidth, in under a second."""
+    def of(cls, target: Target) -> "Environment":
+        """Of this process and the target's device. Measures the copy bandwidth, in under a second."""
         return cls(
             headstart=__version__,
             torch=torch.__version__,
             transformers=transformers.__version__,
             python=platform.python_version(),
             platform=platform.platform(),
-            device=device_name(device),
+            device=device_name(target.device),
             num_threads=torch.get_num_threads(),
             num_cpus=os.cpu_count(),
-            copy_gigabytes_per_second=round(copy_bandwidth(device) / 1e9, 2),
+            copy_gigabytes_per_second=round(copy_bandwidth(target.device) / 1e9, 2),
         )
 
 

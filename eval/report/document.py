@@ -41,7 +41,7 @@ class Report:
 
 def build_report(target: Target, results: Iterable[Result]) -> Report:
     """Measures the copy bandwidth of this machine too, in under a second."""
-    environment = Environment.of(target.device)
+    environment = Environment.of(target)
     copied = environment.copy_gigabytes_per_second
     return Report(environment, TargetInfo.of(target), [with_share(result, copied) for result in results])
 

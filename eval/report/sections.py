@@ -126,11 +126,11 @@ def speed_section(ours: Sequence[Result]) -> Section:
         if len(sizes) < 2:
             continue
         settings: dict[Any, list[Result]] = {}
-        for result in sorted(results, key=lambda result: result.batch_size):
+        for result in results:
             settings.setdefault(setting_of(result), []).append(result)
         lines = []
         for same in settings.values():
-            timed = [result for result in same if result.speedup is not None]
+            timed = [result for result in sorted(same, key=lambda r: r.batch_size) if result.speedup is not None]
             points = [(float(sizes.index(result.batch_size)), result.speedup or 0.0) for result in timed]
             lines.append(Series(name_of(same[0]), points, list(map(interval_of, timed))))
         title, ticks = f"Speedup by batch size on {suite}", list(map(str, sizes))

@@ -129,7 +129,7 @@ def run(size_name: str, output: Path, device: torch.device, acceptance: Path | N
     cells = cells_of(size, "graph" if device.type == "cuda" else "eager", rates)
     if not all(map(store.has, cells)):
         bench = Workbench(random_target(size, device), size)
-        store.document.setdefault("environment", asdict(Environment.of(device)))
+        store.document.setdefault("environment", asdict(Environment.of(bench.target)))
         store.document["acceptance"] = {"synthetic": True, **accepted}
         return store.document, store.run(cells, bench.measure)
     return store.document, 0

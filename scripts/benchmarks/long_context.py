@@ -169,7 +169,7 @@ def main() -> None:
         print(describe(cell), flush=True)
     keys = ("contexts", "batch_sizes", "budget", "max_new_tokens", "num_batches", "repeats")
     document = {
-        "environment": asdict(Environment.of(target.device)),
+        "environment": asdict(Environment.of(target)),
         "target": {"name": target.name, "num_parameters": sum(p.numel() for p in target.model.parameters())},
         "settings": {key: getattr(options, key) for key in keys},
         "crossover": crossover(cells),

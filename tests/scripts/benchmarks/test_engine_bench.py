@@ -7,6 +7,7 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.generate import generate
+from headstart.eval.report.document import build_report, write_report
 from headstart.heads.registry import HEADS
 from headstart.scripts.benchmarks import engine_bench, store
 from headstart.scripts.benchmarks.engine_bench import (
@@ -177,20 +178,18 @@ def test_verifying_one_token_is_a_baseline_step():
     assert verify_costs(cells) == {"1": 1.0, "8": 1.1}
 
 
-def test_acceptance_comes_from_a_report_where_it_has_the_family(tmp_path):
-    entry = {"engine": "headstart", "suite": "code", "tree": "chain", "temperature": 0.0, "batch_size": 1}
+def test_acceptance_comes_from_a_report_where_it_has_the_family(tmp_path, toy, made_result):
     results = [
-        {**entry, "drafter": "eagle3", "temperature": 1.0, "acceptance_rate": [0.1]},
-        {**entry, "drafter": "eagle3:run/a", "acceptance_rate": [0.9, 0.8, None]},
-        {**entry, "drafter": "eagle3:run/b", "acceptance_rate": [0.2]},
-        {**entry, "drafter": "medusa", "tree": "static", "acceptance_rate": [0.3]},
+        made_result(drafter="eagle3", temperature=1.0, acceptance_rate=[0.1]),
+        made_result(drafter="eagle3:run/a", acceptance_rate=[0.9, 0.8, None]),
+        made_result(drafter="eagle3:run/b", acceptance_rate=[0.2]),
+        made_result(drafter="medusa", tree="static", acceptance_rate=[0.3]),
     ]
-    path = tmp_path / "report.json"
-    path.write_text(json.dumps({"results": results}))
+    path = write_report(tmp_path, build_report(toy, results), [])
     found = read_acceptance(path)
     assert found["eagle3"] == {"rates": [0.9, 0.8], "source": "measured: eagle3:run/a on code, batch 1"}
     assert found["medusa"] == read_acceptance(None)["eagle3"]
-    with pytest.raises(BadInput, match="no report.json"):
+    with pytest.raises(BadInput, match="no report of headstart eval"):
         read_acceptance(tmp_path)
 
 
