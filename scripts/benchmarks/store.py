@@ -59,9 +59,7 @@ class CellStore(Generic[C]):
             if before[key] != value:
                 raise BadInput(f"{path}: measured with {key} {before[key]}, now {value}; choose another --output")
 
-    def measure(
-        self, cells: Sequence[C], measure: Callable[[C], Figures], *, describe: Callable[[Figures], str]
-    ) -> int:
+    def run(self, cells: Sequence[C], measure: Callable[[C], Figures]) -> int:
         """Measure the missing cells, a line for each; returns the exit code: 1 where a cell failed, memory apart."""
         missing = [cell for cell in cells if not self.has(cell)]
         print(f"{len(missing)} of {len(cells)} cells to measure", flush=True)
