@@ -1,19 +1,19 @@
 """What users see when requests arrive at a rate: figures of a server with continuous batching, run or simulated.
 
 A request joins the batch when there is room for it: its prompt is read while the others wait, and then all rows run
-rounds together. `serving.LiveServer` does that; `SimulatedServer` follows the same rules with prompts, answers and what
+rounds together. `server.LiveServer` does that; `SimulatedServer` follows the same rules with prompts, answers and what
 each round accepts as they were decoded, and times as a table or a profile has them.
 """
 
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
+import numpy as np
 
-from ..measurement.config import DraftSetting
 from .prediction import Accepted, StepTimes, Workload
+from .result import LoadPoint, ScheduleRange
 
 NUM_SIMULATED = 256  # requests
 NUM_SERVED = 64
@@ -22,40 +22,40 @@ SEED = 0
 
 
 @dataclass
-class Request:
-    """number: of its prompt. arrival, first, finish: seconds. tokens: it has so far. rounds: it has run."""
+class ServedRequest:
+    """A request for the answer to a prompt. Times in seconds."""
 
-    number: int
+    prompt: int  # its number
     arrival: float
-    first: float = 0.0
-    finish: float = 0.0
-    tokens: int = 1
-    rounds: int = 0
+    first: float = 0.0  # when its first token was there,
+    finish: float = 0.0  # and its last
+    tokens: int = 1  # it has so far
+    rounds: int = 0  # it has run
 
 
 Choice = Callable[[int], Accepted | None]  # what is drafted when so many rows run; None: nothing
 
 
-class Serves(Protocol):
+class Server(Protocol):
     """A server, run or simulated."""
 
-    def serve(self, requests: Sequence[Request]) -> float:
+    def serve(self, requests: Sequence[ServedRequest]) -> float:
         """Fill in when each request got its first token and its last; returns the mean number of rows per round."""
         ...
 
 
 @dataclass(frozen=True)
 class SimulatedServer:
-    """choice: what to draft by the number of rows; lengths: new tokens of each prompt."""
+    """A server by its rules and step times."""
 
     workload: Workload
-    lengths: Sequence[int]
+    lengths: Sequence[int]  # new tokens of each prompt
     times: StepTimes
     choice: Choice
     max_batch_size: int
 
-    def serve(self, requests: Sequence[Request]) -> float:
-        """See `Serves`."""
+    def serve(self, requests: Sequence[ServedRequest]) -> float:
+        """See `Server`."""
         now, waiting, active = 0.0, list(requests), []
         rows, rounds = 0, 0
         while waiting or active:
@@ -68,64 +68,71 @@ class SimulatedServer:
             now += self.round_seconds(active)
             rows, rounds = rows + len(active), rounds + 1
             self.advance(active, now)
-            active = [one for one in active if not one.finish]
+            active = [request for request in active if not request.finish]
         return rows / rounds
 
-    def prefill_seconds(self, request: Request) -> float:
-        context = self.workload.prompt_lengths[request.number]
+    def prefill_seconds(self, request: ServedRequest) -> float:
+        context = self.workload.prompt_lengths[request.prompt]
         drafted = self.choice(1)
-        seconds = self.times.at(None, batch_size=1, context=context).prefill_ms
+        milliseconds = self.times.at(None, batch_size=1, context=context).prefill_ms
         if drafted is not None:
-            seconds += self.times.at(drafted.setting, batch_size=1, context=context).reading_ms
-        return seconds / 1000
+            milliseconds += self.times.at(drafted.setting, batch_size=1, context=context).reading_ms
+        return milliseconds / 1000
 
-    def round_seconds(self, active: Sequence[Request]) -> float:
-        context = sum(self.workload.prompt_lengths[one.number] + one.tokens for one in active) / len(active)
+    def round_seconds(self, active: Sequence[ServedRequest]) -> float:
+        lengths = [self.workload.prompt_lengths[request.prompt] + request.tokens for request in active]
         drafted = self.choice(len(active))
-        setting: DraftSetting | None = drafted.setting if drafted else None
-        return self.times.at(setting, batch_size=len(active), context=context).round_ms / 1000
+        setting = drafted.setting if drafted else None
+        return self.times.at(setting, batch_size=len(active), context=sum(lengths) / len(active)).round_ms / 1000
 
-    def advance(self, active: Sequence[Request], now: float) -> None:
+    def advance(self, active: Sequence[ServedRequest], now: float) -> None:
         """Give each row what a round of its own text gave, round after round; one token where nothing is drafted."""
         drafted = self.choice(len(active))
-        for one in active:
+        for request in active:
             gained = 1
             if drafted is not None:
-                pattern = drafted.emitted[one.number]
-                gained = pattern[one.rounds % len(pattern)] if pattern else 1
-            one.tokens, one.rounds = one.tokens + gained, one.rounds + 1
-            if one.tokens >= self.lengths[one.number]:
-                one.tokens, one.finish = self.lengths[one.number], now
+                pattern = drafted.emitted[request.prompt]
+                gained = pattern[request.rounds % len(pattern)] if pattern else 1
+            request.tokens, request.rounds = request.tokens + gained, request.rounds + 1
+            if request.tokens >= self.lengths[request.prompt]:
+                request.tokens, request.finish = self.lengths[request.prompt], now
 
 
-def arrivals(rate: float, num_prompts: int, *, num_requests: int) -> list[Request]:
+def arrivals(rate: float, num_prompts: int, *, num_requests: int) -> list[ServedRequest]:
     """A Poisson process of `rate` requests per second (all at once at infinity), prompts in turn."""
-    source, now, found = random.Random(SEED), 0.0, []
+    source, now, requests = random.Random(SEED), 0.0, []
     for number in range(num_requests):
         now += source.expovariate(1.0) / rate
-        found.append(Request(number % num_prompts, now))
-    return found
+        requests.append(ServedRequest(number % num_prompts, now))
+    return requests
 
 
-def figures(requests: Sequence[Request], mean_batch: float) -> dict[str, Any]:
-    """What a run gave: throughput of all, and quantiles over requests."""
-    start, end = min(one.arrival for one in requests), max(one.finish for one in requests)
-    first = [1000 * (one.first - one.arrival) for one in requests]
-    whole = [1000 * (one.finish - one.arrival) for one in requests]
-    each = [1000 * (one.finish - one.first) / max(1, one.tokens - 1) for one in requests]
-    return {
-        "tokens_per_second": round(sum(one.tokens for one in requests) / (end - start), 2),
-        "mean_batch_size": round(mean_batch, 2),
-        **quantiles("ttft_ms", first),
-        **quantiles("time_per_output_token_ms", each),
-        **quantiles("latency_ms", whole),
-    }
-
-
-def quantiles(name: str, values: Sequence[float]) -> dict[str, float]:
-    """`NAME_p50` and `NAME_p90`."""
-    found = torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.5, 0.9], dtype=torch.float64))
-    return {f"{name}_{label}": round(value, 3) for label, value in zip(("p50", "p90"), found.tolist(), strict=True)}
+def load_point(
+    requests: Sequence[ServedRequest], mean_rows: float, *, served: str, drafts: str, rate: float, share: float
+) -> LoadPoint:
+    """The figures of requests that were served: throughput of all, and quantiles over them."""
+    start, end = min(request.arrival for request in requests), max(request.finish for request in requests)
+    first = [1000 * (request.first - request.arrival) for request in requests]
+    whole = [1000 * (request.finish - request.arrival) for request in requests]
+    each = [1000 * (request.finish - request.first) / max(1, request.tokens - 1) for request in requests]
+    # of each of the three, the median and the 90th percentile
+    (ttft_p50, token_p50, latency_p50), (ttft_p90, token_p90, latency_p90) = (
+        np.quantile([first, each, whole], [0.5, 0.9], axis=1).round(3).tolist()
+    )
+    return LoadPoint(
+        served=served,
+        requests_per_second=round(rate, 4),
+        share_of_capacity=share,
+        drafts=drafts,
+        tokens_per_second=round(sum(request.tokens for request in requests) / (end - start), 2),
+        mean_batch_size=round(mean_rows, 2),
+        ttft_ms_p50=ttft_p50,
+        ttft_ms_p90=ttft_p90,
+        time_per_output_token_ms_p50=token_p50,
+        time_per_output_token_ms_p90=token_p90,
+        latency_ms_p50=latency_p50,
+        latency_ms_p90=latency_p90,
+    )
 
 
 def simulated_servers(
@@ -134,41 +141,36 @@ def simulated_servers(
     times: StepTimes,
     *,
     fixed: str,
-    schedule: Sequence[Sequence[int]],
+    schedule: Sequence[ScheduleRange],
     max_batch_size: int,
-) -> dict[str, Serves]:
-    """Servers without drafts, with one setting, and with K by the schedule.
-
-    Args: fixed: the name of the one setting. schedule: [from, to, K] over batch sizes, as `prediction.schedule` has it.
-    """
-    by_name = {one.setting.name: one for one in accepted}
-    by_length = {one.setting.num_draft_tokens: one for one in accepted if one.setting.tree is None}
+) -> dict[str, Server]:
+    """Servers without drafts, with one setting, whose name is `fixed`, and with K by the schedule."""
+    by_name = {each.setting.name: each for each in accepted}
+    by_length = {each.setting.num_draft_tokens: each for each in accepted if each.setting.tree is None}
 
     def scheduled(rows: int) -> Accepted | None:
-        length = next((length for low, high, length in schedule if low <= rows <= high), 0)
+        length = next((part.num_draft_tokens for part in schedule if part.first <= rows <= part.last), 0)
         return by_length.get(length)
 
     choices: dict[str, Choice] = {"none": lambda rows: None, fixed: lambda rows: by_name[fixed]}
     choices |= {"schedule": scheduled} if by_length else {}
     lengths = by_name[fixed].tokens
-    return {name: SimulatedServer(workload, lengths, times, one, max_batch_size) for name, one in choices.items()}
+    return {name: SimulatedServer(workload, lengths, times, choice, max_batch_size) for name, choice in choices.items()}
 
 
-def load_curve(
-    servers: Mapping[str, Serves], num_prompts: int, *, served: str, num_requests: int
-) -> list[dict[str, Any]]:
-    """plan.json's `load`: what each server gives at each of SHARES of what the one without drafts can serve.
+def load_curve(servers: Mapping[str, Server], num_prompts: int, *, served: str, num_requests: int) -> list[LoadPoint]:
+    """What each server gives at each of SHARES of what the one without drafts can serve.
 
     Args: servers: by what they draft, `none` among them. served: `run` or `simulated`.
     """
     at_once = arrivals(float("inf"), num_prompts, num_requests=num_requests)
     servers["none"].serve(at_once)
-    capacity = len(at_once) / max(one.finish for one in at_once)  # requests per second
-    found = []
+    capacity = len(at_once) / max(request.finish for request in at_once)  # requests per second
+    points = []
     for share in SHARES:
+        rate = share * capacity
         for name, server in servers.items():
-            requests = arrivals(share * capacity, num_prompts, num_requests=num_requests)
-            mean_batch = server.serve(requests)
-            entry = {"served": served, "requests_per_second": round(share * capacity, 4), "share_of_capacity": share}
-            found.append({**entry, "drafts": name, **figures(requests, mean_batch)})
-    return found
+            requests = arrivals(rate, num_prompts, num_requests=num_requests)
+            mean_rows = server.serve(requests)
+            points.append(load_point(requests, mean_rows, served=served, drafts=name, rate=rate, share=share))
+    return points
