@@ -1,0 +1,193 @@
+"""Writes files and folders whole or not at all; the only place that renames, removes or locks what is on disk.
+
+After a kill or a failure at any point the old or the new one is there, complete. What is being written is beside it,
+as `.NAME.PID.unfinished`; what a kill left of that is removed by the next writer of NAME.
+"""
+
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from .errors import BadInput
+
+UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)  # by the file system, such as NFS, or an old kernel
+
+
+def write_text(path: str | Path, text: str) -> Path:
+    """Writes a UTF-8 file; returns its path."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    return Path(path)
+
+
+def write_json(path: str | Path, value: Any, *, indent: int | None = 2) -> Path:
+    """Writes a JSON file that ends with a newline; returns its path."""
+    return write_text(path, json.dumps(value, indent=indent) + "\n")
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """A path beside `path` to write a file to, which takes its place at the end, or is removed after an exception.
+
+    Folders that are missing above `path` are made.
+    """
+    path = Path(path)
+    temporary = _unfinished(path)
+    try:
+        yield temporary
+        _sync(temporary)
+        os.replace(temporary, path)
+        _sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_folder(path: str | Path) -> Iterator[Path]:
+    """A new folder beside `path`, which takes its place at the end, or is removed after an exception.
+
+    The old folder, if any, is exchanged with the new one in one system call, and then removed. A file system without
+    that call needs two, and a kill between them leaves no folder: `restore_folder` then puts back the old one.
+
+    Raises: NotADirectoryError where `path` is a file.
+    """
+    path = Path(path)
+    restore_folder(path)
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "a file, not a folder", str(path))
+    temporary = _unfinished(path)
+    try:
+        temporary.mkdir()
+        yield temporary
+        for folder, _, names in os.walk(temporary):
+            for name in names:
+                _sync(Path(folder, name))
+            _sync(Path(folder))
+        if not path.exists():
+            os.replace(temporary, path)
+        elif not _exchange(temporary, path):
+            os.replace(path, _replaced(path))
+            os.replace(temporary, path)
+        _sync(path.parent)
+    finally:
+        restore_folder(path)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def new_folder(path: str | Path) -> Iterator[Path]:
+    """As `replacing_folder`. Raises BadInput where `path` exists, or no folder can be made there."""
+    if Path(path).exists():
+        raise BadInput(f"{path}: exists already")
+    with ExitStack() as stack:
+        try:
+            temporary = stack.enter_context(replacing_folder(path))
+        except OSError as error:
+            raise BadInput(f"{path}: {error.strerror}") from error
+        yield temporary
+
+
+def restore_folder(path: str | Path) -> None:
+    """Puts back the old folder where a kill came between the two steps of `replacing_folder`. Its readers call this."""
+    path = Path(path)
+    if path.exists():
+        shutil.rmtree(_replaced(path), ignore_errors=True)
+    elif _replaced(path).is_dir():
+        os.replace(_replaced(path), path)
+
+
+def remove(path: str | Path) -> None:
+    """Removes a file or a folder, if it is there; a folder is gone at once, and never half there."""
+    path = Path(path)
+    if path.is_dir() and not path.is_symlink():
+        temporary = _unfinished(path)
+        os.replace(path, temporary)
+        shutil.rmtree(temporary, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def remove_unfinished(folder: str | Path, name: str | None = None) -> None:
+    """Removes from a folder what killed processes left there unfinished; name: of this file or folder alone."""
+    for path in Path(folder).iterdir() if Path(folder).is_dir() else ():
+        match = re.fullmatch(r"\.(.+)\.(\d+)\.unfinished", path.name)
+        if match and name in (None, match[1]) and not _is_running(int(match[2])):
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def locked(path: str | Path) -> BinaryIO:
+    """A file opened to read and append, made if missing, and locked until it is closed or the process ends.
+
+    For use in a `with` statement, or to be closed. Raises BadInput where another process has it.
+    """
+    file = Path(path).open("a+b")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system ends it, also after a kill
+    except OSError as error:
+        file.close()
+        raise BadInput(f"{path}: in use by another process") from error
+    return file
+
+
+def _unfinished(path: Path) -> Path:
+    """Where this process writes what is to be `path`; nothing is there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_unfinished(path.parent, path.name)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    if temporary.is_dir():  # of an earlier process with this number
+        shutil.rmtree(temporary)
+    else:
+        temporary.unlink(missing_ok=True)
+    return temporary
+
+
+def _replaced(path: Path) -> Path:
+    return path.with_name(f".{path.name}.replaced")
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):  # another user's, or none of a process number
+        return True
+    return True
+
+
+def _sync(path: Path) -> None:
+    """The file or folder is on the disk when this returns."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED or not path.is_dir():  # some file systems sync no folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Gives two paths on one file system each other's name at once; False where the system cannot."""
+    library = ctypes.CDLL(None, use_errno=True)
+    names = os.fsencode(first), os.fsencode(second)
+    try:
+        if sys.platform == "darwin":
+            failed = library.renamex_np(*names, 2)  # RENAME_SWAP
+        else:
+            here = -100  # AT_FDCWD: relative paths start in the working directory
+            failed = library.renameat2(here, names[0], here, names[1], 2)  # RENAME_EXCHANGE
+    except AttributeError:
+        return False
+    if failed and ctypes.get_errno() not in UNSUPPORTED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(second))
+    return not failed
