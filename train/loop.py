@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..configs.errors import BadInput
-from ..data_pipelines.loader import Batch
+from ..data_pipelines.loader import TrainingBatch
 from ..heads.loss.chains import chain_starts, mean_of
 from ..heads.nn.documents import Documents
 from ..heads.registry import save_head
@@ -36,7 +36,7 @@ class Loop:
         self.speed = Speed(self.accelerator.device, torch.bfloat16 if config.precision == "bf16" else torch.float32)
         self.should_stop = False  # some rank was told to; all of them know it after the same step
 
-    def step(self, step: int, batches: Iterator[Batch]) -> dict[str, Any]:
+    def step(self, step: int, batches: Iterator[TrainingBatch]) -> dict[str, Any]:
         """One optimizer step over the next `accumulation` batches; returns its metrics row.
 
         Denominators are the supervised chains, by their labels' weights, of all ranks and all batches of the step: how
@@ -63,7 +63,7 @@ class Loop:
             **self.speed.row(num_positions=num_positions, seconds=seconds, waited=waited, num_devices=num_ranks),
         }
 
-    def _learn(self, batches: Sequence[Batch]) -> dict[str, Any]:
+    def _learn(self, batches: Sequence[TrainingBatch]) -> dict[str, Any]:
         """Forward, backward and update; returns the figures of all ranks."""
         starts = [chain_starts(batch.loss_mask, self.head.num_depths) for batch in batches]
         weighted = [one.counts(batch.weights) for one, batch in zip(starts, batches, strict=True)]

@@ -30,7 +30,7 @@ def origin(target: Target, data: TrainingData, *, num_processes: int) -> dict[st
         "device": device_name(),
         "num_processes": num_processes,
         "target": {"name": target.name, "fingerprint": target.fingerprint},
-        "data": {**{key: manifest[key] for key in totals}, "sha256": [one["sha256"] for one in manifest["shards"]]},
+        "data": {**{key: getattr(manifest, key) for key in totals}, "sha256": [one.sha256 for one in manifest.shards]},
     }
 
 

@@ -145,7 +145,10 @@ def ask(messages: list[Message], *, turns: str) -> list[Message | None]:
     Assistant turns that follow each other are one answer. These stay as they are: what comes before any question, and a
     call whose result the row has, since a new call would need a new result.
     """
-    runs = [(is_answer, list(run)) for is_answer, run in groupby(messages, key=lambda message: message["role"] == "assistant")]
+    runs = [
+        (is_answer, list(run))
+        for is_answer, run in groupby(messages, key=lambda message: message["role"] == "assistant")
+    ]
     if not runs[-1][0]:
         runs.append((True, []))
     script: list[Message | None] = []

@@ -110,13 +110,14 @@ def encode_stage(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     from ...data_pipelines.config import DataConfig
     from ...data_pipelines.masks.chat import encode_rows
     from ...data_pipelines.sources import iter_rows
-    from ...data_pipelines.storage.shards import ShardWriter, Stored
+    from ...data_pipelines.storage.shard_file import StoredSample
+    from ...data_pipelines.storage.shards import ShardWriter
 
     started = time.perf_counter()
     config = DataConfig(train=str(folder / "prepared" / "train.jsonl"), max_length=MAX_LENGTH)
     tokenizer, writer, counts = AutoTokenizer.from_pretrained(arguments.tokenizer), ShardWriter(folder / "t"), Counter()
     for sample in encode_rows(iter_rows(config.train), tokenizer, config, counts=counts):
-        writer.add(Stored(sample))
+        writer.add(StoredSample(sample))
     manifest = writer.finish()
     return timed(started, rows=counts["kept"] + counts["dropped"], tokens=manifest["num_tokens"])
 

@@ -117,9 +117,7 @@ class EngineAnswers:
                 generator=torch.Generator(self.target.device).manual_seed(seed),
             ).token_ids
         answered = iter(texts)
-        return [
-            prompt if isinstance(prompt, Failure) else self.answer(prompt, next(answered)) for prompt in prompts
-        ]
+        return [prompt if isinstance(prompt, Failure) else self.answer(prompt, next(answered)) for prompt in prompts]
 
     def prompt(self, request: "ChatRequest") -> "list[int] | Failure":
         """Token ids up to where the assistant answers."""

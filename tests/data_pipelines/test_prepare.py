@@ -235,7 +235,7 @@ def test_a_folder_of_something_else_is_refused_and_an_empty_one_taken() -> None:
         ({"sources": ["chats.jsonl", "chats.jsonl"]}, "sources: two are called chats.jsonl; give each a `name`"),
         ({"once": "often"}, "once 'often': expected conversation or prompt or none"),
         ({"validation_share": 1.0}, "validation_share 1.0: expected 0 or more, below 1"),
-        ({"num_workers": 0}, "num_workers should be at least 1, got 0"),
+        ({"num_workers": 0}, "num_workers 0: expected at least 1"),
         ({"filters": {"max_tokens": 5}}, "filters.min_tokens and filters.max_tokens need a tokenizer"),
         ({"filters": {"max_tokens": 5}, "tokenizer": "./gone"}, "tokenizer ./gone: cannot be loaded: "),
         ({"output": "chats.jsonl"}, "chats.jsonl: exists and is no prepared data set; give another output"),
