@@ -1,6 +1,6 @@
 """The device side of decoding: caches, and the two steps of a round, drafting and verifying, in fixed shapes."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
 import torch
@@ -11,25 +11,26 @@ from ..heads.drafter import Drafter, Reading
 from ..heads.drafting import Draws, Proposal, StaticTree, Tree, ancestors
 from ..heads.nn.cache import SlotCache
 from ..heads.target import Target, TargetOutput
-from .measurement.config import draft_length
+from .measurement.config import DraftSetting, draft_length
 from .replay import Replay, Tensors
-from .seen import SeenTokens
-from .verify import (
-    Sampling,
-    Verdict,
-    accept_chain,
-    accept_sampled,
-    accept_tree,
-    accept_typical,
-    choose,
-    target_probs,
-)
+from .sampling import Sampling, TokenHistory, choose
+from .verify import ACCEPT_RULES, AcceptedPath, AcceptRule, Candidates, accept_rule
 
-ROOM_STEP = 64  # slots of a cache come in multiples of it, so that rows of a mask stay aligned
+SLOT_STEP = 64  # slots of a cache come in multiples of it, so that rows of a mask stay aligned
 PREFILL_CHUNK = 2048  # prompt tokens per forward: a mask over all of a long prompt at once would be its length squared
 SMALLEST_BUCKET = 128  # recorded steps read a power of two of slots, this many at least
 
-ACCEPT_RULES = ("exact", "typical")
+
+@dataclass(frozen=True)
+class DecodeState:
+    """What a round starts from. read: what the drafter commits first; None: the baseline, which drafts nothing.
+
+    last: [B, 1] each row's last committed token, not yet read by the target. start: [B] its position.
+    """
+
+    read: Reading | None
+    last: Tensor
+    start: Tensor
 
 
 class Verified(NamedTuple):
@@ -59,14 +60,14 @@ class Engine:
         num_draft_tokens: int | None = None,
         tree: Tree | None = None,
         sampling: Sampling | None = None,
-        accept: str = "exact",
+        accept: str | AcceptRule = "exact",
         steps: str = "eager",
         generator: torch.Generator | None = None,
     ):
         """Args:
             max_length: tokens of the longest row, prompt and answer.
             num_draft_tokens: K of chains; None: the drafter's default. A tree brings its own size and depth.
-            accept: `exact`, or `typical`, which is NOT lossless (`verify.accept_typical`).
+            accept: a name in `verify.ACCEPT_RULES`, or a rule. `typical` is NOT lossless.
             steps: `eager`, `graph` (CUDA graphs) or `compile`: see `replay`.
 
         Raises: BadInput on more drafts than the drafter has, on a tree for a drafter of chains.
@@ -74,12 +75,12 @@ class Engine:
         if isinstance(tree, StaticTree) and tree.is_chain:
             num_draft_tokens, tree = tree.depth, None
         num_draft = draft_length(drafter, tree.depth if tree else num_draft_tokens)
-        if tree is not None and not hasattr(drafter, "propose_tree"):
+        if tree is not None and (drafter is None or not drafter.drafts_trees):
             raise BadInput(f"{type(drafter).__name__} drafts chains, not trees")
         self.target, self.drafter, self.tree = target, drafter, tree
-        self.sampling, self.accept, self.generator = sampling or Sampling(), accept, generator
-        if accept not in ACCEPT_RULES:
-            raise BadInput(f"accept {accept!r}: expected one of {', '.join(ACCEPT_RULES)}")
+        self.sampling, self.generator = sampling or Sampling(), generator
+        rule = accept_rule(accept)
+        self.rule = rule if drafter is not None else ACCEPT_RULES["exact"]  # the baseline has nothing to accept
         if steps == "compile" and self.sampling.temperature > 0:
             raise BadInput("steps compile: greedy only; sampling draws from a generator that compiled code cannot read")
         self.batch_size, self.max_length = batch_size, max_length
@@ -87,19 +88,19 @@ class Engine:
         self.depth = tree.depth if tree else num_draft
         self.layers = drafter.feature_layers if drafter else ()
         # slots that one round may touch behind the committed tokens, the drafter's own expansions included
-        self.spare = 1 + max(self.num_drafted, tree.num_expanded + 1 if tree else 0)
-        self.room = -(-(max_length + 1 + self.spare) // ROOM_STEP) * ROOM_STEP
-        self.cache: SlotCache = target.new_cache(self.room)
+        self.num_spare = 1 + max(self.num_drafted, tree.num_expanded + 1 if tree else 0)
+        self.num_slots = -(-(max_length + 1 + self.num_spare) // SLOT_STEP) * SLOT_STEP
+        self.cache: SlotCache = target.new_cache(self.num_slots)
         self.replay = Replay(steps, target.device, generator)
         self.drafts_on_host = drafter is not None and drafter.on_host
-        self.state = drafter.begin(batch_size=batch_size, max_length=self.room) if drafter else None
+        self.state = drafter.begin(batch_size=batch_size, max_length=self.num_slots) if drafter else None
         # one query that sees all there is needs no mask; shapes that grow by one each step cost nothing on a CPU
         self.is_newest = drafter is None and batch_size == 1 and steps == "eager" and target.device.type == "cpu"
         self.extent = 0  # slots that this round's attention reads
         has_penalty = self.sampling.repetition_penalty != 1
-        self.seen = SeenTokens(batch_size, target.vocab_size, target.device) if has_penalty else None
-        self.offsets = torch.arange(max(self.room, self.num_drafted + 1), device=target.device)
-        self.nothing = torch.zeros(batch_size, 0, dtype=torch.long, device=target.device)
+        self.history = TokenHistory(batch_size, target.vocab_size, target.device) if has_penalty else None
+        self.offsets = torch.arange(max(self.num_slots, self.num_drafted + 1), device=target.device)
+        self.no_tokens = torch.zeros(batch_size, 0, dtype=torch.long, device=target.device)
         self.none_accepted = torch.zeros(batch_size, dtype=torch.long, device=target.device)
 
     # one text after the other
@@ -108,22 +109,22 @@ class Engine:
     def prefill(self, tokens: Tensor, num_valid: Tensor) -> tuple[TargetOutput, Tensor]:
         """Read right-padded prompts [B, T] of num_valid [B] tokens: the states, and each row's first token [B, 1]."""
         if self.drafts_on_host and self.drafter is not None:  # the texts of the last batch are forgotten
-            self.state = self.drafter.begin(batch_size=self.batch_size, max_length=self.room)
+            self.state = self.drafter.begin(batch_size=self.batch_size, max_length=self.num_slots)
         parts, start = [], 0
         for chunk in tokens.split(PREFILL_CHUNK, 1):
             self.extent = start + chunk.shape[1]
             parts.append(self._forward(chunk, self.offsets[start : self.extent].expand_as(chunk)))
             start = self.extent
         output = TargetOutput(torch.cat([p.features for p in parts], 1), torch.cat([p.post_norm for p in parts], 1))
-        if self.seen is not None:
-            self.seen.tokens.zero_()
-            self.seen.mark(tokens, num_valid)
+        if self.history is not None:
+            self.history.committed.zero_()
+            self.history.add(tokens, num_valid)
         logits = self.target.logits(output.at(num_valid - 1).post_norm)  # [B, 1, V]
-        seen = None if self.seen is None else self.seen.tokens[:, None]
-        return output, choose(logits, sampling=self.sampling, seen=seen, generator=self.generator)
+        history = None if self.history is None else self.history.committed[:, None]
+        return output, choose(logits, sampling=self.sampling, history=history, generator=self.generator)
 
     @torch.no_grad()
-    def take_in(self, read: Reading) -> Reading | None:
+    def commit_prompts(self, read: Reading) -> Reading | None:
         """Let the drafter read the prompts; returns what its first round reads, of the shape that all rounds have.
 
         That is each prompt's last position once more, which leaves its state as it is. Drafters on the host read texts
@@ -134,7 +135,7 @@ class Engine:
         if self.drafts_on_host:
             start, num_valid = read.start.cpu(), read.num_valid.cpu()
             return Reading(read.tokens.cpu(), read.next_tokens.cpu(), read.output, start, num_valid)
-        self.drafter.commit(self.state, replace(read, extent=self.extent + self.spare, cache=self.cache))
+        self.drafter.commit(self.state, replace(read, extent=self.extent + self.num_spare, cache=self.cache))
         last, width = read.last[:, None], self.depth + 1
         tail = read.output.at(read.last)
         return Reading(
@@ -146,38 +147,39 @@ class Engine:
         )
 
     def begin_round(self, num_committed: int) -> None:
-        """Name how far attention must read: num_committed tokens of the longest row, and what a round puts behind."""
-        extent = num_committed if self.is_newest else num_committed + self.spare
-        if self.replay.way != "eager":
+        """Set how far attention reads: num_committed tokens of the longest row, and what a round puts behind."""
+        extent = num_committed if self.is_newest else num_committed + self.num_spare
+        if self.replay.steps != "eager":
             extent = max(SMALLEST_BUCKET, 1 << (extent - 1).bit_length())
-        self.extent = min(extent, self.room)
+        self.extent = min(extent, self.num_slots)
 
     def is_recorded(self) -> bool:
         """Whether this round's steps run at once; where not, `rehearse` records them."""
         draws = self.drafter is not None and not self.drafts_on_host
-        return self.replay.knows(("verify", self.extent)) and not (
-            draws and not self.replay.knows(("draft", self.extent))
-        )
+        return self.replay.has(("verify", self.extent)) and not (draws and not self.replay.has(("draft", self.extent)))
 
-    def rehearse(self, read: Reading | None, last: Tensor, start: Tensor) -> None:
+    def rehearse(self, state: DecodeState) -> None:
         """Record this round's steps by running them: nothing is committed, so the round itself comes out the same."""
-        kept = None if self.generator is None else self.generator.get_state()
-        proposal = Proposal(self.nothing.new_zeros(self.batch_size, self.num_drafted))
-        if read is not None and not self.drafts_on_host:
-            proposal = self.draft(read)
-        self._run_verify(last, proposal, start)
-        if kept is not None and self.generator is not None:
-            self.generator.set_state(kept)
+        generator_state = None if self.generator is None else self.generator.get_state()
+        proposal = Proposal(self.no_tokens.new_zeros(self.batch_size, self.num_drafted))
+        if state.read is not None and not self.drafts_on_host:
+            proposal = self.draft(state.read)
+        self._run_verify(state, proposal)
+        if generator_state is not None and self.generator is not None:
+            self.generator.set_state(generator_state)
 
     @torch.no_grad()
     def draft(self, read: Reading | None) -> Proposal:
-        """Take in what was committed, and draft behind it; nothing without a drafter."""
+        """Commit to the drafter what was read, and draft behind it; nothing without a drafter."""
         if self.drafter is None or read is None:
-            return Proposal(self.nothing)
+            return Proposal(self.no_tokens)
         if self.drafts_on_host:
             self.drafter.commit(self.state, read)
-            proposal = self.drafter.propose(self.state, num_draft_tokens=self.num_drafted)
-            return Proposal(proposal.tokens.to(self.target.device))
+            drafted = self.drafter.propose(self.state, num_draft_tokens=self.num_drafted)
+            probs = None if drafted.draft_probs is None else drafted.draft_probs.to(self.target.device)
+            if probs is not None and self.replay.steps != "eager":
+                raise BadInput(f"steps {self.replay.steps}: not with draft probabilities from the host; eager works")
+            return Proposal(drafted.tokens.to(self.target.device), None, probs)
         output = read.output
         arguments = (read.tokens, read.next_tokens, output.features, output.post_norm, read.start, read.num_valid)
         tokens, parents, draft_probs = self.replay(("draft", self.extent), self._draft, *arguments)
@@ -185,17 +187,18 @@ class Engine:
         return Proposal(tokens, parents, draft_probs)
 
     @torch.no_grad()
-    def verify(self, last: Tensor, proposal: Proposal, start: Tensor) -> Verified:
-        """One forward over the last committed token [B, 1] at start [B] and everything drafted behind it."""
-        verified = self._run_verify(last, proposal, start)
-        if self.seen is not None:
-            self.seen.mark(verified.tokens, verified.num_accepted + 1)
+    def verify(self, state: DecodeState, proposal: Proposal) -> Verified:
+        """One forward over each row's last committed token and everything drafted behind it."""
+        verified = self._run_verify(state, proposal)
+        if self.history is not None:
+            self.history.add(verified.tokens, verified.num_accepted + 1)
         return verified
 
-    def _run_verify(self, last: Tensor, proposal: Proposal, start: Tensor) -> Verified:
-        arguments = (last, proposal.tokens, proposal.parents, proposal.draft_probs, start)
-        accepted, committed, tokens, *states = self.replay(("verify", self.extent), self._verify, *arguments)
-        return Verified(accepted, committed, tokens, TargetOutput(*states))  # type: ignore[arg-type]
+    def _run_verify(self, state: DecodeState, proposal: Proposal) -> Verified:
+        arguments = (state.last, proposal.tokens, proposal.parents, proposal.draft_probs, state.start)
+        results = self.replay(("verify", self.extent), self._verify, *arguments)
+        accepted, committed, tokens, features, post_norm = cast(tuple[Tensor, ...], results)
+        return Verified(accepted, committed, tokens, TargetOutput(features, post_norm))
 
     # the two steps: tensors in, tensors out, no host read
 
@@ -208,77 +211,95 @@ class Engine:
         read = Reading(tokens, next_tokens, output, start, num_valid, self.extent, is_chain, self.cache)
         self.drafter.commit(self.state, read)
         if self.tree is None:
-            return self.drafter.propose(self.state, num_draft_tokens=self.num_drafted).tokens, None, None
-        warm = self.sampling.temperature > 0
-        draws = Draws(self.sampling.temperature, self.target.vocab_size, self.generator) if warm else None
-        proposal = self.drafter.propose_tree(self.state, self.tree, draws=draws)  # type: ignore[attr-defined]
+            proposal = self.drafter.propose(self.state, num_draft_tokens=self.num_drafted)
+            return proposal.tokens, None, proposal.draft_probs
+        is_greedy = self.sampling.temperature == 0
+        draws = None if is_greedy else Draws(self.sampling.temperature, self.target.vocab_size, self.generator)
+        proposal = self.drafter.propose_tree(self.state, self.tree, draws=draws)
         return proposal.tokens, proposal.parents, proposal.draft_probs
 
     def _verify(
         self, last: Tensor, drafted: Tensor, parents: Tensor | None, draft_probs: Tensor | None, start: Tensor
     ) -> Tensors:
+        if self.rule.needs_draft_probs and draft_probs is None:
+            raise BadInput("this accept rule needs draft probabilities, and the drafter gives none")
         tokens = torch.cat([last, drafted], 1)  # [B, S + 1]
-        if parents is None:
-            output = self._forward(tokens, start[:, None] + self.offsets[: tokens.shape[1]])
-            accepted, committed = self._accept_chain(self.target.logits(output.post_norm), tokens, drafted)
-            return accepted, committed, tokens, output.features, output.post_norm
-        seen = ancestors(parents, self.depth)  # [B, S, S]
-        seen = torch.cat([torch.zeros_like(seen[:, :1]), seen], 1)  # [B, S + 1, S]: the root attends to no node
-        output = self._forward(tokens, start[:, None] + seen.sum(-1), seen)
+        positions, mask = start[:, None] + self.offsets[: tokens.shape[1]], None
+        if parents is not None:
+            mask = ancestors(parents, self.depth)  # [B, S, S]
+            mask = torch.cat([torch.zeros_like(mask[:, :1]), mask], 1)  # [B, S + 1, S]: the root attends to no node
+            positions = start[:, None] + mask.sum(-1)
+        output = self._forward(tokens, positions, mask)
         logits = self.target.logits(output.post_norm)  # [B, S + 1, V]
-        return self._keep_path(self._judge(logits, tokens, parents, draft_probs, seen), tokens, output, start)
-
-    def _accept_chain(self, logits: Tensor, tokens: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor]:
-        """num_accepted [B] and committed [B, K + 1] of a chain, logits [B, K + 1, V]."""
+        history = None if self.history is None else self.history.at(tokens, mask)
         if self.num_drafted == 0:
-            return self.none_accepted, self._choose(logits, tokens, None)
-        if self.accept == "exact":
-            chosen = self._choose(logits, tokens, None)
-            return accept_chain(chosen, drafted), chosen
-        probs = target_probs(logits, self.sampling, self._seen_at(tokens, None))
-        parents = (self.offsets[: self.num_drafted] - 1).expand_as(drafted)
-        verdict = accept_typical(probs, drafted, parents, depth=self.depth)
-        behind = torch.cat([drafted, verdict.bonus[:, None]], 1)  # [B, K + 1]
-        return verdict.num_accepted, behind.scatter(1, verdict.num_accepted[:, None], verdict.bonus[:, None])
+            chosen = choose(logits, sampling=self.sampling, history=history, generator=self.generator)  # [B, 1]
+            return self.none_accepted, chosen, tokens, output.features, output.post_norm
+        candidates = Candidates(
+            tokens=drafted,
+            parents=(self.offsets[: self.num_drafted] - 1).expand_as(drafted) if parents is None else parents,
+            depth=self.depth,
+            is_chain=parents is None,
+            logits=logits,
+            draft_probs=draft_probs,
+            sampling=self.sampling,
+            history=history,
+            generator=self.generator,
+        )
+        accepted = self.rule.function(candidates)
+        if parents is None:
+            return accepted.num_accepted, with_bonus(tokens, accepted), tokens, output.features, output.post_norm
+        return self._keep_path(accepted, tokens, output, start)
 
-    def _judge(
-        self, logits: Tensor, tokens: Tensor, parents: Tensor, draft_probs: Tensor | None, seen: Tensor
-    ) -> Verdict:
-        """What stands of a tree."""
-        drafted = tokens[:, 1:]
-        if self.accept == "exact" and draft_probs is None:
-            return accept_tree(self._choose(logits, tokens, seen), drafted, parents, depth=self.depth)
-        probs = target_probs(logits, self.sampling, self._seen_at(tokens, seen))
-        if self.accept == "typical":
-            return accept_typical(probs, drafted, parents, depth=self.depth)
-        assert draft_probs is not None
-        return accept_sampled(probs, draft_probs, drafted, parents, depth=self.depth, generator=self.generator)
-
-    def _keep_path(self, verdict: Verdict, tokens: Tensor, output: TargetOutput, start: Tensor) -> Tensors:
+    def _keep_path(self, accepted: AcceptedPath, tokens: Tensor, output: TargetOutput, start: Tensor) -> Tensors:
         """Move the accepted path up behind the last committed token, in the cache and in what the drafter reads."""
         behind = start[:, None] + 1  # [B, 1] slot of node 0
-        self.cache.move(behind + verdict.path, behind + self.offsets[: self.depth])
+        self.cache.move(behind + accepted.path, behind + self.offsets[: self.depth])
         rows = self.cache.rows
-        kept = torch.cat([torch.zeros_like(verdict.path[:, :1]), verdict.path + 1], 1)  # [B, D + 1]
+        kept = torch.cat([torch.zeros_like(accepted.path[:, :1]), accepted.path + 1], 1)  # [B, D + 1]
         tokens = tokens[rows, kept]
-        accepted = verdict.num_accepted
-        committed = tokens.roll(-1, 1).scatter(1, accepted[:, None], verdict.bonus[:, None])  # [B, D + 1]
-        return accepted, committed, tokens, output.features[rows, kept], output.post_norm[rows, kept]
+        committed = with_bonus(tokens, accepted)
+        return accepted.num_accepted, committed, tokens, output.features[rows, kept], output.post_norm[rows, kept]
 
-    def _forward(self, tokens: Tensor, positions: Tensor, seen: Tensor | None = None) -> TargetOutput:
+    def _forward(self, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None) -> TargetOutput:
         return self.target.forward(
             tokens,
             feature_layers=self.layers,
             cache=self.cache,
             positions=positions,
             extent=self.extent,
-            seen=seen,
+            seen=tree_mask,
             is_newest=self.is_newest and tokens.shape[1] == 1,
         )
 
-    def _choose(self, logits: Tensor, tokens: Tensor, seen: Tensor | None) -> Tensor:
-        before = self._seen_at(tokens, seen)
-        return choose(logits, sampling=self.sampling, seen=before, generator=self.generator)
 
-    def _seen_at(self, tokens: Tensor, seen: Tensor | None) -> Tensor | None:
-        return None if self.seen is None else self.seen.at(tokens, seen)
+def with_bonus(path: Tensor, accepted: AcceptedPath) -> Tensor:
+    """[B, D + 1] the last committed token and the accepted path to what is committed, the bonus token last."""
+    return path.roll(-1, 1).scatter(1, accepted.num_accepted[:, None], accepted.bonus[:, None])
+
+
+def build_engine(
+    target: Target,
+    drafter: Drafter | None,
+    setting: DraftSetting | None,
+    *,
+    batch_size: int,
+    max_length: int,
+    sampling: Sampling | None = None,
+    accept: str | AcceptRule = "exact",
+    steps: str = "eager",
+    generator: torch.Generator | None = None,
+) -> Engine:
+    """The engine of a draft setting, or the baseline where that is None. Args: as of `Engine`."""
+    return Engine(
+        target,
+        drafter if setting else None,
+        batch_size=batch_size,
+        max_length=max_length,
+        num_draft_tokens=setting.num_draft_tokens if setting and not setting.tree else None,
+        tree=setting.tree if setting else None,
+        sampling=sampling,
+        accept=accept,
+        steps=steps,
+        generator=generator,
+    )

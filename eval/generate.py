@@ -16,9 +16,10 @@ from ..configs.errors import BadInput
 from ..heads.drafter import Drafter, Reading
 from ..heads.drafting import Tree
 from ..heads.target import Target
-from .engine import Engine
+from .engine import DecodeState, Engine
+from .sampling import Sampling
 from .stopping import Stop
-from .verify import Sampling
+from .verify import AcceptRule
 
 
 @dataclass
@@ -89,7 +90,7 @@ class Texts:
         """Tokens of the longest row, prompt included."""
         return max(len(prompt) + len(new) for prompt, new in zip(self.prompts, self.new, strict=True))
 
-    def take(self, accepted: list[int], chosen: list[list[int]], *, num_drafted: int) -> Round:
+    def commit(self, accepted: list[int], chosen: list[list[int]], *, num_drafted: int) -> Round:
         """Commit what the target chose: up to where the row ends, and emit up to max_new_tokens. Times come later."""
         done = Round(0.0, num_drafted, [], [], [])
         for i, (num, tokens) in enumerate(zip(accepted, chosen, strict=True)):
@@ -120,6 +121,7 @@ def generate(
     tree: Tree | None = None,
     eos_token_ids: Iterable[int] | None = None,
     stop_strings: Sequence[str] = (),
+    accept: str | AcceptRule = "exact",
     generator: torch.Generator | None = None,
 ) -> Generation:
     """Generate with speculation; the text is the target's own, token for token at temperature 0.
@@ -128,11 +130,12 @@ def generate(
         drafter: what proposes; None for the autoregressive baseline.
         input_ids: one or several prompts, of any lengths.
         max_new_tokens: per row, exact.
-        temperature, top_k, top_p, repetition_penalty: as in `verify.Sampling`; the bonus token is sampled alike.
+        temperature, top_k, top_p, repetition_penalty: as in `Sampling`; the bonus token is sampled alike.
         num_draft_tokens: K per round; None: the drafter's default.
         tree: draft trees of this shape instead of chains; then K is its depth.
         eos_token_ids: tokens that end a row (emitted); None: the target's own.
         stop_strings: texts that end a row; the token that completes one is its last.
+        accept: a name in `verify.ACCEPT_RULES`, or a rule; the text is the target's own only with a lossless one.
         generator: the source of randomness at temperature > 0.
 
     Raises: BadInput on empty prompts, tokens outside the vocabulary, prompts beyond the context, or a K that the
@@ -148,6 +151,7 @@ def generate(
         num_draft_tokens=num_draft_tokens,
         tree=tree,
         sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty),
+        accept=accept,
         generator=generator,
     )
     stop = Stop.of(target, eos_token_ids=eos_token_ids, strings=stop_strings)
@@ -158,72 +162,73 @@ def generate(
 def decode(engine: Engine, rows: list[list[int]], *, max_new_tokens: int, stop: Stop) -> Generation:
     """One batch of checked prompts through an engine of that batch size; see `generate`."""
     texts, watch = Texts(rows, max_new_tokens, stop), Stopwatch(engine.target.device)
-    first, read, last, start, reading_seconds = prefill(engine, texts, watch)
+    first, state, commit_seconds = prefill(engine, texts, watch)
     rounds = [first]
     while not all(texts.ended):
-        done, read, last, start = run_round(engine, texts, read, last, start, watch)
+        done, state = run_round(engine, texts, state, watch)
         rounds.append(done)
     if len(rounds) > 1:  # the first token was out before the drafter read: part of the first round
-        rounds[1].seconds += reading_seconds
-        rounds[1].draft_seconds += reading_seconds
+        rounds[1].seconds += commit_seconds
+        rounds[1].draft_seconds += commit_seconds
     return Generation(texts.new, rounds)
 
 
-def prefill(engine: Engine, texts: Texts, watch: "Stopwatch") -> tuple[Round, Reading | None, Tensor, Tensor, float]:
-    """Read the prompts, right-padded: the target, which chooses each row's first token, then the drafter.
+class Prefilled(NamedTuple):
+    """round: the target's part, which gives each row's first token. commit_seconds: the drafter's, reading prompts."""
 
-    Returns: the prefill as a round; what `run_round` takes: read, last and start; and the drafter's seconds.
-    """
+    round: Round
+    state: DecodeState
+    commit_seconds: float
+
+
+def prefill(engine: Engine, texts: Texts, watch: "Stopwatch") -> Prefilled:
+    """Read the prompts, right-padded: the target, which chooses each row's first token, then the drafter."""
     rows, device, started = texts.prompts, engine.target.device, watch.now()
     longest = texts.num_committed
     tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)  # [B, T]
     num_valid = torch.tensor([len(row) for row in rows], device=device)
     output, last = engine.prefill(tokens, num_valid)  # last [B, 1]: committed, not yet read
     next_tokens = torch.cat([tokens[:, 1:], last], 1).scatter(1, num_valid[:, None] - 1, last)  # [B, T]
-    done = texts.take([0] * len(rows), last.tolist(), num_drafted=0)
+    done = texts.commit([0] * len(rows), last.tolist(), num_drafted=0)
     done.seconds = done.verify_seconds = watch.now() - started
     prefilled = watch.now()
-    read = engine.take_in(Reading(tokens, next_tokens, output, torch.zeros_like(num_valid), num_valid))
-    return done, read, last, num_valid, watch.now() - prefilled
+    read = engine.commit_prompts(Reading(tokens, next_tokens, output, torch.zeros_like(num_valid), num_valid))
+    return Prefilled(done, DecodeState(read, last, num_valid), watch.now() - prefilled)
 
 
-def run_round(
-    engine: Engine, texts: Texts, read: Reading | None, last: Tensor, start: Tensor, watch: "Stopwatch"
-) -> tuple[Round, Reading | None, Tensor, Tensor]:
+def run_round(engine: Engine, texts: Texts, state: DecodeState, watch: "Stopwatch") -> tuple[Round, DecodeState]:
     """One propose-verify-commit of all rows; rows that have ended take part and stay where they are.
 
-    Args: read: what the drafter is to take in first. last [B, 1]: each row's last committed token, not yet read by the
-        target, and start [B] its position.
-
-    Returns: what the round did, and the three of the next one.
+    Returns: what the round did, and the state of the next one.
     """
     engine.begin_round(texts.num_committed)
     if not engine.is_recorded():
-        engine.rehearse(read, last, start)
+        engine.rehearse(state)
     started = watch.now()
     marks = [watch.mark()]
     # Draft: the drafter takes in what was committed, then drafts
-    proposal = engine.draft(read)
+    proposal = engine.draft(state.read)
     marks.append(watch.mark())
     # Verify: one forward over the last committed token and the drafted ones
-    accepted, committed, tokens, output = engine.verify(last, proposal, start)
+    accepted, committed, tokens, output = engine.verify(state, proposal)
     marks.append(watch.mark())
-    said = torch.cat([accepted[:, None], start[:, None], committed, tokens], 1).cpu()  # the host read
+    results = torch.cat([accepted[:, None], state.start[:, None], committed, tokens], 1).cpu()  # the host read
     # Commit
-    width = committed.shape[1]
-    done = texts.take(said[:, 0].tolist(), said[:, 2 : 2 + width].tolist(), num_drafted=engine.num_drafted)
+    read, width = state.read, committed.shape[1]
+    done = texts.commit(results[:, 0].tolist(), results[:, 2 : 2 + width].tolist(), num_drafted=engine.num_drafted)
     num_valid = accepted + 1
     if any(texts.ended):
-        num_valid = num_valid * torch.tensor([not ended for ended in texts.ended], device=start.device)
+        num_valid = num_valid * torch.tensor([not ended for ended in texts.ended], device=accepted.device)
     if engine.drafts_on_host:
         grows = torch.tensor([not ended for ended in texts.ended])
-        read = Reading(said[:, 2 + width :], said[:, 2 : 2 + width], output, said[:, 1], (said[:, 0] + 1) * grows)
+        on_host = results[:, 2 + width :], results[:, 2 : 2 + width]
+        read = Reading(*on_host, output, results[:, 1], (results[:, 0] + 1) * grows)
     elif engine.drafter is not None:
-        read = Reading(tokens, committed, output, start, num_valid)
+        read = Reading(tokens, committed, output, state.start, num_valid)
     last = committed.gather(1, accepted[:, None])  # [B, 1]
     done.draft_seconds, done.verify_seconds = watch.between(*marks)
     done.seconds = time.perf_counter() - started
-    return done, read, last, start + num_valid
+    return done, DecodeState(read, last, state.start + num_valid)
 
 
 class Stopwatch:

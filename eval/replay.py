@@ -13,20 +13,20 @@ from ..configs.errors import BadInput, first_line
 Tensors = tuple[Tensor | None, ...]
 Step = Callable[..., Tensors]
 
-WAYS = ("eager", "graph", "compile")
+STEPS = ("eager", "graph", "compile")
 COMPILES_FROM = "2.11"  # earlier torch cannot trace the steps
 WARM_UPS = 2  # runs before a capture, in which kernels are chosen and workspaces made
 
 
-def check_way(way: str, device: torch.device) -> str:
-    """The way itself. Raises BadInput on one that there is not, or not on this device."""
-    if way not in WAYS:
-        raise BadInput(f"steps {way!r}: expected one of {', '.join(WAYS)}")
-    if way == "graph" and device.type != "cuda":
+def check_steps(steps: str, device: torch.device) -> str:
+    """The word itself. Raises BadInput on one that is not known, or does not work on this device."""
+    if steps not in STEPS:
+        raise BadInput(f"steps {steps!r}: expected one of {', '.join(STEPS)}")
+    if steps == "graph" and device.type != "cuda":
         raise BadInput(f"steps graph: a CUDA graph needs a GPU, and the target is on {device}; compile works here")
-    if way == "compile" and TorchVersion(torch.__version__) < COMPILES_FROM:
+    if steps == "compile" and TorchVersion(torch.__version__) < COMPILES_FROM:
         raise BadInput(f"steps compile: needs torch {COMPILES_FROM}, this is {torch.__version__}")
-    return way
+    return steps
 
 
 class Replay:
@@ -36,21 +36,21 @@ class Replay:
     harm: what it writes besides its results, a later run writes again. So recording may run it as often as it likes.
     """
 
-    def __init__(self, way: str, device: torch.device, generator: torch.Generator | None = None):
+    def __init__(self, steps: str, device: torch.device, generator: torch.Generator | None = None):
         """Args: generator: what steps draw from; CUDA graphs must know it."""
-        self.way, self.device, self.generator = check_way(way, device), device, generator
+        self.steps, self.device, self.generator = check_steps(steps, device), device, generator
         self.recorded: dict[Hashable, Step] = {}
 
-    def knows(self, key: Hashable) -> bool:
+    def has(self, key: Hashable) -> bool:
         """Whether a step of that key would run without being recorded first."""
-        return self.way == "eager" or key in self.recorded
+        return self.steps == "eager" or key in self.recorded
 
     def __call__(self, key: Hashable, step: Step, *arguments: Tensor | None) -> Tensors:
         """Run a step. key: of everything but the tensors' values that the step depends on, shapes included.
 
         Results may be overwritten by the next run under the same key. Raises BadInput where a step cannot be recorded.
         """
-        if self.way == "eager":
+        if self.steps == "eager":
             return step(*arguments)
         if key not in self.recorded:
             try:
@@ -59,12 +59,12 @@ class Replay:
                 raise
             except Exception as error:  # dynamo, inductor, the C++ compiler and CUDA each raise their own
                 raise BadInput(
-                    f"steps {self.way}: this target or drafter cannot be recorded ({first_line(error)}); eager works"
+                    f"steps {self.steps}: this target or drafter cannot be recorded ({first_line(error)}); eager works"
                 ) from error
         return self.recorded[key](*arguments)
 
     def record(self, step: Step, arguments: Tensors) -> Step:
-        if self.way == "compile":
+        if self.steps == "compile":
             step = compiled(step, arguments)
         return Graph(step, arguments, self.generator) if self.device.type == "cuda" else step
 
@@ -87,7 +87,7 @@ class Graph:
     """A step as one CUDA graph: a single launch per run, instead of one per kernel."""
 
     def __init__(self, step: Step, arguments: Tensors, generator: torch.Generator | None):
-        self.inputs = [None if one is None else one.clone() for one in arguments]
+        self.inputs = [None if argument is None else argument.clone() for argument in arguments]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -101,9 +101,8 @@ class Graph:
             self.outputs = step(*self.inputs)
 
     def __call__(self, *arguments: Tensor | None) -> Tensors:
-        pairs = [(into, one) for into, one in zip(self.inputs, arguments, strict=True) if into is not None]
-        for into, one in pairs:
-            if one is not into:
-                into.copy_(one)  # type: ignore[arg-type]
+        for own, given in zip(self.inputs, arguments, strict=True):
+            if own is not None and given is not None and own is not given:
+                own.copy_(given)
         self.graph.replay()
         return self.outputs

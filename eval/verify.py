@@ -1,7 +1,7 @@
-"""Accept rules as pure functions on logits: fp32, on the device, without a host read.
+"""Accept rules: which drafted tokens are committed. Pure functions: fp32, on the device, without a host read.
 
-What the target says is sampling applied to its logits, everywhere: for a drafted token, for the bonus token, and for
-each token of the baseline. A rule is lossless if the tokens it commits are distributed as the target's own samples.
+A rule is lossless if the tokens it commits are distributed as the target's own samples. To add a rule, write a function
+from `Candidates` to `AcceptedPath` and give it a line in ACCEPT_RULES.
 
 A tree of S drafted nodes: parents [B, S] hold the index of each node's parent, -1 for the last committed token, the
 root; parents precede their children, and siblings are distinct tokens. Where values are held per position, [B, S + 1],
@@ -9,41 +9,20 @@ index 0 is the root and node j has index j + 1. depth: nodes on the longest path
 -1, 0, 1, ...
 """
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..configs.errors import BadInput
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the target turns logits into tokens, as transformers defines it; temperature 0 is greedy.
-
-    top_k: 0 is off. top_p: 1 is off. repetition_penalty: 1 is off; it holds at temperature 0 too.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    repetition_penalty: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise BadInput(f"temperature {self.temperature}: expected 0 or more")
-        if not self.top_k >= 0 or self.top_k != int(self.top_k):
-            raise BadInput(f"top_k {self.top_k}: expected a whole number, 0 (off) or more")
-        if not 0 < self.top_p <= 1:
-            raise BadInput(f"top_p {self.top_p}: expected more than 0 and at most 1 (off)")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise BadInput(f"repetition_penalty {self.repetition_penalty}: expected more than 0; 1 is off")
+from .sampling import Sampling, choose, sample, target_probs
 
 
 @dataclass
-class Verdict:
-    """What stands of a drafted tree.
+class AcceptedPath:
+    """What is accepted of a drafted tree.
 
     num_accepted: [B]. path: [B, depth] accepted node at each depth, 0..S-1; behind num_accepted, any valid index.
     bonus: [B] the token to commit behind the accepted ones.
@@ -54,75 +33,37 @@ class Verdict:
     bonus: Tensor
 
 
-# What the target says
+class Candidates(NamedTuple):
+    """Drafted tokens and the target's logits on them: what an accept rule reads.
 
-
-def penalised(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor:
-    """fp32 logits after the repetition penalty (Keskar et al. 2019, CTRL; as transformers has it)."""
-    logits = logits.float()
-    penalty = sampling.repetition_penalty
-    if penalty == 1:
-        return logits
-    assert seen is not None, "a repetition penalty needs the tokens seen"
-    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
-
-
-def target_probs(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
-    """The distribution that the target samples from: penalty, temperature, top-k, top-p, in transformers' order.
-
-    top-k keeps all that tie with the k-th, top-p the lowest ids. Temperature 0: one-hot of the best, the lowest id of
-    those that tie.
-
-    Args:
-        logits: [..., V].
-        seen: [..., V] bool, tokens of the prompt and of the text before this position, drafted ones on the path
-            included; what the penalty falls on. Needed with a penalty only.
-
-    Returns: [..., V] fp32, summing to 1.
+    tokens, parents: [B, S]. logits: [B, S + 1, V] at the root and behind each node. draft_probs: [B, S + 1, V], as in
+    `Proposal`; None where the tokens were not drawn at random. history: [B, S + 1, V], as `target_probs` takes it.
     """
-    logits = penalised(logits, sampling, seen)
-    if sampling.temperature == 0:
-        return torch.zeros_like(logits).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
-    logits = logits / sampling.temperature
-    if sampling.top_k:
-        least = logits.topk(min(sampling.top_k, logits.shape[-1]))[0][..., -1:]  # [..., 1]
-        logits = logits.masked_fill(logits < least, -math.inf)
-    if sampling.top_p < 1:
-        falling, order = logits.sort(dim=-1, descending=True, stable=True)  # the lowest id first of those that tie
-        dropped = (falling.flip(-1).softmax(-1).cumsum(-1) <= 1 - sampling.top_p).flip(-1)
-        dropped[..., :1].fill_(False)
-        logits = logits.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), -math.inf)
-    return logits.softmax(-1)
 
+    tokens: Tensor
+    parents: Tensor
+    depth: int
+    is_chain: bool
+    logits: Tensor
+    draft_probs: Tensor | None
+    sampling: Sampling
+    history: Tensor | None = None
+    generator: torch.Generator | None = None
 
-def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """One token per distribution [..., V], which need not sum to 1: [...] ids; never one of probability 0.
+    def target_probs(self) -> Tensor:
+        """[B, S + 1, V] the target's distribution at the root and behind each node."""
+        return target_probs(self.logits, self.sampling, self.history)
 
-    The race of exponential clocks that torch.multinomial runs, without its checks, which read from the device.
-    """
-    clocks = torch.empty_like(probs).exponential_(generator=generator)
-    return (probs / clocks.clamp_min(torch.finfo(probs.dtype).tiny)).argmax(-1)
-
-
-def choose(
-    logits: Tensor, sampling: Sampling, *, seen: Tensor | None = None, generator: torch.Generator | None = None
-) -> Tensor:
-    """The token that the target itself emits at each position: its argmax, or one sample at temperature > 0.
-
-    Used for every token of every run, the baseline's and the bonus token included, so that ties break alike.
-
-    Args: as target_probs. Returns: [...] token ids.
-    """
-    if sampling.temperature == 0:
-        return penalised(logits, sampling, seen).argmax(-1)
-    return sample(target_probs(logits, sampling, seen), generator)
+    def chosen(self) -> Tensor:
+        """[B, S + 1] the target's own token at the root and behind each node."""
+        return choose(self.logits, sampling=self.sampling, history=self.history, generator=self.generator)
 
 
 # Deterministic drafts
 
 
 def accept_chain(chosen: Tensor, drafted: Tensor) -> Tensor:
-    """How many tokens of a drafted chain stand: those that equal the target's own choice, up to the first that differs.
+    """How many tokens of a drafted chain are accepted: those before the first that differs from the target's choice.
 
     Lossless for greedy drafts at any temperature: the target's choice given the accepted prefix is emitted at every
     position, whether the draft guessed it or not, so the text is distributed as the target's own. A drafted token x is
@@ -137,7 +78,7 @@ def accept_chain(chosen: Tensor, drafted: Tensor) -> Tensor:
     return (chosen[:, : drafted.shape[1]] == drafted).long().cumprod(1).sum(1)
 
 
-def accept_tree(chosen: Tensor, drafted: Tensor, parents: Tensor, *, depth: int) -> Verdict:
+def accept_tree(chosen: Tensor, drafted: Tensor, parents: Tensor, *, depth: int) -> AcceptedPath:
     """Walks down from the root as long as a child equals the target's own choice; the choice behind it is the bonus.
 
     Lossless for deterministic children (top-k of the draft, n-grams) at any temperature: what is committed at each node
@@ -149,15 +90,15 @@ def accept_tree(chosen: Tensor, drafted: Tensor, parents: Tensor, *, depth: int)
         drafted: [B, S] tokens. parents: [B, S].
     """
     at = chosen.new_zeros(len(chosen), 1)  # [B, 1] 0: the root
-    steps, found = [], [at[:, :0] > 0]
+    steps, matched = [], [at[:, :0] > 0]
     for _ in range(depth):
         match = (parents + 1 == at) & (drafted == chosen.gather(1, at))  # [B, S] one at most
         node = match.long().argmax(1, keepdim=True)  # [B, 1]
-        found.append(match.any(1, keepdim=True))
+        matched.append(match.any(1, keepdim=True))
         steps.append(node)
-        at = torch.where(found[-1], node + 1, at)  # a row that has stopped finds nothing again
+        at = torch.where(matched[-1], node + 1, at)  # a row that has stopped matches nothing again
     path = torch.cat([at[:, :0], *steps], 1)  # [B, depth]
-    return Verdict(torch.cat(found, 1).long().sum(1), path, chosen.gather(1, at).squeeze(1))
+    return AcceptedPath(torch.cat(matched, 1).long().sum(1), path, chosen.gather(1, at).squeeze(1))
 
 
 # Children sampled from the draft
@@ -174,7 +115,7 @@ def without(draft: Tensor, token: Tensor) -> Tensor:
 
 
 def residual_behind(residual: Tensor, draft: Tensor, token: Tensor) -> Tensor:
-    """What the target still owes after the rejection of token [B, 1]: max(residual - draft, 0), normalised. [B, V]
+    """The residual distribution after the rejection of token [B, 1]: max(residual - draft, 0), normalised. [B, V]
 
     Nothing is left only where rounding rejected what exact sums accept: then the residual without the token, or, if
     that is the whole of it, the residual as it was. So no token of target probability 0 is ever emitted.
@@ -193,7 +134,7 @@ def accept_sampled(
     *,
     depth: int,
     generator: torch.Generator | None = None,
-) -> Verdict:
+) -> AcceptedPath:
     """Recursive rejection, for children drawn from the draft without replacement, in the order of their index.
 
     Lossless (Leviathan et al. 2023 for a chain; Sequoia, Chen et al. 2024, Algorithm 2 for a tree): child x is accepted
@@ -207,12 +148,12 @@ def accept_sampled(
     Args:
         probs: [B, S + 1, V] target_probs at the root and behind each node.
         draft_probs: [B, S + 1, V] at index i the distribution that the children of i were drawn from, 0 outside the
-            draft vocabulary; what it says of a node without children is not used.
+            draft vocabulary; not used at a node without children.
         drafted: [B, S] tokens. parents: [B, S].
     """
     probs, draft_probs = probs.float(), draft_probs.float()
     num_rows, num_nodes = drafted.shape
-    luck = torch.rand(num_rows, num_nodes, device=probs.device, generator=generator)  # [B, S] in [0, 1)
+    uniform = torch.rand(num_rows, num_nodes, device=probs.device, generator=generator)  # [B, S] in [0, 1)
     residual, draft = probs[:, 0], draft_probs[:, 0]  # [B, V]
     at = parents.new_zeros(num_rows, 1)  # [B, 1] 0: the root
     num_accepted, path = at, parents.new_zeros(num_rows, depth)
@@ -220,26 +161,29 @@ def accept_sampled(
     for j in range(num_nodes):  # parents precede children: one pass in the order of index is the whole walk
         token = drafted[:, j : j + 1]  # [B, 1]
         tried = parents[:, j : j + 1] + 1 == at
-        sure = torch.zeros_like(draft).scatter(1, token, 1.0)  # [B, V]
-        drawn_from = torch.where(draft.gather(1, token) > 0, draft, sure)
-        accepted = luck[:, j : j + 1] * drawn_from.gather(1, token) < residual.gather(1, token)  # [B, 1]
+        one_hot = torch.zeros_like(draft).scatter(1, token, 1.0)  # [B, V]
+        drawn_from = torch.where(draft.gather(1, token) > 0, draft, one_hot)
+        accepted = uniform[:, j : j + 1] * drawn_from.gather(1, token) < residual.gather(1, token)  # [B, 1]
         taken, rejected = tried & accepted, tried & ~accepted
         residual = torch.where(rejected, residual_behind(residual, drawn_from, token), residual)
         residual = torch.where(taken, probs[:, j + 1], residual)
         draft = torch.where(taken, draft_probs[:, j + 1], torch.where(rejected, without(draft, token), draft))
         path = torch.where(taken & (levels == num_accepted), j, path)  # [B, depth]
         num_accepted, at = num_accepted + taken, torch.where(taken, j + 1, at)
-    return Verdict(num_accepted.squeeze(1), path, sample(residual, generator))
+    return AcceptedPath(num_accepted.squeeze(1), path, sample(residual, generator))
+
+
+# Typical acceptance
 
 
 def accept_typical(
     probs: Tensor, drafted: Tensor, parents: Tensor, *, depth: int, epsilon: float = 0.09, delta: float = 0.3
-) -> Verdict:
+) -> AcceptedPath:
     """Medusa's typical acceptance (Cai et al. 2024): NOT lossless, the text is not distributed as the target's own.
 
-    A node stands if its probability exceeds min(epsilon, delta * exp(-entropy)) of the target's distribution at its
-    parent, and if its parent stands. The longest path wins, of equals the one that ends at the lowest index; the bonus
-    is the target's argmax behind it.
+    A node is accepted if its probability exceeds min(epsilon, delta * exp(-entropy)) of the target's distribution at
+    its parent, and if its parent is accepted. The longest path wins, of equals the one that ends at the lowest index;
+    the bonus is the target's argmax behind it.
 
     Args:
         probs: [B, S + 1, V] target_probs at the root and behind each node.
@@ -250,14 +194,14 @@ def accept_typical(
     threshold = (delta * (-entropy).exp()).clamp_max(epsilon)
     above = parents + 1  # [B, S]
     rows = torch.arange(len(probs), device=probs.device)[:, None]  # [B, 1]
-    good = probs[rows, above, drafted] > threshold.gather(1, above)  # [B, S]
+    typical = probs[rows, above, drafted] > threshold.gather(1, above)  # [B, S]
     length = torch.zeros_like(threshold, dtype=torch.long)  # [B, S + 1] of the path to each node
-    stands = torch.ones_like(length, dtype=torch.bool)
+    accepted = torch.ones_like(length, dtype=torch.bool)
     for _ in range(depth):
         length = torch.cat([length[:, :1], 1 + length.gather(1, above)], 1)
-        stands = torch.cat([stands[:, :1], good & stands.gather(1, above)], 1)
-    length = torch.where(stands, length, 0)
-    at = length.argmax(1, keepdim=True)  # [B, 1] the root, at length 0, wins where no node stands
+        accepted = torch.cat([accepted[:, :1], typical & accepted.gather(1, above)], 1)
+    length = torch.where(accepted, length, 0)
+    at = length.argmax(1, keepdim=True)  # [B, 1] the root, at length 0, wins where no node is accepted
     num_accepted = length.gather(1, at)  # [B, 1]
     bonus = probs[rows, at].argmax(-1)  # [B, 1]
     up = torch.cat([torch.zeros_like(at), above], 1)  # [B, S + 1] parent of each position; the root is its own
@@ -266,4 +210,63 @@ def accept_typical(
         inside = num_accepted > level  # [B, 1]
         steps.append(torch.where(inside, at - 1, 0))
         at = torch.where(inside, up.gather(1, at), at)
-    return Verdict(num_accepted.squeeze(1), torch.cat(steps, 1).flip(1), bonus.squeeze(1))
+    return AcceptedPath(num_accepted.squeeze(1), torch.cat(steps, 1).flip(1), bonus.squeeze(1))
+
+
+# The table
+
+
+def exact(drafted: Candidates) -> AcceptedPath:
+    """The lossless rule for how the tokens were drafted: drawn from draft_probs, or deterministic."""
+    tokens, parents, depth = drafted.tokens, drafted.parents, drafted.depth
+    if drafted.draft_probs is not None:
+        probs, generator = drafted.target_probs(), drafted.generator
+        return accept_sampled(probs, drafted.draft_probs, tokens, parents, depth=depth, generator=generator)
+    chosen = drafted.chosen()
+    if not drafted.is_chain:
+        return accept_tree(chosen, tokens, parents, depth=depth)
+    num_accepted = accept_chain(chosen, tokens)
+    path = torch.arange(depth, device=tokens.device).expand_as(tokens)
+    return AcceptedPath(num_accepted, path, chosen.gather(1, num_accepted[:, None]).squeeze(1))
+
+
+@dataclass(frozen=True)
+class TypicalAcceptance:
+    """`accept_typical` with thresholds, for `generate` or an `Engine`: accept=AcceptRule(TypicalAcceptance(0.2))."""
+
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    def __call__(self, drafted: Candidates) -> AcceptedPath:
+        return accept_typical(
+            drafted.target_probs(),
+            drafted.tokens,
+            drafted.parents,
+            depth=drafted.depth,
+            epsilon=self.epsilon,
+            delta=self.delta,
+        )
+
+
+@dataclass(frozen=True)
+class AcceptRule:
+    """needs_draft_probs: only for drafts that were drawn at random, with the probabilities they were drawn from."""
+
+    function: Callable[[Candidates], AcceptedPath]
+    is_lossless: bool = False
+    needs_draft_probs: bool = False
+
+
+ACCEPT_RULES = {
+    "exact": AcceptRule(exact, is_lossless=True),
+    "typical": AcceptRule(TypicalAcceptance()),
+}
+
+
+def accept_rule(accept: str | AcceptRule) -> AcceptRule:
+    """A rule by its name, or the rule itself. Raises BadInput on a name that is not in ACCEPT_RULES."""
+    if isinstance(accept, AcceptRule):
+        return accept
+    if accept not in ACCEPT_RULES:
+        raise BadInput(f"accept {accept!r}: expected one of {', '.join(ACCEPT_RULES)}")
+    return ACCEPT_RULES[accept]

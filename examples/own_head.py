@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from headstart.eval.measurement.measure import MeasureConfig, measure
+from headstart.eval.measurement.config import MeasureConfig
+from headstart.eval.measurement.measure import measure
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.base import ChainStarts, DraftBatch, DraftHead, HeadConfig
 from headstart.heads.drafter import Reading
@@ -61,7 +62,7 @@ class LowRankHead(DraftHead):
 
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         hidden = starts.take(batch.output.post_norm)  # [B, S, D]
-        for depth in range(self.num_depths):
+        for depth in range(starts.num_depths):
             yield self.corrected(hidden, depth)
 
     def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
@@ -104,10 +105,9 @@ def main(model: str, rows: str, output: str, *overrides: str) -> None:
         first = [json.loads(line) for line, _ in zip(file, range(8), strict=False)]
     prompts = [row["input_ids"][: row["prompt_length"]] for row in first]
     config = MeasureConfig(max_new_tokens=48, num_repeats=1)
-    entry, _ = measure(target, head, Suite("training prompts", prompts), config, name="low_rank")
-    print(
-        f"{sum(p.numel() for p in head.parameters()):,} parameters, {entry['acceptance_length']:.2f} tokens per forward"
-    )
+    result, _ = measure(target, head, Suite("training prompts", prompts), config, name="low_rank")
+    num_parameters = sum(parameter.numel() for parameter in head.parameters())
+    print(f"{num_parameters:,} parameters, {result.acceptance_length:.2f} tokens per forward")
 
 
 if __name__ == "__main__":

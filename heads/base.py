@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..configs.errors import BadInput
-from .drafter import Reading
+from .drafter import DEFAULT_DRAFT_TOKENS, Reading
 from .drafting import Draws, Proposal, StaticTree, Tree, draft_chain, draft_dynamic, draft_static
 from .loss.chains import ChainStarts, chain_starts, mean_of
 from .loss.chunked import Drafts, chunk_size, score
@@ -76,6 +76,10 @@ class HeadConfig:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def resolved(self, target: Target) -> "HeadConfig":
+        """With all that the config leaves to the target filled in: what a head of it is saved with."""
+        return self
+
 
 @dataclass
 class DraftBatch:
@@ -132,7 +136,8 @@ class DraftHead(nn.Module):
     config_class: ClassVar[type[HeadConfig]] = HeadConfig
     on_host: bool = False
     adapts_target: bool = False  # whether it trains adapters of the target, as its submodule `adapter`
-    default_draft_tokens: ClassVar[int] = 5
+    default_draft_tokens: ClassVar[int] = DEFAULT_DRAFT_TOKENS
+    drafts_trees: ClassVar[bool] = True
 
     def __init__(self, config: HeadConfig, target: Target, draft_token_ids: Tensor | None = None):
         """Args: draft_token_ids: [Vd] ascending target ids, where the config cuts the draft vocabulary."""
@@ -186,7 +191,7 @@ class DraftHead(nn.Module):
         return {}
 
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
-        """Teacher-forced drafting: for each depth, [B, S, D] what `draft_logits` reads for every chain start."""
+        """Teacher-forced drafting: for each depth of `starts`, [B, S, D] what `draft_logits` reads of its chains."""
         raise NotImplementedError
 
     def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
@@ -201,25 +206,37 @@ class DraftHead(nn.Module):
         """The loss; named forward so that distributed wrappers see it."""
         return self.loss(batch, denominators)
 
-    def loss(self, batch: DraftBatch, denominators: Tensor | None = None) -> LossOutput:
+    def chain_starts(self, loss_mask: Tensor, *, num_depths: int | None = None) -> ChainStarts:
+        """The chains that the head is trained on, of rows with loss_mask [B, T].
+
+        The training loop calls this too, for the denominators of a step: the same mask must give the same chains.
+        """
+        return chain_starts(loss_mask, num_depths or self.num_depths)
+
+    def loss(
+        self, batch: DraftBatch, denominators: Tensor | None = None, *, num_depths: int | None = None
+    ) -> LossOutput:
         """sum_k w_k * (weighted mean over supervised chains of the loss at depth k), w_k from config.depth_weights.
 
         With config.align_top_k, chains that do not align contribute 0; the denominators stay.
 
-        Args: denominators: [K] `ChainStarts.counts` over all ranks and accumulated batches; None: of this batch.
+        Args:
+            denominators: [K] `ChainStarts.counts` over all ranks and accumulated batches; None: of this batch.
+            num_depths: K, at most max_draft_tokens; None: as many as the head is trained for.
         """
-        starts, config = chain_starts(batch.loss_mask, self.num_depths), self.config
-        counts = starts.counts(batch.weights)  # [K]
-        by_depth = depth_weights_of(config.depth_weights, decay=config.depth_decay, num_depths=self.num_depths)
+        starts, config = self.chain_starts(batch.loss_mask, num_depths=num_depths), self.config
+        depths, counts = range(starts.num_depths), starts.counts(batch.weights)  # [K]
+        by_depth = depth_weights_of(config.depth_weights, decay=config.depth_decay, num_depths=len(depths))
         coefficients = mean_of(counts.new_tensor(by_depth), counts if denominators is None else denominators)
-        plan = starts.plan(batch.input_ids.shape[1], size=self._chunk_size())  # read by the host: before work piles up
+        size = self._chunk_size(len(depths))
+        plan = starts.plan(batch.input_ids.shape[1], size=size)  # read by the host: before work piles up
         hidden = [one.flatten(0, 1) for one in self.unroll(batch, starts)]  # [B * S, D] each
         torch.clear_autocast_cache()  # copies of weights that nothing reads any more
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         scored = score(
             Drafts(
                 hidden=hidden,
-                specs=[self.loss_spec(depth) for depth in range(self.num_depths)],
+                specs=[self.loss_spec(depth) for depth in depths],
                 coefficients=coefficients,
                 teacher_hidden=batch.output.post_norm.detach().flatten(0, 1),
                 labels=batch.input_ids.roll(-1, 1).flatten(),
@@ -231,14 +248,14 @@ class DraftHead(nn.Module):
             )
         )
         guesses = scored.guesses[..., 0].unflatten(1, starts.positions.shape)  # [K, B, S]
-        labels = [starts.take(batch.input_ids, offset=depth + 2) for depth in range(self.num_depths)]
+        labels = [starts.take(batch.input_ids, offset=depth + 2) for depth in depths]
         hits = (guesses == torch.stack(labels)).permute(1, 2, 0) & starts.valid  # [B, S, K]
         return LossOutput(scored.loss, scored.sums, counts, starts, hits)
 
-    def _chunk_size(self) -> int:
+    def _chunk_size(self, num_depths: int) -> int:
         """Positions whose logits exist at a time."""
         num_drafted = self.target.vocab_size if self.vocabulary is None else len(self.vocabulary.to_target)
-        num_at_once = self.num_depths if self.has_one_output else 1
+        num_at_once = num_depths if self.has_one_output else 1
         return chunk_size(self.target.vocab_size + num_at_once * num_drafted, self.target.device)
 
     def loss_spec(self, depth: int) -> LossSpec:
@@ -256,9 +273,9 @@ class DraftHead(nn.Module):
         )
 
     @torch.no_grad()
-    def teacher_forced_logits(self, batch: DraftBatch) -> tuple[ChainStarts, Tensor]:
-        """[B, S, K, Vd] fp32 draft logits that the loss scores; for tests and small inputs."""
-        starts = chain_starts(batch.loss_mask, self.num_depths)
+    def teacher_forced_logits(self, batch: DraftBatch, *, num_depths: int | None = None) -> tuple[ChainStarts, Tensor]:
+        """[B, S, K, Vd] fp32 draft logits that the loss scores; num_depths as in `loss`. For small inputs."""
+        starts = self.chain_starts(batch.loss_mask, num_depths=num_depths)
         logits = [self.draft_logits(h, depth).float() for depth, h in enumerate(self.unroll(batch, starts))]
         return starts, torch.stack(logits, 2)
 

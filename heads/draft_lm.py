@@ -124,7 +124,7 @@ class DraftLMHead(DraftHead):
 
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         hidden = self.reader.forward(batch.input_ids, documents=batch.documents).post_norm  # [B, T, D]
-        for depth in range(self.num_depths):
+        for depth in range(starts.num_depths):
             yield starts.take(hidden, offset=depth + 1)
 
     def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:

@@ -5,9 +5,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from .drafting import Proposal
+from ..configs.errors import BadInput
+from .drafting import Draws, Proposal, Tree
 from .nn.cache import SlotCache
 from .target import TargetOutput
+
+DEFAULT_DRAFT_TOKENS = 5
 
 
 @dataclass
@@ -39,34 +42,77 @@ class Reading:
 class Drafter(Protocol):
     """Anything that proposes tokens to the engine. `state` is the drafter's own and opaque to everyone else.
 
+    A round is one `commit`, of what the target has read since the last one, and one `propose` or `propose_tree`.
     Drafting on the device is recorded (CUDA graphs, compiled code): from `commit` to the proposal nothing is read to
     the host, shapes are fixed, and all that `propose` needs was set by the last `commit` or lies in caches written in
     place. A `commit` of what was committed before changes nothing. A drafter that drafts `on_host` is free of this.
+
+    `ChainDrafter` has defaults of all but `begin`, `commit` and `propose`.
     """
 
     @property
     def on_host(self) -> bool:
-        """Whether it drafts from texts on the host."""
+        """Whether it drafts from texts on the host: all of a Reading but `output` lies there, of any width."""
         ...
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """What it reads of the target besides `post_norm`."""
+        """What it reads of the target besides `post_norm`: layers, as `Target.forward` takes them."""
         ...
 
     @property
     def max_draft_tokens(self) -> int | None:
-        """The longest chain it can draft; None: any."""
+        """The longest chain, and the deepest tree, that it can draft; None: any."""
+        ...
+
+    @property
+    def default_draft_tokens(self) -> int:
+        """How long its chains are where nothing else is asked; max_draft_tokens, where it has one, comes first."""
+        ...
+
+    @property
+    def drafts_trees(self) -> bool:
+        """Whether it can `propose_tree`."""
+        ...
+
+    @property
+    def adapts_target(self) -> bool:
+        """Whether it computes with adapters on the target, which so becomes another model for all drafters."""
         ...
 
     def begin(self, *, batch_size: int, max_length: int) -> Any:
-        """A fresh state for rows of at most max_length tokens, drafts included."""
+        """A fresh state for rows of at most max_length tokens, drafts included.
+
+        For continuous batching, which copies rows between states, it is a cache, or a dataclass of caches, tensors,
+        lists with an entry per row, and such dataclasses.
+        """
         ...
 
-    def commit(self, state: Any, read: "Reading") -> None:
+    def commit(self, state: Any, read: Reading) -> None:
         """Take in what the target has read since the last call: drafted states are replaced by true ones."""
         ...
 
     def propose(self, state: Any, *, num_draft_tokens: int) -> Proposal:
-        """Draft a greedy chain that follows the last committed token."""
+        """Draft a chain that follows the last committed token.
+
+        Where tokens are drawn at random, the proposal brings draft_probs, or the text would not be the target's.
+        """
         ...
+
+    def propose_tree(self, state: Any, tree: Tree, *, draws: Draws | None = None) -> Proposal:
+        """Draft a tree that follows the last committed token. draws: at temperature > 0, for trees of sampled nodes."""
+        ...
+
+
+class ChainDrafter:
+    """Defaults for drafters that draft chains on the device, and read nothing of the target but tokens."""
+
+    on_host: bool = False
+    feature_layers: tuple[int, ...] = ()
+    max_draft_tokens: int | None = None
+    default_draft_tokens: int = DEFAULT_DRAFT_TOKENS
+    drafts_trees: bool = False
+    adapts_target: bool = False
+
+    def propose_tree(self, state: Any, tree: Tree, *, draws: Draws | None = None) -> Proposal:
+        raise BadInput(f"{type(self).__name__} drafts chains, not trees")

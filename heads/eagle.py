@@ -129,7 +129,7 @@ class EagleHead(DraftHead):
         return True
 
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
-        num_depths = starts.valid.shape[-1]
+        num_depths = starts.num_depths
         limit = batch.input_ids.shape[1] + num_depths
         features = batch.output.post_norm.to(self.fc.weight.dtype)  # [B, T, D]
         if self.training and self.config.noise:

@@ -15,7 +15,7 @@ ascending layer order.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -58,6 +58,10 @@ class Eagle3Config(HeadConfig):
             raise BadInput("norm_before_fc: not together with fc_norm")
         if self.num_layers < 1:
             raise BadInput(f"num_layers {self.num_layers}: expected at least 1")
+
+    def resolved(self, target: Target) -> "Eagle3Config":
+        layers = default_feature_layers(target.num_layers) if self.feature_layers is None else self.feature_layers
+        return replace(self, feature_layers=layers)
 
 
 def default_feature_layers(num_layers: int) -> list[int]:
@@ -109,15 +113,12 @@ class Eagle3Head(DraftHead):
 
     def __init__(self, config: Eagle3Config, target: Target, draft_token_ids: Tensor | None = None):
         super().__init__(config, target, draft_token_ids)
-        self.config: Eagle3Config = config
-        if config.feature_layers is None:
-            config.feature_layers = default_feature_layers(target.num_layers)
-        if not config.feature_layers or config.feature_layers != sorted(set(config.feature_layers)):
-            raise BadInput(
-                f"head.feature_layers: {config.feature_layers}: must ascend without repeats, as engines read"
-            )
+        self.config: Eagle3Config = config.resolved(target)
+        layers = list(self.feature_layers)
+        if not layers or layers != sorted(set(layers)):
+            raise BadInput(f"head.feature_layers: {layers}: must ascend without repeats, as engines read")
         self.llama = llama_config(target.config, config.architecture)
-        size, eps, num_features = target.hidden_size, self.llama.rms_norm_eps, len(config.feature_layers)
+        size, eps, num_features = target.hidden_size, self.llama.rms_norm_eps, len(layers)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(size, eps=eps) for _ in range(num_features))
         self.fc = nn.Linear(num_features * size, size, bias=False)
@@ -174,13 +175,13 @@ class Eagle3Head(DraftHead):
         return True
 
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
-        limit = batch.input_ids.shape[1] + self.num_depths
+        limit = batch.input_ids.shape[1] + starts.num_depths
         fused = self._fuse(batch.output)  # [B, T, D]
         every = self._read(batch.input_ids.roll(-1, 1), fused)  # [B, T, 2D] x_{t+1}; the last is never supervised
         contexts = self._contexts(every, fused, batch, starts, limit)
         x, hidden = starts.take(every), starts.take(fused)  # [B, S, 2D], [B, S, D]
-        how = {"contexts": contexts, "config": self.llama, "num_depths": self.num_depths}
-        for depth in range(self.num_depths):
+        how = {"contexts": contexts, "config": self.llama, "num_depths": starts.num_depths}
+        for depth in range(starts.num_depths):
             rotary = self.rotary(starts.take(batch.positions) + depth, like=x, num_positions=limit)
             if depth == 0:
                 hidden, _ = advance(self._step, hidden, x, rotary, **how)  # [B, S, D]

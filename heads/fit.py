@@ -1,6 +1,5 @@
 """Whether a head fits a target, and what it costs, told from the target's config alone: no weights are read."""
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +61,6 @@ def check_numbers(config: HeadConfig, skeleton: Target) -> None:
 def build_skeleton_head(config: HeadConfig, skeleton: Target) -> DraftHead:
     """The head with shapes but no weights. Raises BadInput, with the numbers, where it does not fit the target."""
     check_numbers(config, skeleton)
-    config = copy.deepcopy(config)  # families write defaults into their config
     with torch.device("meta"):
         size = config.draft_vocab_size
         ids = None if size is None else torch.arange(size)  # [Vd] which ones does not matter here

@@ -183,7 +183,7 @@ class HydraHead(DraftHead):
             keys, values = self.prefix.keys_values(states, positions, num_positions=positions.shape[1])
             mask = batch.visibility(starts.positions, dtype=x.dtype)
             x = self.prefix(x, starts.take(positions), keys, values, mask=mask)
-        for depth in range(self.num_depths):
+        for depth in range(starts.num_depths):
             known = self.target.embed(starts.take(batch.input_ids, offset=depth + 1))  # [B, S, D]
             x = torch.cat([x, self._cast(known)], -1)  # [B, S, (depth + 2) * D]
             yield self.blocks[depth](x)

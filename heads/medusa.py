@@ -128,13 +128,15 @@ class MedusaHead(DraftHead):
         config = self.config
         return {"adapter.": config.target_learning_rate_scale if step >= config.target_warmup_steps else 0.0}
 
-    def loss(self, batch: DraftBatch, denominators: Tensor | None = None) -> LossOutput:
+    def loss(
+        self, batch: DraftBatch, denominators: Tensor | None = None, *, num_depths: int | None = None
+    ) -> LossOutput:
         """The heads' loss; of Medusa-2 head_weight times it, plus the target's own (section 2.2.2).
 
         The latter is summed over all supervised tokens and divided as the loss of the first head is, by one token less
         per answer, so that how rows are spread over batches does not change it.
         """
-        out = super().loss(batch, denominators)
+        out = super().loss(batch, denominators, num_depths=num_depths)
         if not self.adapts_target:
             return out
         counts = out.depth_count if denominators is None else denominators
@@ -147,7 +149,7 @@ class MedusaHead(DraftHead):
 
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         hidden = starts.take(batch.output.post_norm)  # [B, S, D]
-        for k in range(self.num_depths):
+        for k in range(starts.num_depths):
             yield self._blocks(hidden, k)
 
     def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:

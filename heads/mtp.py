@@ -157,14 +157,14 @@ class MtpHead(DraftHead):
         if self.driver.window is not None or batch.documents is not None:
             mask = batch.visibility(batch.every, dtype=hidden.dtype, window=self.driver.window)
         if self.config.independent:
-            for k in range(self.num_depths):  # x_{j+1+k}; those rolled around the end are never supervised
+            for k in range(starts.num_depths):  # x_{j+1+k}; those rolled around the end are never supervised
                 hidden = self._step(k, ids.roll(-1 - k, 1), hidden, every, mask=mask, cache=None)  # [B, T, D]
                 yield starts.take(hidden)
             return
         keys = ChainKeys(window=self.driver.window, blocks=starts.blocks)
         hidden = starts.take(self._step(0, ids.roll(-1, 1), hidden, every, mask=mask, cache=keys))  # [B, S, D]
         yield hidden
-        for depth in range(1, self.num_depths):
+        for depth in range(1, starts.num_depths):
             tokens, positions = starts.take(ids, offset=depth + 1), starts.take(every) + depth  # [B, S]
             window = None if self.driver.window is None else self.driver.window - depth
             if depth == 1 or window is not None:

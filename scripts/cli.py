@@ -11,7 +11,7 @@ from .check_command import check
 from .compare import compare
 from .data.data_command import data
 from .doctor import doctor
-from .evaluate import evaluate
+from .evaluate import PanelledCommand, evaluate
 from .export_command import export
 from .heads_command import heads
 from .plan_command import plan
@@ -57,7 +57,7 @@ def train(
     run_training(load_run(config, overrides or ()))
 
 
-app.command(name="eval")(evaluate)
+app.command(name="eval", cls=PanelledCommand)(evaluate)
 for command in (plan, heads, compare, export, check, push, doctor):
     app.command()(command)
 app.add_typer(data, name="data")

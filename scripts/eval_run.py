@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import track
@@ -13,12 +13,13 @@ from rich.progress import track
 from ..configs.errors import BadInput
 
 if TYPE_CHECKING:
-    from ..eval.measurement.measure import MeasureConfig
-    from ..eval.measurement.resume import Measured
+    from ..eval.measurement.config import DraftSetting, MeasureConfig
+    from ..eval.measurement.measure import Row
+    from ..eval.measurement.result import Result, TrainingRecord
+    from ..eval.measurement.resume import BatchStore
     from ..eval.suites.named import SuiteSpec
     from ..eval.suites.prompts import Asking, Suite
     from ..heads.drafter import Drafter
-    from ..heads.drafting import Tree
     from ..heads.target import Target
 
 
@@ -51,15 +52,17 @@ class WantedSuites:
         from ..eval.suites.named import load_named
         from ..eval.suites.prompts import NothingToAsk, load_suite
 
-        how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "limit": limit, "asking": self.asking}
+        asking = self.asking
         suites: list[Suite] = []
         for path in self.prompts:
             try:
-                suites.append(load_suite(path, target, **how))
+                suites.append(load_suite(path, target, max_new_tokens=max_new_tokens, limit=limit, asking=asking))
             except NothingToAsk as error:
                 suites.append(error.suite)
         for spec in self.named:
-            suites += load_named(spec, target, folder=self.folder, **how)
+            suites += load_named(
+                spec, target, folder=self.folder, max_new_tokens=max_new_tokens, limit=limit, asking=asking
+            )
         if not any(suite.prompts for suite in suites):
             raise NothingToAsk(suites[0])
         template = target.tokenizer.chat_template or ""
@@ -72,107 +75,167 @@ def warn(problem: str) -> None:
     print(f"headstart: {problem}", file=sys.stderr)
 
 
-def say_resumed(store: "Measured") -> None:
+def say_resumed(store: "BatchStore") -> None:
     """That an earlier measurement into this folder was not finished."""
     if len(store):
         warn(f"{store.path}: {len(store)} batches of an unfinished measurement; those of these settings are kept")
 
 
-def measure_all(
-    target: "Target",
-    drafters: "list[tuple[str, Drafter]]",
-    suites: "list[Suite]",
-    configs: "list[MeasureConfig]",
-    trees: list[str],
-    tree_nodes: int,
-    store: "Measured",
-    training: dict[str, dict[str, Any] | None],
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Every drafter on every suite in every way: the results, and the raw rounds. training: of each, by name."""
-    from ..eval.measurement.measure import measure
+@dataclass(frozen=True)
+class NamedDrafter:
+    """name: what reports call it. training: a head's record of its training."""
 
-    results, rounds = [], []
-    for (name, drafter), suite, config, tree_name in product(drafters, suites, configs, trees):
-        if tree_name != "chain" and not hasattr(drafter, "propose_tree"):
-            continue  # `check_trees` has seen to it that some drafter drafts them
-        config = replace(config, tree_name=tree_name)
-        config = replace(config, tree=chosen_tree(target, drafter, suite, config, tree_nodes, name, store))
-        tick = progress(-(-len(suite.prompts) // config.batch_size), f"{name} on {suite.name}")
-        how: dict[str, Any] = {"name": name, "training": training[name], "on_batch": tick, "store": store}
-        entry, raw = measure(target, drafter, suite, config, **how)
-        tick()
-        results.append(entry)
-        rounds += raw
-    return results, rounds
+    name: str
+    drafter: "Drafter"
+    training: "TrainingRecord | None"
 
 
-def chosen_tree(
-    target: "Target",
-    drafter: "Drafter",
-    suite: "Suite",
-    config: "MeasureConfig",
-    tree_nodes: int,
-    name: str,
-    store: "Measured",
-) -> "Tree | None":
-    """The tree of config.tree_name: the one that a killed measurement began with, as step times shape some of them."""
-    from ..eval.measurement.resume import TREE, settings_key, tree_from, tree_record
-    from ..eval.measurement.tree_search import named_tree
-    from ..heads.drafting import StaticTree
+@dataclass(frozen=True)
+class WantedDrafts:
+    """The drafters and trees that the command line names."""
 
-    if config.tree_name == "chain" or not suite.prompts:
-        return None
-    settings = {**asdict(config), "tree_nodes": tree_nodes}
-    key = settings_key(target, drafter, suite, settings, name=name, engine="tree", store=store)
-    record = store.get(key, TREE)
-    if record is not None:
-        return tree_from(record)
-    tree = named_tree(
-        config.tree_name,
-        target,
-        drafter,
-        suite.prompts,
-        max_new_tokens=config.max_new_tokens,
-        num_nodes=tree_nodes,
-        num_draft_tokens=config.num_draft_tokens,
-    )
-    if isinstance(tree, StaticTree):
-        store.add(key, TREE, tree_record(tree))
-    return tree
+    specs: Sequence[str]
+    trees: Sequence[str]
+    tree_nodes: int
 
+    @classmethod
+    def of(
+        cls, heads: Sequence[str], drafters: Sequence[str], trees: Sequence[str], tree_nodes: int, *, temperature: float
+    ) -> "WantedDrafts":
+        """Raises BadInput before anything is loaded. Args: heads: `--head X`, the same as the drafter `head:X`."""
+        from ..eval.drafters.lookup import parse_drafter
+        from ..eval.measurement.tree_search import TREE_NAMES
 
-def compare_all(
-    target: "Target",
-    drafters: "list[tuple[str, Drafter]]",
-    suites: "list[Suite]",
-    config: "MeasureConfig",
-    store: "Measured",
-) -> list[dict[str, Any]]:
-    """transformers on every suite: its plain generation, and each drafter that it has too."""
-    from ..eval.measurement.transformers_baseline import compare_transformers
+        specs = [*(f"head:{folder}" for folder in heads), *drafters]
+        if not specs:
+            raise BadInput("nothing to measure: give at least one --head or --drafter")
+        for spec in specs:
+            parse_drafter(spec)
+        for name in trees:
+            if name not in TREE_NAMES:
+                raise BadInput(f"--tree {name}: expected one of {', '.join(TREE_NAMES)}")
+            if name in ("sampled", "sampled-chain") and temperature == 0:
+                raise BadInput(f"--tree {name}: needs --temperature above 0")
+        return cls(specs, trees, tree_nodes)
 
-    results = []
-    for (name, drafter), suite in product([("none (generate)", None), *drafters], suites):
-        tick = progress(len(suite.prompts), f"transformers: {name} on {suite.name}")
-        entry = compare_transformers(target, drafter, suite, config, name=name, on_prompt=tick, store=store)
-        if entry is None:
-            warn(f"transformers cannot draft with {name}: not compared")
-            continue
-        tick()
-        results.append(entry)
-    return results
+    def load(self, target: "Target") -> list[NamedDrafter]:
+        """Raises BadInput where none of them drafts the trees."""
+        from ..eval.drafters.lookup import build_drafters, trained
+        from ..eval.measurement.result import TrainingRecord
+
+        built = build_drafters(self.specs, target)
+        records = [trained(spec) for spec in self.specs]
+        drafters = [
+            NamedDrafter(name, drafter, None if record is None else TrainingRecord.from_json(record, where=name))
+            for (name, drafter), record in zip(built, records, strict=True)
+        ]
+        if self.trees != ["chain"] and not any(named.drafter.drafts_trees for named in drafters):
+            names = ", ".join(named.name for named in drafters)
+            raise BadInput(f"--tree {' '.join(self.trees)}: {names} draft chains only")
+        return drafters
 
 
-def check_measured(results: list[dict[str, Any]]) -> None:
+@dataclass(frozen=True)
+class EvalRun:
+    """Every drafter on every suite, at every batch size and with every tree that it drafts."""
+
+    target: "Target"
+    drafters: Sequence[NamedDrafter]
+    suites: "Sequence[Suite]"
+    config: "MeasureConfig"
+    batch_sizes: Sequence[int]
+    drafts: WantedDrafts
+    store: "BatchStore"
+
+    def measure(self) -> "tuple[list[Result], list[Row]]":
+        """The results, and the rows of rounds.jsonl."""
+        from ..eval.measurement.measure import measure
+
+        results, rounds = [], []
+        configs = [replace(self.config, batch_size=size) for size in self.batch_sizes]
+        for named, suite, config, tree in product(self.drafters, self.suites, configs, self.drafts.trees):
+            if tree != "chain" and not named.drafter.drafts_trees:
+                continue  # another drafter drafts them: `WantedDrafts.load`
+            config = replace(config, setting=self.setting(named, suite, config, tree))
+            tick = progress(-(-len(suite.prompts) // config.batch_size), f"{named.name} on {suite.name}")
+            result, rows = measure(
+                self.target,
+                named.drafter,
+                suite,
+                config,
+                name=named.name,
+                training=named.training,
+                on_batch=tick,
+                store=self.store,
+            )
+            tick()
+            results.append(result)
+            rounds += rows
+        return results, rounds
+
+    def setting(self, named: NamedDrafter, suite: "Suite", config: "MeasureConfig", tree_name: str) -> "DraftSetting":
+        """With the tree that a killed measurement began with, where there was one: step times shape some trees."""
+        from ..eval.measurement.config import DraftSetting
+        from ..eval.measurement.resume import TREE, settings_key, tree_from
+        from ..eval.measurement.tree_search import named_tree
+        from ..heads.drafting import StaticTree
+
+        if tree_name == "chain":
+            return config.setting_for(named.drafter)
+        if not suite.prompts:
+            return DraftSetting(tree_name, config.setting_for(named.drafter).num_draft_tokens)
+        settings = {**asdict(config), "tree": tree_name, "tree_nodes": self.drafts.tree_nodes}
+        key = settings_key(
+            self.target, named.drafter, suite, settings, name=named.name, engine="tree", store=self.store
+        )
+        record = self.store.get(key, TREE)
+        if record is not None:
+            tree = tree_from(record)
+            return DraftSetting(tree_name, tree.depth, tree)
+        tree = named_tree(
+            tree_name,
+            self.target,
+            named.drafter,
+            suite.prompts,
+            max_new_tokens=config.max_new_tokens,
+            num_nodes=self.drafts.tree_nodes,
+            num_draft_tokens=config.setting.num_draft_tokens if config.setting else None,
+        )
+        assert tree is not None
+        if isinstance(tree, StaticTree):
+            self.store.add(key, TREE, asdict(tree))
+        return DraftSetting(tree_name, tree.depth, tree)
+
+    def compare_transformers(self) -> "list[Result]":
+        """transformers on every suite: its plain generation, and each drafter that it has too."""
+        from ..eval.measurement.transformers_baseline import compare_transformers
+
+        results = []
+        drafters = [("none (generate)", None), *((named.name, named.drafter) for named in self.drafters)]
+        for (name, drafter), suite in product(drafters, self.suites):
+            tick = progress(len(suite.prompts), f"transformers: {name} on {suite.name}")
+            result = compare_transformers(
+                self.target, drafter, suite, self.config, name=name, on_prompt=tick, store=self.store
+            )
+            if result is None:
+                warn(f"transformers cannot draft with {name}: not compared")
+                continue
+            tick()
+            results.append(result)
+        return results
+
+
+def check_measured(results: "Sequence[Result]") -> None:
     """Raises BadInput where every prompt failed."""
-    if not any(entry["num_prompts"] for entry in results):
-        first = results[0]["failed"][0]
-        raise BadInput(f"nothing could be measured: {first['row']}: {first['reason']}")
+    if not any(result.num_prompts for result in results):
+        first = results[0].failed[0]
+        raise BadInput(f"nothing could be measured: {first.row}: {first.reason}")
 
 
-def report_all(target: "Target", results: list[dict[str, Any]], rounds: list[dict[str, Any]], output: Path) -> None:
+def report_all(target: "Target", results: "list[Result]", rounds: "list[Row]", output: Path) -> None:
     """Write the report, as figures and as a page, and show it."""
-    from ..eval.report.document import build_report, show, write_report
+    from ..eval.report.console import show
+    from ..eval.report.document import build_report, write_report
     from ..eval.report.page import write_page
 
     console = Console()

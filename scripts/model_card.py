@@ -1,14 +1,16 @@
 """The card of a pushed head: what it drafts for, how it was trained, what it was measured to save, how to serve it."""
 
-import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from ..configs.errors import BadInput
 
-METRICS = {"acceptance_length": "tokens per target forward", "speedup": "over the same engine without drafts"}
+if TYPE_CHECKING:
+    from ..eval.measurement.result import Result
+    from ..eval.report.document import Report
 
 
 def card(
@@ -19,11 +21,10 @@ def card(
     commands: dict[str, str],
     recipe: dict[str, Any],
     data: dict[str, Any],
-    results: list[dict[str, Any]],
-    environment: dict[str, Any],
+    report: "Report | None",
     notes: list[str],
 ) -> str:
-    """README.md with its YAML head. results: those of a report; environment: where they were measured."""
+    """README.md with its YAML head. report: with the results of this head; None: not measured."""
     name = repo.split("/")[-1]
     front: dict[str, Any] = {
         "base_model": base_model,
@@ -32,8 +33,8 @@ def card(
         "pipeline_tag": "text-generation",
         "tags": ["speculative-decoding", "draft-head", family],
     }
-    if results:
-        front["model-index"] = [{"name": name, "results": [indexed(entry) for entry in results]}]
+    if report:
+        front["model-index"] = [{"name": name, "results": list(map(indexed, report.results))}]
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
         f"# {name}",
@@ -43,10 +44,8 @@ def card(
     if commands:
         served = [f"{engine}:\n\n```\n{command}\n```" for engine, command in commands.items()]
         parts += ["## Serve it", *served, *notes]
-    parts.append("## Measured")
-    parts.append(
-        table(results, environment) if results else "Not measured yet: `headstart eval` does it on your prompts."
-    )
+    measured = table(report) if report else "Not measured yet: `headstart eval` does it on your prompts."
+    parts += ["## Measured", measured]
     if data:
         parts += ["## Data", fenced(data)]
     if recipe:
@@ -54,69 +53,58 @@ def card(
     return "\n\n".join(parts) + "\n"
 
 
-def indexed(entry: dict[str, Any]) -> dict[str, Any]:
+def indexed(result: "Result") -> dict[str, Any]:
     """One result as the hub's model-index has it."""
+    values = {"acceptance_length": result.acceptance_length, "speedup": result.speedup}
     metrics = [
-        {"type": key, "name": f"{key} ({settings(entry)})", "value": round(entry[key], 4)}
-        for key in METRICS
-        if entry[key] is not None
+        {"type": key, "name": f"{key} ({settings(result)})", "value": round(value, 4)}
+        for key, value in values.items()
+        if value is not None
     ]
     return {
         "task": {"type": "text-generation"},
-        "dataset": {"type": entry["suite"], "name": entry["suite"]},
+        "dataset": {"type": result.suite, "name": result.suite},
         "metrics": metrics,
     }
 
 
-def settings(entry: dict[str, Any]) -> str:
-    return (
-        f"{entry.get('tree', 'chain')}, K {entry['num_draft_tokens']}, batch {entry['batch_size']}, "
-        f"temperature {entry['temperature']:g}"
-    )
+def settings(result: "Result") -> str:
+    return f"{result.tree}, K {result.num_draft_tokens}, batch {result.batch_size}, temperature {result.temperature:g}"
 
 
-def table(results: list[dict[str, Any]], environment: dict[str, Any]) -> str:
+def table(report: "Report") -> str:
+    from ..eval.report.recommendation import number, speedup_words
+
     rows = ["| suite | settings | acceptance length | speedup [95 %] |", "|---|---|---|---|"]
-    for entry in results:
-        low, high = entry["speedup_ci95"]
-        length, speedup = entry["acceptance_length"], entry["speedup"]
-        cells = [entry["suite"], settings(entry), number(length), f"{number(speedup)} [{number(low)}, {number(high)}]"]
+    for result in report.results:
+        cells = [result.suite, settings(result), number(result.acceptance_length), speedup_words(result)]
         rows.append(f"| {' | '.join(cells)} |")
-    where = f"With Headstart {environment['headstart']} on {environment['device']}, torch {environment['torch']}."
-    words = "; ".join(f"{key.replace('_', ' ')}: {what}" for key, what in METRICS.items())
-    return "\n".join(rows) + f"\n\n{where} {words[0].upper()}{words[1:]}."
-
-
-def number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+    environment = report.environment
+    where = f"With Headstart {environment.headstart} on {environment.device}, torch {environment.torch}."
+    words = "Acceptance length: tokens per target forward; speedup: over the same engine without drafts."
+    return "\n".join(rows) + f"\n\n{where} {words}"
 
 
 def fenced(value: dict[str, Any]) -> str:
     return f"```yaml\n{yaml.safe_dump(value, sort_keys=False)}```"
 
 
-def read_report(path: Path, *, family: str, fingerprint: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The lossless results of a head in a report of `headstart eval`, and the environment.
+def lossless_report(path: Path, *, family: str, fingerprint: str) -> "Report":
+    """A report of `headstart eval` with only a head's lossless results.
 
     Raises: BadInput where it is no report, of another target, or has no such result.
     """
-    try:
-        report = json.loads(path.read_text())
-        target, results, environment = report["target"], report["results"], report["environment"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadInput(f"--report {path}: no report of headstart eval: {type(error).__name__} {error}") from error
-    if target["fingerprint"] != fingerprint:
-        raise BadInput(
-            f"--report {path}: measured on target {target['name']} ({target['fingerprint'][:12]}), not the head's"
-        )
-    chosen = [
-        entry
-        for entry in results
-        if entry["engine"] == "headstart" and entry["drafter"].startswith(family) and entry["accept"] == "exact"
-    ]
-    if not chosen:
+    from ..eval.report.document import read_report
+    from ..eval.report.recommendation import has_lossless_rule
+
+    report = read_report(path)
+    if report.target.fingerprint != fingerprint:
+        name, measured = report.target.name, report.target.fingerprint
+        raise BadInput(f"--report {path}: measured on target {name} ({measured[:12]}), not the head's")
+    results = [result for result in report.ours if result.drafter.startswith(family) and has_lossless_rule(result)]
+    if not results:
         raise BadInput(f"--report {path}: no lossless result of a {family} head in it")
-    return chosen, environment
+    return replace(report, results=results)
 
 
 def without_paths(value: Any) -> Any:

@@ -155,10 +155,11 @@ def the_drafter(
 
 def write(target: "Target", planned: dict[str, Any], times: "list[StepTime]", output: Path) -> None:
     """plan.json, and machine.json where step times were measured, each whole or not at all."""
+    from ..configs.files import write_json
+    from ..eval.measurement.environment import Environment, TargetInfo
     from ..eval.plan.machine_profile import fit_machine
-    from ..eval.report.document import about, environment, write_whole
 
-    where = environment(target)
+    where = asdict(Environment.of(target))
     output.mkdir(parents=True, exist_ok=True)
     if times:
         source = (
@@ -166,9 +167,8 @@ def write(target: "Target", planned: dict[str, Any], times: "list[StepTime]", ou
         )
         profile = fit_machine(target, times, name=output.resolve().name, device=where["device"], source=source)
         planned["step_time_model"] = asdict(profile)
-        write_whole(output / "machine.json", json.dumps(asdict(profile), indent=2) + "\n")
-    document = {**planned, "environment": where, "target": about(target)}
-    write_whole(output / "plan.json", json.dumps(document, indent=2) + "\n")
+        write_json(output / "machine.json", asdict(profile))
+    write_json(output / "plan.json", {**planned, "environment": where, "target": asdict(TargetInfo.of(target))})
 
 
 def show(planned: dict[str, Any], console: Console) -> None:

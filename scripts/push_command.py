@@ -70,12 +70,11 @@ def prepare(
     """Everything that goes to the hub, in a new folder. Raises BadInput where the export breaks its contract."""
     from ..heads.export.check import check_folder
     from ..heads.export.write import export_head, notes, serve_commands
-    from .model_card import card, read_report, without_paths
+    from .model_card import card, lossless_report, without_paths
 
-    results, environment = [], {}
+    measured = None
     if report is not None:
-        fingerprint = head.ours["target"]["fingerprint"]
-        results, environment = read_report(report, family=head.family, fingerprint=fingerprint)
+        measured = lossless_report(report, family=head.family, fingerprint=head.ours["target"]["fingerprint"])
     export_head(head.path, folder, to=to or "hf", target=head.target if head.target_config else None)
     problems = check_folder(folder).problems
     if problems:
@@ -90,8 +89,7 @@ def prepare(
         commands=serve_commands(head, repo, to=to, target=base_model),
         recipe=without_paths(recipe),
         data=without_paths(data),
-        results=results,
-        environment=environment,
+        report=measured,
         notes=[f"Note: {line}." for line in notes(head)],
     )
     (folder / "README.md").write_text(text)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from headstart.eval.generate import generate
-from headstart.eval.verify import Sampling, target_probs
+from headstart.eval.sampling import Sampling, target_probs
 from headstart.heads.base import DraftBatch, Proposal
-from headstart.heads.drafter import Reading
+from headstart.heads.drafter import ChainDrafter, Reading
 from headstart.heads.loading import fingerprint_of
 from headstart.heads.registry import HEADS
 from headstart.heads.target import Target
@@ -152,12 +152,8 @@ def hub_is(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], No
     return lambda load: monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
 
 
-class TargetAsDrafter:
+class TargetAsDrafter(ChainDrafter):
     """The target drafting for itself, with a cache of its own: every draft must be accepted."""
-
-    feature_layers: tuple[int, ...] = ()
-    max_draft_tokens = None
-    on_host = False
 
     def __init__(self, target: Target):
         self.target = target

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..configs.errors import BadInput
 from ..data_pipelines.loader import TrainingBatch
-from ..heads.loss.chains import chain_starts, mean_of
+from ..heads.loss.chains import mean_of
 from ..heads.nn.documents import Documents
 from ..heads.registry import save_head
 from ..heads.target import Target, TargetOutput
@@ -65,7 +65,7 @@ class Loop:
 
     def _learn(self, batches: Sequence[TrainingBatch]) -> dict[str, Any]:
         """Forward, backward and update; returns the figures of all ranks."""
-        starts = [chain_starts(batch.loss_mask, self.head.num_depths) for batch in batches]
+        starts = [self.head.chain_starts(batch.loss_mask) for batch in batches]
         weighted = [one.counts(batch.weights) for one, batch in zip(starts, batches, strict=True)]
         num_chains = torch.stack([one.counts() for one in starts]).sum(0)
         denominators, num_chains = self.backend.total(

@@ -1,6 +1,6 @@
 """What a run begins with: target, rows, head and optimizer, as its config or its last checkpoint has them."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,10 @@ from .validation import Best
 
 @dataclass
 class Start:
-    """What a run begins with. done: its checkpoints so far. progress: of the last of them. best: the best validation.
-    record: what its heads will say of their training."""
+    """What a run begins with. run: its config, the head's resolved for the target. done: its checkpoints so far.
+    progress: of the last of them. best: the best validation. record: what its heads will say of their training."""
 
+    run: RunConfig
     target: Target
     accelerator: Accelerator
     data: TrainingData
@@ -70,6 +71,7 @@ def find_inputs(run: RunConfig, folder: Path, console: Console) -> Start:
         data = load_data(run, target, accelerator, console)
         target.to(accelerator.device)
         head = first_head(run, target, draft_token_ids(run, data, target, console), console)
+        run = replace(run, head=run.head.resolved(target))
         check_stored_states(data, head, target)
         optimizer = build_optimizer(head, run.train)
         done = checkpoints(folder / "checkpoints")
@@ -78,7 +80,7 @@ def find_inputs(run: RunConfig, folder: Path, console: Console) -> Start:
             check_same_run(folder, run, before=progress["num_processes"], now=accelerator.num_processes)
     best = Best(**progress.get("best", {}))
     record = training_record(run, target, data)
-    return Start(target, accelerator, data, head, optimizer, done, progress, best, record)
+    return Start(run, target, accelerator, data, head, optimizer, done, progress, best, record)
 
 
 def set_up(run: RunConfig, start: Start, folder: Path) -> Backend:

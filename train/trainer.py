@@ -24,6 +24,7 @@ def train(run: RunConfig, *, console: Console | None = None) -> Path:
     console = console or Console(stderr=True)
     folder = Path(run.train.output_dir)
     start = find_inputs(run, folder, console)
+    run = start.run
     if (folder / "final").is_dir():
         console.print(f"{folder} holds this run, finished; nothing to do (another train.output_dir starts anew)")
         return folder / "final"

@@ -8,7 +8,7 @@ from torch import Tensor
 from ...configs.errors import BadInput
 from ...heads.base import Proposal
 from ...heads.draft_lm import comes_with_tokenizer, differing_word
-from ...heads.drafter import Reading
+from ...heads.drafter import ChainDrafter, Reading
 from ...heads.nn.cache import SlotCache
 from ...heads.target import Target
 
@@ -26,17 +26,13 @@ class DraftModelState:
     hidden: Tensor
 
 
-class DraftModelDrafter:
+class DraftModelDrafter(ChainDrafter):
     """K greedy steps of a model with the target's tokenizer, from the pending token on.
 
     Vocabularies may differ in padding: ids that only one of the two has are never drafted, and ids that the draft
     model lacks are read as its last one. A draft costs K forwards, the first of them over two tokens, so that all
     rounds have one shape; what a rejected chain left in the cache is overwritten or never seen.
     """
-
-    feature_layers: tuple[int, ...] = ()
-    max_draft_tokens: int | None = None
-    on_host = False
 
     def __init__(self, model: Target, *, target_vocab_size: int | None = None):
         """Args: target_vocab_size: V of the target; None: that of the draft model."""

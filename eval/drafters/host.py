@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from ...heads.base import Proposal
-from ...heads.drafter import Reading
+from ...heads.drafter import ChainDrafter, Reading
 
 
 def committed_tokens(read: Reading) -> list[list[int]]:
@@ -42,11 +42,9 @@ class TextState:
     device: torch.device | None = None
 
 
-class TextDrafter:
+class TextDrafter(ChainDrafter):
     """What drafters on the host share; a subclass makes the rows."""
 
-    feature_layers: tuple[int, ...] = ()
-    max_draft_tokens: int | None = None
     on_host = True
 
     def new_rows(self, batch_size: int) -> list[RowText]:

@@ -203,7 +203,7 @@ def build_drafters(specs: Sequence[str], target: Target) -> list[tuple[str, Draf
     """
     built = [build_drafter(spec, target) for spec in specs]
     if target.is_adapted and len(specs) > 1:
-        names = [name for name, drafter in built if getattr(drafter, "adapts_target", False)]
+        names = [name for name, drafter in built if drafter.adapts_target]
         raise BadInput(f"drafter {names[0]}: computes with adapters on the target; measure it by itself")
     names = [name for name, _ in built]
     for i, (spec, name) in enumerate(zip(specs, list(names), strict=True)):

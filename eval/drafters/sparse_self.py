@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...configs.errors import BadInput
 from ...heads.base import Proposal
-from ...heads.drafter import Reading
+from ...heads.drafter import ChainDrafter, Reading
 from ...heads.nn.cache import SlotCache, SlotLayer, hiding
 from ...heads.target import Target
 
@@ -135,16 +135,12 @@ class SparseState:
     position: Tensor
 
 
-class SparseSelfDrafter:
+class SparseSelfDrafter(ChainDrafter):
     """K greedy steps of the target itself, each over `budget` keys per layer and key head instead of all.
 
     Keys keep the rotation of their true positions. A round copies the keys and values of what was committed from the
     target's cache, so drafts read the target's own states of everything but the drafts before them.
     """
-
-    feature_layers: tuple[int, ...] = ()
-    max_draft_tokens: int | None = None
-    on_host = False
 
     def __init__(self, target: Target, budget: int = 256):
         """Args: budget: keys per row, layer and key head, drafted ones included. Raises BadInput where too few."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...configs.errors import BadInput
 from ...heads.base import Proposal
-from ...heads.drafter import Drafter, Reading
+from ...heads.drafter import ChainDrafter, Drafter, Reading
 from ...heads.target import Target
 from ..generate import generate
 
@@ -27,13 +27,8 @@ def expected_length(rates: Sequence[float], num_draft_tokens: int) -> float:
     return length
 
 
-class BlankDrafter:
+class BlankDrafter(ChainDrafter):
     """Drafts token 0 at no cost: what a round takes of which only the verifying is asked."""
-
-    feature_layers: tuple[int, ...] = ()
-    max_draft_tokens: int | None = None
-    default_draft_tokens = 5
-    on_host = False
 
     def begin(self, *, batch_size: int, max_length: int) -> list[Reading]:
         return []
@@ -57,7 +52,7 @@ class SyntheticState:
     inner: Any = None
 
 
-class SyntheticDrafter:
+class SyntheticDrafter(ChainDrafter):
     """Drafts the target's own next tokens, draft position k with probability rates[k], else a wrong one.
 
     The engine verifies them as it does any draft, so the text stays the target's, and acceptance_rate[k] comes out as
@@ -65,11 +60,6 @@ class SyntheticDrafter:
     are good for timing only, drafts are arbitrary. With `inner`, an untrained head say, that drafter drafts too, and
     its time counts; what it drafts is not used.
     """
-
-    feature_layers: tuple[int, ...] = ()
-    max_draft_tokens: int | None = MOST_DRAFTED
-    default_draft_tokens = 5
-    on_host = False
 
     def __init__(
         self,

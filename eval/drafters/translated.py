@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ...heads.base import Proposal
-from ...heads.drafter import Reading
+from ...heads.drafter import ChainDrafter, Reading
 from ...heads.nn.cache import SlotCache
 from ...heads.target import Target
 from .host import committed_tokens
@@ -171,15 +171,13 @@ class TranslatedState:
     live: list[bool] = field(default_factory=list)
 
 
-class TranslatedDrafter:
+class TranslatedDrafter(ChainDrafter):
     """What a draft model of any vocabulary writes behind the text, in the target's tokens; a drafter on the host.
 
     A draft costs about as many forwards as K tokens of the target take in tokens of the draft model, measured on the
     text so far. Of a new text the draft model reads only what differs from what its cache holds, drafts included.
     """
 
-    feature_layers: tuple[int, ...] = ()
-    max_draft_tokens: int | None = None
     on_host = True
 
     def __init__(self, model: Target, target: Target):

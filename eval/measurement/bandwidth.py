@@ -4,6 +4,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from ...heads.target import Target
 from ..generate import Generation
+from .result import Bandwidth, Result
 
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}  # far beyond caches
 NUM_COPIES = 3
@@ -37,14 +39,14 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that nothing has taken, torch's own unused blocks not counted."""
+    """Free bytes on the device, torch's own unused blocks not counted."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until the device has done what it was asked."""
+    """Wait until the device has done all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -69,7 +71,7 @@ def weight_bytes(target: Target, *, num_rows: int = 1) -> float:
 
 
 def experts_per_token(config: Any) -> float:
-    """k / E of a mixture of experts; 1 where the config tells of none."""
+    """k / E of a mixture of experts; 1 for a dense model."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     num_experts = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
     return config.num_experts_per_tok / num_experts if num_experts else 1.0
@@ -93,28 +95,26 @@ def bytes_per_step(target: Target, context: int, *, num_rows: int = 1) -> float:
 
 def baseline_bandwidth(
     target: Target, batches: Iterable[tuple[Sequence[Sequence[int]], Sequence[Generation]]]
-) -> dict[str, float | None]:
-    """The report's entry: bytes that the baseline's steps had to read over their seconds, prefills left out.
+) -> Bandwidth:
+    """Bytes that the baseline's steps had to read over their seconds, prefills left out; the share of a copy's
+    bandwidth is left to `with_share`.
 
     Args: batches: prompts of each batch, and the baseline's generations from them.
-
-    Returns: `gigabytes_per_second` (1e9 bytes), None without a step; `share_of_copy`, None until `with_share`
-        sets it.
     """
-    read = seconds = 0.0
+    num_bytes = seconds = 0.0
     for prompts, runs in batches:
         weights = weight_bytes(target, num_rows=len(prompts))
         for run in runs:
             contexts = [len(prompt) + 1 for prompt in prompts]  # the prefill's token is read by the first step
-            for one in run.rounds[1:]:
-                read += weights + sum(cache_bytes(target, context) for context in contexts)
-                seconds += one.seconds
-                contexts = [n + num for n, num in zip(contexts, one.num_committed, strict=True)]
-    return {"gigabytes_per_second": round(read / seconds / 1e9, 4) if seconds else None, "share_of_copy": None}
+            for step in run.rounds[1:]:
+                num_bytes += weights + sum(cache_bytes(target, context) for context in contexts)
+                seconds += step.seconds
+                contexts = [n + num for n, num in zip(contexts, step.num_committed, strict=True)]
+    return Bandwidth(round(num_bytes / seconds / 1e9, 4) if seconds else None)
 
 
-def with_share(entry: dict[str, Any], copy_gigabytes_per_second: float) -> dict[str, Any]:
-    """A result entry whose `baseline_bandwidth` says what share of the machine's it is."""
-    reached = entry["baseline_bandwidth"]["gigabytes_per_second"]
+def with_share(result: Result, copy_gigabytes_per_second: float) -> Result:
+    """A result whose `baseline_bandwidth` has the share of the machine's."""
+    reached = result.baseline_bandwidth.gigabytes_per_second
     share = None if reached is None else round(reached / copy_gigabytes_per_second, 4)
-    return {**entry, "baseline_bandwidth": {"gigabytes_per_second": reached, "share_of_copy": share}}
+    return replace(result, baseline_bandwidth=Bandwidth(reached, share))

@@ -1,65 +1,66 @@
-"""Where in a text drafts stand: acceptance by segment and by context length, and in other engines' conventions."""
+"""Acceptance apart for parts of the rounds (by segment, context length and domain), and what of it training knew."""
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate
-from operator import mul
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ..generate import Generation
+from ...heads.base import DraftHead
+from ...heads.drafter import Drafter
+from ..suites.prompts import Asked
 from .metrics import Acceptance
+from .result import AcceptancePart, BeyondTraining, DomainPart, DraftVocabulary, TrainingRecord
+from .summary import MeasuredBatch, rounded, speedup_of, timed_seconds
 
 CONTEXT_EDGES = (128, 512, 2048, 8192, 32768)  # tokens, prompt included, at the start of a round
+NO_DOMAIN = "(none)"  # rows without a category, where others of the suite have one
+
+# of a round: where its prompt came from, the whole text (prompt and new tokens), and how much of it was committed
+Label = Callable[[Asked, Sequence[int], int], str]
 
 
 def acceptance_by(
-    prompts: Sequence[Sequence[int]],
-    runs: Sequence[Generation],
-    *,
-    num_draft_tokens: int,
-    label: Callable[[Sequence[int], int], str],
-) -> dict[str, Acceptance]:
-    """Rounds counted apart by a label of where they start.
-
-    Args:
-        prompts: in order. runs: generations of consecutive batches of them.
-        label: of the whole text (prompt and new tokens) and the number of tokens committed when the round starts.
-    """
-    counted: dict[str, Acceptance] = {}
-    prompt = iter(prompts)
-    for run in runs:
-        for row, new in enumerate(run.token_ids):
-            text = [*next(prompt), *new]
-            at = len(text) - len(new) + 1  # the prefill gave the first token
-            for one in run.rounds[1:]:
-                if one.num_committed[row] == 0:
+    batches: Iterable[MeasuredBatch], label: Label, *, num_draft_tokens: int
+) -> dict[str, AcceptancePart]:
+    """Rounds of the first repeat, counted apart by a label."""
+    counts: dict[str, Acceptance] = {}
+    for batch in batches:
+        run = batch.drafted.runs[0]
+        rows = zip(batch.suite.asked, batch.suite.prompts, run.token_ids, strict=True)
+        for row, (asked, prompt, new) in enumerate(rows):
+            text, num_committed = [*prompt, *new], len(prompt) + 1  # the prefill gave the first token
+            for done in run.rounds[1:]:
+                if done.num_committed[row] == 0:
                     break
-                name = label(text, at)
-                if name not in counted:
-                    counted[name] = Acceptance(0, 0, [0] * num_draft_tokens, [0] * num_draft_tokens)
-                counted[name].add(one.num_accepted[row], one.num_committed[row])
-                at += one.num_committed[row]
-    return counted
+                name = label(asked, text, num_committed)
+                counted = counts.setdefault(name, Acceptance.nothing(num_draft_tokens))
+                counted.add(done.num_accepted[row], done.num_committed[row])
+                num_committed += done.num_committed[row]
+    return {name: part_of(counted) for name, counted in counts.items()}
 
 
-def context_label(trained_length: int | None = None) -> Callable[[Sequence[int], int], str]:
+def part_of(counted: Acceptance) -> AcceptancePart:
+    """As the report has it."""
+    return AcceptancePart(counted.num_rounds, rounded(counted.length), [rounded(rate) for rate in counted.rate])
+
+
+def context_label(trained_length: int | None = None) -> Label:
     """`0-127`, `128-511`, ...: the range that holds the context length. Args: trained_length: a further edge, so that
     no range has contexts as long as training rows and longer ones."""
     further = () if trained_length is None else (trained_length + 1,)
     edges = sorted({*CONTEXT_EDGES, *further})
 
-    def label(text: Sequence[int], at: int) -> str:
-        low = max((edge for edge in edges if edge <= at), default=0)
-        high = min((edge for edge in edges if edge > at), default=None)
+    def label(_: Asked, text: Sequence[int], num_committed: int) -> str:
+        low = max((edge for edge in edges if edge <= num_committed), default=0)
+        high = min((edge for edge in edges if edge > num_committed), default=None)
         return f"{low}-{high - 1}" if high else f"{low}-"
 
     return label
 
 
-def segment_label(think_tokens: tuple[int, int] | None) -> Callable[[Sequence[int], int], str]:
+def segment_label(think_tokens: tuple[int, int] | None) -> Label:
     """`think` between the tokens that open and close a reasoning trace, else `answer`."""
 
-    def label(text: Sequence[int], at: int) -> str:
-        for token in reversed(text[:at]):
+    def label(_: Asked, text: Sequence[int], num_committed: int) -> str:
+        for token in reversed(text[:num_committed]):
             if think_tokens and token in think_tokens:
                 return "think" if token == think_tokens[0] else "answer"
         return "answer"
@@ -67,29 +68,74 @@ def segment_label(think_tokens: tuple[int, int] | None) -> Callable[[Sequence[in
     return label
 
 
-def as_entries(counted: dict[str, Acceptance]) -> dict[str, dict[str, Any]]:
-    """The report's form."""
-    return {
-        name: {
-            "num_rounds": one.num_rounds,
-            "acceptance_length": round(one.length or 0.0, 4),
-            "acceptance_rate": [None if rate is None else round(rate, 4) for rate in one.rate],
-        }
-        for name, one in counted.items()
-    }
+def domain_label(asked: Asked, text: Sequence[int], num_committed: int) -> str:
+    """What the prompt's row calls its category."""
+    return asked.domain or NO_DOMAIN
 
 
-def conventions(counted: Acceptance, *, num_tokens: int) -> dict[str, Any]:
-    """The same counts in the words of others; docs/report_schema.md names the sources.
+def by_domain(batches: Sequence[MeasuredBatch], *, num_draft_tokens: int) -> dict[str, DomainPart]:
+    """Acceptance and speedup of each domain; empty where no row names one.
 
-    vllm_per_position is joint, P(the first k + 1 drafts all accepted), per round.
+    A speedup is that of at least two prompts, at batch size > 1 of two batches that are wholly of the domain: rows of a
+    mixed one have no time of their own.
     """
-    rates = [rate or 0.0 for rate in counted.rate]
-    return {
-        "vllm_mean_acceptance_length": round(1 + sum(counted.taken) / counted.num_rounds, 4)
-        if counted.num_rounds
-        else None,
-        "vllm_per_position": [round(joint, 4) for joint in accumulate(rates, mul)],
-        "sglang_accept_length": round(num_tokens / counted.num_rounds, 4) if counted.num_rounds else None,
-        "eagle_n_alpha": [round(rate, 4) for rate in rates],
-    }
+    domains = [[asked.domain or NO_DOMAIN for asked in batch.suite.asked] for batch in batches]
+    num_prompts = Counter(name for names in domains for name in names)
+    if set(num_prompts) <= {NO_DOMAIN}:
+        return {}
+    counted = acceptance_by(batches, domain_label, num_draft_tokens=num_draft_tokens)
+    parts = {}
+    for name in num_prompts:
+        whole = [batch for batch, names in zip(batches, domains, strict=True) if set(names) == {name}]
+        seconds = timed_seconds(whole)
+        speedup, interval = speedup_of(seconds if len(seconds) > 1 else [])
+        part = counted.get(name) or part_of(Acceptance.nothing(num_draft_tokens))
+        parts[name] = DomainPart(num_prompts[name], **vars(part), speedup=speedup, speedup_ci95=interval)
+    return parts
+
+
+# What of it training knew
+
+
+def draft_vocabulary(drafter: Drafter, texts: Iterable[Iterable[int]]) -> DraftVocabulary | None:
+    """Size of a head's cut vocabulary, and the share of these tokens that it holds; None for a drafter without one.
+
+    Args: texts: new tokens that the target chose. A token outside the vocabulary cannot be drafted.
+    """
+    if not isinstance(drafter, DraftHead) or drafter.vocabulary is None:
+        return None
+    known = set(drafter.vocabulary.to_target.tolist())
+    inside = [token in known for text in texts for token in text]
+    return DraftVocabulary(len(known), round(sum(inside) / len(inside), 4) if inside else None)
+
+
+def asked_as_trained(training: TrainingRecord | None, prompts: Sequence[Sequence[int]]) -> float | None:
+    """The share of prompts that end with the tokens with which all prompts in training ended; None: there are none."""
+    if training is None or training.prompt_ending is None or not prompts:
+        return None
+    ending = training.prompt_ending.token_ids
+    return rounded(sum(list(prompt[-len(ending) :]) == ending for prompt in prompts) / len(prompts))
+
+
+def beyond_training(training: TrainingRecord | None, by_context: Mapping[str, AcceptancePart]) -> BeyondTraining | None:
+    """How a head drafts in contexts that none of its training rows reached, beside shorter ones.
+
+    Args: by_context: of a result, split behind the training length (`context_label`).
+
+    Returns: None where no context was longer, or nothing is known of the training.
+    """
+    if training is None or training.max_length is None:
+        return None
+    beyond, within = [], []
+    for name, part in by_context.items():
+        (beyond if int(name.partition("-")[0]) > training.max_length else within).append(part)
+    if not beyond:
+        return None
+    return BeyondTraining(sum(part.num_rounds for part in beyond), mean_length(beyond), mean_length(within))
+
+
+def mean_length(parts: Sequence[AcceptancePart]) -> float | None:
+    """The acceptance length of several parts together; None without a round."""
+    num_rounds = sum(part.num_rounds for part in parts)
+    num_tokens = sum(part.num_rounds * (part.acceptance_length or 0.0) for part in parts)
+    return round(num_tokens / num_rounds, 4) if num_rounds else None

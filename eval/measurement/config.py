@@ -6,16 +6,17 @@ from dataclasses import dataclass
 from ...configs.errors import BadInput
 from ...heads.drafter import Drafter
 from ...heads.drafting import Tree
-from ..verify import Sampling
+from ..sampling import Sampling
+from ..verify import AcceptRule, TypicalAcceptance
 
 
 @dataclass(frozen=True)
 class DraftSetting:
-    """How to draft. name: `K 3`, or a tree's, `static:16`. tree: its shape; None for a chain of num_draft_tokens."""
+    """How to draft."""
 
-    name: str
-    num_draft_tokens: int
-    tree: Tree | None = None
+    name: str  # `K 3`, or a tree's, `static:16`
+    num_draft_tokens: int  # of a tree its depth
+    tree: Tree | None = None  # None: a chain
 
     @property
     def num_drafted(self) -> int:
@@ -24,23 +25,28 @@ class DraftSetting:
 
     @property
     def tree_name(self) -> str:
-        """`chain`, or the name of the tree."""
-        return self.name if self.tree else "chain"
+        """`chain`, or the tree's name, which a tree that no prompt could shape has too."""
+        return "chain" if self.tree is None and self.name == f"K {self.num_draft_tokens}" else self.name
+
+
+def chain(num_draft_tokens: int) -> DraftSetting:
+    """A chain of that length."""
+    return DraftSetting(f"K {num_draft_tokens}", num_draft_tokens)
 
 
 def chains(drafter: Drafter, lengths: Iterable[int]) -> list[DraftSetting]:
     """Chains of these lengths, as far as the drafter drafts them; at least its longest."""
     most = drafter.max_draft_tokens
-    asked = sorted({length if most is None else min(length, most) for length in lengths})
-    return [DraftSetting(f"K {length}", draft_length(drafter, length)) for length in asked]
+    reachable = sorted({length if most is None else min(length, most) for length in lengths})
+    return [chain(draft_length(drafter, length)) for length in reachable]
 
 
 def draft_length(drafter: Drafter | None, num_draft_tokens: int | None) -> int:
     """The chain length K of a run; 0 without a drafter. Raises BadInput where the drafter cannot draft as many."""
     if drafter is None:
         return 0
-    default = getattr(drafter, "default_draft_tokens", 5)
-    length = (drafter.max_draft_tokens or default) if num_draft_tokens is None else num_draft_tokens
+    default = drafter.max_draft_tokens or drafter.default_draft_tokens
+    length = default if num_draft_tokens is None else num_draft_tokens
     if length < 1 or length > (drafter.max_draft_tokens or length):
         raise BadInput(
             f"num_draft_tokens {length}: this drafter drafts 1 to {drafter.max_draft_tokens or 'any'} tokens"
@@ -50,32 +56,41 @@ def draft_length(drafter: Drafter | None, num_draft_tokens: int | None) -> int:
 
 @dataclass(kw_only=True)
 class MeasureConfig:
-    """How to measure.
+    """How to measure."""
 
-    num_draft_tokens: K of chains; None: the drafter's default. tree: draft trees of this shape instead; tree_name is
-    what the report calls it. accept, steps: as `Engine` takes them. stop_strings: texts that end an answer.
-    num_repeats: timed passes over the suite per side, after a warm-up, in alternating order.
-    """
-
-    num_draft_tokens: int | None = None
-    tree: Tree | None = None
-    tree_name: str = "chain"
+    setting: DraftSetting | None = None  # None: a chain of the drafter's default length
     max_new_tokens: int = 128
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
-    accept: str = "exact"
-    steps: str = "eager"
-    stop_strings: tuple[str, ...] = ()
+    accept: str = "exact"  # a name in `verify.ACCEPT_RULES`
+    typical_epsilon: float | None = None  # parameters of `accept` typical; None: their defaults
+    typical_delta: float | None = None
+    steps: str = "eager"  # as `Engine` takes it
+    stop_strings: tuple[str, ...] = ()  # texts that end an answer
     batch_size: int = 1
-    num_repeats: int = 3
+    num_repeats: int = 3  # timed passes over the suite per side, after a warm-up, in alternating order
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "num_repeats"):
-            if getattr(self, name) < 1:
-                raise BadInput(f"{name} {getattr(self, name)}: expected at least 1")
+        for name, value in (("batch_size", self.batch_size), ("num_repeats", self.num_repeats)):
+            if value < 1:
+                raise BadInput(f"{name} {value}: expected at least 1")
 
     @property
     def sampling(self) -> Sampling:
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+
+    @property
+    def accept_rule(self) -> str | AcceptRule:
+        """As `Engine` takes it."""
+        given = {"epsilon": self.typical_epsilon, "delta": self.typical_delta}
+        changed = {name: value for name, value in given.items() if value is not None}
+        if not changed or self.accept != "typical":
+            return self.accept
+        return AcceptRule(TypicalAcceptance(**changed))
+
+    def setting_for(self, drafter: Drafter) -> DraftSetting:
+        """The setting, for this drafter. Raises BadInput where it cannot draft as many tokens."""
+        length = draft_length(drafter, self.setting.num_draft_tokens if self.setting else None)
+        return self.setting or chain(length)

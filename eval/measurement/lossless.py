@@ -11,19 +11,29 @@ from ...heads.target import Target
 MAX_ULPS = 4  # two logits this close may swap when the same sum is taken in another order
 
 
-@dataclass
-class LosslessReport:
-    """checked texts = identical + explained + unexplained.
+@dataclass(frozen=True)
+class Divergence:
+    """A text that differs: of which prompt, where it first differs, and how far the two tokens' logits lie apart."""
 
-    explained: at the first divergence the two tokens' logits lie within MAX_ULPS units in the last place of the run's
-    dtype. divergences: one entry per text that differs: its index, position of the first difference, gap in ulp.
-    """
+    prompt: int
+    position: int | None  # None: one text is the start of the other
+    gap_ulp: float | None
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether the two tokens' logits lie so close that rounding may swap them."""
+        return self.gap_ulp is not None and self.gap_ulp <= MAX_ULPS
+
+
+@dataclass(frozen=True)
+class LosslessReport:
+    """checked texts = identical + explained + unexplained; divergences: of the texts that differ."""
 
     checked: int = 0
     identical: int = 0
     explained: int = 0
     unexplained: int = 0
-    divergences: list[dict] = field(default_factory=list)
+    divergences: list[Divergence] = field(default_factory=list)
 
 
 def ulp(value: float, dtype: torch.dtype) -> float:
@@ -58,19 +68,26 @@ def compare_texts(
     prompts: Sequence[Sequence[int]],
     baseline: Sequence[Sequence[int]],
     speculative: Sequence[Sequence[int]],
+    *,
+    numbers: Sequence[int] | None = None,
 ) -> LosslessReport:
-    """Compare new tokens of both runs, prompt by prompt; after a first divergence texts may differ and are not read."""
-    report = LosslessReport()
-    for i, (prompt, ours, theirs) in enumerate(zip(prompts, speculative, baseline, strict=True)):
-        report.checked += 1
+    """Compare new tokens of both runs, prompt by prompt; after a first divergence texts may differ and are not read.
+
+    Args: numbers: what divergences call the prompts; None: by their index.
+    """
+    divergences, num_explained = [], 0
+    numbers = numbers or range(len(prompts))
+    for number, prompt, ours, theirs in zip(numbers, prompts, speculative, baseline, strict=True):
         if list(ours) == list(theirs):
-            report.identical += 1
             continue
         at = next((j for j, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
         gap = math.inf if at is None else gap_in_ulps(target, [*prompt, *theirs[:at]], (ours[at], theirs[at]))
-        if gap <= MAX_ULPS:
-            report.explained += 1
-        else:
-            report.unexplained += 1
-        report.divergences.append({"prompt": i, "position": at, "gap_ulp": None if math.isinf(gap) else round(gap, 2)})
-    return report
+        num_explained += gap <= MAX_ULPS
+        divergences.append(Divergence(number, at, None if math.isinf(gap) else round(gap, 2)))
+    return LosslessReport(
+        checked=len(prompts),
+        identical=len(prompts) - len(divergences),
+        explained=num_explained,
+        unexplained=len(divergences) - num_explained,
+        divergences=divergences,
+    )

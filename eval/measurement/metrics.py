@@ -1,6 +1,5 @@
 """The definitions, from raw per-round records. docs/report_schema.md says them in words."""
 
-import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -12,16 +11,17 @@ from ..generate import Round
 
 @dataclass
 class Acceptance:
-    """Counts over rounds; a row of a batch counts as a round of its own while it is active, the prefill never.
+    """Counts over rounds; a row of a batch counts as a round of its own while it is active, the prefill never."""
 
-    num_rounds: target forwards. num_committed: tokens they gave, bonus tokens included. tried[k], taken[k]: how often
-    draft position k was reached (all before it accepted, the text not ended), and accepted.
-    """
+    num_rounds: int  # target forwards
+    num_committed: int  # tokens they gave, bonus tokens included
+    tried: list[int]  # how often each draft position was reached: all before it accepted, the text not ended
+    taken: list[int]  # and how often it was accepted
 
-    num_rounds: int
-    num_committed: int
-    tried: list[int]
-    taken: list[int]
+    @classmethod
+    def nothing(cls, num_draft_tokens: int) -> "Acceptance":
+        """Of no round."""
+        return cls(0, 0, [0] * num_draft_tokens, [0] * num_draft_tokens)
 
     @property
     def length(self) -> float | None:
@@ -50,11 +50,11 @@ class Acceptance:
 
 def acceptance(rounds: Iterable[Round], *, num_draft_tokens: int) -> Acceptance:
     """Count the rounds of one or more generations; prefills (nothing drafted) are left out."""
-    counted = Acceptance(0, 0, [0] * num_draft_tokens, [0] * num_draft_tokens)
-    for one in rounds:
-        if one.num_drafted == 0:
+    counted = Acceptance.nothing(num_draft_tokens)
+    for round_ in rounds:
+        if round_.num_drafted == 0:
             continue
-        for accepted, committed in zip(one.num_accepted, one.num_committed, strict=True):
+        for accepted, committed in zip(round_.num_accepted, round_.num_committed, strict=True):
             if committed:
                 counted.add(accepted, committed)
     return counted
@@ -71,7 +71,7 @@ def expected_acceptance(starts: ChainStarts, hits: Tensor, *, num_draft_tokens: 
         starts, hits: of `DraftHead.loss`.
         num_draft_tokens: K, at most the depths that were unrolled.
     """
-    counted = Acceptance(0, 0, [0] * num_draft_tokens, [0] * num_draft_tokens)
+    counted = Acceptance.nothing(num_draft_tokens)
     accepted = hits[..., :num_draft_tokens].long().cumprod(-1).sum(-1)  # [B, S]
     room = starts.valid[..., :num_draft_tokens].sum(-1)  # [B, S] supervised tokens that follow, up to K
     for positions, takes, rooms in zip(starts.positions.tolist(), accepted.tolist(), room.tolist(), strict=True):
@@ -92,12 +92,20 @@ def bootstrap_ratio(
     numerators: Sequence[float], denominators: Sequence[float], *, num_draws: int = 2000, seed: int = 0
 ) -> tuple[float, list[float]]:
     """Ratio of sums and its percentile bootstrap 95 % interval over paired entries (one per prompt or batch)."""
-    draw = random.Random(seed)
-    count = len(numerators)
-    ratios = []
-    for _ in range(num_draws):
-        picked = draw.choices(range(count), k=count)
-        ratios.append(sum(numerators[i] for i in picked) / sum(denominators[i] for i in picked))
-    ratios.sort()
-    low, high = ratios[int(0.025 * num_draws)], ratios[int(0.975 * num_draws) - 1]
-    return sum(numerators) / sum(denominators), [low, high]
+    import numpy as np
+    from scipy.stats import bootstrap
+
+    samples = np.asarray(numerators, dtype=float), np.asarray(denominators, dtype=float)
+    ratio = sum(numerators) / sum(denominators)
+    if len(numerators) == 1:
+        return ratio, [ratio, ratio]
+    interval = bootstrap(
+        samples,
+        lambda above, below, axis: above.sum(axis) / below.sum(axis),
+        n_resamples=num_draws,
+        batch=100,  # draws held in memory at a time
+        paired=True,
+        method="percentile",
+        rng=np.random.default_rng(seed),
+    ).confidence_interval
+    return ratio, [float(interval.low), float(interval.high)]

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
 
 import numpy as np
 import torch
@@ -10,13 +9,16 @@ import torch
 from ...configs.errors import BadInput, first_line
 from ...heads.drafter import Drafter
 from ...heads.target import Target
-from ..engine import Engine
+from ..engine import Engine, build_engine
 from ..generate import Generation, check_request, decode
 from ..stopping import Stop
-from ..suites.prompts import Asked, Suite
+from ..suites.prompts import Asked, FailedPrompt, Suite
 from .config import MeasureConfig
-from .resume import Measured, as_record, from_record, settings_key
-from .summary import Side
+from .result import ENGINE
+from .resume import BatchStore, generations_from, record_of, settings_key
+from .summary import MeasuredBatch, Side
+
+Run = Callable[[list[list[int]], Drafter | None, int], Generation]  # a batch, the drafter or None, the seed
 
 
 def measure_batches(
@@ -24,52 +26,44 @@ def measure_batches(
     drafter: Drafter,
     suite: Suite,
     config: MeasureConfig,
-    places: Sequence[range],
     *,
     name: str,
     on_batch: Callable[[], object],
-    store: Measured | None,
-) -> tuple[dict[int, tuple[Side, Side]], list[dict[str, Any]]]:
-    """Both sides of each batch that could be decoded, and `failed` of the others. Args: places: of each batch's prompts
-    in the suite."""
-    key = ""
-    if store is not None:
-        key = settings_key(target, drafter, suite, asdict(config), name=name, engine="headstart", store=store)
-    found: dict[int, tuple[Side, Side]] = {}
-    failed: list[dict[str, Any]] = []
+    store: BatchStore | None,
+) -> tuple[list[MeasuredBatch], list[FailedPrompt]]:
+    """Both sides of each batch that could be decoded, and the prompts of the others."""
+    key = settings_key(target, drafter, suite, asdict(config), name=name, engine=ENGINE, store=store) if store else ""
+    batches: list[MeasuredBatch] = []
+    failed: list[FailedPrompt] = []
     run = runner(target, drafter, suite.prompts, config)
-    is_warm = False
-    for i, batch in enumerate(places):
-        record = store.get(key, i) if store else None
+    is_warmed_up = False
+    for number, start in enumerate(range(0, len(suite.prompts), config.batch_size)):
+        part = suite.only(range(start, min(start + config.batch_size, len(suite.prompts))))
+        record = store.get(key, number) if store else None
         if record is not None:
-            spec, base = (Side(from_record(side)) for side in record["sides"])
-            found[i] = spec, base
+            drafted, baseline = (Side(generations_from(side)) for side in record["sides"])
+            batches.append(MeasuredBatch(number, part, drafted, baseline))
             on_batch()
             continue
-        prompts = [suite.prompts[place] for place in batch]
         try:
-            for which in () if is_warm else (drafter, None):  # warm-up, not counted; again after a resume
-                run(prompts, which, config.seed)
-            is_warm = True
-            found[i] = measure_batch(run, prompts, drafter, config, number=i)
+            for which in () if is_warmed_up else (drafter, None):  # not counted; again after a resume
+                run(part.prompts, which, config.seed)
+            is_warmed_up = True
+            drafted, baseline = both_sides(run, part.prompts, drafter, config, number=number)
         except BadInput:  # of the settings: the prompts have been checked
             raise
-        except Exception as error:  # out of memory, or a fault in a drafter: the other batches stand
-            failed += failures([suite.asked[place] for place in batch], error)
+        except Exception as error:  # out of memory, or a fault in a drafter: the other batches are measured
+            failed += failures(part.asked, error)
         else:
+            batches.append(MeasuredBatch(number, part, drafted, baseline))
             if store is not None:
-                store.add(key, i, {"sides": [as_record(side.runs) for side in found[i]]})
+                store.add(key, number, {"sides": [record_of(side.runs) for side in (drafted, baseline)]})
         on_batch()
-    return found, failed
+    return batches, failed
 
 
-def measure_batch(
-    run: Callable[[list[list[int]], Drafter | None, int], Generation],
-    prompts: list[list[int]],
-    drafter: Drafter,
-    config: MeasureConfig,
-    *,
-    number: int,
+def both_sides(
+    run: Run, prompts: list[list[int]], drafter: Drafter, config: MeasureConfig, *, number: int
 ) -> tuple[Side, Side]:
     """All repeats of speculation and of the baseline, in an order that alternates."""
     sides = Side(), Side()
@@ -85,16 +79,14 @@ def seed_of(seed: int, batch: int, repeat: int) -> int:
     return int(np.random.SeedSequence([seed, batch, repeat]).generate_state(1)[0])
 
 
-def failures(asked: Sequence[Asked], error: Exception) -> list[dict[str, Any]]:
-    """The report's `failed` of prompts that were decoded together when an exception was raised."""
+def failures(asked: Sequence[Asked], error: Exception) -> list[FailedPrompt]:
+    """The prompts that were decoded together when an exception was raised."""
     reason = f"{type(error).__name__}: {first_line(error)}"
-    return [{"prompt": one.number, "row": one.row, "reason": reason} for one in asked]
+    return [FailedPrompt(prompt.number, prompt.row, reason) for prompt in asked]
 
 
-def runner(
-    target: Target, drafter: Drafter | None, prompts: list[list[int]], config: MeasureConfig
-) -> Callable[[list[list[int]], Drafter | None, int], Generation]:
-    """A function that decodes a batch of these prompts with the drafter, or without: the batch, which one, the seed.
+def runner(target: Target, drafter: Drafter | None, prompts: list[list[int]], config: MeasureConfig) -> Run:
+    """A function that decodes a batch of these prompts with the drafter, in the config's setting, or without.
 
     One engine per side and batch size serves all batches, so that recorded steps are recorded once. An engine in which
     an exception was raised is not used again.
@@ -102,20 +94,20 @@ def runner(
     check_request(prompts, target=target, max_new_tokens=config.max_new_tokens)
     stop = Stop.of(target, strings=config.stop_strings)
     generator = torch.Generator(device=target.device) if config.temperature > 0 else None
+    setting = config.setting_for(drafter) if drafter else None
     engines: dict[tuple[int, bool], Engine] = {}
 
     def run(batch: list[list[int]], which: Drafter | None, seed: int) -> Generation:
         key = len(batch), which is not None
         if key not in engines:
-            engines[key] = Engine(
+            engines[key] = build_engine(
                 target,
                 which,
+                setting if which is not None else None,
                 batch_size=len(batch),
                 max_length=max(map(len, prompts)) + config.max_new_tokens,
-                num_draft_tokens=config.num_draft_tokens if which is not None else None,
-                tree=config.tree if which is not None else None,
                 sampling=config.sampling,
-                accept=config.accept,
+                accept=config.accept_rule,
                 steps=config.steps,
                 generator=generator,
             )

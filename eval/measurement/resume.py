@@ -4,7 +4,7 @@ import fcntl
 import hashlib
 import json
 import os
-from dataclasses import asdict, astuple, fields
+from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,30 +17,30 @@ from ...configs.errors import BadInput
 from ...heads.drafting import StaticTree
 from ...heads.target import Target
 from ..generate import Generation, Round
-from ..report.document import processor_name
 from ..suites.prompts import Suite
+from .environment import device_name
 
 FILE = "measured.jsonl"
 Record = dict[str, Any]
 TREE = -1  # the batch number under which a measurement keeps its tree
 
 
-class Measured:
+class BatchStore:
     """OUTPUT/measured.jsonl: a line per finished batch, under the key of all that its figures depend on.
 
-    A batch has one line, written and synced when all its repeats and sides are done. Lines of other keys, left by a
-    measurement with other settings, stay. The file is there from the first batch until the report is written. One
+    A line is written and synced when all repeats and sides of its batch are done. Lines of other keys, left by a
+    measurement with other settings, are kept. The file exists from the first batch until the report is written. One
     process at a time.
     """
 
     def __init__(self, folder: str | Path):
         self.path = Path(folder) / FILE
         self._file: BinaryIO | None = None
-        self._places: dict[tuple[str, int], int] = {}  # byte of a line
+        self._offsets: dict[tuple[str, int], int] = {}  # of each line's first byte
         self._digests: dict[int, str] = {}
         self.used: set[str] = set()
 
-    def __enter__(self) -> "Measured":
+    def __enter__(self) -> "BatchStore":
         """Raises BadInput where another process measures into the folder, and on a damaged file."""
         if self.path.exists():
             self._open()
@@ -51,53 +51,53 @@ class Measured:
             self._file.close()
 
     def __len__(self) -> int:
-        """Batches that are there, under any key."""
-        return sum(batch != TREE for _, batch in self._places)
+        """How many batches it holds, under any key."""
+        return sum(batch != TREE for _, batch in self._offsets)
 
     def get(self, key: str, batch: int) -> Record | None:
-        """What was kept of a batch; None where it is still to be measured."""
+        """The record of a batch; None where it is still to be measured."""
         self.used.add(key)
-        if (key, batch) not in self._places:
+        if (key, batch) not in self._offsets:
             return None
         assert self._file is not None
-        self._file.seek(self._places[key, batch])
+        self._file.seek(self._offsets[key, batch])
         return json.loads(self._file.readline())["measured"]
 
     def add(self, key: str, batch: int, record: Record) -> None:
         """Keep a batch, on disk when this returns."""
         file = self._file or self._open()
-        assert (key, batch) not in self._places, "a batch was measured twice"
-        at = file.seek(0, os.SEEK_END)
+        assert (key, batch) not in self._offsets, "a batch was measured twice"
+        offset = file.seek(0, os.SEEK_END)
         file.write(json.dumps({"key": key, "batch": batch, "measured": record}).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
-        self._places[key, batch] = at
+        self._offsets[key, batch] = offset
 
     def finish(self) -> None:
-        """Forget what the finished report holds; the file goes where nothing else is in it."""
+        """Drop what the finished report holds; the file is removed where nothing else is in it."""
         if self._file is None:
             return
-        places = sorted(at for (key, _), at in self._places.items() if key not in self.used)
-        if not places:
+        offsets = sorted(offset for (key, _), offset in self._offsets.items() if key not in self.used)
+        if not offsets:
             self.path.unlink()
             return
         unfinished = self.path.with_name(f".{FILE}.tmp")
         with unfinished.open("wb") as kept:
-            for at in places:
-                self._file.seek(at)
+            for offset in offsets:
+                self._file.seek(offset)
                 kept.write(self._file.readline())
             kept.flush()
             os.fsync(kept.fileno())
         os.replace(unfinished, self.path)
 
     def digest_of(self, drafter: Any) -> str:
-        """`identity` of a drafter, worked out once."""
+        """`identity` of a drafter, computed once."""
         if id(drafter) not in self._digests:
             self._digests[id(drafter)] = identity(drafter)
         return self._digests[id(drafter)]
 
     def _open(self) -> BinaryIO:
-        """Behind the last whole line; what a kill left behind that is cut off."""
+        """Positioned after the last whole line; what a kill left behind it is cut off."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = self._file = self.path.open("a+b")
         try:
@@ -110,8 +110,8 @@ class Measured:
             if not line.endswith(b"\n"):
                 break
             try:
-                one = json.loads(line)
-                self._places[one["key"], one["batch"]] = end
+                row = json.loads(line)
+                self._offsets[row["key"], row["batch"]] = end
             except (ValueError, KeyError, TypeError) as error:
                 raise BadInput(f"{self.path}:{number}: damaged; delete this line to measure its batch again") from error
             end += len(line)
@@ -120,7 +120,7 @@ class Measured:
 
 
 def settings_key(
-    target: Target, drafter: Any, suite: Suite, settings: Record, *, name: str, engine: str, store: Measured
+    target: Target, drafter: Any, suite: Suite, settings: Record, *, name: str, engine: str, store: BatchStore
 ) -> str:
     """The key of a measurement: a hash of everything that its figures depend on.
 
@@ -128,7 +128,6 @@ def settings_key(
     prompts, the settings, the number of threads and the versions. Names too: what a report tells apart is measured
     apart.
     """
-    cuda = target.device.type == "cuda"
     parts = {
         "engine": engine,
         "names": [name, suite.name],
@@ -139,10 +138,10 @@ def settings_key(
         "machine": [
             str(target.dtype),
             str(target.device),
-            torch.cuda.get_device_name(target.device) if cuda else processor_name(),
+            device_name(target.device),
             torch.get_num_threads(),
         ],
-        "versions": [__version__, torch.__version__, transformers.__version__, [one.name for one in fields(Round)]],
+        "versions": [__version__, torch.__version__, transformers.__version__, [part.name for part in fields(Round)]],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
@@ -169,19 +168,16 @@ def raw_bytes(value: Tensor) -> bytes:
     return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def as_record(runs: list[Generation]) -> list[list[Any]]:
+def record_of(runs: list[Generation]) -> list[list[Any]]:
     """Repeats of one side: token ids and rounds of each, the fields of a round in their order."""
-    return [[run.token_ids, [astuple(one) for one in run.rounds]] for run in runs]
+    return [[run.token_ids, [astuple(done) for done in run.rounds]] for run in runs]
 
 
-def from_record(runs: list[list[Any]]) -> list[Generation]:
-    """The repeats that `as_record` wrote."""
-    return [Generation(token_ids, [Round(*one) for one in rounds]) for token_ids, rounds in runs]
-
-
-def tree_record(tree: StaticTree) -> Record:
-    return asdict(tree)
+def generations_from(record: list[list[Any]]) -> list[Generation]:
+    """The repeats that `record_of` wrote."""
+    return [Generation(token_ids, [Round(*done) for done in rounds]) for token_ids, rounds in record]
 
 
 def tree_from(record: Record) -> StaticTree:
+    """The tree whose `asdict` was kept."""
     return StaticTree(tuple(map(tuple, record["paths"])), record["sampled"])

@@ -1,6 +1,5 @@
 """Are sampled texts the target's? Where each token lies in the target's own distribution behind the same prefix."""
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -8,28 +7,23 @@ import torch
 from torch import Tensor
 
 from ...heads.target import Target
-from ..verify import Sampling, target_probs
+from ..sampling import Sampling, target_probs
 
-# Below it no chance explains a text; a run that is right comes below it once in a million results.
-SMALLEST_P = 1e-6
+SMALLEST_P = 1e-6  # a lossless run falls below it once in a million results
 CHUNK = 256  # positions whose distributions are held at a time
 
 
 @dataclass(frozen=True)
 class SamplingCheck:
-    """Kolmogorov-Smirnov test of sampled tokens against the target's distribution.
+    """Kolmogorov-Smirnov test of sampled tokens against the target's distribution."""
 
-    num_tokens: that were sampled with drafts. p_value: how often as large a deviation comes by chance alone.
-    baseline_p_value: the same of texts sampled without drafts, of which none should come of the drafts.
-    """
-
-    num_tokens: int
-    p_value: float | None
-    baseline_p_value: float | None
+    num_tokens: int  # sampled with drafts
+    p_value: float | None  # how often chance alone gives as large a deviation
+    baseline_p_value: float | None  # the same of texts sampled without drafts
 
     @property
     def holds(self) -> bool:
-        """Whether the texts may be the target's, as far as can be told from them."""
+        """Whether the texts may have been drawn from the target's distribution."""
         return self.p_value is None or self.p_value >= SMALLEST_P
 
 
@@ -89,10 +83,8 @@ def uniform_p_value(values: Tensor) -> float | None:
     size = len(values)
     if size < 20:
         return None
-    ordered, steps = values.sort().values, torch.arange(size + 1, dtype=torch.double) / size
-    distance = float(torch.maximum((steps[1:] - ordered).max(), (ordered - steps[:-1]).max()))
-    scaled = (math.sqrt(size) + 0.12 + 0.11 / math.sqrt(size)) * distance
-    if scaled < 0.3:  # where the series converges slowly, to 1
-        return 1.0
-    terms = ((-1) ** (k - 1) * math.exp(-2 * (k * scaled) ** 2) for k in range(1, 101))
-    return min(1.0, max(0.0, 2 * sum(terms)))
+    from scipy.special import kolmogorov
+    from scipy.stats import ks_1samp, uniform
+
+    distance = ks_1samp(values.numpy(), uniform.cdf, method="asymp").statistic
+    return float(kolmogorov((size**0.5 + 0.12 + 0.11 / size**0.5) * distance))

@@ -1,4 +1,4 @@
-"""How long rounds take here, by batch, context and what is drafted: measured by decoding, and read in between."""
+"""How long rounds take here, by batch, context and setting: measured by decoding, and interpolated in between."""
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -10,10 +10,10 @@ import torch
 from ...configs.errors import BadInput
 from ...heads.drafter import Drafter
 from ...heads.target import Target
-from ..engine import Engine
+from ..engine import Engine, build_engine
 from ..generate import Stopwatch, Texts, prefill, run_round
+from ..sampling import Sampling
 from ..stopping import Stop
-from ..verify import Sampling
 from .config import DraftSetting
 
 NUM_ROUNDS = 8  # timed per cell and pass
@@ -24,21 +24,25 @@ PARTS = ("draft_ms", "verify_ms", "overhead_ms", "reading_ms", "prefill_ms")
 
 @dataclass(frozen=True)
 class StepTime:
-    """A round's parts in milliseconds, medians. setting: None for the baseline. num_tokens: the target reads per row.
+    """A round's parts in milliseconds, medians."""
 
-    prefill_ms: what the target takes to read the prompts, and reading_ms the drafter, once per batch of texts.
-    """
-
-    setting: str | None
+    setting: str | None  # None: the baseline
     batch_size: int
     context: int
-    num_tokens: int
+    num_tokens: int  # that the target reads per row
     num_draft_tokens: int
     draft_ms: float
     verify_ms: float
     overhead_ms: float
-    reading_ms: float = 0.0
-    prefill_ms: float = 0.0
+    reading_ms: float = 0.0  # once per batch of texts: the drafter reads the prompts,
+    prefill_ms: float = 0.0  # and the target
+
+    @classmethod
+    def of(cls, setting: DraftSetting | None, *, batch_size: float, context: float, **parts: float) -> "StepTime":
+        """Of a round of a setting, or of a baseline step. Args: parts: PARTS by name."""
+        num_drafted, num_draft = (setting.num_drafted, setting.num_draft_tokens) if setting else (0, 0)
+        name = setting.name if setting else None
+        return cls(name, round(batch_size), round(context), 1 + num_drafted, num_draft, **parts)
 
     @property
     def round_ms(self) -> float:
@@ -73,23 +77,25 @@ def measure_step_times(
     Raises: BadInput where a context and its rounds exceed what the target reads.
     """
     check_room(target, contexts, settings)
-    places = [
-        Place(target, drafter, settings, batch_size=size, context=context, text=text, sampling=sampling, steps=steps)
+    cells = [
+        TimedCell(
+            target, drafter, settings, batch_size=size, context=context, text=text, sampling=sampling, steps=steps
+        )
         for size in batch_sizes
         for context in contexts
     ]
     for number in range(NUM_PASSES):
-        for place in places if number % 2 == 0 else places[::-1]:
-            place.run(on_setting=on_cell)
-            place.rest()
-    return [*(place.usual for place in places), *(one for place in places for one in place.found)]
+        for cell in cells if number % 2 == 0 else cells[::-1]:
+            cell.run(on_setting=on_cell)
+            cell.release()
+    return [*(cell.baseline for cell in cells), *(time for cell in cells for time in cell.rounds)]
 
 
-class Place:
+class TimedCell:
     """Rounds of every setting, and baseline steps, at one batch size and context, timed in passes.
 
     Each pass over a setting is followed by baseline steps, and counts relative to these: where the machine's speed
-    drifts, both drift. Then it is told in milliseconds of a usual baseline step.
+    drifts, both drift. The result is in milliseconds again, by the median baseline step.
     """
 
     def __init__(
@@ -110,9 +116,8 @@ class Place:
         self.rows = [cut(text, row * context, context) for row in range(batch_size)]
         self.max_length = context + max(map(most_tokens, (None, *settings)))  # of all engines: caches of one size
         self.plain: list[StepTime] = []  # passes of the baseline, one before the settings and one after each
-        self.drafted: dict[DraftSetting, list[StepTime]] = {
-            one: [] for one in settings
-        }  # in baseline steps beside them
+        # passes of each setting, in baseline steps beside them
+        self.drafted: dict[DraftSetting, list[StepTime]] = {setting: [] for setting in settings}
         self.decodings: dict[DraftSetting | None, Decoding] = {}
 
     @torch.no_grad()
@@ -123,47 +128,44 @@ class Place:
         """
         forth = self.settings if len(self.plain) % (2 * (len(self.settings) + 1)) == 0 else self.settings[::-1]
         if reads_again:
-            for one in self.decodings.values():
-                one.read()
+            for decoding in self.decodings.values():
+                decoding.read()
         self.plain.append(self._decoding(None).time())
         for setting in forth:
-            found = self._decoding(setting).time()
+            time = self._decoding(setting).time()
             self.plain.append(self._decoding(None).time())
-            self.drafted[setting].append(found.scaled(1 / self.plain[-1].round_ms))
+            self.drafted[setting].append(time.scaled(1 / self.plain[-1].round_ms))
             on_setting()
 
-    def rest(self) -> None:
+    def release(self) -> None:
         """Give back the memory of the engines."""
         self.decodings.clear()
 
     @property
-    def usual(self) -> StepTime:
+    def baseline(self) -> StepTime:
         """A baseline step."""
-        return middle(self.plain)
+        return median_of(self.plain)
 
     @property
-    def found(self) -> list[StepTime]:
+    def rounds(self) -> list[StepTime]:
         """A round of each setting."""
-        return [middle(passes).scaled(self.usual.round_ms) for passes in self.drafted.values()]
+        return [median_of(passes).scaled(self.baseline.round_ms) for passes in self.drafted.values()]
 
     def _decoding(self, setting: DraftSetting | None) -> "Decoding":
         if setting not in self.decodings:
-            self.decodings[setting] = Decoding(self._engine(setting), self.rows, setting)
+            draws = self.sampling is not None and self.sampling.temperature > 0
+            engine = build_engine(
+                self.target,
+                self.drafter if setting else None,
+                setting,
+                batch_size=len(self.rows),
+                max_length=self.max_length,
+                sampling=self.sampling,
+                steps=self.steps,
+                generator=torch.Generator(self.target.device).manual_seed(0) if draws else None,
+            )
+            self.decodings[setting] = Decoding(engine, self.rows, setting)
         return self.decodings[setting]
-
-    def _engine(self, setting: DraftSetting | None) -> Engine:
-        warm = self.sampling is not None and self.sampling.temperature > 0
-        return Engine(
-            self.target,
-            self.drafter if setting else None,
-            batch_size=len(self.rows),
-            max_length=self.max_length,
-            num_draft_tokens=setting.num_draft_tokens if setting and not setting.tree else None,
-            tree=setting.tree if setting else None,
-            sampling=self.sampling,
-            steps=self.steps,
-            generator=torch.Generator(self.target.device).manual_seed(0) if warm else None,
-        )
 
 
 class Decoding:
@@ -181,32 +183,28 @@ class Decoding:
     def read(self) -> None:
         """The prompts, timed."""
         texts = self._texts()
-        first, self.reading, self.last, self.start, self.reading_seconds = prefill(self.engine, texts, self.watch)
+        first, self.state, self.reading_seconds = prefill(self.engine, texts, self.watch)
         self.first_tokens, self.prefill_seconds = texts.new, first.seconds
 
     def time(self) -> StepTime:
         """Medians over NUM_ROUNDS rounds, behind a first one that does not count; texts do not end."""
-        texts, setting = self._texts(), self.setting
+        texts, state, rounds = self._texts(), self.state, []
         texts.new = [list(row) for row in self.first_tokens]
-        reading, last, start, rounds = self.reading, self.last, self.start, []
         for _ in range(NUM_ROUNDS + 1):
-            done, reading, last, start = run_round(self.engine, texts, reading, last, start, self.watch)
+            done, state = run_round(self.engine, texts, state, self.watch)
             rounds.append(done)
-        draft, verify, whole = (
-            1000 * statistics.median(getattr(one, name) for one in rounds[1:])
-            for name in ("draft_seconds", "verify_seconds", "seconds")
-        )
-        reading_ms = 1000 * (self.reading_seconds + rounds[0].seconds) - whole  # some drafters read in the first round
-        return StepTime(
-            setting=setting.name if setting else None,
+        draft = 1000 * statistics.median(done.draft_seconds for done in rounds[1:])
+        verify = 1000 * statistics.median(done.verify_seconds for done in rounds[1:])
+        whole = 1000 * statistics.median(done.seconds for done in rounds[1:])
+        reading = 1000 * (self.reading_seconds + rounds[0].seconds) - whole  # some drafters read in the first round
+        return StepTime.of(
+            self.setting,
             batch_size=len(self.rows),
             context=len(self.rows[0]),
-            num_tokens=1 + (setting.num_drafted if setting else 0),
-            num_draft_tokens=setting.num_draft_tokens if setting else 0,
             draft_ms=draft,
             verify_ms=verify,
             overhead_ms=max(whole - draft - verify, 0.0),
-            reading_ms=max(reading_ms, 0.0) if setting else 0.0,
+            reading_ms=max(reading, 0.0) if self.setting else 0.0,
             prefill_ms=1000 * self.prefill_seconds,
         )
 
@@ -220,6 +218,7 @@ def most_tokens(setting: DraftSetting | None) -> int:
 
 
 def check_room(target: Target, contexts: Iterable[int], settings: Sequence[DraftSetting]) -> None:
+    """Raises BadInput where the longest context and its timed rounds exceed what the target reads."""
     longest, most = max(contexts), max(map(most_tokens, settings), default=NUM_ROUNDS)
     if longest + most > target.max_positions:
         raise BadInput(
@@ -232,48 +231,39 @@ def cut(text: Sequence[int], start: int, length: int) -> list[int]:
     return [text[(start + i) % len(text)] for i in range(length)]
 
 
-def middle(passes: Sequence[StepTime]) -> StepTime:
+def median_of(passes: Sequence[StepTime]) -> StepTime:
     """The medians of several passes over one cell."""
-    parts = {name: statistics.median(getattr(one, name) for one in passes) for name in PARTS}
+    parts = {name: statistics.median(getattr(time, name) for time in passes) for name in PARTS}
     return replace(passes[0], **parts)
 
 
 @dataclass(frozen=True)
 class StepTable:
-    """Measured step times, read linearly between what was measured, and beyond it along the outermost two."""
+    """Measured step times, linear between what was measured, and beyond it along the outermost two."""
 
     times: tuple[StepTime, ...]
 
     def at(self, setting: DraftSetting | None, *, batch_size: float, context: float) -> StepTime:
         """A round of a setting, or a baseline step. A chain that was not measured lies between those that were."""
-        known = [one for one in self.times if one.setting == (setting.name if setting else None)]
+        known = [time for time in self.times if time.setting == (setting.name if setting else None)]
         if not known and setting is not None and setting.tree is None:
-            known = [one for one in self.times if one.setting and one.num_tokens == one.num_draft_tokens + 1]
+            known = [time for time in self.times if time.setting and time.num_tokens == time.num_draft_tokens + 1]
         if not known:
             raise BadInput(f"{setting.name if setting else 'baseline'}: no step time was measured")
-        parts = {name: self._read(known, name, setting, batch_size, context) for name in PARTS}
-        num_tokens = 1 + (setting.num_drafted if setting else 0)
-        num_draft = setting.num_draft_tokens if setting else 0
-        name = setting.name if setting else None
-        return StepTime(name, round(batch_size), round(context), num_tokens, num_draft, **parts)
-
-    def _read(
-        self, known: Sequence[StepTime], name: str, setting: DraftSetting | None, batch_size: float, context: float
-    ) -> float:
-        def over(rows: Sequence[StepTime], key: str, at: float, then: Callable[[Sequence[StepTime]], float]) -> float:
-            values = sorted({getattr(one, key) for one in rows})
-            points = [(value, then([one for one in rows if getattr(one, key) == value])) for value in values]
-            return interpolate(points, at)
-
         length = setting.num_draft_tokens if setting else 0
+        axes = (("batch_size", batch_size), ("context", context), ("num_draft_tokens", length))
+        parts = {name: max(interpolated(known, name, axes), 0.0) for name in PARTS}
+        return StepTime.of(setting, batch_size=batch_size, context=context, **parts)
 
-        def by_length(rows: Sequence[StepTime]) -> float:
-            return over(rows, "num_draft_tokens", length, lambda same: getattr(same[0], name))
 
-        def by_context(rows: Sequence[StepTime]) -> float:
-            return over(rows, "context", context, by_length)
-
-        return max(over(known, "batch_size", batch_size, by_context), 0.0)
+def interpolated(times: Sequence[StepTime], part: str, axes: Sequence[tuple[str, float]]) -> float:
+    """A part of the times, linear along each axis, a field of StepTime, at the value beside it."""
+    if not axes:
+        return getattr(times[0], part)
+    (axis, at), *others = axes
+    values = sorted({getattr(time, axis) for time in times})
+    rows = ([time for time in times if getattr(time, axis) == value] for value in values)
+    return interpolate([(value, interpolated(row, part, others)) for value, row in zip(values, rows, strict=True)], at)
 
 
 def interpolate(points: Sequence[tuple[float, float]], at: float) -> float:

@@ -1,18 +1,21 @@
-"""The numbers of a result entry, all derived from the rounds of both sides."""
+"""From the rounds of both sides to the figures of a result; a `Result` is made here and nowhere else."""
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import mul
 
 import torch
 
+from ...heads.drafting import StaticTree, Tree
 from ...heads.target import Target
 from ..generate import Generation
+from ..suites.prompts import FailedPrompt, Suite
 from .bandwidth import baseline_bandwidth
-from .breakdown import conventions
-from .config import MeasureConfig
+from .config import DraftSetting, MeasureConfig
 from .metrics import Acceptance, acceptance, bootstrap_ratio
+from .result import Conventions, FixedTreeShape, Result, Timing, TreeLimits
 
 
 @dataclass
@@ -28,70 +31,146 @@ class Side:
     @property
     def decode_seconds(self) -> float:
         """From each row's first token to its last."""
-        return sum(one.seconds for run in self.runs for one in run.rounds[1:])
+        return sum(done.seconds for run in self.runs for done in run.rounds[1:])
 
     @property
     def decode_tokens(self) -> int:
         """Emitted tokens but the first of each row, which the prefill gives."""
-        return sum(sum(one.num_emitted) for run in self.runs for one in run.rounds[1:])
+        return sum(sum(done.num_emitted) for run in self.runs for done in run.rounds[1:])
 
     @property
-    def seconds_per_token(self) -> float:
-        return self.decode_seconds / max(1, self.decode_tokens)
+    def texts(self) -> list[list[list[int]]]:
+        """The new tokens of each row, in all repeats."""
+        return [list(texts) for texts in zip(*(run.token_ids for run in self.runs), strict=True)]
 
 
-def summarise(
-    target: Target, batches: list, sides: list[tuple[Side, Side]], *, config: MeasureConfig, num_draft: int
-) -> dict[str, Any]:
-    """The numbers of a result entry, all derived from the rounds. batches: the prompts behind each pair of sides."""
+@dataclass(frozen=True)
+class MeasuredBatch:
+    """One batch of prompts, and what both sides did with it."""
+
+    number: int
+    suite: Suite  # with these prompts alone
+    drafted: Side
+    baseline: Side
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Of the baseline and of speculation, for as many tokens as speculation emitted: prefills left out."""
+        per_token = self.baseline.decode_seconds / max(1, self.baseline.decode_tokens)
+        return per_token * self.drafted.decode_tokens, self.drafted.decode_seconds
+
+
+def unmeasured(
+    suite: Suite,
+    config: MeasureConfig,
+    setting: DraftSetting,
+    *,
+    engine: str,
+    drafter: str,
+    num_prompts: int,
+    failed: list[FailedPrompt],
+) -> Result:
+    """A result without figures: what is measured, and how. Args: num_prompts: those that were decoded."""
+    return Result(
+        engine=engine,
+        drafter=drafter,
+        suite=suite.name,
+        suite_version=suite.version,
+        suite_digest=suite.digest,
+        system=suite.asking.system if suite.template_hash else None,
+        thinking=suite.asking.thinking if suite.template_hash else None,
+        template_hash=suite.template_hash,
+        tree=setting.tree_name,
+        tree_shape=tree_shape(setting.tree),
+        num_drafted=setting.num_drafted,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        accept=config.accept,
+        typical_epsilon=config.typical_epsilon,
+        typical_delta=config.typical_delta,
+        steps=config.steps,
+        batch_size=config.batch_size,
+        num_draft_tokens=setting.num_draft_tokens,
+        num_prompts=num_prompts,
+        failed=failed,
+        max_new_tokens=config.max_new_tokens,
+        num_repeats=config.num_repeats,
+    )
+
+
+def tree_shape(tree: Tree | None) -> FixedTreeShape | TreeLimits | None:
+    """As the report has it; None for a chain."""
+    if isinstance(tree, StaticTree):
+        return FixedTreeShape(list(tree.parents))
+    return TreeLimits(tree.num_nodes, tree.depth, tree.top_k) if tree else None
+
+
+def with_figures(result: Result, target: Target, batches: Sequence[MeasuredBatch]) -> Result:
+    """The result with all that is derived from the rounds alone."""
     # greedy repeats count the same rounds: acceptance is taken from the first; sampled ones differ: from all
-    counted_runs = 1 if config.temperature == 0 else config.num_repeats
-    rounds = [one for spec, _ in sides for run in spec.runs[:counted_runs] for one in run.rounds]
-    counted: Acceptance = acceptance(rounds, num_draft_tokens=num_draft)
+    counted_runs = 1 if result.temperature == 0 else result.num_repeats
+    runs = [run for batch in batches for run in batch.drafted.runs[:counted_runs]]
+    counted = acceptance((done for run in runs for done in run.rounds), num_draft_tokens=result.num_draft_tokens)
     # seconds per token and prompt, weighted by the tokens that speculation emitted: equal tokens on both sides
-    tokens = [spec.decode_tokens for spec, _ in sides]
-    spec_seconds = [spec.decode_seconds for spec, _ in sides]
-    base_seconds = [base.seconds_per_token * spec.decode_tokens for spec, base in sides]
-    timed = timed_pairs(sides)
-    speedup, interval = speedup_of(timed)
-    spec_whole = sum(spec.prefill_seconds for spec, _ in sides) + sum(spec_seconds)
-    base_whole = sum(base.prefill_seconds for _, base in sides) + sum(base_seconds)
-    total, spec_total, base_total = sum(tokens), sum(spec_seconds), sum(base_seconds)
-    return {
-        "num_tokens": sum(len(row) for spec, _ in sides for run in spec.runs[:counted_runs] for row in run.token_ids),
-        "num_rounds": counted.num_rounds,
-        "num_committed": counted.num_committed,
-        "acceptance_length": rounded(counted.length),
-        "acceptance_rate": [rounded(rate) for rate in counted.rate],
-        "tokens_per_second": rounded(total / spec_total if spec_total else None, 2),
-        "baseline_tokens_per_second": rounded(total / base_total if base_total else None, 2),
-        "speedup": rounded(speedup),
-        "speedup_ci95": [rounded(x) for x in interval],
-        **speedup_percentiles(timed),
-        "conventions": conventions(counted, num_tokens=total // config.num_repeats * counted_runs),
-        "end_to_end_speedup": rounded(base_whole / spec_whole if sides else None),
-        "ttft_ms": first_token_ms(spec for spec, _ in sides),
-        "baseline_ttft_ms": first_token_ms(base for _, base in sides),
-        "time_per_output_token_ms": rounded(1000 * spec_total / max(1, total), 3),
-        "baseline_time_per_output_token_ms": rounded(1000 * base_total / max(1, total), 3),
-        "baseline_bandwidth": baseline_bandwidth(
-            target, [(prompts, base.runs) for prompts, (_, base) in zip(batches, sides, strict=True)]
+    num_decoded = sum(batch.drafted.decode_tokens for batch in batches)
+    base_seconds = sum(batch.seconds[0] for batch in batches)
+    spec_seconds = sum(batch.seconds[1] for batch in batches)
+    spec_whole = sum(batch.drafted.prefill_seconds for batch in batches) + spec_seconds
+    base_whole = sum(batch.baseline.prefill_seconds for batch in batches) + base_seconds
+    length = rounded(counted.length)
+    return replace(
+        with_speedup(result, timed_seconds(batches)),
+        num_tokens=sum(len(row) for run in runs for row in run.token_ids),
+        num_rounds=counted.num_rounds,
+        num_committed=counted.num_committed,
+        acceptance_length=length,
+        acceptance_rate=[rounded(rate) for rate in counted.rate],
+        tokens_per_second=rounded(num_decoded / spec_seconds if spec_seconds else None, 2),
+        baseline_tokens_per_second=rounded(num_decoded / base_seconds if base_seconds else None, 2),
+        conventions=conventions(counted, num_tokens=num_decoded // result.num_repeats * counted_runs),
+        end_to_end_speedup=rounded(base_whole / spec_whole if batches else None),
+        ttft_ms=first_token_ms(batch.drafted for batch in batches),
+        baseline_ttft_ms=first_token_ms(batch.baseline for batch in batches),
+        time_per_output_token_ms=rounded(1000 * spec_seconds / max(1, num_decoded), 3),
+        baseline_time_per_output_token_ms=rounded(1000 * base_seconds / max(1, num_decoded), 3),
+        baseline_bandwidth=baseline_bandwidth(
+            target, [(batch.suite.prompts, batch.baseline.runs) for batch in batches]
         ),
-    }
+        timing=timing(batches, length),
+    )
 
 
-def timed_pairs(sides: Sequence[tuple[Side, Side]]) -> list[tuple[float, float]]:
-    """Baseline and speculative seconds for as many tokens as speculation emitted, of each prompt or batch.
+def timed_seconds(batches: Iterable[MeasuredBatch]) -> list[tuple[float, float]]:
+    """`seconds` of each batch, those left out whose answers end with their first token: nothing was timed there."""
+    return [batch.seconds for batch in batches if all(batch.seconds)]
 
-    Answers that end with their first token leave nothing to time, and are left out.
+
+def with_speedup(result: Result, seconds: Sequence[tuple[float, float]]) -> Result:
+    """The result with its speedups. Args: seconds: baseline and speculative, for equal tokens, per prompt or batch.
+
+    The percentiles are what the slowest, middling and fastest prompts (batches) see, interpolated linearly.
     """
-    pairs = ((base.seconds_per_token * spec.decode_tokens, spec.decode_seconds) for spec, base in sides)
-    return [(base, spec) for base, spec in pairs if base and spec]
+    speedup, interval = speedup_of(seconds)
+    ratios = torch.tensor([base / spec for base, spec in seconds], dtype=torch.float64)
+    shares = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    p10, median, p90 = map(rounded, ratios.quantile(shares).tolist() if seconds else [None] * 3)
+    return replace(
+        result,
+        speedup=speedup,
+        speedup_ci95=interval,
+        speedup_p10=p10,
+        speedup_median=median,
+        speedup_p90=p90,
+    )
 
 
-def speedup_of(timed: Sequence[tuple[float, float]]) -> tuple[float | None, list[Any]]:
+def speedup_of(seconds: Sequence[tuple[float, float]]) -> tuple[float | None, list[float | None]]:
     """Summed baseline time over summed speculative time, and its 95 % interval; None where nothing was timed."""
-    return bootstrap_ratio(*zip(*timed, strict=True)) if timed else (None, [None, None])
+    if not seconds:
+        return None, [None, None]
+    ratio, interval = bootstrap_ratio(*zip(*seconds, strict=True))
+    return rounded(ratio), [rounded(end) for end in interval]
 
 
 def first_token_ms(sides: Iterable[Side]) -> float | None:
@@ -100,41 +179,41 @@ def first_token_ms(sides: Iterable[Side]) -> float | None:
     return rounded(1000 * statistics.median(seconds), 3) if seconds else None
 
 
-def speedup_percentiles(timed: Iterable[tuple[float, float]]) -> dict[str, float | None]:
-    """What the slowest, middling and fastest prompts (batches) see, interpolated linearly between them.
+def conventions(counted: Acceptance, *, num_tokens: int) -> Conventions:
+    """The same counts as other engines name them; docs/report_schema.md names the sources."""
+    if not counted.num_rounds:
+        return Conventions(vllm_per_position=[0.0] * len(counted.tried), eagle_n_alpha=[0.0] * len(counted.tried))
+    rates = [rate or 0.0 for rate in counted.rate]
+    return Conventions(
+        vllm_mean_acceptance_length=round(1 + sum(counted.taken) / counted.num_rounds, 4),
+        vllm_per_position=[round(joint, 4) for joint in accumulate(rates, mul)],
+        sglang_accept_length=round(num_tokens / counted.num_rounds, 4),
+        eagle_n_alpha=[round(rate, 4) for rate in rates],
+    )
 
-    Args: timed: baseline and speculative seconds for equal tokens, one pair per prompt or batch.
-    """
-    names = ("speedup_p10", "speedup_median", "speedup_p90")
-    ratios = torch.tensor([base / spec for base, spec in timed], dtype=torch.float64)
-    if not len(ratios):
-        return dict.fromkeys(names)
-    shares = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
-    return {name: rounded(x) for name, x in zip(names, ratios.quantile(shares).tolist(), strict=True)}
 
-
-def timing(sides: list[tuple[Side, Side]], acceptance_length: float | None) -> dict[str, float | None]:
+def timing(batches: Sequence[MeasuredBatch], acceptance_length: float | None) -> Timing:
     """Where a round's time goes, mean milliseconds, and what speedup that explains.
 
     formula_speedup = acceptance_length * baseline_ms / (draft_ms + verify_ms + overhead_ms): what rounds that all
     commit the mean would give. It differs from the measured speedup by last rounds that max_new_tokens cuts and, at
     batch size > 1, by rows that end early.
     """
-    rounds = [one for spec, _ in sides for run in spec.runs for one in run.rounds[1:]]
-    steps = [one for _, base in sides for run in base.runs for one in run.rounds[1:]]
+    rounds = [done for batch in batches for run in batch.drafted.runs for done in run.rounds[1:]]
+    steps = [done for batch in batches for run in batch.baseline.runs for done in run.rounds[1:]]
     if not rounds or not steps or acceptance_length is None:
-        return dict.fromkeys(("draft_ms", "verify_ms", "overhead_ms", "baseline_ms", "formula_speedup"))
-    whole = 1000 * statistics.fmean(one.seconds for one in rounds)
-    draft = 1000 * statistics.fmean(one.draft_seconds for one in rounds)
-    verify = 1000 * statistics.fmean(one.verify_seconds for one in rounds)
-    baseline = 1000 * statistics.fmean(one.seconds for one in steps)
-    return {
-        "draft_ms": rounded(draft),
-        "verify_ms": rounded(verify),
-        "overhead_ms": rounded(whole - draft - verify),
-        "baseline_ms": rounded(baseline),
-        "formula_speedup": rounded(acceptance_length * baseline / whole),
-    }
+        return Timing()
+    whole = 1000 * statistics.fmean(done.seconds for done in rounds)
+    draft = 1000 * statistics.fmean(done.draft_seconds for done in rounds)
+    verify = 1000 * statistics.fmean(done.verify_seconds for done in rounds)
+    baseline = 1000 * statistics.fmean(done.seconds for done in steps)
+    return Timing(
+        draft_ms=rounded(draft),
+        verify_ms=rounded(verify),
+        overhead_ms=rounded(whole - draft - verify),
+        baseline_ms=rounded(baseline),
+        formula_speedup=rounded(acceptance_length * baseline / whole),
+    )
 
 
 def rounded(value: float | None, digits: int = 4) -> float | None:

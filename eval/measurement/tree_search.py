@@ -6,14 +6,13 @@ from dataclasses import replace
 import torch
 
 from ...configs.errors import BadInput
-from ...heads.base import ChainStarts, DraftBatch, DraftHead
+from ...heads.base import DraftBatch, DraftHead
 from ...heads.drafter import Drafter
 from ...heads.drafting import DynamicTree, StaticTree, Tree
 from ...heads.target import Target
 from ..generate import generate
 from .config import DraftSetting, chains, draft_length
 from .step_times import interpolate, measure_step_times, most_tokens
-from .unrolled import unrolled
 
 Accuracies = list[list[float]]  # [depth][rank]: P(the rank-th guess at a depth is right | the path to it is right)
 
@@ -36,9 +35,7 @@ def rank_accuracies(
         ids = torch.tensor([[*prompt, *new]], device=target.device)  # [1, T]
         mask = torch.arange(ids.shape[1], device=target.device)[None] >= len(prompt)
         batch = DraftBatch(ids, mask, target.forward(ids, feature_layers=head.feature_layers))
-        starts: ChainStarts
-        with unrolled(head, num_depths):
-            starts, logits = head.teacher_forced_logits(batch)  # [1, S, K, Vd]
+        starts, logits = head.teacher_forced_logits(batch, num_depths=num_depths)  # [1, S, K, Vd]
         guesses = head.to_target(logits.topk(num_ranks, -1).indices)  # [1, S, K, ranks]
         for depth in range(num_depths):
             labels = starts.take(ids, offset=depth + 2)  # [1, S]
@@ -49,7 +46,7 @@ def rank_accuracies(
 
 
 def best_nodes(accuracies: Accuracies, num_nodes: int) -> list[tuple[tuple[int, ...], float]]:
-    """The num_nodes paths most likely to stand, with that likelihood, best first.
+    """The num_nodes paths most likely to be accepted, with that likelihood, best first.
 
     A node's likelihood is the product of its path's accuracies (Medusa, section 2.3.3), so it never exceeds its
     parent's nor its better sibling's, and taking the best neighbour again and again gives the best tree of its size:
@@ -117,7 +114,8 @@ def costs(
 ) -> tuple[Callable[[int], float], Callable[[int], float]]:
     """Milliseconds of verifying so many nodes, and of drafting so deep, one row behind a context, measured here.
 
-    Trees of one level tell of verifying, chains of drafting: a tree's level costs a little more than a chain's step.
+    Verifying is timed on trees of one level, drafting on chains: a tree's level costs a little more than a chain's
+    step.
     """
     deepest = chains(head, {1, head.max_draft_tokens or head.num_depths})
     ranks = min(max_nodes, target.vocab_size if head.vocabulary is None else len(head.vocabulary.to_target))
@@ -125,8 +123,8 @@ def costs(
     wide = [DraftSetting(f"{size}", 1, StaticTree(tuple((rank,) for rank in range(size)))) for size in sizes]
     context = min(context, target.max_positions - most_tokens(deepest[-1]))
     times = measure_step_times(target, head, [*deepest, *wide], batch_sizes=[1], contexts=[context], text=text)
-    verify = sorted({one.num_tokens: one.verify_ms + one.overhead_ms for one in times}.items())
-    draft = [(one.num_draft_tokens, one.draft_ms) for one in times[1 : 1 + len(deepest)]]
+    verify = sorted({time.num_tokens: time.verify_ms + time.overhead_ms for time in times}.items())
+    draft = [(time.num_draft_tokens, time.draft_ms) for time in times[1 : 1 + len(deepest)]]
     return lambda nodes: interpolate(verify, nodes + 1), lambda depth: interpolate(draft, depth)
 
 
@@ -161,7 +159,7 @@ def named_tree(
     if name == "sampled-chain":
         return sampled_chain(draft_length(drafter, num_draft_tokens))
     if name == "dynamic":
-        depth = drafter.max_draft_tokens or drafter.default_draft_tokens
+        depth = draft_length(drafter, None)
         return DynamicTree(num_nodes=num_nodes, depth=depth, top_k=max(4, round(num_nodes**0.5)))
     prompts = list(prompts[:NUM_CALIBRATION])
     texts = generate(target, None, prompts, max_new_tokens=max_new_tokens).token_ids

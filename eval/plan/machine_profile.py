@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ...configs.errors import BadInput
 from ...heads.drafter import Drafter, Reading
 from ...heads.target import Target
-from ..engine import Engine
+from ..engine import build_engine
 from ..measurement.bandwidth import cache_bytes, weight_bytes
 from ..measurement.config import DraftSetting
 from ..measurement.step_times import StepTime
@@ -153,7 +153,7 @@ def times_on(machine: Machine, target: Target, drafter: Drafter, settings: Seque
 @torch.no_grad()
 def forward_operations(target: Target) -> int:
     """Floating-point operations of a forward of one token, its logits included; behind one token of context."""
-    engine = Engine(target, None, batch_size=1, max_length=8)
+    engine = build_engine(target, None, None, batch_size=1, max_length=8)
     tokens = torch.zeros(1, 1, dtype=torch.long, device=target.device)
     return operations(lambda: engine.prefill(tokens, torch.ones_like(tokens[0])))
 
@@ -163,11 +163,10 @@ def draft_operations(target: Target, drafter: Drafter, setting: DraftSetting) ->
     """Floating-point operations of one round's drafting of one row, what was committed read first."""
     if drafter.on_host:
         return 0
-    length = None if setting.tree else setting.num_draft_tokens
-    engine = Engine(target, drafter, batch_size=1, max_length=8, num_draft_tokens=length, tree=setting.tree)
+    engine = build_engine(target, drafter, setting, batch_size=1, max_length=8)
     tokens = torch.zeros(1, 1, dtype=torch.long, device=target.device)
     output, last = engine.prefill(tokens, torch.ones_like(tokens[0]))
-    read = engine.take_in(Reading(tokens, last, output, torch.zeros_like(tokens[0]), torch.ones_like(tokens[0])))
+    read = engine.commit_prompts(Reading(tokens, last, output, torch.zeros_like(tokens[0]), torch.ones_like(tokens[0])))
     engine.begin_round(2)
     return operations(lambda: engine.draft(read))
 

@@ -14,8 +14,8 @@ from ...heads.target import Target
 from ..measurement.config import DraftSetting, chains
 from ..measurement.measure import MeasureConfig, measure
 from ..measurement.step_times import NUM_PASSES, StepTable, StepTime, measure_step_times, most_tokens
+from ..sampling import Sampling
 from ..suites.prompts import Suite
-from ..verify import Sampling
 from .engine_settings import for_sglang, measured_lengths, schedule
 from .load import NUM_SERVED, NUM_SIMULATED, load_curve, simulated_servers
 from .machine_profile import Machine, times_on
@@ -133,7 +133,7 @@ class Planner:
         """Chains and trees to consider."""
         names = self.config.trees
         if names is None:
-            names = DEFAULT_TREES if hasattr(self.drafter, "propose_tree") else ()
+            names = DEFAULT_TREES if self.drafter.drafts_trees else ()
         new = self.config.measure.max_new_tokens
         shaped = named_trees(names, self.target, self.drafter, self.suite.prompts, max_new_tokens=new)
         return [*chains(self.drafter, self.config.lengths), *shaped]

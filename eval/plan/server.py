@@ -5,18 +5,18 @@ smallest of several engines (1, 2, 4, ... rows) that holds it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ...heads.drafter import Drafter, Reading
 from ...heads.target import Target, TargetOutput
-from ..engine import Engine
+from ..engine import DecodeState, Engine, build_engine
 from ..generate import Stopwatch, Texts, prefill, run_round
 from ..measurement.config import DraftSetting
+from ..sampling import Sampling
 from ..stopping import Stop
-from ..verify import Sampling
 from .load import Request
 from .rows import take_row
 
@@ -28,9 +28,7 @@ class Batch:
     engine: Engine
     texts: Texts
     numbers: list[int]  # of the first rows; the others are idle
-    read: Reading | None
-    last: Tensor
-    start: Tensor
+    state: DecodeState
 
 
 class LiveServer:
@@ -57,13 +55,12 @@ class LiveServer:
         generator = torch.Generator(target.device).manual_seed(0) if warm else None
 
         def engine(batch_size: int) -> Engine:
-            return Engine(
+            return build_engine(
                 target,
-                drafter if setting else None,
+                drafter,
+                setting,
                 batch_size=batch_size,
                 max_length=max(map(len, prompts)) + max_new_tokens,
-                num_draft_tokens=setting.num_draft_tokens if setting and not setting.tree else None,
-                tree=setting.tree if setting else None,
                 sampling=sampling,
                 steps=steps,
                 generator=generator,
@@ -74,8 +71,7 @@ class LiveServer:
         self.max_batch_size = max_batch_size
         for one in (self.reader, *self.engines.values()):  # caches come into being, steps are recorded
             texts = Texts([prompts[0]] * one.batch_size, 4, Stop(frozenset()))
-            _, read, last, start, _ = prefill(one, texts, self.watch)
-            run_round(one, texts, read, last, start, self.watch)
+            run_round(one, texts, prefill(one, texts, self.watch).state, self.watch)
 
     def serve(self, requests: Sequence[Request]) -> float:
         """See `load.Serves`."""
@@ -101,9 +97,7 @@ class LiveServer:
             began = self.watch.now()
             if not all(batch.texts.ended):
                 rows, rounds = rows + len(batch.numbers), rounds + 1
-                _, batch.read, batch.last, batch.start = run_round(
-                    batch.engine, batch.texts, batch.read, batch.last, batch.start, self.watch
-                )
+                _, batch.state = run_round(batch.engine, batch.texts, batch.state, self.watch)
             for place, number in enumerate(batch.numbers):
                 if batch.texts.ended[place]:
                     new[number] = batch.texts.new[place]
@@ -119,12 +113,12 @@ class LiveServer:
         texts = Texts([[] for _ in range(size)], self.max_new_tokens, self.stop)
         texts.ended = [True] * size
         nothing = torch.zeros(size, dtype=torch.long, device=self.target.device)
-        return Batch(self.engines[size], texts, [], None, nothing[:, None].clone(), nothing)
+        return Batch(self.engines[size], texts, [], DecodeState(None, nothing[:, None].clone(), nothing))
 
     def join(self, batch: Batch, number: int, prompt: list[int]) -> tuple[Batch, float]:
         """Read a prompt, and copy its row behind the others; with the seconds until its first token was there."""
         texts = Texts([prompt], self.max_new_tokens, self.stop)
-        first, read, last, start, _ = prefill(self.reader, texts, self.watch)
+        first, state, _ = prefill(self.reader, texts, self.watch)
         place = len(batch.numbers)
         batch = self.regroup(batch, list(range(place)), num_rows=place + 1)
         self.move(batch.engine, place, self.reader, 0)
@@ -134,9 +128,10 @@ class LiveServer:
             texts.new[0],
             texts.ended[0],
         )
-        batch.last[place], batch.start[place] = last[0], start[0]
-        if read is not None:
-            batch.read = with_row(batch.read, place, read, num_rows=batch.engine.batch_size)
+        batch.state.last[place], batch.state.start[place] = state.last[0], state.start[0]
+        if state.read is not None:
+            read = with_row(batch.state.read, place, state.read, num_rows=batch.engine.batch_size)
+            batch.state = replace(batch.state, read=read)
         return batch, first.seconds
 
     def regroup(self, batch: Batch, places: list[int], *, num_rows: int = 0) -> Batch:
@@ -153,10 +148,11 @@ class LiveServer:
                 other.new[old],
                 other.ended[old],
             )
-            found.last[place], found.start[place] = batch.last[old], batch.start[old]
+            found.state.last[place], found.state.start[place] = batch.state.last[old], batch.state.start[old]
         found.numbers = [batch.numbers[old] for old in places]
-        if batch.read is not None:
-            found.read = rows_of(batch.read, places, num_rows=found.engine.batch_size)
+        if batch.state.read is not None:
+            read = rows_of(batch.state.read, places, num_rows=found.engine.batch_size)
+            found.state = replace(found.state, read=read)
         return found
 
     def move(self, into: Engine, row: int, source: Engine, source_row: int) -> None:

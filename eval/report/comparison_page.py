@@ -1,114 +1,156 @@
-"""compare.html: heads or runs side by side on one page: who is ahead, where, whether that is proved, and the curves."""
+"""compare.html: heads or runs side by side: which is ahead, where, whether that is proved, and the curves."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from . import sections as report_sections
-from .charts import Curve, curve_chart, thinned
+from ...configs.files import write_text
+from .acceptance_sections import acceptance_section, conventions_section
+from .charts import WIDTH, Series, line_chart, thinned
 from .comparison import Evaluation, headline, standings, unlike
-from .document import number, write_whole
-from .page_parts import Figure, Section, Table, page_template
-from .sections import words
+from .page import page_template
+from .recommendation import number
+from .sections import Figure, Section, cell, settings_section, speed_section, time_section
 
-FIGURES = ("steps", "loss", "best_acceptance_length", "best_step", "last_acceptance_length")
-FIGURES = (*FIGURES, "decoded_acceptance_length", "tokens_per_second")
+MOST_POINTS = 120  # of a curve
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFigures:
+    """What came of a training run, as `headstart compare` prints it."""
+
+    run: str  # its folder
+    finished: bool
+    steps: int
+    loss: float  # of the last logged step
+    tokens_per_second: float
+    best_acceptance_length: float | None  # of the best validation
+    best_step: int | None
+    last_acceptance_length: float | None  # of the last validation
+    decoded_acceptance_length: float | None  # of the last validation that also decoded
+
+    def cells(self) -> list[str]:
+        """The texts under RUN_COLUMNS."""
+        lengths = self.last_acceptance_length, self.decoded_acceptance_length
+        return [
+            cell(self.steps) + ("" if self.finished else " (not finished)"),
+            number(self.loss),
+            cell(round(self.tokens_per_second)),
+            number(self.best_acceptance_length),
+            cell(self.best_step),
+            *map(number, lengths),
+        ]
+
+
+RUN_COLUMNS = ("steps", "loss", "tokens/s", "best", "at", "last", "decoded")
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """name: short. figures: as `headstart compare` prints them. differs: settings that not all runs share. losses,
-    taught, decoded: (step, value), of the logged steps and of the validations."""
+    """name: short. settings: its config, keys joined by dots. losses: (step, loss) of the logged steps. taught,
+    decoded: (step, acceptance length) of validations."""
 
     name: str
-    figures: dict[str, Any]
-    differs: dict[str, Any]
+    figures: RunFigures
+    settings: dict[str, Any]
     losses: Sequence[tuple[float, float]]
     taught: Sequence[tuple[float, float]]
     decoded: Sequence[tuple[float, float]]
 
 
+def differing_settings(runs: Sequence[TrainingRun]) -> dict[str, list[Any]]:
+    """The settings that not all runs share, but their folders: the value of each run, None where it has none."""
+    keys = sorted({key for run in runs for key in run.settings} - {"train.output_dir"})
+    values = {key: [run.settings.get(key) for run in runs] for key in keys}
+    return {key: each for key, each in values.items() if any(value != each[0] for value in each)}
+
+
 def write_page(folder: Path, evaluations: Sequence[Evaluation], runs: Sequence[TrainingRun]) -> Path:
-    """Write compare.html, whole or not at all."""
-    return write_whole(folder / "compare.html", render(evaluations, runs))
+    """Write compare.html, and for runs compare.svg; returns the path of the page."""
+    if runs:
+        write_text(folder / "compare.svg", render_curves(runs))
+    return write_text(folder / "compare.html", render(evaluations, runs))
+
+
+def render_curves(runs: Sequence[TrainingRun]) -> str:
+    """An SVG file: losses, and acceptance lengths of validations, over optimizer steps."""
+    losses = [Series(run.name, thinned(run.losses, most=MOST_POINTS)) for run in runs]
+    lengths = [Series(run.name, run.taught) for run in runs]
+    charts = [
+        line_chart("Loss", losses, axis="loss over optimizer steps", with_dots=False),
+        line_chart("Acceptance length", lengths, axis="acceptance length of validations"),
+    ]
+    height = 230 + 16 * len(runs)
+    return page_template("compare.svg.j2").render(charts=charts, width=2 * (WIDTH + 20), height=height)
 
 
 def render(evaluations: Sequence[Evaluation], runs: Sequence[TrainingRun]) -> str:
-    """The page: no script, and nothing fetched."""
-    results = [entry for one in evaluations for entry in one.results]
-    found = standings(evaluations)
-    sections = runs_sections(runs) if runs else []
+    """The page. No script is in it, and nothing is fetched."""
+    results = [result for evaluation in evaluations for result in evaluation.results]
+    ranks = standings(evaluations)
+    sections = [runs_section(runs)] if runs else []
     if results:
         sections += [
-            report_sections.speed_section(results),
-            report_sections.acceptance_section(results),
-            report_sections.time_section(results),
-            report_sections.settings_section(results),
-            report_sections.conventions_section(results),
+            speed_section(results),
+            acceptance_section(results),
+            time_section(results),
+            settings_section(results),
+            conventions_section(results),
             surroundings_section(evaluations),
         ]
     return page_template("compare.html.j2").render(
-        names=[one.name for one in (*evaluations, *runs)],
-        headline=headline(found) if results else runs_headline(runs),
-        is_proved=bool(results) and len({one.winner for one in found}) == 1 and found[0].winner is not None,
-        standings=found,
+        names=[each.name for each in (*evaluations, *runs)],
+        headline=headline(ranks) if results else runs_headline(runs),
+        is_proved=bool(results) and len({rank.winner for rank in ranks}) == 1 and ranks[0].winner is not None,
+        standings=ranks,
         unlike=unlike(evaluations),
-        sections=[one for one in sections if one.tables or one.figures],
+        sections=[section for section in sections if section.tables or section.figures],
     )
 
 
 def runs_headline(runs: Sequence[TrainingRun]) -> str:
-    """The run with the best validation; one seed each proves little, which the page says below."""
-    known = [run for run in runs if run.figures["best_acceptance_length"]]
-    if not known:
+    """The run with the best validation; that a seed each proves little is said below on the page."""
+    lengths = {run.name: run.figures.best_acceptance_length or 0.0 for run in runs}
+    best = max(lengths, key=lambda name: lengths[name])
+    if not lengths[best]:
         return f"{len(runs)} runs, none validated"
-    best = max(known, key=lambda run: run.figures["best_acceptance_length"])
-    return f"{best.name} reached the best validation, {best.figures['best_acceptance_length']:.2f} tokens per forward"
+    return f"{best} reached the best validation, {lengths[best]:.2f} tokens per forward"
 
 
-def runs_sections(runs: Sequence[TrainingRun]) -> list[Section]:
+def runs_section(runs: Sequence[TrainingRun]) -> Section:
     """What came of the runs, how they got there, and what differs between them."""
     text = (
-        "Seeds alone move these figures: compare several of each before a difference counts. Taught: the rows' texts, "
-        "with teacher-forced drafts; decoded: real greedy decoding behind their first prompts."
+        "The seed alone changes these figures: compare several seeds of each before a difference counts. Taught: "
+        "teacher-forced drafts on the rows' texts; decoded: greedy decoding of answers to their first prompts."
     )
-    rows = [[run.name, *(shown(run.figures[key]) for key in FIGURES)] for run in runs]
-    table = Table("What came of each run", ["run", *(key.replace("_", " ") for key in FIGURES)], rows)
-    keys = list(dict.fromkeys(key for run in runs for key in run.differs))
-    differs = Table(
-        "Settings that differ",
-        ["setting", *(run.name for run in runs)],
-        [[key, *(words(run.differs.get(key)) for run in runs)] for key in keys],
-        num_labels=len(runs) + 1,
-    )
-    size = -(-max(len(run.losses) for run in runs) // 120)
-    curves = {
+    section = Section("runs", "Training runs", [text])
+    size = -(-max(len(run.losses) for run in runs) // MOST_POINTS)
+    charts = {
         f"Loss over optimizer steps{f'; a point is the mean of {size} logged steps' if size > 1 else ''}.": [
-            Curve(run.name, thinned(run.losses)) for run in runs
+            Series(run.name, thinned(run.losses, most=MOST_POINTS)) for run in runs
         ],
-        "Acceptance length of validations, taught.": [Curve(run.name, run.taught) for run in runs if run.taught],
-        "Acceptance length of validations, decoded.": [Curve(run.name, run.decoded) for run in runs if run.decoded],
+        "Acceptance length of validations, taught.": [Series(run.name, run.taught) for run in runs if run.taught],
+        "Acceptance length of validations, decoded.": [Series(run.name, run.decoded) for run in runs if run.decoded],
     }
-    figures = [
-        Figure(caption, curve_chart(caption, found, axis="optimizer step", with_dots=number > 0))
-        for number, (caption, found) in enumerate(curves.items())
-        if any(len(curve.points) > 1 for curve in found)  # one validation each is in the table
-    ]
-    return [Section("runs", "Training runs", [text], figures, [table, *([differs] if keys else [])])]
-
-
-def shown(value: float | None) -> str:
-    """A figure of a run: lengths and losses with two decimals, steps and rates whole."""
-    return number(value) if isinstance(value, float) and value < 100 else words(None if value is None else round(value))
+    for number_of, (caption, lines) in enumerate(charts.items()):
+        if any(len(line.points) > 1 for line in lines):  # a single validation of each is in the table
+            chart = line_chart(caption, lines, axis="optimizer step", with_dots=number_of > 0)
+            section.figures.append(Figure(caption, chart))
+    rows = [[run.name, *run.figures.cells()] for run in runs]
+    section.add_table("What came of each run", ["run", *RUN_COLUMNS], rows, 1)
+    rows = [[key, *map(cell, values)] for key, values in differing_settings(runs).items()]
+    section.add_table("Settings that differ", ["setting", *(run.name for run in runs)], rows, len(runs) + 1)
+    return section
 
 
 def surroundings_section(evaluations: Sequence[Evaluation]) -> Section:
     """Target and environment of each, side by side."""
-    tables = []
-    for caption, part in (("Target", "target"), ("Environment", "environment")):
-        keys = list(dict.fromkeys(key for one in evaluations for key in one.report[part]))
-        rows = [[key.replace("_", " "), *(words(one.report[part].get(key)) for one in evaluations)] for key in keys]
-        columns = ["key", *(one.name for one in evaluations)]
-        tables.append(Table(caption, columns, rows, num_labels=len(columns)))
-    return Section("environment", "Where this was measured", [], [], tables)
+    section = Section("environment", "Where this was measured")
+    names = [evaluation.name for evaluation in evaluations]
+    targets = [asdict(evaluation.report.target) for evaluation in evaluations]
+    environments = [asdict(evaluation.report.environment) for evaluation in evaluations]
+    for caption, sides in (("Target", targets), ("Environment", environments)):
+        rows = [[key.replace("_", " "), *(cell(side[key]) for side in sides)] for key in sides[0]]
+        section.add_table(caption, ["key", *names], rows, num_labels=len(names) + 1)
+    return section

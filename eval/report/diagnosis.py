@@ -1,52 +1,104 @@
-"""Why a drafter is accepted less, or saves less, than it could: every cause that a result's own figures show.
+"""Why a drafter is accepted less, or saves less time, than it could: every cause that a result's figures show.
 
-Each rule is a pure function of a result and its peers (all results of our engine) that finds one cause, or None. Those
-of acceptance come first, and of them those that the figures show directly before those that they suggest.
+Each rule is a pure function of a case that finds one cause, or None. Here are the rules on time.
 """
 
-from collections.abc import Sequence
+from ..measurement.result import Timing
+from .acceptance_causes import ACCEPTANCE_RULES
+from .findings import LOW_ACCEPTANCE, Case, Finding, Rule, accepted_share, joint_rates, length_of, tokens
+from .recommendation import interval_of, speedup_words
 
-from .acceptance_causes import (
-    beyond_training,
-    cut_vocabulary,
-    long_context,
-    other_domain,
-    other_dtype,
-    sampling,
-    segments_differ,
-    training_disagrees,
-    wrong_template,
-)
-from .findings import LOW_ACCEPTANCE, Finding, Rule, accepted_share, tokens
-from .recommendation import Result
-from .time_causes import costs_more_than_it_saves, too_many_drafts, tree_too_wide
-
-ACCEPTANCE_RULES: tuple[Rule, ...] = (
-    training_disagrees,
-    wrong_template,
-    cut_vocabulary,
-    beyond_training,
-    sampling,
-    other_domain,
-    other_dtype,
-    long_context,
-    segments_differ,
-)
-RULES: tuple[Rule, ...] = (*ACCEPTANCE_RULES, too_many_drafts, tree_too_wide, costs_more_than_it_saves)
+LEAST_GAIN = 0.02  # expected gain by fewer drafts below which K is left alone
 
 
-def diagnose(entry: Result, peers: Sequence[Result]) -> list[Finding]:
-    """Every cause that the figures show; where acceptance is low and none does, that."""
-    found = {rule: rule(entry, peers) for rule in RULES}
-    share = accepted_share(entry)
-    named = [finding for finding in found.values() if finding]
-    if share is None or share >= LOW_ACCEPTANCE or any(found[rule] for rule in ACCEPTANCE_RULES):
-        return named
-    rate = (entry["acceptance_rate"] or [None])[0]
-    words = f"{tokens(entry)} of at most {entry['num_draft_tokens'] + 1}"
-    words += "" if rate is None else f"; {1 - rate:.0%} of drafts are rejected at the first position"
+def diagnose(case: Case) -> list[Finding]:
+    """Every cause that the figures show; where acceptance is low and no cause of that shows, a finding that says so."""
+    of_acceptance = [finding for rule in ACCEPTANCE_RULES if (finding := rule(case))]
+    of_time = [finding for rule in TIME_RULES if (finding := rule(case))]
+    share, result = accepted_share(case), case.result
+    if share is None or share >= LOW_ACCEPTANCE or of_acceptance:
+        return [*of_acceptance, *of_time]
+    rate = (result.acceptance_rate or [None])[0]
+    figures = f"{tokens(result)} of at most {result.num_draft_tokens + 1}"
+    figures += "" if rate is None else f"; {1 - rate:.0%} of drafts are rejected at the first position"
     advice = (
         "None of the causes that lower acceptance and would show in these figures is there. What is left is what the "
         "drafter guesses from; of a head, what it learnt from, and how long."
     )
-    return [Finding("Low acceptance, cause not in these figures", advice, words), *named]
+    return [Finding("Low acceptance, cause not in these figures", advice, figures), *of_time]
+
+
+def milliseconds(timing: Timing) -> tuple[float, float, float, float] | None:
+    """Of drafting, of verifying, of the rest of a round, and of a baseline step; None where nothing was timed."""
+    draft, verify, rest, base = timing.draft_ms, timing.verify_ms, timing.overhead_ms, timing.baseline_ms
+    return None if draft is None or verify is None or rest is None or base is None else (draft, verify, rest, base)
+
+
+def too_many_drafts(case: Case) -> Finding | None:
+    """Late positions of a chain that add fewer tokens than their share of the round's time is worth."""
+    result, most = case.result, case.result.num_draft_tokens
+    times = milliseconds(result.timing)
+    if result.tree not in ("chain", "sampled-chain") or times is None or most < 2:
+        return None
+    draft, verify, rest, base = times
+    joint = joint_rates(result)
+    each = (draft + max(verify - base, 0.0)) / most
+    per_token = {k: (draft + verify + rest - (most - k) * each) / (1 + sum(joint[:k])) for k in range(1, most + 1)}
+    best = min(per_token, key=lambda k: per_token[k])
+    gain = per_token[most] / per_token[best] - 1
+    if best == most or gain < LEAST_GAIN:
+        return None
+    advice = (
+        "The last position adds as many tokens to a round as all drafts stand, and may cost what a round takes for as "
+        "many. What it does cost is estimated: drafting, and verifying beyond a baseline step, spread evenly over the "
+        "positions; a part of it does not depend on K, so less is gained than the estimate. Measure the smaller K."
+    )
+    figures = (
+        f"position {most} adds {joint[-1]:.3f} tokens, may cost {joint[-1] * per_token[most]:.2f} ms and costs about "
+        f"{each:.2f} ms; --num-draft-tokens {best} would be up to {gain:.0%} faster"
+    )
+    return Finding("K may be too large: late positions add little", advice, figures)
+
+
+def tree_too_wide(case: Case) -> Finding | None:
+    """A tree with a higher acceptance length than the chain, whose interval of the speedup is below the chain's."""
+    result = case.result
+    chain = next((peer for peer in case.alike if peer.suite == result.suite and peer.tree == "chain"), None)
+    if "chain" in result.tree or chain is None:
+        return None
+    interval, chain_interval = interval_of(result), interval_of(chain)
+    if interval is None or chain_interval is None or interval[1] >= chain_interval[0]:
+        return None
+    if length_of(result) <= length_of(chain):
+        return None
+    ours, theirs = (
+        f"{tokens(each)}, drafts {each.timing.draft_ms:.2f} ms, verifies {each.timing.verify_ms:.2f} ms, "
+        f"speedup {speedup_words(each)}"
+        for each in (result, chain)
+    )
+    advice = "It is accepted more than the chain and is slower. Draft the chain, or fewer --tree-nodes."
+    return Finding("The tree costs more than it brings", advice, f"{ours}; the chain {theirs}")
+
+
+def costs_more_than_it_saves(case: Case) -> Finding | None:
+    """A round that takes longer than the baseline steps that its tokens save, and what most of its time goes into."""
+    times, length = milliseconds(case.result.timing), case.result.acceptance_length
+    if times is None or length is None:
+        return None
+    draft, verify, rest, base = times
+    if draft + verify + rest < length * base:
+        return None
+    excess = {"Drafting": draft, "Verifying": verify - base, "The work around a round": rest}
+    largest = max(excess, key=lambda name: excess[name])
+    advice = (
+        "A round adds more time to a baseline step than the steps that it saves would have taken; "
+        f"{largest[0].lower()}{largest[1:]} is the largest part."
+    )
+    figures = (
+        f"saves {length - 1:.2f} steps of {base:.2f} ms, {(length - 1) * base:.2f} ms; adds {draft:.2f} ms of "
+        f"drafting, {verify - base:.2f} ms of verifying beyond a step, {rest:.2f} ms of the rest"
+    )
+    return Finding(f"{largest} costs more than the drafts save", advice, figures)
+
+
+TIME_RULES: tuple[Rule, ...] = (too_many_drafts, tree_too_wide, costs_more_than_it_saves)

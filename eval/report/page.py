@@ -1,98 +1,112 @@
-"""report.html: the report as one page to read, with the verdict first, charts, and causes of what is slow."""
+"""report.html: the report as a page to read, with the recommendation first, charts, and causes of what is slow."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any
 
-from ..measurement.lossless import MAX_ULPS
-from . import domains as report_domains
-from . import sections as report_sections
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+
+from ...configs.files import write_text
+from ..measurement.result import Result
+from . import acceptance_sections, sections
 from .diagnosis import diagnose
-from .document import write_whole
-from .page_parts import Table, page_template, short_name
-from .recommendation import Result, best_of, label, lossless_evidence, speedup_words, verdict
-from .sections import words
+from .document import Report, short_name
+from .findings import Case
+from .recommendation import best_of, label, lossless_evidence, recommend, speedup_words
+from .sections import Table, cell, name_of
 
 MOST_DIVERGENCES = 20  # shown; report.json has all
 
 
-def write_page(folder: str | Path, report: dict[str, Any]) -> Path:
-    """Write report.html beside report.json, whole or not at all."""
-    return write_whole(Path(folder) / "report.html", render(report))
+@cache
+def page_template(name: str) -> Template:
+    """A template of this folder, which escapes all that it is given but charts."""
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template(name)
 
 
-def render(report: dict[str, Any]) -> str:
-    """The page of a report as docs/report_schema.md describes it: no script, and nothing fetched."""
-    results: list[Result] = report["results"]
-    ours = [{**entry, "target": report["target"]} for entry in results if entry["engine"] == "headstart"]
-    sections = [
-        report_sections.settings_section(results),
-        report_sections.acceptance_section(ours),
-        report_domains.domains_section(ours),
-        report_domains.failed_section(results),
-        report_sections.time_section(ours),
-        report_sections.trees_section(ours),
-        report_sections.forced_section(ours),
-        report_sections.conventions_section(ours),
-        report_sections.comparison_section(results),
-        report_sections.environment_section(report),
+def write_page(folder: str | Path, report: Report) -> Path:
+    """Write report.html beside report.json."""
+    return write_text(Path(folder) / "report.html", render(report))
+
+
+def render(report: Report) -> str:
+    """The page of a report. No script is in it, and nothing is fetched."""
+    ours = report.ours
+    shown = [
+        sections.settings_section(report.results),
+        acceptance_sections.acceptance_section(ours),
+        acceptance_sections.domains_section(ours),
+        sections.failed_section(report.results),
+        sections.time_section(ours),
+        acceptance_sections.trees_section(ours),
+        acceptance_sections.forced_section(ours),
+        acceptance_sections.conventions_section(ours),
+        sections.engines_section(report.results),
+        sections.environment_section(report),
     ]
     return page_template("report.html.j2").render(
-        target={**report["target"], "name": short_name(report["target"]["name"])},
-        environment=report["environment"],
-        verdict=verdict(results),
-        evidence=lossless_evidence(results),
+        target=replace(report.target, name=short_name(report.target.name)),
+        environment=report.environment,
+        recommendation=recommend(report.results),
+        evidence=lossless_evidence(report.results),
         where=where_table(ours),
         divergences=divergences(ours),
-        findings=findings(ours),
-        speed=report_sections.speed_section(ours),
-        sections=[one for one in sections if one.tables or one.figures],
+        findings=findings_by_cause(report),
+        speed=sections.speed_section(ours),
+        sections=[section for section in shown if section.tables or section.figures],
     )
 
 
 def where_table(ours: Sequence[Result]) -> Table | None:
-    """What pays for which traffic; None where there is only one kind."""
-    kinds = list(dict.fromkeys((entry["suite"], entry["batch_size"]) for entry in ours))
+    """The best setting for each kind of traffic; None where there is only one kind."""
+    traffic: dict[tuple[str, int], list[Result]] = {}
+    for result in ours:
+        traffic.setdefault((result.suite, result.batch_size), []).append(result)
     rows = []
-    for suite, size in kinds:
-        there = [entry for entry in ours if (entry["suite"], entry["batch_size"]) == (suite, size)]
-        best = best_of(there)
-        what = (label(best, with_batch=False), speedup_words(best)) if best else ("no drafts", "-")
-        rows.append([suite, what[0], str(size), what[1]])
+    for (suite, size), results in traffic.items():
+        best = best_of(results)
+        setting, speedup = (name_of(best), speedup_words(best)) if best else ("no drafts", "-")
+        rows.append([suite, setting, str(size), speedup])
     columns = ["suite", "what to run", "batch", "speedup [95 %]"]
-    return Table("What pays where", columns, rows, num_labels=2) if len(kinds) > 1 else None
+    return Table("What pays where", columns, rows, num_labels=2) if len(rows) > 1 else None
 
 
 def divergences(ours: Sequence[Result]) -> Table | None:
     """Texts that differ from the target's own by more than rounding."""
-    found = [
-        [label(entry), entry["suite"], *(words(one[key]) for key in ("prompt", "position", "gap_ulp"))]
-        for entry in ours
-        for one in entry["lossless"]["divergences"]
-        if one["gap_ulp"] is None or one["gap_ulp"] > MAX_ULPS
+    rows = [
+        [label(result), result.suite, cell(text.prompt), cell(text.position), cell(text.gap_ulp)]
+        for result in ours
+        for text in result.lossless.divergences
+        if not text.is_explained
     ]
     columns = ["setting", "suite", "prompt", "position", "logit gap, ulp"]
-    caption = f"Unexplained differences, {min(len(found), MOST_DIVERGENCES)} of {len(found)}"
-    return Table(caption, columns, found[:MOST_DIVERGENCES], num_labels=2) if found else None
+    caption = f"Unexplained differences, {min(len(rows), MOST_DIVERGENCES)} of {len(rows)}"
+    return Table(caption, columns, rows[:MOST_DIVERGENCES], num_labels=2) if rows else None
 
 
-def findings(ours: Sequence[Result]) -> dict[tuple[str, str], dict[str, str]]:
-    """By cause and advice: of which settings, as settings to figures."""
+def findings_by_cause(report: Report) -> dict[tuple[str, str], dict[str, str]]:
+    """By cause and advice: the figures, by the settings that have them."""
     causes: dict[tuple[str, str], dict[str, list[Result]]] = {}
-    for entry in ours:
-        for found in diagnose(entry, ours):
-            causes.setdefault((found.cause, found.advice), {}).setdefault(found.words, []).append(entry)
-    several = len({entry["suite"] for entry in ours}) > 1
+    for result in report.ours:
+        for finding in diagnose(Case(result, report.ours, report.target)):
+            same_cause = causes.setdefault((finding.cause, finding.advice), {})
+            same_cause.setdefault(finding.figures, []).append(result)
+    several = len({result.suite for result in report.ours}) > 1
     return {
-        cause: {whose(entries, with_suite=several): what for what, entries in found.items()}
-        for cause, found in causes.items()
+        cause: {settings_words(results, with_suite=several): figures for figures, results in same_cause.items()}
+        for cause, same_cause in causes.items()
     }
 
 
-def whose(entries: Sequence[Result], *, with_suite: bool) -> str:
+def settings_words(results: Sequence[Result], *, with_suite: bool) -> str:
     """Several settings in a few words: batch sizes of one drafter and suite together."""
     sizes: dict[str, list[str]] = {}
-    for entry in entries:
-        name = label(entry, with_batch=False) + (f", {entry['suite']}" if with_suite else "")
-        sizes.setdefault(name, []).append(str(entry["batch_size"]))
-    return "; ".join(f"{name}, batch {' and '.join(found)}" for name, found in sizes.items())
+    for result in results:
+        name = name_of(result) + (f", {result.suite}" if with_suite else "")
+        sizes.setdefault(name, []).append(str(result.batch_size))
+    return "; ".join(f"{name}, batch {' and '.join(batch_sizes)}" for name, batch_sizes in sizes.items())

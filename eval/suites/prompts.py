@@ -40,6 +40,15 @@ class Asked:
     domain: str | None = None
 
 
+@dataclass(frozen=True)
+class FailedPrompt:
+    """A prompt that is in no figure. prompt: the number of its row in the suite, from 0. row: `FILE:LINE`."""
+
+    prompt: int
+    row: str
+    reason: str
+
+
 @dataclass
 class Suite:
     """Prompts under a name.
@@ -54,7 +63,7 @@ class Suite:
     prompts: list[list[int]]
     think_tokens: tuple[int, int] | None = None
     asked: list[Asked] = field(default_factory=list)
-    failed: list[dict[str, Any]] = field(default_factory=list)
+    failed: list[FailedPrompt] = field(default_factory=list)
     asking: Asking = AS_IS
     template_hash: str | None = None
     version: int | None = None
@@ -96,7 +105,7 @@ class NothingToAsk(BadInput):
 
     def __init__(self, suite: Suite):
         first = suite.failed[0]
-        super().__init__(f"no prompt of {suite.name} can be asked: {first['row']}: {first['reason']}")
+        super().__init__(f"no prompt of {suite.name} can be asked: {first.row}: {first.reason}")
         self.suite = suite
 
 
@@ -197,14 +206,14 @@ def build_suite(
     tokenizer, templated = target.tokenizer, False
     prompts: list[list[int]] = []
     asked: list[Asked] = []
-    failed: list[dict[str, Any]] = []
+    failed: list[FailedPrompt] = []
     for number, (origin, row) in enumerate(islice(rows, limit)):
         try:
             with quiet_loading():  # transformers warns of prompts beyond the context, which are named here
                 ids = prompt_ids(row, tokenizer, origin=origin, asking=asking)
             check_ids(ids, target, max_new_tokens=max_new_tokens, origin=origin)
         except UnaskedPrompt as error:
-            failed.append({"prompt": number, "row": Path(origin).name, "reason": error.reason})
+            failed.append(FailedPrompt(number, Path(origin).name, error.reason))
             continue
         templated = templated or is_chat(row, tokenizer)
         prompts.append(ids)

@@ -29,6 +29,11 @@ class ChainStarts:
         rows = torch.arange(len(values), device=values.device)[:, None]  # [B, 1]
         return values[rows, index]
 
+    @property
+    def num_depths(self) -> int:
+        """K: how many drafts ahead the chains go."""
+        return self.valid.shape[-1]
+
     @cached_property
     def blocks(self) -> list[Block]:
         """How attention reads the chains, block by block; starts that are not supervised only fill up rows."""
@@ -56,7 +61,7 @@ class ChainStarts:
         """
         if weights is None:
             return self.valid.sum((0, 1)).float()
-        labels = [self.take(weights, offset=depth + 2) for depth in range(self.valid.shape[-1])]
+        labels = [self.take(weights, offset=depth + 2) for depth in range(self.num_depths)]
         return (torch.stack(labels, -1) * self.valid).sum((0, 1)).float()
 
 

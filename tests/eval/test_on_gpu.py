@@ -9,9 +9,9 @@ from headstart.eval.engine import Engine
 from headstart.eval.generate import decode, generate
 from headstart.eval.measurement.config import chains
 from headstart.eval.measurement.metrics import acceptance
-from headstart.eval.measurement.step_times import Place
+from headstart.eval.measurement.step_times import TimedCell
+from headstart.eval.sampling import Sampling
 from headstart.eval.stopping import Stop
-from headstart.eval.verify import Sampling
 from headstart.heads.base import DraftBatch
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.nn.split_attention import masked_attention, reads_in_parts
@@ -118,11 +118,11 @@ def test_a_captured_graph_draws_from_the_generator(head_type, tree, on_gpu):
 def test_captured_rounds_are_timed_again_and_again(on_gpu):
     """Of a head, and of drafts that cost nothing; the prompts are read once, and again where asked."""
     for drafter in (build_head(HEADS["eagle3"].config_class(type="eagle3"), on_gpu, seed=1).eval(), BlankDrafter()):
-        place = Place(on_gpu, drafter, chains(drafter, [3]), batch_size=2, context=8, text=PROMPTS[1], steps="graph")
+        cell = TimedCell(on_gpu, drafter, chains(drafter, [3]), batch_size=2, context=8, text=PROMPTS[1], steps="graph")
         for reads_again in (False, False, True):
-            place.run(reads_again=reads_again)
-        assert place.usual.round_ms > 0
-        assert all(one.draft_ms > 0 and one.verify_ms > 0 and one.num_tokens == 4 for one in place.found)
+            cell.run(reads_again=reads_again)
+        assert cell.baseline.round_ms > 0
+        assert all(one.draft_ms > 0 and one.verify_ms > 0 and one.num_tokens == 4 for one in cell.rounds)
 
 
 def test_captured_synthetic_drafts_are_right_as_often_as_eager_ones(on_gpu):

@@ -13,8 +13,8 @@ from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.eval.drafters.synthetic import BlankDrafter, SyntheticDrafter
 from headstart.eval.engine import Engine
 from headstart.eval.generate import decode, generate
+from headstart.eval.sampling import Sampling
 from headstart.eval.stopping import Stop
-from headstart.eval.verify import Sampling
 from headstart.heads.drafting import DynamicTree, StaticTree, levels
 from headstart.heads.registry import HEADS, build_head
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -99,7 +99,7 @@ def test_nor_does_sampling(head_type, target, recorded_strictly, monkeypatch):
         source = torch.Generator().manual_seed(3)
         how = {"tree": TREES["sampled"], "sampling": sampling, "generator": source}
         engine = Engine(target, head, batch_size=4, max_length=32, **how)
-        engine.replay.way = steps  # compiled code cannot draw; what is asked here is whether it reads
+        engine.replay.steps = steps  # compiled code cannot draw; what is asked here is whether it reads
         texts.append(decode(engine, PROMPTS, max_new_tokens=24, stop=Stop.of(target, eos_token_ids=[])).token_ids)
     assert texts[0] == texts[1]
 

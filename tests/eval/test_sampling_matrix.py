@@ -6,7 +6,7 @@ does the same for the rules alone, with far more rows.
 
 import pytest
 import torch
-from headstart.eval import engine, verify
+from headstart.eval import engine, sampling, verify
 from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.eval.measurement.tree_search import sampled_chain
@@ -77,7 +77,7 @@ def test_guesses_verified_as_if_drawn_are_caught(tree, small, chi_square, monkey
 @pytest.mark.parametrize("tree", TREES)
 def test_a_bonus_token_without_logits_processing_is_caught(tree, small, chi_square, monkeypatch):
     """What follows the last drafted token of a path is sampled from the raw logits."""
-    choose, probs = engine.choose, engine.target_probs
+    choose, probs = sampling.choose, sampling.target_probs
     first = 2 if "chain" in tree else 3  # the root has at most two children in these trees
 
     def raw_behind(logits, processed):
@@ -86,8 +86,9 @@ def test_a_bonus_token_without_logits_processing_is_caught(tree, small, chi_squa
     def choose_wrong(logits, **how):
         if logits.shape[1] == 1:  # the prefill
             return choose(logits, **how)
-        return verify.sample(raw_behind(logits, probs(logits, how["sampling"])), how["generator"])
+        return sampling.sample(raw_behind(logits, probs(logits, how["sampling"])), how["generator"])
 
     monkeypatch.setattr(engine, "choose", choose_wrong)
-    monkeypatch.setattr(engine, "target_probs", lambda logits, *how: raw_behind(logits, probs(logits, *how)))
+    monkeypatch.setattr(verify, "choose", choose_wrong)
+    monkeypatch.setattr(verify, "target_probs", lambda logits, *how: raw_behind(logits, probs(logits, *how)))
     assert chi_square(small, untrained("medusa", small), tree=TREES[tree], **HOWS[0]) > 3

@@ -5,17 +5,8 @@ import math
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.eval.verify import (
-    Sampling,
-    accept_chain,
-    accept_sampled,
-    accept_tree,
-    accept_typical,
-    choose,
-    residual_behind,
-    sample,
-    target_probs,
-)
+from headstart.eval.sampling import Sampling, choose, sample, target_probs
+from headstart.eval.verify import accept_chain, accept_sampled, accept_tree, accept_typical, residual_behind
 from transformers import (
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
@@ -67,9 +58,9 @@ def walked(chosen, tokens, parents):
         at = node
 
 
-def paths(verdict):
-    """What of a verdict is defined: accepted nodes and bonus, row by row."""
-    rows = zip(verdict.path.tolist(), verdict.num_accepted.tolist(), verdict.bonus.tolist(), strict=True)
+def paths(result):
+    """What of a result is defined: accepted nodes and bonus, row by row."""
+    rows = zip(result.path.tolist(), result.num_accepted.tolist(), result.bonus.tolist(), strict=True)
     return [(path[:num], bonus) for path, num, bonus in rows]
 
 
@@ -95,7 +86,7 @@ def test_target_probs_are_those_of_transformers(how):
     if "top_p" not in how:
         logits[0, 3:9] = logits[0].max()  # ties, of which top-p keeps any in transformers
     ids = torch.randint(40, (64, 7), generator=source(1))
-    seen = torch.zeros(64, 40, dtype=torch.bool).scatter(1, ids, True)
+    history = torch.zeros(64, 40, dtype=torch.bool).scatter(1, ids, True)
     steps = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(float(how.get("repetition_penalty", 1.0)))])
     steps.append(TemperatureLogitsWarper(how["temperature"]))
     if "top_k" in how:
@@ -103,7 +94,7 @@ def test_target_probs_are_those_of_transformers(how):
     if "top_p" in how:
         steps.append(TopPLogitsWarper(how["top_p"]))
     wanted = steps(ids, logits.clone()).softmax(-1)  # pyright: ignore[reportArgumentType]
-    found = target_probs(logits.view(8, 8, 40), Sampling(**how), seen.view(8, 8, 40))
+    found = target_probs(logits.view(8, 8, 40), Sampling(**how), history.view(8, 8, 40))
     assert torch.equal(found.view(64, 40), wanted)
 
 
@@ -111,10 +102,10 @@ def test_temperature_zero_is_the_penalised_argmax_lowest_id_first():
     logits = torch.tensor([[1.0, 4.0, 4.0, 3.0], [-1.0, -2.0, -1.5, -1.0]])
     assert target_probs(logits, Sampling()).argmax(-1).tolist() == [1, 0]
     assert choose(logits, Sampling()).tolist() == [1, 0]
-    seen = torch.tensor([[False, True, False, False], [True, False, False, True]])
+    history = torch.tensor([[False, True, False, False], [True, False, False, True]])
     how = Sampling(repetition_penalty=2.0, top_k=1, top_p=0.5)
-    assert choose(logits, how, seen=seen).tolist() == [2, 2]
-    assert target_probs(logits, how, seen).tolist() == [[0, 0, 1, 0], [0, 0, 1, 0]]
+    assert choose(logits, how, history=history).tolist() == [2, 2]
+    assert target_probs(logits, how, history).tolist() == [[0, 0, 1, 0], [0, 0, 1, 0]]
 
 
 def test_top_p_keeps_the_lowest_ids_of_those_that_tie():
@@ -157,12 +148,12 @@ def test_bad_sampling_is_refused(wrong):
 def test_accept_tree_is_the_plain_walk():
     parents, tokens, depth = random_trees(200)
     chosen = torch.randint(3, (200, 10), generator=source(2))
-    verdict = accept_tree(chosen, tokens, parents, depth=depth)
+    result = accept_tree(chosen, tokens, parents, depth=depth)
     rows = zip(chosen.tolist(), tokens.tolist(), parents.tolist(), strict=True)
     wanted = [walked(*row) for row in rows]
-    assert paths(verdict) == wanted
+    assert paths(result) == wanted
     assert {len(path) for path, _ in wanted} >= {0, 1, 2, 3}, "trees that test something"
-    assert ((verdict.path >= 0) & (verdict.path < 9)).all(), "a valid index everywhere"
+    assert ((result.path >= 0) & (result.path < 9)).all(), "a valid index everywhere"
 
 
 def test_accept_sampled_of_one_hot_distributions_is_the_plain_walk():
@@ -179,11 +170,11 @@ def test_accept_sampled_of_one_hot_distributions_is_the_plain_walk():
 def test_a_chain_is_a_tree():
     drafted = torch.randint(2, (300, 4), generator=source())
     chosen = torch.randint(2, (300, 5), generator=source(1))
-    verdict = accept_tree(chosen, drafted, torch.tensor([CHAIN] * 300), depth=4)
+    result = accept_tree(chosen, drafted, torch.tensor([CHAIN] * 300), depth=4)
     accepted = accept_chain(chosen, drafted)
-    assert torch.equal(verdict.num_accepted, accepted) and set(accepted.tolist()) == {0, 1, 2, 3, 4}
-    assert torch.equal(verdict.bonus, chosen.gather(1, accepted[:, None])[:, 0])
-    assert all(path == list(range(len(path))) for path, _ in paths(verdict))
+    assert torch.equal(result.num_accepted, accepted) and set(accepted.tolist()) == {0, 1, 2, 3, 4}
+    assert torch.equal(result.bonus, chosen.gather(1, accepted[:, None])[:, 0])
+    assert all(path == list(range(len(path))) for path, _ in paths(result))
 
 
 def test_accept_typical_takes_the_longest_path_above_the_threshold():
@@ -203,7 +194,7 @@ def test_accept_typical_takes_the_longest_path_above_the_threshold():
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_degenerate_inputs_give_a_verdict_within_the_targets_support(seed):
+def test_degenerate_inputs_give_a_accepted_path_within_the_targets_support(seed):
     """One-hot and sparse distributions, drafts that never draw what was drafted, siblings that take up the draft."""
     parents, tokens, depth = random_trees(400, seed=seed)
     rows = torch.arange(400)[:, None]
@@ -212,13 +203,13 @@ def test_degenerate_inputs_give_a_verdict_within_the_targets_support(seed):
     kinds += [(kinds[0] - 1e-6).clamp_min(0), kinds[0] * (1 + 1e-6)]  # sums that rounding left beside 1
     for probs in kinds:
         for draft_probs in [*kinds, torch.zeros_like(probs)]:
-            verdict = accept_sampled(probs, draft_probs, tokens, parents, depth=depth, generator=source(seed))
-            inside = torch.arange(depth) < verdict.num_accepted[:, None]  # [B, depth]
-            nodes = torch.cat([torch.full((400, 1), -1), verdict.path], 1)  # [B, depth + 1] from the root down
-            assert (parents.gather(1, verdict.path) == nodes[:, :-1])[inside].all(), "a path"
-            said = probs[rows, nodes[:, :-1] + 1, tokens.gather(1, verdict.path)]  # [B, depth]
-            last = nodes.gather(1, verdict.num_accepted[:, None])  # [B, 1]
-            assert (said > 0)[inside].all() and (probs[rows, last + 1, verdict.bonus[:, None]] > 0).all()
+            result = accept_sampled(probs, draft_probs, tokens, parents, depth=depth, generator=source(seed))
+            inside = torch.arange(depth) < result.num_accepted[:, None]  # [B, depth]
+            nodes = torch.cat([torch.full((400, 1), -1), result.path], 1)  # [B, depth + 1] from the root down
+            assert (parents.gather(1, result.path) == nodes[:, :-1])[inside].all(), "a path"
+            said = probs[rows, nodes[:, :-1] + 1, tokens.gather(1, result.path)]  # [B, depth]
+            last = nodes.gather(1, result.num_accepted[:, None])  # [B, 1]
+            assert (said > 0)[inside].all() and (probs[rows, last + 1, result.bonus[:, None]] > 0).all()
 
 
 def test_an_empty_residual_is_replaced():
@@ -245,17 +236,17 @@ def test_no_rule_reads_from_the_device():
     """On the meta device there is nothing to read: a host read or a shape that depends on values is an error."""
     with torch.device("meta"):
         logits, parents, drafted = torch.randn(2, 5, 7), torch.zeros(2, 4).long(), torch.zeros(2, 4).long()
-        seen = torch.zeros(2, 5, 7, dtype=torch.bool)
+        history = torch.zeros(2, 5, 7, dtype=torch.bool)
         how = Sampling(temperature=0.7, top_k=3, top_p=0.9, repetition_penalty=1.1)
-        probs, greedy = target_probs(logits, how, seen), target_probs(logits, Sampling())
-        chosen = choose(logits, how, seen=seen)
-        verdicts = [
+        probs, greedy = target_probs(logits, how, history), target_probs(logits, Sampling())
+        chosen = choose(logits, how, history=history)
+        results = [
             accept_tree(chosen, drafted, parents, depth=3),
             accept_sampled(probs, greedy, drafted, parents, depth=3),
             accept_typical(probs, drafted, parents, depth=3),
         ]
-        for verdict in verdicts:
-            assert verdict.num_accepted.shape == verdict.bonus.shape == (2,) and verdict.path.shape == (2, 3)
-            assert verdict.num_accepted.dtype == verdict.path.dtype == verdict.bonus.dtype == torch.long
+        for result in results:
+            assert result.num_accepted.shape == result.bonus.shape == (2,) and result.path.shape == (2, 3)
+            assert result.num_accepted.dtype == result.path.dtype == result.bonus.dtype == torch.long
         with pytest.raises(RuntimeError):
             probs.sum().item()

@@ -7,7 +7,8 @@ one run; each run is one round over a drafted tree, continued by plain samples w
 import pytest
 import torch
 from headstart.eval import verify
-from headstart.eval.verify import Sampling, accept_sampled, accept_tree, accept_typical, sample, target_probs
+from headstart.eval.sampling import Sampling, sample, target_probs
+from headstart.eval.verify import accept_sampled, accept_tree, accept_typical
 
 V, NUM_TABLES, NUM_ROWS = 5, 4, 200_000
 FEW = 50_000  # rows enough to see a fault
@@ -66,7 +67,7 @@ class Setting:
         """The rows [B, S + 1, V] of the tables at the root and behind each node."""
         return tables[self.table[:, None], self.before, self.last]
 
-    def verdict(self, rule: str, **how):
+    def accept(self, rule: str, **how):
         """deterministic: children of the draft's order, the target's choice followed. sampled: recursive rejection."""
         self.grow(sampled=rule == "sampled")
         tree = (self.drafted, self.parents)
@@ -79,27 +80,27 @@ class Setting:
         draft_probs = torch.zeros_like(probs) if rule == "struck out" else self.draft_probs
         return accept_sampled(probs, draft_probs, *tree, depth=DEPTH, generator=self.source)
 
-    def text(self, verdict):
+    def text(self, result):
         """The first four tokens [B, 4]: accepted, bonus, then plain samples of the target."""
         before, last = torch.zeros_like(self.rows), torch.ones_like(self.rows)
         tokens = []
         for i in range(DEPTH + 1):
             plain = sample(self.target[self.table, before, last], self.source)
-            node = verdict.path[:, min(i, DEPTH - 1)]
-            token = torch.where(verdict.num_accepted == i, verdict.bonus, plain)
-            token = torch.where(verdict.num_accepted > i, self.drafted[self.rows, node], token)
+            node = result.path[:, min(i, DEPTH - 1)]
+            token = torch.where(result.num_accepted == i, result.bonus, plain)
+            token = torch.where(result.num_accepted > i, self.drafted[self.rows, node], token)
             tokens.append(token)
             before, last = last, token
         return torch.stack(tokens, 1)
 
-    def chi_square(self, verdict) -> float:
+    def chi_square(self, result) -> float:
         """Per degree of freedom, of the joint counts of four tokens in every table."""
         expected = torch.bincount(self.table, minlength=NUM_TABLES).double()[:, None, None] * self.target[:, :1, 1]
         code, pairs = self.table, self.target[:, 1:2]  # [M, 1, V] so far; pairs [M, 1, V, V] given its last two
         for _ in range(DEPTH):
             expected = (expected[..., None] * pairs).flatten(1, 2)  # [M, cells, V]
             pairs = self.target.repeat(1, expected.shape[1] // V, 1, 1)
-        for token in self.text(verdict).unbind(1):
+        for token in self.text(result).unbind(1):
             code = code * V + token
         expected = expected.flatten()
         counts = torch.bincount(code, minlength=len(expected)).double()
@@ -111,7 +112,7 @@ class Setting:
 
 def accepted(tree, rule, *, draft) -> float:
     """Mean number of accepted nodes."""
-    return Setting(tree, how=RAW, draft=draft, num_rows=FEW).verdict(rule).num_accepted.double().mean().item()
+    return Setting(tree, how=RAW, draft=draft, num_rows=FEW).accept(rule).num_accepted.double().mean().item()
 
 
 # Lossless
@@ -121,20 +122,20 @@ def accepted(tree, rule, *, draft) -> float:
 @pytest.mark.parametrize("how", HOWS, ids=lambda how: f"T={how.temperature} top_p={how.top_p} top_k={how.top_k}")
 def test_deterministic_children_are_lossless(tree, how):
     setting = Setting(tree, how=how)
-    assert setting.chi_square(setting.verdict("deterministic")) < 1.3
+    assert setting.chi_square(setting.accept("deterministic")) < 1.3
 
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("how, draft", [(RAW, "sharp"), (HOWS[0], "close")], ids=["raw-sharp", "processed-close"])
 def test_sampled_children_are_lossless(tree, how, draft):
     setting = Setting(tree, how=how, draft=draft)
-    assert setting.chi_square(setting.verdict("sampled")) < 1.3
+    assert setting.chi_square(setting.accept("sampled")) < 1.3
 
 
 def test_striking_out_is_the_same_law_as_following_one_sample():
     """Deterministic children by recursive rejection (EAGLE-2's loop): the same joint law of accepted nodes."""
     walked, struck = Setting("ragged", how=HOWS[1]), Setting("ragged", how=HOWS[1])
-    one, other = walked.verdict("deterministic"), struck.verdict("struck out")
+    one, other = walked.accept("deterministic"), struck.accept("struck out")
     assert struck.chi_square(other) < 1.3
     counts = torch.stack([torch.bincount(v.num_accepted * 8 + v.path[:, 0], minlength=32) for v in (one, other)])
     assert ((counts[0] - counts[1]).abs() <= 4 * counts.sum(0).sqrt()).all()
@@ -142,7 +143,7 @@ def test_striking_out_is_the_same_law_as_following_one_sample():
 
 def test_one_sampled_child_stands_as_often_as_the_distributions_overlap():
     setting = Setting("one child", how=RAW, draft="sharp")
-    rate = setting.verdict("sampled").num_accepted.double().mean().item()
+    rate = setting.accept("sampled").num_accepted.double().mean().item()
     overlap = torch.minimum(setting.target, setting.draft)[:, 0, 1].sum(-1).mean().item()
     assert abs(rate - overlap) < 4 * (overlap * (1 - overlap) / NUM_ROWS) ** 0.5
 
@@ -166,14 +167,14 @@ def test_a_rejection_without_renormalising_is_caught(forgotten, tree, monkeypatc
     else:
         monkeypatch.setattr(verify, "residual_behind", lambda residual, draft, token: (residual - draft).clamp_min(0))
     setting = Setting(tree, how=RAW, draft="sharp", num_rows=FEW)
-    assert setting.chi_square(setting.verdict("sampled")) > 3
+    assert setting.chi_square(setting.accept("sampled")) > 3
 
 
 @pytest.mark.parametrize("tree", ["chain of 3", "3 children", "ragged"])
 def test_draft_probabilities_for_deterministic_children_are_caught(tree):
     """min(1, p / q) with the q of children that were never drawn from it."""
     setting = Setting(tree, how=RAW, num_rows=FEW)
-    assert setting.chi_square(setting.verdict("not drawn")) > 3
+    assert setting.chi_square(setting.accept("not drawn")) > 3
 
 
 @pytest.mark.parametrize("tree", ["chain of 3", "3 children", "ragged"])
@@ -181,16 +182,16 @@ def test_draft_probabilities_for_deterministic_children_are_caught(tree):
 def test_a_bonus_token_without_logits_processing_is_caught(tree, rule):
     """As the first EAGLE did where a whole path was accepted."""
     setting = Setting(tree, how=HOWS[0], num_rows=FEW)
-    verdict = setting.verdict(rule)
-    num = verdict.num_accepted
-    node = torch.where(num > 0, verdict.path.gather(1, (num - 1).clamp(min=0)[:, None])[:, 0], -1)
+    result = setting.accept(rule)
+    num = result.num_accepted
+    node = torch.where(num > 0, result.path.gather(1, (num - 1).clamp(min=0)[:, None])[:, 0], -1)
     leaf = ~(setting.parents == node[:, None]).any(1)
     raw = setting.at_nodes(setting.logits)[setting.rows, node + 1].softmax(-1)
-    verdict.bonus = torch.where(leaf, sample(raw, setting.source), verdict.bonus)
-    assert setting.chi_square(verdict) > 3
+    result.bonus = torch.where(leaf, sample(raw, setting.source), result.bonus)
+    assert setting.chi_square(result) > 3
 
 
 @pytest.mark.parametrize("tree", ["chain of 3", "3 children", "ragged"])
 def test_typical_acceptance_is_not_lossless(tree):
     setting = Setting(tree, how=RAW, num_rows=FEW)
-    assert setting.chi_square(setting.verdict("typical")) > 3
+    assert setting.chi_square(setting.accept("typical")) > 3

@@ -129,7 +129,7 @@ def test_a_lossy_engine_is_caught(head_type, mutation, tiny_target, monkeypatch,
         return (accepted(chosen, drafted) + 1).clamp(max=drafted.shape[1])
 
     name, broken = ("choose", greedy_behind) if "greedy" in mutation else ("accept_chain", one_too_many)
-    monkeypatch.setattr(f"headstart.eval.engine.{name}", broken)
+    monkeypatch.setattr(f"headstart.eval.verify.{name}", broken)
     assert chi_square(target, head) > 3
 
 

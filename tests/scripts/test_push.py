@@ -11,7 +11,8 @@ import pytest
 import torch
 import yaml
 from headstart.configs.errors import BadInput
-from headstart.eval.measurement.measure import MeasureConfig, measure
+from headstart.eval.measurement.config import MeasureConfig
+from headstart.eval.measurement.measure import measure
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.export.check import check_folder
@@ -185,7 +186,7 @@ def test_what_is_pushed_is_loaded_as_the_same_head(hub, run, tmp_path, saved_tar
     heads = [load_head(name, target) for name in ("me/mine", run / "final")]
     reports = [measure(target, head, suite, config, name="eagle3")[0] for head in heads]
     for key in ("num_rounds", "num_committed", "acceptance_rate", "teacher_forced_acceptance_length", "lossless"):
-        assert reports[0][key] == reports[1][key], key
+        assert getattr(reports[0], key) == getattr(reports[1], key), key
 
 
 def test_the_card_says_what_counts(hub, run, tmp_path):

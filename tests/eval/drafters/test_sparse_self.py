@@ -139,7 +139,7 @@ def test_drafts_do_not_touch_the_target_s_cache(target):
     drafter, rows = SparseSelfDrafter(target, 32), prompts(70, 40)
     engine = Engine(target, drafter, batch_size=2, max_length=120, num_draft_tokens=3)
     kept: list[torch.Tensor] = []
-    take_in, draft = engine.take_in, engine.draft
+    commit_prompts, draft = engine.commit_prompts, engine.draft
 
     def untouched(step):
         def run(*arguments):
@@ -150,7 +150,7 @@ def test_drafts_do_not_touch_the_target_s_cache(target):
 
         return run
 
-    engine.take_in, engine.draft = untouched(take_in), untouched(draft)  # pyright: ignore
+    engine.commit_prompts, engine.draft = untouched(commit_prompts), untouched(draft)  # pyright: ignore
     decode(engine, rows, max_new_tokens=12, stop=Stop.of(target, eos_token_ids=[]))
     assert kept
 
@@ -176,9 +176,9 @@ def test_a_row_that_joins_a_batch_keeps_its_keys_and_its_ring(target):
     batch, wanted = server.empty(1), []
     for number, row in enumerate(rows):
         engine = Engine(target, drafter, batch_size=1, max_length=99, num_draft_tokens=3)
-        _, read, *_ = prefill(engine, Texts([row], 9, stop), Stopwatch(target.device))
+        state = prefill(engine, Texts([row], 9, stop), Stopwatch(target.device)).state
         engine.begin_round(len(row) + 1)
-        wanted += engine.draft(read).tokens.tolist()
+        wanted += engine.draft(state.read).tokens.tolist()
         batch, _ = server.join(batch, number, row)
     batch.engine.begin_round(91)
-    assert batch.engine.draft(batch.read).tokens[:3].tolist() == wanted
+    assert batch.engine.draft(batch.state.read).tokens[:3].tolist() == wanted

@@ -1,10 +1,12 @@
 """Bytes of a decode step as counted by hand on the tiny targets, and a copy that tells the machine's bandwidth."""
 
 import io
+from dataclasses import replace
 
 import pytest
 import torch
 from headstart.eval.generate import Generation, Round
+from headstart.eval.measurement import environment
 from headstart.eval.measurement.bandwidth import (
     baseline_bandwidth,
     bytes_per_step,
@@ -13,12 +15,22 @@ from headstart.eval.measurement.bandwidth import (
     weight_bytes,
     with_share,
 )
-from headstart.eval.measurement.measure import MeasureConfig, measure
-from headstart.eval.report import document as report_module
-from headstart.eval.report.document import build_report, show
+from headstart.eval.measurement.config import MeasureConfig, chain
+from headstart.eval.measurement.measure import measure
+from headstart.eval.measurement.result import ENGINE, Bandwidth, Result
+from headstart.eval.measurement.summary import unmeasured
+from headstart.eval.report.console import show
+from headstart.eval.report.document import build_report
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.registry import HEADS, build_head
 from rich.console import Console
+
+
+def result(used: Bandwidth) -> Result:
+    suite, config = Suite("one", [[1]]), MeasureConfig()
+    empty = unmeasured(suite, config, chain(3), engine=ENGINE, drafter="ngram", num_prompts=1, failed=[])
+    return replace(empty, baseline_bandwidth=used)
+
 
 LLAMA = 4 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32) + 32 + 61 * 32  # layers, final norm, output layer
 QWEN2 = LLAMA + 4 * (32 + 2 * 16)  # biases of queries, keys, values; its tied table is the output layer
@@ -76,16 +88,16 @@ def test_the_baselines_bytes_over_its_decoding_time(target):
     tokens = (4 + 2) + (5 + 3) + (6 + 3)
     read = 3 * 4 * LLAMA + 512 * tokens
     prompts = [[1, 2, 3], [1]]
-    said = baseline_bandwidth(target, [(prompts, [run, run])])
-    assert said == {"gigabytes_per_second": pytest.approx(read / 0.003 / 1e9, abs=1e-4), "share_of_copy": None}
-    share = with_share({"baseline_bandwidth": said}, 10.0)["baseline_bandwidth"]["share_of_copy"]
+    used = baseline_bandwidth(target, [(prompts, [run, run])])
+    assert used.gigabytes_per_second == pytest.approx(read / 0.003 / 1e9, abs=1e-4) and used.share_of_copy is None
+    share = with_share(result(used), 10.0).baseline_bandwidth.share_of_copy
     assert share == pytest.approx(0.0136, abs=1e-4)
 
 
 def test_nothing_decoded_has_no_bandwidth(target):
-    said = baseline_bandwidth(target, [([[1]], [Generation([[2]], [Round(1.0, 0, [0], [1], [1])])])])
-    assert said == {"gigabytes_per_second": None, "share_of_copy": None}
-    assert with_share({"baseline_bandwidth": said}, 10.0) == {"baseline_bandwidth": said}
+    used = baseline_bandwidth(target, [([[1]], [Generation([[2]], [Round(1.0, 0, [0], [1], [1])])])])
+    assert used == Bandwidth(None, None)
+    assert with_share(result(used), 10.0).baseline_bandwidth == used
 
 
 def test_a_copy_counts_what_is_read_and_what_is_written(monkeypatch):
@@ -102,17 +114,17 @@ def test_this_machine_copies_at_a_plausible_rate():
 
 def test_a_report_measures_the_machine_once_and_says_what_share_is_used(target, monkeypatch):
     calls = []
-    monkeypatch.setattr(report_module, "copy_bandwidth", lambda device: calls.append(device) or 4e9)
+    monkeypatch.setattr(environment, "copy_bandwidth", lambda device: calls.append(device) or 4e9)
     head = build_head(HEADS["medusa"].config_class(type="medusa"), target).eval()
     suite, config = Suite("two", [[1, 5, 9], [1, 7]]), MeasureConfig(max_new_tokens=8, num_repeats=1)
-    entries = [measure(target, head, suite, config, name="medusa")[0] for _ in range(2)]
-    report = build_report(target, entries)
+    results = [measure(target, head, suite, config, name="medusa")[0] for _ in range(2)]
+    report = build_report(target, results)
     assert calls == [target.device]
-    assert report["environment"]["copy_gigabytes_per_second"] == 4.0
-    for entry in report["results"]:
-        used = entry["baseline_bandwidth"]
-        assert used["gigabytes_per_second"] > 0
-        assert used["share_of_copy"] == pytest.approx(used["gigabytes_per_second"] / 4, abs=1e-4)
+    assert report.environment.copy_gigabytes_per_second == 4.0
+    for one in report.results:
+        used = one.baseline_bandwidth
+        assert used.gigabytes_per_second is not None and used.gigabytes_per_second > 0
+        assert used.share_of_copy == pytest.approx(used.gigabytes_per_second / 4, abs=1e-4)
     screen = io.StringIO()
     show(report, Console(file=screen, width=100))
     assert screen.getvalue().count("of a copy's 4.0 GB/s") == 1

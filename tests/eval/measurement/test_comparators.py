@@ -5,12 +5,14 @@ import time
 import pytest
 from headstart.eval.drafters.draft_model import DraftModelDrafter
 from headstart.eval.drafters.lookup import NgramDrafter, SuffixDrafter
-from headstart.eval.measurement.measure import MeasureConfig, measure
+from headstart.eval.measurement.config import MeasureConfig, chain
+from headstart.eval.measurement.measure import measure
+from headstart.eval.measurement.result import Bandwidth
 from headstart.eval.measurement.transformers_baseline import compare_transformers, interleave
 from headstart.eval.suites.prompts import Suite
 
 SUITE = Suite("three", [[1, 5, 9, 5, 9], [1, 7, 8, 3, 7, 8], [1, 30]])
-CONFIG = MeasureConfig(num_draft_tokens=3, max_new_tokens=24, num_repeats=1)
+CONFIG = MeasureConfig(setting=chain(3), max_new_tokens=24, num_repeats=1)
 
 
 @pytest.fixture
@@ -32,35 +34,35 @@ def test_texts_equal_and_settings_are_as_before(name, drafters, target):
     entry = compare_transformers(target, drafter, SUITE, CONFIG, name=name, on_prompt=lambda: prompts.append(1))
     assert entry is not None and len(prompts) == 3
     assert [(model.generation_config, len(model._forward_pre_hooks)) for model in models] == before
-    assert (entry["engine"], entry["drafter"], entry["batch_size"]) == ("transformers", name, 1)
-    assert entry["lossless"]["identical"] == entry["lossless"]["checked"] == 3
-    assert entry["num_draft_tokens"] == (0 if drafter is None else 3)
-    low, high = entry["ours_over_theirs_ci95"]
-    assert 0 < low <= entry["ours_over_theirs"] <= high
-    assert 0 < entry["speedup_p10"] <= entry["speedup_median"] <= entry["speedup_p90"]
-    assert entry["baseline_bandwidth"] == {"gigabytes_per_second": None, "share_of_copy": None}
+    assert (entry.engine, entry.drafter, entry.batch_size) == ("transformers", name, 1)
+    assert entry.lossless.identical == entry.lossless.checked == 3
+    assert entry.num_draft_tokens == (0 if drafter is None else 3)
+    low, high = entry.ours_over_theirs_ci95
+    assert 0 < low <= entry.ours_over_theirs <= high
+    assert 0 < entry.speedup_p10 <= entry.speedup_median <= entry.speedup_p90
+    assert entry.baseline_bandwidth == Bandwidth(None, None)
     if drafter is None:
-        assert entry["acceptance_length"] == 1.0
-        assert entry["ours_tokens_per_second"] == entry["baseline_tokens_per_second"]
+        assert entry.acceptance_length == 1.0
+        assert entry.ours_tokens_per_second == entry.baseline_tokens_per_second
 
 
 def test_they_draft_exactly_k_tokens(drafters, target):
     """The target as its own draft model: every forward of theirs commits K + 1, but for the answer's end."""
     entry = compare_transformers(target, drafters["itself"], Suite("one", [[1, 5, 9]]), CONFIG, name="itself")
-    assert entry is not None and entry["num_tokens"] == 24
-    assert entry["num_rounds"] == 24 / 4
+    assert entry is not None and entry.num_tokens == 24
+    assert entry.num_rounds == 24 / 4
 
 
 def test_an_entry_has_the_keys_of_ours(drafters, target):
     ours, _ = measure(target, drafters["ngram"], SUITE, CONFIG, name="ngram")
     theirs = compare_transformers(target, drafters["ngram"], SUITE, CONFIG, name="ngram")
-    assert theirs is not None and set(ours) <= set(theirs)
+    assert theirs is not None and set(ours.to_json()) <= set(theirs.to_json())
 
 
 def test_a_checkpoint_s_own_sampling_is_set_aside(target, monkeypatch):
     monkeypatch.setattr(target.model.generation_config, "repetition_penalty", 5.0)
     entry = compare_transformers(target, None, SUITE, CONFIG, name="none (generate)")
-    assert entry is not None and entry["lossless"]["identical"] == 3
+    assert entry is not None and entry.lossless.identical == 3
 
 
 def test_what_transformers_lacks_is_left_out(target, tiny_target):
@@ -80,7 +82,9 @@ def test_ways_take_turns():
 
         return run
 
-    timed = interleave([way("a", 0.0), way("b", 0.01)], [[5], [6]], num_repeats=3, on_prompt=lambda: None)
+    ways, suite, config = [way("a", 0.0), way("b", 0.01)], Suite("two", [[5], [6]]), MeasureConfig(num_repeats=3)
+    timed, done, failed = interleave(ways, suite, config, on_prompt=lambda: None)
+    assert (done, failed) == ([0, 1], [])
     assert order == list("ab" + "abbaab" + "baabba")
     assert timed[0].texts == timed[1].texts == [[5, 1], [6, 1]]
     assert timed[0].num_forwards == 4

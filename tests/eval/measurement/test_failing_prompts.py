@@ -1,18 +1,22 @@
 """A prompt that cannot be decoded is named with its reason, and all figures are those of the others."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.drafters.lookup import NgramDrafter
-from headstart.eval.measurement.measure import MeasureConfig, measure
+from headstart.eval.measurement.config import MeasureConfig, chain
+from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.transformers_baseline import compare_transformers
-from headstart.eval.report.document import build_report, failure_words
+from headstart.eval.report.console import failure_words
+from headstart.eval.report.document import build_report
 from headstart.eval.report.page import render
-from headstart.eval.suites.prompts import Suite
+from headstart.eval.suites.prompts import FailedPrompt, Suite
 
 BAD = 13  # the token that a planted fault stumbles over
 PROMPTS = [[1, 5, 9], [1, BAD, 8], [1, 30, 31], [1, 40, 41]]
-CONFIG = MeasureConfig(num_draft_tokens=3, max_new_tokens=16, num_repeats=2)
+CONFIG = MeasureConfig(setting=chain(3), max_new_tokens=16, num_repeats=2)
 
 
 class Stumbling(NgramDrafter):
@@ -29,7 +33,7 @@ class Stumbling(NgramDrafter):
 
 
 def run(target, error, prompts=PROMPTS, **changes):
-    config = MeasureConfig(**{**vars(CONFIG), **changes})
+    config = replace(CONFIG, **changes)
     return measure(target, Stumbling(error), Suite("four", prompts), config, name="ngram")
 
 
@@ -39,22 +43,22 @@ def test_the_others_stand(place, target):
     prompts.insert(place, PROMPTS[1])
     entry, rounds = run(target, RuntimeError("planted\nand more"), prompts)
     clean, _ = run(target, None, [one for one in prompts if BAD not in one])
-    assert entry["failed"] == [{"prompt": place, "row": f"prompt {place}", "reason": "RuntimeError: planted"}]
+    assert entry.failed == [FailedPrompt(place, f"prompt {place}", "RuntimeError: planted")]
     kept = ("num_prompts", "num_tokens", "num_rounds", "acceptance_length", "acceptance_rate", "by_context")
-    assert {key: entry[key] for key in kept} == {key: clean[key] for key in kept}
-    assert entry["lossless"]["identical"] == entry["lossless"]["checked"] == 3
+    assert all(getattr(entry, key) == getattr(clean, key) for key in kept)
+    assert entry.lossless.identical == entry.lossless.checked == 3
     assert {row["batch"] for row in rounds} == set(range(4)) - {place}
 
 
 def test_a_batch_fails_as_a_whole(target):
     entry, _ = run(target, ValueError("planted"), batch_size=2)
-    assert [one["prompt"] for one in entry["failed"]] == [0, 1] and entry["num_prompts"] == 2
+    assert [one.prompt for one in entry.failed] == [0, 1] and entry.num_prompts == 2
 
 
 def test_out_of_memory_is_named_and_the_rest_goes_on(target):
     entry, _ = run(target, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
-    assert entry["failed"][0]["reason"].startswith("OutOfMemoryError: CUDA out of memory")
-    assert entry["num_prompts"] == 3
+    assert entry.failed[0].reason.startswith("OutOfMemoryError: CUDA out of memory")
+    assert entry.num_prompts == 3
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), BadInput("a setting that cannot be")])
@@ -65,17 +69,19 @@ def test_what_is_no_fault_of_a_prompt_ends_the_measurement(error, target):
 
 def test_divergences_keep_the_number_of_their_prompt(target, monkeypatch):
     from headstart.eval.measurement import measure as module
-    from headstart.eval.measurement.lossless import LosslessReport
+    from headstart.eval.measurement.lossless import Divergence, LosslessReport
 
-    found = LosslessReport(3, 2, 0, 1, [{"prompt": 1, "position": 4, "gap_ulp": 9.0}])
-    monkeypatch.setattr(module, "compare_texts", lambda *_, **__: found)
+    def compared(*_, numbers):
+        return LosslessReport(3, 2, 0, 1, [Divergence(numbers[1], 4, 9.0)])
+
+    monkeypatch.setattr(module, "compare_texts", compared)
     entry, _ = run(target, RuntimeError("planted"))
-    assert entry["lossless"]["divergences"][0]["prompt"] == 2, "the second that was measured is the suite's third"
+    assert entry.lossless.divergences[0].prompt == 2, "the second that was measured is the suite's third"
 
 
 def test_where_all_fail_the_entry_is_empty_and_still_a_report(target):
     entry, rounds = run(target, RuntimeError("planted"), PROMPTS[1:2])
-    assert rounds == [] and entry["num_prompts"] == 0 and entry["speedup"] is None and entry["ttft_ms"] is None
+    assert rounds == [] and entry.num_prompts == 0 and entry.speedup is None and entry.ttft_ms is None
     other, _ = run(target, None, [PROMPTS[0], PROMPTS[2]])
     page = render(build_report(target, [entry, other]))
     assert "Prompts that failed, 1 of 1" in page and "RuntimeError: planted" in page
@@ -99,8 +105,8 @@ def test_transformers_too_leaves_a_failing_prompt_out(target, monkeypatch):
 
     monkeypatch.setattr(module, "our_decoding", stumbling)
     entry = compare_transformers(target, NgramDrafter(), Suite("four", PROMPTS), CONFIG, name="ngram")
-    assert entry is not None and entry["num_prompts"] == 3 == entry["lossless"]["identical"]
-    assert entry["failed"] == [{"prompt": 1, "row": "prompt 1", "reason": "RuntimeError: planted"}]
+    assert entry is not None and entry.num_prompts == 3 == entry.lossless.identical
+    assert entry.failed == [FailedPrompt(1, "prompt 1", "RuntimeError: planted")]
     empty = compare_transformers(target, None, Suite("one", PROMPTS[1:2]), CONFIG, name="none")
-    assert empty is not None and empty["num_prompts"] == 0 and empty["speedup"] is None
+    assert empty is not None and empty.num_prompts == 0 and empty.speedup is None
     render(build_report(target, [entry, empty]))

@@ -2,18 +2,24 @@
 
 import io
 import json
+import os
+from dataclasses import replace
 
 import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.generate import Round, generate
 from headstart.eval.measurement.bandwidth import with_share
-from headstart.eval.measurement.measure import MeasureConfig, measure
+from headstart.eval.measurement.config import MeasureConfig, chain
+from headstart.eval.measurement.lossless import LosslessReport
+from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.metrics import acceptance
-from headstart.eval.measurement.summary import speedup_percentiles
-from headstart.eval.report import document as report_module
-from headstart.eval.report.document import build_report, check_output, show, write_report
+from headstart.eval.measurement.result import ENGINE, FixedTreeShape, TreeLimits
+from headstart.eval.measurement.summary import tree_shape, unmeasured, with_speedup
+from headstart.eval.report.console import show
+from headstart.eval.report.document import build_report, check_output, write_report
 from headstart.eval.suites.prompts import Suite, load_suite
+from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.registry import HEADS, build_head
 from rich.console import Console
 
@@ -30,7 +36,7 @@ def head(head_type, target):
 
 
 def measured(target, drafter, prompts=PROMPTS, **changes):
-    config = MeasureConfig(**{"max_new_tokens": 24, "num_repeats": 1, **changes})
+    config = replace(MeasureConfig(max_new_tokens=24, num_repeats=1), **changes)
     return measure(target, drafter, Suite("three", prompts), config, name="tiny")
 
 
@@ -40,42 +46,53 @@ def text(target, prompt, num_new=40):
 
 def test_a_result_entry_is_whole_and_lossless(head, target):
     entry, _ = measured(target, head, num_repeats=2)
-    assert set(ENTRY_KEYS.split()) <= set(entry)
-    lossless = {key: entry["lossless"][key] for key in ("checked", "identical", "explained", "unexplained")}
-    assert lossless == {"checked": 3, "identical": 3, "explained": 0, "unexplained": 0}
-    assert (entry["num_prompts"], entry["num_tokens"], entry["batch_size"]) == (3, 72, 1)
-    assert len(entry["acceptance_rate"]) == entry["num_draft_tokens"]
-    assert entry["acceptance_length"] == round(entry["num_committed"] / entry["num_rounds"], 4) >= 1
-    assert entry["tokens_per_second"] > 0 and entry["baseline_tokens_per_second"] > 0
-    low, high = entry["speedup_ci95"]
-    assert 0 < low <= entry["speedup"] <= high
-    assert entry["speedup"] == pytest.approx(entry["tokens_per_second"] / entry["baseline_tokens_per_second"], rel=0.01)
-    assert 0 < entry["speedup_p10"] <= entry["speedup_median"] <= entry["speedup_p90"]
-    assert entry["baseline_bandwidth"]["gigabytes_per_second"] > 0
+    assert set(ENTRY_KEYS.split()) <= set(entry.to_json())
+    assert entry.lossless == LosslessReport(checked=3, identical=3)
+    assert (entry.num_prompts, entry.num_tokens, entry.batch_size) == (3, 72, 1)
+    assert len(entry.acceptance_rate) == entry.num_draft_tokens
+    assert entry.acceptance_length == round(entry.num_committed / entry.num_rounds, 4) >= 1
+    assert entry.tokens_per_second > 0 and entry.baseline_tokens_per_second > 0
+    low, high = entry.speedup_ci95
+    assert 0 < low <= entry.speedup <= high
+    assert entry.speedup == pytest.approx(entry.tokens_per_second / entry.baseline_tokens_per_second, rel=0.01)
+    assert 0 < entry.speedup_p10 <= entry.speedup_median <= entry.speedup_p90
+    assert entry.baseline_bandwidth.gigabytes_per_second > 0
 
 
 def test_percentiles_are_those_of_single_prompts():
     """Speedups 1, 2, 3, 4 and 10: the tenth percentile lies four tenths of the way from the first to the second."""
-    timed = [(4.0, 1.0), (1.0, 1.0), (6.0, 2.0), (20.0, 2.0), (2.0, 1.0)]
-    assert speedup_percentiles(timed) == {"speedup_p10": 1.4, "speedup_median": 3.0, "speedup_p90": 7.6}
-    assert set(speedup_percentiles([(3.0, 2.0)]).values()) == {1.5}
-    assert set(speedup_percentiles([]).values()) == {None}
+    suite, config = Suite("three", PROMPTS), MeasureConfig()
+    empty = unmeasured(suite, config, chain(3), engine=ENGINE, drafter="tiny", num_prompts=3, failed=[])
+
+    def percentiles(*timed):
+        result = with_speedup(empty, timed)
+        return [result.speedup_p10, result.speedup_median, result.speedup_p90]
+
+    assert percentiles((4.0, 1.0), (1.0, 1.0), (6.0, 2.0), (20.0, 2.0), (2.0, 1.0)) == [1.4, 3.0, 7.6]
+    assert percentiles((3.0, 2.0)) == [1.5] * 3 and percentiles() == [None] * 3
+
+
+def test_a_fixed_tree_is_told_by_its_parents():
+    tree = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0)))
+    assert tree_shape(tree) == FixedTreeShape([-1, -1, 0, 0, 1])
+    assert tree_shape(DynamicTree(num_nodes=9, depth=3, top_k=4)) == TreeLimits(9, 3, 4)
+    assert tree_shape(None) is None
 
 
 def test_percentiles_come_from_the_seconds_behind_the_speedup(head, target):
     """One prompt: its own speedup, three times; of two, batch size 2, the one batch's."""
     for prompts, size in ((PROMPTS[:1], 1), (PROMPTS[:2], 2)):
         entry, _ = measured(target, head, prompts, batch_size=size, max_new_tokens=8)
-        assert entry["speedup_p10"] == entry["speedup_median"] == entry["speedup_p90"] == entry["speedup"]
+        assert entry.speedup_p10 == entry.speedup_median == entry.speedup_p90 == entry.speedup
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_training_and_decoding_agree_on_the_acceptance_length(head, batch_size, target):
     """Up to one round per text: the last may draft beyond max_new_tokens, where training sees nothing."""
     entry, _ = measured(target, head, batch_size=batch_size)
-    forced, rounds = entry["teacher_forced_acceptance_length"], entry["num_rounds"]
-    lowest = (entry["num_committed"] - 3 * (entry["num_draft_tokens"] + 1)) / rounds
-    highest = entry["num_committed"] / (rounds - 3)
+    forced, rounds = entry.teacher_forced_acceptance_length, entry.num_rounds
+    lowest = (entry.num_committed - 3 * (entry.num_draft_tokens + 1)) / rounds
+    highest = entry.num_committed / (rounds - 3)
     assert lowest <= forced <= highest
 
 
@@ -87,7 +104,7 @@ def test_training_and_decoding_agree_exactly_on_texts_that_end(head_type, tiny_t
     for token in dict.fromkeys(whole[1::5]):
         target.model.generation_config.eos_token_id = token
         entry, _ = measured(target, head, [PROMPTS[0]], max_new_tokens=60)
-        assert entry["teacher_forced_acceptance_length"] == entry["acceptance_length"], token
+        assert entry.teacher_forced_acceptance_length == entry.acceptance_length, token
 
 
 @pytest.mark.parametrize(("head_type", "num_depths"), [("eagle", 1), ("mtp", 1), ("eagle3", 2), ("draft_lm", 1)])
@@ -99,24 +116,24 @@ def test_they_agree_where_a_head_drafts_deeper_than_it_was_trained(head_type, nu
     for prompt in ([1, 5, 3], [1, 8, 7]):
         for token in sorted(set(text(target, prompt, 60)[8:])):
             target.model.generation_config.eos_token_id = token
-            entry, _ = measured(target, head, [prompt], max_new_tokens=60, num_draft_tokens=5)
-            assert entry["teacher_forced_acceptance_length"] == entry["acceptance_length"], (prompt, token)
-            lengths.append(entry["acceptance_length"] or 0)  # a first token that ends the text
+            entry, _ = measured(target, head, [prompt], max_new_tokens=60, setting=chain(5))
+            assert entry.teacher_forced_acceptance_length == entry.acceptance_length, (prompt, token)
+            lengths.append(entry.acceptance_length or 0)  # a first token that ends the text
     assert head.num_depths == num_depths and max(lengths) > 1.2, lengths
 
 
 def test_a_perfect_drafter_is_measured_at_its_most(target, target_as_drafter):
-    entry, _ = measured(target, target_as_drafter(target), max_new_tokens=26, num_draft_tokens=4, batch_size=3)
-    assert entry["acceptance_length"] == 5 and entry["acceptance_rate"] == [1, 1, 1, 1]
-    assert entry["teacher_forced_acceptance_length"] is None, "no head, nothing to unroll"
+    entry, _ = measured(target, target_as_drafter(target), max_new_tokens=26, setting=chain(4), batch_size=3)
+    assert entry.acceptance_length == 5 and entry.acceptance_rate == [1, 1, 1, 1]
+    assert entry.teacher_forced_acceptance_length is None, "no head, nothing to unroll"
 
 
 def test_sampled_texts_are_measured_but_not_compared(head, target):
     entry, rounds = measured(target, head, PROMPTS[:1], temperature=1.0, num_repeats=2)
-    assert entry["lossless"]["checked"] == 0 and entry["num_tokens"] == 2 * 24
+    assert entry.lossless.checked == 0 and entry.num_tokens == 2 * 24
     assert len(rounds) == 1 * 2 * 2
     again, _ = measured(target, head, PROMPTS[:1], temperature=1.0, num_repeats=2)
-    assert again["acceptance_rate"] == entry["acceptance_rate"], "the same seed samples the same texts"
+    assert again.acceptance_rate == entry.acceptance_rate, "the same seed samples the same texts"
 
 
 @pytest.mark.parametrize("which", ["one", "all"])
@@ -128,16 +145,16 @@ def test_answers_that_end_at_once_do_not_break_a_measurement(which, head_type, t
     first = text(target, PROMPTS[0])[0]
     target.model.generation_config.eos_token_id = first
     entry, rounds = measured(target, head, prompts)
-    assert entry["lossless"]["identical"] == len(prompts)
+    assert entry.lossless.identical == len(prompts)
     if which == "one":
-        low, high = entry["speedup_ci95"]
-        assert 0 < low <= entry["speedup"] <= high
+        low, high = entry.speedup_ci95
+        assert 0 < low <= entry.speedup <= high
     else:
-        assert entry["speedup"] is None and entry["speedup_ci95"] == [None, None]
-        assert entry["speedup_median"] is None and entry["baseline_bandwidth"]["gigabytes_per_second"] is None
-        assert entry["acceptance_length"] is None and entry["tokens_per_second"] is None
+        assert entry.speedup is None and entry.speedup_ci95 == [None, None]
+        assert entry.speedup_median is None and entry.baseline_bandwidth.gigabytes_per_second is None
+        assert entry.acceptance_length is None and entry.tokens_per_second is None
     show(build_report(target, [entry]), Console(file=io.StringIO()))
-    json.dumps(entry, allow_nan=False)
+    json.dumps(entry.to_json(), allow_nan=False)
 
 
 # What is left on disk
@@ -150,7 +167,7 @@ def test_the_rounds_give_the_figures_again(head, target, tmp_path):
     report = json.loads(path.read_text())
     assert set(report) == {"schema_version", "environment", "target", "results"}
     entry = with_share(entry, report["environment"]["copy_gigabytes_per_second"])
-    assert report["results"] == [entry]
+    assert report["results"] == [entry.to_json()]
     assert report["target"]["fingerprint"] == target.fingerprint
     rows = [json.loads(line) for line in (path.parent / "rounds.jsonl").read_text().splitlines()]
     assert {(row["batch"], row["side"], row["repeat"]) for row in rows} == {
@@ -159,11 +176,11 @@ def test_the_rounds_give_the_figures_again(head, target, tmp_path):
     for repeat in range(2):
         mine = [row for row in rows if row["side"] == "speculative" and row["repeat"] == repeat]
         counted = acceptance(
-            (Round(**one) for row in mine for one in row["rounds"]), num_draft_tokens=entry["num_draft_tokens"]
+            (Round(**one) for row in mine for one in row["rounds"]), num_draft_tokens=entry.num_draft_tokens
         )
-        assert counted.length is not None and round(counted.length, 4) == entry["acceptance_length"]
-        assert [None if r is None else round(r, 4) for r in counted.rate] == entry["acceptance_rate"]
-        assert sum(sum(one["num_emitted"]) for row in mine for one in row["rounds"]) == entry["num_tokens"]
+        assert counted.length is not None and round(counted.length, 4) == entry.acceptance_length
+        assert [None if r is None else round(r, 4) for r in counted.rate] == entry.acceptance_rate
+        assert sum(sum(one["num_emitted"]) for row in mine for one in row["rounds"]) == entry.num_tokens
 
 
 def test_a_failed_write_leaves_the_old_report(target, tmp_path, monkeypatch):
@@ -174,9 +191,9 @@ def test_a_failed_write_leaves_the_old_report(target, tmp_path, monkeypatch):
     def full(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr(report_module.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="no space"):
-        write_report(tmp_path, {**report, "results": [{"new": 1}]}, [])
+        write_report(tmp_path, report, [{"new": 1}])
     assert path.read_text() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["report.json", "rounds.jsonl"]
 

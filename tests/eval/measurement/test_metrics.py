@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from headstart.eval.generate import Round, generate
-from headstart.eval.measurement.lossless import MAX_ULPS, compare_texts, gap_in_ulps, ulp
+from headstart.eval.measurement.lossless import MAX_ULPS, Divergence, compare_texts, gap_in_ulps, ulp
 from headstart.eval.measurement.metrics import acceptance, bootstrap_ratio, expected_acceptance
 from headstart.heads.base import chain_starts
 from headstart.heads.loading import fingerprint_of
@@ -142,7 +142,11 @@ def test_a_token_changed_at_a_clear_gap_is_unexplained(target):
     report = compare_texts(target, [PROMPT] * 2, baseline=[text, text], speculative=[text, wrong])
     assert (report.checked, report.identical, report.explained, report.unexplained) == (2, 1, 0, 1)
     [divergence] = report.divergences
-    assert (divergence["prompt"], divergence["position"]) == (1, 5) and divergence["gap_ulp"] > 100
+    assert (
+        (divergence.prompt, divergence.position) == (1, 5)
+        and (divergence.gap_ulp or 0) > 100
+        and not divergence.is_explained
+    )
 
 
 @pytest.mark.parametrize("other", [lambda text: text[:-1], lambda text: [*text, 3], lambda text: []])
@@ -150,7 +154,7 @@ def test_a_text_that_is_longer_or_shorter_is_unexplained(other, target):
     text = greedy(target)
     report = compare_texts(target, [PROMPT], baseline=[text], speculative=[other(text)])
     assert report.unexplained == 1
-    assert report.divergences == [{"prompt": 0, "position": None, "gap_ulp": None}]
+    assert report.divergences == [Divergence(0, None, None)]
 
 
 def test_tokens_whose_logits_tie_may_swap(tiny_model):
@@ -168,6 +172,6 @@ def test_tokens_whose_logits_tie_may_swap(tiny_model):
     assert gap_in_ulps(target, [*PROMPT, *text[:at]], (token, twin)) == 0 <= MAX_ULPS
     report = compare_texts(target, [PROMPT], baseline=[text], speculative=[swapped])
     assert (report.explained, report.unexplained) == (1, 0)
-    assert report.divergences == [{"prompt": 0, "position": at, "gap_ulp": 0.0}]
+    assert report.divergences == [Divergence(0, at, 0.0)]
     elsewhere = [*text[: at + 1], (text[at + 1] + 1) % 61]
     assert compare_texts(target, [PROMPT], baseline=[text], speculative=[elsewhere]).unexplained == 1

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -16,26 +17,28 @@ from headstart.configs.errors import BadInput
 from headstart.eval.drafters.lookup import NgramDrafter, SuffixDrafter
 from headstart.eval.measurement import measure, passes
 from headstart.eval.measurement import transformers_baseline as comparators
-from headstart.eval.measurement.config import MeasureConfig
-from headstart.eval.measurement.resume import Measured, identity
+from headstart.eval.measurement.config import MeasureConfig, chain
+from headstart.eval.measurement.resume import BatchStore, identity
 from headstart.eval.measurement.transformers_baseline import compare_transformers
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.registry import HEADS, build_head
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3], [1, 30, 31], [1, 40, 41], [1, 44, 3]]
-CONFIG = MeasureConfig(num_draft_tokens=3, max_new_tokens=16, num_repeats=2)
+CONFIG = MeasureConfig(setting=chain(3), max_new_tokens=16, num_repeats=2)
 TIMES = re.compile(r"seconds|_ms$|speedup|bandwidth|copy_|^timing$|tokens_per_second|^ours_over|per_second")
 
 
 def without_times(value):
-    """A report or rounds without what a clock said."""
+    """Results or rounds without what a clock measured."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
     if isinstance(value, dict):
         return {key: without_times(one) for key, one in value.items() if not TIMES.search(key)}
     return [without_times(one) for one in value] if isinstance(value, list) else value
 
 
 def run(target, store, *, drafter=None, prompts=PROMPTS, on_batch=lambda: None, **changes):
-    config = MeasureConfig(**{**vars(CONFIG), **changes})
+    config = replace(CONFIG, **changes)
     drafter = drafter or NgramDrafter()
     return measure.measure(target, drafter, Suite("five", prompts), config, name="d", on_batch=on_batch, store=store)
 
@@ -75,10 +78,10 @@ def test_a_resumed_measurement_equals_one_in_one_go(count, changes, target, tmp_
     whole = run(target, None, **changes)
     num_batches = 3 if "batch_size" in changes else 5
     count = min(count, num_batches)
-    with pytest.raises(Killed), Measured(tmp_path) as store:
+    with pytest.raises(Killed), BatchStore(tmp_path) as store:
         run(target, store, on_batch=killed_after(count), **changes)
     decoded.clear()
-    with Measured(tmp_path) as store:
+    with BatchStore(tmp_path) as store:
         resumed = run(target, store, **changes)
     assert without_times([*resumed]) == without_times([*whole])
     left = num_batches - count
@@ -86,9 +89,9 @@ def test_a_resumed_measurement_equals_one_in_one_go(count, changes, target, tmp_
 
 
 def test_measured_figures_are_those_that_were_kept_times_included(target, tmp_path):
-    with Measured(tmp_path) as store:
+    with BatchStore(tmp_path) as store:
         first = run(target, store)
-    with Measured(tmp_path) as store:
+    with BatchStore(tmp_path) as store:
         assert run(target, store) == first
 
 
@@ -98,7 +101,7 @@ def test_transformers_goes_on_too(target, tmp_path, monkeypatch):
         return compare_transformers(target, NgramDrafter(), suite, CONFIG, name="d", on_prompt=on_prompt, store=store)
 
     whole = compare(None)
-    with pytest.raises(Killed), Measured(tmp_path) as store:
+    with pytest.raises(Killed), BatchStore(tmp_path) as store:
         compare(store, killed_after(2))
     timed = []
     time_prompt = comparators.time_prompt
@@ -108,7 +111,7 @@ def test_transformers_goes_on_too(target, tmp_path, monkeypatch):
         return time_prompt(*one, number=number, **how)
 
     monkeypatch.setattr(comparators, "time_prompt", counting)
-    with Measured(tmp_path) as store:
+    with BatchStore(tmp_path) as store:
         resumed = compare(store)
     assert timed == [2, 3, 4]
     assert without_times(resumed) == without_times(whole)
@@ -118,7 +121,7 @@ def test_transformers_goes_on_too(target, tmp_path, monkeypatch):
     "changes",
     [
         {"max_new_tokens": 15},
-        pytest.param({"num_draft_tokens": 2}, marks=pytest.mark.slow),
+        pytest.param({"setting": chain(2)}, marks=pytest.mark.slow),
         pytest.param({"num_repeats": 1}, marks=pytest.mark.slow),
         pytest.param({"seed": 1}, marks=pytest.mark.slow),
         pytest.param({"prompts": [*PROMPTS[:4], [1, 44, 4]]}, marks=pytest.mark.slow),
@@ -128,15 +131,15 @@ def test_transformers_goes_on_too(target, tmp_path, monkeypatch):
     ids=lambda changes: next(iter(changes)),
 )
 def test_other_settings_are_measured_afresh_and_lose_nothing(changes, target, tmp_path, decoded):
-    with Measured(tmp_path) as store:
+    with BatchStore(tmp_path) as store:
         run(target, store)
     before = len(decoded)
-    with Measured(tmp_path) as store:
+    with BatchStore(tmp_path) as store:
         run(target, store, **changes)
         assert len(decoded) > before + 2 * len(PROMPTS)
         store.finish()
     decoded.clear()
-    with Measured(tmp_path) as store:
+    with BatchStore(tmp_path) as store:
         run(target, store)
         assert decoded == [], "what the first measured is still there"
         store.finish()
@@ -156,13 +159,13 @@ def test_other_weights_are_another_drafter(target):
 
 
 def test_a_torn_last_line_is_dropped_and_its_batch_measured_again(target, tmp_path):
-    with Measured(tmp_path) as store:
+    with BatchStore(tmp_path) as store:
         whole = run(target, store)
     path = tmp_path / "measured.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     for cut in (1, len(lines[-1]) // 2, len(lines[-1]) - 1):
         path.write_bytes(b"".join(lines[:-1]) + lines[-1][:cut])
-        with Measured(tmp_path) as store:
+        with BatchStore(tmp_path) as store:
             assert len(store) == 4
             assert without_times([*run(target, store)]) == without_times([*whole])
         assert len(path.read_bytes().splitlines()) == 5
@@ -170,19 +173,19 @@ def test_a_torn_last_line_is_dropped_and_its_batch_measured_again(target, tmp_pa
 
 def test_a_damaged_line_is_refused(tmp_path):
     (tmp_path / "measured.jsonl").write_text('{"key": "a", "batch": 0, "measured": {}}\nxx\n')
-    with pytest.raises(BadInput, match=r"measured\.jsonl:2: damaged"), Measured(tmp_path):
+    with pytest.raises(BadInput, match=r"measured\.jsonl:2: damaged"), BatchStore(tmp_path):
         pass
 
 
 def test_one_process_measures_into_a_folder(tmp_path):
-    with Measured(tmp_path) as first:
+    with BatchStore(tmp_path) as first:
         first.add("a", 0, {})
-        with pytest.raises(BadInput, match="another process measures into this folder"), Measured(tmp_path):
+        with pytest.raises(BadInput, match="another process measures into this folder"), BatchStore(tmp_path):
             pass
 
 
 def test_nothing_is_written_before_a_batch_is_measured(tmp_path):
-    with Measured(tmp_path / "new") as store:
+    with BatchStore(tmp_path / "new") as store:
         assert store.get("a", 0) is None
         store.finish()
     assert list(tmp_path.iterdir()) == []
@@ -192,14 +195,14 @@ def test_nothing_is_written_before_a_batch_is_measured(tmp_path):
 
 COUNTED = """
 import os, sys
-from headstart.eval.measured import Measured
+from headstart.eval.measurement.resume import BatchStore
 from headstart.scripts import cli
-add = Measured.add
+add = BatchStore.add
 def counted(self, key, batch, record):
     add(self, key, batch, record)
     with open(os.environ["COUNTER"], "a") as file:
         file.write(f"{key} {batch}\\n")
-Measured.add = counted
+BatchStore.add = counted
 sys.argv = ["headstart", *sys.argv[1:]]
 cli.main()
 """

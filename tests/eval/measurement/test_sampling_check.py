@@ -1,19 +1,21 @@
 """Sampled texts are tested against the target's distribution: right ones pass, and what is slightly wrong is found."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from headstart.eval import verify
 from headstart.eval.engine import Engine
 from headstart.eval.generate import decode
-from headstart.eval.measurement.measure import MeasureConfig, measure
+from headstart.eval.measurement.config import DraftSetting, MeasureConfig, chain
+from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.passes import seed_of
-from headstart.eval.measurement.sampling_check import SMALLEST_P, SamplingCheck, check_sampling, uniform_p_value
+from headstart.eval.measurement.sampling_check import SMALLEST_P, check_sampling, uniform_p_value
 from headstart.eval.report.recommendation import deviates, is_lossless, lossless_evidence, verdict
+from headstart.eval.sampling import Sampling
 from headstart.eval.stopping import Stop
 from headstart.eval.suites.prompts import Suite
-from headstart.eval.verify import Sampling
 from headstart.heads.drafting import StaticTree
 from headstart.heads.registry import HEADS, build_head
 
@@ -66,10 +68,11 @@ def tree_check(target):
     def run():
         head = build_head(HEADS["eagle"].config_class(type="eagle"), target, seed=1).eval()
         suite, tree = Suite(name="some", prompts=PROMPTS), StaticTree(((0,), (1,), (0, 0)), sampled=True)
-        config = MeasureConfig(max_new_tokens=40, temperature=1.0, tree=tree, batch_size=32, num_repeats=2)
+        setting = DraftSetting("sampled", tree.depth, tree)
+        config = MeasureConfig(max_new_tokens=40, temperature=1.0, setting=setting, batch_size=32, num_repeats=2)
         entry, _ = measure(target, head, suite, config, name="eagle")
-        assert entry["sampling_check"]["num_tokens"] > 1500
-        return SamplingCheck(**entry["sampling_check"])
+        assert entry.sampling_check is not None and entry.sampling_check.num_tokens > 1500
+        return entry.sampling_check
 
     return run
 
@@ -109,18 +112,18 @@ def test_the_test_is_kolmogorov_smirnovs():
 
 def test_results_say_it_and_a_deviation_is_not_deployable(target, drafter):
     suite = Suite(name="some", prompts=PROMPTS[:2])
-    config = MeasureConfig(max_new_tokens=24, temperature=1.0, num_repeats=2, num_draft_tokens=3)
+    config = MeasureConfig(max_new_tokens=24, temperature=1.0, num_repeats=2, setting=chain(3))
     entry, _ = measure(target, drafter, suite, config, name="itself")
-    check = entry["sampling_check"]
-    assert 50 < check["num_tokens"] <= 2 * 24 * 2 and check["p_value"] > SMALLEST_P
+    check = entry.sampling_check
+    assert check is not None and 50 < check.num_tokens <= 2 * 24 * 2 and known(check.p_value) > SMALLEST_P
     assert is_lossless(entry) and not deviates(entry)
     assert lossless_evidence([entry]).startswith("What was sampled follows the target's own distribution")
-    wrong = {**entry, "sampling_check": {**check, "p_value": 1e-9}}
+    wrong = replace(entry, sampling_check=replace(check, p_value=1e-9))
     assert deviates(wrong) and not is_lossless(wrong)
     assert "does NOT follow" in lossless_evidence([wrong])
     assert "not distributed as the target's own" in verdict([wrong]).reasons[0]
     greedy, _ = measure(target, drafter, suite, MeasureConfig(max_new_tokens=8, num_repeats=1), name="itself")
-    assert greedy["sampling_check"] is None and greedy["lossless"]["checked"] == 2
+    assert greedy.sampling_check is None and greedy.lossless.checked == 2
 
 
 def test_every_batch_and_repeat_draws_other_numbers():

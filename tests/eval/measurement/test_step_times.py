@@ -8,9 +8,9 @@ from headstart.eval.measurement import step_times
 from headstart.eval.measurement.config import DraftSetting, chains
 from headstart.eval.measurement.step_times import (
     NUM_ROUNDS,
-    Place,
     StepTable,
     StepTime,
+    TimedCell,
     cut,
     interpolate,
     measure_step_times,
@@ -79,15 +79,15 @@ def test_passes_run_the_same_rounds_behind_prompts_read_once(target, monkeypatch
 
     monkeypatch.setattr(step_times, "run_round", counted)
     monkeypatch.setattr(step_times, "prefill", lambda *arguments: prefills.append(1) or prefill(*arguments))
-    place = Place(target, drafter, [DraftSetting("K 3", 3)], batch_size=1, context=4, text=[1, 5, 9, 11])
-    place.run()
-    place.run()
+    cell = TimedCell(target, drafter, [DraftSetting("K 3", 3)], batch_size=1, context=4, text=[1, 5, 9, 11])
+    cell.run()
+    cell.run()
     assert len(prefills) == 2, "the baseline's and the drafter's engine"
     accepted = [one.num_accepted for one, *_ in rounds if one.num_drafted]
     assert accepted == [[3]] * 2 * (NUM_ROUNDS + 1)
-    place.run(reads_again=True)
+    cell.run(reads_again=True)
     assert len(prefills) == 4
-    assert (len(place.plain), len(place.drafted[DraftSetting("K 3", 3)])) == (6, 3)
+    assert (len(cell.plain), len(cell.drafted[DraftSetting("K 3", 3)])) == (6, 3)
 
 
 def test_a_context_without_room_for_the_timed_rounds_is_refused(target):

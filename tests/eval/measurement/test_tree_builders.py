@@ -10,7 +10,7 @@ from headstart.eval.measurement.metrics import acceptance
 from headstart.eval.measurement.tree_search import best_nodes, named_tree, optimal_tree, rank_accuracies, static_tree
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.registry import HEADS, build_head
-from headstart.scripts.evaluate import check_trees
+from headstart.scripts.eval_run import WantedDrafts
 
 ACCURACIES = [[0.6, 0.2, 0.1], [0.5, 0.25, 0.05], [0.4, 0.3, 0.1]]
 
@@ -102,11 +102,10 @@ def test_a_sampled_chain_longer_than_the_head_is_refused(target):
 
 
 @pytest.mark.parametrize("name", ["sampled", "sampled-chain"])
-def test_draws_need_a_temperature(name, target):
-    drafters = [("medusa", build_head(HEADS["medusa"].config_class(type="medusa"), target))]
-    check_trees([name], drafters, temperature=0.7)  # type: ignore[arg-type]
+def test_draws_need_a_temperature(name):
+    assert WantedDrafts.of([], ["ngram"], [name], 8, temperature=0.7).trees == [name]
     with pytest.raises(BadInput, match=f"^--tree {name}: needs --temperature above 0$"):
-        check_trees([name], drafters, temperature=0.0)  # type: ignore[arg-type]
+        WantedDrafts.of([], ["ngram"], [name], 8, temperature=0.0)
 
 
 def test_what_cannot_be_drafted_is_refused(target, target_as_drafter):

@@ -55,15 +55,14 @@ def test_drafts_are_those_of_a_request_alone(name, target):
     for prompt in prompts:
         engine = Engine(target, head, batch_size=1, max_length=40, num_draft_tokens=3)
         texts = Texts([prompt], 20, Stop(frozenset()))
-        _, *state, _ = prefill(engine, texts, watch)
-        alone.append(drafts(engine, texts, state, watch))
+        alone.append(drafts(engine, texts, prefill(engine, texts, watch).state, watch))
     server = LiveServer(
         target, head, DraftSetting("K 3", 3), PROMPTS, max_new_tokens=20, max_batch_size=3, stop=Stop(frozenset())
     )
     batch = server.empty(1)
     for number, prompt in enumerate(prompts):
         batch, _ = server.join(batch, number, prompt)
-    crowd = drafts(batch.engine, batch.texts, [batch.read, batch.last, batch.start], watch)
+    crowd = drafts(batch.engine, batch.texts, batch.state, watch)
     for row in range(len(prompts)):
         assert [one[row] for one in crowd] == [one[0] for one in alone[row]]
 
@@ -72,8 +71,8 @@ def drafts(engine, texts, state, watch):
     """What four rounds draft, [round][row]."""
     found = []
     for _ in range(4):
-        found.append(engine.draft(state[0]).tokens.tolist())
-        _, *state = run_round(engine, texts, *state, watch)
+        found.append(engine.draft(state.read).tokens.tolist())
+        _, state = run_round(engine, texts, state, watch)
     return found
 
 

@@ -63,9 +63,9 @@ def test_prompts_that_cannot_be_asked_are_named_and_the_others_stand(chat_target
         (0, "a.jsonl:1", "one"),
         (3, "a.jsonl:4", "two"),
     ]
-    assert [(one["prompt"], one["row"]) for one in suite.failed] == [(1, "a.jsonl:2"), (2, "a.jsonl:3")]
-    assert suite.failed[0]["reason"] == "the chat template refuses the messages: no tools here"
-    assert suite.failed[1]["reason"].startswith("250 prompt tokens + 8 new ones exceed the context of 256")
+    assert [(one.prompt, one.row) for one in suite.failed] == [(1, "a.jsonl:2"), (2, "a.jsonl:3")]
+    assert suite.failed[0].reason == "the chat template refuses the messages: no tools here"
+    assert suite.failed[1].reason.startswith("250 prompt tokens + 8 new ones exceed the context of 256")
     assert load(path, chat_target, limit=1).failed == []
 
 

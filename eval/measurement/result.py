@@ -1,0 +1,243 @@
+"""What was measured, typed: an entry of report.json's `results`. docs/report_schema.md defines every key."""
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypeVar
+
+from ...configs.errors import BadInput
+from ..suites.prompts import FailedPrompt
+from .lossless import LosslessReport
+from .sampling_check import SamplingCheck
+
+T = TypeVar("T")
+ENGINE = "headstart"  # the `engine` of results of our own decoding
+
+
+@dataclass(frozen=True)
+class AcceptancePart:
+    """Acceptance over some of the rounds."""
+
+    num_rounds: int
+    acceptance_length: float | None
+    acceptance_rate: list[float | None]  # by draft position, conditional
+
+
+@dataclass(frozen=True)
+class DomainPart:
+    """Acceptance and speedup on the prompts of one domain."""
+
+    num_prompts: int
+    num_rounds: int
+    acceptance_length: float | None
+    acceptance_rate: list[float | None]
+    speedup: float | None
+    speedup_ci95: list[float | None]
+
+
+@dataclass(frozen=True)
+class BeyondTraining:
+    """Acceptance in contexts longer than any training row, and `within` those as long."""
+
+    num_rounds: int
+    acceptance_length: float | None
+    acceptance_length_within: float | None
+
+
+@dataclass(frozen=True)
+class FixedTreeShape:
+    """parents: for each node the index of the node before it, -1 for the last committed token."""
+
+    parents: list[int]
+
+
+@dataclass(frozen=True)
+class TreeLimits:
+    """Of a dynamic tree, whose shape is another in every round."""
+
+    num_nodes: int
+    depth: int
+    top_k: int
+
+
+@dataclass(frozen=True)
+class DraftVocabulary:
+    """Of a head whose vocabulary is cut. coverage: the share of the tokens written here that it can draft."""
+
+    size: int
+    coverage: float | None
+
+
+@dataclass(frozen=True)
+class Conventions:
+    """The same counts as other engines name them. vllm_per_position is joint: P(first k + 1 drafts all accepted)."""
+
+    vllm_mean_acceptance_length: float | None = None
+    vllm_per_position: list[float] = field(default_factory=list)
+    sglang_accept_length: float | None = None
+    eagle_n_alpha: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """Of the baseline: 1e9 bytes that its steps read per second, and the share of a copy's bandwidth that this is."""
+
+    gigabytes_per_second: float | None = None
+    share_of_copy: float | None = None
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Mean milliseconds of a round's parts and of a baseline step, and the speedup that they explain."""
+
+    draft_ms: float | None = None
+    verify_ms: float | None = None
+    overhead_ms: float | None = None
+    baseline_ms: float | None = None
+    formula_speedup: float | None = None
+
+
+@dataclass(frozen=True)
+class PromptEnding:
+    """The tokens with which all prompts in training ended."""
+
+    token_ids: list[int]
+    text: str
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """How the target sampled the answers that the head was trained on."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    thinking: bool | None
+
+
+@dataclass(frozen=True)
+class Validation(AcceptancePart):
+    """The validation at the end of a head's training, teacher-forced. decoded: by decoding."""
+
+    decoded: AcceptancePart | None = None
+
+
+@dataclass(frozen=True)
+class TrainingRecord:
+    """A head's record of its own training (docs/run_folder.md); None: not known. raw: the record as it was read."""
+
+    raw: dict[str, Any]
+    max_length: int | None = None
+    num_depths: int | None = None
+    template_hash: str | None = None
+    prompt_ending: PromptEnding | None = None
+    target_dtype: str | None = None
+    target_quantization: str | None = None
+    answers: list[AnswerSettings] | None = None
+    validation: Validation | None = None
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any], *, where: str = "training") -> "TrainingRecord":
+        """Raises BadInput naming a key of the wrong type."""
+        return read_json(cls, {**record, "raw": record}, where=where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One drafter on one suite with one setting. Figures are None where there was nothing to measure."""
+
+    engine: str
+    drafter: str
+    suite: str
+    suite_version: int | None
+    suite_digest: str
+    system: str | None
+    thinking: bool | None
+    template_hash: str | None
+    tree: str
+    tree_shape: FixedTreeShape | TreeLimits | None = None
+    num_drafted: int
+    draft_vocabulary: DraftVocabulary | None = None
+    temperature: float
+    top_k: int
+    top_p: float
+    accept: str
+    typical_epsilon: float | None = None  # of `accept` typical, where it is not the default
+    typical_delta: float | None = None
+    steps: str
+    batch_size: int
+    num_draft_tokens: int
+    num_prompts: int
+    failed: list[FailedPrompt]
+    max_new_tokens: int
+    num_repeats: int
+    num_tokens: int = 0
+    num_rounds: int = 0
+    num_committed: int = 0
+    acceptance_length: float | None = None
+    acceptance_rate: list[float | None] = field(default_factory=list)
+    tokens_per_second: float | None = None
+    baseline_tokens_per_second: float | None = None
+    speedup: float | None = None
+    speedup_ci95: list[float | None] = field(default_factory=lambda: [None, None])
+    speedup_p10: float | None = None
+    speedup_median: float | None = None
+    speedup_p90: float | None = None
+    conventions: Conventions = field(default_factory=Conventions)
+    end_to_end_speedup: float | None = None
+    ttft_ms: float | None = None
+    baseline_ttft_ms: float | None = None
+    time_per_output_token_ms: float | None = None
+    baseline_time_per_output_token_ms: float | None = None
+    baseline_bandwidth: Bandwidth = field(default_factory=Bandwidth)
+    timing: Timing = field(default_factory=Timing)
+    by_segment: dict[str, AcceptancePart] = field(default_factory=dict)
+    by_context: dict[str, AcceptancePart] = field(default_factory=dict)
+    by_domain: dict[str, DomainPart] = field(default_factory=dict)
+    teacher_forced_acceptance_length: float | None = None
+    lossless: LosslessReport = field(default_factory=LosslessReport)
+    sampling_check: SamplingCheck | None = None
+    trained: TrainingRecord | None = None
+    beyond_training: BeyondTraining | None = None
+    asked_as_trained: float | None = None
+    # of other engines alone
+    ours_tokens_per_second: float | None = None
+    ours_over_theirs: float | None = None
+    ours_over_theirs_ci95: list[float | None] = field(default_factory=lambda: [None, None])
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry of report.json."""
+        entry = asdict(self) | {"trained": self.trained.raw if self.trained else None}
+        left_out = {key for key in TYPICAL_KEYS if entry[key] is None}
+        left_out |= OTHER_ENGINES_KEYS if self.engine == ENGINE else set()
+        return {key: value for key, value in entry.items() if key not in left_out}
+
+    @classmethod
+    def from_json(cls, entry: dict[str, Any], *, where: str = "result") -> "Result":
+        """The result of an entry; keys that it does not know are left out. Raises BadInput naming a key that is missing
+        or of the wrong type."""
+        if not isinstance(entry, dict):
+            raise BadInput(f"{where}: expected an object, got {entry!r:.60}")
+        left_out = TYPICAL_KEYS | (OTHER_ENGINES_KEYS if entry.get("engine") == ENGINE else set())
+        missing = [key.name for key in fields(cls) if key.name not in entry and key.name not in left_out]
+        if missing:
+            raise BadInput(f"{where}.{missing[0]}: is missing")
+        trained = entry["trained"]
+        raw = {**trained, "raw": trained} if isinstance(trained, dict) else trained
+        return read_json(cls, {**entry, "trained": raw}, where=where)
+
+
+TYPICAL_KEYS = {"typical_epsilon", "typical_delta"}
+OTHER_ENGINES_KEYS = {"ours_tokens_per_second", "ours_over_theirs", "ours_over_theirs_ci95"}
+
+
+def read_json(cls: type[T], document: dict[str, Any], *, where: str) -> T:
+    """A dataclass, those nested in it too, from JSON. Raises BadInput naming a key that is missing or of the wrong
+    type."""
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(cls).validate_json(json.dumps(document), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, (where, *first["loc"])))
+        raise BadInput(f"{key}: {'is missing' if first['type'] == 'missing' else first['msg']}") from error

@@ -1,0 +1,116 @@
+"""What a terminal shows of a report: a table, what its columns mean, and lines of warning."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from ..measurement.result import ENGINE, Result
+from ..measurement.sampling_check import SMALLEST_P
+from .document import Report
+from .recommendation import number, speedup_words
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+LEGEND = (
+    "T temperature, B rows at a time, K drafts deep; length: tokens per target forward;",
+    "lossless: texts that are the target's, or how likely sampled ones are to deviate so far from it",
+)
+
+
+def show(report: Report, console: "Console") -> None:
+    """Print the table, and under it what the columns mean and what else was measured."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    target, environment = report.target, report.environment
+    name = f"{target.name} with the head's adapters" if target.is_adapted else target.name
+    console.print(f"{name} ({target.dtype}) on {environment.device}, {environment.num_threads} threads")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0))
+    for column in ("drafter", "suite", "tree"):
+        table.add_column(column)
+    for column in ("T/B/K", "length", "tok/s", "base", "speedup [95 %]", "lossless"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for result in report.results:
+        table.add_row(
+            result.drafter if result.engine == ENGINE else f"{result.engine}: {result.drafter}",
+            result.suite,
+            result.tree,
+            f"{result.temperature:g}/{result.batch_size}/{result.num_draft_tokens}",
+            number(result.acceptance_length),
+            number(result.tokens_per_second, 0),
+            number(result.baseline_tokens_per_second, 0),
+            speedup_words(result),
+            lossless_words(result),
+        )
+    console.print(table)
+    for line in LEGEND:
+        console.print(line, soft_wrap=True)
+    console.print(bandwidth_words(report))
+    for line in failure_words(report.results):
+        console.print(line, markup=False)
+    for result in report.results:
+        console.print(details(result))
+
+
+def details(result: Result) -> str:
+    """A line on what the table has no column for."""
+    if result.engine != ENGINE:
+        ratio = number(result.ours_over_theirs)
+        return f"{result.engine}, {result.drafter}, {result.suite}: ours over theirs {ratio}"
+    spread = "/".join(map(number, (result.speedup_p10, result.speedup_median, result.speedup_p90)))
+    forced = result.teacher_forced_acceptance_length
+    return (
+        f"{result.drafter} {result.tree} on {result.suite}: "
+        f"speedup per {'prompt' if result.batch_size == 1 else 'batch'} {spread} (p10/median/p90); "
+        f"rate by position {' '.join(map(number, result.acceptance_rate))}"
+        + ("" if forced is None else f"; teacher-forced acceptance length {forced:.2f}")
+    )
+
+
+def training_warnings(results: Iterable[Result]) -> list[str]:
+    """A line for each result with contexts longer than the head's training rows: what was accepted there."""
+    lines = []
+    for result in results:
+        part = result.beyond_training
+        if part is not None and result.trained is not None:
+            within = part.acceptance_length_within
+            beside = "none as short was measured" if within is None else f"{within:.2f} in shorter ones"
+            lines.append(
+                f"{result.drafter} on {result.suite}, batch {result.batch_size}: contexts longer than its training "
+                f"rows ({result.trained.max_length:,} tokens): acceptance length {part.acceptance_length:.2f}, {beside}"
+            )
+    return lines
+
+
+def failure_words(results: Iterable[Result]) -> list[str]:
+    """A line for each result without some of its prompts: how many, and why the first of them failed."""
+    lines = []
+    for result in results:
+        if result.failed:
+            first, count = result.failed[0], f"{len(result.failed)} of {result.num_prompts + len(result.failed)}"
+            what = f"{count} prompts failed and are in no figure, the first {first.row}: {first.reason}"
+            lines.append(f"{result.drafter} on {result.suite}: {what}")
+    return lines
+
+
+def bandwidth_words(report: Report) -> str:
+    """A line: what the baselines read per second, beside what a copy reaches on this machine."""
+    shares: Sequence[float] = sorted(
+        share for result in report.results if (share := result.baseline_bandwidth.share_of_copy) is not None
+    )
+    ends = dict.fromkeys(f"{share:.0%}" for share in (*shares[:1], *shares[-1:]))
+    copied = f"{report.environment.copy_gigabytes_per_second:.1f} GB/s"
+    return f"base reads weights and cache at {' to '.join(ends) or '-'} of a copy's {copied}"
+
+
+def lossless_words(result: Result) -> str:
+    """A cell: how many texts equal the baseline's, or how well sampled ones follow the target's distribution."""
+    lossless, check = result.lossless, result.sampling_check
+    if check and check.p_value is not None:
+        return f"p {check.p_value:.2g}" + ("" if check.p_value >= SMALLEST_P else " DEVIATES")
+    if not lossless.checked:
+        return "sampled"
+    words = f"{lossless.identical}/{lossless.checked}"
+    if lossless.explained:
+        words += f" +{lossless.explained} rounding"
+    return words + (f", {lossless.unexplained} UNEXPLAINED" if lossless.unexplained else "")

@@ -1,0 +1,128 @@
+"""A result and its entry in report.json are the same, both ways."""
+
+import json
+
+import pytest
+from headstart.configs.errors import BadInput
+from headstart.eval.measurement.lossless import Divergence, LosslessReport
+from headstart.eval.measurement.result import (
+    AcceptancePart,
+    BeyondTraining,
+    DomainPart,
+    DraftVocabulary,
+    FixedTreeShape,
+    Result,
+    TrainingRecord,
+    TreeLimits,
+)
+from headstart.eval.measurement.sampling_check import SamplingCheck
+from headstart.eval.suites.prompts import FailedPrompt
+
+RECORD = {
+    "max_length": 256,
+    "num_depths": 3,
+    "template_hash": "aa",
+    "prompt_ending": {"token_ids": [4], "text": "<|assistant|>"},
+    "target_dtype": "float32",
+    "target_quantization": None,
+    "answers": [{"temperature": 0.7, "top_p": 1.0, "top_k": 0, "thinking": True}],
+    "of_a_later_version": {"kept": [1]},
+    "steps": 10,
+    "validation": {
+        "num_draft_tokens": 3,
+        "num_rounds": 9,
+        "acceptance_length": 2.5,
+        "acceptance_rate": [0.9, 0.5, None],
+        "decoded": {
+            "num_prompts": 2,
+            "num_rounds": 3,
+            "acceptance_length": 2.0,
+            "acceptance_rate": [0.5, 0.5, None],
+            "taught": {"num_rounds": 3, "acceptance_length": 2.0, "acceptance_rate": [0.5, 0.5, None]},
+        },
+    },
+}
+PART = AcceptancePart(4, 2.5, [0.75, None])
+
+
+def result(**changes) -> Result:
+    settings: dict = {
+        "engine": "headstart", "drafter": "eagle3", "suite": "chat", "suite_version": None, "suite_digest": "0f",
+        "system": None, "thinking": None, "template_hash": "aa", "tree": "chain", "num_drafted": 2,
+        "temperature": 0.0, "top_k": 0, "top_p": 1.0, "accept": "exact", "steps": "eager", "batch_size": 1,
+        "num_draft_tokens": 2, "num_prompts": 2, "failed": [], "max_new_tokens": 16, "num_repeats": 1,
+    }  # fmt: skip
+    return Result(**{**settings, **changes})
+
+
+FULL = result(
+    tree_shape=FixedTreeShape([-1, 0]),
+    draft_vocabulary=DraftVocabulary(8, 0.5),
+    failed=[FailedPrompt(3, "chat.jsonl:4", "too long")],
+    acceptance_rate=[0.75, None],
+    speedup=1.5,
+    speedup_ci95=[1.25, 1.75],
+    by_segment={"answer": PART},
+    by_context={"0-127": PART},
+    by_domain={"code": DomainPart(2, 4, 2.5, [0.75, None], None, [None, None])},
+    lossless=LosslessReport(2, 1, 0, 1, [Divergence(0, None, None)]),
+    sampling_check=SamplingCheck(40, 0.5, None),
+    trained=TrainingRecord.from_json(RECORD),
+    beyond_training=BeyondTraining(4, 2.5, None),
+)
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [
+        result(),
+        FULL,
+        result(tree_shape=TreeLimits(8, 3, 4), accept="typical", typical_epsilon=0.5, typical_delta=0.25),
+        result(engine="transformers", ours_over_theirs=1.5, ours_over_theirs_ci95=[1.25, 2.0]),
+        result(engine="transformers"),
+    ],
+)
+def test_round_trip(whole):
+    entry = whole.to_json()
+    assert Result.from_json(json.loads(json.dumps(entry))) == whole
+    assert json.loads(json.dumps(entry)) == entry, "nothing in it but what JSON has"
+
+
+def test_a_head_is_told_apart_by_its_whole_record():
+    assert FULL.to_json()["trained"] == RECORD
+    assert FULL.trained is not None and FULL.trained.validation is not None and FULL.trained.prompt_ending is not None
+    assert FULL.trained.prompt_ending.token_ids == [4] and FULL.trained.max_length == 256
+    assert FULL.trained.validation.decoded == AcceptancePart(3, 2.0, [0.5, 0.5, None])
+    assert TrainingRecord.from_json({"max_length": 8}).validation is None
+
+
+def test_keys_of_other_engines_and_of_changed_parameters_only():
+    assert not {"ours_over_theirs", "typical_epsilon"} & set(result().to_json())
+    assert {"ours_over_theirs", "ours_over_theirs_ci95"} < set(result(engine="transformers").to_json())
+    assert result(typical_delta=0.25).to_json()["typical_delta"] == 0.25
+    assert Result.from_json(result().to_json() | {"new_key": 1}) == result(), "of a later version"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"speedup": "fast"}, "results.0.speedup: "),
+        ({"num_rounds": 1.5}, "results.0.num_rounds: "),
+        ({"timing": {"draft_ms": [1]}}, "results.0.timing.draft_ms: "),
+        ({"lossless": {"divergences": [{"prompt": 1}]}}, "results.0.lossless.divergences.0.position: is missing"),
+        ({"trained": {"max_length": "long"}}, "results.0.trained.max_length: "),
+    ],
+)
+def test_what_is_wrong_is_named(changes, named):
+    with pytest.raises(BadInput, match=named):
+        Result.from_json(result().to_json() | changes, where="results.0")
+
+
+@pytest.mark.parametrize("key", ["engine", "speedup", "timing", "trained"])
+def test_a_missing_key_is_named(key):
+    entry = result().to_json()
+    del entry[key]
+    with pytest.raises(BadInput, match=f"report.{key}: is missing"):
+        Result.from_json(entry, where="report")
+    with pytest.raises(BadInput, match="report: expected an object, got"):
+        Result.from_json(None, where="report")  # type: ignore[arg-type]
