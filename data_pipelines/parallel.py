@@ -13,9 +13,9 @@ U = TypeVar("U")
 ROWS_AT_A_TIME = 256  # that go to a worker
 
 
-def chunks(items: Iterable[T], *, size: int = ROWS_AT_A_TIME) -> Iterator[list[T]]:
+def chunks(items: Iterable[T], *, size: int | None = None) -> Iterator[list[T]]:
     items = iter(items)
-    while chunk := list(islice(items, size)):
+    while chunk := list(islice(items, size or ROWS_AT_A_TIME)):
         yield chunk
 
 

@@ -147,8 +147,8 @@ def iter_rows(
 ) -> Iterator[Row]:
     """The rows of one source or of several, one in memory at a time; only the first `num_rows` when that is set.
 
-    `spec`: a `Source` as a config has it, or a list of such. Without weights, sources follow each other; where a source has one,
-    they are interleaved by `seed` in the proportions of their weights, up to the end of the first or of `all`.
+    `spec`: a `Source` as a config has it, or a list of such. Without weights, sources follow each other; where a source
+    has one, they are interleaved by `seed` in the proportions of their weights, to the end of the first or of `all`.
 
     BadInput: no such file, another format, a line or item that is no object (with its place), a hub data set that
     cannot be loaded, no source at all. Raised when the reader gets there, and for the files' names at once.

@@ -100,7 +100,7 @@ def prepare_stage(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]
     started = time.perf_counter()
     sources, output = str(folder / "chats.jsonl"), str(folder / "prepared")
     card = prepare(PrepareConfig(sources=sources, output=output, num_workers=arguments.workers))
-    return timed(started, rows=card["read"], kept=card["kept"], dropped=card["dropped"])
+    return timed(started, rows=card.read, kept=card.kept, dropped=card.dropped)
 
 
 def encode_stage(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def encode_stage(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     for sample in encode_rows(iter_rows(config.train), tokenizer, config, counts=counts):
         writer.add(StoredSample(sample))
     manifest = writer.finish()
-    return timed(started, rows=counts["kept"] + counts["dropped"], tokens=manifest["num_tokens"])
+    return timed(started, rows=counts["kept"] + counts["dropped"], tokens=manifest.num_tokens)
 
 
 def pack_stage(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:

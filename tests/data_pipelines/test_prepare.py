@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def write(name: str, rows: list[dict[str, Any]]) -> None:
 
 
 def run(**settings: Any) -> dict[str, Any]:
-    return prepare(build(PrepareConfig, {"sources": ["chats.jsonl"], "output": "out", **settings}))
+    return asdict(prepare(build(PrepareConfig, {"sources": ["chats.jsonl"], "output": "out", **settings})))
 
 
 def split(name: str, output: str = "out") -> list[dict[str, Any]]:
@@ -179,7 +180,7 @@ def test_an_interrupted_run_leaves_nothing(
     before = set(folder.iterdir())
 
     def fail(count: int) -> None:
-        assert Path(".out.unfinished/train.jsonl").exists()
+        assert list(Path().glob(".out.*.unfinished/train.jsonl"))
         raise error
 
     with pytest.raises(error):
@@ -193,8 +194,8 @@ def test_an_interrupted_run_leaves_nothing(
 
 
 def test_what_a_killed_run_left_is_no_obstacle(folder: Path) -> None:
-    Path(".out.unfinished").mkdir()
-    Path(".out.unfinished/train.jsonl").write_text("half")
+    Path(".out.999999999.unfinished").mkdir()
+    Path(".out.999999999.unfinished/train.jsonl").write_text("half")
     run()
     assert sorted(path.name for path in folder.iterdir()) == ["chats.jsonl", "out"]
 

@@ -1,6 +1,6 @@
 """The draft vocabulary holds the most frequent supervised tokens, and coverage is their true share."""
 
-from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from headstart.data_pipelines.vocab import (
     coverage_curve,
     draft_vocabulary,
 )
+from headstart.scripts.data.vocab import coverage_svg
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
