@@ -1,50 +1,37 @@
 """The `data:` section of a run: which rows, what of them is supervised, and how they are laid out in batches."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..configs.errors import BadInput
 from .storage.samples import SEGMENTS
 
-CHOICES = {"turns": ("all", "last"), "too_long": ("cut", "split", "drop"), "layout": ("padded", "bucketed", "packed")}
+TURNS = ("all", "last")  # assistant turns of a conversation
 
 
 @dataclass(kw_only=True)
 class DataConfig:
-    """Where training rows come from and what becomes of them.
+    """Where training rows come from and what becomes of them."""
 
-    train, validation: a source or several, see sources.py: a file, a hub name, or a mapping with `source` and more.
-    num_rows: the first rows of `train`, over all its sources; None: all. max_length: tokens of a row.
-    too_long: what becomes of a row with more: `cut` on the right, `split` into pieces (traces.py), or `drop`.
-    turns: supervise `all` assistant turns, or the `last`. supervised: the segments that are supervised.
-    segment_weights: how much a supervised token of a segment counts in the loss; not named: 1.
-    think_markers: the texts that open and close a reasoning trace; None: as the tokenizer or its template says.
-    layout: `padded` rows; `bucketed`, rows of like length together; `packed`, several rows in one without seeing each
-    other. features: a folder that `headstart data extract` wrote from the same rows; None: the target runs in training.
-    num_workers: processes that render and tokenise rows; they change nothing but the time.
-    """
-
-    train: str | list[str | dict[str, Any]]
+    train: str | list[str | dict[str, Any]]  # a source or several, see sources.py: a file, a hub name, or a mapping
     validation: str | list[str | dict[str, Any]] | None = None
-    num_rows: int | None = None
-    max_length: int = 2048
-    too_long: str = "cut"
-    turns: str = "all"
-    supervised: list[str] = field(default_factory=lambda: ["think", "answer"])
-    segment_weights: dict[str, float] = field(default_factory=dict)
-    think_markers: list[str] | None = None
-    layout: str = "padded"
-    features: str | None = None
-    num_workers: int = 1
+    num_rows: int | None = None  # the first rows of `train`, over all its sources; None: all
+    max_length: int = 2048  # tokens of a row
+    too_long: str = "cut"  # a row with more is `cut` on the right, `split` into pieces (traces.py), or is `drop`ped
+    turns: str = "all"  # supervise `all` assistant turns, or the `last`
+    supervised: list[str] = field(default_factory=lambda: ["think", "answer"])  # segments
+    segment_weights: dict[str, float] = field(default_factory=dict)  # of a supervised token in the loss; default: 1
+    think_markers: list[str] | None = None  # what opens and closes a trace; None: as in the tokenizer or its template
+    layout: str = "padded"  # or `bucketed`, by similar length; or `packed`, several in a row without seeing each other
+    features: str | None = None  # a folder of `headstart data extract` on the same rows; None: the target runs
+    num_workers: int = 1  # processes that render and tokenise rows; the samples do not depend on it
 
     def __post_init__(self) -> None:
-        for name in ("max_length", "num_rows", "num_workers"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise BadInput(f"{name} should be at least 1, got {value}")
-        for name, known in CHOICES.items():
-            if getattr(self, name) not in known:
-                raise BadInput(f"{name} {getattr(self, name)!r}: expected {' or '.join(known)}")
+        check_at_least_one(max_length=self.max_length, num_rows=self.num_rows, num_workers=self.num_workers)
+        check_choice("too_long", self.too_long, ("cut", "split", "drop"))
+        check_choice("turns", self.turns, TURNS)
+        check_choice("layout", self.layout, ("padded", "bucketed", "packed"))
         for name, segments in (("supervised", self.supervised), ("segment_weights", self.segment_weights)):
             for segment in segments:
                 if segment not in SEGMENTS:
@@ -56,3 +43,16 @@ class DataConfig:
                 raise BadInput(f"segment_weights.{segment} {weight}: expected 0 or more")
         if self.think_markers is not None and (len(self.think_markers) != 2 or not all(self.think_markers)):
             raise BadInput(f"think_markers {self.think_markers}: expected two texts, what opens and what closes")
+
+
+def check_at_least_one(**values: int | None) -> None:
+    """Raises BadInput on a value below 1, naming its key; None is fine."""
+    for name, value in values.items():
+        if value is not None and value < 1:
+            raise BadInput(f"{name} {value}: expected at least 1")
+
+
+def check_choice(name: str, value: str, known: Collection[str]) -> None:
+    """Raises BadInput on a value that is not among those known."""
+    if value not in known:
+        raise BadInput(f"{name} {value!r}: expected {' or '.join(known)}")

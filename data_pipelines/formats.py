@@ -11,8 +11,8 @@ from ..configs.jsonl import iter_jsonl
 LOCAL_FORMATS = ".jsonl, .jsonl.gz, .json (a list), .parquet, .arrow"
 ROWS_AT_A_TIME = 256  # of a column format
 
-Places = Iterator[tuple[dict[str, Any], str]]  # a row, and where it stands
-Reader = Callable[[Path], Places]
+LocatedRows = Iterator[tuple[dict[str, Any], str]]  # each row, and where it stands
+Reader = Callable[[Path], LocatedRows]
 
 
 def is_known(path: Path) -> bool:
@@ -20,7 +20,7 @@ def is_known(path: Path) -> bool:
     return _reader_of(path) is not None
 
 
-def read_file(path: Path) -> Places:
+def read_file(path: Path) -> LocatedRows:
     """Yields (row, where it stands), one row in memory at a time, but of .json all.
 
     BadInput: another format, a damaged or empty file, a line or item that is no object (with its place).
@@ -37,11 +37,11 @@ def _reader_of(path: Path) -> Reader | None:
     return {".json": _json_rows, ".parquet": _parquet_rows, ".arrow": _arrow_rows}.get(path.suffix)
 
 
-def _jsonl_rows(path: Path) -> Places:
+def _jsonl_rows(path: Path) -> LocatedRows:
     return ((data, f"{path}:{line}") for line, data in iter_jsonl(path))
 
 
-def _json_rows(path: Path) -> Places:
+def _json_rows(path: Path) -> LocatedRows:
     try:
         items = json.loads(path.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -59,7 +59,7 @@ def _json_rows(path: Path) -> Places:
         yield item, f"{path}[{index}]"
 
 
-def _parquet_rows(path: Path) -> Places:
+def _parquet_rows(path: Path) -> LocatedRows:
     def batches() -> Iterator[Any]:
         from pyarrow import parquet
 
@@ -69,7 +69,7 @@ def _parquet_rows(path: Path) -> Places:
     return _column_rows(path, batches, kind="Parquet")
 
 
-def _arrow_rows(path: Path) -> Places:
+def _arrow_rows(path: Path) -> LocatedRows:
     def batches() -> Iterator[Any]:
         from pyarrow import ipc, memory_map
 
@@ -78,17 +78,17 @@ def _arrow_rows(path: Path) -> Places:
             file.seek(0)
             if is_file_format:
                 reader = ipc.open_file(file)
-                found = (reader.get_batch(index) for index in range(reader.num_record_batches))
+                record_batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
             else:
-                found = iter(ipc.open_stream(file))
-            for batch in found:
+                record_batches = iter(ipc.open_stream(file))
+            for batch in record_batches:
                 for start in range(0, batch.num_rows, ROWS_AT_A_TIME):
                     yield batch.slice(start, ROWS_AT_A_TIME)
 
     return _column_rows(path, batches, kind="Arrow")
 
 
-def _column_rows(path: Path, batches: Callable[[], Iterator[Any]], *, kind: str) -> Places:
+def _column_rows(path: Path, batches: Callable[[], Iterator[Any]], *, kind: str) -> LocatedRows:
     try:
         from pyarrow import ArrowException
     except ImportError as error:
@@ -106,6 +106,6 @@ def _column_rows(path: Path, batches: Callable[[], Iterator[Any]], *, kind: str)
 
 
 def one_line(error: Exception) -> str:
-    """What another library's error says, in one line of at most 200 characters."""
+    """Another library's error message in one line of at most 200 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else f"{text[:197]}..."

@@ -1,10 +1,8 @@
-"""Training batches as a pure function of their number, read ahead: what makes resuming exact."""
+"""Training batches as a pure function of their number, which makes resuming exact."""
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +12,7 @@ from ..heads.nn.documents import Documents
 from ..heads.target import TargetOutput
 from .packing import Row, RowSequence
 from .storage.samples import SEGMENTS
-from .storage.shards import States, Stored
-
-T = TypeVar("T")
+from .storage.shard_file import StoredSample, TargetStates
 
 
 @dataclass(frozen=True)
@@ -35,24 +31,24 @@ class BatchPlan:
     def rows(self, number: int) -> list[Row]:
         """The samples, by index, of each row of this rank's batch `number` (0-based)."""
         first = (number * self.num_ranks + self.rank) * self.batch_size
-        return [self.sequence[place] for place in range(first, first + self.batch_size)]
+        return [self.sequence[row] for row in range(first, first + self.batch_size)]
 
     def epoch(self, number: int) -> float:
         """How many times the samples have been read before batch `number`."""
-        place = number * self.num_ranks * self.batch_size
-        return self.sequence.num_samples_before(place) / len(self.sequence.lengths)
+        row = number * self.num_ranks * self.batch_size
+        return self.sequence.num_samples_before(row) / len(self.sequence.lengths)
 
     def padding(self, *, num_batches: int = 16) -> float:
         """The share of the first batches' positions that holds nothing, 0..1."""
         filled = positions = 0
         for number in range(num_batches):
-            rows = [int(self.sequence.lengths[row].sum()) for row in self.rows(number)]
-            filled, positions = filled + sum(rows), positions + len(rows) * max(rows)
+            lengths = [int(self.sequence.lengths[row].sum()) for row in self.rows(number)]
+            filled, positions = filled + sum(lengths), positions + len(lengths) * max(lengths)
         return 1 - filled / positions
 
 
 @dataclass
-class Batch:
+class TrainingBatch:
     """Rows on a device, with what was stored of the target's states: `output` None means that the target has to run.
 
     Fields as in `heads.base.DraftBatch`. num_tokens: without padding.
@@ -65,7 +61,7 @@ class Batch:
     output: TargetOutput | None
     num_tokens: int
 
-    def to(self, device: torch.device | str) -> "Batch":
+    def to(self, device: torch.device | str) -> "TrainingBatch":
         def moved(value: Any) -> Any:
             return None if value is None else value.to(device, non_blocking=True)
 
@@ -79,7 +75,9 @@ class Batch:
         return DraftBatch(self.input_ids, self.loss_mask, output, self.weights, self.documents)
 
 
-def collate(rows: Sequence[Sequence[Stored]], *, segment_weights: Mapping[str, float] | None = None) -> Batch:
+def collate(
+    rows: Sequence[Sequence[StoredSample]], *, segment_weights: Mapping[str, float] | None = None
+) -> TrainingBatch:
     """Samples laid into rows [B, T], padded on the right to the longest row.
 
     Where a row holds several samples, none sees another. The first token of each is not supervised: there is nothing
@@ -106,28 +104,12 @@ def collate(rows: Sequence[Sequence[Stored]], *, segment_weights: Mapping[str, f
         weights = torch.tensor([segment_weights.get(name, 1.0) for name in SEGMENTS])[segments]  # [B, T]
     is_packed = any(len(row) > 1 for row in rows)
     documents = Documents.of(lengths, num_positions=shape[1]) if is_packed else None
-    return Batch(input_ids, loss_mask, weights, documents, output, num_tokens=sum(map(sum, lengths)))
+    return TrainingBatch(input_ids, loss_mask, weights, documents, output, num_tokens=sum(map(sum, lengths)))
 
 
-def empty_output(states: States, shape: tuple[int, int]) -> TargetOutput:
+def empty_output(states: TargetStates, shape: tuple[int, int]) -> TargetOutput:
     """Zeros for rows of samples whose states look like these."""
     features, post_norm = states.features, states.post_norm  # [T, L, D], [T, D]
     return TargetOutput(
         features.new_zeros(*shape, *features.shape[1:]), post_norm.new_zeros(*shape, *post_norm.shape[1:])
     )
-
-
-def read_ahead(make: Callable[[int], T], numbers: Iterable[int], *, depth: int = 2) -> Iterator[T]:
-    """make(number) for each number, in order, `depth` of them made ahead in a thread; errors come out in their turn."""
-    with ThreadPoolExecutor(1, thread_name_prefix="batches") as thread:
-        waiting: deque[Any] = deque()
-        try:
-            for number in numbers:
-                waiting.append(thread.submit(make, number))
-                if len(waiting) > depth:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()

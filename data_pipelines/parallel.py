@@ -1,8 +1,8 @@
-"""Work on many rows by several processes, in order, with a bounded number of rows under way."""
+"""Work on many rows by processes or by a thread, in order, with a bounded number of items under way."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from itertools import islice
 from multiprocessing import get_context
 from typing import Any, TypeVar
@@ -13,26 +13,40 @@ U = TypeVar("U")
 ROWS_AT_A_TIME = 256  # that go to a worker
 
 
-def chunks(rows: Iterable[T]) -> Iterator[list[T]]:
-    rows = iter(rows)
-    while chunk := list(islice(rows, ROWS_AT_A_TIME)):
+def chunks(items: Iterable[T], *, size: int | None = None) -> Iterator[list[T]]:
+    items = iter(items)
+    while chunk := list(islice(items, size or ROWS_AT_A_TIME)):
         yield chunk
 
 
 def in_order(function: Callable[[T], U], items: Iterable[T], *, num_workers: int) -> Iterator[U]:
-    """function of each item, in order; with one worker in this process. What it raises comes out in its turn."""
+    """function of each item, in order; with one worker in this process. Exceptions come in the order of the items."""
     if num_workers == 1:
         yield from map(function, items)
         return
-    how: dict[str, Any] = {"mp_context": get_context("spawn"), "initializer": _take, "initargs": (function,)}
-    with ProcessPoolExecutor(num_workers, **how) as pool:
-        waiting: deque[Any] = deque()
+    context = get_context("spawn")
+    with ProcessPoolExecutor(num_workers, mp_context=context, initializer=_take, initargs=(function,)) as pool:
+        yield from _results(pool, _work, items, ahead=2 * num_workers)
+
+
+def read_ahead(function: Callable[[T], U], items: Iterable[T], *, depth: int = 2) -> Iterator[U]:
+    """function of each item, in order, `depth` of them computed ahead in one thread; exceptions come in order."""
+    with ThreadPoolExecutor(1, thread_name_prefix="read_ahead") as thread:
+        yield from _results(thread, function, items, ahead=depth)
+
+
+def _results(pool: Executor, function: Callable[[T], U], items: Iterable[T], *, ahead: int) -> Iterator[U]:
+    waiting: deque[Future[U]] = deque()
+    try:
         for item in items:
-            waiting.append(pool.submit(_work, item))
-            if len(waiting) > 2 * num_workers:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) > ahead:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+    finally:
+        for future in waiting:
+            future.cancel()
 
 
 _taken: list[Callable[[Any], Any]] = []  # in a worker: its function, sent once, with what may be large in it

@@ -1,6 +1,6 @@
 """`headstart data plan`: what it costs to run the target in every epoch, and what to extract its states once.
 
-Rates are measured on samples of the run, and interleaved: a pass of the bare target, then one of the whole extraction,
+Rates are measured on samples of the run, and interleaved: a pass of the target alone, then one of the whole extraction,
 shards on disk included, then the same again.
 """
 
@@ -8,10 +8,9 @@ import math
 import random
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ from .storage.extract import ExtractConfig, Extraction, batches, disk_free, fiel
 from .storage.features import Reads
 from .storage.quantise import STORAGE
 from .storage.samples import Sample
-from .storage.shard_file import Stored
+from .storage.shard_file import StoredSample
 from .storage.shards import PROGRESS, Shards, ShardWriter
 
 NUM_SHARDS = 8  # that a measured sample is written in
@@ -28,35 +27,34 @@ NUM_SHARDS = 8  # that a measured sample is written in
 
 @dataclass
 class Survey:
-    """The samples of a run, in numbers. num_bytes: what extracting them writes, by storage dtype. sampled: some of
-    them, drawn evenly."""
+    """The samples of a run, in numbers, and some of them, drawn evenly."""
 
     num_rows: int = 0
     num_tokens: int = 0
     num_supervised_tokens: int = 0
-    num_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STORAGE, 0))
-    sampled: list[Sample] = field(default_factory=list)
+    num_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STORAGE, 0))  # of extraction, by dtype
+    drawn: list[Sample] = field(default_factory=list)
 
 
-def survey(samples: Iterable[Sample], reads: Reads, *, hidden_size: int, num_sampled: int) -> Survey:
+def survey_samples(samples: Iterable[Sample], reads: Reads, *, hidden_size: int, num_drawn: int) -> Survey:
     """One pass over the samples, one in memory at a time besides those that are drawn (the same ones every time)."""
-    found, source = Survey(), random.Random(0)
+    survey, source = Survey(), random.Random(0)
     for sample in samples:
-        if len(found.sampled) < num_sampled:
-            found.sampled.append(sample)
-        elif (place := source.randrange(found.num_rows + 1)) < num_sampled:
-            found.sampled[place] = sample
-        found.num_rows += 1
-        found.num_tokens += len(sample)
-        found.num_supervised_tokens += int(sample.loss_mask.sum())
+        if len(survey.drawn) < num_drawn:
+            survey.drawn.append(sample)
+        elif (index := source.randrange(survey.num_rows + 1)) < num_drawn:
+            survey.drawn[index] = sample
+        survey.num_rows += 1
+        survey.num_tokens += len(sample)
+        survey.num_supervised_tokens += int(sample.loss_mask.sum())
         for name in STORAGE:
-            found.num_bytes[name] += reads.row_bytes(sample.loss_mask, hidden_size=hidden_size, storage_dtype=name)
-    return found
+            survey.num_bytes[name] += reads.row_bytes(sample.loss_mask, hidden_size=hidden_size, storage_dtype=name)
+    return survey
 
 
 @dataclass
 class Rates:
-    """Tokens per second of the bare target, of extraction, and of reading what that wrote."""
+    """Tokens per second of the target alone, of extraction, and of reading what that wrote."""
 
     forward: float
     extraction: float
@@ -64,7 +62,7 @@ class Rates:
 
     @property
     def ratio(self) -> float:
-        """Extraction's share of the bare target's rate."""
+        """Extraction's share of the target's own rate."""
         return self.extraction / self.forward
 
 
@@ -87,7 +85,7 @@ def measure_rates(
     with tempfile.TemporaryDirectory(dir=folder, prefix=".plan.") as temporary:
         writer = ShardWriter(Path(temporary, "tokens"))
         for sample in samples:
-            writer.add(Stored(sample))
+            writer.add(StoredSample(sample))
         writer.finish()
         tokens = Shards(Path(temporary, "tokens"))
         size = Extraction(tokens, target, reads, config=config, fields={}).num_bytes
@@ -117,8 +115,8 @@ def estimate(extraction: Extraction, output: Path, *, num_ranks: int = 1) -> str
         return "all shards are complete"
     num_sampled = max(1, int(4 * config.batch_tokens / samples.lengths.mean()))
     chosen = [samples[i].sample for i in range(0, len(samples), max(1, len(samples) // num_sampled))][:num_sampled]
-    how: dict[str, Any] = {"config": config, "folder": output / PROGRESS, "num_passes": 1}
-    rates = measure_rates(chosen, extraction.target, extraction.reads, **how)
+    target, reads = extraction.target, extraction.reads
+    rates = measure_rates(chosen, target, reads, config=config, folder=output / PROGRESS, num_passes=1)
     size, tokens = extraction.num_bytes, extraction.num_tokens()
     hours = left / rates.extraction / num_ranks / 3600
     return (
@@ -134,48 +132,76 @@ def in_hours(hours: float) -> str:
 
 @torch.no_grad()
 def run_target(extraction: Extraction) -> None:
-    """The bare target on the very batches that extraction reads."""
+    """The target alone on the batches that extraction reads."""
     samples, device = extraction.samples, extraction.target.device
     for rows in extraction.shards:
         lengths = samples.lengths[rows.start : rows.stop]
-        for chosen in batches(lengths, batch_tokens=extraction.config.batch_tokens):
-            extraction.target.forward(padded([samples[rows.start + int(i)].sample for i in chosen], device=device))
+        for batch in batches(lengths, batch_tokens=extraction.config.batch_tokens):
+            extraction.target.forward(padded([samples[rows.start + int(i)].sample for i in batch], device=device))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def compare(found: Survey, rates: dict[str, Rates], *, free_bytes: int, num_processes: int = 1) -> dict[str, Any]:
-    """Online against each way to store: bytes, hours, and the epochs from which extracting costs less time.
+@dataclass(frozen=True)
+class Online:
+    """The target runs in every epoch."""
+
+    tokens_per_second: float
+    seconds_per_epoch: float
+
+
+@dataclass(frozen=True)
+class Extracted:
+    """The target's states are extracted once, in one storage dtype."""
+
+    storage_dtype: str
+    bytes_per_token: float
+    bytes: int
+    fits: bool
+    extraction_hours: float
+    extraction_over_forward: float
+    seconds_saved_per_epoch: float
+    pays_off_after_epochs: int | None  # None: never
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Online against each way to store; `asdict` of it is the JSON of `headstart data plan`."""
+
+    num_rows: int
+    num_tokens: int
+    num_supervised_tokens: int
+    free_bytes: int
+    num_processes: int
+    online: Online
+    extracted: list[Extracted]
+
+
+def compare(survey: Survey, rates: dict[str, Rates], *, free_bytes: int, num_processes: int = 1) -> Comparison:
+    """Bytes, hours, and the epochs from which extracting costs less time.
 
     rates: by storage dtype, of one process; num_processes share the work.
     """
-    rows = list(options(found, rates, free_bytes=free_bytes, num_processes=num_processes))
-    numbers = {key: value for key, value in asdict(found).items() if key.startswith("num_") and key != "num_bytes"}
     forward = sum(rate.forward for rate in rates.values()) / len(rates)
-    return {
-        **numbers,
-        "free_bytes": free_bytes,
-        "num_processes": num_processes,
-        "online": {
-            "tokens_per_second": round(forward * num_processes, 1),
-            "seconds_per_epoch": round(found.num_tokens / forward / num_processes, 3),
-        },
-        "extracted": rows,
-    }
-
-
-def options(found: Survey, rates: dict[str, Rates], *, free_bytes: int, num_processes: int) -> Iterator[dict[str, Any]]:
+    online = Online(
+        tokens_per_second=round(forward * num_processes, 1),
+        seconds_per_epoch=round(survey.num_tokens / forward / num_processes, 3),
+    )
+    extracted = []
     for name, rate in rates.items():
-        size, tokens = found.num_bytes[name], found.num_tokens / num_processes
-        once, forward, reading = tokens / rate.extraction, tokens / rate.forward, tokens / rate.reading
-        saved = forward - reading  # in each epoch
-        yield {
-            "storage_dtype": name,
-            "bytes_per_token": round(size / max(1, found.num_tokens), 2),
-            "bytes": size,
-            "fits": size <= free_bytes,
-            "extraction_hours": round(once / 3600, 5),
-            "extraction_over_forward": round(rate.ratio, 4),
-            "seconds_saved_per_epoch": round(saved, 3),
-            "pays_off_after_epochs": math.ceil(once / saved) if saved > 0 else None,
-        }
+        size, tokens = survey.num_bytes[name], survey.num_tokens / num_processes
+        once, saved = tokens / rate.extraction, tokens / rate.forward - tokens / rate.reading
+        extracted.append(
+            Extracted(
+                storage_dtype=name,
+                bytes_per_token=round(size / max(1, survey.num_tokens), 2),
+                bytes=size,
+                fits=size <= free_bytes,
+                extraction_hours=round(once / 3600, 5),
+                extraction_over_forward=round(rate.ratio, 4),
+                seconds_saved_per_epoch=round(saved, 3),
+                pays_off_after_epochs=math.ceil(once / saved) if saved > 0 else None,
+            )
+        )
+    numbers = survey.num_rows, survey.num_tokens, survey.num_supervised_tokens
+    return Comparison(*numbers, free_bytes, num_processes, online, extracted)

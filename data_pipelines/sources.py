@@ -9,6 +9,7 @@ from typing import Any
 
 from ..configs.errors import BadInput
 from ..configs.loader import build
+from .config import check_at_least_one, check_choice
 from .formats import LOCAL_FORMATS, is_known, one_line, read_file
 from .mixture import UNTIL, interleave
 
@@ -18,16 +19,12 @@ HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*/[\w.-]+)(@(?P<config>[^:]+))?(:(?P<sp
 
 @dataclass(frozen=True)
 class Row:
-    """One row as its source gave it.
-
-    origin: where it stood ("train.jsonl:17"), for error messages. source: the name of its source. epoch: how often the
-    source had been read through before.
-    """
+    """One row as its source gave it."""
 
     data: dict[str, Any]
-    origin: str
-    source: str = ""
-    epoch: int = 0
+    origin: str  # where it stood ("train.jsonl:17"), for error messages
+    source: str = ""  # the name of its source
+    epoch: int = 0  # how often the source had been read through before
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -37,33 +34,24 @@ class Source:
     source: a file, a folder (its data files, by name, subfolders too), a pattern with `*`, or, where there is no such
     path and it reads like one, a hub name: `owner/name`, `owner/name:split`, `owner/name@config:split`. Formats:
     .jsonl, .jsonl.gz, .json (a list of objects, read whole), .parquet, .arrow (stream or file).
-    name: what counts and rows call it; None: `source`. num_rows: only its first rows.
-    weight: its share of a mixture; None: as many rows as it has, or 1 where another source has a weight.
-    epochs: how often it is read; rows repeat only when this is above 1.
-    columns: keys to rename, {its name: ours}, e.g. {question: prompt, answer: response}.
-    config, split, streaming: of a hub data set; split is `train` where none is said. streaming: read over the network
-    row by row, not downloaded first.
     """
 
     source: str
-    name: str | None = None
-    weight: float | None = None
-    num_rows: int | None = None
-    epochs: int = 1
-    columns: dict[str, str] = field(default_factory=dict)
-    config: str | None = None
-    split: str | None = None
-    streaming: bool = False
+    name: str | None = None  # in counts and rows; None: `source`
+    weight: float | None = None  # its share of a mixture; None: as many rows as it has, or 1 where others have a weight
+    num_rows: int | None = None  # only its first rows
+    epochs: int = 1  # how often it is read; rows repeat only when this is above 1
+    columns: dict[str, str] = field(default_factory=dict)  # keys to rename, e.g. {question: prompt, answer: response}
+    config: str | None = None  # of a hub data set
+    split: str | None = None  # of a hub data set; None: `train`
+    streaming: bool = False  # a hub data set is read row by row over the network, not downloaded first
 
     def __post_init__(self) -> None:
         if not self.source:
             raise BadInput("no data source is given")
         if self.weight is not None and not 0 < self.weight < float("inf"):
             raise BadInput(f"weight {self.weight}: expected above 0")
-        for key in ("num_rows", "epochs"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise BadInput(f"{key} should be at least 1, got {value}")
+        check_at_least_one(num_rows=self.num_rows, epochs=self.epochs)
 
     @property
     def called(self) -> str:
@@ -80,8 +68,8 @@ class Source:
         if path.exists():
             return [path]
         if "*" in self.source:
-            found = Path(path.anchor).glob(str(path.relative_to(path.anchor)))
-            files = sorted(file for file in found if file.is_file())
+            matches = Path(path.anchor).glob(str(path.relative_to(path.anchor)))
+            files = sorted(file for file in matches if file.is_file())
             if not files:
                 raise BadInput(f"{self.source}: no file matches")
             return files
@@ -91,8 +79,7 @@ class Source:
 
     def rows(self, *, epoch: int = 0) -> Iterator[Row]:
         """Its rows, one in memory at a time. BadInput as `iter_rows`."""
-        places = self._places()
-        for data, origin in islice(places, self.num_rows):
+        for data, origin in islice(self._located_rows(), self.num_rows):
             for theirs, ours in self.columns.items():
                 if theirs not in data:
                     raise BadInput(f"{origin}: columns: no key {theirs!r}; there are {', '.join(data)}")
@@ -104,25 +91,25 @@ class Source:
         for epoch in range(self.epochs):
             yield from self.rows(epoch=epoch)
 
-    def _places(self) -> Iterator[tuple[dict[str, Any], str]]:
+    def _located_rows(self) -> Iterator[tuple[dict[str, Any], str]]:
         files = self.files()
         for key in ("config", "split", "streaming") if files else ():
             if getattr(self, key):
                 raise BadInput(f"{self.source}: {key} is for hub data sets; this is a local file")
-        return (found for file in files for found in read_file(file)) if files else self._hub_rows()
+        return (located for file in files for located in read_file(file)) if files else self._hub_rows()
 
     def _is_hub(self) -> bool:
         """Whether it reads as a hub name; a version such as `-2.5` in it is no file suffix."""
-        found = HUB_NAME.fullmatch(self.source)
-        return found is not None and re.search(r"\.[A-Za-z]\w*$", found["name"]) is None
+        match = HUB_NAME.fullmatch(self.source)
+        return match is not None and re.search(r"\.[A-Za-z]\w*$", match["name"]) is None
 
     def _hub_rows(self) -> Iterator[tuple[dict[str, Any], str]]:
-        found = HUB_NAME.fullmatch(self.source)
-        assert found is not None
+        match = HUB_NAME.fullmatch(self.source)
+        assert match is not None
         for key in ("config", "split"):
-            if found[key] and getattr(self, key):
-                raise BadInput(f"{self.source}: {key} is given twice, {found[key]!r} and {getattr(self, key)!r}")
-        config, split = found["config"] or self.config, found["split"] or self.split or "train"
+            if match[key] and getattr(self, key):
+                raise BadInput(f"{self.source}: {key} is given twice, {match[key]!r} and {getattr(self, key)!r}")
+        config, split = match["config"] or self.config, match["split"] or self.split or "train"
         try:
             import datasets
         except ImportError as error:
@@ -130,7 +117,7 @@ class Source:
             raise BadInput(f"{self.source}: {problem}") from error
         index = 0
         try:
-            for data in datasets.load_dataset(found["name"], config, split=split, streaming=self.streaming):
+            for data in datasets.load_dataset(match["name"], config, split=split, streaming=self.streaming):
                 yield dict(data), f"{self.source}[{index}]"
                 index += 1
         except Exception as error:  # the hub, the network and the data set's own format each raise their own kind
@@ -145,10 +132,10 @@ def read_sources(spec: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any
     specs = [spec] if isinstance(spec, (str, Mapping)) else spec
     if not specs:
         raise BadInput("no data source is given")
-    sources = []
-    for index, one in enumerate(specs):
-        sources.append(Source(source=one) if isinstance(one, str) else build(Source, one, where=f"sources.{index}"))
-    return sources
+    return [
+        Source(source=item) if isinstance(item, str) else build(Source, item, where=f"sources.{index}")
+        for index, item in enumerate(specs)
+    ]
 
 
 def iter_rows(
@@ -160,15 +147,14 @@ def iter_rows(
 ) -> Iterator[Row]:
     """The rows of one source or of several, one in memory at a time; only the first `num_rows` when that is set.
 
-    `spec` is what `Source` says, or a list of such. Without weights, sources follow each other; where a source has one,
-    they are interleaved by `seed` in the proportions of their weights, up to the end of the first or of `all`.
+    `spec`: a `Source` as a config has it, or a list of such. Without weights, sources follow each other; where a source
+    has one, they are interleaved by `seed` in the proportions of their weights, to the end of the first or of `all`.
 
     BadInput: no such file, another format, a line or item that is no object (with its place), a hub data set that
     cannot be loaded, no source at all. Raised when the reader gets there, and for the files' names at once.
     """
     sources = read_sources(spec)
-    if until not in UNTIL:
-        raise BadInput(f"until {until!r}: expected {' or '.join(UNTIL)}")
+    check_choice("until", until, UNTIL)
     for source in sources:
         source.files()
     if all(source.weight is None for source in sources):

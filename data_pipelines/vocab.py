@@ -1,7 +1,6 @@
 """The draft vocabulary: the target tokens that answers really use, so that the draft lm_head can be small."""
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,10 +39,7 @@ def draft_vocabulary(counts: np.ndarray, *, size: int, always: Sequence[int] = (
     for token_id in always:
         if not 0 <= token_id < vocab_size:
             raise BadInput(f"token id {token_id} is outside the target's vocabulary of {vocab_size}")
-    rank = counts.copy()
-    rank[list(always)] = np.iinfo(np.int64).max
-    kept = np.argsort(-rank, kind="stable")[:size]  # stable: ties to the lowest id
-    return torch.LongTensor(np.sort(kept))
+    return torch.LongTensor(np.sort(_most_frequent_first(counts, always)[:size]))
 
 
 def always_kept(tokenizer: Any, *, eos_token_ids: Iterable[int], vocab_size: int) -> list[int]:
@@ -70,23 +66,12 @@ def coverage_curve(counts: np.ndarray, *, always: Sequence[int] = (), num_points
     """(size, coverage) of draft vocabularies from the smallest possible to the whole, evenly spaced in log size."""
     smallest = max(1, len(set(always)))
     sizes = np.unique(np.geomspace(smallest, len(counts), num_points).round().astype(int))
-    rank = counts.copy()
-    rank[list(always)] = np.iinfo(np.int64).max
-    covered = counts[np.argsort(-rank, kind="stable")].cumsum() / max(1, counts.sum())
+    covered = counts[_most_frequent_first(counts, always)].cumsum() / max(1, counts.sum())
     return [(int(size), float(covered[size - 1])) for size in sizes]
 
 
-def plot_coverage(curve: Sequence[tuple[int, float]], path: Path, *, marks: Sequence[int] = ()) -> None:
-    """The curve as a picture (by the suffix of `path`), with lines at the sizes in `marks`."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise BadInput(f"{path}: plotting needs matplotlib: pip install matplotlib") from error
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(*zip(*curve, strict=True))
-    for size in marks:
-        axes.axvline(size, color="grey", linewidth=0.7, linestyle=":")
-    axes.set(xscale="log", xlabel="draft vocabulary [tokens]", ylabel="share of supervised tokens", ylim=(None, 1.005))
-    axes.grid(alpha=0.3)
-    figure.savefig(path)
+def _most_frequent_first(counts: np.ndarray, always: Sequence[int]) -> np.ndarray:
+    """All token ids [V], those in `always` before the others, ties by the lowest id."""
+    rank = counts.copy()
+    rank[list(always)] = np.iinfo(np.int64).max
+    return np.argsort(-rank, kind="stable")

@@ -15,12 +15,14 @@ from torch import Tensor
 from ..configs.errors import BadInput
 from ..configs.files import remove
 from ..data_pipelines.config import DataConfig
-from ..data_pipelines.loader import Batch, BatchPlan, collate, read_ahead
+from ..data_pipelines.loader import BatchPlan, TrainingBatch, collate
 from ..data_pipelines.masks.chat import encode_rows
 from ..data_pipelines.packing import RowSequence
+from ..data_pipelines.parallel import read_ahead
 from ..data_pipelines.sources import iter_rows
 from ..data_pipelines.storage.features import check_features
-from ..data_pipelines.storage.shards import Shards, ShardWriter, Stored
+from ..data_pipelines.storage.shard_file import StoredSample
+from ..data_pipelines.storage.shards import Shards, ShardWriter
 from ..data_pipelines.vocab import always_kept, count_supervised, coverage, draft_vocabulary
 from ..heads.base import DraftHead
 from ..heads.target import Target
@@ -33,7 +35,7 @@ class TrainingData:
 
     config: DataConfig
     samples: Shards  # memory-mapped: token ids, masks and, of extracted features, the target's states
-    validation: list[Stored]
+    validation: list[StoredSample]
 
     def plan(self, *, batch_size: int, seed: int, num_ranks: int = 1, rank: int = 0) -> BatchPlan:
         """batch_size: rows per rank."""
@@ -42,10 +44,10 @@ class TrainingData:
         rows = RowSequence(lengths, layout=config.layout, block=block, capacity=capacity, seed=seed)
         return BatchPlan(rows, batch_size, num_ranks, rank)
 
-    def batch(self, rows: Sequence[Sequence[int]]) -> Batch:
+    def batch(self, rows: Sequence[Sequence[int]]) -> TrainingBatch:
         return collate([[self.samples[i] for i in row] for row in rows], segment_weights=self.config.segment_weights)
 
-    def batches(self, plan: BatchPlan, numbers: Sequence[int]) -> Iterator[Batch]:
+    def batches(self, plan: BatchPlan, numbers: Sequence[int]) -> Iterator[TrainingBatch]:
         """The batches of these numbers, in order, read ahead in a thread."""
         return read_ahead(lambda number: self.batch(plan.rows(number)), numbers)
 
@@ -57,7 +59,7 @@ def load_data(run: RunConfig, target: Target, accelerator: Accelerator, console:
     """
     config = replace(run.data, max_length=min(run.data.max_length, target.max_positions))
     rows = iter_rows(config.validation) if config.validation else ()
-    validation = [Stored(sample) for sample in encode_rows(rows, target.tokenizer, config, counts=Counter())]
+    validation = [StoredSample(sample) for sample in encode_rows(rows, target.tokenizer, config, counts=Counter())]
     if config.features is not None:
         features = Shards(Path(config.features))
         on_main(accelerator, features.verify)
@@ -84,7 +86,7 @@ def encode_into(folder: Path, config: DataConfig, target: Target, console: Conso
     rows = iter_rows(config.train, num_rows=config.num_rows)
     for sample in encode_rows(rows, target.tokenizer, config, counts=counts):
         can_draft = can_draft or bool((sample.loss_mask[1:-1] & sample.loss_mask[2:]).any())
-        writer.add(Stored(sample))
+        writer.add(StoredSample(sample))
     summary = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
     if not counts["kept"]:
         raise BadInput(f"data.train: no row has supervised tokens in data.max_length {config.max_length}: {summary}")

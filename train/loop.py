@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..configs.errors import BadInput
-from ..data_pipelines.loader import Batch
+from ..data_pipelines.loader import TrainingBatch
 from ..heads.loss.chains import mean_of
 from ..heads.nn.documents import Documents
 from ..heads.registry import save_head
@@ -62,7 +62,7 @@ class Loop:
         self.speed = Speed(self.accelerator.device, torch.bfloat16 if config.precision == "bf16" else torch.float32)
         self.should_stop = False  # some rank received a signal; all of them know it after the same step
 
-    def step(self, step: int, batches: Iterator[Batch]) -> StepMetrics:
+    def step(self, step: int, batches: Iterator[TrainingBatch]) -> StepMetrics:
         """One optimizer step over the next `accumulation` batches.
 
         Denominators are the supervised chains, by their labels' weights, of all ranks and all batches of the step: how
@@ -91,7 +91,7 @@ class Loop:
             ),
         )
 
-    def _learn(self, batches: Sequence[Batch]) -> Learned:
+    def _learn(self, batches: Sequence[TrainingBatch]) -> Learned:
         """Forward, backward and update."""
         counts = []  # [2, K] each: of supervised chains, with and without their weights
         for batch in batches:

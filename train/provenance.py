@@ -43,7 +43,7 @@ class Provenance:
     @classmethod
     def of(cls, target: Target, data: TrainingData, *, num_processes: int) -> "Provenance":
         manifest = data.samples.manifest
-        sizes = {key: manifest[key] for key in ("num_rows", "num_tokens", "num_supervised_tokens")}
+        sizes = {key: getattr(manifest, key) for key in ("num_rows", "num_tokens", "num_supervised_tokens")}
         return cls(
             started=datetime.now(UTC).isoformat(timespec="seconds"),
             headstart=__version__,
@@ -53,7 +53,7 @@ class Provenance:
             device=device_name(),
             num_processes=num_processes,
             target={"name": target.name, "fingerprint": target.fingerprint},
-            data={**sizes, "sha256": [shard["sha256"] for shard in manifest["shards"]]},
+            data={**sizes, "sha256": [shard.sha256 for shard in manifest.shards]},
         )
 
     def append_to(self, path: Path) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..data_pipelines.loader import collate
 from ..data_pipelines.storage.samples import Sample
-from ..data_pipelines.storage.shards import Stored
+from ..data_pipelines.storage.shard_file import StoredSample
 from ..eval.generate import generate
 from ..eval.measurement.metrics import Acceptance, acceptance, expected_acceptance
 from ..heads.base import DraftBatch, DraftHead
@@ -75,7 +75,7 @@ class Validation:
     from; where only the rows' own figure differs, the target would not have written the rows.
     """
 
-    def __init__(self, config: TrainConfig, backend: Backend, target: Target, rows: Sequence[Stored]):
+    def __init__(self, config: TrainConfig, backend: Backend, target: Target, rows: Sequence[StoredSample]):
         accelerator = backend.accelerator
         rank, num_ranks = accelerator.process_index, accelerator.num_processes
         self.config, self.backend, self.target = config, backend, target

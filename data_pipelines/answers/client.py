@@ -1,172 +1,230 @@
-"""Answers from OpenAI-compatible servers (vLLM, SGLang ...): several endpoints, retries with back-off, bounded load."""
+"""Answers from OpenAI-compatible servers (vLLM, SGLang ...) by the `openai` package, with the load shared out."""
 
 import json
 import os
 import random
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from typing import Any
+from threading import Condition
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ...configs.errors import BadInput, first_line
-from ..masks.messages import Message, normalise
-from .answers import Answer, Failure, Request
-from .endpoints import Endpoints, Trouble
+from ..masks.messages import for_api, normalise
+from .conversations import Answer, ChatRequest, Failure
+from .regenerate import ClientConfig
 
-STOPS_ALL = (301, 302, 307, 308, 401, 403, 404, 405)  # no row can be answered before someone mends it
-TRY_AGAIN = (408, 425, 429)  # and all from 500
+if TYPE_CHECKING:
+    import openai
+
+STOP_STATUSES = (401, 403, 404, 405)  # no row can be answered before the user changes something
+RETRY_STATUSES = (408, 425, 429)  # and all from 500
 NOT_ANSWERED = ("abort", "error")  # finish reasons of an answer that the server gave up
-LONGEST_PAUSE = 60  # seconds between two attempts
+NOT_REACHED = ("ConnectError", "ConnectTimeout")  # of httpx or its successor, whichever `openai` uses
+LONGEST_BACKOFF = 60  # seconds between two attempts
+FAILURES_IN_A_ROW = 3  # after which a server rests; fewer may be the fault of one bad request
+FIRST_REST, LONGEST_REST = 1.0, 30.0  # seconds that a failing server is left alone
 
 
-@dataclass(kw_only=True, frozen=True)
-class ClientConfig:
-    """How servers are asked.
+class AttemptFailed(Exception):
+    """An attempt that failed and may be repeated, at this server or another one."""
 
-    concurrency: requests at a time, per server. api_key_env: the environment variable that holds the key.
-    connect_timeout, timeout: seconds for a connection, and for a whole answer. num_attempts: per answer; what does not
-    even reach a server is not counted. backoff: seconds before the second attempt, twice that before the third, and so
-    on. patience: seconds without any answer from any server after which the run stops. extra_body: more keys of each
-    request, as the server has them, e.g. {min_p: 0.05}.
-    """
+    def __init__(self, problem: str, *, has_reached: bool = True, rest: float | None = None):
+        """Args: has_reached: whether a server took the request; if not, the request is not to blame. rest: seconds for
+        which the server asked to be left alone."""
+        super().__init__(problem)
+        self.has_reached, self.rest = has_reached, rest
 
-    concurrency: int = 64
-    api_key_env: str | None = None
-    connect_timeout: float = 10.0
-    timeout: float = 900.0
-    num_attempts: int = 6
-    backoff: float = 0.5
-    patience: float = 600.0
-    extra_body: dict[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        for name in ("concurrency", "num_attempts"):
-            if getattr(self, name) < 1:
-                raise BadInput(f"{name} {getattr(self, name)}: expected at least 1")
-        for name in ("connect_timeout", "timeout", "backoff", "patience"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise BadInput(f"{name} {getattr(self, name)}: expected more than 0")
+@dataclass
+class Server:
+    """A server, and how its last requests went."""
+
+    url: str
+    client: "openai.OpenAI"
+    num_busy: int = 0
+    num_failures: int = 0  # in a row
+    rests_until: float = 0.0  # time.monotonic(), in seconds
+    problem: str = ""
+
+    @property
+    def is_failing(self) -> bool:
+        return self.num_failures >= FAILURES_IN_A_ROW
 
 
 class OpenAIClient:
-    """Asks whichever server is least busy; safe to call from many threads."""
+    """Sends each request to the least busy server; safe to call from many threads.
+
+    A request that failed may be repeated at another server, so `openai` itself does not repeat it.
+    """
 
     def __init__(self, urls: list[str], *, model: str, config: ClientConfig):
-        """Args: urls: as `http://localhost:8000/v1`. model: the name they serve it by.
+        """Args: urls: such as `http://localhost:8000/v1`. model: the name by which they serve it.
 
-        Raises: BadInput on a URL of another form, a key that is not set, or where no server takes connections.
+        Raises: BadInput on a URL of another form, a key that is not set, without the `openai` package, or where no
+        server takes connections.
         """
         for index, url in enumerate(urls):
             check_url(url, where=f"servers.{index}")
         self.model, self.config = model, config
-        self.urls = [url.rstrip("/") for url in urls]
-        self.endpoints = Endpoints(self.urls, concurrency=config.concurrency, patience=config.patience)
         self._key = _key_of(config.api_key_env)
+        self._servers = [Server(url.rstrip("/"), self._connected(url)) for url in urls]
+        self._changed = Condition()
+        self._last_success = time.monotonic()
         self._check_any_listens()
 
     @property
     def num_threads(self) -> int:
         """How many callers keep all servers busy."""
-        return self.config.concurrency * len(self.urls)
+        return self.config.concurrency * len(self._servers)
 
-    def __call__(self, request: Request) -> Answer:
+    def __call__(self, request: ChatRequest) -> Answer:
         """The answer. Raises: Failure where the servers refuse this request, or all attempts failed; BadInput where no
         request can succeed (key, model name, no server)."""
-        body = json.dumps(self._body(request)).encode()
         num_failed = 0
         while True:
-            endpoint = self.endpoints.acquire()
+            server = self._acquire()
+            failed: AttemptFailed | None = None
             try:
-                answer = self._post(endpoint.url, body)
-            except Trouble as trouble:
-                self.endpoints.release(endpoint, trouble)
-                num_failed += trouble.has_reached
-                if num_failed == self.config.num_attempts:
-                    raise Failure(f"{trouble} ({num_failed} attempts)") from trouble
-                if trouble.has_reached:
-                    pause = min(self.config.backoff * 2 ** (num_failed - 1), LONGEST_PAUSE)
-                    time.sleep(random.uniform(0.5, 1.0) * pause)  # not all at once
-            except BaseException:
-                self.endpoints.release(endpoint)
-                raise
-            else:
-                self.endpoints.release(endpoint)
-                return answer
+                return self._attempt(server, request)
+            except AttemptFailed as error:
+                failed = error
+            finally:
+                self._release(server, failed)
+            num_failed += failed.has_reached
+            if num_failed == self.config.num_attempts:
+                raise Failure(f"{failed} ({num_failed} attempts)") from failed
+            if failed.has_reached:
+                pause = min(self.config.backoff * 2 ** (num_failed - 1), LONGEST_BACKOFF)
+                time.sleep(random.uniform(0.5, 1.0) * pause)  # not all threads at once
 
-    def _body(self, request: Request) -> dict[str, Any]:
-        sampling = request.sampling
-        body = {
-            "model": self.model,
-            "messages": [_for_api(message) for message in request.messages],
-            "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,  # said even where it is off: servers may have the model's own as a default
-            "seed": request.seed,
-        }
-        if request.tools:
-            body["tools"] = request.tools
-        if sampling.thinking is not None:
-            body["chat_template_kwargs"] = {"enable_thinking": sampling.thinking}
-        for key, value in self.config.extra_body.items():
-            both = isinstance(value, Mapping) and isinstance(body.get(key), Mapping)
-            body[key] = {**body[key], **value} if both else value
-        return body
-
-    def _post(self, url: str, body: bytes) -> Answer:
-        """One attempt, over a connection of its own."""
-        deadline = time.monotonic() + self.config.timeout
-        connection = _connection(url, timeout=self.config.connect_timeout)
-        headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
+    def _connected(self, url: str) -> "openai.OpenAI":
         try:
-            try:
-                connection.connect()
-            except OSError as error:
-                raise Trouble(f"{url}: cannot be reached: {_said(error)}", has_reached=False) from error
-            connection.sock.settimeout(self.config.timeout)
-            connection.request("POST", f"{urlsplit(url).path}/chat/completions", body, headers)
-            response = connection.getresponse()
-            payload = _read(response, deadline)
-        except TimeoutError as error:
-            raise Trouble(f"{url}: no answer within {self.config.timeout:g} s") from error
-        except (OSError, HTTPException) as error:
-            raise Trouble(f"{url}: connection lost: {_said(error)}") from error
-        finally:
-            connection.close()
-        self._check_status(url, response, payload)
-        return answer_of(payload, url)
+            import openai
+        except ImportError as error:
+            raise BadInput("asking servers needs the openai package: pip install openai") from error
+        return openai.OpenAI(
+            base_url=url,
+            api_key=self._key or "EMPTY",  # which servers without a key do not read
+            timeout=openai.Timeout(self.config.timeout, connect=self.config.connect_timeout),
+            max_retries=0,
+        )
 
-    def _check_status(self, url: str, response: HTTPResponse, payload: bytes) -> None:
-        if response.status == 200:
-            return
-        problem = f"{url}: {response.status} {response.reason}: {self._without_key(_error_in(payload))}"
-        if response.status in STOPS_ALL:
-            raise BadInput(problem)
-        if response.status in TRY_AGAIN or response.status >= 500:
-            raise Trouble(problem, pause=_retry_after(response))
-        raise Failure(problem)
+    def _attempt(self, server: Server, request: ChatRequest) -> Answer:
+        """Raises: AttemptFailed, Failure, BadInput."""
+        import openai
 
-    def _without_key(self, text: str) -> str:
-        """Servers that refuse a key may repeat it."""
+        sampling = request.sampling
+        extra: dict[str, Any] = {"top_k": sampling.top_k or -1}  # also where it is off: servers may have a default
+        if sampling.thinking is not None:
+            extra["chat_template_kwargs"] = {"enable_thinking": sampling.thinking}
+        for key, value in self.config.extra_body.items():
+            both = isinstance(value, Mapping) and isinstance(extra.get(key), Mapping)
+            extra[key] = {**extra[key], **value} if both else value
+        messages: Any = [for_api(message) for message in request.messages]
+        tools: Any = request.tools
+        try:
+            response = server.client.chat.completions.with_raw_response.create(
+                model=self.model,
+                messages=messages,
+                tools=tools or openai.omit,
+                max_tokens=sampling.max_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                seed=request.seed,
+                extra_body=extra,
+            )
+        except openai.APIStatusError as error:
+            problem = f"{server.url}: {error.status_code} {error.response.reason_phrase}: {self._told(error)}"
+            if error.status_code in STOP_STATUSES:
+                raise BadInput(problem) from error
+            if error.status_code in RETRY_STATUSES or error.status_code >= 500:
+                raise AttemptFailed(problem, rest=_retry_after(error.response.headers)) from error
+            raise Failure(problem) from error
+        except openai.APIConnectionError as error:
+            if type(error.__cause__).__name__ in NOT_REACHED:
+                raise AttemptFailed(_not_reached(server, error), has_reached=False) from error
+            if isinstance(error, openai.APITimeoutError):
+                raise AttemptFailed(f"{server.url}: no answer within {self.config.timeout:g} s") from error
+            raise AttemptFailed(f"{server.url}: connection lost: {first_line(error.__cause__ or error)}") from error
+        return answer_of(response.content, server.url)
+
+    def _told(self, error: "openai.APIStatusError") -> str:
+        """What a server writes about a refusal, which may repeat the key."""
+        body = error.body  # of {"error": ...} the inner part
+        text = body.get("message", body) if isinstance(body, dict) else body
+        text = " ".join(str(text or "").split())[:200] or "(no text)"
         return text.replace(self._key, "***") if self._key else text
 
     def _check_any_listens(self) -> None:
+        """BadInput where no server can be reached; whatever a server answers will do."""
+        import openai
+
         problems = []
-        for url in self.urls:
-            connection = _connection(url, timeout=self.config.connect_timeout)
+        for server in self._servers:
             try:
-                connection.connect()
-                return
-            except OSError as error:
-                problems.append(f"{url}: cannot be reached: {_said(error)}")
-            finally:
-                connection.close()
+                server.client.models.with_raw_response.list(timeout=self.config.connect_timeout)
+            except openai.APIConnectionError as error:
+                if type(error.__cause__).__name__ in NOT_REACHED:
+                    problems.append(_not_reached(server, error))
+                    continue
+            except openai.APIStatusError:  # an answer, if not a list of models
+                pass
+            return
         raise BadInput("; ".join(problems))
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Which server is asked next
+
+    def _acquire(self) -> Server:
+        """The least busy server that does not rest; waits for one. A failing server gets one request at a time.
+
+        Raises: BadInput where all servers have failed for longer than `patience`.
+        """
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                free = [server for server in self._servers if self._has_room(server) and server.rests_until <= now]
+                if free:
+                    server = min(free, key=lambda server: server.num_busy)
+                    server.num_busy += 1
+                    return server
+                patience = self.config.patience
+                if now - self._last_success > patience and all(server.num_failures for server in self._servers):
+                    problems = "; ".join(server.problem for server in self._servers)
+                    raise BadInput(f"no server has answered for {patience:g} s: {problems}")
+                until_free = min(server.rests_until for server in self._servers) - now
+                self._changed.wait(min(max(until_free, 0.01), 1.0))
+
+    def _release(self, server: Server, failed: AttemptFailed | None) -> None:
+        """Args: failed: how the attempt failed; None: the server did its part."""
+        with self._changed:
+            server.num_busy -= 1
+            if failed is None:
+                server.num_failures = 0
+                self._last_success = time.monotonic()
+            else:
+                server.problem = str(failed)
+                self._let_rest(server, failed)
+            self._changed.notify_all()
+
+    def _has_room(self, server: Server) -> bool:
+        return server.num_busy < (1 if server.is_failing else self.config.concurrency)
+
+    def _let_rest(self, server: Server, failed: AttemptFailed) -> None:
+        now = time.monotonic()
+        if server.rests_until <= now:  # else the request was sent before the server was let rest
+            server.num_failures += 1
+        if not failed.has_reached:
+            server.num_failures = max(server.num_failures, FAILURES_IN_A_ROW)
+        rest = 0.0
+        if failed.rest is not None:
+            rest = min(failed.rest, self.config.patience)
+        elif server.is_failing:
+            rest = min(FIRST_REST * 2 ** min(server.num_failures - FAILURES_IN_A_ROW, 10), LONGEST_REST)
+        server.rests_until = max(server.rests_until, now + rest)
 
 
 def check_url(url: str, *, where: str) -> None:
@@ -185,7 +243,7 @@ def check_url(url: str, *, where: str) -> None:
 
 
 def answer_of(payload: bytes, url: str) -> Answer:
-    """The answer in a chat completion. Raises Trouble where it is none, so that it is asked for again."""
+    """The answer in a chat completion, as the server wrote it. Raises AttemptFailed where there is none."""
     try:
         data = json.loads(payload)
         [choice, *_] = data["choices"]
@@ -196,42 +254,13 @@ def answer_of(payload: bytes, url: str) -> Answer:
         counts = [int(usage.get(key) or 0) for key in ("prompt_tokens", "completion_tokens")]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         start = " ".join(payload[:60].decode("utf-8", "replace").split())
-        raise Trouble(f"{url}: not a chat completion but {start!r}") from error
+        raise AttemptFailed(f"{url}: not a chat completion but {start!r}") from error
     if finish_reason in NOT_ANSWERED:
-        raise Trouble(f"{url}: the server gave up: finish_reason {finish_reason}")
+        raise AttemptFailed(f"{url}: the server gave up: finish_reason {finish_reason}")
     kept = {key: message[key] for key in ("role", "content", "reasoning_content") if key in message}
     if message.get("tool_calls"):
         kept["tool_calls"] = message["tool_calls"]
     return Answer(kept, finish_reason, *counts)
-
-
-def _for_api(message: Message) -> Message:
-    """Chat templates take tool-call arguments as objects, OpenAI's API as JSON text."""
-    if not isinstance(message.get("tool_calls"), list):
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = call.get("function", {})
-        arguments = function.get("arguments")
-        as_text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        calls.append({**call, "function": {**function, "arguments": as_text}})
-    return {**message, "tool_calls": calls}
-
-
-def _connection(url: str, *, timeout: float) -> HTTPConnection:
-    parts = urlsplit(url)
-    assert parts.hostname is not None
-    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-    return kind(parts.hostname, parts.port, timeout=timeout)
-
-
-def _read(response: HTTPResponse, deadline: float) -> bytes:
-    parts = []
-    while part := response.read1(1 << 16):
-        parts.append(part)
-        if time.monotonic() > deadline:
-            raise TimeoutError
-    return b"".join(parts)
 
 
 def _key_of(variable: str | None) -> str:
@@ -243,30 +272,15 @@ def _key_of(variable: str | None) -> str:
     return key
 
 
-def _error_in(payload: bytes) -> str:
-    """What a server says about a refusal: OpenAI's {"error": {"message"}}, or the text as it is."""
-    text = payload.decode("utf-8", "replace")
-    try:
-        data = json.loads(text)
-        error = data.get("error", data)
-        text = error["message"] if isinstance(error, dict) else str(error)
-    except (ValueError, KeyError, AttributeError):
-        pass
-    return " ".join(str(text).split())[:200] or "(no text)"
+def _not_reached(server: Server, error: Exception) -> str:
+    return f"{server.url}: cannot be reached: {first_line(error.__cause__ or error)}"
 
 
-def _retry_after(response: HTTPResponse) -> float | None:
-    """Seconds that a server asks to be left alone for, given so or as a date; None: it does not say."""
-    value = response.headers.get("Retry-After", "")
+def _retry_after(headers: Mapping[str, str]) -> float | None:
+    """Seconds that a server asks to be left alone for, given as a number or as a date; None: not given."""
+    value = headers.get("Retry-After", "")
     try:
-        return max(0.0, float(value))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+        is_number = value.replace(".", "", 1).isdigit()
+        return float(value) if is_number else max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
     except ValueError:
         return None
-
-
-def _said(error: Exception) -> str:
-    return getattr(error, "strerror", None) or first_line(error)

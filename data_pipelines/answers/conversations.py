@@ -8,34 +8,76 @@ from itertools import groupby
 from typing import Any
 
 from ...configs.errors import BadInput
+from ..config import check_at_least_one
 from ..masks.messages import Message, normalise
 from ..sources import Row
-from .answers import Answer, Request, SamplingConfig
 
 PROMPT_SHAPES = "`messages`, `conversations`, `turns`, `prompt` or `instruction`"
 
 
+@dataclass(kw_only=True, frozen=True)
+class SamplingConfig:
+    """How answers are sampled; the defaults are the target's own distribution."""
+
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0  # 1: off
+    top_k: int = 0  # 0: off
+    max_tokens: int = 2048  # of one answer, its reasoning included
+    seed: int = 0  # of everything drawn
+    num_samples: int = 1  # answers per prompt
+    thinking: bool | None = None  # `enable_thinking` of the chat template; None: not given
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise BadInput(f"temperature {self.temperature}: expected 0 or more")
+        if not 0 < self.top_p <= 1:
+            raise BadInput(f"top_p {self.top_p}: expected more than 0 and at most 1 (off)")
+        if self.top_k < 0:
+            raise BadInput(f"top_k {self.top_k}: expected 0 (off) or more")
+        check_at_least_one(max_tokens=self.max_tokens, num_samples=self.num_samples)
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """One turn to answer."""
+
+    messages: list[Message]  # as OpenAI has them, but tool-call arguments are objects
+    tools: list[Any] | None  # as OpenAI has them
+    sampling: SamplingConfig
+    seed: int  # of this answer alone, so that it does not depend on other requests
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the target wrote in reply to a request."""
+
+    message: Message
+    finish_reason: str  # `stop`, `length` (cut at max_tokens), `tool_calls`, or another of the server's
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+
+
+class Failure(Exception):
+    """A conversation that could not be answered, and why, in one line; the others go on."""
+
+
 @dataclass(frozen=True)
 class Exchange:
-    """A conversation to be answered by the target.
+    """A conversation to be answered by the target."""
 
-    key: a hash of all that the answers depend on but the target, the same in every run. script: the messages, None
-    where the target answers. sample: which of several answers to the same prompt, from 0.
-    """
-
-    key: str
+    key: str  # a hash of all that the answers depend on but the target, the same in every run
     source_id: str
-    script: list[Message | None]
+    script: list[Message | None]  # None where the target answers
     tools: list[Any] | None
     sampling: SamplingConfig
-    sample: int
+    sample: int  # which of several answers to the same prompt, from 0
 
     @property
     def length(self) -> int:
-        """Characters that are given, for batches of like length."""
+        """Characters of the given messages, to group conversations of similar length."""
         return sum(len(message["content"]) for message in self.script if message is not None)
 
-    def talk(self) -> Generator[Request, Answer, dict[str, Any]]:
+    def talk(self) -> Generator[ChatRequest, Answer, dict[str, Any]]:
         """Yields a request per turn, each with the new answers so far as its history; returns the answered row.
 
         The history is what the chat template will be given in training, reasoning included. An answer that was cut, or
@@ -48,7 +90,7 @@ class Exchange:
             if message is not None:
                 messages.append(message)
                 continue
-            answer = yield Request(list(messages), self.tools, self.sampling, self.seed(turn))
+            answer = yield ChatRequest(list(messages), self.tools, self.sampling, self.seed(turn))
             messages.append(answer.message)
             num_prompt_tokens += answer.num_prompt_tokens
             num_tokens += answer.num_tokens
@@ -103,7 +145,10 @@ def ask(messages: list[Message], *, turns: str) -> list[Message | None]:
     Assistant turns that follow each other are one answer. These stay as they are: what comes before any question, and a
     call whose result the row has, since a new call would need a new result.
     """
-    runs = [(is_answer, list(run)) for is_answer, run in groupby(messages, key=lambda one: one["role"] == "assistant")]
+    runs = [
+        (is_answer, list(run))
+        for is_answer, run in groupby(messages, key=lambda message: message["role"] == "assistant")
+    ]
     if not runs[-1][0]:
         runs.append((True, []))
     script: list[Message | None] = []

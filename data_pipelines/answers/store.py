@@ -1,94 +1,108 @@
 """Answers on disk: rows appended as they come, resumed after a kill at any point, and put in order at the end."""
 
-import fcntl
 import hashlib
 import json
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ...configs.errors import BadInput
+from ...configs.files import locked, remove, replacing, write_text
 
 FORMAT = 1
 SYNC_SECONDS = 1.0  # a machine that loses power loses the rows of no more than this
+
+
+@dataclass
+class Counts:
+    """Conversations and tokens of a run."""
+
+    answered: int = 0
+    written: int = 0
+    truncated: int = 0
+    ended_early: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What manifest.json has of a finished run, beside its settings."""
+
+    is_complete: bool
+    servers: list[str]
+    rows: int
+    duplicates: int
+    counts: Counts
+    sha256: str  # of answers.jsonl
 
 
 class AnswerStore:
     """A folder that fills up with answered rows, each under a key.
 
     Rows are appended to `answers.part.jsonl`; `finish` writes `answers.jsonl`, in order, `failed.jsonl` and
-    `manifest.json`, each complete or not at all. A row is stored once, whatever is added, and however often the run is
-    started again. One process at a time.
+    `manifest.json`. A row is stored once, however often it is added and the run is started again. One process at a
+    time.
     """
 
     def __init__(self, folder: str | Path, settings: Mapping[str, Any]):
-        """Args: settings: what all rows depend on, as JSON; a folder begun with others is refused.
+        """Args: settings: what all rows depend on, as JSON; a folder begun with other ones is refused.
 
         Raises: BadInput on that, naming the first setting that differs; on a folder of something else, in use, or with
             a damaged file.
         """
         self.folder, self.settings = Path(folder), json.loads(json.dumps(settings))
-        self._places: dict[str, int] = {}  # key to byte in the part file
-        self._part: BinaryIO | None = None
-        self._lock: Any = None
+        self.part = self.folder / "answers.part.jsonl"
+        self._offsets: dict[str, int] = {}  # of the row of each key, in bytes of the part file
         self._synced = time.monotonic()
 
     def __enter__(self) -> "AnswerStore":
         self._check_folder()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.folder / ".lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go by the system, also after a kill
-        except OSError as error:
-            self._lock.close()
-            raise BadInput(f"{self.folder}: in use by another process") from error
+        self._lock = locked(self.folder / ".lock")
         try:
             manifest = self._read_manifest()
             if manifest is None:
                 self._write_manifest({"is_complete": False})
             else:
                 check_settings(manifest["settings"], self.settings, folder=self.folder)
-            self._part = self._open_part()
+            self._file = self._open_part()
         except BaseException:
             self._lock.close()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._part is not None:
-            self._sync()
-            self._part.close()
+        self._sync()
+        self._file.close()
         self._lock.close()
 
-    @property
-    def part(self) -> Path:
-        return self.folder / "answers.part.jsonl"
-
     def __contains__(self, key: object) -> bool:
-        return key in self._places
+        return key in self._offsets
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._offsets)
 
-    def finished(self) -> dict[str, Any] | None:
-        """The manifest of a run that left nothing to do; None where something is."""
+    def finished(self) -> RunSummary | None:
+        """The summary of a run that left nothing to do; None where something is left."""
         manifest = self._read_manifest()
-        is_complete = manifest is not None and manifest["is_complete"] and (self.folder / "answers.jsonl").exists()
-        if is_complete:
-            self.part.unlink(missing_ok=True)  # where the run was killed just before
-        return manifest if is_complete else None
+        if manifest is None or not manifest["is_complete"] or not (self.folder / "answers.jsonl").exists():
+            return None
+        remove(self.part)  # where the run was killed just before
+        given = {key: value for key, value in manifest.items() if key not in ("format", "settings", "counts")}
+        return RunSummary(**given, counts=Counts(**manifest["counts"]))
 
     def add(self, key: str, row: Mapping[str, Any]) -> None:
         """Append a row, unless there is one under the key."""
-        assert self._part is not None
-        if key in self._places:
+        if key in self._offsets:
             return
-        self._places[key] = self._part.tell()
-        self._part.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
-        self._part.flush()
+        self._offsets[key] = self._file.tell()
+        self._file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+        self._file.flush()
         if time.monotonic() - self._synced > SYNC_SECONDS:
             self._sync()
 
@@ -98,59 +112,52 @@ class AnswerStore:
         failed: list[dict[str, Any]],
         *,
         keep: Callable[[Mapping[str, Any]], bool],
-        more: Mapping[str, Any],
-    ) -> dict[str, Any]:
-        """Write the rows stored under `keys`, in that order, those to `keep`; returns the manifest.
-
-        Args: failed: rows for failed.jsonl. more: further entries of the manifest.
-        """
+        servers: list[str],
+        num_rows: int,
+        num_duplicates: int,
+    ) -> RunSummary:
+        """Write the rows stored under `keys`, in that order, those to `keep`. Args: failed: rows of failed.jsonl."""
         self._sync()
-        counts: Counter[str] = Counter()
-        digest = hashlib.sha256()
-        write_whole(self.folder / "answers.jsonl", self._kept(keys, keep, counts, digest))
+        counts, digest = Counts(failed=len(failed)), hashlib.sha256()
+        with replacing(self.folder / "answers.jsonl") as path, path.open("wb") as file:
+            for line in self._kept(keys, keep, counts):
+                digest.update(line)
+                file.write(line)
         failures = self.folder / "failed.jsonl"
         if failed:
-            write_whole(failures, (json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in failed))
+            with replacing(failures) as path, path.open("wb") as file:
+                file.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in failed)
         else:
-            failures.unlink(missing_ok=True)
-        manifest = self._write_manifest(
-            {
-                "is_complete": not failed,
-                **more,
-                "counts": {**counts, "failed": len(failed)},
-                "sha256": digest.hexdigest(),
-            }
-        )
+            remove(failures)
+        summary = RunSummary(not failed, servers, num_rows, num_duplicates, counts, digest.hexdigest())
+        self._write_manifest(asdict(summary))
         if not failed:
-            self.part.unlink()  # kept until all is there: a later run goes on from it
-        return manifest
+            remove(self.part)  # kept until all is there: a later run goes on from it
+        return summary
 
-    def _kept(
-        self, keys: Iterable[str], keep: Callable[[Mapping[str, Any]], bool], counts: "Counter[str]", digest: Any
-    ) -> Iterator[bytes]:
-        counts.update(answered=0, written=0, truncated=0, ended_early=0, prompt_tokens=0, completion_tokens=0)
+    def _kept(self, keys: Iterable[str], keep: Callable[[Mapping[str, Any]], bool], counts: Counts) -> Iterator[bytes]:
         with self.part.open("rb") as file:
             for key in keys:
-                if key not in self._places:
+                if key not in self._offsets:
                     continue
-                file.seek(self._places[key])
+                file.seek(self._offsets[key])
                 line = file.readline()
                 row = json.loads(line)
-                counts["answered"] += 1
-                counts["truncated"] += row["truncated"]
-                counts["ended_early"] += row["num_turns_left"] > 0
-                counts.update(row["usage"])
+                counts.answered += 1
+                counts.truncated += row["truncated"]
+                counts.ended_early += row["num_turns_left"] > 0
+                counts.prompt_tokens += row["usage"]["prompt_tokens"]
+                counts.completion_tokens += row["usage"]["completion_tokens"]
                 if keep(row):
-                    counts["written"] += 1
-                    digest.update(line)
+                    counts.written += 1
                     yield line
 
     def _check_folder(self) -> None:
         if self.folder.exists() and not self.folder.is_dir():
             raise BadInput(f"{self.folder}: a file, not a folder")
-        there = {path.name for path in self.folder.iterdir() if path.name[0] != "."} if self.folder.exists() else set()
-        if there and "manifest.json" not in there:
-            raise BadInput(f"{self.folder}: holds other files ({min(there)}); give a new folder")
+        names = {path.name for path in self.folder.glob("[!.]*")}
+        if names and "manifest.json" not in names:
+            raise BadInput(f"{self.folder}: holds other files ({min(names)}); give a new folder")
 
     def _read_manifest(self) -> dict[str, Any] | None:
         path = self.folder / "manifest.json"
@@ -165,12 +172,9 @@ class AnswerStore:
             raise BadInput(f"{path}: format {manifest['format']!r}, expected {FORMAT}")
         return manifest
 
-    def _write_manifest(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+    def _write_manifest(self, entries: Mapping[str, Any]) -> None:
         manifest = {"format": FORMAT, "settings": self.settings, **entries}
-        write_whole(
-            self.folder / "manifest.json", [json.dumps(manifest, indent=2, ensure_ascii=False).encode() + b"\n"]
-        )
-        return manifest
+        write_text(self.folder / "manifest.json", json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
 
     def _open_part(self) -> BinaryIO:
         """The part file behind its last whole row; what a kill left behind that is cut off."""
@@ -186,40 +190,23 @@ class AnswerStore:
                 ) from error
             if key is None:
                 break
-            self._places.setdefault(key, end)
+            self._offsets.setdefault(key, end)
             end += len(line)
         file.truncate(end)
         file.seek(end)
         return file
 
     def _sync(self) -> None:
-        assert self._part is not None
-        self._part.flush()
-        os.fsync(self._part.fileno())
+        self._file.flush()
+        os.fsync(self._file.fileno())
         self._synced = time.monotonic()
 
 
-def check_settings(there: Any, now: Any, *, folder: Path, at: str = "") -> None:
+def check_settings(before: Any, now: Any, *, folder: Path, at: str = "") -> None:
     """Raises BadInput naming the first setting, dotted, that a folder was begun with otherwise."""
-    if isinstance(there, dict) and isinstance(now, dict):
-        for key in [*now, *there]:
-            check_settings(there.get(key), now.get(key), folder=folder, at=f"{at}.{key}" if at else key)
-    elif there != now:
-        shown = [text if len(text) <= 60 else f"{text[:57]}..." for text in map(json.dumps, (there, now))]
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in [*now, *before]:
+            check_settings(before.get(key), now.get(key), folder=folder, at=f"{at}.{key}" if at else key)
+    elif before != now:
+        shown = [text if len(text) <= 60 else f"{text[:57]}..." for text in map(json.dumps, (before, now))]
         raise BadInput(f"{folder}: begun with {at} {shown[0]}, now {shown[1]}; give a new folder")
-
-
-def write_whole(path: Path, parts: Iterable[bytes]) -> None:
-    """A file that appears complete or not at all: written beside `path`, synced, then moved."""
-    unfinished = path.with_name(f".{path.name}.tmp")
-    with unfinished.open("wb") as file:
-        for part in parts:
-            file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -86,3 +86,16 @@ def _call_with_object(call: Any) -> Any:
         return {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
     except (KeyError, TypeError, ValueError):
         return call  # an object already, or another form that the template may know
+
+
+def for_api(message: Message) -> Message:
+    """Chat templates take tool-call arguments as objects, OpenAI's API as JSON text."""
+    if not isinstance(message.get("tool_calls"), list):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function", {})
+        arguments = function.get("arguments")
+        as_text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**function, "arguments": as_text}})
+    return {**message, "tool_calls": calls}

@@ -21,13 +21,7 @@ from .shard_file import row_bytes
 from .shards import Shards
 
 WHERE = ("nowhere", "labels", "starts", "context")  # where states are kept; each holds what those before it do
-NOT_OF_SAMPLES = (
-    "validation",
-    "layout",
-    "segment_weights",
-    "features",
-    "num_workers",
-)  # keys of `data:` that change no sample
+NOT_OF_SAMPLES = ("validation", "layout", "segment_weights", "features", "num_workers")  # `data:` keys without effect
 
 
 @dataclass(frozen=True)
@@ -55,13 +49,9 @@ class Reads:
     def row_bytes(self, loss_mask: np.ndarray, *, hidden_size: int, storage_dtype: str) -> int:
         """What a sample takes on disk."""
         features, post_norm = self.positions(loss_mask)
-        counts = {"num_features": len(self.layers) * int(features.sum()), "num_post_norm": int(post_norm.sum())}
-        item = STORAGE[storage_dtype].itemsize
-        return 16 + row_bytes(len(loss_mask), values=hidden_size, item=item, **counts)
-
-    def described(self) -> dict[str, Any]:
-        """As a manifest has it."""
-        return {"layers": list(self.layers), "features_at": self.features_at, "post_norm_at": self.post_norm_at}
+        num_vectors = len(self.layers) * int(features.sum()) + int(post_norm.sum())
+        item_bytes = STORAGE[storage_dtype].itemsize
+        return 16 + row_bytes(len(loss_mask), num_vectors=num_vectors, vector_size=hidden_size, item_bytes=item_bytes)
 
 
 def positions(loss_mask: np.ndarray) -> dict[str, np.ndarray]:
@@ -90,13 +80,13 @@ def check_features(samples: Shards, head: DraftHead, target: Target, *, data: Da
 
     data: the `data:` section of the run that wants to train; None: of whatever samples are there.
     """
-    manifest, where = samples.manifest, f"data.features {samples.folder}"
+    manifest, where = samples.manifest.fields, f"data.features {samples.folder}"
     wanted = Reads.of(head)
     if not samples.has_states:
         raise BadInput(f"{where}: holds token ids only; `headstart data extract` writes the target's states")
     if manifest["target_fingerprint"] != target.fingerprint:
-        found = f"{manifest['target']} (fingerprint {manifest['target_fingerprint'][:12]})"
-        raise BadInput(f"{where}: target {found}, not {target.name} ({target.fingerprint[:12]})")
+        extracted = f"{manifest['target']} (fingerprint {manifest['target_fingerprint'][:12]})"
+        raise BadInput(f"{where}: target {extracted}, not {target.name} ({target.fingerprint[:12]})")
     if wanted.layers and tuple(manifest["layers"]) != wanted.layers:
         raise BadInput(f"{where}: layers {manifest['layers']}, head {head.config.type} reads {list(wanted.layers)}")
     for key in ("features_at", "post_norm_at"):

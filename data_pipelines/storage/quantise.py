@@ -25,6 +25,10 @@ class Packed:
     values: Tensor
     scales: Tensor | None
 
+    @property
+    def num_bytes(self) -> int:
+        return self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
     def split(self, sizes: list[int]) -> list["Packed"]:
         """Along the first dimension."""
         scales = [None] * len(sizes) if self.scales is None else self.scales.split(sizes)

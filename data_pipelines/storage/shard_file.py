@@ -11,7 +11,6 @@ A shard is a safetensors file of these tensors, for R rows of N tokens in all:
 import hashlib
 import json
 import mmap
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ...configs.errors import BadInput
+from ...configs.files import replacing
 from .quantise import SCALE, STORAGE, Packed, unpack
 from .samples import Sample
 
@@ -33,27 +33,25 @@ PLAIN = {"offsets": "I64", "num_cut": "I32", "input_ids": "I32", "flags": "U8"}
 
 
 @dataclass
-class States:
-    """The target's states on one sample, as `heads.target.TargetOutput` without rows: features [T, L, D], post_norm
-    [T, D]; zeros where nothing was kept."""
+class TargetStates:
+    """The target's states on one sample, as `heads.target.TargetOutput` without rows; zeros where nothing was kept."""
 
-    features: Tensor
-    post_norm: Tensor
+    features: Tensor  # [T, L, D]
+    post_norm: Tensor  # [T, D]
 
 
 @dataclass
-class Kept:
-    """States at some tokens. features_at, post_norm_at: [T] bool; features [n, L, D] and post_norm [m, D], as many as
-    are True there. dtype: what they are read as."""
+class PackedStates:
+    """The target's states at some tokens of a sample."""
 
-    features_at: np.ndarray
-    features: Packed
-    post_norm_at: np.ndarray
-    post_norm: Packed
-    dtype: torch.dtype
+    features_at: np.ndarray  # [T] bool: where features are kept
+    features: Packed  # [n, L, D], as many as features_at is True
+    post_norm_at: np.ndarray  # [T] bool
+    post_norm: Packed  # [m, D]
+    dtype: torch.dtype  # what they are read as
 
-    def states(self) -> States:
-        return States(
+    def unpacked(self) -> TargetStates:
+        return TargetStates(
             spread(unpack(self.features, self.dtype), self.features_at),
             spread(unpack(self.post_norm, self.dtype), self.post_norm_at),
         )
@@ -67,29 +65,38 @@ def spread(values: Tensor, at: np.ndarray) -> Tensor:
 
 
 @dataclass
-class Stored:
+class StoredSample:
     """A sample, and what is kept of the target's states on it."""
 
     sample: Sample
-    kept: Kept | None = None
+    packed: PackedStates | None = None
 
     @cached_property
-    def states(self) -> States | None:
-        """Made on first use, of this row alone; None where none are kept."""
-        return None if self.kept is None else self.kept.states()
+    def states(self) -> TargetStates | None:
+        """Unpacked on first use, of this row alone; None where none are kept."""
+        return None if self.packed is None else self.packed.unpacked()
 
 
-def row_bytes(num_tokens: int, *, num_features: int = 0, num_post_norm: int = 0, values: int = 0, item: int = 0) -> int:
-    """What a row takes on disk.
-
-    Args: num_features, num_post_norm: vectors that are kept. values: of a vector. item: bytes of a value.
-    """
-    scale = SCALE.itemsize if item == 1 else 0
-    return 12 + 5 * num_tokens + (num_features + num_post_norm) * (values * item + scale)
+def row_bytes(num_tokens: int, *, num_vectors: int = 0, vector_size: int = 0, item_bytes: int = 0) -> int:
+    """Bytes of a row on disk. Args: num_vectors: states that are kept, each of vector_size values of item_bytes."""
+    scale = SCALE.itemsize if item_bytes == 1 else 0
+    return 12 + 5 * num_tokens + num_vectors * (vector_size * item_bytes + scale)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Writing
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """What a manifest has of a shard."""
+
+    file: str
+    num_rows: int
+    num_tokens: int
+    num_supervised_tokens: int
+    bytes: int
+    sha256: str
 
 
 @dataclass
@@ -106,11 +113,8 @@ class _Column:
         return sum(piece.nbytes for piece in self.pieces)
 
 
-def write_rows(path: Path, rows: Sequence[Stored], *, metadata: dict[str, Any]) -> dict[str, Any]:
-    """Writes a shard, whole or not at all; returns its size in bytes, its checksum and its counts.
-
-    The same rows give the same bytes. BadInput: the disk is full, or cannot be written to.
-    """
+def write_rows(path: Path, rows: Sequence[StoredSample], *, metadata: dict[str, Any]) -> ShardEntry:
+    """Writes a shard. The same rows give the same bytes. BadInput: the disk is full, or cannot be written to."""
     columns = sorted(_columns(rows), key=lambda column: -np.dtype(KINDS[column.kind]).itemsize)  # so that all align
     header: dict[str, Any] = {"__metadata__": {"headstart": json.dumps(metadata, sort_keys=True)}}
     end = 0
@@ -120,50 +124,48 @@ def write_rows(path: Path, rows: Sequence[Stored], *, metadata: dict[str, Any]) 
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with unfinished.open("wb") as file:
+        with replacing(path) as temporary, temporary.open("wb") as file:
             pieces = (piece.reshape(-1).view(np.uint8).data for c in columns for piece in c.pieces if piece.nbytes)
             for piece in (len(text).to_bytes(8, "little"), text, *pieces):
                 digest.update(piece)
                 file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
         raise BadInput(f"{path}: {error.strerror}") from error
-    return {
-        "file": path.name,
-        "num_rows": len(rows),
-        "num_tokens": sum(len(row.sample) for row in rows),
-        "num_supervised_tokens": sum(int(row.sample.loss_mask.sum()) for row in rows),
-        "bytes": 8 + len(text) + end,
-        "sha256": digest.hexdigest(),
-    }
+    return ShardEntry(
+        file=path.name,
+        num_rows=len(rows),
+        num_tokens=sum(len(row.sample) for row in rows),
+        num_supervised_tokens=sum(int(row.sample.loss_mask.sum()) for row in rows),
+        bytes=8 + len(text) + end,
+        sha256=digest.hexdigest(),
+    )
 
 
-def _columns(rows: Sequence[Stored]) -> list[_Column]:
-    samples, kept = [row.sample for row in rows], [row.kept for row in rows if row.kept is not None]
-    assert len(kept) in (0, len(rows))
-    num_tokens = sum(map(len, samples))
+def _columns(rows: Sequence[StoredSample]) -> list[_Column]:
+    samples, states = [row.sample for row in rows], [row.packed for row in rows if row.packed is not None]
+    assert len(states) in (0, len(rows))
     flags = [sample.segments | np.where(sample.loss_mask, SUPERVISED, 0).astype(np.uint8) for sample in samples]
-    if kept:
-        for flag, one in zip(flags, kept, strict=True):
-            flag |= np.where(one.features_at, FEATURES, 0).astype(np.uint8)
-            flag |= np.where(one.post_norm_at, POST_NORM, 0).astype(np.uint8)
+    for row_flags, row in zip(flags, states, strict=False):
+        row_flags |= np.where(row.features_at, FEATURES, 0).astype(np.uint8)
+        row_flags |= np.where(row.post_norm_at, POST_NORM, 0).astype(np.uint8)
+    num_tokens = sum(map(len, samples))
     columns = [
         _offsets("offsets", map(len, samples)),
         _Column("num_cut", "I32", [len(rows)], [np.array([sample.num_cut for sample in samples], dtype=np.int32)]),
         _Column("input_ids", "I32", [num_tokens], [np.ascontiguousarray(s.input_ids, np.int32) for s in samples]),
         _Column("flags", "U8", [num_tokens], flags),
     ]
-    for name in ("features", "post_norm") if kept else ():
-        packed: list[Packed] = [getattr(one, name) for one in kept]
-        columns.append(_offsets(f"{name}_offsets", (len(one.values) for one in packed)))
-        columns.append(_tensors(name, [one.values for one in packed]))
-        if packed[0].scales is not None:
-            columns.append(_tensors(f"{name}_scales", [one.scales for one in packed if one.scales is not None]))
+    if states:
+        columns += _packed_columns("features", [row.features for row in states])
+        columns += _packed_columns("post_norm", [row.post_norm for row in states])
+    return columns
+
+
+def _packed_columns(name: str, rows: list[Packed]) -> list[_Column]:
+    columns = [_offsets(f"{name}_offsets", (len(row.values) for row in rows)), _tensors(name, [r.values for r in rows])]
+    if rows[0].scales is not None:
+        columns.append(_tensors(f"{name}_scales", [row.scales for row in rows if row.scales is not None]))
     return columns
 
 
@@ -183,7 +185,7 @@ def _tensors(name: str, tensors: list[Tensor]) -> _Column:
 
 
 class RowFile:
-    """A shard, mapped into memory: what is not asked for is not read.
+    """A shard, mapped into memory: only the rows that are used are read.
 
     BadInput, which names the file: it is missing, truncated, or not one of ours.
     """
@@ -215,10 +217,10 @@ class RowFile:
         return np.diff(self._arrays["offsets"])
 
     def forget(self) -> None:
-        """Gives back the memory of what was read; it stays in the system's cache of files."""
+        """Frees the memory of what was read; it stays in the system's cache of files."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
-    def row(self, index: int) -> Stored:
+    def row(self, index: int) -> StoredSample:
         arrays = self._arrays
         here = slice(*arrays["offsets"][index : index + 2].tolist())
         flags = arrays["flags"][here]  # [T]
@@ -229,15 +231,15 @@ class RowFile:
             num_cut=int(arrays["num_cut"][index]),
         )
         if not self.has_states:
-            return Stored(sample)
-        kept = Kept(
+            return StoredSample(sample)
+        packed = PackedStates(
             (flags & np.uint8(FEATURES)) != 0,
             self._packed("features", index),
             (flags & np.uint8(POST_NORM)) != 0,
             self._packed("post_norm", index),
             getattr(torch, self.metadata["dtype"]),
         )
-        return Stored(sample, kept)
+        return StoredSample(sample, packed)
 
     def _packed(self, name: str, index: int) -> Packed:
         here = slice(*self._arrays[f"{name}_offsets"][index : index + 2].tolist())

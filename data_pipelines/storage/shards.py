@@ -1,37 +1,65 @@
 """Samples on disk: token ids, segments and masks, and perhaps the target's hidden states, in checksummed shards.
 
-FOLDER/manifest.json is written last and lists the shards; until then FOLDER/progress/ says which are complete, so that
-an interrupted writer loses what it had not yet put into a shard, and nothing else.
+FOLDER/manifest.json is written last and lists the shards; until then FOLDER/progress/ lists those that are complete, so
+that an interrupted writer loses only the rows of its unfinished shard.
 """
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ...configs.errors import BadInput
-from .shard_file import Kept, RowFile, States, Stored, row_bytes, write_rows
-
-__all__ = ["Kept", "ShardWriter", "Shards", "States", "Stored", "read_manifest"]
+from ...configs.files import remove, remove_unfinished, write_json
+from .shard_file import RowFile, ShardEntry, StoredSample, row_bytes, write_rows
 
 FORMAT = "headstart shards 1"
 MANIFEST, PROGRESS = "manifest.json", "progress"
 SHARD_BYTES = 128 * 2**20  # held in memory, about three times over, until it is written
-TOTALS = ("format", "num_rows", "num_tokens", "num_supervised_tokens", "bytes", "bytes_per_token", "shards")
 MOST_OPEN = 128  # shards mapped at a time: each holds a file descriptor
 MOST_READ = 256 * 2**20  # bytes of mapped files that count as this process's memory, about
 READ_AROUND = 128 * 2**10  # bytes that the system maps around those that are read
 
 
+@dataclass(frozen=True)
+class Manifest:
+    """What manifest.json has of a finished folder."""
+
+    num_rows: int
+    num_tokens: int
+    num_supervised_tokens: int
+    bytes: int
+    bytes_per_token: float
+    fields: dict[str, Any]  # what the rows are of, as JSON; in the file beside the totals
+    shards: list[ShardEntry]
+
+    @classmethod
+    def of(cls, shards: list[ShardEntry], fields: dict[str, Any]) -> "Manifest":
+        num_tokens, size = sum(shard.num_tokens for shard in shards), sum(shard.bytes for shard in shards)
+        return cls(
+            num_rows=sum(shard.num_rows for shard in shards),
+            num_tokens=num_tokens,
+            num_supervised_tokens=sum(shard.num_supervised_tokens for shard in shards),
+            bytes=size,
+            bytes_per_token=round(size / max(1, num_tokens), 3),
+            fields=fields,
+            shards=shards,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        totals = asdict(self)
+        fields, shards = totals.pop("fields"), totals.pop("shards")
+        return {"format": FORMAT, **totals, **fields, "shards": shards}
+
+
 class ShardWriter:
     """Writes samples into a folder, and goes on where an interrupted one with the same fields stopped.
 
-    fields: what the folder is of, for the manifest. num_rows: rows in complete shards, which `add` is not to be given
+    fields: what the rows are of, for the manifest. num_rows: rows in complete shards, which `add` is not to be given
     again. done: the complete shards, by number.
 
     BadInput: the folder is finished, holds shards with other fields (with the key and both values), cannot be written.
@@ -40,7 +68,7 @@ class ShardWriter:
     def __init__(self, folder: str | Path, *, fields: Mapping[str, Any] | None = None, shard_bytes: int = SHARD_BYTES):
         self.folder, self.shard_bytes = Path(folder), shard_bytes
         self.fields: dict[str, Any] = json.loads(json.dumps(dict(fields or {})))  # as they are read back
-        self._rows: list[Stored] = []
+        self._rows: list[StoredSample] = []
         self._num_bytes = 0
         if (self.folder / MANIFEST).exists():
             raise BadInput(f"{folder}: holds finished shards; choose another folder")
@@ -51,40 +79,32 @@ class ShardWriter:
         except OSError as error:
             raise BadInput(f"{folder}: {error.strerror}") from error
         self._number = next(n for n in range(len(self.done) + 1) if n not in self.done)
-        self.num_rows = sum(self.done[n]["num_rows"] for n in range(self._number))
+        self.num_rows = sum(self.done[n].num_rows for n in range(self._number))
 
-    def add(self, stored: Stored) -> None:
+    def add(self, stored: StoredSample) -> None:
         """The next row; it is on disk once its shard is full, or at `finish`."""
         self._rows.append(stored)
         self._num_bytes += row_bytes(len(stored.sample))
-        if stored.kept is not None:
-            for packed in (stored.kept.features, stored.kept.post_norm):
-                self._num_bytes += packed.values.nbytes + (0 if packed.scales is None else packed.scales.nbytes)
+        if stored.packed is not None:
+            self._num_bytes += stored.packed.features.num_bytes + stored.packed.post_norm.num_bytes
         if self._num_bytes >= self.shard_bytes:
             self._flush()
 
-    def write(self, number: int, rows: Sequence[Stored]) -> None:
+    def write(self, number: int, rows: Sequence[StoredSample]) -> None:
         """A whole shard, for writers that share a folder and the numbers of its shards between them."""
         path = self.folder / f"shard_{number:05d}.safetensors"
-        described = {key: self.fields.get(key) for key in ("dtype", "storage_dtype")}
-        entry = write_rows(path, rows, metadata={"owner": owner(self.fields), "number": number, **described})
-        _write_json(self.folder / PROGRESS / f"{number:05d}.json", entry)
+        dtypes = {key: self.fields.get(key) for key in ("dtype", "storage_dtype")}
+        entry = write_rows(path, rows, metadata={"owner": owner(self.fields), "number": number, **dtypes})
+        write_json(self.folder / PROGRESS / f"{number:05d}.json", asdict(entry))
         self.done[number] = entry
 
-    def finish(self) -> dict[str, Any]:
-        """Writes what is left and then the manifest, which it returns."""
+    def finish(self) -> Manifest:
+        """Writes what is left and then the manifest."""
         if self._rows:
             self._flush()
         self.done = dict(self._progress())  # of all writers
-        shards = [self.done[number] for number in range(len(self.done))]
-        totals = (
-            {key: sum(shard[key] for shard in shards) for key in shards[0] if key.startswith("num_")} if shards else {}
-        )
-        size = sum(shard["bytes"] for shard in shards)
-        per_token = round(size / max(1, totals.get("num_tokens", 0)), 3)
-        manifest = {"format": FORMAT, **totals, "bytes": size, "bytes_per_token": per_token}
-        manifest |= {**self.fields, "shards": shards}
-        _write_json(self.folder / MANIFEST, manifest)
+        manifest = Manifest.of([self.done[number] for number in range(len(self.done))], self.fields)
+        write_json(self.folder / MANIFEST, manifest.as_json())
         clear_progress(self.folder)
         return manifest
 
@@ -98,22 +118,22 @@ class ShardWriter:
         path = self.folder / PROGRESS / "fields.json"
         before = _read_json(path) if path.exists() else None
         if before is None:
-            _write_json(path, self.fields)
+            write_json(path, self.fields)
         elif before != self.fields:
             key = next(k for k in [*self.fields, *before] if self.fields.get(k) != before.get(k))
             problem = f"holds unfinished shards with another {key}: {before.get(key)}, not {self.fields.get(key)}"
             raise BadInput(f"{self.folder}: {problem}; choose another folder")
 
-    def _progress(self) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _progress(self) -> Iterator[tuple[int, ShardEntry]]:
         for path in sorted((self.folder / PROGRESS).glob("[0-9]*.json")):
-            yield int(path.stem), _read_json(path)
+            yield int(path.stem), ShardEntry(**_read_json(path))
 
-    def _is_whole(self, entry: dict[str, Any]) -> bool:
-        path = self.folder / entry["file"]
-        return path.is_file() and path.stat().st_size == entry["bytes"]
+    def _is_whole(self, entry: ShardEntry) -> bool:
+        path = self.folder / entry.file
+        return path.is_file() and path.stat().st_size == entry.bytes
 
 
-class Shards(Sequence[Stored]):
+class Shards(Sequence[StoredSample]):
     """The rows of a finished folder, in any order; a row's bytes are read when it is asked for, and no others.
 
     manifest: as written. lengths: [num_rows] tokens of each row. Can be sent to other processes: each opens the files
@@ -128,9 +148,9 @@ class Shards(Sequence[Stored]):
         self.manifest = read_manifest(self.folder)
         self._open: dict[int, RowFile] = {}
         self._num_read = 0
-        lengths = [self._checked(number).lengths for number in range(len(self.manifest["shards"]))]
+        lengths = [self._checked(number).lengths for number in range(len(self.manifest.shards))]
         self.lengths = np.concatenate([np.zeros(0, np.int64), *lengths])
-        self._ends = np.cumsum([len(one) for one in lengths])
+        self._ends = np.cumsum([len(of_shard) for of_shard in lengths])
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -142,78 +162,79 @@ class Shards(Sequence[Stored]):
             raise IndexError(index)
         index = int(index) % len(self)
         number = int(np.searchsorted(self._ends, index, side="right"))
-        shard = self.manifest["shards"][number]
-        self._num_read += shard["bytes"] // shard["num_rows"] + READ_AROUND
+        shard = self.manifest.shards[number]
+        self._num_read += shard.bytes // shard.num_rows + READ_AROUND
         if self._num_read > MOST_READ:
             self._num_read = 0
             for file in self._open.values():
                 file.forget()
-        return self._file(number).row(index - int(self._ends[number]) + shard["num_rows"])
+        return self._file(number).row(index - int(self._ends[number]) + shard.num_rows)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": {}}
 
     @property
     def num_supervised(self) -> int:
-        return self.manifest["num_supervised_tokens"]
+        return self.manifest.num_supervised_tokens
 
     @property
     def has_states(self) -> bool:
-        return self.manifest.get("storage_dtype") is not None
+        return self.manifest.fields.get("storage_dtype") is not None
 
     def verify(self) -> None:
         """Reads everything and compares checksums. BadInput: a shard that is not as it was written."""
-        for shard in self.manifest["shards"]:
-            path = self.folder / shard["file"]
+        for shard in self.manifest.shards:
+            path = self.folder / shard.file
             with path.open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-            if found != shard["sha256"]:
-                raise BadInput(f"{path}: damaged: sha256 {found[:12]}..., the manifest says {shard['sha256'][:12]}...")
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if digest != shard.sha256:
+                raise BadInput(f"{path}: damaged: sha256 {digest[:12]}..., in the manifest {shard.sha256[:12]}...")
 
     def _file(self, number: int) -> RowFile:
         """The shard, mapped; those asked for longest ago are closed."""
-        file = self._open.pop(number, None) or RowFile(self.folder / self.manifest["shards"][number]["file"])
+        file = self._open.pop(number, None) or RowFile(self.folder / self.manifest.shards[number].file)
         self._open[number] = file
         if len(self._open) > MOST_OPEN:
             del self._open[next(iter(self._open))]
         return file
 
     def _checked(self, number: int) -> RowFile:
-        shard, file = self.manifest["shards"][number], self._file(number)
+        shard, file = self.manifest.shards[number], self._file(number)
         size = file.path.stat().st_size
-        if size != shard["bytes"]:
+        if size != shard.bytes:
             raise BadInput(f"{file.path}: damaged: {size} bytes, the manifest says {shard['bytes']}")
-        found = {key: file.metadata.get(key) for key in ("owner", "number")}
-        mine = {key: v for key, v in self.manifest.items() if key not in TOTALS}
-        if found != {"owner": owner(mine), "number": number} or len(file.lengths) != shard["num_rows"]:
+        identity = {key: file.metadata.get(key) for key in ("owner", "number")}
+        expected = {"owner": owner(self.manifest.fields), "number": number}
+        if identity != expected or len(file.lengths) != shard.num_rows:
             raise BadInput(f"{file.path}: a shard of another folder, or another one of this folder")
         return file
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a finished folder. BadInput: there is none, or it is none of ours."""
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a finished folder. BadInput: there is none, or it is of another format."""
     path = folder / MANIFEST
     if not path.is_file():
         if (folder / PROGRESS).is_dir():
             raise BadInput(f"{folder}: unfinished; the command that wrote it goes on from what is there")
         raise BadInput(f"{path}: no such file")
-    manifest = _read_json(path)
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        found = manifest.get("format") if isinstance(manifest, dict) else None
-        raise BadInput(f"{path}: format {found!r}, expected {FORMAT!r}")
-    return manifest
+    data = _read_json(path)
+    number = data.pop("format", None) if isinstance(data, dict) else None
+    if number != FORMAT:
+        raise BadInput(f"{path}: format {number!r}, expected {FORMAT!r}")
+    shards = [ShardEntry(**entry) for entry in data.pop("shards")]
+    totals = {field.name: data.pop(field.name) for field in fields(Manifest) if field.name in data}
+    return Manifest(**totals, fields=data, shards=shards)
 
 
 def owner(fields: Mapping[str, Any]) -> str:
-    """What tells shards of different folders apart."""
+    """A hash that differs between the shards of different folders."""
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def clear_progress(folder: Path) -> None:
     """Removes what only unfinished folders need, and files that were cut off while being written."""
-    shutil.rmtree(folder / PROGRESS, ignore_errors=True)
-    for path in folder.glob(".*.tmp"):
-        path.unlink(missing_ok=True)
+    remove(folder / PROGRESS)
+    remove_unfinished(folder)
 
 
 def _read_json(path: Path) -> Any:
@@ -221,12 +242,3 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_text())
     except ValueError as error:
         raise BadInput(f"{path}: damaged: {error}") from error
-
-
-def _write_json(path: Path, data: Any) -> None:
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with unfinished.open("w") as file:
-        file.write(json.dumps(data, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)

@@ -53,12 +53,12 @@ def extract(
     from ...train.data import encode_into, on_main, removed_on_failure
     from ...train.launch import start_accelerator
 
-    how = ExtractConfig(storage_dtype=storage_dtype, batch_tokens=batch_tokens, shard_bytes=shard_bytes)
+    settings = ExtractConfig(storage_dtype=storage_dtype, batch_tokens=batch_tokens, shard_bytes=shard_bytes)
     run = load_inputs(config, overrides or ())
     target = Target.load(**vars(run.target))
     reads = reads_of(run, target)
     data = replace(run.data, max_length=min(run.data.max_length, target.max_positions))
-    fields = fields_of(target, reads, how, origin_of(data, target.tokenizer))
+    fields = fields_of(target, reads, settings, origin_of(data, target.tokenizer))
     if is_finished(output, fields):
         print(f"{output}: finished already")
         return
@@ -78,16 +78,17 @@ def extract(
 
     with removed_on_failure(output):  # a folder that does not fit is not in the way of the next try
         on_main(accelerator, encode)
-        extraction = Extraction(Shards(output / TOKENS), target, reads, config=how, fields=fields)
+        extraction = Extraction(Shards(output / TOKENS), target, reads, config=settings, fields=fields)
         on_main(accelerator, check)
     with Progress(console=console) as progress:
         bar = progress.add_task("tokens", total=extraction.num_tokens(rank, num_ranks))
-        extraction.run(output, rank=rank, num_ranks=num_ranks, say=lambda count: progress.advance(bar, count))
+        extraction.run(output, rank=rank, num_ranks=num_ranks, on_tokens=lambda count: progress.advance(bar, count))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         manifest = extraction.finish(output)
         keys = "num_rows num_tokens num_supervised_tokens bytes bytes_per_token layers storage_dtype"
-        print(json.dumps({key: manifest[key] for key in keys.split()}))
+        entries = manifest.as_json()
+        print(json.dumps({key: entries[key] for key in keys.split()}))
     accelerator.wait_for_everyone()
 
 

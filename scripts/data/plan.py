@@ -1,9 +1,12 @@
 """`headstart data plan`: run the target in every epoch, or extract its states once? Measured on a sample of rows."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from ...data_pipelines.plan import Comparison
 
 
 def plan(
@@ -29,11 +32,11 @@ def plan(
     """
     import json
     from collections import Counter
-    from dataclasses import replace
+    from dataclasses import asdict, replace
 
     from ...configs.errors import BadInput
     from ...data_pipelines.masks.chat import encode_rows
-    from ...data_pipelines.plan import compare, measure_rates, survey
+    from ...data_pipelines.plan import compare, measure_rates, survey_samples
     from ...data_pipelines.sources import iter_rows
     from ...data_pipelines.storage.extract import ExtractConfig, disk_free
     from ...data_pipelines.storage.quantise import STORAGE
@@ -53,27 +56,22 @@ def plan(
     data = replace(run.data, max_length=min(run.data.max_length, target.max_positions))
     counts: Counter[str] = Counter()
     rows = encode_rows(iter_rows(data.train, num_rows=data.num_rows), target.tokenizer, data, counts=counts)
-    found = survey(rows, reads, hidden_size=target.hidden_size, num_sampled=num_sampled)
-    if not found.num_rows:
+    survey = survey_samples(rows, reads, hidden_size=target.hidden_size, num_drawn=num_sampled)
+    if not survey.num_rows:
         raise BadInput(f"data.train: no row has supervised tokens within data.max_length {data.max_length}")
-    rates = {
-        name: measure_rates(
-            found.sampled,
-            target,
-            reads,
-            config=ExtractConfig(storage_dtype=name, batch_tokens=batch_tokens),
-            folder=disk,
-        )
-        for name in STORAGE
-    }
-    result = compare(found, rates, free_bytes=disk_free(disk), num_processes=num_processes)
+    rates = {}
+    for name in STORAGE:
+        settings = ExtractConfig(storage_dtype=name, batch_tokens=batch_tokens)
+        rates[name] = measure_rates(survey.drawn, target, reads, config=settings, folder=disk)
+    comparison = compare(survey, rates, free_bytes=disk_free(disk), num_processes=num_processes)
     if as_json:
-        print(json.dumps({"target": target.name, "head": run.head.type, **reads.described(), **result}, indent=2))
+        settings = {"target": target.name, "head": run.head.type, **asdict(reads)}
+        print(json.dumps({**settings, **asdict(comparison)}, indent=2))
     else:
-        show(result, title=f"{run.head.type} on {target.name}")
+        show(comparison, title=f"{run.head.type} on {target.name}")
 
 
-def show(result: dict[str, Any], *, title: str) -> None:
+def show(comparison: "Comparison", *, title: str) -> None:
     """The comparison as a table."""
     from rich.console import Console
     from rich.table import Table
@@ -81,23 +79,21 @@ def show(result: dict[str, Any], *, title: str) -> None:
     from ...data_pipelines.plan import in_hours
     from ...data_pipelines.storage.extract import in_bytes
 
-    online = result["online"]
-    table = Table(title=f"{title}: {result['num_tokens']:,} tokens in {result['num_rows']:,} rows")
+    table = Table(title=f"{title}: {comparison.num_tokens:,} tokens in {comparison.num_rows:,} rows")
     table.add_column("stored as")
     for name in ("bytes per token", "size", "extraction", "saved per epoch", "pays off after"):
         table.add_column(name, justify="right")
-    for row in result["extracted"]:
-        epochs = row["pays_off_after_epochs"]
+    for row in comparison.extracted:
         table.add_row(
-            row["storage_dtype"],
-            f"{row['bytes_per_token']:.1f}",
-            in_bytes(row["bytes"]) + ("" if row["fits"] else " (too large)"),
-            in_hours(row["extraction_hours"]),
-            f"{row['seconds_saved_per_epoch']:.1f} s",
-            "never" if epochs is None else f"{epochs} epochs",
+            row.storage_dtype,
+            f"{row.bytes_per_token:.1f}",
+            in_bytes(row.bytes) + ("" if row.fits else " (too large)"),
+            in_hours(row.extraction_hours),
+            f"{row.seconds_saved_per_epoch:.1f} s",
+            "never" if row.pays_off_after_epochs is None else f"{row.pays_off_after_epochs} epochs",
         )
-    console = Console()
+    console, online = Console(), comparison.online
     console.print(table)
-    per_epoch = in_hours(online["seconds_per_epoch"] / 3600)
-    console.print(f"online: {per_epoch} of target forwards in each epoch ({online['tokens_per_second']:,.0f} tokens/s)")
-    console.print(f"{in_bytes(result['free_bytes'])} of the disk are free")
+    per_epoch = in_hours(online.seconds_per_epoch / 3600)
+    console.print(f"online: {per_epoch} of target forwards in each epoch ({online.tokens_per_second:,.0f} tokens/s)")
+    console.print(f"{in_bytes(comparison.free_bytes)} of the disk are free")

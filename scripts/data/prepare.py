@@ -1,8 +1,13 @@
 """`headstart data prepare`: conversations from several sources as one clean data set, as a command."""
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ...data_pipelines.dataset_card import Card
 
 
 def prepare(
@@ -11,7 +16,7 @@ def prepare(
         list[str] | None, typer.Argument(metavar="key=value ...", help="Dotted keys that win over the YAML.")
     ] = None,
 ) -> None:
-    """Mix, filter, deduplicate and split rows; says what was kept and dropped, and why.
+    """Mix, filter, deduplicate and split rows; prints what was kept and dropped, and why.
 
     \b
     Example:
@@ -44,16 +49,18 @@ def prepare(
     console.print(f"written to {settings.output}")
 
 
-def show(card: dict[str, Any], console: Any) -> None:
+def show(card: "Card", console: "Console") -> None:
     """What became of the rows of each source, and what the splits hold."""
     from rich.table import Table
 
     table = Table("source", "read", "kept", "dropped")
-    for name, counts in [*card["sources"].items(), *([("all", card)] if len(card["sources"]) > 1 else [])]:
-        reasons = sorted(counts["dropped"].items(), key=lambda one: -one[1])
-        told = "\n".join(f"{count:,} {reason}" for reason, count in reasons)
-        table.add_row(name, f"{counts['read']:,}", f"{counts['kept']:,}", told, end_section=True)
+    for name, rows in [*card.sources.items(), *([("all", card)] if len(card.sources) > 1 else [])]:
+        reasons = sorted(rows.dropped.items(), key=lambda item: -item[1])
+        dropped = "\n".join(f"{count:,} {reason}" for reason, count in reasons)
+        table.add_row(name, f"{rows.read:,}", f"{rows.kept:,}", dropped, end_section=True)
     console.print(table)
-    for split, counts in card["splits"].items():
-        told = ", ".join(f"{counts[key]:,} {key.replace('_', ' ')}" for key in ("rows", "turns", "characters", "bytes"))
-        console.print(f"{split}: {told}", highlight=False)
+    for split, counts in card.splits.items():
+        words = (
+            f"{counts.rows:,} rows, {counts.turns:,} turns, {counts.characters:,} characters, {counts.bytes:,} bytes"
+        )
+        console.print(f"{split}: {words}", highlight=False)

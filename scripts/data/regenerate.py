@@ -2,15 +2,15 @@
 
 import hashlib
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 if TYPE_CHECKING:
-    from ...data_pipelines.answers.answers import Answer, Failure, Request
-    from ...data_pipelines.answers.regenerate import Answers, RegenerateConfig
+    from ...data_pipelines.answers.conversations import Answer, ChatRequest, Failure
+    from ...data_pipelines.answers.regenerate import Answers, RegenerateConfig, RunProgress
     from ...heads.target import Target
 
 
@@ -38,23 +38,23 @@ def regenerate(
     from ...data_pipelines.answers.regenerate import RegenerateConfig
     from ...data_pipelines.answers.regenerate import regenerate as run
 
-    built = build(RegenerateConfig, read_config(config, overrides or ()))
-    answers, fingerprint = by_servers(built) if built.servers else by_engine(built)
+    settings = build(RegenerateConfig, read_config(config, overrides or ()))
+    answers, fingerprint = by_servers(settings) if settings.servers else by_engine(settings)
     with Bar() as bar:
-        manifest = run(built, answers, target_fingerprint=fingerprint, show=bar.show)
-    counts = manifest["counts"]
+        summary = run(settings, answers, target_fingerprint=fingerprint, show=bar.show)
+    counts = summary.counts
     print(
-        f"{counts['written']} rows in {built.output}/answers.jsonl, {counts['completion_tokens']} tokens answered; "
-        f"{counts['truncated']} truncated, {counts['failed']} failed, {manifest['duplicates']} duplicates left out"
+        f"{counts.written} rows in {settings.output}/answers.jsonl, {counts.completion_tokens} tokens answered; "
+        f"{counts.truncated} truncated, {counts.failed} failed, {summary.duplicates} duplicates left out"
     )
-    if counts["failed"]:
-        print(f"why they failed: {built.output}/failed.jsonl; the same command asks them again")
+    if counts.failed:
+        print(f"why they failed: {settings.output}/failed.jsonl; the same command asks them again")
         raise typer.Exit(1)
 
 
 def by_servers(config: "RegenerateConfig") -> tuple["Answers", None]:
     """Answers of OpenAI-compatible servers; nothing is known of their weights."""
-    from ...data_pipelines.answers.answers import by_threads
+    from ...data_pipelines.answers.asking import by_threads
     from ...data_pipelines.answers.client import OpenAIClient
 
     client = OpenAIClient(config.servers, model=config.target, config=config.client)
@@ -63,7 +63,7 @@ def by_servers(config: "RegenerateConfig") -> tuple["Answers", None]:
 
 def by_engine(config: "RegenerateConfig") -> tuple["Answers", str]:
     """Answers of the target in this process, and the fingerprint of its weights."""
-    from ...data_pipelines.answers.answers import in_batches
+    from ...data_pipelines.answers.asking import in_batches
     from ...heads.loading import default_device
     from ...heads.target import Target
 
@@ -92,11 +92,11 @@ class EngineAnswers:
         kept = set(think_tokens(self.tokenizer) or ())
         self.left_out = (set(self.tokenizer.all_special_ids) | target.eos_token_ids) - kept
 
-    def __call__(self, requests: "list[Request]") -> "list[Answer | Failure]":
+    def __call__(self, requests: "list[ChatRequest]") -> "list[Answer | Failure]":
         """Answers in the requests' order; a prompt that the template or the context does not take is a Failure."""
         import torch
 
-        from ...data_pipelines.answers.answers import Failure
+        from ...data_pipelines.answers.conversations import Failure
         from ...eval.generate import generate
 
         sampling = requests[0].sampling  # equal within a batch
@@ -117,20 +117,22 @@ class EngineAnswers:
                 generator=torch.Generator(self.target.device).manual_seed(seed),
             ).token_ids
         answered = iter(texts)
-        return [one if isinstance(one, Failure) else self.answer(one, next(answered)) for one in prompts]
+        return [prompt if isinstance(prompt, Failure) else self.answer(prompt, next(answered)) for prompt in prompts]
 
-    def prompt(self, request: "Request") -> "list[int] | Failure":
+    def prompt(self, request: "ChatRequest") -> "list[int] | Failure":
         """Token ids up to where the assistant answers."""
         from jinja2.exceptions import TemplateError
 
         from ...configs.errors import first_line
-        from ...data_pipelines.answers.answers import Failure
+        from ...data_pipelines.answers.conversations import Failure
 
-        how: dict[str, Any] = {"add_generation_prompt": True, "return_dict": True, "tools": request.tools}
-        if request.sampling.thinking is not None:
-            how["enable_thinking"] = request.sampling.thinking
+        thinking = request.sampling.thinking
+        variables = {} if thinking is None else {"enable_thinking": thinking}
         try:
-            ids = list(self.tokenizer.apply_chat_template(request.messages, **how)["input_ids"])
+            encoded = self.tokenizer.apply_chat_template(
+                request.messages, tools=request.tools, add_generation_prompt=True, return_dict=True, **variables
+            )
+            ids = list(encoded["input_ids"])
         except (TemplateError, TypeError, ValueError) as error:
             return Failure(f"the chat template refuses the messages: {first_line(error)}")
         room, wanted = self.target.max_positions, request.sampling.max_tokens
@@ -140,7 +142,7 @@ class EngineAnswers:
 
     def answer(self, prompt: list[int], tokens: list[int]) -> "Answer":
         """The text of an answer; its reasoning stays in it, where the answer itself opens it."""
-        from ...data_pipelines.answers.answers import Answer
+        from ...data_pipelines.answers.conversations import Answer
 
         text = self.text(tokens)
         message = {"role": "assistant", "content": text}
@@ -156,11 +158,11 @@ class EngineAnswers:
         return self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-class Bar:
+class Bar(Progress):
     """A progress bar on stderr: answered, failed, tokens per second."""
 
     def __init__(self) -> None:
-        self.bar = Progress(
+        super().__init__(
             TextColumn("target answers"),
             BarColumn(),
             MofNCompleteColumn(),
@@ -169,22 +171,14 @@ class Bar:
             TimeRemainingColumn(),
             console=Console(stderr=True),
         )
-        self.task = self.bar.add_task("", total=None, failed=0, speed=0.0)
+        self.add_task("", total=None, failed=0, speed=0.0)
 
-    def __enter__(self) -> "Bar":
-        self.bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
-
-    def show(self, progress: Any) -> None:
-        """Args: progress: a `regenerate.Progress`."""
-        elapsed = self.bar.tasks[0].elapsed or 0.0
-        self.bar.update(
-            self.task,
-            total=progress.num_all,
-            completed=progress.num_answered,
-            failed=progress.num_failed,
-            speed=progress.num_tokens / elapsed if elapsed else 0.0,
+    def show(self, run: "RunProgress") -> None:
+        [task] = self.tasks
+        self.update(
+            task.id,
+            total=run.num_all,
+            completed=run.num_answered,
+            failed=run.num_failed,
+            speed=run.num_tokens / task.elapsed if task.elapsed else 0.0,
         )

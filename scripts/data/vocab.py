@@ -1,5 +1,6 @@
 """`headstart data vocab`: which tokens a cut draft vocabulary would hold, and how much of the answers that covers."""
 
+from math import ceil, log
 from pathlib import Path
 from typing import Annotated
 
@@ -25,13 +26,12 @@ def vocab(
     chat template writes are always kept. vocab.json holds the curve and, for head.draft_vocab_size, the ids and the
     offsets `d2t` (target id minus draft id) that engines read.
     """
-    import json
-
     from rich.console import Console
     from rich.table import Table
 
     from ...configs.errors import BadInput
-    from ...data_pipelines.vocab import always_kept, coverage, coverage_curve, draft_vocabulary, plot_coverage
+    from ...configs.files import new_folder, write_json, write_text
+    from ...data_pipelines.vocab import always_kept, coverage, coverage_curve, draft_vocabulary
     from ...heads.fit import load_skeleton
     from ...train.config import load_inputs
     from ...train.data import count_rows
@@ -58,6 +58,19 @@ def vocab(
     if wanted is not None:
         ids = draft_vocabulary(counts, size=wanted, always=always).tolist()
         figures |= {"draft_vocab_size": wanted, "ids": ids, "d2t": [i - draft for draft, i in enumerate(ids)]}
-    output.mkdir(parents=True)
-    (output / "vocab.json").write_text(json.dumps(figures) + "\n")
-    plot_coverage(curve, output / "coverage.svg", marks=[size for size in sizes if size < vocab_size])
+    with new_folder(output) as folder:
+        write_json(folder / "vocab.json", figures, indent=None)
+        write_text(folder / "coverage.svg", coverage_svg(curve))
+
+
+def coverage_svg(curve: list[tuple[int, float]]) -> str:
+    """An SVG file: what draft vocabularies of each size cover, the size in powers of 4."""
+    from ...eval.report.charts import WIDTH, Series, line_chart
+    from ...eval.report.page import page_template
+
+    first, last = int(log(curve[0][0], 4)), ceil(log(curve[-1][0], 4))
+    ticks = [f"{4**power // 1024}k" if power >= 5 else str(4**power) for power in range(first, last + 1)]
+    line = Series("share of supervised tokens", [(log(size, 4) - first, share) for size, share in curve])
+    axis = "tokens in the draft vocabulary"
+    chart = line_chart("Coverage", [line], axis=axis, ticks=ticks, most=1.0, with_dots=False)
+    return page_template("compare.svg.j2").render(charts=[chart], width=WIDTH + 20, height=246)

@@ -4,6 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from headstart.data_pipelines.storage.extract import ExtractConfig, Extraction, fields_of, is_finished
+from headstart.data_pipelines.storage.features import Reads
+from headstart.data_pipelines.storage.shards import Manifest, read_manifest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -53,3 +56,20 @@ def chat_tokenizer() -> Callable[[str], PreTrainedTokenizerFast]:
 def template_name(request: pytest.FixtureRequest) -> str:
     """Every template in templates/."""
     return request.param
+
+
+@pytest.fixture(scope="session")
+def extract() -> Callable[..., Manifest]:
+    """As `headstart data extract`, in one process: extract(samples, target, head, output, config=, origin=)."""
+
+    def run(samples, target, head, output, *, config=None, origin=None) -> Manifest:
+        config, reads = config or ExtractConfig(), Reads.of(head)
+        fields = fields_of(target, reads, config, origin or {})
+        if not is_finished(output, fields):
+            extraction = Extraction(samples, target, reads, config=config, fields=fields)
+            extraction.check_disk(output)
+            extraction.run(output)
+            extraction.finish(output)
+        return read_manifest(output)
+
+    return run

@@ -1,14 +1,25 @@
 """The plan's figures follow from counts and measured rates, and the estimate before writing is what is written."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 from headstart.configs.errors import BadInput
-from headstart.data_pipelines.plan import Rates, Survey, compare, estimate, in_hours, measure_rates, survey
-from headstart.data_pipelines.storage.extract import ExtractConfig, Extraction, extract, fields_of, in_bytes
+from headstart.data_pipelines.plan import (
+    Online,
+    Rates,
+    Survey,
+    compare,
+    estimate,
+    in_hours,
+    measure_rates,
+    survey_samples,
+)
+from headstart.data_pipelines.storage.extract import ExtractConfig, Extraction, fields_of, in_bytes
 from headstart.data_pipelines.storage.features import Reads
 from headstart.data_pipelines.storage.samples import Sample
-from headstart.data_pipelines.storage.shards import Shards, ShardWriter, Stored
+from headstart.data_pipelines.storage.shard_file import StoredSample
+from headstart.data_pipelines.storage.shards import Shards, ShardWriter
 from headstart.heads.registry import HEADS, build_head
 from headstart.scripts.data.plan import plan as plan_command
 
@@ -24,29 +35,29 @@ def make_samples(num_rows=30):
 
 def test_a_survey_counts_all_rows_and_draws_some():
     samples, reads = make_samples(), Reads((1, 2, 3), "context", "labels")
-    found = survey(iter(samples), reads, hidden_size=32, num_sampled=8)
+    found = survey_samples(iter(samples), reads, hidden_size=32, num_drawn=8)
     assert (found.num_rows, found.num_tokens) == (30, sum(map(len, samples)))
     assert found.num_supervised_tokens == sum(len(sample) - 4 for sample in samples)
     for name, item, scale in (("float32", 4, 0), ("bfloat16", 2, 0), ("8bit", 1, 2)):
         kept = sum(3 * (len(sample) - 2) + len(sample) - 5 for sample in samples)  # features to the last start; labels
         assert found.num_bytes[name] == 28 * 30 + 5 * found.num_tokens + kept * (32 * item + scale)
-    assert len(found.sampled) == 8
-    assert found.sampled == survey(samples, reads, hidden_size=32, num_sampled=8).sampled
-    assert found.sampled != samples[:8]
+    assert len(found.drawn) == 8
+    assert found.drawn == survey_samples(samples, reads, hidden_size=32, num_drawn=8).drawn
+    assert found.drawn != samples[:8]
 
 
 def test_the_epochs_from_which_the_cache_pays_off():
     found = Survey(100, 36_000_000, 30_000_000, {"float32": 10**12, "8bit": 10**11})
     rates = {"float32": Rates(1000.0, 800.0, 1125.0), "8bit": Rates(1000.0, 1000.0, 10_000.0)}
-    result = compare(found, rates, free_bytes=5 * 10**11, num_processes=2)
-    exact, small = result["extracted"]
-    assert result["online"] == {"tokens_per_second": 2000.0, "seconds_per_epoch": 18_000.0}
-    assert small["extraction_hours"] == 5.0 and small["seconds_saved_per_epoch"] == 16_200.0
-    assert small["pays_off_after_epochs"] == 2 and small["fits"] and not exact["fits"]
-    assert exact["pays_off_after_epochs"] == 12 and exact["extraction_over_forward"] == 0.8
+    comparison = compare(found, rates, free_bytes=5 * 10**11, num_processes=2)
+    exact, small = comparison.extracted
+    assert comparison.online == Online(2000.0, 18_000.0)
+    assert small.extraction_hours == 5.0 and small.seconds_saved_per_epoch == 16_200.0
+    assert small.pays_off_after_epochs == 2 and small.fits and not exact.fits
+    assert exact.pays_off_after_epochs == 12 and exact.extraction_over_forward == 0.8
     slow = {"8bit": Rates(1000.0, 900.0, 500.0)}
-    assert compare(found, slow, free_bytes=0)["extracted"][0]["pays_off_after_epochs"] is None
-    json.dumps(result)
+    assert compare(found, slow, free_bytes=0).extracted[0].pays_off_after_epochs is None
+    json.dumps(asdict(comparison))
 
 
 def test_rates_are_measured_and_leave_nothing_behind(target, head, tmp_path):
@@ -56,10 +67,10 @@ def test_rates_are_measured_and_leave_nothing_behind(target, head, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_estimate_says_what_is_left(target, head, tmp_path):
+def test_the_estimate_says_what_is_left(target, head, extract, tmp_path):
     writer = ShardWriter(tmp_path / "tokens")
     for sample in make_samples():
-        writer.add(Stored(sample))
+        writer.add(StoredSample(sample))
     writer.finish()
     samples, reads, config = Shards(tmp_path / "tokens"), Reads.of(head), ExtractConfig(shard_bytes=9000)
     extraction = Extraction(samples, target, reads, config=config, fields=fields_of(target, reads, config, {}))

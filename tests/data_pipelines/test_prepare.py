@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def write(name: str, rows: list[dict[str, Any]]) -> None:
 
 
 def run(**settings: Any) -> dict[str, Any]:
-    return prepare(build(PrepareConfig, {"sources": ["chats.jsonl"], "output": "out", **settings}))
+    return asdict(prepare(build(PrepareConfig, {"sources": ["chats.jsonl"], "output": "out", **settings})))
 
 
 def split(name: str, output: str = "out") -> list[dict[str, Any]]:
@@ -179,7 +180,7 @@ def test_an_interrupted_run_leaves_nothing(
     before = set(folder.iterdir())
 
     def fail(count: int) -> None:
-        assert Path(".out.unfinished/train.jsonl").exists()
+        assert list(Path().glob(".out.*.unfinished/train.jsonl"))
         raise error
 
     with pytest.raises(error):
@@ -193,8 +194,8 @@ def test_an_interrupted_run_leaves_nothing(
 
 
 def test_what_a_killed_run_left_is_no_obstacle(folder: Path) -> None:
-    Path(".out.unfinished").mkdir()
-    Path(".out.unfinished/train.jsonl").write_text("half")
+    Path(".out.999999999.unfinished").mkdir()
+    Path(".out.999999999.unfinished/train.jsonl").write_text("half")
     run()
     assert sorted(path.name for path in folder.iterdir()) == ["chats.jsonl", "out"]
 
@@ -235,7 +236,7 @@ def test_a_folder_of_something_else_is_refused_and_an_empty_one_taken() -> None:
         ({"sources": ["chats.jsonl", "chats.jsonl"]}, "sources: two are called chats.jsonl; give each a `name`"),
         ({"once": "often"}, "once 'often': expected conversation or prompt or none"),
         ({"validation_share": 1.0}, "validation_share 1.0: expected 0 or more, below 1"),
-        ({"num_workers": 0}, "num_workers should be at least 1, got 0"),
+        ({"num_workers": 0}, "num_workers 0: expected at least 1"),
         ({"filters": {"max_tokens": 5}}, "filters.min_tokens and filters.max_tokens need a tokenizer"),
         ({"filters": {"max_tokens": 5}, "tokenizer": "./gone"}, "tokenizer ./gone: cannot be loaded: "),
         ({"output": "chats.jsonl"}, "chats.jsonl: exists and is no prepared data set; give another output"),

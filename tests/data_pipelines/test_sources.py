@@ -208,7 +208,7 @@ def test_missing_datasets_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"source": "a.jsonl", "weigth": 2}, "sources.0.weigth: unknown key; did you mean sources.0.weight?"),
         ({"source": "a.jsonl", "weight": 0}, "sources.0: weight 0.0: expected above 0"),
-        ({"source": "a.jsonl", "epochs": 0}, "sources.0: epochs should be at least 1, got 0"),
+        ({"source": "a.jsonl", "epochs": 0}, "sources.0: epochs 0: expected at least 1"),
         ({"source": "a.jsonl", "split": "train"}, "a.jsonl: split is for hub data sets; this is a local file"),
         ({"source": "o/n:test", "split": "train"}, "o/n:test: split is given twice, 'test' and 'train'"),
         ({"name": "x"}, "sources.0.source: required key is missing"),
@@ -253,5 +253,5 @@ def test_a_truncated_arrow_file_and_an_empty_parquet_file_are_named(folder: Path
 def test_the_config_builds_from_a_mapping_and_refuses_empty_limits() -> None:
     assert build(DataConfig, {"train": ["a.jsonl"], "num_rows": 3}) == DataConfig(train=["a.jsonl"], num_rows=3)
     for key in ("max_length", "num_rows"):
-        with pytest.raises(BadInput, match=f"^data: {key} should be at least 1, got 0$"):
+        with pytest.raises(BadInput, match=f"^data: {key} 0: expected at least 1$"):
             build(DataConfig, {"train": "a.jsonl", key: 0}, where="data")

@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
-from headstart.data_pipelines.loader import collate, read_ahead
+from headstart.data_pipelines.loader import collate
+from headstart.data_pipelines.parallel import read_ahead
 from headstart.data_pipelines.storage.samples import ANSWER, PROMPT, THINK, Sample
-from headstart.data_pipelines.storage.shards import Stored
+from headstart.data_pipelines.storage.shard_file import StoredSample
 from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.registry import build_head
 from headstart.train.tracking import read_rows
@@ -42,7 +43,7 @@ def test_packing_pays_what_single_rows_pay(target):
     for length in (7, 12, 5, 9):
         ids = torch.randint(3, 61, (length,), generator=source).tolist()
         segments = [PROMPT] * 3 + [THINK] * 2 + [ANSWER] * (length - 5)
-        samples.append(Stored(Sample.of(ids, [position >= 3 for position in range(length)], segments=segments)))
+        samples.append(StoredSample(Sample.of(ids, [position >= 3 for position in range(length)], segments=segments)))
 
     def read(input_ids, documents=None):
         return target.forward(input_ids, feature_layers=head.feature_layers, documents=documents)

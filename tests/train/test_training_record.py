@@ -4,7 +4,8 @@ import json
 
 import pytest
 from headstart.data_pipelines.storage.samples import Sample
-from headstart.data_pipelines.storage.shards import Shards, ShardWriter, Stored
+from headstart.data_pipelines.storage.shard_file import StoredSample
+from headstart.data_pipelines.storage.shards import Shards, ShardWriter
 from headstart.heads.export.write import export_head
 from headstart.heads.registry import head_record
 from headstart.train.tracking import read_rows
@@ -45,15 +46,15 @@ def test_without_validation_rows_the_record_says_so(run):
 def test_the_ending_is_what_all_prompts_share(prompts, ending, tmp_path):
     writer = ShardWriter(tmp_path)
     for prompt in prompts:
-        writer.add(Stored(Sample.of([*prompt, 3, 4, 2], [False] * len(prompt) + [True] * 3)))
+        writer.add(StoredSample(Sample.of([*prompt, 3, 4, 2], [False] * len(prompt) + [True] * 3)))
     writer.finish()
     assert common_ending(Shards(tmp_path)) == ending
 
 
 def test_a_later_piece_of_a_trace_is_no_prompt(tmp_path):
     writer = ShardWriter(tmp_path)
-    writer.add(Stored(Sample.of([5, 7, 3, 4], [False, False, True, True])))
-    writer.add(Stored(Sample.of([3, 9, 3, 4], [False, False, True, True], segments=[1, 1, 1, 1])))
+    writer.add(StoredSample(Sample.of([5, 7, 3, 4], [False, False, True, True])))
+    writer.add(StoredSample(Sample.of([3, 9, 3, 4], [False, False, True, True], segments=[1, 1, 1, 1])))
     writer.finish()
     assert common_ending(Shards(tmp_path)) == [5, 7]
 

@@ -9,7 +9,8 @@ import pytest
 from headstart.configs.errors import BadInput
 from headstart.configs.jsonl import read_jsonl
 from headstart.configs.loader import build, read_config, shipped
-from headstart.data_pipelines.answers.answers import Answer, Failure, by_threads, in_batches
+from headstart.data_pipelines.answers.asking import by_threads, in_batches
+from headstart.data_pipelines.answers.conversations import Answer, Failure
 from headstart.data_pipelines.answers.regenerate import RegenerateConfig, regenerate
 from headstart.data_pipelines.answers.store import AnswerStore
 
@@ -81,7 +82,7 @@ def test_each_new_answer_stands_in_the_history_of_the_next(answers, configured):
 def test_an_answer_that_was_cut_ends_its_conversation_and_is_flagged(configured):
     rows = [{"turns": ["a", "tell me all", "b"]}, {"prompt": "c"}]
     config = configured(rows)
-    manifest = regenerate(config, THREADS)
+    summary = regenerate(config, THREADS)
     [cut, whole] = rows_of(config)
     assert (cut["truncated"], cut["finish_reason"], cut["num_turns_left"], len(cut["messages"])) == (
         True,
@@ -90,11 +91,11 @@ def test_an_answer_that_was_cut_ends_its_conversation_and_is_flagged(configured)
         4,
     )
     assert not whole["truncated"]
-    assert manifest["counts"]["truncated"] == manifest["counts"]["ended_early"] == 1
+    assert summary.counts.truncated == summary.counts.ended_early == 1
     config = configured(rows, drop_truncated=True, output=config.output + "2")
-    counts = regenerate(config, THREADS)["counts"]
+    counts = regenerate(config, THREADS).counts
     assert rows_of(config)[0]["messages"] == whole["messages"]
-    assert (counts["answered"], counts["written"], counts["truncated"]) == (2, 1, 1)
+    assert (counts.answered, counts.written, counts.truncated) == (2, 1, 1)
 
 
 # keys and sampling
@@ -109,12 +110,13 @@ def test_samples_and_sampling_by_source(configured, tmp_path):
         sources=[first, {"source": second, "sampling": own}],
         sampling={"num_samples": 2, "top_p": 0.9},
     )
-    manifest = regenerate(config, THREADS)
+    regenerate(config, THREADS)
     rows = rows_of(config)
     assert [(row["messages"][0]["content"], row["sample"]) for row in rows] == [("a", 0), ("a", 1), ("b", 0)]
     assert rows[0]["messages"] != rows[1]["messages"], "a seed each"
     assert [row["sampling"]["temperature"] for row in rows] == [1.0, 1.0, 0.2]
     assert rows[2]["sampling"]["top_p"] == 0.9 and rows[2]["sampling"]["thinking"] is True
+    manifest = json.loads((tmp_path / "out/manifest.json").read_text())
     assert manifest["settings"]["sampling"][second]["temperature"] == 0.2
     assert manifest["rows"] == 2
 
@@ -131,9 +133,9 @@ def test_one_source_sampled_two_ways_needs_names(configured, tmp_path):
 
 def test_equal_rows_are_asked_once(configured):
     config = configured([{"prompt": "a"}, {"prompt": "b"}, {"prompt": "a"}, {"id": 1, "prompt": "a"}])
-    manifest = regenerate(config, THREADS)
+    summary = regenerate(config, THREADS)
     assert [row["messages"][0]["content"] for row in rows_of(config)] == ["a", "b", "a"]
-    assert (manifest["rows"], manifest["duplicates"], manifest["counts"]["written"]) == (4, 1, 3)
+    assert (summary.rows, summary.duplicates, summary.counts.written) == (4, 1, 3)
 
 
 # stopping and going on
@@ -198,8 +200,8 @@ def test_a_row_cut_anywhere_is_asked_again_and_no_other(answers, configured, tmp
     for length in range(0, len(lines[4]), 37):
         (tmp_path / "out/answers.part.jsonl").write_bytes(b"".join(lines[:4]) + lines[4][:length])
         asked.clear()
-        counts = regenerate(config, failing)["counts"]
-        assert counts["answered"] == 4 and asked.count(False) == len(ROWS) - 4
+        counts = regenerate(config, failing).counts
+        assert counts.answered == 4 and asked.count(False) == len(ROWS) - 4
     regenerate(config, answers)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
@@ -214,13 +216,13 @@ def test_a_damaged_line_before_the_last_is_named(configured, tmp_path):
 
 def test_a_finished_folder_is_left_as_it_is(configured, tmp_path):
     config = configured(ROWS)
-    manifest = regenerate(config, THREADS)
+    summary = regenerate(config, THREADS)
     before = contents(tmp_path / "out")
 
     def nobody(conversations, *, is_done):
         raise AssertionError("nothing is to be asked")
 
-    assert regenerate(config, nobody) == manifest and contents(tmp_path / "out") == before
+    assert regenerate(config, nobody) == summary and contents(tmp_path / "out") == before
 
 
 @pytest.mark.parametrize(
@@ -268,7 +270,7 @@ def test_an_error_in_answering_stops_the_run_and_keeps_what_there_is(configured,
     with pytest.raises(BadInput, match="no such model"):
         regenerate(config, partial(by_threads, answer=wrong, num_threads=1))
     assert len(read_jsonl(tmp_path / "out/answers.part.jsonl")) >= 3
-    assert regenerate(config, THREADS)["counts"]["answered"] == len(ROWS)
+    assert regenerate(config, THREADS).counts.answered == len(ROWS)
 
 
 def test_text_that_is_no_unicode_does_not_spoil_the_file(configured):

@@ -7,7 +7,7 @@ import pytest
 import typer
 from headstart.configs.errors import BadInput
 from headstart.configs.jsonl import read_jsonl
-from headstart.data_pipelines.answers.answers import Failure, Request, SamplingConfig
+from headstart.data_pipelines.answers.conversations import ChatRequest, Failure, SamplingConfig
 from headstart.eval.generate import generate
 from headstart.heads.target import Target
 from headstart.scripts.data import regenerate as data_regenerate
@@ -48,7 +48,7 @@ def command(chat_target, tmp_path):
 
 
 def asked(text, sampling=GREEDY):
-    return Request([{"role": "user", "content": text}], None, sampling, seed=1)
+    return ChatRequest([{"role": "user", "content": text}], None, sampling, seed=1)
 
 
 def test_answers_are_the_targets_own_greedy_text(engine_answers):

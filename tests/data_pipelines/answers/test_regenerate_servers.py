@@ -13,14 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 
 import pytest
 import yaml
 from headstart.configs.errors import BadInput
 from headstart.configs.jsonl import read_jsonl
 from headstart.configs.loader import build, read_config
-from headstart.data_pipelines.answers import endpoints
-from headstart.data_pipelines.answers.answers import by_threads
+from headstart.data_pipelines.answers import client as client_module
+from headstart.data_pipelines.answers.asking import by_threads
 from headstart.data_pipelines.answers.client import OpenAIClient
 from headstart.data_pipelines.answers.regenerate import RegenerateConfig, regenerate
 
@@ -29,9 +30,9 @@ RUN = """
 import sys
 from functools import partial
 from headstart.configs.loader import build, read_config
-from headstart.data_pipelines.answers import by_threads
-from headstart.data_pipelines.openai_client import OpenAIClient
-from headstart.data_pipelines.regenerate import RegenerateConfig, regenerate
+from headstart.data_pipelines.answers.asking import by_threads
+from headstart.data_pipelines.answers.client import OpenAIClient
+from headstart.data_pipelines.answers.regenerate import RegenerateConfig, regenerate
 config = build(RegenerateConfig, read_config(sys.argv[1], sys.argv[2:]))
 client = OpenAIClient(config.servers, model=config.target, config=config.client)
 regenerate(config, partial(by_threads, answer=client, num_threads=client.num_threads))
@@ -69,7 +70,7 @@ class Handler(BaseHTTPRequestHandler):
             server.attempts[raw] += 1
             attempt = server.attempts[raw]
             server.bodies.append(body)
-            server.headers.append(dict(self.headers))
+            server.headers.append(self.headers)
             server.times.append(time.monotonic())
         try:
             time.sleep(server.delay)
@@ -109,7 +110,7 @@ def serving(fault=None, delay=0.0, port=0):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """A failing server is left alone for little time."""
-    monkeypatch.setattr(endpoints, "FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(client_module, "FIRST_REST", 0.02)
 
 
 @pytest.fixture
@@ -171,8 +172,8 @@ def test_what_fails_once_is_asked_again(fault, configured, tmp_path):
     with serving() as good:
         run(configured(good), f"output={tmp_path / 'good'}")
     with serving(first_time(FAULTS[fault])) as server:
-        counts = run(configured(server, num_rows=24))["counts"]
-    assert counts["answered"] == 24 and counts["failed"] == 0 and counts["completion_tokens"] == 24 * 5
+        counts = run(configured(server, num_rows=24)).counts
+    assert counts.answered == 24 and counts.failed == 0 and counts.completion_tokens == 24 * 5
     assert (tmp_path / "out/answers.jsonl").read_bytes() == (tmp_path / "good/answers.jsonl").read_bytes()
 
 
@@ -183,8 +184,8 @@ def test_a_server_that_stalls_is_not_waited_for(configured):
 
     with serving(stall) as server:
         started = time.monotonic()
-        manifest = run(configured(server, client={"timeout": 0.2}))
-    assert manifest["counts"]["answered"] == 24 and time.monotonic() - started < 6
+        counts = run(configured(server, client={"timeout": 0.2})).counts
+    assert counts.answered == 24 and time.monotonic() - started < 6
 
 
 def test_no_more_requests_at_a_time_than_asked_for(configured):
@@ -203,9 +204,9 @@ def test_a_server_that_is_away_is_left_alone_until_it_is_back(configured):
         while len(alive.bodies) < 40:
             time.sleep(0.01)
         with serving(port=port) as back:
-            counts = running.result()["counts"]
+            counts = running.result().counts
             assert len(back.bodies) > 100
-    assert counts["answered"] == 400 and counts["failed"] == 0
+    assert counts.answered == 400 and counts.failed == 0
     assert max(alive.attempts.values()) == 1, "no row was asked twice on account of the other server"
 
 
@@ -214,7 +215,8 @@ def test_a_server_that_says_when_is_not_asked_before(configured):
         lambda server, body, attempt: (429, {"Retry-After": "0.4"}, {}) if len(server.bodies) <= 4 else None
     ) as s:
         run(configured(s))
-    assert 0.35 < s.times[4] - s.times[3] < 2.0
+    pauses = [after - before for before, after in pairwise(s.times)]
+    assert 0.35 < max(pauses) < 2.0
 
 
 def test_what_a_server_refuses_is_named_and_asked_again_by_the_next_run(configured, tmp_path):
@@ -223,8 +225,8 @@ def test_what_a_server_refuses_is_named_and_asked_again_by_the_next_run(configur
     kinds = {"question 3": refusal, "question 5": broken}
     with serving(lambda server, body, attempt: kinds.get(body["messages"][0]["content"])) as server:
         path = configured(server)
-        counts = run(path)["counts"]
-        assert (counts["answered"], counts["failed"]) == (22, 2)
+        counts = run(path).counts
+        assert (counts.answered, counts.failed) == (22, 2)
         failed = read_jsonl(tmp_path / "out/failed.jsonl")
         assert [row["source_id"].rsplit(":")[-1] for row in failed] == ["4", "6"]
         assert failed[0]["problem"] == f"{server.url}: 400 Bad Request: This model's context is 8 tokens, not 9"
@@ -233,8 +235,8 @@ def test_what_a_server_refuses_is_named_and_asked_again_by_the_next_run(configur
         assert (asked["question 3"], asked["question 5"], asked["question 1"]) == (1, 6, 1)
         kinds.clear()
         server.bodies.clear()
-        counts = run(path)["counts"]
-        assert (counts["answered"], counts["failed"], len(server.bodies)) == (24, 0, 2)
+        counts = run(path).counts
+        assert (counts.answered, counts.failed, len(server.bodies)) == (24, 0, 2)
         assert not (tmp_path / "out/failed.jsonl").exists()
         after = contents(tmp_path / "out")
         run(path, f"output={tmp_path / 'once'}")
@@ -251,7 +253,7 @@ def test_what_no_request_can_get_past_stops_the_run(status, configured, monkeypa
             run(path)
         assert len(server.bodies) < 24
         server.fault = lambda *_: None
-        assert run(path)["counts"]["answered"] == 24
+        assert run(path).counts.answered == 24
         assert max(server.attempts.values()) <= 2
     assert all(headers["Authorization"] == f"Bearer {KEY}" for headers in server.headers)
     assert not any(KEY.encode() in data for data in contents(tmp_path / "out").values())
@@ -263,8 +265,8 @@ def test_the_run_stops_where_no_server_answers_any_more(configured, tmp_path):
         with pytest.raises(BadInput, match=r"no server has answered for 0\.5 s: http://127.*: connection lost"):
             run(path)
         server.fault = lambda *_: None
-        assert run(path)["counts"]["answered"] == 24
-    with pytest.raises(BadInput, match="cannot be reached: Connection refused"):
+        assert run(path).counts.answered == 24
+    with pytest.raises(BadInput, match="cannot be reached: .*Connection refused"):
         run(path)
 
 
@@ -334,7 +336,7 @@ def killed_and_resumed(path, server, *, num_kills, source):
         time.sleep(source.random() * 0.02)
         running.send_signal(signal.SIGKILL)
         running.communicate()
-    done = subprocess.run([sys.executable, "-c", RUN, path], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", RUN, path], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 
@@ -346,7 +348,8 @@ def test_killed_at_random_points_it_ends_as_if_it_had_not_been(num_kills, num_ro
     if num_kills == 3:
         fault = lambda server, body, attempt: "drop" if attempt == 1 and body["seed"] % 7 == 0 else None  # noqa: E731
     with serving(fault, delay=0.004) as server:
-        path = configured(server, num_rows=num_rows, output=str(tmp_path / "killed"))
+        patient = {"timeout": 60, "patience": 120}  # a busy machine is no failure of the server
+        path = configured(server, num_rows=num_rows, output=str(tmp_path / "killed"), client=patient)
         killed_and_resumed(path, server, num_kills=num_kills, source=random.Random(num_kills))
         num_asked = len(server.bodies)
         run(path, f"output={tmp_path / 'whole'}")
@@ -356,3 +359,9 @@ def test_killed_at_random_points_it_ends_as_if_it_had_not_been(num_kills, num_ro
     assert [row["messages"][0]["content"] for row in rows] == [f"question {i}" for i in range(num_rows)]
     if fault is None:  # asked again are only those that were under way at a kill: 4 threads, 4 more in their queue
         assert num_rows <= num_asked <= num_rows + 8 * num_kills
+
+
+def test_servers_need_the_openai_package(configured, monkeypatch):
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(BadInput, match=r"needs the openai package: pip install openai$"):
+        run(configured("http://localhost:1/v1"))

@@ -2,8 +2,7 @@
 
 import pytest
 from headstart.configs.errors import BadInput
-from headstart.data_pipelines.answers.answers import SamplingConfig
-from headstart.data_pipelines.answers.conversations import ask, exchanges
+from headstart.data_pipelines.answers.conversations import SamplingConfig, ask, exchanges
 from headstart.data_pipelines.sources import Row
 
 

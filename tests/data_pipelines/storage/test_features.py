@@ -16,11 +16,12 @@ from headstart.configs.errors import BadInput
 from headstart.configs.loader import PACKAGE_CONFIGS
 from headstart.data_pipelines.config import DataConfig
 from headstart.data_pipelines.storage import extract as extract_module
-from headstart.data_pipelines.storage.extract import ExtractConfig, Extraction, batches, extract, fields_of
+from headstart.data_pipelines.storage.extract import ExtractConfig, Extraction, batches, fields_of
 from headstart.data_pipelines.storage.features import Reads, check_features, positions
 from headstart.data_pipelines.storage.quantise import pack
 from headstart.data_pipelines.storage.samples import Sample
-from headstart.data_pipelines.storage.shards import Kept, Shards, ShardWriter, Stored
+from headstart.data_pipelines.storage.shard_file import PackedStates, StoredSample
+from headstart.data_pipelines.storage.shards import Shards, ShardWriter
 from headstart.heads.base import DraftBatch
 from headstart.heads.registry import HEADS, build_head
 from headstart.heads.target import TargetOutput
@@ -59,7 +60,7 @@ def make_samples(num_rows=20, *, longest=40, seed=3):
 def stored(folder, samples):
     writer = ShardWriter(folder)
     for sample in samples:
-        writer.add(Stored(sample))
+        writer.add(StoredSample(sample))
     writer.finish()
     return Shards(folder)
 
@@ -107,7 +108,7 @@ def test_what_each_family_has_kept(target):
     assert kept["draft_lm"] == Reads((), "nowhere", "labels")
 
 
-def test_losses_from_exact_storage_are_those_of_the_live_target(variant, target, tmp_path):
+def test_losses_from_exact_storage_are_those_of_the_live_target(variant, target, extract, tmp_path):
     head = fresh(variant, target).train()
     samples = stored(tmp_path / "tokens", make_samples())
     extract(samples, target, head, tmp_path / "out", config=ExtractConfig(storage_dtype="float32", batch_tokens=100))
@@ -125,7 +126,7 @@ def test_losses_from_exact_storage_are_those_of_the_live_target(variant, target,
 
 
 @pytest.mark.parametrize("storage", ["bfloat16", "8bit"])
-def test_losses_from_fewer_bits_are_close(storage, target, tmp_path):
+def test_losses_from_fewer_bits_are_close(storage, target, extract, tmp_path):
     head = fresh("eagle3", target)
     samples = stored(tmp_path / "tokens", make_samples())
     extract(samples, target, head, tmp_path / "out", config=ExtractConfig(storage_dtype=storage))
@@ -135,22 +136,22 @@ def test_losses_from_fewer_bits_are_close(storage, target, tmp_path):
     assert rows[1].states is not None and rows[1].states.features.dtype == target.dtype
 
 
-def test_the_manifest_says_what_it_holds(target, tmp_path):
+def test_the_manifest_says_what_it_holds(target, extract, tmp_path):
     head, samples = fresh("eagle3", target), stored(tmp_path / "tokens", make_samples(60))
     config = ExtractConfig(shard_bytes=20_000)
     origin = {"data": {"max_length": 40}, "tokenizer_hash": "ab"}
     manifest = extract(samples, target, head, tmp_path / "out", config=config, origin=origin)
-    assert manifest == json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert manifest["num_rows"] == 60 and manifest["num_tokens"] == int(samples.lengths.sum())
-    assert manifest["num_supervised_tokens"] == samples.num_supervised
-    assert manifest["layers"] == [1, 2, 3] and manifest["storage_dtype"] == "8bit"
-    assert manifest["target_fingerprint"] == target.fingerprint and manifest["tokenizer_hash"] == "ab"
-    assert len(manifest["shards"]) == 5
+    assert manifest.as_json() == json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest.num_rows == 60 and manifest.num_tokens == int(samples.lengths.sum())
+    assert manifest.num_supervised_tokens == samples.num_supervised
+    assert manifest.fields["layers"] == [1, 2, 3] and manifest.fields["storage_dtype"] == "8bit"
+    assert manifest.fields["target_fingerprint"] == target.fingerprint and manifest.fields["tokenizer_hash"] == "ab"
+    assert len(manifest.shards) == 5
     on_disk = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
-    assert manifest["bytes"] == on_disk
+    assert manifest.bytes == on_disk
     fields = fields_of(target, Reads.of(head), config, origin)
     foreseen = Extraction(samples, target, Reads.of(head), config=config, fields=fields).num_bytes
-    headers = 1300 * len(manifest["shards"])
+    headers = 1300 * len(manifest.shards)
     assert foreseen < on_disk < foreseen + headers
     Shards(tmp_path / "out").verify()
 
@@ -165,7 +166,7 @@ def test_a_token_takes_less_than_half_of_what_specforge_writes(tmp_path):
         features_at, post_norm_at = reads.positions(sample.loss_mask)
         features = pack(torch.randn(int(features_at.sum()), 3, size, generator=source), "8bit")
         post_norm = pack(torch.randn(int(post_norm_at.sum()), size, generator=source), "8bit")
-        writer.add(Stored(sample, Kept(features_at, features, post_norm_at, post_norm, torch.bfloat16)))
+        writer.add(StoredSample(sample, PackedStates(features_at, features, post_norm_at, post_norm, torch.bfloat16)))
     writer.finish()
     on_disk = sum(path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file())
     assert on_disk / (num_rows * length) < (8 * size + 16) / 2
@@ -234,7 +235,7 @@ def test_the_number_of_processes_changes_nothing(target, tmp_path):
             def say(count, rank=rank, told=told):
                 told[rank] += count
 
-            extraction.run(output, rank=rank, num_ranks=num_ranks, say=say)
+            extraction.run(output, rank=rank, num_ranks=num_ranks, on_tokens=say)
         assert told == [extraction.num_tokens(rank, num_ranks) for rank in range(num_ranks)]
         extraction.finish(output)
     assert contents(tmp_path / "one") == contents(tmp_path / "three")
@@ -265,7 +266,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_read(target, tmp
     extraction.check_disk(tmp_path / "out", free=lambda _: 0)  # nothing is missing any more
 
 
-def test_states_that_are_no_numbers_are_refused(tiny_target, tmp_path):
+def test_states_that_are_no_numbers_are_refused(tiny_target, extract, tmp_path):
     target = tiny_target("llama")
     samples = stored(tmp_path / "tokens", make_samples())
     with torch.no_grad():
@@ -281,7 +282,7 @@ def test_states_that_are_no_numbers_are_refused(tiny_target, tmp_path):
             )
 
 
-def test_features_of_something_else_are_refused_with_key_and_values(target, tiny_target, tmp_path):
+def test_features_of_something_else_are_refused_with_key_and_values(target, tiny_target, extract, tmp_path):
     samples, eagle3 = stored(tmp_path / "tokens", make_samples()), fresh("eagle3", target)
     data = DataConfig(train="a.jsonl", max_length=40)
     extract(samples, target, eagle3, tmp_path / "out", origin={"data": {"train": "a.jsonl", "max_length": 40}})
@@ -301,7 +302,7 @@ def test_features_of_something_else_are_refused_with_key_and_values(target, tiny
         check_features(samples, eagle3, target)
 
 
-def test_another_start_into_the_same_folder_is_refused(target, tmp_path):
+def test_another_start_into_the_same_folder_is_refused(target, extract, tmp_path):
     samples, head = stored(tmp_path / "tokens", make_samples()), fresh("eagle3", target)
     extract(samples, target, head, tmp_path / "out")
     before = contents(tmp_path / "out")

@@ -11,7 +11,8 @@ from headstart.configs.errors import BadInput
 from headstart.data_pipelines.storage import shards as shards_module
 from headstart.data_pipelines.storage.quantise import Packed, pack, unpack
 from headstart.data_pipelines.storage.samples import Sample
-from headstart.data_pipelines.storage.shards import Kept, Shards, ShardWriter, Stored
+from headstart.data_pipelines.storage.shard_file import PackedStates, StoredSample
+from headstart.data_pipelines.storage.shards import Shards, ShardWriter
 from safetensors.torch import load_file
 
 
@@ -26,7 +27,7 @@ def make_rows(num_rows=40, *, storage=None, size=16):
             loss_mask=source.random(length) < 0.6,
             num_cut=int(source.integers(0, 3)),
         )
-        rows.append(Stored(sample, kept_of(length, storage, size, source) if storage else None))
+        rows.append(StoredSample(sample, kept_of(length, storage, size, source) if storage else None))
     return rows
 
 
@@ -34,7 +35,7 @@ def kept_of(length, storage, size, source):
     at = [source.random(length) < 0.7 for _ in range(2)]
     features = torch.from_numpy(source.standard_normal((int(at[0].sum()), 2, size), dtype=np.float32))
     post_norm = torch.from_numpy(source.standard_normal((int(at[1].sum()), size), dtype=np.float32))
-    return Kept(at[0], pack(features, storage), at[1], pack(post_norm, storage), torch.float32)
+    return PackedStates(at[0], pack(features, storage), at[1], pack(post_norm, storage), torch.float32)
 
 
 def write(folder, rows, *, storage=None, shard_bytes=1000, **fields):
@@ -53,13 +54,13 @@ def test_samples_come_back_in_any_order(tmp_path):
     rows = make_rows()
     manifest = write(tmp_path / "a", rows)
     found = Shards(tmp_path / "a")
-    assert len(manifest["shards"]) > 3 and len(found) == len(rows)
+    assert len(manifest.shards) > 3 and len(found) == len(rows)
     for i in [39, 0, 17, *range(40), -1]:
         assert found[i].sample == rows[i].sample and found[i].states is None
     assert found.lengths.tolist() == [len(row.sample) for row in rows]
     assert found.num_supervised == sum(int(row.sample.loss_mask.sum()) for row in rows)
-    assert manifest["bytes"] == sum(path.stat().st_size for path in (tmp_path / "a").glob("*.safetensors"))
-    assert manifest["bytes_per_token"] == pytest.approx(manifest["bytes"] / manifest["num_tokens"], abs=1e-3)
+    assert manifest.bytes == sum(path.stat().st_size for path in (tmp_path / "a").glob("*.safetensors"))
+    assert manifest.bytes_per_token == pytest.approx(manifest.bytes / manifest.num_tokens, abs=1e-3)
     assert sorted(path.name for path in (tmp_path / "a").iterdir() if "shard" not in path.name) == ["manifest.json"]
     with pytest.raises(IndexError):
         found[40]
@@ -70,11 +71,11 @@ def test_states_come_back_dense(storage, tmp_path):
     rows = make_rows(storage=storage)
     write(tmp_path / "a", rows, storage=storage)
     for stored, row in zip(Shards(tmp_path / "a"), rows, strict=True):
-        assert stored.sample == row.sample and row.kept is not None and stored.states is not None
+        assert stored.sample == row.sample and row.packed is not None and stored.states is not None
         for name in ("features", "post_norm"):
-            dense, at = getattr(stored.states, name), torch.from_numpy(getattr(row.kept, f"{name}_at"))
+            dense, at = getattr(stored.states, name), torch.from_numpy(getattr(row.packed, f"{name}_at"))
             assert len(dense) == len(row.sample) and not dense[~at].any()
-            torch.testing.assert_close(dense[at], unpack(getattr(row.kept, name), torch.float32), rtol=0, atol=0)
+            torch.testing.assert_close(dense[at], unpack(getattr(row.packed, name), torch.float32), rtol=0, atol=0)
 
 
 def test_a_shard_is_a_plain_safetensors_file(tmp_path):
@@ -103,7 +104,7 @@ def test_an_interrupted_writer_goes_on_where_the_last_shard_ended(tmp_path):
         writer = ShardWriter(tmp_path / "cut", fields={"storage_dtype": None, "dtype": None}, shard_bytes=1000)
         for row in rows[writer.num_rows : stop]:
             writer.add(row)  # what is not in a full shard is lost with the process
-    leftover = tmp_path / "cut" / ".shard_00002.safetensors.1.tmp"
+    leftover = tmp_path / "cut" / ".shard_00002.safetensors.999999999.unfinished"
     leftover.write_bytes(b"half a shard")
     write(tmp_path / "cut", rows)
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
@@ -154,7 +155,7 @@ def damage(kind, path, other):
 @pytest.mark.parametrize("kind", ["missing", "truncated", "empty", "longer", "header", "foreign", "swapped"])
 def test_a_damaged_or_foreign_shard_is_named_on_opening(kind, tmp_path):
     source = np.random.default_rng(0)
-    rows = [Stored(Sample.of(source.integers(0, 9, 50).tolist(), [True] * 50)) for _ in range(20)]
+    rows = [StoredSample(Sample.of(source.integers(0, 9, 50).tolist(), [True] * 50)) for _ in range(20)]
     write(tmp_path / "a", rows)  # shards of like sizes
     write(tmp_path / "b", rows[::-1], target_fingerprint="another")
     damage(kind, tmp_path / "a" / "shard_00001.safetensors", tmp_path / "b")

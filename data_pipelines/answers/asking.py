@@ -1,0 +1,117 @@
+"""Two ways to have many conversations answered: by threads (servers) and in batches (this process)."""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
+from queue import Queue
+from threading import Thread
+from typing import Any
+
+from ..parallel import chunks
+from .conversations import Answer, ChatRequest, Exchange, Failure
+
+BATCHES_IN_WINDOW = 16  # among which conversations are sorted by length
+
+Outcome = tuple[str, dict[str, Any] | Failure]  # key of the conversation; its row, or why there is none
+
+
+def by_threads(
+    conversations: Iterable[Exchange],
+    *,
+    answer: Callable[[ChatRequest], Answer],
+    num_threads: int,
+    is_done: Callable[[str], bool],
+) -> Iterator[Outcome]:
+    """Outcomes as they come, `num_threads` conversations at a time. Any exception of `answer` but Failure ends the run.
+
+    is_done: whether the conversation of a key is answered already, and to be left out.
+    """
+    waiting: Queue[Exchange | None] = Queue()
+    finished: Queue[Outcome | BaseException] = Queue()
+
+    def work() -> None:
+        while (conversation := waiting.get()) is not None:
+            try:
+                finished.put((conversation.key, _completed(conversation, answer)))
+            except BaseException as error:  # goes to whoever waits for outcomes
+                finished.put(error)
+
+    for _ in range(num_threads):
+        Thread(target=work, daemon=True).start()  # daemons: an interrupted run need not wait for slow answers
+    num_open = 0
+    try:
+        for conversation in conversations:
+            if is_done(conversation.key):
+                continue
+            if num_open == 2 * num_threads:  # so that a thread that is done finds the next one waiting
+                yield _outcome(finished)
+                num_open -= 1
+            waiting.put(conversation)
+            num_open += 1
+        while num_open:
+            yield _outcome(finished)
+            num_open -= 1
+    finally:
+        while not waiting.empty():
+            waiting.get()
+        for _ in range(num_threads):
+            waiting.put(None)
+
+
+def _completed(conversation: Exchange, answer: Callable[[ChatRequest], Answer]) -> dict[str, Any] | Failure:
+    talk = conversation.talk()
+    try:
+        request = next(talk)
+        while True:
+            request = talk.send(answer(request))
+    except StopIteration as end:
+        return end.value
+    except Failure as failure:
+        return failure
+
+
+def _outcome(finished: "Queue[Outcome | BaseException]") -> Outcome:
+    outcome = finished.get()
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
+
+
+def in_batches(
+    conversations: Iterable[Exchange],
+    *,
+    answer: Callable[[list[ChatRequest]], list[Answer | Failure]],
+    batch_size: int,
+    is_done: Callable[[str], bool],
+) -> Iterator[Outcome]:
+    """Outcomes of batches of similar length and equal sampling; a batch of which all are done is skipped.
+
+    Which conversations share a batch depends on all of them, done or not, and a batch is answered as a whole: so an
+    answer that depends on its batch (one stream of random numbers, rounding) is the same in a resumed run. What was
+    done of a batch comes a second time.
+    """
+    for window in chunks(conversations, size=BATCHES_IN_WINDOW * batch_size):
+        window.sort(key=lambda conversation: (repr(conversation.sampling), conversation.length, conversation.key))
+        for _, group in groupby(window, key=lambda conversation: repr(conversation.sampling)):
+            for batch in chunks(group, size=batch_size):
+                if not all(is_done(conversation.key) for conversation in batch):
+                    yield from _turn_by_turn(batch, answer)
+
+
+def _turn_by_turn(
+    batch: list[Exchange], answer: Callable[[list[ChatRequest]], list[Answer | Failure]]
+) -> Iterator[Outcome]:
+    """The conversations of a batch: the first turns of all of them, then the second turns, ..."""
+    talks = {conversation.key: conversation.talk() for conversation in batch}
+    requests = {key: next(talk) for key, talk in talks.items()}
+    while requests:
+        answers = answer(list(requests.values()))
+        for key, answered in zip(list(requests), answers, strict=True):
+            if isinstance(answered, Failure):
+                del requests[key]
+                yield key, answered
+                continue
+            try:
+                requests[key] = talks[key].send(answered)
+            except StopIteration as end:
+                del requests[key]
+                yield key, end.value

@@ -1,0 +1,146 @@
+"""A prepared data set's files, its card (card.json), and the page for people and the hub (README.md)."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..configs.errors import BadInput
+
+SPLITS = ("train", "validation")
+SIZE_CATEGORIES = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "100K<n<1M"}
+
+
+@dataclass
+class RowCounts:
+    """What became of rows."""
+
+    read: int
+    kept: int
+    dropped: dict[str, int]  # by reason
+
+
+@dataclass
+class SplitCounts:
+    """What a split's file holds."""
+
+    rows: int = 0
+    turns: int = 0
+    characters: int = 0
+    answer_characters: int = 0
+    bytes: int = 0
+    sha256: str = ""
+
+
+COUNTED = [field.name for field in fields(SplitCounts) if field.name != "sha256"]
+
+
+@dataclass
+class Card(RowCounts):
+    """A prepared data set, as card.json has it."""
+
+    sources: dict[str, RowCounts]
+    examples: dict[str, list[str]]  # where some of the rows stood that were dropped, by reason
+    splits: dict[str, SplitCounts]
+    files: dict[str, int]  # the local files that were read, with their bytes
+    config: dict[str, Any]
+
+
+class SplitFile:
+    """One .jsonl file that is written line by line, and its counts."""
+
+    def __init__(self, path: Path):
+        self._file = path.open("wb")
+        self._sha256 = sha256()
+        self.counts = SplitCounts()
+
+    def write(self, line: bytes, *, num_turns: int, num_characters: int, num_answer_characters: int) -> None:
+        self._file.write(line)
+        self._sha256.update(line)
+        self.counts.rows += 1
+        self.counts.turns += num_turns
+        self.counts.characters += num_characters
+        self.counts.answer_characters += num_answer_characters
+        self.counts.bytes += len(line)
+
+    def close(self) -> SplitCounts:
+        self._file.close()
+        self.counts.sha256 = self._sha256.hexdigest()
+        return self.counts
+
+
+def read_card(output: Path) -> Card | None:
+    """The card of a data set that is there; None where there is nothing, or an empty folder.
+
+    BadInput: something else is there.
+    """
+    if not output.exists() or output.is_dir() and not any(output.iterdir()):
+        return None
+    try:
+        data = json.loads((output / "card.json").read_text(encoding="utf-8"))
+        sources = {name: RowCounts(**counts) for name, counts in data.pop("sources").items()}
+        splits = {name: SplitCounts(**counts) for name, counts in data.pop("splits").items()}
+        return Card(**data, sources=sources, splits=splits)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadInput(f"{output}: exists and is no prepared data set; give another output") from error
+
+
+def check_unchanged(card: Card, *, config: Mapping[str, Any], files: Mapping[str, int], output: Path) -> None:
+    """Raises BadInput with the first config key, or source file, that differs from when the card was written."""
+    for key in sorted(card.config.keys() | config.keys()):
+        if card.config.get(key) != config.get(key):
+            problem = f"was prepared with {key} {card.config.get(key)}, now it is {config.get(key)}"
+            raise BadInput(f"{output}: {problem}; give another output, or remove it")
+    for name in sorted(card.files.keys() | files.keys()):
+        before, now = card.files.get(name), files.get(name)
+        if before != now:
+            problem = f"{name} had {before} bytes when this was prepared from it, now {now}"
+            raise BadInput(f"{output}: {problem}; give another output, or remove it")
+
+
+def write_card(folder: Path, card: Card, *, name: str) -> None:
+    """card.json, and README.md with the same for people; the hub and `datasets` read its front matter."""
+    text = json.dumps(asdict(card), indent=2, ensure_ascii=False)
+    (folder / "card.json").write_bytes(f"{text}\n".encode("utf-8", "backslashreplace"))
+    num_rows = sum(split.rows for split in card.splits.values())
+    data_files = [{"split": split, "path": f"{split}.jsonl"} for split in SPLITS if card.splits[split].rows]
+    front = {
+        "pretty_name": name,
+        "task_categories": ["text-generation"],
+        "size_categories": [next((size for limit, size in SIZE_CATEGORIES.items() if num_rows < limit), "1M<n")],
+        "configs": [{"config_name": "default", "data_files": data_files}],
+    }
+    reasons = sorted(card.dropped, key=lambda reason: -card.dropped[reason])
+    sources = [*card.sources.items(), *([("all", card)] if len(card.sources) > 1 else [])]
+    parts = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
+        f"# {name}",
+        f"{card.kept:,} of {card.read:,} rows were kept.",
+        _table(
+            ["split", *COUNTED],
+            [[split, *(getattr(card.splits[split], key) for key in COUNTED)] for split in SPLITS],
+        ),
+        "What was read, kept, and dropped by reason:",
+        _table(
+            ["source", "read", "kept", *reasons],
+            [
+                [name, rows.read, rows.kept, *(rows.dropped.get(reason, 0) for reason in reasons)]
+                for name, rows in sources
+            ],
+        ),
+        "A row's side of the split is a hash of its prompt. `card.json` has checksums and examples of dropped rows.",
+        "The config:",
+        f"```yaml\n{yaml.safe_dump(card.config, sort_keys=False, allow_unicode=True, width=110)}```",
+    ]
+    (folder / "README.md").write_bytes(("\n\n".join(parts) + "\n").encode("utf-8", "backslashreplace"))
+
+
+def _table(header: list[str], rows: Sequence[list[Any]]) -> str:
+    """A Markdown table; numbers with thousands apart."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)]]
+    lines += [[f"{cell:,}" if isinstance(cell, int) else str(cell).replace("|", r"\|") for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
