@@ -74,7 +74,7 @@ def prepare(
 
     results, environment = [], {}
     if report is not None:
-        fingerprint = head.record.fingerprint
+        fingerprint = head.record.fingerprint or ""
         results, environment = read_report(report, family=head.family, fingerprint=fingerprint)
     export_head(head.path, folder, to=to or "hf", target=head.target if head.target_config else None)
     problems = check_folder(folder).problems

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from ...configs.errors import BadInput, first_line
-from ...configs.files import replacing_folder
+from ...configs.errors import BadInput
+from ...configs.files import new_folder
 from .folder import HeadFolder, read_folder, switching_word
 from .medusa import ADAPTER_FOLDER, write_blocks, write_published
 from .plain import write_plain
@@ -46,11 +46,8 @@ def export_head(
         raise BadInput(
             f"{output}: `{word}` in its path makes vLLM take {head.family} for another method; name it otherwise"
         )
-    try:
-        with replacing_folder(Path(output)) as folder:
-            writers[to](head, folder, to=to)
-    except OSError as error:
-        raise BadInput(f"{output}: {first_line(error)}") from error
+    with new_folder(output) as folder:
+        writers[to](head, folder, to=to)
     return head
 
 

@@ -22,7 +22,7 @@ from ..adapters import read_adapter
 from ..base import DraftHead, HeadConfig
 from ..draft_lm import DraftLMConfig
 from ..eagle import EagleConfig
-from ..eagle3 import Eagle3Config, default_feature_layers
+from ..eagle3 import Eagle3Config
 from ..export.check import FAMILIES, recognised
 from ..export.folder import PROVENANCE
 from ..export.medusa import ADAPTER_FOLDER, from_blocks
@@ -77,9 +77,7 @@ def imported_start(folder: str | Path, config: HeadConfig, target: Target) -> Im
         imported = read_imported(folder, target, is_its_target=False)
     if imported.config.type != config.type:
         raise BadInput(f"head {folder}: is of type {imported.config.type}, not {config.type}")
-    theirs, ours = imported.config.as_dict(), config.as_dict()
-    if isinstance(config, Eagle3Config) and config.feature_layers is None:
-        ours["feature_layers"] = default_feature_layers(target.num_layers)
+    theirs, ours = imported.config.as_dict(), config.resolved(target).as_dict()
     other = {key: theirs[key] for key in COMPUTES if key in theirs and theirs[key] != ours[key]}
     if other and config.type != "draft_lm":  # whose config.json is the whole of it
         keys = " ".join(shlex.quote(f"head.{key}={json.dumps(value)}") for key, value in other.items())
@@ -88,7 +86,7 @@ def imported_start(folder: str | Path, config: HeadConfig, target: Target) -> Im
 
 
 def read_imported(folder: Path, target: Target, *, is_its_target: bool = True) -> Imported:
-    """The head in a folder. Args: is_its_target: tables in the folder must be this target's. Raises as `import_head`."""
+    """The head in a folder. Args: is_its_target: its tables must be this target's. Raises BadInput."""
     config, stored = read_all(folder)
     layout = layout_of(folder, config, stored)
     record = provenance(config)

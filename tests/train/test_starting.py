@@ -103,9 +103,9 @@ def test_a_run_goes_on_from_a_head_that_others_made(run, world, tmp_path):
     config = json.loads((served / "config.json").read_text())
     del config["headstart_export"]
     (served / "config.json").write_text(json.dumps(config))
-    with pytest.raises(BadInput, match="was made otherwise than this config says: ") as caught:
+    with pytest.raises(BadInput, match="computes otherwise than this config: set ") as caught:
         run("eagle3", "a", f"train.start_from={served}")
-    named = shlex.split(str(caught.value).partition("says: ")[2])
+    named = shlex.split(str(caught.value).partition(": set ")[2])
     assert [one.partition("=")[0] for one in named] == ["head.norm_before_residual", "head.architecture"]
     before = run("eagle3", "b", f"train.start_from={served}", *named, "train.max_steps=20", "train.learning_rate=1e-2")
     assert losses(before)[-1][1] < losses(before)[0][1]

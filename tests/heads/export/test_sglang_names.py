@@ -10,7 +10,7 @@ import re
 
 import pytest
 import torch
-from headstart.heads.export.stored import read_stored
+from headstart.heads.export.tensor_files import read_tensor_files
 from headstart.heads.export.write import export_head
 from headstart.heads.mtp import MtpConfig
 from headstart.heads.registry import build_head, head_class, save_head
@@ -86,7 +86,7 @@ def mimo_name(name):
 
 def loaded(folder, rename):
     """What of the folder's tensors arrives under which name, with its shape."""
-    stored = read_stored(folder)
+    stored = read_tensor_files(folder)
     found = {rename(name): shape for name, shape in stored.shapes.items()}
     return {name: shape for name, shape in found.items() if name is not None}
 
