@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import enum
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -147,7 +146,7 @@ def build(cls: type[T], raw: Mapping[str, Any], *, where: str = "") -> T:
 
     Strict: an unknown key, a missing one, or a value of another type is BadInput with the dotted path, which opens with
     `where`. Only these are converted: text such as `1e-4` and whole numbers where a float is wanted, lists where a
-    tuple is, text where a Path or an Enum is. A ValueError from `__post_init__` becomes BadInput with the path too.
+    tuple is. A ValueError from `__post_init__` becomes BadInput with the path too.
     """
     try:
         return TypeAdapter(_typed(cls)).validate_python(raw)
@@ -254,28 +253,16 @@ def _one_line(error: object) -> str:
 
 
 def dump_config(config: Any, path: str | Path) -> None:
-    """Writes a config dataclass as YAML in field order, so that `build(type(config), read_config(path))` equals it.
-
-    The file is written whole (`files.write_text`); missing folders are made.
-    """
-    options = {"sort_keys": False, "allow_unicode": True, "width": 120}
-    write_text(path, yaml.dump(_plain(config), Dumper=_NoAnchorDumper, **options))
+    """Writes a config dataclass as YAML in field order, so that `build(type(config), read_config(path))` equals it."""
+    text = yaml.dump(dataclasses.asdict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    write_text(path, text)
 
 
-class _NoAnchorDumper(yaml.SafeDumper):
-    """SafeDumper that writes a value used twice two times, without anchors."""
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper without anchors: a value used twice is written two times."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, enum.Enum):
-        return value.value
-    return str(value) if isinstance(value, Path) else value
+_Dumper.add_representer(_Replacing, yaml.SafeDumper.represent_dict)

@@ -18,14 +18,14 @@ from .heads_command import heads
 from .plan_command import plan
 from .push_command import push
 
-COMMANDS = ("heads", "data", "train", "compare", "eval", "plan", "export", "check", "push", "doctor")  # as in a project
+COMMANDS = "heads data train eval compare plan export check push doctor".split()  # in the order of the help
 
 
 class InOrder(TyperGroup):
     """Lists the commands in the order in which a project uses them."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:
-        return list(COMMANDS)
+        return sorted(self.commands, key=COMMANDS.index)
 
 
 app = typer.Typer(

@@ -49,7 +49,7 @@ def doctor(
     num_processes: Annotated[int | None, typer.Option(help="On all nodes, instead of the config's.", min=1)] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="As it would run on CPUs, over gloo.")] = False,
 ) -> None:
-    """List what this machine has, and which launch configs can run on it.
+    """Show what this machine can launch, and what is missing.
 
     \b
     Examples:

@@ -1,6 +1,5 @@
 """Configs inherit, overrides win, and every wrong key or value is refused by its full path."""
 
-import enum
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,11 +9,6 @@ import pytest
 from headstart.configs import loader
 from headstart.configs.errors import BadInput
 from headstart.configs.loader import build, dump_config, read_config, shipped
-
-
-class Dtype(enum.Enum):
-    BF16 = "bfloat16"
-    FP32 = "float32"
 
 
 @dataclass(kw_only=True)
@@ -44,8 +38,6 @@ class Run:
     train: str | list[str] = "train.jsonl"
     suites: dict[str, Optim] = field(default_factory=dict)
     stages: list[Optim] = field(default_factory=list)
-    folder: Path | None = None
-    dtype: Dtype = Dtype.BF16
     extra: dict[str, Any] = field(default_factory=dict)
     max_norm: float | None = 1.0
 
@@ -191,16 +183,14 @@ def test_a_bad_override_is_shown(tmp_path: Path, override: str, problem: str) ->
 
 
 def test_nested_mappings_become_nested_dataclasses() -> None:
-    raw = raw_run(optim={"lr": 2, "betas": [0, 0.5]}, suites={"a": {"lr": 1}}, stages=[{"num_steps": 3}], folder="x/y")
-    run = build(Run, raw | {"dtype": "float32", "extra": {"any": [1, {"k": None}]}, "max_norm": None, "train": ["a"]})
+    raw = raw_run(optim={"lr": 2, "betas": [0, 0.5]}, suites={"a": {"lr": 1}}, stages=[{"num_steps": 3}])
+    run = build(Run, raw | {"extra": {"any": [1, {"k": None}]}, "max_norm": None, "train": ["a"]})
     assert run == Run(
         name="a",
         head=Head(type="eagle3"),
         optim=Optim(lr=2.0, betas=(0.0, 0.5)),
         suites={"a": Optim(lr=1.0)},
         stages=[Optim(num_steps=3)],
-        folder=Path("x/y"),
-        dtype=Dtype.FP32,
         extra={"any": [1, {"k": None}]},
         max_norm=None,
         train=["a"],
@@ -270,8 +260,6 @@ def test_a_dumped_config_builds_an_equal_object(tmp_path: Path) -> None:
         optim=Optim(lr=3e-4, betas=betas),
         suites={"x": Optim(betas=betas)},
         stages=[Optim(), Optim(num_steps=1)],
-        folder=Path("/a/b c"),
-        dtype=Dtype.FP32,
         extra={"nested": [1, None, {"k": [True, "null", "3", 1e22]}]},
         max_norm=None,
     )
@@ -281,6 +269,12 @@ def test_a_dumped_config_builds_an_equal_object(tmp_path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert list(read_config(path))[:4] == ["name", "head", "optim", "train"]
     assert "&" not in text and "*" not in text and "é" in text
+
+
+def test_a_mapping_marked_replace_is_dumped_as_any_other(tmp_path: Path) -> None:
+    config = read_config(write(tmp_path, run="name: a\nhead: {type: eagle3}\nextra: !replace {k: 1}\n"))
+    dump_config(build(Run, config), tmp_path / "again.yaml")
+    assert read_config(tmp_path / "again.yaml")["extra"] == {"k": 1}
 
 
 def test_a_failed_dump_leaves_the_old_file_whole(tmp_path: Path) -> None:

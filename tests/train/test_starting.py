@@ -118,8 +118,8 @@ def test_a_run_goes_on_from_a_head_that_others_made(run, world, tmp_path):
     [
         (["train.start_from=./gone"], "train.start_from: head ./gone: no such folder"),
         (["train.lora_rank=2"], "train: lora_rank 2: adapters need a trained head, so train.start_from is required"),
-        (["train.lora_rank=-1"], "train: lora_rank -1: expected 0, for none, or more"),
-        (["train.lora_alpha=0"], "train: lora_alpha 0.0: expected more than 0"),
+        (["train.lora_rank=-1"], "train.lora_rank: should be greater than or equal to 0, got -1"),
+        (["train.lora_alpha=0"], "train.lora_alpha: should be greater than 0"),
         (["train.start_from={first}"], "train.start_from: head {first}: is of type medusa, not eagle3"),
         (
             ["head.type=medusa", "head.num_depths=5", "train.start_from={first}"],
