@@ -155,7 +155,7 @@ class MtpHead(DraftHead):
         every = batch.positions  # [B, T]
         mask = None  # where plain causality says it
         if self.driver.window is not None or batch.documents is not None:
-            mask = batch.visibility(batch.every, dtype=hidden.dtype, window=self.driver.window)
+            mask = batch.visibility(batch.row_positions, dtype=hidden.dtype, window=self.driver.window)
         if self.config.independent:
             for k in range(starts.num_depths):  # x_{j+1+k}; those rolled around the end are never supervised
                 hidden = self._step(k, ids.roll(-1 - k, 1), hidden, every, mask=mask, cache=None)  # [B, T, D]
