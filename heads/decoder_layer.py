@@ -17,7 +17,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ..configs.errors import BadInput, first_line
 from .nn.attention import grouped_attention
-from .nn.cache import visibility_mask
+from .nn.cache import SlotCache, visibility_mask
 from .nn.chain_attention import Block, attend_chains, blocks_of, laid_out
 from .target import Target
 
@@ -83,6 +83,9 @@ AttentionInterface.register(NAME, chain_attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
+LayerCache = SlotCache | ChainKeys | None
+
+
 class LayerDriver:
     """Makes layers of the class of the target's last attention layer, and runs them."""
 
@@ -132,9 +135,10 @@ class LayerDriver:
             self.target.model._init_weights(norm)
         return norm
 
-    def __call__(self, layer: nn.Module, x: Tensor, positions: Tensor, *, mask: Tensor | None, cache: Any) -> Tensor:
-        """Args: x [B, Q, D]; positions [B, Q]; mask [B, 1, Q, P] additive, None: causal; cache: a SlotCache, ChainKeys
-        or None. Returns [B, Q, D]."""
+    def __call__(
+        self, layer: nn.Module, x: Tensor, positions: Tensor, mask: Tensor | None, cache: LayerCache
+    ) -> Tensor:
+        """x [B, Q, D] at positions [B, Q] -> [B, Q, D]. mask: [B, 1, Q, P] additive; None: causal."""
         out = layer(
             x,
             attention_mask=mask,
@@ -177,9 +181,9 @@ class LayerDriver:
         if window is not None:
             mask = visibility_mask(positions[:, :3], extent=3, dtype=x.dtype, window=window)
             window -= 1
-        text = self(layer, x[:, :3], positions[:, :3], mask=mask, cache=cache)
+        text = self(layer, x[:, :3], positions[:, :3], mask, cache)
         mask = visibility_mask(positions[:, 2:3], extent=3, dtype=x.dtype, window=window)
-        drafted = self(layer, x[:, 3:], positions[:, 3:], mask=mask, cache=cache)
+        drafted = self(layer, x[:, 3:], positions[:, 3:], mask, cache)
         got = torch.cat([text, drafted], 1).float() - x.float()  # what the layer adds: the residual would hide errors
         wanted = wanted.float() - x.float()
         error = ((got - wanted).norm() / wanted.norm()).item()

@@ -99,7 +99,8 @@ class Attention(nn.Module):
         super().__init__()
         sizes: Any = config  # transformers leaves some of them optional
         self.num_heads, self.num_kv_heads = sizes.num_attention_heads, sizes.num_key_value_heads
-        self.head_dim, in_size = sizes.head_dim, in_size or sizes.hidden_size
+        self.head_dim: int = sizes.head_dim
+        in_size = config.hidden_size if in_size is None else in_size
         self.q_proj = nn.Linear(in_size, self.num_heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(in_size, self.num_kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(in_size, self.num_kv_heads * self.head_dim, bias=False)
