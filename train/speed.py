@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from ..heads.nn.repeated import is_repeated
+from ..heads.nn.chain_attention import is_recomputing
 
 SIDE = {"cuda": 8192, "cpu": 1024}  # of the square matrices that measure the rate
 TRIALS = 5
@@ -87,7 +87,7 @@ class Operations(TorchDispatchMode):
         else:
             return out
         self.total += count
-        self.repeated += count if is_repeated() else again
+        self.repeated += count if is_recomputing() else again
         return out
 
 
