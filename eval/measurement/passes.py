@@ -32,14 +32,16 @@ def measure_batches(
     store: BatchStore | None,
 ) -> tuple[list[MeasuredBatch], list[FailedPrompt]]:
     """Both sides of each batch that could be decoded, and the prompts of the others."""
-    key = settings_key(target, drafter, suite, asdict(config), name=name, engine=ENGINE, store=store) if store else ""
+    key = ""
+    if store is not None:
+        key = settings_key(target, drafter, suite, asdict(config), name=name, engine=ENGINE, store=store)
     batches: list[MeasuredBatch] = []
     failed: list[FailedPrompt] = []
     run = runner(target, drafter, suite.prompts, config)
     is_warmed_up = False
     for number, start in enumerate(range(0, len(suite.prompts), config.batch_size)):
         part = suite.only(range(start, min(start + config.batch_size, len(suite.prompts))))
-        record = store.get(key, number) if store else None
+        record = store.get(key, number) if store is not None else None
         if record is not None:
             drafted, baseline = (Side(generations_from(side)) for side in record["sides"])
             batches.append(MeasuredBatch(number, part, drafted, baseline))
