@@ -106,12 +106,12 @@ def trees_section(ours: Sequence[Result]) -> Section:
     rows = []
     for results in shapes.values():
         shape = results[0].tree_shape
-        whose = "; ".join(dict.fromkeys(f"{name_of(result)}, {result.suite}" for result in results))
+        settings = "; ".join(dict.fromkeys(f"{name_of(result)}, {result.suite}" for result in results))
         if isinstance(shape, FixedTreeShape):
-            chart = tree_chart(f"Draft tree of {whose}", shape.parents)
-            section.figures.append(Figure(f"{whose}: {len(shape.parents)} nodes in every round.", chart))
+            chart = tree_chart(f"Draft tree of {settings}", shape.parents)
+            section.figures.append(Figure(f"{settings}: {len(shape.parents)} nodes in every round.", chart))
         elif shape:
-            rows.append([whose, str(shape.num_nodes), str(shape.depth), str(shape.top_k)])
+            rows.append([settings, str(shape.num_nodes), str(shape.depth), str(shape.top_k)])
     columns = ["setting", "nodes verified", "depth", "nodes expanded per level"]
     section.add_table("Dynamic trees: another shape in every round", columns, rows, 1)
     return section

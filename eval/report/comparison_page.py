@@ -111,7 +111,7 @@ def render(evaluations: Sequence[Evaluation], runs: Sequence[TrainingRun]) -> st
 
 
 def runs_headline(runs: Sequence[TrainingRun]) -> str:
-    """The run with the best validation; that a seed each proves little is said below on the page."""
+    """The run with the best validation."""
     best = max(runs, key=lambda run: run.best[1] if run.best else 0.0)
     if best.best is None:
         return f"{len(runs)} runs, none validated"
