@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ...configs.errors import BadInput
 from ...configs.jsonl import iter_jsonl
-from ...eval.drafters.lookup import build_drafters
+from ...eval.drafters.registry import build_drafters
 from ...eval.generate import Generation
 from ...eval.measurement.config import MeasureConfig
 from ...eval.measurement.metrics import acceptance, bootstrap_ratio

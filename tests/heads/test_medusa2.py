@@ -4,7 +4,7 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.configs.loader import build, read_config, shipped
-from headstart.eval.drafters.lookup import build_drafters
+from headstart.eval.drafters.registry import build_drafters
 from headstart.eval.generate import generate
 from headstart.eval.report.document import build_report
 from headstart.heads.loading import fingerprint_of
