@@ -25,12 +25,12 @@ def acceptance_by(
     for batch in batches:
         run = batch.drafted.runs[0]
         rows = zip(batch.suite.sources, batch.suite.prompts, run.token_ids, strict=True)
-        for row, (asked, prompt, new) in enumerate(rows):
+        for row, (source, prompt, new) in enumerate(rows):
             text, num_committed = [*prompt, *new], len(prompt) + 1  # the prefill gave the first token
             for done in run.rounds[1:]:
                 if done.num_committed[row] == 0:
                     break
-                name = label(asked, text, num_committed)
+                name = label(source, text, num_committed)
                 counted = counts.setdefault(name, Acceptance.nothing(num_draft_tokens))
                 counted.add(done.num_accepted[row], done.num_committed[row])
                 num_committed += done.num_committed[row]
@@ -68,9 +68,9 @@ def segment_label(think_tokens: tuple[int, int] | None) -> Label:
     return label
 
 
-def domain_label(asked: PromptSource, text: Sequence[int], num_committed: int) -> str:
+def domain_label(source: PromptSource, text: Sequence[int], num_committed: int) -> str:
     """What the prompt's row calls its category."""
-    return asked.domain or NO_DOMAIN
+    return source.domain or NO_DOMAIN
 
 
 def by_domain(batches: Sequence[MeasuredBatch], *, num_draft_tokens: int) -> dict[str, DomainPart]:
@@ -79,7 +79,7 @@ def by_domain(batches: Sequence[MeasuredBatch], *, num_draft_tokens: int) -> dic
     A speedup is that of at least two prompts, at batch size > 1 of two batches that are wholly of the domain: rows of a
     mixed one have no time of their own.
     """
-    domains = [[asked.domain or NO_DOMAIN for asked in batch.suite.sources] for batch in batches]
+    domains = [[source.domain or NO_DOMAIN for source in batch.suite.sources] for batch in batches]
     num_prompts = Counter(name for names in domains for name in names)
     if set(num_prompts) <= {NO_DOMAIN}:
         return {}
@@ -97,15 +97,14 @@ def by_domain(batches: Sequence[MeasuredBatch], *, num_draft_tokens: int) -> dic
 # What of it training knew
 
 
-def draft_vocabulary(drafter: Drafter, texts: Iterable[Iterable[int]]) -> DraftVocabulary | None:
-    """Size of a head's cut vocabulary, and the share of these tokens that it holds; None for a drafter without one.
-
-    Args: texts: new tokens that the target chose. A token outside the vocabulary cannot be drafted.
-    """
+def draft_vocabulary(drafter: Drafter, batches: Iterable[MeasuredBatch]) -> DraftVocabulary | None:
+    """Size of a head's cut vocabulary, and the share of the tokens written in the first repeat that it can draft; None
+    for a drafter without one."""
     if not isinstance(drafter, DraftHead) or drafter.vocabulary is None:
         return None
     known = set(drafter.vocabulary.to_target.tolist())
-    inside = [token in known for text in texts for token in text]
+    texts = (new for batch in batches for new in batch.drafted.runs[0].token_ids)
+    inside = [token in known for new in texts for token in new]
     return DraftVocabulary(len(known), round(sum(inside) / len(inside), 4) if inside else None)
 
 

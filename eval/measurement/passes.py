@@ -81,10 +81,10 @@ def seed_of(seed: int, batch: int, repeat: int) -> int:
     return int(np.random.SeedSequence([seed, batch, repeat]).generate_state(1)[0])
 
 
-def failures(asked: Sequence[PromptSource], error: Exception) -> list[FailedPrompt]:
+def failures(sources: Sequence[PromptSource], error: Exception) -> list[FailedPrompt]:
     """The prompts that were decoded together when an exception was raised."""
     reason = f"{type(error).__name__}: {first_line(error)}"
-    return [FailedPrompt(prompt.number, prompt.row, reason) for prompt in asked]
+    return [FailedPrompt(source.number, source.row, reason) for source in sources]
 
 
 def runner(target: Target, drafter: Drafter | None, prompts: list[list[int]], config: MeasureConfig) -> Run:

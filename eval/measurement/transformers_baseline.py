@@ -249,7 +249,7 @@ def result_of(target: Target, suite: Suite, config: MeasureConfig, sides: Sequen
             suite.prompts,
             baseline=texts,
             speculative=sides[-1].texts,
-            numbers=[asked.number for asked in suite.sources],
+            numbers=[source.number for source in suite.sources],
         ),
         ours_tokens_per_second=per_second(our_seconds),
         ours_over_theirs=over_theirs,

@@ -111,7 +111,7 @@ def render(evaluations: Sequence[Evaluation], runs: Sequence[TrainingRun]) -> st
 
 
 def runs_headline(runs: Sequence[TrainingRun]) -> str:
-    """The run with the best validation; that a seed each proves little is said below on the page."""
+    """The run with the best validation."""
     best = max(runs, key=lambda run: run.best[1] if run.best else 0.0)
     if best.best is None:
         return f"{len(runs)} runs, none validated"
@@ -120,11 +120,7 @@ def runs_headline(runs: Sequence[TrainingRun]) -> str:
 
 def runs_section(runs: Sequence[TrainingRun]) -> Section:
     """What came of the runs, how they got there, and what differs between them."""
-    text = (
-        "The seed alone changes these figures: compare several seeds of each before a difference counts. Taught: "
-        "teacher-forced drafts on the rows' texts; decoded: greedy decoding of answers to their first prompts."
-    )
-    section = Section("runs", "Training runs", [text])
+    section = Section("runs")
     size = -(-max(len(run.losses) for run in runs) // MOST_POINTS)
     charts = {
         f"Loss over optimizer steps{f'; a point is the mean of {size} logged steps' if size > 1 else ''}.": [
@@ -146,7 +142,7 @@ def runs_section(runs: Sequence[TrainingRun]) -> Section:
 
 def surroundings_section(evaluations: Sequence[Evaluation]) -> Section:
     """Target and environment of each, side by side."""
-    section = Section("environment", "Where this was measured")
+    section = Section("environment")
     names = [evaluation.name for evaluation in evaluations]
     targets = [asdict(evaluation.report.target) for evaluation in evaluations]
     environments = [asdict(evaluation.report.environment) for evaluation in evaluations]
