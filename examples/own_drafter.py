@@ -1,14 +1,15 @@
 """A drafter of your own, measured: `python examples/own_drafter.py MODEL PROMPTS.jsonl`.
 
-It drafts what followed the last token the last time it occurred, over all texts that it has seen, also of earlier
-prompts. A drafter on the host only has to say what follows a text.
+It drafts what followed the last token the last time it occurred, over all texts that it has read, also of earlier
+prompts. A drafter on the host needs no more than a row that reads a text and drafts behind it.
 """
 
 import sys
 from collections.abc import Sequence
 
 from headstart.eval.drafters.host import RowText, TextDrafter
-from headstart.eval.measurement.measure import MeasureConfig, measure
+from headstart.eval.measurement.config import MeasureConfig, chain
+from headstart.eval.measurement.measure import measure
 from headstart.eval.suites.prompts import load_suite
 from headstart.heads.target import Target
 
@@ -41,14 +42,12 @@ class Bigrams(TextDrafter):
 def main(model: str, prompts: str) -> None:
     target = Target.load(model)
     suite = load_suite(prompts, target, max_new_tokens=64)
-    config = MeasureConfig(num_draft_tokens=3, max_new_tokens=64, num_repeats=1)
-    entry, _ = measure(target, Bigrams(), suite, config, name="bigrams")
-    low, high = entry["speedup_ci95"]
-    print(
-        f"{entry['acceptance_length']:.2f} tokens per forward; speedup {entry['speedup']:.2f} [{low:.2f}, {high:.2f}]"
-    )
-    same, checked = entry["lossless"]["identical"], entry["lossless"]["checked"]
-    print(f"{same} of {checked} texts are the target's own, token for token")
+    config = MeasureConfig(setting=chain(3), max_new_tokens=64, num_repeats=1)
+    result, _ = measure(target, Bigrams(), suite, config, name="bigrams")
+    low, high = result.speedup_ci95
+    print(f"{result.acceptance_length:.2f} tokens per forward; speedup {result.speedup:.2f} [{low:.2f}, {high:.2f}]")
+    lossless = result.lossless
+    print(f"{lossless.identical} of {lossless.checked} texts are the target's own, token for token")
 
 
 if __name__ == "__main__":

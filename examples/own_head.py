@@ -104,10 +104,9 @@ def main(model: str, rows: str, output: str, *overrides: str) -> None:
         first = [json.loads(line) for line, _ in zip(file, range(8), strict=False)]
     prompts = [row["input_ids"][: row["prompt_length"]] for row in first]
     config = MeasureConfig(max_new_tokens=48, num_repeats=1)
-    entry, _ = measure(target, head, Suite("training prompts", prompts), config, name="low_rank")
-    print(
-        f"{sum(p.numel() for p in head.parameters()):,} parameters, {entry['acceptance_length']:.2f} tokens per forward"
-    )
+    result, _ = measure(target, head, Suite("training prompts", prompts), config, name="low_rank")
+    size = sum(parameter.numel() for parameter in head.parameters())
+    print(f"{size:,} parameters, {result.acceptance_length:.2f} tokens per forward")
 
 
 if __name__ == "__main__":
