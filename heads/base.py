@@ -136,8 +136,8 @@ class DraftHead(nn.Module):
     config_class: ClassVar[type[HeadConfig]] = HeadConfig
     on_host: bool = False
     adapts_target: bool = False  # whether it trains adapters of the target, as its submodule `adapter`
-    default_draft_tokens: ClassVar[int] = DEFAULT_DRAFT_TOKENS
-    drafts_trees: ClassVar[bool] = True
+    default_draft_tokens: int = DEFAULT_DRAFT_TOKENS
+    drafts_trees: bool = True
 
     def __init__(self, config: HeadConfig, target: Target, draft_token_ids: Tensor | None = None):
         """Args: draft_token_ids: [Vd] ascending target ids, where the config cuts the draft vocabulary."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..eval.measurement.result import Result, TrainingRecord
     from ..eval.measurement.resume import BatchStore
     from ..eval.suites.named import SuiteSpec
-    from ..eval.suites.prompts import Asking, Suite
+    from ..eval.suites.prompts import ChatOptions, Suite
     from ..heads.drafter import Drafter
     from ..heads.target import Target
 
@@ -30,7 +30,7 @@ class WantedSuites:
     prompts: Sequence[str]
     named: "Sequence[SuiteSpec]"
     folder: Path
-    asking: "Asking"
+    chat: "ChatOptions"
 
     @classmethod
     def of(
@@ -38,35 +38,35 @@ class WantedSuites:
     ) -> "WantedSuites":
         """Raises BadInput before anything is loaded."""
         from ..eval.suites.named import parse_suite
-        from ..eval.suites.prompts import Asking
+        from ..eval.suites.prompts import ChatOptions
 
         if not prompts and not named:
             raise BadInput("nothing to measure on: give at least one --prompts or --suite")
         if thinking not in ("", "on", "off"):
             raise BadInput(f"--thinking {thinking}: expected on or off")
-        asking = Asking(system, thinking == "on" if thinking else None)
-        return cls(prompts, [parse_suite(spec) for spec in named], folder, asking)
+        chat = ChatOptions(system, thinking == "on" if thinking else None)
+        return cls(prompts, [parse_suite(spec) for spec in named], folder, chat)
 
     def load(self, target: "Target", *, max_new_tokens: int, limit: int | None) -> "list[Suite]":
         """All of them; those without a prompt that can be asked too, as long as another has one."""
         from ..eval.suites.named import load_named
-        from ..eval.suites.prompts import NothingToAsk, load_suite
+        from ..eval.suites.prompts import NoUsablePrompt, load_suite
 
-        asking = self.asking
+        chat = self.chat
         suites: list[Suite] = []
         for path in self.prompts:
             try:
-                suites.append(load_suite(path, target, max_new_tokens=max_new_tokens, limit=limit, asking=asking))
-            except NothingToAsk as error:
+                suites.append(load_suite(path, target, max_new_tokens=max_new_tokens, limit=limit, chat=chat))
+            except NoUsablePrompt as error:
                 suites.append(error.suite)
         for spec in self.named:
             suites += load_named(
-                spec, target, folder=self.folder, max_new_tokens=max_new_tokens, limit=limit, asking=asking
+                spec, target, folder=self.folder, max_new_tokens=max_new_tokens, limit=limit, chat=chat
             )
         if not any(suite.prompts for suite in suites):
-            raise NothingToAsk(suites[0])
+            raise NoUsablePrompt(suites[0])
         template = target.tokenizer.chat_template or ""
-        if self.asking.thinking is not None and "enable_thinking" not in str(template):
+        if self.chat.thinking is not None and "enable_thinking" not in str(template):
             warn("the target's chat template does not read enable_thinking: --thinking changes nothing")
         return suites
 
@@ -103,7 +103,7 @@ class WantedDrafts:
         cls, heads: Sequence[str], drafters: Sequence[str], trees: Sequence[str], tree_nodes: int, *, temperature: float
     ) -> "WantedDrafts":
         """Raises BadInput before anything is loaded. Args: heads: `--head X`, the same as the drafter `head:X`."""
-        from ..eval.drafters.lookup import parse_drafter
+        from ..eval.drafters.registry import parse_drafter
         from ..eval.measurement.tree_search import TREE_NAMES
 
         specs = [*(f"head:{folder}" for folder in heads), *drafters]
@@ -120,11 +120,11 @@ class WantedDrafts:
 
     def load(self, target: "Target") -> list[NamedDrafter]:
         """Raises BadInput where none of them drafts the trees."""
-        from ..eval.drafters.lookup import build_drafters, trained
+        from ..eval.drafters.registry import build_drafters, training_record
         from ..eval.measurement.result import TrainingRecord
 
         built = build_drafters(self.specs, target)
-        records = [trained(spec) for spec in self.specs]
+        records = [training_record(spec) for spec in self.specs]
         drafters = [
             NamedDrafter(name, drafter, None if record is None else TrainingRecord.from_json(record, where=name))
             for (name, drafter), record in zip(built, records, strict=True)

@@ -141,7 +141,7 @@ def planned_drafter(
     target: "Target", spec: str, suite: "Suite", rates: list[float], head_type: str, *, max_new_tokens: int
 ) -> "tuple[str, Drafter]":
     """What to plan for, and its name: as `headstart eval` takes it, or drafts that are right at the given rates."""
-    from ..eval.drafters.lookup import build_drafter
+    from ..eval.drafters.registry import build_drafter
     from ..eval.drafters.synthetic import SyntheticDrafter
     from ..heads.registry import HEADS, build_head
 

@@ -1,3 +1,4 @@
-"""What proposes tokens besides trained heads: `lookup` (n-grams and suffixes of the text), `draft_model`, `translated`
-(a draft model with another tokenizer), `sparse_self`, `synthetic`. `host` is what drafters on the host share.
+"""What proposes tokens besides trained heads. Start with `registry`, which builds them by name: `lookup` copies from
+the text so far, `draft_model` and `translated` (for another tokenizer) are small models, `sparse_self` is the target
+with few keys, `synthetic` drafts to order. `host` is the base of those that read texts.
 """

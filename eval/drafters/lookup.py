@@ -1,4 +1,4 @@
-"""Drafters that look up the text so far (n-gram, suffix), and how the command line names a drafter.
+"""Drafters that look up the text so far: n-grams and suffixes.
 
 Lookups keep the committed texts on the host and read what is new of all rows once per round. They always draft K
 tokens: where fewer were found, filler makes up the rest, and is verified like any other draft, so the text stays the
@@ -6,21 +6,9 @@ target's.
 """
 
 from collections.abc import Sequence
-from difflib import get_close_matches
-from pathlib import Path
-from typing import Any
 
 from ...configs.errors import BadInput
-from ...heads.drafter import Drafter
-from ...heads.registry import head_record, load_head
-from ...heads.target import Target
-from .draft_model import DraftModelDrafter, has_tokenizer_of, load_draft_model
 from .host import RowText, TextDrafter
-from .sparse_self import SparseSelfDrafter
-from .translated import TranslatedDrafter
-
-# what `--drafter` takes; PATH is a folder or a hub id
-SPECS = ("ngram", "ngram:MAX", "suffix", "sparse-self", "sparse-self:BUDGET", "draft-model:PATH", "head:PATH")
 
 
 class NgramRow:
@@ -152,71 +140,3 @@ class SuffixDrafter(TextDrafter):
 
     def _new_trie(self, batch_size: int) -> SuffixTrie:
         return SuffixTrie(max_depth=self.max_depth, max_nodes=max(2, self.max_nodes // batch_size))
-
-
-def parse_drafter(spec: str) -> tuple[str, str]:
-    """`ngram:4` -> (`ngram`, `4`). Raises BadInput, before anything big is loaded, on what cannot be built."""
-    kind, _, argument = spec.partition(":")
-    counts = {"ngram": "MAX", "sparse-self": "BUDGET"}  # may be left out
-    needs = {"draft-model": True, "head": True, "suffix": False, **dict.fromkeys(counts, bool(argument))}
-    if kind not in needs:
-        near = [one for one in SPECS if one.partition(":")[0] in get_close_matches(kind, needs, n=1)][-1:]
-        near = [f"head:{spec}"] if Path(spec, "config.json").is_file() else near
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise BadInput(f"drafter {spec!r}: expected one of {', '.join(SPECS)}{hint}")
-    if needs[kind] != bool(argument):
-        raise BadInput(f"drafter {spec!r}: expected {[one for one in SPECS if one.startswith(kind)][-1]}")
-    if kind in counts and argument and not (argument.isdecimal() and int(argument) > 0):
-        raise BadInput(f"drafter {spec!r}: {counts[kind]} should be a whole number from 1 on")
-    if kind == "head":
-        head_record(argument)
-    return kind, argument
-
-
-def build_drafter(spec: str, target: Target) -> tuple[str, Drafter]:
-    """A drafter for a target from one of SPECS; MAX: the longest n-gram, BUDGET: keys, PATH: a folder or a hub id.
-
-    Returns: its name in reports, `ngram`, `suffix`, `sparse-self`, `draft-model` or the head's family; and the drafter.
-
-    Raises: BadInput.
-    """
-    kind, argument = parse_drafter(spec)
-    if kind == "ngram":
-        return kind, NgramDrafter(int(argument)) if argument else NgramDrafter()
-    if kind == "suffix":
-        return kind, SuffixDrafter()
-    if kind == "sparse-self":
-        return kind, SparseSelfDrafter(target, int(argument)) if argument else SparseSelfDrafter(target)
-    if kind == "draft-model":
-        model = load_draft_model(argument, target)
-        if has_tokenizer_of(target, model):
-            return kind, DraftModelDrafter(model, target_vocab_size=target.vocab_size)
-        return kind, TranslatedDrafter(model, target)
-    head: Any = load_head(argument, target)
-    return head.config.type, head
-
-
-def build_drafters(specs: Sequence[str], target: Target) -> list[tuple[str, Drafter]]:
-    """Several drafters under names of their own: where two are alike, with what tells them apart.
-
-    Raises: BadInput where one of several adapts the target: the others would be measured on a model not their own.
-    """
-    built = [build_drafter(spec, target) for spec in specs]
-    if target.is_adapted and len(specs) > 1:
-        names = [name for name, drafter in built if drafter.adapts_target]
-        raise BadInput(f"drafter {names[0]}: computes with adapters on the target; measure it by itself")
-    names = [name for name, _ in built]
-    for i, (spec, name) in enumerate(zip(specs, list(names), strict=True)):
-        argument = spec.partition(":")[2]
-        if argument and [one for one, _ in built].count(name) > 1:
-            names[i] = f"{name}:{argument}"
-    return [
-        (f"{name}#{names[:i].count(name) + 1}" if name in names[:i] else name, drafter)
-        for i, (name, (_, drafter)) in enumerate(zip(names, built, strict=True))
-    ]
-
-
-def trained(spec: str) -> dict[str, Any] | None:
-    """What a head says of its own training, as docs/run_folder.md has it; None: nothing, or it is no head."""
-    kind, argument = parse_drafter(spec)
-    return head_record(argument).get("training") if kind == "head" else None

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ...heads.base import DraftHead
 from ...heads.drafter import Drafter
-from ..suites.prompts import Asked
+from ..suites.prompts import PromptSource
 from .metrics import Acceptance
 from .result import AcceptancePart, BeyondTraining, DomainPart, DraftVocabulary, TrainingRecord
 from .summary import MeasuredBatch, rounded, speedup_of, timed_seconds
@@ -14,7 +14,7 @@ CONTEXT_EDGES = (128, 512, 2048, 8192, 32768)  # tokens, prompt included, at the
 NO_DOMAIN = "(none)"  # rows without a category, where others of the suite have one
 
 # of a round: where its prompt came from, the whole text (prompt and new tokens), and how much of it was committed
-Label = Callable[[Asked, Sequence[int], int], str]
+Label = Callable[[PromptSource, Sequence[int], int], str]
 
 
 def acceptance_by(
@@ -24,13 +24,13 @@ def acceptance_by(
     counts: dict[str, Acceptance] = {}
     for batch in batches:
         run = batch.drafted.runs[0]
-        rows = zip(batch.suite.asked, batch.suite.prompts, run.token_ids, strict=True)
-        for row, (asked, prompt, new) in enumerate(rows):
+        rows = zip(batch.suite.sources, batch.suite.prompts, run.token_ids, strict=True)
+        for row, (source, prompt, new) in enumerate(rows):
             text, num_committed = [*prompt, *new], len(prompt) + 1  # the prefill gave the first token
             for done in run.rounds[1:]:
                 if done.num_committed[row] == 0:
                     break
-                name = label(asked, text, num_committed)
+                name = label(source, text, num_committed)
                 counted = counts.setdefault(name, Acceptance.nothing(num_draft_tokens))
                 counted.add(done.num_accepted[row], done.num_committed[row])
                 num_committed += done.num_committed[row]
@@ -48,7 +48,7 @@ def context_label(trained_length: int | None = None) -> Label:
     further = () if trained_length is None else (trained_length + 1,)
     edges = sorted({*CONTEXT_EDGES, *further})
 
-    def label(_: Asked, text: Sequence[int], num_committed: int) -> str:
+    def label(_: PromptSource, text: Sequence[int], num_committed: int) -> str:
         low = max((edge for edge in edges if edge <= num_committed), default=0)
         high = min((edge for edge in edges if edge > num_committed), default=None)
         return f"{low}-{high - 1}" if high else f"{low}-"
@@ -59,7 +59,7 @@ def context_label(trained_length: int | None = None) -> Label:
 def segment_label(think_tokens: tuple[int, int] | None) -> Label:
     """`think` between the tokens that open and close a reasoning trace, else `answer`."""
 
-    def label(_: Asked, text: Sequence[int], num_committed: int) -> str:
+    def label(_: PromptSource, text: Sequence[int], num_committed: int) -> str:
         for token in reversed(text[:num_committed]):
             if think_tokens and token in think_tokens:
                 return "think" if token == think_tokens[0] else "answer"
@@ -68,9 +68,9 @@ def segment_label(think_tokens: tuple[int, int] | None) -> Label:
     return label
 
 
-def domain_label(asked: Asked, text: Sequence[int], num_committed: int) -> str:
+def domain_label(source: PromptSource, text: Sequence[int], num_committed: int) -> str:
     """What the prompt's row calls its category."""
-    return asked.domain or NO_DOMAIN
+    return source.domain or NO_DOMAIN
 
 
 def by_domain(batches: Sequence[MeasuredBatch], *, num_draft_tokens: int) -> dict[str, DomainPart]:
@@ -79,7 +79,7 @@ def by_domain(batches: Sequence[MeasuredBatch], *, num_draft_tokens: int) -> dic
     A speedup is that of at least two prompts, at batch size > 1 of two batches that are wholly of the domain: rows of a
     mixed one have no time of their own.
     """
-    domains = [[asked.domain or NO_DOMAIN for asked in batch.suite.asked] for batch in batches]
+    domains = [[source.domain or NO_DOMAIN for source in batch.suite.sources] for batch in batches]
     num_prompts = Counter(name for names in domains for name in names)
     if set(num_prompts) <= {NO_DOMAIN}:
         return {}

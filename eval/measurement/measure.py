@@ -93,9 +93,9 @@ def greedy_check(target: Target, batches: Sequence[MeasuredBatch]) -> LosslessRe
     """The texts of the first repeat, compared with the baseline's."""
     baseline = [new for batch in batches for new in batch.baseline.runs[0].token_ids]
     speculative = [new for batch in batches for new in batch.drafted.runs[0].token_ids]
-    asked = [asked for batch in batches for asked in batch.suite.asked]
+    numbers = [source.number for batch in batches for source in batch.suite.sources]
     prompts = [prompt for batch in batches for prompt in batch.suite.prompts]
-    return compare_texts(target, prompts, baseline, speculative, numbers=[one.number for one in asked])
+    return compare_texts(target, prompts, baseline, speculative, numbers=numbers)
 
 
 def sampled_check(target: Target, batches: Sequence[MeasuredBatch], config: MeasureConfig) -> SamplingCheck:

@@ -12,7 +12,7 @@ from ...heads.target import Target
 from ..engine import Engine, build_engine
 from ..generate import Generation, check_request, decode
 from ..stopping import Stop
-from ..suites.prompts import Asked, FailedPrompt, Suite
+from ..suites.prompts import FailedPrompt, PromptSource, Suite
 from .config import MeasureConfig
 from .result import ENGINE
 from .resume import BatchStore, generations_from, record_of, settings_key
@@ -32,14 +32,16 @@ def measure_batches(
     store: BatchStore | None,
 ) -> tuple[list[MeasuredBatch], list[FailedPrompt]]:
     """Both sides of each batch that could be decoded, and the prompts of the others."""
-    key = settings_key(target, drafter, suite, asdict(config), name=name, engine=ENGINE, store=store) if store else ""
+    key = ""
+    if store is not None:
+        key = settings_key(target, drafter, suite, asdict(config), name=name, engine=ENGINE, store=store)
     batches: list[MeasuredBatch] = []
     failed: list[FailedPrompt] = []
     run = runner(target, drafter, suite.prompts, config)
     is_warmed_up = False
     for number, start in enumerate(range(0, len(suite.prompts), config.batch_size)):
-        part = suite.only(range(start, min(start + config.batch_size, len(suite.prompts))))
-        record = store.get(key, number) if store else None
+        part = suite.subset(range(start, min(start + config.batch_size, len(suite.prompts))))
+        record = store.get(key, number) if store is not None else None
         if record is not None:
             drafted, baseline = (Side(generations_from(side)) for side in record["sides"])
             batches.append(MeasuredBatch(number, part, drafted, baseline))
@@ -53,7 +55,7 @@ def measure_batches(
         except BadInput:  # of the settings: the prompts have been checked
             raise
         except Exception as error:  # out of memory, or a fault in a drafter: the other batches are measured
-            failed += failures(part.asked, error)
+            failed += failures(part.sources, error)
         else:
             batches.append(MeasuredBatch(number, part, drafted, baseline))
             if store is not None:
@@ -79,10 +81,10 @@ def seed_of(seed: int, batch: int, repeat: int) -> int:
     return int(np.random.SeedSequence([seed, batch, repeat]).generate_state(1)[0])
 
 
-def failures(asked: Sequence[Asked], error: Exception) -> list[FailedPrompt]:
+def failures(sources: Sequence[PromptSource], error: Exception) -> list[FailedPrompt]:
     """The prompts that were decoded together when an exception was raised."""
     reason = f"{type(error).__name__}: {first_line(error)}"
-    return [FailedPrompt(prompt.number, prompt.row, reason) for prompt in asked]
+    return [FailedPrompt(source.number, source.row, reason) for source in sources]
 
 
 def runner(target: Target, drafter: Drafter | None, prompts: list[list[int]], config: MeasureConfig) -> Run:

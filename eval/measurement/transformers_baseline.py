@@ -76,7 +76,7 @@ def compare_transformers(
     with their_decoding(target, drafter, config) as theirs:
         ways = [theirs, *our_decoding(target, drafter, suite.prompts, config)]
         sides, done, failed = interleave(ways, suite, config, on_prompt=on_prompt, kept=kept)
-    suite = replace(suite.only(done), failed=[*suite.failed, *failed])
+    suite = replace(suite.subset(done), failed=[*suite.failed, *failed])
     return result_of(target, suite, config, [sides[0], sides[1], sides[-1]], name=name)
 
 
@@ -181,7 +181,7 @@ def interleave(
             except BadInput:
                 raise
             except Exception as error:  # as in `measure_batches`: the other prompts are measured
-                failed += failures(suite.asked[i : i + 1], error)
+                failed += failures(suite.sources[i : i + 1], error)
                 on_prompt()
                 continue
             if kept:
@@ -249,7 +249,7 @@ def result_of(target: Target, suite: Suite, config: MeasureConfig, sides: Sequen
             suite.prompts,
             baseline=texts,
             speculative=sides[-1].texts,
-            numbers=[asked.number for asked in suite.asked],
+            numbers=[source.number for source in suite.sources],
         ),
         ours_tokens_per_second=per_second(our_seconds),
         ours_over_theirs=over_theirs,

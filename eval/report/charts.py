@@ -97,7 +97,7 @@ def line_chart(
     return svg(title, BOTTOM + 40 + 16 * len(lines), elements)
 
 
-def thinned(points: Sequence[tuple[float, float]], *, most: int = 120) -> list[tuple[float, float]]:
+def thinned(points: Sequence[tuple[float, float]], *, most: int) -> list[tuple[float, float]]:
     """At most so many points: each the mean of as many neighbours, at the x of the last of them."""
     size = -(-len(points) // most) if points else 1
     parts = [points[i : i + size] for i in range(0, len(points), size)]

@@ -6,16 +6,16 @@ A suite's version is raised when its rows become other prompts, so that figures 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...configs.errors import BadInput, first_line
 from ...configs.jsonl import iter_jsonl
 from ...heads.target import Target
-from .prompts import AS_IS, Asking, NothingToAsk, Suite, build_suite
+from .prompts import DEFAULT_CHAT, ChatOptions, NoUsablePrompt, Row, Suite, build_suite
 
-Row = dict[str, Any]
-Rows = Iterator[tuple[str, Row]]
+Rows = Iterator[tuple[str, Row]]  # with their origins
 
 # Spec-Bench's first group is MT-bench, under MT-bench's own eight categories (Xia et al. 2024)
 MT_BENCH = frozenset("writing roleplay reasoning math coding extraction stem humanities".split())
@@ -24,76 +24,72 @@ SPEED_BENCH_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # how rows be
 
 
 @dataclass(frozen=True)
-class Hub:
-    """What `datasets.load_dataset` is asked. url: a file that lies elsewhere, read as JSON lines."""
+class HubDataset:
+    """What `datasets.load_dataset` is given."""
 
     name: str
     config: str | None = None
     split: str = "test"
-    url: str | None = None
+    url: str | None = None  # a file that lies elsewhere, read as JSON lines
 
     @property
-    def called(self) -> str:
+    def label(self) -> str:
         return self.url or self.name
 
 
 @dataclass(frozen=True)
 class NamedSuite:
-    """files: names or patterns in the suites' folder, the first found is read, each also as .gz. to_prompt: a row of
-    the suite, with its origin, to one that `prompt_ids` reads; None leaves it out. hub: None is never downloaded."""
+    """files: names or patterns in the suites' folder, the first that exists is read, each also as .gz. to_prompt: a row
+    of the suite, with its origin, to one that `prompt_ids` reads; None leaves it out. hub: None is never downloaded."""
 
     files: tuple[str, ...]
     to_prompt: Callable[[Row, str], Row | None]
-    hub: Hub | None
+    hub: HubDataset | None
     version: int = 1
 
 
-def needed(row: Row, key: str, kind: type, *, origin: str, suite: str) -> Any:
+def value_of(row: Row, key: str, kind: type, *, origin: str, suite: str) -> Any:
     """A row's value. Raises BadInput where there is none of that kind."""
     if not isinstance(row.get(key), kind):
         raise BadInput(f"{origin}: a row of {suite} needs `{key}`, found {', '.join(sorted(row)) or '(nothing)'}")
     return row[key]
 
 
+def one_turn(row: Row, origin: str, *, key: str, suite: str) -> Row:
+    """A row whose prompt is one text."""
+    return {"turns": [value_of(row, key, str, origin=origin, suite=suite)]}
+
+
 def mt_bench_prompt(row: Row, origin: str) -> Row:
     """`turns` as FastChat has them, or `prompt`, a list, as HuggingFaceH4/mt_bench_prompts has them."""
     key = "turns" if "turns" in row else "prompt"
-    turns = needed(row, key, list, origin=origin, suite="mt-bench")
+    turns = value_of(row, key, list, origin=origin, suite="mt-bench")
     return {"turns": turns, "category": row.get("category")}
 
 
 def spec_bench_prompt(row: Row, origin: str) -> Row:
     """In six groups: MT-bench's eight categories are one."""
-    turns = needed(row, "turns", list, origin=origin, suite="spec-bench")
-    category = needed(row, "category", str, origin=origin, suite="spec-bench")
+    turns = value_of(row, "turns", list, origin=origin, suite="spec-bench")
+    category = value_of(row, "category", str, origin=origin, suite="spec-bench")
     return {"turns": turns, "category": "mt_bench" if category in MT_BENCH else category}
-
-
-def humaneval_prompt(row: Row, origin: str) -> Row:
-    """The start of a Python function, to be completed."""
-    return {"turns": [needed(row, "prompt", str, origin=origin, suite="humaneval")]}
-
-
-def gsm8k_prompt(row: Row, origin: str) -> Row:
-    """The question, without examples."""
-    return {"turns": [needed(row, "question", str, origin=origin, suite="gsm8k")]}
 
 
 def mbpp_prompt(row: Row, origin: str) -> Row | None:
     """The task and its tests; of a file with all 974 tasks those of the test split."""
-    if needed(row, "task_id", int, origin=origin, suite="mbpp") not in MBPP_TEST:
+    if value_of(row, "task_id", int, origin=origin, suite="mbpp") not in MBPP_TEST:
         return None
-    task = needed(row, "text" if "text" in row else "prompt", str, origin=origin, suite="mbpp")
-    tests = needed(row, "test_list", list, origin=origin, suite="mbpp")
+    task = value_of(row, "text" if "text" in row else "prompt", str, origin=origin, suite="mbpp")
+    tests = value_of(row, "test_list", list, origin=origin, suite="mbpp")
     return {"turns": ["\n".join([task, "The code should pass these tests:", *map(str, tests)])]}
 
 
 def speed_bench_prompt(row: Row, origin: str) -> Row:
     """Its messages up to the first of the user. Raises BadInput on rows that hold a placeholder."""
-    messages = needed(row, "messages", list, origin=origin, suite="speed-bench")
-    first = next((i for i, one in enumerate(messages) if isinstance(one, dict) and one.get("role") == "user"), None)
-    if first is None:
+    messages = value_of(row, "messages", list, origin=origin, suite="speed-bench")
+    roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
+    if "user" not in roles:
         raise BadInput(f"{origin}: a row of speed-bench needs a message of role user")
+    first = roles.index("user")
     if str(messages[first].get("content")).startswith(SPEED_BENCH_PLACEHOLDER):
         raise BadInput(f"{origin}: holds a placeholder: prepare the rows with NVIDIA's own script first")
     return {"messages": messages[: first + 1], "category": row.get("category")}
@@ -104,16 +100,24 @@ SUITES: dict[str, NamedSuite] = {
     "spec-bench": NamedSuite(
         ("spec_bench.jsonl", "spec_bench/question.jsonl"),
         spec_bench_prompt,
-        Hub("json", split="train", url=SPEC_BENCH_URL),
+        HubDataset("json", split="train", url=SPEC_BENCH_URL),
     ),
     "mt-bench": NamedSuite(
         ("mt_bench.jsonl", "mt_bench/question.jsonl"),
         mt_bench_prompt,
-        Hub("philschmid/mt-bench", split="train"),
+        HubDataset("philschmid/mt-bench", split="train"),
     ),
-    "humaneval": NamedSuite(("humaneval.jsonl", "HumanEval.jsonl"), humaneval_prompt, Hub("openai/openai_humaneval")),
-    "gsm8k": NamedSuite(("gsm8k.jsonl", "gsm8k_test*.jsonl"), gsm8k_prompt, Hub("openai/gsm8k", "main")),
-    "mbpp": NamedSuite(("mbpp.jsonl",), mbpp_prompt, Hub("google-research-datasets/mbpp", "full")),
+    "humaneval": NamedSuite(  # the start of a Python function, to be completed
+        ("humaneval.jsonl", "HumanEval.jsonl"),
+        partial(one_turn, key="prompt", suite="humaneval"),
+        HubDataset("openai/openai_humaneval"),
+    ),
+    "gsm8k": NamedSuite(  # the question, without examples
+        ("gsm8k.jsonl", "gsm8k_test*.jsonl"),
+        partial(one_turn, key="question", suite="gsm8k"),
+        HubDataset("openai/gsm8k", "main"),
+    ),
+    "mbpp": NamedSuite(("mbpp.jsonl",), mbpp_prompt, HubDataset("google-research-datasets/mbpp", "full")),
     "speed-bench": NamedSuite(("speed_bench", "speed-bench"), speed_bench_prompt, None),  # a folder of SUBSET.jsonl
 }
 
@@ -128,7 +132,7 @@ class SuiteSpec:
 
 
 def parse_suite(spec: str) -> SuiteSpec:
-    """Raises BadInput on a suite that there is not, and on a path where nothing is."""
+    """Raises BadInput on an unknown suite, and on a path where nothing is."""
     named, has_path, path = spec.partition("=")
     name, has_subset, subset = named.partition(":")
     if name not in SUITES:
@@ -149,55 +153,46 @@ def load_named(
     folder: str | Path,
     max_new_tokens: int,
     limit: int | None = None,
-    asking: Asking = AS_IS,
+    chat: ChatOptions = DEFAULT_CHAT,
 ) -> list[Suite]:
     """The suite, of speed-bench one for each subset; its rows from spec.path, else from the folder, else from the hub.
 
-    Raises: BadInput where rows are found nowhere, or have another shape. Suites no prompt of which can be asked come
-    with none, and say why in `failed`.
+    Raises: BadInput where rows are found nowhere, or have another shape. Suites none of whose rows gives a prompt come
+    without any, and name the reasons in `failed`.
     """
-    suites = []
-    for name, rows in sources(spec, Path(folder)):
-        named = SUITES[spec.name]
-        how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "limit": limit, "asking": asking}
+    named, suites = SUITES[spec.name], []
+    for name, rows in suite_rows(spec, Path(folder)):
+        pairs = ((origin, named.to_prompt(row, origin)) for origin, row in rows)
+        kept = ((origin, row) for origin, row in pairs if row is not None)
         try:
-            suites.append(build_suite(name, prompts_of(named, rows), target, **how, version=named.version))
-        except NothingToAsk as error:
-            suites.append(error.suite)
+            suite = build_suite(
+                name, kept, target, max_new_tokens=max_new_tokens, limit=limit, chat=chat, version=named.version
+            )
+        except NoUsablePrompt as error:
+            suite = error.suite
+        suites.append(suite)
     return suites
 
 
-def sources(spec: SuiteSpec, folder: Path) -> list[tuple[str, Rows]]:
+def suite_rows(spec: SuiteSpec, folder: Path) -> list[tuple[str, Rows]]:
     """Names of suites and their rows, as the suite's authors publish them."""
     if spec.name == "speed-bench":
-        return [(f"speed-bench-{path.name.split('.')[0]}", rows_of(path)) for path in speed_bench_files(spec, folder)]
-    path = spec.path or found_file(SUITES[spec.name], folder)
-    return [(spec.name, hub_rows(spec.name, folder) if path is None else rows_of(path))]
-
-
-def prompts_of(named: NamedSuite, rows: Rows) -> Rows:
-    """Rows as `prompt_ids` reads them."""
-    for origin, row in rows:
-        prompt = named.to_prompt(row, origin)
-        if prompt is not None:
-            yield origin, prompt
-
-
-def found_file(named: NamedSuite, folder: Path) -> Path | None:
-    """The suite's file in a folder, the first that there is."""
-    patterns = [name + end for name in named.files for end in ("", ".gz")]
-    return next((path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()), None)
+        return [(f"speed-bench-{path.name.split('.')[0]}", file_rows(path)) for path in speed_bench_files(spec, folder)]
+    patterns = [name + end for name in SUITES[spec.name].files for end in ("", ".gz")]
+    present = (path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file())
+    path = spec.path or next(present, None)
+    return [(spec.name, hub_rows(spec.name, folder) if path is None else file_rows(path))]
 
 
 def speed_bench_files(spec: SuiteSpec, folder: Path) -> list[Path]:
     """The subsets' files. Raises BadInput where there is none: nobody may hand them on, so they are not downloaded."""
-    places = [spec.path] if spec.path else [folder / name for name in SUITES["speed-bench"].files]
+    folders = [spec.path] if spec.path else [folder / name for name in SUITES["speed-bench"].files]
     if spec.path and spec.path.is_file():
         return [spec.path]
     patterns = [f"{spec.subset or '*'}.jsonl{end}" for end in ("", ".gz")]
-    files = [path for place in places for pattern in patterns for path in sorted(place.glob(pattern))]
+    files = [path for folder in folders for pattern in patterns for path in sorted(folder.glob(pattern))]
     if not files:
-        wanted = " or ".join(str(place / f"{spec.subset or 'SUBSET'}.jsonl") for place in places)
+        wanted = " or ".join(str(folder / f"{spec.subset or 'SUBSET'}.jsonl") for folder in folders)
         raise BadInput(
             f"--suite speed-bench: no {wanted}: its licence forbids handing it on, so prepare it with NVIDIA's script, "
             "or give --suite speed-bench=FOLDER"
@@ -205,7 +200,7 @@ def speed_bench_files(spec: SuiteSpec, folder: Path) -> list[Path]:
     return files
 
 
-def rows_of(path: Path) -> Rows:
+def file_rows(path: Path) -> Rows:
     return ((f"{path}:{line}", row) for line, row in iter_jsonl(path))
 
 
@@ -223,5 +218,5 @@ def hub_rows(name: str, folder: Path) -> Rows:
     try:
         loaded = list(datasets.load_dataset(hub.name, hub.config, split=hub.split, **files))
     except Exception as error:  # the hub, the network and the data set's own format each raise their own kind
-        raise BadInput(f"--suite {name}: {hub.called} does not load ({first_line(error)[:120]}); {instead}") from error
-    return ((f"{hub.called}[{i}]", dict(row)) for i, row in enumerate(loaded))
+        raise BadInput(f"--suite {name}: {hub.label} does not load ({first_line(error)[:120]}); {instead}") from error
+    return ((f"{hub.label}[{i}]", dict(row)) for i, row in enumerate(loaded))

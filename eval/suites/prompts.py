@@ -17,27 +17,27 @@ from ...heads.reasoning import think_tokens
 from ...heads.target import Target
 from ...heads.templates import template_hash
 
-
-@dataclass(frozen=True)
-class Asking:
-    """How a chat becomes a prompt. system: a system prompt put in front of chats that have none. thinking: what the
-    chat template is told as `enable_thinking`; None: nothing."""
-
-    system: str | None = None
-    thinking: bool | None = None
-
-
-AS_IS = Asking()
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Where a prompt came from. number: of its row in the suite, from 0. row: `FILE:LINE`. domain: what the row calls
-    its `category` or `domain`."""
+class ChatOptions:
+    """How a chat becomes a prompt."""
 
-    number: int
-    row: str
-    domain: str | None = None
+    system: str | None = None  # a system prompt, put in front of chats that have none
+    thinking: bool | None = None  # what the chat template gets as `enable_thinking`; None: nothing
+
+
+DEFAULT_CHAT = ChatOptions()
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """Where a prompt came from."""
+
+    number: int  # of its row in the suite, from 0
+    row: str  # `FILE:LINE`
+    domain: str | None = None  # the row's `category` or `domain`
 
 
 @dataclass(frozen=True)
@@ -51,57 +51,41 @@ class FailedPrompt:
 
 @dataclass
 class Suite:
-    """Prompts under a name.
+    """Prompts under a name."""
 
-    name: the file's stem, or the named suite. prompts: token ids, ready to be continued. think_tokens: what opens and
-    closes a reasoning trace, where the tokenizer has single tokens for it. asked: where each prompt came from. failed:
-    rows that the target cannot be asked, as the report has them. asking: how rows became prompts. template_hash: of
-    the chat template that they went through; None: through none. version: of a named suite.
-    """
-
-    name: str
-    prompts: list[list[int]]
-    think_tokens: tuple[int, int] | None = None
-    asked: list[Asked] = field(default_factory=list)
-    failed: list[FailedPrompt] = field(default_factory=list)
-    asking: Asking = AS_IS
-    template_hash: str | None = None
-    version: int | None = None
+    name: str  # the file's stem, or that of a named suite
+    prompts: list[list[int]]  # token ids, ready to be continued
+    think_tokens: tuple[int, int] | None = None  # around a reasoning trace, where the tokenizer has a token for each
+    sources: list[PromptSource] = field(default_factory=list)
+    failed: list[FailedPrompt] = field(default_factory=list)  # rows that do not become prompts of this target
+    chat: ChatOptions = DEFAULT_CHAT
+    template_hash: str | None = None  # of the chat template that rows went through; None: through none
+    version: int | None = None  # of a named suite
 
     def __post_init__(self) -> None:
-        if len(self.asked) != len(self.prompts):
-            self.asked = [Asked(i, f"prompt {i}") for i in range(len(self.prompts))]
+        if len(self.sources) != len(self.prompts):
+            self.sources = [PromptSource(i, f"prompt {i}") for i in range(len(self.prompts))]
 
-    def only(self, places: Sequence[int]) -> "Suite":
+    def subset(self, indices: Sequence[int]) -> "Suite":
         """The same with these prompts alone."""
-        return replace(self, prompts=[self.prompts[i] for i in places], asked=[self.asked[i] for i in places])
+        return replace(self, prompts=[self.prompts[i] for i in indices], sources=[self.sources[i] for i in indices])
 
     @property
     def digest(self) -> str:
         """Which prompts these are: of their token ids, in order."""
         return hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()[:16]
 
-    def described(self) -> dict[str, Any]:
-        """What a result entry says of how the prompts were made."""
-        return {
-            "suite_version": self.version,
-            "suite_digest": self.digest,
-            "system": self.asking.system if self.template_hash else None,
-            "thinking": self.asking.thinking if self.template_hash else None,
-            "template_hash": self.template_hash,
-        }
 
-
-class UnaskedPrompt(BadInput):
-    """A prompt that this target cannot be asked; others of its suite may be."""
+class UnusablePrompt(BadInput):
+    """A row that gives no prompt for this target; others of its suite may."""
 
     def __init__(self, origin: str, reason: str):
         super().__init__(f"{origin}: {reason}")
         self.reason = reason
 
 
-class NothingToAsk(BadInput):
-    """A suite no prompt of which can be asked."""
+class NoUsablePrompt(BadInput):
+    """A suite none of whose rows gives a prompt for this target."""
 
     def __init__(self, suite: Suite):
         first = suite.failed[0]
@@ -109,34 +93,34 @@ class NothingToAsk(BadInput):
         self.suite = suite
 
 
-def is_chat(row: dict[str, Any], tokenizer: Any) -> bool:
+def is_chat(row: Row, tokenizer: Any) -> bool:
     """Whether a row goes through the chat template."""
     return "input_ids" not in row and ("messages" in row or ("turns" in row and bool(tokenizer.chat_template)))
 
 
-def prompt_ids(row: dict[str, Any], tokenizer: Any, *, origin: str, asking: Asking = AS_IS) -> list[int]:
+def prompt_ids(row: Row, tokenizer: Any, *, origin: str, chat: ChatOptions = DEFAULT_CHAT) -> list[int]:
     """Token ids of one prompt row.
 
     `input_ids` are taken as they are (up to `prompt_length` where the row has one). `prompt` is plain text, tokenised
     with the tokenizer's own special tokens. `messages` go through its chat template up to where the assistant answers;
-    a trailing assistant message is left out. Of `turns` the first is asked, as a user message, or as plain text where
+    a trailing assistant message is left out. Of `turns` the first is taken, as a user message, or as plain text where
     the tokenizer has no chat template.
 
-    Raises: BadInput naming the origin; UnaskedPrompt where the template refuses the chat.
+    Raises: BadInput naming the origin; UnusablePrompt where the template refuses the chat.
     """
-    if not is_chat(row, tokenizer) and asking != AS_IS:
+    if not is_chat(row, tokenizer) and chat != DEFAULT_CHAT:
         raise BadInput(f"{origin}: a system prompt or thinking needs a chat template and rows of `messages` or `turns`")
     if "input_ids" in row:
         return ready_ids(row, origin=origin)
     if "messages" in row:
-        return chat_ids(row["messages"], tokenizer, origin=origin, asking=asking)
+        return chat_ids(row["messages"], tokenizer, origin=origin, chat=chat)
     if "turns" in row:
         turns = row["turns"]
         if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
             raise BadInput(f"{origin}: `turns` should be a list of texts, got {json.dumps(turns)[:60]}")
         if not tokenizer.chat_template:
             return tokenizer(turns[0]).input_ids
-        return chat_ids([{"role": "user", "content": turns[0]}], tokenizer, origin=origin, asking=asking)
+        return chat_ids([{"role": "user", "content": turns[0]}], tokenizer, origin=origin, chat=chat)
     if "prompt" not in row:
         raise BadInput(f"{origin}: a prompt row needs `prompt`, `messages` or `turns`, found {sorted(row)}")
     if not isinstance(row["prompt"], str):
@@ -144,28 +128,29 @@ def prompt_ids(row: dict[str, Any], tokenizer: Any, *, origin: str, asking: Aski
     return tokenizer(row["prompt"]).input_ids
 
 
-def chat_ids(messages: Any, tokenizer: Any, *, origin: str, asking: Asking) -> list[int]:
+def chat_ids(messages: Any, tokenizer: Any, *, origin: str, chat: ChatOptions) -> list[int]:
     """A chat up to where the assistant answers, as the chat template renders it. Raises as `prompt_ids`."""
-    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise BadInput(f"{origin}: `messages` should be a list of objects, got {json.dumps(messages)[:60]}")
     if not tokenizer.chat_template:
         raise BadInput(f"{origin}: the target's tokenizer has no chat template; give plain `prompt` rows")
-    if not all(isinstance(one.get("role"), str) for one in messages):
+    if not all(isinstance(message.get("role"), str) for message in messages):
         raise BadInput(f"{origin}: `messages` should each have a `role`, got {json.dumps(messages)[:60]}")
     if messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages:
         raise BadInput(f"{origin}: no message to answer")
-    if asking.system is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": asking.system}, *messages]
-    how: dict[str, Any] = {} if asking.thinking is None else {"enable_thinking": asking.thinking}
+    if chat.system is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": chat.system}, *messages]
+    variables: dict[str, Any] = {} if chat.thinking is None else {"enable_thinking": chat.thinking}
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, **how)["input_ids"]
+        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, **variables)
     except (TemplateError, TypeError, ValueError) as error:
-        raise UnaskedPrompt(origin, f"the chat template refuses the messages: {first_line(error)}") from error
+        raise UnusablePrompt(origin, f"the chat template refuses the messages: {first_line(error)}") from error
+    return rendered["input_ids"]
 
 
-def ready_ids(row: dict[str, Any], *, origin: str) -> list[int]:
+def ready_ids(row: Row, *, origin: str) -> list[int]:
     """The token ids that a row brings, up to its `prompt_length`."""
     ids, length = row["input_ids"], row.get("prompt_length")
     if not isinstance(ids, list) or any(type(token) is not int for token in ids):
@@ -181,70 +166,67 @@ def load_suite(
     *,
     max_new_tokens: int,
     limit: int | None = None,
-    asking: Asking = AS_IS,
+    chat: ChatOptions = DEFAULT_CHAT,
 ) -> Suite:
-    """Read a prompt file; prompts that this target cannot be asked go to the suite's `failed`.
+    """Read a prompt file; rows that give no prompt for this target go to the suite's `failed`.
 
-    Raises: BadInput on malformed rows; NothingToAsk, a BadInput, where no prompt is left.
+    Raises: BadInput on malformed rows; NoUsablePrompt, a BadInput, where no prompt is left.
     """
     rows = ((f"{path}:{line}", row) for line, row in iter_jsonl(path))
     name = Path(path).name.split(".")[0]
-    return build_suite(name, rows, target, max_new_tokens=max_new_tokens, limit=limit, asking=asking)
+    return build_suite(name, rows, target, max_new_tokens=max_new_tokens, limit=limit, chat=chat)
 
 
 def build_suite(
     name: str,
-    rows: Iterable[tuple[str, dict[str, Any]]],
+    rows: Iterable[tuple[str, Row]],
     target: Target,
     *,
     max_new_tokens: int,
     limit: int | None = None,
-    asking: Asking = AS_IS,
+    chat: ChatOptions = DEFAULT_CHAT,
     version: int | None = None,
 ) -> Suite:
     """A suite of rows with their origins. Raises as `load_suite`."""
-    tokenizer, templated = target.tokenizer, False
-    prompts: list[list[int]] = []
-    asked: list[Asked] = []
-    failed: list[FailedPrompt] = []
+    tokenizer = target.tokenizer
+    suite = Suite(name, [], think_tokens(tokenizer), chat=chat, version=version)
     for number, (origin, row) in enumerate(islice(rows, limit)):
         try:
             with quiet_loading():  # transformers warns of prompts beyond the context, which are named here
-                ids = prompt_ids(row, tokenizer, origin=origin, asking=asking)
+                ids = prompt_ids(row, tokenizer, origin=origin, chat=chat)
             check_ids(ids, target, max_new_tokens=max_new_tokens, origin=origin)
-        except UnaskedPrompt as error:
-            failed.append(FailedPrompt(number, Path(origin).name, error.reason))
+        except UnusablePrompt as error:
+            suite.failed.append(FailedPrompt(number, Path(origin).name, error.reason))
             continue
-        templated = templated or is_chat(row, tokenizer)
-        prompts.append(ids)
-        asked.append(Asked(number, Path(origin).name, domain_of(row, origin=origin)))
-    used = template_hash(tokenizer) if templated else None
-    suite = Suite(name, prompts, think_tokens(tokenizer), asked, failed, asking, used, version)
-    if not prompts and not failed:
+        if suite.template_hash is None and is_chat(row, tokenizer):
+            suite.template_hash = template_hash(tokenizer)
+        suite.prompts.append(ids)
+        suite.sources.append(PromptSource(number, Path(origin).name, domain_of(row, origin=origin)))
+    if not suite.prompts and not suite.failed:
         raise BadInput(f"{name}: no row of it is in the file")
-    if not prompts:
-        raise NothingToAsk(suite)
+    if not suite.prompts:
+        raise NoUsablePrompt(suite)
     return suite
 
 
 def check_ids(ids: list[int], target: Target, *, max_new_tokens: int, origin: str) -> None:
-    """Raises BadInput on no prompt and on tokens that the target has not, UnaskedPrompt beyond its context."""
+    """Raises BadInput on no prompt and on tokens that the target has not, UnusablePrompt beyond its context."""
     if not ids:
         raise BadInput(f"{origin}: empty prompt")
     wrong = next((token for token in ids if not 0 <= token < target.vocab_size), None)
     if wrong is not None:
         raise BadInput(f"{origin}: token id {wrong} is outside the vocabulary of {target.vocab_size}")
     if len(ids) + max_new_tokens > target.max_positions:
-        raise UnaskedPrompt(
+        raise UnusablePrompt(
             origin,
             f"{len(ids)} prompt tokens + {max_new_tokens} new ones exceed the context of {target.max_positions}; "
             "lower --max-new-tokens or shorten the prompt",
         )
 
 
-def domain_of(row: dict[str, Any], *, origin: str) -> str | None:
-    """What a row calls its category, else its domain."""
-    found = next((row[key] for key in ("category", "domain") if row.get(key) is not None), None)
-    if not isinstance(found, str | None):
-        raise BadInput(f"{origin}: `category` or `domain` should be text, got {json.dumps(found)[:60]}")
-    return found
+def domain_of(row: Row, *, origin: str) -> str | None:
+    """A row's category, else its domain."""
+    domain = next((row[key] for key in ("category", "domain") if row.get(key) is not None), None)
+    if not isinstance(domain, str | None):
+        raise BadInput(f"{origin}: `category` or `domain` should be text, got {json.dumps(domain)[:60]}")
+    return domain

@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ...configs.errors import BadInput
 from ...configs.files import write_json
 from ...configs.jsonl import iter_jsonl
-from ...eval.drafters.lookup import build_drafters
+from ...eval.drafters.registry import build_drafters
 from ...eval.measurement.config import MeasureConfig, chain
 from ...eval.measurement.environment import Environment
 from ...eval.measurement.measure import measure

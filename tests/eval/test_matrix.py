@@ -97,16 +97,16 @@ def test_the_trees_branch_and_differ():
 
 def test_a_lossy_engine_is_caught(target_of, drafter_of, wanted_of, monkeypatch):
     """The bonus is taken from the last node but one of the path: what the matrix must be able to see."""
-    from headstart.eval import engine
+    from headstart.eval import verify
 
-    accept = engine.accept_tree
+    accept = verify.accept_tree
 
     def wrong(chosen, drafted, parents, *, depth):
-        verdict = accept(chosen, drafted, parents, depth=depth)
-        verdict.bonus = torch.where(verdict.num_accepted > 0, chosen[:, 0], verdict.bonus)
-        return verdict
+        accepted = accept(chosen, drafted, parents, depth=depth)
+        accepted.bonus = torch.where(accepted.num_accepted > 0, chosen[:, 0], accepted.bonus)
+        return accepted
 
-    monkeypatch.setattr(engine, "accept_tree", wrong)
+    monkeypatch.setattr(verify, "accept_tree", wrong)
     head = drafter_of("medusa", "llama")
     how = {"max_new_tokens": NUM_NEW, "tree": TREES["static"], "eos_token_ids": []}
     assert generate(target_of("llama"), head, PROMPTS, **how).token_ids != wanted_of("llama")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.eval.drafters.lookup import build_drafter
+from headstart.eval.drafters.registry import build_drafter
 from headstart.eval.generate import generate
 from headstart.heads import draft_lm
 from headstart.heads.adapters import merged_state

@@ -4,7 +4,7 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.configs.loader import build, read_config, shipped
-from headstart.eval.drafters.lookup import build_drafters
+from headstart.eval.drafters.registry import build_drafters
 from headstart.eval.generate import generate
 from headstart.eval.report.document import build_report
 from headstart.heads.loading import fingerprint_of
@@ -194,9 +194,9 @@ def test_no_other_drafter_is_measured_on_the_adapted_target(saved_target, tmp_pa
     with pytest.raises(BadInput, match="computes with another head's adapters, so medusa needs it afresh"):
         build_drafters([f"head:{folder}", f"head:{plain}"], Target.load(path))
     target = Target.load(path)
-    assert build_report(target, [])["target"]["is_adapted"] is False
+    assert build_report(target, []).target.is_adapted is False
     build_drafters([f"head:{folder}"], target)
-    assert build_report(target, [])["target"]["is_adapted"] is True
+    assert build_report(target, []).target.is_adapted is True
 
 
 def test_the_shipped_config_is_the_papers():

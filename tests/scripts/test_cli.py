@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import typer
@@ -103,13 +104,15 @@ def test_contexts_beyond_a_head_s_training_are_named(headstart, saved_target, pr
 def test_a_text_that_differs_is_exit_code_1(
     temperature, headstart, head_folder, saved_target, prompts, tmp_path, monkeypatch
 ):
-    """An engine that accepts one draft too many: the report is written and the command fails."""
-    from headstart.eval import engine, verify
+    """A bonus token chosen behind a rejected draft: the report is written and the command fails."""
+    from headstart.eval.verify import ACCEPT_RULES, AcceptRule, exact
 
-    real = verify.accept_chain
-    monkeypatch.setattr(
-        engine, "accept_chain", lambda chosen, drafted: (real(chosen, drafted) + 1).clamp(max=drafted.shape[1])
-    )
+    def one_too_far(drafted):
+        accepted = exact(drafted)
+        behind = (accepted.num_accepted + 1).clamp(max=drafted.depth)
+        return replace(accepted, bonus=drafted.chosen().gather(1, behind[:, None]).squeeze(1))
+
+    monkeypatch.setitem(ACCEPT_RULES, "exact", AcceptRule(one_too_far, is_lossless=True))
     line = f"eval --target {saved_target} --head {head_folder} --prompts {prompts({'prompt': 'w5 w9'})} --repeats 3"
     code, out, _ = headstart(line, "--output", tmp_path / "out", "--max-new-tokens", 40, "--temperature", temperature)
     assert code == 1
@@ -125,7 +128,7 @@ def test_several_heads_and_suites_are_told_apart(headstart, head_folder, saved_t
     second.mkdir()
     for path in head_folder.iterdir():
         (second / path.name).write_bytes(path.read_bytes())
-    line = f"eval --target {saved_target} --head {head_folder} --head {second} --output {tmp_path / 'out'} --repeats 1"
+    line = f"eval --target {saved_target} --head {head_folder} --head {second} --output {tmp_path / 'out'} --repeats 3"
     for name in ("one", "two"):
         (tmp_path / f"{name}.jsonl").write_text('{"prompt": "w5 w9"}\n')
         line += f" --prompts {tmp_path / name}.jsonl"

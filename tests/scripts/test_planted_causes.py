@@ -29,7 +29,7 @@ LONGEST_ROW = 128  # tokens; the planted contexts begin behind it
 
 # what the page calls each planted cause; the last is a refusal, before anything is measured
 CAUSES = {
-    "template": "Template: asked otherwise than in training",
+    "template": "Template: prompts are rendered unlike in training",
     "temperature": "Sampling: temperature above 0",
     "domain": "Domain: prompts are not like the training rows",
     "vocabulary": "Vocabulary: the head cannot draft what the target writes",

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlparse
 
@@ -12,7 +13,10 @@ import torch
 import yaml
 from headstart.configs.errors import BadInput
 from headstart.eval.measurement.config import MeasureConfig
+from headstart.eval.measurement.environment import Environment, TargetInfo
 from headstart.eval.measurement.measure import measure
+from headstart.eval.measurement.result import Result
+from headstart.eval.report.document import Report
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.export.check import check_folder
@@ -142,24 +146,16 @@ def run(saved_target, tmp_path):
     (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(recipe))
     start = {"headstart": "0.1.0", "git": None, "data": {"train": {"fingerprint": "0123abcd", "num_rows": 12}}}
     (tmp_path / "run" / "run.json").write_text(json.dumps([start]))
-    entry = {
-        "engine": "headstart",
-        "drafter": "eagle3",
-        "suite": "stories",
-        "tree": "chain",
-        "accept": "exact",
-        "num_draft_tokens": 7,
-        "batch_size": 1,
-        "temperature": 0.0,
-        "acceptance_length": 2.34567,
-        "speedup": 1.5,
-        "speedup_ci95": [1.4, 1.6],
-    }
-    report = {
-        "environment": {"headstart": "0.1.0", "device": "a CPU", "torch": "2.13"},
-        "target": {"name": str(saved_target), "fingerprint": target.fingerprint},
-        "results": [entry, {**entry, "drafter": "ngram"}, {**entry, "accept": "typical"}],
-    }
+    entry = Result(
+        engine="headstart", drafter="eagle3", suite="stories", suite_version=None, suite_digest="0f", system=None,
+        thinking=None, template_hash=None, tree="chain", num_drafted=7, temperature=0.0, top_k=0, top_p=1.0,
+        accept="exact", steps="eager", batch_size=1, num_draft_tokens=7, num_prompts=8, failed=[], max_new_tokens=64,
+        num_repeats=3, acceptance_length=2.34567, speedup=1.5, speedup_ci95=[1.4, 1.6],
+    )  # fmt: skip
+    environment = Environment(headstart="0.1.0", device="a CPU", torch="2.13", copy_gigabytes_per_second=9.5)
+    measured = TargetInfo(name=str(saved_target), fingerprint=target.fingerprint)
+    results = [entry, replace(entry, drafter="ngram"), replace(entry, accept="typical")]
+    report = Report(environment, measured, results).to_json()
     (tmp_path / "report.json").write_text(json.dumps(report))
     (tmp_path / "report.svg").write_text("<svg/>")
     return tmp_path / "run"

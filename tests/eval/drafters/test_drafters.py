@@ -6,13 +6,8 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.drafters.draft_model import DraftModelDrafter, has_tokenizer_of
-from headstart.eval.drafters.lookup import (
-    NgramDrafter,
-    SuffixDrafter,
-    build_drafter,
-    build_drafters,
-    parse_drafter,
-)
+from headstart.eval.drafters.lookup import NgramDrafter, SuffixDrafter
+from headstart.eval.drafters.registry import build_drafter, build_drafters, parse_drafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.eval.generate import generate
 from headstart.eval.measurement.metrics import acceptance

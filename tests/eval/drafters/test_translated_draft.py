@@ -9,7 +9,7 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.drafters.draft_model import DraftModelDrafter
-from headstart.eval.drafters.lookup import build_drafter
+from headstart.eval.drafters.registry import build_drafter
 from headstart.eval.drafters.translated import Tail, TranslatedDrafter, TranslatedRow, Vocabulary
 from headstart.eval.generate import generate
 from headstart.heads.drafter import Reading

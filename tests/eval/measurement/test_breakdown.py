@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from headstart.eval.drafters.lookup import NgramDrafter, trained
+from headstart.eval.drafters.lookup import NgramDrafter
+from headstart.eval.drafters.registry import training_record
 from headstart.eval.measurement.breakdown import asked_as_trained, beyond_training, draft_vocabulary
 from headstart.eval.measurement.config import MeasureConfig, chain
 from headstart.eval.measurement.measure import measure
@@ -18,14 +19,14 @@ from headstart.eval.measurement.result import (
 )
 from headstart.eval.measurement.summary import unmeasured
 from headstart.eval.report.console import training_warnings
-from headstart.eval.suites.prompts import Asked, Suite
+from headstart.eval.suites.prompts import PromptSource, Suite
 from headstart.heads.registry import HEADS, build_head, save_head
 
 PROMPTS = [[1, 5, 9, 5], [1, 7, 8, 7], [1, 30, 31, 30], [1, 40, 40]]
 
 
 def suite(*domains):
-    return Suite("four", PROMPTS, asked=[Asked(i, f"a:{i}", one) for i, one in enumerate(domains)])
+    return Suite("four", PROMPTS, sources=[PromptSource(i, f"a:{i}", one) for i, one in enumerate(domains)])
 
 
 def measured(target, prompts, batch_size=1):
@@ -37,7 +38,7 @@ def test_each_domain_has_the_figures_of_its_prompts_alone(target):
     parts = measured(target, suite("a", "b", "a", "b")).by_domain
     assert list(parts) == ["a", "b"]
     for name, places in (("a", [0, 2]), ("b", [1, 3])):
-        alone = measured(target, suite(*"abab").only(places))
+        alone = measured(target, suite(*"abab").subset(places))
         part, low, high = parts[name], *parts[name].speedup_ci95
         for key in ("num_prompts", "num_rounds", "acceptance_length", "acceptance_rate"):
             assert getattr(part, key) == getattr(alone, key)
@@ -75,9 +76,9 @@ def test_coverage_counts_written_tokens(tiny_target):
 def test_what_a_head_says_of_its_training_is_read_from_it(tiny_target, tmp_path):
     head = build_head(HEADS["medusa"].config_class(type="medusa"), tiny_target("llama"))
     known = {"max_length": 512, "prompt_ending": {"token_ids": [7, 8], "text": "w7 w8"}}
-    assert trained(f"head:{save_head(head, tmp_path / 'run', training=known)}") == known
-    assert trained(f"head:{save_head(head, tmp_path / 'old')}") is None
-    assert trained("ngram") is None
+    assert training_record(f"head:{save_head(head, tmp_path / 'run', training=known)}") == known
+    assert training_record(f"head:{save_head(head, tmp_path / 'old')}") is None
+    assert training_record("ngram") is None
 
 
 def test_prompts_are_held_against_how_those_of_training_ended():

@@ -2,36 +2,40 @@
 
 import json
 import re
+from xml.etree import ElementTree
 
 import pytest
 from headstart.configs.errors import BadInput
-from headstart.eval.report.charts import Curve, curve_chart, thinned
-from headstart.eval.report.comparison import Evaluation, headline, read_evaluation, standings, summary, unlike
-from headstart.eval.report.comparison_page import TrainingRun, render
+from headstart.eval.measurement.environment import Environment, TargetInfo
+from headstart.eval.measurement.lossless import LosslessReport
+from headstart.eval.measurement.result import Bandwidth, Conventions, Result, Timing
+from headstart.eval.report.charts import Series, line_chart, thinned
+from headstart.eval.report.comparison import Evaluation, headline, read_evaluation, standings, unlike
+from headstart.eval.report.comparison_page import RunFigures, TrainingRun, render, render_curves
+from headstart.eval.report.document import Report
 
-NONE = {"checked": 20, "identical": 20, "explained": 0, "unexplained": 0, "divergences": []}
 
-
-def entry(speedup=1.5, low=1.4, high=1.6, **changes):
+def entry(speedup=1.5, low=1.4, high=1.6, **changes) -> Result:
     """A result with what the comparison and its page read."""
-    times = {"draft_ms": 1.0, "verify_ms": 12.0, "overhead_ms": 0.5, "baseline_ms": 10.0, "formula_speedup": 2.0}
-    words = {"vllm_mean_acceptance_length": 2.7, "vllm_per_position": [0.8], "sglang_accept_length": 2.7}
-    return {
-        "engine": "headstart", "drafter": "eagle3", "suite": "chat", "tree": "chain", "tree_shape": None,
-        "num_drafted": 3, "num_draft_tokens": 3, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "accept": "exact",
-        "steps": "eager", "batch_size": 1, "num_prompts": 20, "max_new_tokens": 128, "num_rounds": 1000,
+    settings = {
+        "engine": "headstart", "drafter": "eagle3", "suite": "chat", "suite_version": None, "suite_digest": "0f",
+        "system": None, "thinking": None, "template_hash": None, "tree": "chain", "num_drafted": 3,
+        "num_draft_tokens": 3, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "accept": "exact", "steps": "eager",
+        "batch_size": 1, "num_prompts": 20, "failed": [], "max_new_tokens": 128, "num_repeats": 1, "num_rounds": 1000,
         "acceptance_length": 2.72, "acceptance_rate": [0.8, 0.7, 0.65], "tokens_per_second": 150.0,
         "baseline_tokens_per_second": 100.0, "speedup": speedup, "speedup_ci95": [low, high], "speedup_p10": 1.3,
         "speedup_median": 1.5, "speedup_p90": 1.7, "end_to_end_speedup": 1.4, "ttft_ms": 12.0, "baseline_ttft_ms": 9.0,
-        "conventions": {**words, "eagle_n_alpha": [0.8]}, "timing": times, "by_segment": {}, "by_context": {},
-        "baseline_bandwidth": {"gigabytes_per_second": 7.0, "share_of_copy": 0.7}, "lossless": NONE, **changes,
+        "conventions": Conventions(2.7, [0.8], 2.7, [0.8]), "timing": Timing(1.0, 12.0, 0.5, 10.0, 2.0),
+        "baseline_bandwidth": Bandwidth(7.0, 0.7), "lossless": LosslessReport(20, 20),
     }  # fmt: skip
+    return Result(**{**settings, **changes})
 
 
 def evaluation(name, *results, device="a machine", dtype="float32"):
-    environment = {"headstart": "0.1.0", "torch": "2.13", "transformers": "5", "device": device, "num_threads": 1}
-    target = {"name": "org/model", "fingerprint": "0f", "is_adapted": False, "dtype": dtype, "quantization": None}
-    return Evaluation(name, {"schema_version": 1, "environment": environment, "target": target, "results": [*results]})
+    environment = Environment(headstart="0.1.0", torch="2.13", device=device, copy_gigabytes_per_second=9.5)
+    return Evaluation(
+        name, Report(environment, TargetInfo(name="org/model", fingerprint="0f", dtype=dtype), [*results])
+    )
 
 
 def test_who_is_ahead_is_said_and_only_intervals_apart_prove_it():
@@ -47,12 +51,12 @@ def test_who_is_ahead_is_said_and_only_intervals_apart_prove_it():
 def test_a_winner_on_one_suite_is_none_overall():
     first = evaluation("a", entry(2.0, 1.9, 2.1), entry(suite="code"))
     second = evaluation("b", entry(), entry(2.0, 1.9, 2.1, suite="code"))
-    said = headline(standings([first, second]))
-    assert said.startswith("No single winner: a on chat") and "b on code" in said
+    line = headline(standings([first, second]))
+    assert line.startswith("No single winner: a on chat") and "b on code" in line
 
 
 def test_what_is_not_lossless_or_not_measured_does_not_win():
-    broken = entry(9.0, 8.0, 10.0, lossless={**NONE, "unexplained": 1})
+    broken = entry(9.0, 8.0, 10.0, lossless=LosslessReport(20, 19, 0, 1))
     [found] = standings([evaluation("a", broken), evaluation("b", entry(0.9, 0.8, 0.99))])
     assert found.winner is None and "only b" in found.words and "not shown to be faster than no drafts" in found.words
     assert headline([found]) == "Nothing here was measured in more than one evaluation"
@@ -65,7 +69,7 @@ def test_what_is_not_lossless_or_not_measured_does_not_win():
         (evaluation("b", entry(), dtype="bfloat16"), "target dtype: a float32; b bfloat16"),
         (evaluation("b", entry(suite="code")), "suite chat: not measured in b"),
         (evaluation("b", entry(num_prompts=99)), "num prompts on chat: a 20; b 99"),
-        (evaluation("b", entry(template_hash="ff")), "template hash on chat: a not said; b ff"),
+        (evaluation("b", entry(template_hash="ff")), "template hash on chat: a None; b ff"),
         (evaluation("b", entry(baseline_tokens_per_second=60.0)), "in tokens per second: a 100.0; b 60.0"),
         (evaluation("b", entry(num_prompts=4)), "were timed in b"),
     ],
@@ -80,21 +84,23 @@ def test_like_evaluations_have_no_warning():
 
 def test_the_page_has_both_and_fetches_nothing():
     bad = "<script>x</script>"
-    run = TrainingRun(
-        bad, FIGURES, {"train.seed": 1}, [(i, 3.0 / i) for i in range(1, 500)], [(200, 1.9), (400, 2.1)], [(400, 2.2)]
-    )
-    page = render([evaluation(bad, entry()), evaluation("b", entry(2.0, 1.8, 2.2))], [run])
+    losses = [(i, 3.0 / i) for i in range(1, 500)]
+    run = TrainingRun(bad, FIGURES, {"train.seed": 1}, losses, [(200, 1.9), (400, 2.1)], [(400, 2.2)])
+    other = TrainingRun("other", FIGURES, {"train.seed": 2}, losses, [], [])
+    page = render([evaluation(bad, entry()), evaluation("b", entry(2.0, 1.8, 2.2))], [run, other])
     assert "<script" not in page and "http" not in page and "url(" not in page and "&lt;script&gt;" in page
     for words in ("2.00 [1.80, 2.20]", "1.50 [1.40, 1.60]", "b is the fastest", "20/20", "2.10 at 400", "train.seed"):
         assert words in page.replace("\xa0", " ")
     opened = re.findall(r"<(section|table|figure|svg|ul|div)\b", page)
     assert all(opened.count(tag) == page.count(f"</{tag}>") for tag in set(opened))
     assert "validations, taught" in page and "validations, decoded" not in page, "one point is no curve"
-    assert 'class="verdict deploy"' in page and len(page) < 100_000
+    assert 'class="recommendation deploy"' in page and len(page) < 100_000
 
 
-FIGURES = {"steps": 400, "loss": 0.01, "best_acceptance_length": 2.1, "best_step": 400, "last_acceptance_length": 2.1}
-FIGURES |= {"decoded_acceptance_length": None, "tokens_per_second": 1234.5}
+FIGURES = RunFigures(
+    run="runs/a", finished=True, steps=400, loss=0.01, best_acceptance_length=2.1, best_step=400,
+    last_acceptance_length=2.1, decoded_acceptance_length=None, tokens_per_second=1234.5,
+)  # fmt: skip
 
 
 def test_runs_alone_are_a_page_too():
@@ -104,18 +110,26 @@ def test_runs_alone_are_a_page_too():
 
 
 def test_curves_keep_their_last_value_and_few_points():
-    chart = curve_chart("t", [Curve("a", thinned([(i, 1.0) for i in range(1, 1001)])), Curve("b", [])], axis="step")
+    lines = [Series("a", thinned([(i, 1.0) for i in range(1, 1001)], most=120)), Series("b", [])]
+    chart = line_chart("t", lines, axis="step", with_dots=False)
     assert "a: 1.00 at 1000" in chart and "b: none" in chart
-    assert len(thinned([(i, 0.0) for i in range(1000)])) <= 120
-    assert thinned([(1, 2.0), (2, 4.0)]) == [(1, 2.0), (2, 4.0)] and thinned([]) == []
+    assert len(thinned([(i, 0.0) for i in range(1000)], most=120)) <= 120
+    assert thinned([(1, 2.0), (2, 4.0)], most=120) == [(1, 2.0), (2, 4.0)] and thinned([], most=120) == []
+
+
+def test_the_curves_are_an_svg_file_of_their_own():
+    runs = [TrainingRun(name, FIGURES, {}, [(1, 3.0), (2, 2.0)], [(2, 1.9)], []) for name in ("<a>", "b")]
+    root = ElementTree.fromstring(render_curves(runs))
+    assert root.tag == "{http://www.w3.org/2000/svg}svg" and "<a>: 2.00 at 2" in "".join(root.itertext())
+    assert len(root.findall(".//{*}svg")) == 2 and "--c0:" in "".join(root.itertext())
 
 
 def test_reports_are_read_and_others_refused(tmp_path):
     one = evaluation("a", entry())
-    (tmp_path / "report.json").write_text(json.dumps(one.report))
+    (tmp_path / "report.json").write_text(json.dumps(one.report.to_json()))
     read = read_evaluation(tmp_path, "a")
-    assert read == one and summary(read)["results"][0]["speedup_ci95"] == [1.4, 1.6]
-    (tmp_path / "report.json").write_text(json.dumps({**one.report, "schema_version": 0}))
+    assert read == one and read.summary()["results"][0]["speedup_ci95"] == [1.4, 1.6]
+    (tmp_path / "report.json").write_text(json.dumps({**one.report.to_json(), "schema_version": 0}))
     with pytest.raises(BadInput, match="schema_version 0, expected 1"):
         read_evaluation(tmp_path, "a")
     (tmp_path / "report.json").write_text("{")

@@ -3,23 +3,31 @@
 from html.parser import HTMLParser
 
 import pytest
-from headstart.eval.report import diagnosis
-from headstart.eval.report.charts import Bar, Line, bar_chart, line_chart, round_steps, tree_chart
-from headstart.eval.report.diagnosis import diagnose
-from headstart.eval.report.findings import is_lower
+from headstart.eval.measurement.environment import Environment, TargetInfo
+from headstart.eval.measurement.result import AcceptancePart, Result
+from headstart.eval.report.acceptance_causes import ACCEPTANCE_RULES
+from headstart.eval.report.charts import Bar, Series, bar_chart, line_chart, round_steps, tree_chart
+from headstart.eval.report.diagnosis import TIME_RULES, costs_more_than_it_saves, diagnose
+from headstart.eval.report.document import Report
+from headstart.eval.report.findings import Case, is_lower
 from headstart.eval.report.page import render, write_page
-from headstart.eval.report.recommendation import label, lossless_evidence, verdict
+from headstart.eval.report.recommendation import label, lossless_evidence, recommend
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 NBSP = "\xa0"
+RULES = {rule.__name__: rule for rule in (*ACCEPTANCE_RULES, *TIME_RULES)}
 
 
 def counted(length, rounds=1000, rates=(0.6, 0.6, 0.6)):
     return {"num_rounds": rounds, "acceptance_length": length, "acceptance_rate": list(rates)}
 
 
-def result(**changes):
-    """A result of a head that pays: K 3, 2.2 tokens per forward, 1.5 times as fast."""
+def part(length, rounds=1000):
+    return AcceptancePart(**counted(length, rounds))
+
+
+def result(**changes) -> Result:
+    """A result of a head that pays: K 3, 2.2 tokens per forward, 1.5 times as fast. changes: keys as in report.json."""
     entry = {
         "engine": "headstart",
         "drafter": "eagle3",
@@ -73,23 +81,22 @@ def result(**changes):
         "teacher_forced_acceptance_length": 2.7,
         "trained": None,
         "asked_as_trained": None,
+        "time_per_output_token_ms": 6.67,
+        "baseline_time_per_output_token_ms": 10.0,
+        "beyond_training": None,
         "lossless": {"checked": 20, "identical": 20, "explained": 0, "unexplained": 0, "divergences": []},
         "sampling_check": None,
     }
-    assert set(changes) <= set(entry) | THEIRS
-    return entry | changes
+    assert set(changes) <= {*entry, *THEIRS}
+    return Result.from_json(entry | changes)
 
 
-THEIRS = {"ours_tokens_per_second", "ours_over_theirs", "ours_over_theirs_ci95"}
+THEIRS = {"ours_tokens_per_second": 170.0, "ours_over_theirs": 1.13, "ours_over_theirs_ci95": [1.1, 1.2]}
 
 
 def report(*results, target="org/model"):
-    return {
-        "schema_version": 1,
-        "environment": {"headstart": "0.1.0", "torch": "2.13", "device": "a machine", "copy_gigabytes_per_second": 9.5},
-        "target": {"name": target, "fingerprint": "0f", "is_adapted": False, "dtype": "float32", "device": "cpu"},
-        "results": list(results),
-    }
+    environment = Environment(headstart="0.1.0", torch="2.13", device="a machine", copy_gigabytes_per_second=9.5)
+    return Report(environment, TargetInfo(name=target, fingerprint="0f", dtype="float32", device="cpu"), [*results])
 
 
 def slow(**changes):
@@ -137,7 +144,6 @@ def everything():
     nothing |= {"timing": dict.fromkeys(("draft_ms", "verify_ms", "overhead_ms", "baseline_ms", "formula_speedup"))}
     nothing |= {"speedup_p10": None, "acceptance_rate": [None] * 3, "teacher_forced_acceptance_length": None}
     theirs = {"engine": "transformers", "acceptance_rate": [], "by_segment": {}, "by_context": {}, "ttft_ms": None}
-    theirs |= {"ours_tokens_per_second": 170.0, "ours_over_theirs": 1.13, "ours_over_theirs_ci95": [1.1, 1.2]}
     parts = {"think": counted(2.9), "answer": counted(2.2)}
     contexts = {"512-2047": counted(1.3), "0-127": counted(2.9)}
     return report(
@@ -148,7 +154,7 @@ def everything():
         slow(suite="code", acceptance_length=1.4, by_segment=parts, by_context=contexts),
         result(drafter="medusa", draft_vocabulary={"size": 32000, "coverage": 0.9}, **nothing),
         unexplained(drafter="ngram"),
-        result(**theirs),
+        result(**theirs, **THEIRS),
     )
 
 
@@ -212,16 +218,16 @@ def test_a_report_without_results_is_a_page():
     assert "Do not deploy: nothing was timed" in Reader(render(report())).text
 
 
-# The verdict
+# The recommendation
 
 
 def test_the_best_proved_setting_is_advised():
     """By the lower end of its interval: 1.4 of the chain beats 1.2 of a tree with the higher speedup."""
     tree = result(tree="dynamic", num_drafted=24, speedup=1.8, speedup_ci95=[1.2, 2.4])
-    said = verdict([tree, result()])
-    assert said.is_deployable and said.headline.replace(NBSP, " ") == "Deploy eagle3 · chain · K 3 · batch 1"
-    assert said.figure == "1.50 [1.40, 1.60]" and "1.50 times as fast" in said.reasons[0]
-    assert any("best of 2 results" in one for one in said.cautions)
+    advised = recommend([tree, result()])
+    assert advised.is_deployable and advised.headline.replace(NBSP, " ") == "Deploy eagle3 · chain · K 3 · batch 1"
+    assert advised.figure == "1.50 [1.40, 1.60]" and "1.50 times as fast" in advised.reasons[0]
+    assert any("best of 2 results" in one for one in advised.cautions)
     text = Reader(render(report(tree, result()))).text
     assert text.index("Deploy eagle3") < text.index("1.50 [1.40, 1.60]") < text.index("40 of 40 texts equal")
 
@@ -239,34 +245,34 @@ def test_the_best_proved_setting_is_advised():
     ],
 )
 def test_without_proof_nothing_is_advised(entry, why):
-    said = verdict([entry])
-    assert not said.is_deployable and said.headline.startswith("Do not deploy") and why in said.reasons[0]
+    advised = recommend([entry])
+    assert not advised.is_deployable and advised.headline.startswith("Do not deploy") and why in advised.reasons[0]
 
 
 def test_another_engine_is_never_the_advice():
-    theirs = result(engine="transformers", speedup=9.0, speedup_ci95=[8.0, 10.0])
-    assert not verdict([theirs, slow()]).is_deployable
+    theirs = result(engine="transformers", speedup=9.0, speedup_ci95=[8.0, 10.0], **THEIRS)
+    assert not recommend([theirs, slow()]).is_deployable
     assert label(theirs).startswith("transformers · eagle3")
 
 
-def test_the_verdict_says_where_it_does_not_hold():
-    said = verdict([result(), slow(suite="code"), slow(batch_size=8), slow(drafter="ngram")])
-    cautions = [one.split(":")[0] for one in said.cautions if "Not on" in one]
+def test_the_recommendation_names_where_it_does_not_hold():
+    advised = recommend([result(), slow(suite="code"), slow(batch_size=8), slow(drafter="ngram")])
+    cautions = [one.split(":")[0] for one in advised.cautions if "Not on" in one]
     assert cautions == ["Not on code at batch 1", "Not on chat at batch 8"]
-    assert said.headline.endswith(", for traffic like chat")
-    everywhere = verdict([result(), result(suite="code"), slow(batch_size=8)])
+    assert advised.headline.endswith(", for traffic like chat")
+    everywhere = recommend([result(), result(suite="code"), slow(batch_size=8)])
     assert everywhere.headline.endswith("batch\xa01")
 
 
-def test_the_verdict_warns_of_few_prompts_and_of_a_slow_baseline():
-    few = verdict([result(num_prompts=5)]).cautions
+def test_the_recommendation_warns_of_few_prompts_and_of_a_slow_baseline():
+    few = recommend([result(num_prompts=5)]).cautions
     assert any("Only 5 prompts were timed" in one for one in few)
-    idle = verdict([result(baseline_bandwidth={"gigabytes_per_second": 0.1, "share_of_copy": 0.01})]).cautions
+    idle = recommend([result(baseline_bandwidth={"gigabytes_per_second": 0.1, "share_of_copy": 0.01})]).cautions
     assert any("1.0% of what a copy reaches" in one for one in idle)
-    assert verdict([result()]).cautions == []
+    assert recommend([result()]).cautions == []
 
 
-def test_losslessness_is_said_as_it_was_seen():
+def test_losslessness_is_reported_as_it_was_checked():
     assert lossless_evidence([result(), unexplained()]).startswith("39 of 40 texts equal")
     assert "1 differ UNEXPLAINED" in lossless_evidence([unexplained()])
     sampled = {"checked": 0, "identical": 0, "explained": 0, "unexplained": 0, "divergences": []}
@@ -291,7 +297,7 @@ def test_each_kind_of_traffic_gets_what_pays_there():
 
 
 def test_a_result_that_pays_has_no_finding():
-    assert diagnose(result(), [result()]) == []
+    assert diagnose(Case(result(), [result()])) == []
     assert "No cause of low acceptance" in Reader(render(report(result()))).text
 
 
@@ -324,12 +330,12 @@ LOW = {"acceptance_length": 1.6, "acceptance_rate": [0.4, 0.4, 0.25], "num_commi
     ],
 )
 def test_a_planted_cause_is_found_with_its_figures(rule, planted, peers, figures):
-    entry, rule = result(**planted), getattr(diagnosis, rule)
-    found = rule(entry, [entry, *peers])
-    assert found is not None and found.cause and found.advice
-    assert all(figure in found.words for figure in figures), found.words
-    assert rule(result(), [result(), *peers]) is None, "and without it there is nothing to find"
-    assert found in diagnose(entry, [entry, *peers])
+    entry, rule = result(**planted), RULES[rule]
+    finding = rule(Case(entry, [entry, *peers]))
+    assert finding is not None and finding.cause and finding.advice
+    assert all(figure in finding.figures for figure in figures), finding.figures
+    assert rule(Case(result(), [result(), *peers])) is None, "and without it there is nothing to find"
+    assert finding in diagnose(Case(entry, [entry, *peers]))
 
 
 @pytest.mark.parametrize(
@@ -351,7 +357,7 @@ def test_a_planted_cause_is_found_with_its_figures(rule, planted, peers, figures
     ],
 )
 def test_what_only_looks_like_a_cause_is_not_named(rule, near):
-    assert getattr(diagnosis, rule)(result(**near), [result(**near), CHAIN]) is None
+    assert RULES[rule](Case(result(**near), [result(**near), CHAIN])) is None
 
 
 @pytest.mark.parametrize(
@@ -359,23 +365,23 @@ def test_what_only_looks_like_a_cause_is_not_named(rule, near):
     [({"draft_ms": 25.0}, "Drafting"), ({"verify_ms": 40.0}, "Verifying"), ({"overhead_ms": 30.0}, "The work around")],
 )
 def test_the_largest_cost_is_blamed(changes, blamed):
-    found = diagnosis.costs_more_than_it_saves(result(timing={**COSTLY, **changes}), [])
-    assert found is not None and found.cause.startswith(blamed)
+    finding = costs_more_than_it_saves(Case(result(timing={**COSTLY, **changes})))
+    assert finding is not None and finding.cause.startswith(blamed)
 
 
 def test_low_acceptance_without_a_visible_cause_says_so():
     cheap = {**COSTLY, "draft_ms": 0.1, "verify_ms": 10.0}
-    [found] = diagnose(result(**LOW, timing=cheap, teacher_forced_acceptance_length=1.6), [])
-    assert "cause not in these figures" in found.cause and "60% of drafts are rejected" in found.words
-    whose = {one.cause for one in diagnose(result(**LOW, temperature=1.0), [])}
-    assert "Sampling: temperature above 0" in whose and found.cause not in whose
+    [finding] = diagnose(Case(result(**LOW, timing=cheap, teacher_forced_acceptance_length=1.6)))
+    assert "cause not in these figures" in finding.cause and "60% of drafts are rejected" in finding.figures
+    causes = {sampled.cause for sampled in diagnose(Case(result(**LOW, temperature=1.0)))}
+    assert "Sampling: temperature above 0" in causes and finding.cause not in causes
 
 
 def test_chance_is_no_difference():
     """3.0 against 2.6 tokens: over 1,000 rounds a difference, over 10 none."""
-    assert is_lower(counted(2.6), counted(3.0))
-    assert not is_lower(counted(2.6, rounds=10), counted(3.0, rounds=10))
-    assert not is_lower(counted(2.9, rounds=10**6), counted(3.0, rounds=10**6)), "real, and too small to matter"
+    assert is_lower(part(2.6), part(3.0))
+    assert not is_lower(part(2.6, rounds=10), part(3.0, rounds=10))
+    assert not is_lower(part(2.9, rounds=10**6), part(3.0, rounds=10**6)), "real, and too small to matter"
 
 
 def test_findings_of_batch_sizes_that_share_their_figures_are_one():
@@ -396,7 +402,8 @@ def test_values_stand_in_charts_as_text_and_lengths_follow_them():
 
 
 def test_lines_leave_out_what_was_not_measured():
-    chart = Reader(line_chart("t", ["1", "4", "8"], [Line("a", [1.0, None, 2.0]), Line("b", [None] * 3)], axis="x"))
+    lines = [Series("a", [(0, 1.0), (2, 2.0)]), Series("b", [])]
+    chart = Reader(line_chart("t", lines, axis="x", ticks=["1", "4", "8"]))
     points = [value.split() for tag, key, value in chart.attributes if (tag, key) == ("polyline", "points")]
     assert [len(one) for one in points] == [2, 2, 0, 2], "values and key of a, then of b"
     assert round_steps(1.0) == [0, 0.2, 0.4, 0.6, 0.8, 1.0] and round_steps(2.7) == [0, 1, 2]

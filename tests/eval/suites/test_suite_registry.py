@@ -42,16 +42,16 @@ def test_a_row_of_each_suite_is_read_from_the_folder(name, end, chat_target, wri
 def test_a_file_of_any_name_may_be_given(name, chat_target, written, tmp_path):
     path = written("somewhere.jsonl", ROWS[name][0])
     [suite] = load(f"{name}={path}", chat_target, tmp_path / "none")
-    assert suite.name == name and suite.asked[0].row == "somewhere.jsonl:1"
+    assert suite.name == name and suite.sources[0].row == "somewhere.jsonl:1"
 
 
 def test_spec_bench_has_six_groups(chat_target, written, tmp_path):
     rest = ["translation", "summarization", "qa", "math_reasoning", "rag"]
     path = written("s.jsonl", *({"category": one, "turns": ["w5"]} for one in [*sorted(MT_BENCH), *rest]))
     [suite] = load(f"spec-bench={path}", chat_target, tmp_path)
-    assert [one.domain for one in suite.asked] == ["mt_bench"] * 8 + rest
+    assert [one.domain for one in suite.sources] == ["mt_bench"] * 8 + rest
     [suite] = load(f"mt-bench={path}", chat_target, tmp_path)
-    assert {one.domain for one in suite.asked} >= MT_BENCH
+    assert {one.domain for one in suite.sources} >= MT_BENCH
 
 
 def test_mt_bench_is_one_suite_under_both_of_its_hub_formats(chat_target, written, tmp_path):
@@ -89,7 +89,7 @@ def test_speed_bench_is_a_folder_of_subsets(chat_target, written, tmp_path):
         written(f"suites/speed_bench/{subset}.jsonl", {**SPEED, "messages": [FIRST, SECOND]})
     suites = load("speed-bench", chat_target, tmp_path / "suites")
     assert [suite.name for suite in suites] == ["speed-bench-qualitative", "speed-bench-throughput_1k"]
-    assert suites[0].prompts == [asked("w5 w6", chat_target)] and suites[0].asked[0].domain == "coding"
+    assert suites[0].prompts == [asked("w5 w6", chat_target)] and suites[0].sources[0].domain == "coding"
     for spec in ("speed-bench:throughput_1k", f"speed-bench:throughput_1k={tmp_path / 'suites' / 'speed_bench'}"):
         [one] = load(spec, chat_target, tmp_path / "suites")
         assert one.name == "speed-bench-throughput_1k"

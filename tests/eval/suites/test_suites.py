@@ -4,7 +4,7 @@ import pytest
 from headstart.configs.errors import BadInput
 from headstart.data_pipelines.config import DataConfig
 from headstart.data_pipelines.storage.features import origin_of
-from headstart.eval.suites.prompts import Asking, NothingToAsk, Suite, load_suite
+from headstart.eval.suites.prompts import ChatOptions, NoUsablePrompt, Suite, load_suite
 
 TURNS = {"turns": ["w5 w6", "w7"]}
 CHAT = {"messages": [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}]}
@@ -21,23 +21,23 @@ def test_the_first_turn_is_asked_through_the_chat_template(chat_target, written)
 
 
 def test_a_system_prompt_is_put_in_front_of_chats_without_one(chat_target, written):
-    suite = load(written("a.jsonl", TURNS, OWN_SYSTEM), chat_target, asking=Asking(system="w31 w32"))
+    suite = load(written("a.jsonl", TURNS, OWN_SYSTEM), chat_target, chat=ChatOptions(system="w31 w32"))
     assert suite.prompts == [[9, 31, 32, 2, 10, 5, 6, 2, 11], [9, 30, 2, 10, 5, 2, 11]]
-    assert suite.described()["system"] == "w31 w32"
+    assert suite.chat.system == "w31 w32" and suite.template_hash
 
 
 def test_thinking_is_told_to_the_template(chat_target, written):
     path = written("a.jsonl", TURNS)
-    tails = [load(path, chat_target, asking=Asking(thinking=how)).prompts[0][-1] for how in (None, True, False)]
+    tails = [load(path, chat_target, chat=ChatOptions(thinking=how)).prompts[0][-1] for how in (None, True, False)]
     assert tails == [11, 12, 13]
-    assert load(path, chat_target, asking=Asking(thinking=False)).described()["thinking"] is False
+    assert load(path, chat_target, chat=ChatOptions(thinking=False)).chat.thinking is False
 
 
 def test_the_template_is_named_as_training_names_it(chat_target, written):
     suite = load(written("a.jsonl", TURNS), chat_target)
     trained = origin_of(DataConfig(train=["a.jsonl"]), chat_target.tokenizer)
-    assert suite.described()["template_hash"] == trained["template_hash"]
-    assert load(written("b.jsonl", {"prompt": "w5"}), chat_target).described()["template_hash"] is None
+    assert suite.template_hash == trained["template_hash"]
+    assert load(written("b.jsonl", {"prompt": "w5"}), chat_target).template_hash is None
 
 
 def test_a_base_model_reads_turns_as_plain_text(chat_target, written):
@@ -50,16 +50,16 @@ def test_a_base_model_reads_turns_as_plain_text(chat_target, written):
 def test_a_system_prompt_that_nothing_reads_is_refused(row, chat_target, written):
     if "turns" in row:
         chat_target.tokenizer.chat_template = None
-    for asking in (Asking(system="w31"), Asking(thinking=True)):
+    for chat in (ChatOptions(system="w31"), ChatOptions(thinking=True)):
         with pytest.raises(BadInput, match=r"a\.jsonl:1: a system prompt or thinking needs a chat template"):
-            load(written("a.jsonl", row), chat_target, asking=asking)
+            load(written("a.jsonl", row), chat_target, chat=chat)
 
 
 def test_prompts_that_cannot_be_asked_are_named_and_the_others_stand(chat_target, written):
     tool = {"messages": [{"role": "tool", "content": "w5"}]}
     path = written("a.jsonl", {**TURNS, "category": "one"}, tool, {"prompt": "w5 " * 250}, {**TURNS, "domain": "two"})
     suite = load(path, chat_target)
-    assert [(one.number, one.row, one.domain) for one in suite.asked] == [
+    assert [(one.number, one.row, one.domain) for one in suite.sources] == [
         (0, "a.jsonl:1", "one"),
         (3, "a.jsonl:4", "two"),
     ]
@@ -70,7 +70,7 @@ def test_prompts_that_cannot_be_asked_are_named_and_the_others_stand(chat_target
 
 
 def test_a_file_without_a_prompt_to_ask_is_refused(chat_target, written):
-    with pytest.raises(NothingToAsk, match=r"^no prompt of a can be asked: a\.jsonl:1: 250 prompt tokens"):
+    with pytest.raises(NoUsablePrompt, match=r"^no prompt of a can be asked: a\.jsonl:1: 250 prompt tokens"):
         load(written("a.jsonl", {"prompt": "w5 " * 250}), chat_target)
 
 
@@ -80,6 +80,6 @@ def test_a_category_that_is_no_text_is_refused(chat_target, written):
 
 
 def test_a_part_of_a_suite_keeps_where_its_prompts_came_from():
-    part = Suite("three", [[1], [2], [3]]).only([2, 0])
-    assert part.prompts == [[3], [1]] and [one.number for one in part.asked] == [2, 0]
+    part = Suite("three", [[1], [2], [3]]).subset([2, 0])
+    assert part.prompts == [[3], [1]] and [one.number for one in part.sources] == [2, 0]
     assert part.digest != Suite("three", [[1], [3]]).digest

@@ -1,0 +1,101 @@
+"""Drafters by the names that the command line takes: `ngram`, `sparse-self:64`, `head:PATH`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from ...configs.errors import BadInput
+from ...heads.base import DraftHead
+from ...heads.drafter import Drafter
+from ...heads.registry import head_record, load_head
+from ...heads.target import Target
+from .draft_model import DraftModelDrafter, has_tokenizer_of, load_draft_model
+from .lookup import NgramDrafter, SuffixDrafter
+from .sparse_self import SparseSelfDrafter
+from .translated import TranslatedDrafter
+
+
+def draft_model(target: Target, path: str) -> Drafter:
+    model = load_draft_model(path, target)
+    if has_tokenizer_of(target, model):
+        return DraftModelDrafter(model, target_vocab_size=target.vocab_size)
+    return TranslatedDrafter(model, target)
+
+
+@dataclass(frozen=True)
+class NamedDrafter:
+    """build: of the target and what is given behind the colon, which is called `argument`."""
+
+    build: Callable[[Target, str], Drafter]
+    argument: str = ""  # MAX and BUDGET are counts, and may be left out; PATH is a folder or a hub id
+
+    def specs(self, name: str) -> list[str]:
+        """How it may be given."""
+        return [name] * (self.argument != "PATH") + [f"{name}:{self.argument}"] * bool(self.argument)
+
+
+DRAFTERS = {
+    "ngram": NamedDrafter(lambda _, most: NgramDrafter(int(most)) if most else NgramDrafter(), "MAX"),
+    "suffix": NamedDrafter(lambda *_: SuffixDrafter()),
+    "sparse-self": NamedDrafter(
+        lambda target, keys: SparseSelfDrafter(target, int(keys)) if keys else SparseSelfDrafter(target), "BUDGET"
+    ),
+    "draft-model": NamedDrafter(draft_model, "PATH"),
+    "head": NamedDrafter(lambda target, path: load_head(path, target), "PATH"),
+}
+SPECS = [spec for name, drafter in DRAFTERS.items() for spec in drafter.specs(name)]  # what `--drafter` takes
+
+
+def parse_drafter(spec: str) -> tuple[str, str]:
+    """`ngram:4` -> (`ngram`, `4`). Raises BadInput, before anything big is loaded, on what cannot be built."""
+    name, _, argument = spec.partition(":")
+    if name not in DRAFTERS:
+        near = [DRAFTERS[known].specs(known)[-1] for known in get_close_matches(name, DRAFTERS, n=1)]
+        near = [f"head:{spec}"] if Path(spec, "config.json").is_file() else near
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise BadInput(f"drafter {spec!r}: expected one of {', '.join(SPECS)}{hint}")
+    wanted = DRAFTERS[name].argument
+    if (argument and not wanted) or (not argument and wanted == "PATH"):
+        raise BadInput(f"drafter {spec!r}: expected {DRAFTERS[name].specs(name)[-1]}")
+    if argument and wanted != "PATH" and not (argument.isdecimal() and int(argument) > 0):
+        raise BadInput(f"drafter {spec!r}: {wanted} should be a whole number from 1 on")
+    if name == "head":
+        head_record(argument)
+    return name, argument
+
+
+def build_drafter(spec: str, target: Target) -> tuple[str, Drafter]:
+    """A drafter for a target from one of SPECS.
+
+    Returns: its name in reports, that of DRAFTERS or of the head's family; and the drafter. Raises: BadInput.
+    """
+    name, argument = parse_drafter(spec)
+    drafter = DRAFTERS[name].build(target, argument)
+    return drafter.config.type if isinstance(drafter, DraftHead) else name, drafter
+
+
+def build_drafters(specs: Sequence[str], target: Target) -> list[tuple[str, Drafter]]:
+    """Several drafters under names of their own: where two are alike, with what tells them apart.
+
+    Raises: BadInput where one of several adapts the target: the others would be measured on a model not their own.
+    """
+    built = [build_drafter(spec, target) for spec in specs]
+    if target.is_adapted and len(specs) > 1:
+        adapting = next(name for name, drafter in built if drafter.adapts_target)
+        raise BadInput(f"drafter {adapting}: computes with adapters on the target; measure it by itself")
+    kinds, names = [name for name, _ in built], []
+    for spec, (name, _) in zip(specs, built, strict=True):
+        argument = spec.partition(":")[2]
+        names.append(f"{name}:{argument}" if argument and kinds.count(name) > 1 else name)
+    return [
+        (f"{name}#{names[:i].count(name) + 1}" if name in names[:i] else name, drafter)
+        for i, (name, (_, drafter)) in enumerate(zip(names, built, strict=True))
+    ]
+
+
+def training_record(spec: str) -> dict[str, Any] | None:
+    """What a head's folder says of its training, as docs/run_folder.md has it; None: nothing, or it is no head."""
+    name, argument = parse_drafter(spec)
+    return head_record(argument).get("training") if name == "head" else None
