@@ -16,7 +16,9 @@ from ..configs.loader import PACKAGE_CONFIGS
 from .eval_run import WantedSuites, progress
 
 if TYPE_CHECKING:
-    from ..eval.plan.result import Cell, LoadPoint, Plan
+    from ..eval.plan.load import LoadPoint
+    from ..eval.plan.prediction import Cell
+    from ..eval.plan.result import Plan
     from ..eval.suites.prompts import Suite
     from ..heads.drafter import Drafter
     from ..heads.target import Target
@@ -181,9 +183,9 @@ def show(planned: "Plan", console: Console) -> None:
     table.add_column("setting")
     for title in ("length", *(f"batch {size}" for size in sizes)):
         table.add_column(title, justify="right")
-    for row in planned.acceptance:
-        speedups = [speedup_text(cells[row.setting, size]) for size in sizes]
-        table.add_row(row.setting, f"{row.acceptance_length:.2f}", *speedups)
+    for accepted in planned.acceptance:
+        speedups = [speedup_text(cells[accepted.setting, size]) for size in sizes]
+        table.add_row(accepted.setting.name, f"{accepted.length:.2f}", *speedups)
     console.print(f"{planned.drafter} on {planned.suite}: predicted speedup, measured in brackets")
     console.print(table)
     for advice in planned.recommendation:
@@ -191,8 +193,8 @@ def show(planned: "Plan", console: Console) -> None:
         busy = ", all rows busy" if cell.load == "steady" else ""
         condition = f"batch {cell.batch_size}, {cell.context} tokens of context{busy}"
         gain = f"{speedup_text(cell)} times the speed"
-        off = f"leave drafting off: the best, {cell.setting}, is {gain}"
-        console.print(f"{condition}: {off if advice.is_off else f'{cell.setting}, {gain}'}", highlight=False)
+        off = f"leave drafting off: the best, {cell.setting.name}, is {gain}"
+        console.print(f"{condition}: {off if advice.is_off else f'{cell.setting.name}, {gain}'}", highlight=False)
     show_load(planned.load, console)
     check = planned.check
     if check.num_cells:

@@ -1,18 +1,27 @@
 """A plan as serving engines take it: vLLM's K by batch size, SGLang's flags."""
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from ...heads.drafting import DynamicTree, StaticTree
 from ...heads.export.write import sglang_flags
-from .prediction import LEAST_GAIN, Accepted, StepTimes, recommend, steady_speedup
-from .result import Cell, ScheduleRange
+from ..measurement.config import DraftSetting
+from .prediction import LEAST_GAIN, Accepted, Cell, StepTimes, recommend, steady_speedup
+
+
+class ScheduleRange(NamedTuple):
+    """K = num_draft_tokens from batch size `first` to `last`, both included; 0 is off."""
+
+    first: int
+    last: int
+    num_draft_tokens: int
 
 
 def measured_lengths(cells: Sequence[Cell]) -> dict[int, int]:
     """K of the fastest chain at each batch size where chains were measured; 0 where none is faster than no drafts."""
-    chains = [cell for cell in cells if cell.measured_speedup and cell.tree == "chain"]
+    chains = [cell for cell in cells if cell.measured_speedup and cell.setting.tree is None]
     return {
-        advice.cell.batch_size: 0 if advice.is_off else advice.cell.num_draft_tokens
+        advice.cell.batch_size: 0 if advice.is_off else advice.cell.setting.num_draft_tokens
         for advice in recommend(chains)
         if advice.cell.load == "prompts"
     }
@@ -55,18 +64,17 @@ def schedule(
     return ranges
 
 
-def for_sglang(accepted: Sequence[Accepted], cells: Sequence[Cell], family: str) -> str | None:
+def for_sglang(cells: Sequence[Cell], family: str) -> str | None:
     """SGLang's flags for the best setting over all batch sizes, by geometric mean; it has one for all.
 
     Of chains and dynamic trees, which it drafts. None where it does not load the family, or nothing helps.
     """
-    gains: dict[str, float] = {}
+    gains: dict[DraftSetting, float] = {}
     for cell in cells:
-        if cell.load == "prompts":
+        if cell.load == "prompts" and not isinstance(cell.setting.tree, StaticTree):
             gains[cell.setting] = gains.get(cell.setting, 1.0) * cell.speedup
-    settings = [each.setting for each in accepted if not isinstance(each.setting.tree, StaticTree)]
-    best = max(settings, key=lambda setting: gains[setting.name], default=None)
-    if best is None or gains[best.name] <= 1:
+    best = max(gains, key=lambda setting: gains[setting], default=None)
+    if best is None or gains[best] <= 1:
         return None
     folder = "" if family == "mtp" else "HEAD"
     if isinstance(best.tree, DynamicTree):

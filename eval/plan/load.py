@@ -1,19 +1,20 @@
 """What users see when requests arrive at a rate: figures of a server with continuous batching, run or simulated.
 
 A request joins the batch when there is room for it: its prompt is read while the others wait, and then all rows run
-rounds together. `server.LiveServer` does that; `SimulatedServer` follows the same rules with prompts, answers and what
-each round accepts as they were decoded, and times as a table or a profile has them.
+rounds together. `serve` keeps these rules for both: `server.LiveServer` computes, `SimulatedServer` takes prompts,
+answers and what each round accepts as they were decoded, and times as a table or a profile has them.
 """
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
+from ..measurement.config import DraftSetting
+from .engine_settings import ScheduleRange
 from .prediction import Accepted, StepTimes, Workload
-from .result import LoadPoint, ScheduleRange
 
 NUM_SIMULATED = 256  # requests
 NUM_SERVED = 64
@@ -30,72 +31,101 @@ class ServedRequest:
     first: float = 0.0  # when its first token was there,
     finish: float = 0.0  # and its last
     tokens: int = 1  # it has so far
-    rounds: int = 0  # it has run
+    rounds: int = 0  # it has run, simulated
+    token_ids: list[int] = field(default_factory=list)  # its answer, where it was decoded
+
+
+class Server(Protocol):
+    """A server, run or simulated, of which at most max_batch_size rows run together."""
+
+    @property
+    def max_batch_size(self) -> int: ...
+
+    def join(self, request: ServedRequest) -> tuple[float, float]:
+        """Read a prompt and put its row into the batch; seconds until its first token was there, and in all."""
+        ...
+
+    def run_round(self) -> tuple[list[ServedRequest], float]:
+        """A round of all rows; the requests that ended, which leave the batch, and seconds."""
+        ...
+
+
+def serve(server: Server, requests: Sequence[ServedRequest]) -> float:
+    """Run requests, by time of arrival, in a time that counts what was computed and waits for nobody.
+
+    Fills in when each got its first token and its last. Returns the mean number of rows per round.
+    """
+    now, waiting, active, rows, rounds = 0.0, list(requests), 0, 0, 0
+    while waiting or active:
+        if not active:
+            now = max(now, waiting[0].arrival)
+        while waiting and waiting[0].arrival <= now and active < server.max_batch_size:
+            request, active = waiting.pop(0), active + 1
+            first, seconds = server.join(request)
+            request.first, now = now + first, now + seconds
+        rows, rounds = rows + active, rounds + 1
+        ended, seconds = server.run_round()
+        now, active = now + seconds, active - len(ended)
+        for request in ended:
+            request.finish = now
+    return rows / rounds
 
 
 Choice = Callable[[int], Accepted | None]  # what is drafted when so many rows run; None: nothing
 
 
-class Server(Protocol):
-    """A server, run or simulated."""
-
-    def serve(self, requests: Sequence[ServedRequest]) -> float:
-        """Fill in when each request got its first token and its last; returns the mean number of rows per round."""
-        ...
-
-
-@dataclass(frozen=True)
+@dataclass
 class SimulatedServer:
-    """A server by its rules and step times."""
+    """A server by its step times, of texts as they were decoded."""
 
     workload: Workload
     lengths: Sequence[int]  # new tokens of each prompt
     times: StepTimes
     choice: Choice
     max_batch_size: int
+    active: list[ServedRequest] = field(default_factory=list)
 
-    def serve(self, requests: Sequence[ServedRequest]) -> float:
+    def join(self, request: ServedRequest) -> tuple[float, float]:
         """See `Server`."""
-        now, waiting, active = 0.0, list(requests), []
-        rows, rounds = 0, 0
-        while waiting or active:
-            if not active and waiting[0].arrival > now:
-                now = waiting[0].arrival
-            while waiting and waiting[0].arrival <= now and len(active) < self.max_batch_size:
-                now += self.prefill_seconds(waiting[0])
-                waiting[0].first = now
-                active.append(waiting.pop(0))
-            now += self.round_seconds(active)
-            rows, rounds = rows + len(active), rounds + 1
-            self.advance(active, now)
-            active = [request for request in active if not request.finish]
-        return rows / rounds
-
-    def prefill_seconds(self, request: ServedRequest) -> float:
+        self.active.append(request)
         context = self.workload.prompt_lengths[request.prompt]
         drafted = self.choice(1)
         milliseconds = self.times.at(None, batch_size=1, context=context).prefill_ms
         if drafted is not None:
             milliseconds += self.times.at(drafted.setting, batch_size=1, context=context).reading_ms
-        return milliseconds / 1000
+        return milliseconds / 1000, milliseconds / 1000
 
-    def round_seconds(self, active: Sequence[ServedRequest]) -> float:
-        lengths = [self.workload.prompt_lengths[request.prompt] + request.tokens for request in active]
-        drafted = self.choice(len(active))
-        setting = drafted.setting if drafted else None
-        return self.times.at(setting, batch_size=len(active), context=sum(lengths) / len(active)).round_ms / 1000
-
-    def advance(self, active: Sequence[ServedRequest], now: float) -> None:
+    def run_round(self) -> tuple[list[ServedRequest], float]:
         """Give each row what a round of its own text gave, round after round; one token where nothing is drafted."""
-        drafted = self.choice(len(active))
+        active, drafted = self.active, self.choice(len(self.active))
+        context = sum(self.workload.prompt_lengths[request.prompt] + request.tokens for request in active) / len(active)
+        setting = drafted.setting if drafted else None
+        seconds = self.times.at(setting, batch_size=len(active), context=context).round_ms / 1000
         for request in active:
-            gained = 1
-            if drafted is not None:
-                pattern = drafted.emitted[request.prompt]
-                gained = pattern[request.rounds % len(pattern)] if pattern else 1
-            request.tokens, request.rounds = request.tokens + gained, request.rounds + 1
-            if request.tokens >= self.lengths[request.prompt]:
-                request.tokens, request.finish = self.lengths[request.prompt], now
+            gained = drafted.emitted[request.prompt] if drafted else []
+            request.tokens += gained[request.rounds % len(gained)] if gained else 1
+            request.tokens, request.rounds = min(request.tokens, self.lengths[request.prompt]), request.rounds + 1
+        ended = [request for request in active if request.tokens >= self.lengths[request.prompt]]
+        self.active = [request for request in active if request.tokens < self.lengths[request.prompt]]
+        return ended, seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadPoint:
+    """What users see when requests arrive at a rate. drafts: `none`, a setting or `schedule`."""
+
+    served: str  # run or simulated
+    requests_per_second: float
+    share_of_capacity: float  # of what a full batch serves without drafts
+    drafts: str
+    tokens_per_second: float
+    mean_batch_size: float
+    ttft_ms_p50: float
+    ttft_ms_p90: float
+    time_per_output_token_ms_p50: float
+    time_per_output_token_ms_p90: float
+    latency_ms_p50: float
+    latency_ms_p90: float
 
 
 def arrivals(rate: float, num_prompts: int, *, num_requests: int) -> list[ServedRequest]:
@@ -140,22 +170,24 @@ def simulated_servers(
     workload: Workload,
     times: StepTimes,
     *,
-    fixed: str,
+    fixed: DraftSetting,
     schedule: Sequence[ScheduleRange],
     max_batch_size: int,
 ) -> dict[str, Server]:
-    """Servers without drafts, with one setting, whose name is `fixed`, and with K by the schedule."""
-    by_name = {each.setting.name: each for each in accepted}
+    """Servers without drafts, with one setting, and with K by the schedule."""
+    always = next(each for each in accepted if each.setting == fixed)
     by_length = {each.setting.num_draft_tokens: each for each in accepted if each.setting.tree is None}
 
     def scheduled(rows: int) -> Accepted | None:
         length = next((part.num_draft_tokens for part in schedule if part.first <= rows <= part.last), 0)
         return by_length.get(length)
 
-    choices: dict[str, Choice] = {"none": lambda rows: None, fixed: lambda rows: by_name[fixed]}
+    choices: dict[str, Choice] = {"none": lambda rows: None, fixed.name: lambda rows: always}
     choices |= {"schedule": scheduled} if by_length else {}
-    lengths = by_name[fixed].tokens
-    return {name: SimulatedServer(workload, lengths, times, choice, max_batch_size) for name, choice in choices.items()}
+    return {
+        name: SimulatedServer(workload, always.tokens, times, choice, max_batch_size)
+        for name, choice in choices.items()
+    }
 
 
 def load_curve(servers: Mapping[str, Server], num_prompts: int, *, served: str, num_requests: int) -> list[LoadPoint]:
@@ -164,13 +196,13 @@ def load_curve(servers: Mapping[str, Server], num_prompts: int, *, served: str, 
     Args: servers: by what they draft, `none` among them. served: `run` or `simulated`.
     """
     at_once = arrivals(float("inf"), num_prompts, num_requests=num_requests)
-    servers["none"].serve(at_once)
+    serve(servers["none"], at_once)
     capacity = len(at_once) / max(request.finish for request in at_once)  # requests per second
     points = []
     for share in SHARES:
         rate = share * capacity
         for name, server in servers.items():
             requests = arrivals(rate, num_prompts, num_requests=num_requests)
-            mean_rows = server.serve(requests)
+            mean_rows = serve(server, requests)
             points.append(load_point(requests, mean_rows, served=served, drafts=name, rate=rate, share=share))
     return points

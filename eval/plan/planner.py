@@ -15,11 +15,22 @@ from ..measurement.config import DraftSetting, MeasureConfig, chains
 from ..measurement.measure import measure
 from ..measurement.step_times import NUM_PASSES, StepTable, StepTime, measure_step_times, most_tokens
 from ..suites.prompts import Suite
-from .engine_settings import for_sglang, measured_lengths, schedule
-from .load import NUM_SERVED, NUM_SIMULATED, load_curve, simulated_servers
+from .engine_settings import ScheduleRange, for_sglang, measured_lengths, schedule
+from .load import NUM_SERVED, NUM_SIMULATED, LoadPoint, load_curve, simulated_servers
 from .machine_profile import MachineProfile, times_on
-from .prediction import Accepted, StepTimes, Workload, accepted_by, errors, named_trees, predict, recommend, shortlist
-from .result import Cell, LoadPoint, Plan, ScheduleRange
+from .prediction import (
+    Accepted,
+    Cell,
+    StepTimes,
+    Workload,
+    accepted_by,
+    errors,
+    named_trees,
+    predict,
+    recommend,
+    shortlist,
+)
+from .result import Plan
 from .server import LiveServer
 
 CHECKS = ("advice", "all", "none")
@@ -73,7 +84,7 @@ class Planner:
             times = times_on(machine, self.target, self.drafter, settings)
         cells = predict(accepted, self.workload, times, batch_sizes=config.batch_sizes, contexts=config.contexts)
         if machine is None:
-            cells = self.check(settings, cells)
+            cells = self.check(cells)
         advice = recommend(cells)
         max_batch_size = LARGEST_PROFILED if machine else max(config.batch_sizes)
         ranges = schedule(
@@ -90,14 +101,14 @@ class Planner:
             max_new_tokens=config.measure.max_new_tokens,
             temperature=config.measure.temperature,
             machine=machine.name if machine else None,
-            acceptance=[each.summary for each in accepted],
+            acceptance=accepted,
             step_times=measured,
             cells=cells,
             check=errors(cells),
             recommendation=advice,
             load=self.load(accepted, times, advice[0].cell.setting, ranges, max_batch_size),
             vllm_schedule=ranges,
-            sglang_flags=for_sglang(accepted, cells, self.family),
+            sglang_flags=for_sglang(cells, self.family),
         )
 
     @property
@@ -152,16 +163,15 @@ class Planner:
         tick()
         return times
 
-    def check(self, settings: Sequence[DraftSetting], cells: Sequence[Cell]) -> list[Cell]:
+    def check(self, cells: Sequence[Cell]) -> list[Cell]:
         """The cells, those that are chosen decoded in earnest, interleaved with the baseline."""
-        by_name = {setting.name: setting for setting in settings}
         decoded = [cell for cell in cells if cell.load == "prompts"]
         chosen = {"all": decoded, "advice": shortlist(cells), "none": []}[self.config.check]
         tick = self.bar(len(chosen), f"measuring {self.name}")
         checked = []
         for cell in cells:
             if cell in chosen:
-                config = replace(self.config.measure, batch_size=cell.batch_size, setting=by_name[cell.setting])
+                config = replace(self.config.measure, batch_size=cell.batch_size, setting=cell.setting)
                 result, _ = measure(self.target, self.drafter, self.suite, config, name=self.name)
                 cell = replace(cell, measured_speedup=result.speedup, measured_ci95=result.speedup_ci95)
                 tick()
@@ -173,7 +183,7 @@ class Planner:
         self,
         accepted: Sequence[Accepted],
         times: StepTimes,
-        fixed: str,
+        fixed: DraftSetting,
         ranges: Sequence[ScheduleRange],
         max_batch_size: int,
     ) -> list[LoadPoint]:
@@ -185,7 +195,6 @@ class Planner:
         points = load_curve(simulated, num_prompts, served="simulated", num_requests=NUM_SIMULATED)
         if self.config.machine is not None or self.config.check == "none":
             return points
-        setting = next(each.setting for each in accepted if each.setting.name == fixed)
         live = {
             name: LiveServer(
                 self.target,
@@ -197,7 +206,7 @@ class Planner:
                 sampling=config.sampling,
                 steps=config.steps,
             )
-            for name, drafted in (("none", None), (fixed, setting))
+            for name, drafted in (("none", None), (fixed.name, fixed))
         }
         tick = self.bar(1, f"requests at a rate, {self.name}")
         points += load_curve(live, num_prompts, served="run", num_requests=NUM_SERVED)

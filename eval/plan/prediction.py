@@ -16,7 +16,6 @@ from ..measurement.metrics import Acceptance, acceptance
 from ..measurement.passes import runner
 from ..measurement.step_times import StepTime
 from ..measurement.tree_search import TREE_NAMES, named_tree
-from .result import Cell, CheckSummary, Recommendation, SettingAcceptance
 
 LEAST_GAIN = 0.01  # a setting that drafts more must be so much faster than one that drafts less
 MOST_FINALISTS = 4  # settings that are measured per batch size
@@ -54,14 +53,40 @@ class Accepted:
         """acceptance_length; 1 where no round was needed."""
         return self.counted.length or 1.0
 
+
+@dataclass(frozen=True)
+class Cell:
+    """A setting at a batch size and context, and its speedup, predicted and perhaps measured."""
+
+    setting: DraftSetting
+    batch_size: int
+    context: int
+    load: str  # prompts: the texts, in batches whose rows are not replaced when they end; steady: all rows busy
+    predicted_speedup: float
+    measured_speedup: float | None = None
+    measured_ci95: Sequence[float | None] = (None, None)
+
     @property
-    def summary(self) -> SettingAcceptance:
-        return SettingAcceptance(
-            setting=self.setting.name,
-            acceptance_length=round(self.length, 4),
-            acceptance_rate=[None if rate is None else round(rate, 4) for rate in self.counted.rate],
-            num_rounds=self.counted.num_rounds,
-        )
+    def speedup(self) -> float:
+        """The measured one where there is one."""
+        return self.measured_speedup or self.predicted_speedup
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The cell to serve at its batch size, context and load; is_off: not even this one is faster than no drafts."""
+
+    cell: Cell
+    is_off: bool
+
+
+@dataclass(frozen=True)
+class CheckSummary:
+    """How far predictions lie from what was measured, relative to it."""
+
+    num_cells: int
+    median_error: float | None = None
+    max_error: float | None = None
 
 
 def named_trees(
@@ -181,25 +206,11 @@ def predict(
     for size in batch_sizes:
         for each in accepted:
             speedup = workload_speedup(each, workload, times, batch_size=size)
-            cells.append(predicted_cell(each.setting, size, workload.context, "prompts", speedup))
+            cells.append(Cell(each.setting, size, workload.context, "prompts", round(speedup, 4)))
             for context in contexts:
                 speedup = steady_speedup(each, times, batch_size=size, context=context)
-                cells.append(predicted_cell(each.setting, size, context, "steady", speedup))
+                cells.append(Cell(each.setting, size, context, "steady", round(speedup, 4)))
     return cells
-
-
-def predicted_cell(setting: DraftSetting, batch_size: int, context: int, load: str, speedup: float) -> Cell:
-    """A cell that is not measured yet."""
-    return Cell(
-        setting=setting.name,
-        tree=setting.tree_name,
-        num_draft_tokens=setting.num_draft_tokens,
-        num_drafted=setting.num_drafted,
-        batch_size=batch_size,
-        context=context,
-        load=load,
-        predicted_speedup=round(speedup, 4),
-    )
 
 
 def shortlist(cells: Sequence[Cell]) -> list[Cell]:
@@ -227,7 +238,7 @@ def recommend(cells: Sequence[Cell]) -> list[Recommendation]:
         here = [cell for cell in group if cell.measured_speedup] or group
         fastest = max(cell.speedup for cell in here)
         near = [cell for cell in here if cell.speedup >= fastest * (1 - LEAST_GAIN)]
-        best = min(near, key=lambda cell: (cell.num_drafted, cell.num_draft_tokens))
+        best = min(near, key=lambda cell: (cell.setting.num_drafted, cell.setting.num_draft_tokens))
         advice.append(Recommendation(best, fastest <= 1))
     return advice
 

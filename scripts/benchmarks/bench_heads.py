@@ -152,6 +152,8 @@ def measured(bench: Bench, name: str, folder: Path, target: Target, seed: int, p
         num_repeats=bench.num_repeats,
     )
     result, _ = measure(target, head, suite, config, name=name)
+    timing = result.timing
+    assert result.acceptance_length and result.speedup and timing.draft_ms and timing.baseline_ms, result.failed
     return Entry(
         target=bench.name,
         head=name,
@@ -167,8 +169,8 @@ def measured(bench: Bench, name: str, folder: Path, target: Target, seed: int, p
         num_prompts=result.num_prompts,
         max_new_tokens=result.max_new_tokens,
         temperature=result.temperature,
-        draft_ms=result.timing.draft_ms,
-        baseline_ms=result.timing.baseline_ms,
+        draft_ms=timing.draft_ms,
+        baseline_ms=timing.baseline_ms,
         loss=head.config.loss,
         lossless={
             "checked": result.lossless.checked,

@@ -60,7 +60,7 @@ class Entry:
     acceptance_rate: list[float | None]
     num_draft_tokens: int
     speedup: float
-    speedup_ci95: list[float]
+    speedup_ci95: list[float | None]
     num_prompts: int
     max_new_tokens: int
     temperature: float

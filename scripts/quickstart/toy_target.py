@@ -6,7 +6,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ def new_target(
     kv_heads: int = 2,
     max_positions: int = 1024,
     rope_theta: float = 10000.0,
-    config_class: type[PreTrainedConfig] = LlamaConfig,
+    config_class: Callable[..., PreTrainedConfig] = LlamaConfig,
 ) -> Any:
     """An untrained fp32 model, deep rather than wide."""
     config = config_class(

@@ -5,9 +5,7 @@
 
 answers: the target answers its prompts, and its states are extracted. heads: five families learn from that, each in
 its own time. evaluate: greedy, one row, chains and trees. sampled: at temperature 1. conditions: more rows, long
-contexts. plan: what to serve.
-
-Every command is printed. A stage leaves RUNS/STAGE.json; stopped, it goes on where it was.
+contexts. plan: what to serve. Every command is printed. A stage leaves RUNS/STAGE.json; stopped, it goes on.
 """
 
 import argparse
@@ -81,10 +79,10 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Suite:
-    """Where a stage reads and writes. runs: the suite's folder. target: that of the pretrained target."""
+    """Where a stage reads and writes."""
 
-    runs: Path
-    target: Path
+    runs: Path  # the suite's folder
+    target: Path  # that of the pretrained target
     work: Work
 
     @property
@@ -160,23 +158,21 @@ def train_heads(suite: Suite) -> Figures:
     path = suite.runs / "heads.partial"
     done: Figures = json.loads(path.read_text()) if path.is_file() else {}
     for family in FAMILIES:
+        figures = done.setdefault(family, {})
         features = [f"data.features={suite.features}"] if family == "eagle3" else []
-        if family not in done:
+        if not figures:
             folder = suite.head(f"{family}-speed")
             headstart("train", *run_of(suite, family, output_dir=folder, max_steps=suite.work.speed_steps), *features)
-            steps = max(WARM_UP, round(suite.work.train_seconds / step_seconds(folder, suite.work)))
-            done[family] = {"max_steps": steps}
+            figures["max_steps"] = max(WARM_UP, round(suite.work.train_seconds / step_seconds(folder, suite.work)))
             write_json(path, done)
-        steps = done[family]["max_steps"]
-        seconds = headstart(
-            "train", *run_of(suite, family, max_steps=steps, warmup_steps=max(1, steps // 20)), *features
-        )
-        if "seconds" not in done[family]:
+        if "seconds" not in figures:
+            steps = {"max_steps": figures["max_steps"], "warmup_steps": max(1, figures["max_steps"] // 20)}
+            seconds = headstart("train", *run_of(suite, family, **steps), *features)
             rows = read_rows(suite.head(family) / "metrics.jsonl")
             for key in ("tokens_per_second", "mfu"):
-                done[family][key] = statistics.median(row[key] for row in rows[WARM_UP:] or rows)
+                figures[key] = statistics.median(row[key] for row in rows[WARM_UP:] or rows)
             last = {key: rows[-1][key] for key in ("loss", "depth_accuracy", "epoch", "peak_bytes")}
-            done[family] |= {"seconds": seconds, **last}
+            figures |= {"seconds": seconds, **last}
             write_json(path, done)
     return done
 
@@ -207,7 +203,7 @@ def evaluate(suite: Suite) -> Figures:
     results = evaluated(suite, "eval", ("code", "reasoning"), *trees)
     figures = bar_figures(results)
     holds = judge(figures, BARS) if default_device() == "cuda" else None
-    return {"results": as_json(results), "figures": figures, "bars": BARS, "holds": holds}
+    return {"results": [result.to_json() for result in results], "figures": figures, "bars": BARS, "holds": holds}
 
 
 def bar_figures(results: Sequence[Result]) -> Figures:
@@ -218,7 +214,7 @@ def bar_figures(results: Sequence[Result]) -> Figures:
         "eagle3_chain_acceptance_length": worst((result.suite, result.acceptance_length) for result in chains),
         "eagle3_chain_speedup": worst((result.suite, result.speedup) for result in chains),
         "medusa_tree_speedup": worst((result.suite, result.speedup) for result in trees),
-        "texts_unexplained": num_unexplained(results),
+        "texts_unexplained": sum(result.lossless.unexplained for result in results),
     }
 
 
@@ -231,20 +227,15 @@ def worst(figures: Iterable[tuple[str, float | None]]) -> float | None:
     return min(best.values(), default=None)
 
 
-def num_unexplained(results: Sequence[Result]) -> int:
-    """Greedy texts that are not the target's, and not for a tie within rounding."""
-    return sum(result.lossless.unexplained for result in results)
-
-
-def as_json(results: Sequence[Result]) -> list[Figures]:
-    return [result.to_json() for result in results]
-
-
 def sampled(suite: Suite) -> Figures:
     """At temperature 1, chains and sampled trees: every text must follow the target's distribution."""
     results = evaluated(suite, "sampled", ("code",), "--temperature", 1, "--tree", "chain", "--tree", "sampled")
     figures = {"results_that_deviate": sum(map(deviates, results))}
-    return {"results": as_json(results), "figures": figures, "holds": figures["results_that_deviate"] == 0}
+    return {
+        "results": [result.to_json() for result in results],
+        "figures": figures,
+        "holds": figures["results_that_deviate"] == 0,
+    }
 
 
 def conditions(suite: Suite) -> Figures:
@@ -253,9 +244,10 @@ def conditions(suite: Suite) -> Figures:
     sizes = [word for size in work.batch_sizes for word in ("--batch-size", size)]
     batches = evaluated(suite, "batches", ("code",), *sizes, limit=work.crowd)
     long = evaluated(suite, "long", ("code_long",), "--batch-size", 1, "--batch-size", work.batch_sizes[0])
-    figures = {"texts_unexplained": num_unexplained([*batches, *long])}
+    figures = {"texts_unexplained": sum(result.lossless.unexplained for result in (*batches, *long))}
     holds = figures["texts_unexplained"] == 0
-    return {"batches": as_json(batches), "long": as_json(long), "figures": figures, "holds": holds}
+    entries = {"batches": [each.to_json() for each in batches], "long": [each.to_json() for each in long]}
+    return {**entries, "figures": figures, "holds": holds}
 
 
 def plan(suite: Suite) -> Figures:

@@ -13,6 +13,7 @@ from headstart.eval.plan.load import (
     arrivals,
     load_curve,
     load_point,
+    serve,
     simulated_servers,
 )
 from headstart.eval.plan.prediction import Accepted, Workload
@@ -39,14 +40,14 @@ def server(times, *, drafts, size=2):
 def test_one_request_alone():
     for drafts, first, finish in ((False, 0.1, 0.1 + 6 * 0.01), (True, 0.105, 0.105 + 2 * 0.01)):
         one = ServedRequest(0, 0.0)
-        assert server(Times(), drafts=drafts).serve([one]) == 1
+        assert serve(server(Times(), drafts=drafts), [one]) == 1
         assert (one.first, one.finish) == pytest.approx((first, finish)) and one.tokens == 7
 
 
 def test_a_request_that_comes_later_joins_and_delays_the_first_by_its_prompt():
     """The second arrives in the first one's third step, joins behind it, and both end in order."""
     first, second = ServedRequest(0, 0.0), ServedRequest(1, 0.125)
-    rows = server(Times(), drafts=False).serve([first, second])
+    rows = serve(server(Times(), drafts=False), [first, second])
     assert second.first == pytest.approx(0.13 + 0.1)
     assert first.finish == pytest.approx(0.1 + 0.1 + 6 * 0.01)
     assert second.finish == pytest.approx(0.23 + 6 * 0.01)
@@ -55,7 +56,7 @@ def test_a_request_that_comes_later_joins_and_delays_the_first_by_its_prompt():
 
 def test_a_full_batch_keeps_requests_waiting():
     requests = [ServedRequest(i % 2, 0.0) for i in range(3)]
-    server(Times(), drafts=False, size=1).serve(requests)
+    serve(server(Times(), drafts=False, size=1), requests)
     assert [one.first for one in requests] == pytest.approx([0.1, 0.26, 0.42])
     point = load_point(requests, 1.0, served="run", drafts="none", rate=1.0, share=1.0)
     assert point.tokens_per_second == pytest.approx(21 / 0.48, abs=0.01)
@@ -73,7 +74,7 @@ def test_cheap_drafts_pay_at_every_rate_and_dear_ones_by_schedule_only():
     for each, pays in ((0.0, True), (3.0, False)):
         times = Times(each)
         ranges = schedule([ACCEPTED], times, max_batch_size=32, context=10)
-        servers = simulated_servers([ACCEPTED], WORK, times, fixed="K 2", schedule=ranges, max_batch_size=32)
+        servers = simulated_servers([ACCEPTED], WORK, times, fixed=ACCEPTED.setting, schedule=ranges, max_batch_size=32)
         curve = load_curve(servers, 2, served="simulated", num_requests=256)
         by_name = {(one.drafts, one.share_of_capacity): one for one in curve}
         assert len(by_name) == 3 * 5

@@ -11,6 +11,7 @@ from headstart.eval.measurement.step_times import StepTime
 from headstart.eval.plan.engine_settings import for_sglang, measured_lengths, schedule
 from headstart.eval.plan.prediction import (
     Accepted,
+    CheckSummary,
     Workload,
     accepted_by,
     errors,
@@ -21,7 +22,6 @@ from headstart.eval.plan.prediction import (
     steady_speedup,
     workload_speedup,
 )
-from headstart.eval.plan.result import CheckSummary
 from headstart.heads.drafting import DynamicTree
 from headstart.heads.registry import HEADS, build_head
 
@@ -73,8 +73,8 @@ def test_the_fastest_is_recommended_and_off_where_nothing_pays():
     cells = predict(settings, Workload([5, 5], 13), Times(), batch_sizes=(1, 2, 16), contexts=(100,))
     assert len(cells) == 3 * 3 * 2
     advice = {(one.cell.batch_size, one.cell.load): one for one in recommend(cells)}
-    assert advice[1, "prompts"].cell.setting == "K 6" and not advice[1, "prompts"].is_off
-    assert advice[2, "prompts"].cell.setting == "K 2"
+    assert advice[1, "prompts"].cell.setting.name == "K 6" and not advice[1, "prompts"].is_off
+    assert advice[2, "prompts"].cell.setting.name == "K 2"
     assert advice[16, "steady"].is_off, "16 rows: 10 ms become 26 and more"
     assert advice[16, "steady"].cell.predicted_speedup == pytest.approx(1.5 * 10 / 26, abs=1e-4)
 
@@ -82,13 +82,13 @@ def test_the_fastest_is_recommended_and_off_where_nothing_pays():
 def test_of_settings_that_are_as_fast_the_one_that_drafts_least_is_recommended():
     settings = [accepted(2, 3), accepted(6, 3)]
     cells = predict(settings, Workload([5, 5], 13), Times(free=99), batch_sizes=(1,))
-    assert recommend(cells)[0].cell.setting == "K 2"
+    assert recommend(cells)[0].cell.setting.name == "K 2"
 
 
 def test_what_was_measured_decides():
     settings = [accepted(1, 1.5), accepted(2, 2), accepted(6, 3)]
     cells = predict(settings, Workload([5, 5], 13), Times(), batch_sizes=(1,))
-    assert [one.cell.setting for one in recommend(measured(cells, 1.6, 1.4, None))] == ["K 1"], (
+    assert [one.cell.setting.name for one in recommend(measured(cells, 1.6, 1.4, None))] == ["K 1"], (
         "though K 6 is predicted"
     )
     assert recommend(measured(cells, 0.9, 0.95, None))[0].is_off
@@ -98,7 +98,7 @@ def test_the_shortlist_has_the_most_promising_of_each_batch_size():
     settings = [accepted(length, 2 + length / 100) for length in range(1, 8)]
     cells = predict(settings, Workload([5, 5], 13), Times(), batch_sizes=(1, 16), contexts=(99,))
     found = shortlist(cells)
-    assert [one.setting for one in found if one.batch_size == 1] == ["K 1", "K 2", "K 3"]
+    assert [one.setting.name for one in found if one.batch_size == 1] == ["K 1", "K 2", "K 3"]
     assert {one.load for one in found} == {"prompts"}, "and K 4 is more than 20 % below"
     many = shortlist(predict(settings, Workload([5, 5], 13), Times(free=99), batch_sizes=(1,)))
     assert len(many) == 4
@@ -119,7 +119,7 @@ def test_what_was_measured_stands_in_the_schedule():
     settings = [accepted(1, 1.5), accepted(6, 3)]
     cells = predict(settings, Workload([5, 5], 13), Times(), batch_sizes=(1, 8, 16))
     fastest = {1: "K 1", 8: "K 6"}
-    checked = measured(cells, *(1.4 if cell.setting == fastest.get(cell.batch_size) else 0.9 for cell in cells))
+    checked = measured(cells, *(1.4 if cell.setting.name == fastest.get(cell.batch_size) else 0.9 for cell in cells))
     lengths = measured_lengths(checked)
     assert lengths == {1: 1, 8: 6, 16: 0}
     found = schedule(settings, Times(), max_batch_size=20, context=9, measured=lengths)
@@ -151,15 +151,11 @@ def test_sglang_is_told_the_best_chain_or_dynamic_tree():
         (0, "--speculative-num-steps 2 --speculative-eagle-topk 1 --speculative-num-draft-tokens 3"),
     ):
         cells = predict(settings, Workload([5, 5], 13), Times(free=free), batch_sizes=(1, 2))
-        flags = for_sglang(settings, cells, "eagle3")
+        flags = for_sglang(cells, "eagle3")
         assert flags == f"--speculative-algorithm EAGLE3 --speculative-draft-model-path HEAD {wanted}"
-    assert for_sglang(settings, cells, "medusa") is None
-    assert (
-        for_sglang(
-            [accepted(2, 1)], predict([accepted(2, 1)], Workload([5, 5], 13), Times(), batch_sizes=(1,)), "eagle3"
-        )
-        is None
-    )
+    assert for_sglang(cells, "medusa") is None
+    useless = predict([accepted(2, 1)], Workload([5, 5], 13), Times(), batch_sizes=(1,))
+    assert for_sglang(useless, "eagle3") is None
 
 
 def test_what_texts_accept_does_not_depend_on_the_batch_size(target):
