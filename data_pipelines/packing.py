@@ -31,32 +31,32 @@ class RowSequence:
         self._window: tuple[int, list[Row]] | None = None  # the rows of the window looked at last
         self._ends: list[int] = []  # packed: the number of rows up to the end of each window so far
 
-    def __getitem__(self, place: int) -> Row:
-        """The samples of row `place`."""
+    def __getitem__(self, row: int) -> Row:
+        """The samples of this row."""
         if self.layout == "padded":
-            return [self._sample(place)]
+            return [self._sample(row)]
         if self.layout == "bucketed":
-            window, index = divmod(place, BLOCKS_PER_WINDOW * self.block)
+            window, index = divmod(row, BLOCKS_PER_WINDOW * self.block)
             return self._rows(window)[index]
-        while not self._ends or self._ends[-1] <= place:
+        while not self._ends or self._ends[-1] <= row:
             before = self._ends[-1] if self._ends else 0
             self._ends.append(before + len(self._rows(len(self._ends))))
-        window = bisect_left(self._ends, place + 1)
-        return self._rows(window)[place - (self._ends[window - 1] if window else 0)]
+        window = bisect_left(self._ends, row + 1)
+        return self._rows(window)[row - (self._ends[window - 1] if window else 0)]
 
-    def num_samples_before(self, place: int) -> int:
-        """How many samples rows 0 .. place - 1 hold; within a packed window, by its mean."""
-        if self.layout != "packed" or place == 0:
-            return place
-        self[place - 1]
-        window = bisect_left(self._ends, place)
+    def num_samples_before(self, row: int) -> int:
+        """How many samples rows 0 .. row - 1 hold; within a packed window, by its mean."""
+        if self.layout != "packed" or row == 0:
+            return row
+        self[row - 1]
+        window = bisect_left(self._ends, row)
         first = self._ends[window - 1] if window else 0
-        return round(WINDOW * (window + (place - first) / (self._ends[window] - first)))
+        return round(WINDOW * (window + (row - first) / (self._ends[window] - first)))
 
     def _rows(self, window: int) -> list[Row]:
         if self._window is None or self._window[0] != window:
             size = WINDOW if self.layout == "packed" else BLOCKS_PER_WINDOW * self.block
-            samples = [self._sample(place) for place in range(window * size, (window + 1) * size)]
+            samples = [self._sample(position) for position in range(window * size, (window + 1) * size)]
             source = np.random.default_rng([self.seed, window])
             if self.layout == "packed":
                 rows = packed(samples, self.lengths[samples].tolist(), capacity=self.capacity)
@@ -68,8 +68,8 @@ class RowSequence:
             self._window = window, rows
         return self._window[1]
 
-    def _sample(self, place: int) -> int:
-        epoch, index = divmod(place, len(self.lengths))
+    def _sample(self, position: int) -> int:
+        epoch, index = divmod(position, len(self.lengths))
         if self._epoch is None or self._epoch[0] != epoch:
             # torch's CPU generator reads the low 32 bits of a seed only
             source = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**32)

@@ -13,22 +13,17 @@ from .sources import Row
 
 SHAPES = (
     "`messages` (role, content), `conversations` (from, value), `prompt` + `response` or `completion`, "
-    "`instruction` + `output` or `response`, `text`, or `prompt` alone"
+    "`instruction` + `output` or `response`, `text`"
 )
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a row says.
+    """A row in one form."""
 
-    data: the row in one of our shapes: `messages` (with `tools`), `prompt` + `response`, `prompt`, or `text`.
-    turns: (role, text) of each turn; the role of a plain text is `text`. The text of a turn has its reasoning and its
-    tool calls in it. truncated: the row says that its last answer was cut off (`truncated`, `finish_reason: length`).
-    """
-
-    data: dict[str, Any]
-    turns: list[tuple[str, str]]
-    truncated: bool
+    data: dict[str, Any]  # as written: `messages` (with `tools`), `prompt` + `response`, `prompt`, or `text`
+    turns: list[tuple[str, str]]  # (role, text with reasoning and tool calls); the role of a plain text is `text`
+    truncated: bool  # the row has `truncated` or `finish_reason: length`: its last answer was cut off
 
     @property
     def answers(self) -> Iterator[str]:
@@ -78,24 +73,35 @@ def conversation_of(row: Row, *, as_messages: bool = True) -> Conversation:
     unknown role, content that is not text.
     """
     data = {key: value for key, value in row.data.items() if value is not None}
-    answer = next((data[key] for key in ("response", "completion", "output") if key in data), None)
+    answer = answer_in(data)
     if "messages" in data or "conversations" in data:
         kept = _messages(data.get("messages", data.get("conversations")), data, row.origin)
     elif "prompt" in data and (answer is not None or "text" not in data):
         kept = _prompted(data["prompt"], answer, data, row.origin, as_messages=as_messages)
     elif "instruction" in data and answer is not None:
-        parts = [data["instruction"], data.get("input", "")]
-        if not all(isinstance(part, str) for part in parts):
-            raise BadInput(f"{row.origin}: `instruction` and `input` should be text")
-        prompt = "".join(f"{part}\n\n" for part in parts if part)
+        prompt = instruction_in(data, row.origin)
         prompt = prompt.strip() if as_messages else prompt
         kept = _prompted(prompt, answer, data, row.origin, as_messages=as_messages)
     elif "text" in data:
         kept = {"text": data["text"]}
     else:
-        raise BadInput(f"{row.origin}: unknown row shape with keys {', '.join(data) or '(none)'}; known are {SHAPES}")
+        known = f"{SHAPES}, or `prompt` alone"
+        raise BadInput(f"{row.origin}: unknown row shape with keys {', '.join(data) or '(none)'}; known are {known}")
     truncated = data.get("truncated") is True or data.get("finish_reason") == "length"
     return Conversation(kept, list(_turns(kept, row.origin)), truncated)
+
+
+def answer_in(data: Mapping[str, Any]) -> Any:
+    """The answer to a prompt or an instruction, under any of its keys; None where there is none."""
+    return next((data[key] for key in ("response", "completion", "output") if key in data), None)
+
+
+def instruction_in(data: Mapping[str, Any], origin: str) -> str:
+    """An instruction and its input, each with a blank line behind it."""
+    parts = [data["instruction"], data.get("input", "")]
+    if not all(isinstance(part, str) for part in parts):
+        raise BadInput(f"{origin}: `instruction` and `input` should be text")
+    return "".join(f"{part}\n\n" for part in parts if part)
 
 
 def _messages(turns: Any, data: Mapping[str, Any], origin: str) -> dict[str, Any]:

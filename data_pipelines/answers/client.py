@@ -93,6 +93,7 @@ class OpenAIClient:
                 failed = error
             finally:
                 self._release(server, failed)
+            assert failed is not None
             num_failed += failed.has_reached
             if num_failed == self.config.num_attempts:
                 raise Failure(f"{failed} ({num_failed} attempts)") from failed

@@ -1,47 +1,25 @@
 """Which tokens of a rendered conversation its assistant wrote, in a number of renderings that does not grow with it.
 
-A template with `{% generation %}` says it itself. Otherwise the conversation is rendered a second time with marks, one
-private character per message, around what the assistant wrote. If that rendering without its marks is the first one,
-character by character, then the marks stand where the answers are: proved, not guessed from the look of the template.
+A template with `{% generation %}` marks them itself. Otherwise the conversation is rendered a second time with marks,
+one private character per message, around what the assistant wrote. If that rendering without its marks equals the first
+one, character by character, then the marks are where the answers are: this is proved, not guessed from the template.
 """
 
 import re
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-
 from .messages import REASONING_KEYS, Message
-from .rendering import Rendering, close, num_common
-from .segments import Span, TokenTable
+from .rendering import RENDER_ERRORS, ChatTemplate, Rendering, close, num_common
+from .segments import Span
 from .turn_by_turn import spans_turn_by_turn
 
-RENDER_ERRORS = (TemplateError, TypeError, ValueError)  # what a template raises on messages that it does not take
 FIRST_MARK, NUM_MARKS = 0xF0000, 0xFFFE  # a private plane of Unicode: no text has these
 MARKS = re.compile(f"[{chr(FIRST_MARK)}-{chr(FIRST_MARK + NUM_MARKS - 1)}]")
 
 
-@dataclass(frozen=True)
-class Chat:
-    """A tokenizer's chat template with a row's tools: renders messages and finds the assistant's tokens."""
-
-    table: TokenTable
-    tools: list[Any] | None
-    markers: tuple[str, str] | None  # of reasoning traces
-
-    @cached_property
-    def template(self) -> str:
-        return self.table.tokenizer.get_chat_template(tools=self.tools)
-
-    @property
-    def reasoning_key(self) -> str | None:
-        """The message key under which the template takes a reasoning trace; None where it takes none."""
-        known = self.table.reasoning_keys
-        if self.template not in known:
-            known[self.template] = next(filter(self._reads, REASONING_KEYS), None)
-        return known[self.template]
+class Chat(ChatTemplate):
+    """A chat template that also finds the assistant's tokens."""
 
     def answer_spans(self, messages: list[Message]) -> tuple[list[int], list[Span]]:
         """The ids of the whole conversation, and [start, end) of each answer with the token that ends it, in order."""
@@ -58,33 +36,20 @@ class Chat:
             except RENDER_ERRORS:  # the conversation renders, but not its marked copy or its first prompt
                 spans = None
         if spans is None:
-            how: dict[str, Any] = {"render": self.render, "table": table, "render_errors": RENDER_ERRORS}
-            spans = spans_turn_by_turn(messages, rendering.ids, **how)
+            spans = spans_turn_by_turn(messages, rendering.ids, self)
         return self._with_dropped_trace(messages, rendering.ids, spans)
-
-    def render_text(self, messages: list[Message], *, generation_prompt: bool = False) -> str:
-        return self.table.tokenizer.apply_chat_template(
-            messages, tools=self.tools, add_generation_prompt=generation_prompt, tokenize=False
-        )
-
-    def render(self, messages: list[Message], *, generation_prompt: bool = False) -> list[int]:
-        text = self.render_text(messages, generation_prompt=generation_prompt)
-        return list(self.table.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-    def _reads(self, key: str) -> bool:
-        asked, said = {"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}
-        try:
-            return self.render_text([asked, {**said, key: "Z"}]) != self.render_text([asked, said])
-        except RENDER_ERRORS:
-            return False
 
     def _spans_by_template(self, messages: list[Message]) -> tuple[list[int], list[Span]]:
         """The runs of tokens that the template's own `{% generation %}` blocks mark."""
-        apply = self.table.tokenizer.apply_chat_template
-        how = {"return_assistant_tokens_mask": True, "tokenizer_kwargs": {"verbose": False}}
-        encoded = apply(messages, tools=self.tools, return_dict=True, **how)
+        encoded = self.table.tokenizer.apply_chat_template(
+            messages,
+            tools=self.tools,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"verbose": False},
+        )
         ids, mask = list(encoded["input_ids"]), [0, *encoded["assistant_masks"], 0]
-        edges = [position for position, (here, there) in enumerate(pairwise(mask)) if here != there]
+        edges = [position for position, (before, after) in enumerate(pairwise(mask)) if before != after]
         spans = list(zip(edges[::2], edges[1::2], strict=True))
         return ids, [(start, close(ids, start, end, self.table)) for start, end in spans]
 
@@ -102,11 +67,11 @@ class Chat:
             return None
         headers, starts = [], []
         for behind, (first, _) in zip([0, *(last for _, last in written)], written, strict=False):
-            found = whole.start_of_turn(behind, first, opener, self.markers)
-            if found is None:
+            start = whole.start_of_turn(behind, first, opener, self.markers)
+            if start is None:
                 return None
-            headers.append(found[0])
-            starts.append(found[1])
+            headers.append(start[0])
+            starts.append(start[1])
         ends = [last for _, last in written]
         if any(messages[index].get("tool_calls") for index in answers):
             moved = self._behind_tool_calls(messages, answers, whole.text, ends, headers, opener)
@@ -149,7 +114,7 @@ class Chat:
         return "".join(map(self.table.text, ids))
 
     def _written(self, messages: list[Message], answers: list[int], text: str) -> list[Span] | None:
-        """Where in the text what each answer says begins and ends; None where the marks do not prove it.
+        """Where in the text each answer's own words begin and end; None where the marks do not prove it.
 
         Of an answer that is empty behind its trace, the end is marked where the template keeps blanks, or else not.
         """
@@ -161,7 +126,7 @@ class Chat:
                 marked[index] = self._marked(messages[index], chr(FIRST_MARK + index), marks_empty=marks_empty)
             rendered = self.render_text(marked)
             if MARKS.sub("", rendered) == text:
-                return _marked_places(rendered, answers)
+                return _marked_spans(rendered, answers)
         return None
 
     def _marked(self, message: Message, mark: str, *, marks_empty: bool) -> Message:
@@ -177,11 +142,11 @@ class Chat:
     def _around(self, text: str, mark: str, *, marks_empty: bool) -> str:
         """Marks around each part of a text between reasoning markers, since templates keep or drop these apart."""
         parts = re.split(f"({'|'.join(map(re.escape, self.markers))})", text) if self.markers else [text]
-        for place, part in enumerate(parts):
+        for i, part in enumerate(parts):
             core = part.strip()
-            if core and place % 2 == 0:
+            if core and i % 2 == 0:
                 before = part[: len(part) - len(part.lstrip())]
-                parts[place] = f"{before}{mark}{core}{mark}{part[len(before) + len(core) :]}"
+                parts[i] = f"{before}{mark}{core}{mark}{part[len(before) + len(core) :]}"
         is_empty = len(parts) > 1 and not parts[-1].strip()
         return "".join(parts) + (mark if is_empty and marks_empty else "")
 
@@ -223,22 +188,23 @@ class Chat:
         their_headers = [other.rfind(self.table.text(opener[0]), 0, first) for first, _ in written]
         moved = list(ends)
         limits, their_limits = [*headers[1:], len(text)], [*their_headers[1:], len(other)]
-        for place, index in enumerate(answers):
+        for i, index in enumerate(answers):
             if messages[index].get("tool_calls"):
-                between = other[written[place][1] : their_limits[place]]
-                moved[place] = limits[place] - len(between)
-                if moved[place] < ends[place] or text[moved[place] : limits[place]] != between:
+                between = other[written[i][1] : their_limits[i]]
+                moved[i] = limits[i] - len(between)
+                if moved[i] < ends[i] or text[moved[i] : limits[i]] != between:
                     return None
         return moved
 
 
-def _marked_places(rendered: str, answers: list[int]) -> list[Span] | None:
-    """Where in the text without marks each answer's first and last stand; None where one has none, or order differs."""
-    places: dict[int, Span] = {}
+def _marked_spans(rendered: str, answers: list[int]) -> list[Span] | None:
+    """Each answer's first and last mark, as positions in the text without marks; None where an answer has none, or
+    their order differs."""
+    spans: dict[int, Span] = {}
     for count, match in enumerate(MARKS.finditer(rendered)):
         index, at = ord(match.group()) - FIRST_MARK, match.start() - count
-        places[index] = (places.get(index, (at, at))[0], at)
-    written = [places[index] for index in answers if index in places]
+        spans[index] = (spans.get(index, (at, at))[0], at)
+    written = [spans[index] for index in answers if index in spans]
     in_order = all(last <= first for (_, last), (first, _) in pairwise(written))
     return written if len(written) == len(answers) and in_order else None
 

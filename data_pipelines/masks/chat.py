@@ -12,20 +12,18 @@ import numpy as np
 from ...configs.errors import BadInput, first_line
 from ..config import DataConfig
 from ..parallel import chunks, in_order
+from ..row_shapes import SHAPES, answer_in, instruction_in
 from ..sources import Row
 from ..storage.samples import SEGMENTS, Sample
-from .assistant_masks import RENDER_ERRORS, Chat
+from .assistant_masks import Chat
 from .messages import normalise, place_reasoning
+from .rendering import RENDER_ERRORS
 from .segments import Span, TokenTable, segment_tokens, token_table
 from .traces import split_sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ROW_SHAPES = (
-    "`messages` (role, content), `conversations` (from, value), `prompt` + `response` or `completion`, "
-    "`instruction` + `output` or `response`, `text`, or `input_ids` + `prompt_length`"
-)
 NO_ANSWER = "a prompt without an answer to train on; `headstart data regenerate` has the target write answers"
 
 
@@ -106,7 +104,7 @@ def _encode_whole(row: Row, table: TokenTable, config: DataConfig) -> tuple[list
     """The row's tokens, and [start, end) of what the target is to write, in order."""
     tokenizer = table.tokenizer
     data = {key: value for key, value in row.data.items() if value is not None}
-    answer = next((data[key] for key in ("response", "completion", "output") if key in data), None)
+    answer = answer_in(data)
     if "input_ids" in data and "prompt_length" in data:
         return _check_tokens(data["input_ids"], data["prompt_length"], row.origin, vocab_size=len(tokenizer))
     if "messages" in data or "conversations" in data:
@@ -114,10 +112,7 @@ def _encode_whole(row: Row, table: TokenTable, config: DataConfig) -> tuple[list
     if "prompt" in data and answer is not None:
         return _encode_answer(data["prompt"], answer, row.origin, tokenizer)
     if "instruction" in data and answer is not None:
-        parts = [data["instruction"], data.get("input", "")]
-        if not all(isinstance(part, str) for part in parts):
-            raise BadInput(f"{row.origin}: `instruction` and `input` should be text")
-        return _encode_answer("".join(f"{part}\n\n" for part in parts if part), answer, row.origin, tokenizer)
+        return _encode_answer(instruction_in(data, row.origin), answer, row.origin, tokenizer)
     if "text" in data and not isinstance(data["text"], str):
         raise BadInput(f"{row.origin}: `text` should be text, got {type(data['text']).__name__}")
     if "text" in data:
@@ -125,7 +120,8 @@ def _encode_whole(row: Row, table: TokenTable, config: DataConfig) -> tuple[list
         return input_ids, [(int(input_ids[:1] == [tokenizer.bos_token_id]), len(input_ids))]
     if "prompt" in data or "instruction" in data:
         raise BadInput(f"{row.origin}: {NO_ANSWER}")
-    raise BadInput(f"{row.origin}: unknown row shape with keys {', '.join(data) or '(none)'}; known are {ROW_SHAPES}")
+    known = f"{SHAPES}, or `input_ids` + `prompt_length`"
+    raise BadInput(f"{row.origin}: unknown row shape with keys {', '.join(data) or '(none)'}; known are {known}")
 
 
 def _check_tokens(input_ids: Any, prompt_length: Any, origin: str, *, vocab_size: int) -> tuple[list[int], list[Span]]:

@@ -1,22 +1,65 @@
-"""A rendered conversation as text and as token ids, and where in it an answer begins and ends."""
+"""A chat template; a rendered conversation as text and as ids, and where in it an answer begins and ends."""
 
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
+from jinja2.exceptions import TemplateError
+
+from .messages import REASONING_KEYS, Message
 from .segments import TokenTable
+
+RENDER_ERRORS = (TemplateError, TypeError, ValueError)  # what a template raises on messages that it does not take
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A tokenizer's chat template with a row's tools."""
+
+    table: TokenTable
+    tools: list[Any] | None
+    markers: tuple[str, str] | None  # of reasoning traces
+
+    @cached_property
+    def template(self) -> str:
+        return self.table.tokenizer.get_chat_template(tools=self.tools)
+
+    @property
+    def reasoning_key(self) -> str | None:
+        """The message key under which the template takes a reasoning trace; None where it takes none."""
+        known = self.table.reasoning_keys
+        if self.template not in known:
+            known[self.template] = next(filter(self._reads, REASONING_KEYS), None)
+        return known[self.template]
+
+    def render_text(self, messages: list[Message], *, generation_prompt: bool = False) -> str:
+        return self.table.tokenizer.apply_chat_template(
+            messages, tools=self.tools, add_generation_prompt=generation_prompt, tokenize=False
+        )
+
+    def render(self, messages: list[Message], *, generation_prompt: bool = False) -> list[int]:
+        text = self.render_text(messages, generation_prompt=generation_prompt)
+        return list(self.table.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _reads(self, key: str) -> bool:
+        question, answer = {"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}
+        try:
+            return self.render_text([question, {**answer, key: "Z"}]) != self.render_text([question, answer])
+        except RENDER_ERRORS:
+            return False
 
 
 @dataclass(frozen=True)
 class Rendering:
-    """text: the whole conversation. ids: its tokens. starts, ends: the characters that each holds, where these are
-    known; blanks at the edges of a token may be left out of them, as byte-level tokenizers do."""
+    """A whole conversation as text and as tokens."""
 
     text: str
     ids: list[int]
-    starts: list[int]
-    ends: list[int]
+    starts: list[int]  # of each token, in characters; empty where the tokenizer does not tell
+    ends: list[int]  # blanks at the edges of a token may be left out, as byte-level tokenizers do
     table: TokenTable
 
     @classmethod
@@ -50,10 +93,10 @@ class Rendering:
             is_alone = at < 2 or ids[at - 2] not in special  # of two, the second may be the answer's own
             return (first, at) if ends_prompt and is_alone else None
         header = self.text.rfind(self.table.text(opener[0]), behind, first)
-        place = bisect_left(self.starts, header)
-        if opener[0] not in special or header < 0 or (ids[place], self.starts[place]) != (opener[0], header):
+        token = bisect_left(self.starts, header)
+        if opener[0] not in special or header < 0 or (ids[token], self.starts[token]) != (opener[0], header):
             return None
-        return header, min(at, place + num_common(opener, ids[place : place + len(opener)]))
+        return header, min(at, token + num_common(opener, ids[token : token + len(opener)]))
 
     def end_of_turn(self, behind: int, markers: tuple[str, str] | None, *, is_last: bool) -> int | None:
         """The token behind the one that ends a turn whose last character, no blank, is before `behind`, or None.
@@ -62,11 +105,11 @@ class Rendering:
         (is_last) there need be no such token.
         """
         closes = re.compile(rf"\s*{re.escape(markers[1])}").match(self.text, behind) if markers else None
-        place = bisect_left(self.starts, closes.end() if closes else behind)
-        closing = closing_token(self.ids, place, self.table)
+        token = bisect_left(self.starts, closes.end() if closes else behind)
+        closing = closing_token(self.ids, token, self.table)
         if closing is not None:
             return closing + 1
-        return len(self.ids) if is_last and all(map(self.table.is_blank, self.ids[place:])) else None
+        return len(self.ids) if is_last and all(map(self.table.is_blank, self.ids[token:])) else None
 
 
 def close(ids: Sequence[int], start: int, end: int, table: TokenTable) -> int:

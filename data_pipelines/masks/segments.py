@@ -16,7 +16,7 @@ LEAD_IN = 16  # tokens before an answer in which a generation prompt may have op
 
 
 class TokenTable:
-    """What is asked of single tokens again and again: their texts, and which are special.
+    """The texts of single tokens, and which are special, computed once.
 
     markers: the texts that open and close a reasoning trace, as `think_markers` finds them, or None.
     """
@@ -90,10 +90,10 @@ def _marked(answer: list[int], table: TokenTable, markers: tuple[str, str]) -> l
     if markers[0] not in whole and markers[1] not in whole:
         return []
     ends = np.fromiter(accumulate(map(len, texts)), dtype=np.int64, count=len(texts))
-    found = list(re.finditer("|".join(map(re.escape, markers)), whole))
-    firsts = np.searchsorted(ends, [match.start() for match in found], side="right")
-    lasts = np.searchsorted(ends, [match.end() for match in found], side="left") + 1
+    matches = list(re.finditer("|".join(map(re.escape, markers)), whole))
+    firsts = np.searchsorted(ends, [match.start() for match in matches], side="right")
+    lasts = np.searchsorted(ends, [match.end() for match in matches], side="left") + 1
     return [
         (int(first), int(last), match.group() == markers[0])
-        for first, last, match in zip(firsts, lasts, found, strict=True)
+        for first, last, match in zip(firsts, lasts, matches, strict=True)
     ]

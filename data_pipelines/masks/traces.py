@@ -1,7 +1,7 @@
 """Long rows, such as reasoning traces, in pieces that fit, and how many tokens of a data set each segment has."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,14 +22,14 @@ def split_sample(whole: Sample, *, max_length: int, text_of: Callable[[int], str
     A cut is made behind a paragraph, else a line, else a sentence, in the second half of the room for new tokens; else
     wherever that ends. Pieces without a supervised token are left out. text_of: the text of one token.
     """
-    places = np.flatnonzero(whole.loss_mask)
-    if len(places) == 0:
+    supervised = np.flatnonzero(whole.loss_mask)
+    if len(supervised) == 0:
         return []
-    body = int(places[0])
+    body = int(supervised[0])
     prompt = _kept_prompt(body, max_length // 2)
     room = max_length - len(prompt)
     context = 0  # tokens repeated before the new ones
-    pieces, begin, last = [], body, int(places[-1]) + 1
+    pieces, begin, last = [], body, int(supervised[-1]) + 1
     while begin < last:
         end = min(begin + room - context, len(whole))
         if end < len(whole):
@@ -49,10 +49,10 @@ def _kept_prompt(length: int, limit: int) -> np.ndarray:
 
 
 def _piece(whole: Sample, prompt: np.ndarray, context: int, begin: int, end: int) -> Sample:
-    places = np.concatenate([prompt, np.arange(context, end)])
-    loss_mask = whole.loss_mask[places]
-    loss_mask[: len(places) - (end - begin)] = False
-    return Sample(input_ids=whole.input_ids[places], segments=whole.segments[places], loss_mask=loss_mask)
+    kept = np.concatenate([prompt, np.arange(context, end)])
+    loss_mask = whole.loss_mask[kept]
+    loss_mask[: len(kept) - (end - begin)] = False
+    return Sample(input_ids=whole.input_ids[kept], segments=whole.segments[kept], loss_mask=loss_mask)
 
 
 def _boundary(input_ids: np.ndarray, earliest: int, latest: int, text_of: Callable[[int], str]) -> int:
@@ -78,27 +78,29 @@ def _ends_sentence(before: str, last: str, behind: str) -> bool:
     return last.rstrip().endswith(SENTENCE_ENDS) and (last[-1:].isspace() or behind[:1].isspace())
 
 
-def segment_statistics(samples: Iterable[Sample]) -> dict[str, dict[str, float]]:
-    """For each segment that occurs, and `supervised`: how many samples have it, and its tokens in these.
+@dataclass(frozen=True)
+class SegmentStatistics:
+    """How many samples have a segment, and its tokens in these."""
 
-    Keys: num_samples, num_tokens, mean, p50, p90, max.
-    """
+    num_samples: int
+    num_tokens: int
+    mean: float
+    p50: float
+    p90: float
+    max: int
+
+
+def segment_statistics(samples: Iterable[Sample]) -> dict[str, SegmentStatistics]:
+    """Of each segment that occurs, and of `supervised`."""
     lengths: dict[str, list[int]] = {name: [] for name in (*SEGMENTS, "supervised")}
     for sample in samples:
         counts = np.bincount(sample.segments, minlength=len(SEGMENTS)).tolist()
         for name, count in zip(lengths, [*counts, int(sample.loss_mask.sum())], strict=True):
             if count:
                 lengths[name].append(count)
-    return {name: _summary(counts) for name, counts in lengths.items() if counts}
+    return {name: _statistics(np.asarray(counts)) for name, counts in lengths.items() if counts}
 
 
-def _summary(counts: Sequence[int]) -> dict[str, Any]:
-    values = np.asarray(counts)
-    return {
-        "num_samples": len(values),
-        "num_tokens": int(values.sum()),
-        "mean": float(values.mean()),
-        "p50": float(np.percentile(values, 50)),
-        "p90": float(np.percentile(values, 90)),
-        "max": int(values.max()),
-    }
+def _statistics(counts: np.ndarray) -> SegmentStatistics:
+    p50, p90 = np.percentile(counts, (50, 90)).tolist()
+    return SegmentStatistics(len(counts), int(counts.sum()), float(counts.mean()), p50, p90, int(counts.max()))

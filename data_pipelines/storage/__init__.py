@@ -1,3 +1,3 @@
-"""Samples and target states on disk: `samples`, `shards` and `shard_file` (rows mapped into memory), `extract` and
-`features` (the target's states), `quantise` (8 bits).
+"""Samples and target states on disk: `samples`, `shards` and `shard_file` (rows mapped into memory), `features` (which
+states are kept), `extract` (the target writes them), `quantise` (8 bits).
 """

@@ -43,8 +43,8 @@ class Reads:
 
     def positions(self, loss_mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of a sample's loss_mask [T]: where features and post_norm are kept, [T] bool each."""
-        places = positions(loss_mask)
-        return places[self.features_at], places["labels"] | places[self.post_norm_at]
+        at = positions(loss_mask)
+        return at[self.features_at], at["labels"] | at[self.post_norm_at]
 
     def row_bytes(self, loss_mask: np.ndarray, *, hidden_size: int, storage_dtype: str) -> int:
         """What a sample takes on disk."""

@@ -202,7 +202,7 @@ class Shards(Sequence[StoredSample]):
         shard, file = self.manifest.shards[number], self._file(number)
         size = file.path.stat().st_size
         if size != shard.bytes:
-            raise BadInput(f"{file.path}: damaged: {size} bytes, the manifest says {shard['bytes']}")
+            raise BadInput(f"{file.path}: damaged: {size} bytes, in the manifest {shard.bytes}")
         identity = {key: file.metadata.get(key) for key in ("owner", "number")}
         expected = {"owner": owner(self.manifest.fields), "number": number}
         if identity != expected or len(file.lengths) != shard.num_rows:

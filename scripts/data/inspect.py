@@ -55,16 +55,16 @@ def inspect(
     is_coloured = color is not False and console.is_terminal
     last = num_rows if row is None else row + 1
     rows = iter_rows(data.train, num_rows=min(last, data.num_rows or last))
-    shown = [one for number, one in enumerate(rows) if row in (None, number)]
+    shown = [item for number, item in enumerate(rows) if row in (None, number)]
     if row is not None and not shown:
         raise BadInput(f"--row {row}: data.train has fewer rows")
-    for one in shown:
-        samples = encode_row(one, skeleton.tokenizer, data)
+    for item in shown:
+        samples = encode_row(item, skeleton.tokenizer, data)
         if not samples:
-            console.print(Text(f"{one.origin}: dropped\n", style="bold"))
+            console.print(Text(f"{item.origin}: dropped\n", style="bold"))
         for number, sample in enumerate(samples, start=1):
             piece = f", piece {number} of {len(samples)}" if len(samples) > 1 else ""
-            console.print(Text(f"{one.origin}{piece}: {describe(sample)}", style="bold"))
+            console.print(Text(f"{item.origin}{piece}: {describe(sample)}", style="bold"))
             console.print(marked_text(sample, skeleton.tokenizer, is_coloured=is_coloured), end="\n\n")
     counts: Counter[str] = Counter()
     counted = iter_rows(data.train, num_rows=min(NUM_COUNTED, data.num_rows or NUM_COUNTED))
@@ -92,17 +92,19 @@ def marked_text(sample: "Sample", tokenizer: Any, *, is_coloured: bool) -> "Text
     text = Text()
     tokens = zip(sample.input_ids.tolist(), sample.segments.tolist(), sample.loss_mask.tolist(), strict=True)
     for (segment, is_supervised), run in groupby(tokens, key=lambda token: token[1:]):
-        said, name = str(tokenizer.decode([token for token, *_ in run])), SEGMENTS[segment]
+        part, name = str(tokenizer.decode([token for token, *_ in run])), SEGMENTS[segment]
         if is_coloured:
-            text.append(said, style=STYLES[name] if is_supervised else UNSUPERVISED)
+            text.append(part, style=STYLES[name] if is_supervised else UNSUPERVISED)
         else:
             opens, closes = BRACKETS[name] if is_supervised else ("", "")
-            text.append(f"{opens}{said}{closes}")
+            text.append(f"{opens}{part}{closes}")
     return text
 
 
 def print_statistics(samples: "list[Sample]", counts: dict[str, int], console: "Console") -> None:
     """A table of tokens by segment, and what became of the rows."""
+    from dataclasses import astuple
+
     from rich.table import Table
 
     from ...data_pipelines.masks.traces import segment_statistics
@@ -110,9 +112,8 @@ def print_statistics(samples: "list[Sample]", counts: dict[str, int], console: "
     table = Table(title="tokens a sample, by segment")
     for column in ("segment", "samples", "tokens", "mean", "p50", "p90", "max"):
         table.add_column(column, justify="left" if column == "segment" else "right")
-    for name, of in segment_statistics(samples).items():
-        figures = (of["num_samples"], of["num_tokens"], of["mean"], of["p50"], of["p90"], of["max"])
-        table.add_row(name, *(f"{figure:,.0f}" for figure in figures))
+    for name, statistics in segment_statistics(samples).items():
+        table.add_row(name, *(f"{figure:,.0f}" for figure in astuple(statistics)))
     console.print(table)
     console.print(
         f"of {counts['kept'] + counts['dropped']} rows: {', '.join(f'{n} {c}' for n, c in counts.items() if c)}"

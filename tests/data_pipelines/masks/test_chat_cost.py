@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from headstart.configs.errors import BadInput
 from headstart.data_pipelines.config import DataConfig
-from headstart.data_pipelines.masks import assistant_masks as spans
+from headstart.data_pipelines.masks import assistant_masks, rendering
 from headstart.data_pipelines.masks.chat import encode_row
 from headstart.data_pipelines.sources import Row
 from jinja2.exceptions import TemplateError
@@ -73,13 +73,13 @@ def test_masks_equal_those_found_turn_by_turn(
     for seed in rows:
         row = Row(dialogue(6, tools=tools, seed=seed), "train.jsonl:1")
         with monkeypatch.context() as patched:
-            patched.setattr(spans, "spans_turn_by_turn", fail)
+            patched.setattr(assistant_masks, "spans_turn_by_turn", fail)
             try:
                 by_marks = encode_row(row, tokenizer, CONFIG)
             except (NotProvedError, BadInput):
                 continue
         with monkeypatch.context() as patched:
-            patched.setattr(spans.Chat, "_spans_by_marks", lambda *_: None)
+            patched.setattr(assistant_masks.Chat, "_spans_by_marks", lambda *_: None)
             assert by_marks == encode_row(row, tokenizer, CONFIG)
         num_proved += 1
     if not tools or template_name in ("llama-3.1", "qwen2.5", "qwen3"):
@@ -106,11 +106,11 @@ def test_a_template_that_the_marks_would_change_is_read_turn_by_turn(chat_tokeni
 
 
 def test_text_that_has_the_marks_itself_is_read_turn_by_turn(chat_tokenizer: Callable[[str], Any]) -> None:
-    tokenizer, mark = chat_tokenizer("chatml"), chr(spans.FIRST_MARK + 1)
+    tokenizer, mark = chat_tokenizer("chatml"), chr(assistant_masks.FIRST_MARK + 1)
     messages = [{"role": "user", "content": mark}, {"role": "assistant", "content": f"o{mark}k"}]
     [sample] = encode_row(Row({"messages": messages}, "a:1"), tokenizer, CONFIG)
     assert tokenizer.decode(sample.input_ids[sample.loss_mask]) == f"o{mark}k<|im_end|>"
 
 
 def test_render_errors_are_those_of_templates() -> None:
-    assert TemplateError in spans.RENDER_ERRORS
+    assert TemplateError in rendering.RENDER_ERRORS

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from headstart.data_pipelines.masks.traces import segment_statistics, split_sample
+from headstart.data_pipelines.masks.traces import SegmentStatistics, segment_statistics, split_sample
 from headstart.data_pipelines.storage.samples import ANSWER, PROMPT, THINK, Sample
 
 
@@ -86,7 +86,7 @@ def test_statistics_are_by_segment_over_the_samples_that_have_it() -> None:
     ]
     stats = segment_statistics(samples)
     assert list(stats) == ["prompt", "think", "answer", "supervised"]
-    assert stats["prompt"] == {"num_samples": 2, "num_tokens": 3, "mean": 1.5, "p50": 1.5, "p90": 1.9, "max": 2}
-    assert stats["think"] == {"num_samples": 1, "num_tokens": 2, "mean": 2.0, "p50": 2.0, "p90": 2.0, "max": 2}
-    assert stats["supervised"]["num_tokens"] == 4
+    assert stats["prompt"] == SegmentStatistics(2, 3, mean=1.5, p50=1.5, p90=1.9, max=2)
+    assert stats["think"] == SegmentStatistics(1, 2, mean=2.0, p50=2.0, p90=2.0, max=2)
+    assert stats["supervised"].num_tokens == 4
     assert segment_statistics([]) == {}

@@ -231,3 +231,13 @@ def test_vectors_without_values_are_no_special_case():
         assert unpack(packed, torch.float32).shape == (5, 0, 8)
         assert [part.values.shape[0] for part in packed.split([2, 0, 3])] == [2, 0, 3]
         assert isinstance(packed, Packed)
+
+
+def test_a_shard_of_another_size_than_in_the_manifest_is_refused(tmp_path):
+    write(tmp_path / "a", make_rows())
+    path = tmp_path / "a" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["shards"][0]["bytes"] += 1
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(BadInput, match=r"damaged: \d+ bytes, in the manifest \d+"):
+        Shards(tmp_path / "a")
