@@ -15,19 +15,17 @@ embedding and output layer are the target's, so no cut draft vocabulary. SGLang 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..configs.errors import BadInput
-from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
-from .drafter import Reading
-from .nn.chain_attention import blocks_of
+from .base import ChainStarts, DraftBatch, HeadConfig
 from .nn.layers import Rotary, llama_config, serving_keys
-from .recurrent import Chains, Context, KeysValues, LlamaLayer, Queries, RecurrentState
-from .target import Target
+from .recurrent import LlamaLayer, RecurrentHead
+from .target import Target, TargetOutput
 
 
 @dataclass(kw_only=True)
@@ -58,7 +56,7 @@ class EagleConfig(HeadConfig):
             raise BadInput("feature_layers: eagle reads the state after the final norm only")
 
 
-class EagleHead(DraftHead):
+class EagleHead(RecurrentHead):
     """EAGLE with the tensor names that vLLM and SGLang load: fc, layers.{i}.*; no embedding, norm or lm_head."""
 
     config_class = EagleConfig
@@ -88,91 +86,25 @@ class EagleHead(DraftHead):
         }
 
     @property
-    def has_one_output(self) -> bool:
-        return True
+    def decoder_layers(self) -> list[LlamaLayer]:
+        return cast(list[LlamaLayer], list(self.layers))
 
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
-        limit = batch.input_ids.shape[1] + starts.num_depths
-        features = batch.output.post_norm.to(self.fc.weight.dtype)  # [B, T, D]
         if self.training and self.config.noise:
+            features = self.features(batch.output)
             features = features + (torch.rand_like(features) - 0.5) * self.config.noise
-        fused = self._fuse(batch.input_ids.roll(-1, 1), features)  # x_{t+1}; the last is never supervised
-        chains = Chains(self._contexts(fused, batch, starts, limit), self.llama, starts.num_depths)
-        x = hidden = starts.take(fused)  # [B, S, D]
-        for depth in range(starts.num_depths):
-            rotary = self.rotary(starts.take(batch.positions) + depth, like=x, num_positions=limit)
-            if depth == 0:
-                hidden = chains.advance(self._step, x, rotary)  # [B, S, D]
-            else:
-                tokens = starts.take(batch.input_ids, offset=depth + 1)
-                hidden = hidden.detach() if self.config.detach else hidden
-                hidden = chains.advance(self._draft, hidden, tokens, rotary)
-            yield hidden
+            batch = replace(batch, output=replace(batch.output, post_norm=features))
+        return super().unroll(batch, starts)
 
-    def _draft(
-        self, hidden: Tensor, tokens: Tensor, rotary: tuple[Tensor, Tensor], contexts: list[Context]
-    ) -> tuple[Tensor, list[KeysValues]]:
-        """A depth of chains behind the first: tokens [B, S] beside the output [B, S, D] of the depth before."""
-        return self._step(self._fuse(tokens, hidden), rotary, contexts, is_drafted=True)
+    def features(self, output: TargetOutput) -> Tensor:
+        return output.post_norm.to(self.fc.weight.dtype)
 
-    def _step(
-        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], contexts: list[Context], is_drafted: bool = False
-    ) -> tuple[Tensor, list[KeysValues]]:
-        """[B, S, D] through all layers: [B, S, D], and the keys and values that each layer added to its context."""
-        for layer, context in zip(self._layers, contexts, strict=True):
-            if is_drafted:
-                context.draft(*layer.keys_values(hidden, rotary))
-            hidden = layer(hidden, rotary, context)
-        return hidden, [context.drafted[-1] for context in contexts if is_drafted]
+    def fed_back(self, hidden: Tensor) -> Tensor:
+        return hidden.detach() if self.config.detach else hidden
+
+    def read(self, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        fused = self.fc(torch.cat([self.target.embed(token_ids).to(hidden.dtype), hidden], -1))  # [B, Q, D]
+        return fused, fused
 
     def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
         return self.target.logits(hidden)
-
-    def begin(self, *, batch_size: int, max_length: int) -> RecurrentState:
-        return RecurrentState.empty(
-            batch_size=batch_size, max_length=max_length, num_layers=len(self.layers), like=self.fc.weight
-        )
-
-    @torch.no_grad()
-    def commit(self, state: RecurrentState, read: Reading) -> None:
-        features = read.output.post_norm.to(self.fc.weight.dtype)
-        state.commit(read, self._decode(state, read.next_tokens, state.reading(read, features)))
-
-    @torch.no_grad()
-    def first_logits(self, state: RecurrentState) -> Tensor:
-        return self.draft_logits(state.hidden[:, 0], 0)
-
-    @torch.no_grad()
-    def expand(self, state: RecurrentState, tokens: Tensor, parents: Tensor | None, *, depth: int) -> Tensor:
-        state.hidden = self._decode(state, tokens, state.drafting(tokens, parents, depth=depth))  # [B, F, D]
-        return self.draft_logits(state.hidden, depth)
-
-    @property
-    def _layers(self) -> list[LlamaLayer]:
-        return cast(list[LlamaLayer], list(self.layers))
-
-    def _fuse(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """[B, Q] and [B, Q, D] -> [B, Q, D]."""
-        return self.fc(torch.cat([self.target.embed(token_ids).to(hidden.dtype), hidden], -1))
-
-    def _contexts(self, fused: Tensor, batch: DraftBatch, starts: ChainStarts, limit: int) -> list[Context]:
-        """For each layer, the keys and values of true features at all positions, seen up to each chain's start."""
-        rotary = self.rotary(batch.positions, like=fused, num_positions=limit)
-        mask = batch.visibility(starts.positions, dtype=fused.dtype)  # [B, 1, S, T]
-        contexts, hidden = [], fused
-        for i, layer in enumerate(self._layers):
-            if i > 0:  # what a further layer reads at all positions
-                below, causal = contexts[-1], batch.visibility(batch.row_positions, dtype=fused.dtype)
-                blocks = blocks_of(range(fused.shape[1]), fused.device)
-                hidden = self._layers[i - 1](hidden, rotary, Context(below.keys, below.values, causal, blocks))
-            contexts.append(Context(*layer.keys_values(hidden, rotary), mask, starts.blocks))
-        return contexts
-
-    def _decode(self, state: RecurrentState, token_ids: Tensor, queries: Queries) -> Tensor:
-        """One forward over the cache. token_ids [B, Q] -> [B, Q, D]."""
-        hidden = self._fuse(token_ids, queries.hidden)
-        rotary = self.rotary(queries.positions, like=hidden, num_positions=state.cache.max_length)
-        for i, layer in enumerate(self._layers):
-            keys, values = state.cache.update(*layer.keys_values(hidden, rotary), i)
-            hidden = layer(hidden, rotary, Context(keys, values, queries.mask))
-        return hidden

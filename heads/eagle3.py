@@ -5,16 +5,13 @@ and high features of the target at t, at depth k > 0 the head's own output of de
 normalised, goes through an own output layer over the draft vocabulary.
 
 Training-time test (section 3.2): each chain start t is unrolled num_depths times with gradients through all of them.
-In decoding, a chain that starts at t sees keys of true features at positions <= t and its own drafted keys behind them.
-So in training the keys of depth 0 are computed once, and at depth k a query at start t attends to those at positions
-<= t and to its own keys of depths 1..k, one per depth: the diagonal of the attention (recurrent.py).
+How chains are unrolled and drafted is in recurrent.py, which EAGLE shares.
 
 Served conventions (vLLM 0.32, SGLang 0.5): embedding first in the concatenation, positions from 0 (x_{t+1} at rotary
 position t), drafted hidden states fed back before the output norm (after it with norm_output, EAGLE 3.1), features in
 ascending layer order.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -23,11 +20,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from ..configs.errors import BadInput
-from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
-from .drafter import Reading
-from .nn.chain_attention import blocks_of
+from .base import HeadConfig
 from .nn.layers import Attention, GatedMLP, RMSNorm, Rotary, llama_config, serving_keys
-from .recurrent import Chains, Context, KeysValues, LlamaLayer, Queries, RecurrentState, attend
+from .recurrent import Context, LlamaLayer, RecurrentHead
 from .target import Target, TargetOutput
 
 
@@ -65,11 +60,11 @@ def default_feature_layers(num_layers: int) -> list[int]:
     return usual if usual == sorted(set(usual)) else sorted({min(1, num_layers - 1), num_layers // 2, num_layers - 1})
 
 
-class Eagle3Layer(nn.Module):
-    """A Llama layer whose attention reads [embedding, hidden], both normalised; the residual is the raw hidden."""
+class Eagle3Layer(LlamaLayer):
+    """The first layer: its attention reads [embedding, hidden], both normalised; the residual is the raw hidden."""
 
     def __init__(self, config: LlamaConfig):
-        super().__init__()
+        nn.Module.__init__(self)  # of the same parts, with another norm and wider projections
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps=eps)
         self.hidden_norm = RMSNorm(size, eps=eps)
@@ -77,14 +72,12 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(size, eps=eps)
         self.mlp = GatedMLP(config)
 
-    def read(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """[B, Q, D] twice -> [B, Q, 2D], what the projections read."""
+    def both(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """[B, Q, D] twice -> [B, Q, 2D], normalised: what the projections read."""
         return torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], -1)
 
-    def forward(self, x: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], context: Context) -> Tensor:
-        """x [B, Q, 2D] and the residual hidden [B, Q, D] -> [B, Q, D]."""
-        hidden = hidden + attend(self.self_attn, x, rotary, context)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+    def normalised(self, x: Tensor) -> Tensor:
+        return x
 
 
 class NormedResidualLayer(Eagle3Layer):
@@ -94,7 +87,7 @@ class NormedResidualLayer(Eagle3Layer):
         return super().forward(x, self.hidden_norm(hidden), rotary, context)
 
 
-class Eagle3Head(DraftHead):
+class Eagle3Head(RecurrentHead):
     """EAGLE-3 with the tensor names that vLLM, SGLang and TensorRT-LLM load: fc, midlayer.*, norm, lm_head; of several
     layers layers.{i}.*; with fc_norm, fc_norm.{i}; with norm_before_fc, input_norm."""
 
@@ -153,114 +146,26 @@ class Eagle3Head(DraftHead):
         }
 
     @property
-    def has_one_output(self) -> bool:
-        return True
+    def decoder_layers(self) -> list[LlamaLayer]:
+        return [self.midlayer] if self.config.num_layers == 1 else cast(list[LlamaLayer], list(self.layers))
 
-    def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
-        limit = batch.input_ids.shape[1] + starts.num_depths
-        fused = self._fuse(batch.output)  # [B, T, D]
-        read = self._read(batch.input_ids.roll(-1, 1), fused)  # [B, T, 2D] x_{t+1}; the last is never supervised
-        chains = Chains(self._contexts(read, fused, batch, starts, limit), self.llama, starts.num_depths)
-        x, hidden = starts.take(read), starts.take(fused)  # [B, S, 2D], [B, S, D]
-        for depth in range(starts.num_depths):
-            rotary = self.rotary(starts.take(batch.positions) + depth, like=x, num_positions=limit)
-            if depth == 0:
-                hidden = chains.advance(self._step, hidden, x, rotary)  # [B, S, D]
-            else:
-                tokens = starts.take(batch.input_ids, offset=depth + 1)
-                hidden = chains.advance(self._draft, hidden, tokens, rotary)
-            yield hidden
+    def features(self, output: TargetOutput) -> Tensor:
+        """The target's features [B, T, L, D] fused: [B, T, D]."""
+        features = output.features.to(self.fc.weight.dtype)
+        if self.config.fc_norm:
+            features = torch.stack([norm(features[:, :, i]) for i, norm in enumerate(self.fc_norm)], 2)
+        flat = features.flatten(2)  # [B, T, L * D]
+        return self.fc(self.input_norm(flat) if self.config.norm_before_fc else flat)
 
-    def _draft(
-        self, hidden: Tensor, tokens: Tensor, rotary: tuple[Tensor, Tensor], contexts: list[Context]
-    ) -> tuple[Tensor, list[KeysValues]]:
-        """A depth of chains behind the first: tokens [B, S] beside the output [B, S, D] of the depth before."""
-        hidden = self._fed_back(hidden)
-        x = self._read(tokens, hidden)
-        contexts[0].draft(*self._first.self_attn.keys_values(x, rotary))
-        return self._step(hidden, x, rotary, contexts)
+    def fed_back(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden) if self.config.norm_output else hidden
 
-    def _step(
-        self, hidden: Tensor, x: Tensor, rotary: tuple[Tensor, Tensor], contexts: list[Context]
-    ) -> tuple[Tensor, list[KeysValues]]:
-        """x [B, S, 2D] and the residual hidden [B, S, D] through all layers; returns as `recurrent.Step`."""
-        hidden = self._first(x, hidden, rotary, contexts[0])
-        for layer, context in zip(self._more, contexts[1:], strict=True):
-            if len(contexts[0].drafted) > len(context.drafted):
-                context.draft(*layer.keys_values(hidden, rotary))
-            hidden = layer(hidden, rotary, context)
-        return hidden, [context.drafted[-1] for context in contexts if context.drafted]
+    def read(self, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        first = cast(Eagle3Layer, self.decoder_layers[0])
+        return first.both(self.target.embed(token_ids).to(hidden.dtype), hidden), hidden
 
     def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
         return self.lm_head(self.norm(hidden))
 
     def predicted_state(self, hidden: Tensor, depth: int) -> Tensor:
         return self.norm(hidden)
-
-    def begin(self, *, batch_size: int, max_length: int) -> RecurrentState:
-        return RecurrentState.empty(
-            batch_size=batch_size, max_length=max_length, num_layers=self.config.num_layers, like=self.fc.weight
-        )
-
-    @torch.no_grad()
-    def commit(self, state: RecurrentState, read: Reading) -> None:
-        queries = state.reading(read, self._fuse(read.output))
-        state.commit(read, self._decode(state, read.next_tokens, queries))
-
-    @torch.no_grad()
-    def first_logits(self, state: RecurrentState) -> Tensor:
-        return self.draft_logits(state.hidden[:, 0], 0)
-
-    @torch.no_grad()
-    def expand(self, state: RecurrentState, tokens: Tensor, parents: Tensor | None, *, depth: int) -> Tensor:
-        queries = state.drafting(tokens, parents, depth=depth)
-        queries.hidden = self._fed_back(queries.hidden)
-        state.hidden = self._decode(state, tokens, queries)  # [B, F, D]
-        return self.draft_logits(state.hidden, depth)
-
-    @property
-    def _first(self) -> Eagle3Layer:
-        return self.midlayer if self.config.num_layers == 1 else cast(Eagle3Layer, self.layers[0])
-
-    @property
-    def _more(self) -> list[LlamaLayer]:
-        return [] if self.config.num_layers == 1 else cast(list[LlamaLayer], list(self.layers)[1:])
-
-    def _fuse(self, output: TargetOutput) -> Tensor:
-        """The target's features [B, T, L, D] -> [B, T, D]."""
-        features = output.features.to(self.fc.weight.dtype)
-        if self.config.fc_norm:
-            features = torch.stack([norm(features[:, :, i]) for i, norm in enumerate(self.fc_norm)], 2)
-        fused = features.flatten(2)  # [B, T, L * D]
-        return self.fc(self.input_norm(fused) if self.config.norm_before_fc else fused)
-
-    def _fed_back(self, hidden: Tensor) -> Tensor:
-        return self.norm(hidden) if self.config.norm_output else hidden
-
-    def _read(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
-        return self._first.read(self.target.embed(token_ids).to(hidden.dtype), hidden)
-
-    def _contexts(self, x: Tensor, fused: Tensor, batch: DraftBatch, starts: ChainStarts, limit: int) -> list[Context]:
-        """For each layer, keys and values of true features x [B, T, 2D] at all positions, seen up to each start."""
-        rotary = self.rotary(batch.positions, like=fused, num_positions=limit)
-        mask = batch.visibility(starts.positions, dtype=fused.dtype)  # [B, 1, S, T]
-        contexts = [Context(*self._first.self_attn.keys_values(x, rotary), mask, starts.blocks)]
-        hidden = fused
-        for i, layer in enumerate(self._more):  # what a further layer reads at all positions
-            causal = batch.visibility(batch.row_positions, dtype=fused.dtype)
-            blocks = blocks_of(range(fused.shape[1]), fused.device)
-            below = Context(contexts[-1].keys, contexts[-1].values, causal, blocks)
-            hidden = self._first(x, hidden, rotary, below) if i == 0 else self._more[i - 1](hidden, rotary, below)
-            contexts.append(Context(*layer.keys_values(hidden, rotary), mask, starts.blocks))
-        return contexts
-
-    def _decode(self, state: RecurrentState, token_ids: Tensor, queries: Queries) -> Tensor:
-        """One forward over the cache. token_ids [B, Q] -> [B, Q, D]."""
-        x = self._read(token_ids, queries.hidden)
-        rotary = self.rotary(queries.positions, like=x, num_positions=state.cache.max_length)
-        keys, values = state.cache.update(*self._first.self_attn.keys_values(x, rotary), 0)
-        hidden = self._first(x, queries.hidden, rotary, Context(keys, values, queries.mask))
-        for i, layer in enumerate(self._more, 1):
-            keys, values = state.cache.update(*layer.keys_values(hidden, rotary), i)
-            hidden = layer(hidden, rotary, Context(keys, values, queries.mask))
-        return hidden

@@ -147,7 +147,7 @@ class HydraHead(DraftHead):
             context = Context(
                 *self.prefix.keys_values(states, rotary), batch.visibility(starts.positions, dtype=x.dtype)
             )
-            x = self.prefix(x, self.rotary(starts.take(batch.positions), like=x, num_positions=limit), context)
+            x = self.prefix(x, x, self.rotary(starts.take(batch.positions), like=x, num_positions=limit), context)
         for depth in range(starts.num_depths):
             embedded = self.target.embed(starts.take(batch.input_ids, offset=depth + 1))  # [B, S, D]
             x = torch.cat([x, self._cast(embedded)], -1)  # [B, S, (depth + 2) * D]
@@ -175,7 +175,7 @@ class HydraHead(DraftHead):
         keys, values = state.cache.update(*self.prefix.keys_values(states, rotary), 0)
         context = Context(keys, values, state.cache.mask(last, dtype=keys.dtype))
         rotary = self.rotary(last, like=states, num_positions=state.max_length)
-        state.hidden = self.prefix(state.hidden, rotary, context)
+        state.hidden = self.prefix(state.hidden, state.hidden, rotary, context)
 
     @torch.no_grad()
     def first_logits(self, state: HydraState) -> Tensor:

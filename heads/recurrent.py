@@ -1,11 +1,11 @@
-"""What decoder-layer heads share that read their own output: a Llama layer, training on unrolled chains, drafting.
+"""What EAGLE and EAGLE-3 share: Llama layers that read their own output, trained on unrolled chains.
 
 In decoding, a chain that starts at t sees keys of true features at positions <= t and its own drafted keys behind them.
 So in training a query of the chain at start t attends to the shared keys at positions <= t and, at depth k, to its own
 keys of depths 1..k, one per depth: the diagonal of the attention (EAGLE-3, section 3.2; HASS, section 3.2).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 
+from .base import ChainStarts, DraftBatch, DraftHead
 from .drafter import Reading
 from .nn.cache import SlotCache, newest_slots, seen_by_children, tree_mask
-from .nn.chain_attention import Block, attend_chains, laid_out, recomputing
-from .nn.layers import Attention, GatedMLP, RMSNorm
+from .nn.chain_attention import Block, attend_chains, blocks_of, laid_out, recomputing
+from .nn.layers import Attention, GatedMLP, RMSNorm, Rotary
 from .nn.split_attention import masked_attention
+from .target import TargetOutput
 
 KeysValues = tuple[Tensor, Tensor]  # [B, Nkv, P, H] each
 
@@ -54,7 +56,7 @@ def attend(attention: Attention, x: Tensor, rotary: tuple[Tensor, Tensor], conte
 
 
 class LlamaLayer(nn.Module):
-    """A Llama decoder layer over a context."""
+    """A Llama decoder layer over a context; its attention may read something else than the residual stream."""
 
     def __init__(self, config: LlamaConfig, *, normalises_input: bool = True):
         super().__init__()
@@ -64,13 +66,17 @@ class LlamaLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(size, eps=eps)
         self.mlp = GatedMLP(config)
 
-    def keys_values(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> KeysValues:
-        """[B, Q, D] -> two of [B, Nkv, Q, H]."""
-        return self.self_attn.keys_values(self.input_layernorm(hidden), rotary)
+    def normalised(self, x: Tensor) -> Tensor:
+        """What the projections read."""
+        return self.input_layernorm(x)
 
-    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], context: Context) -> Tensor:
-        """[B, Q, D] -> [B, Q, D]."""
-        hidden = hidden + attend(self.self_attn, self.input_layernorm(hidden), rotary, context)
+    def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> KeysValues:
+        """[B, Q, in] -> two of [B, Nkv, Q, H]."""
+        return self.self_attn.keys_values(self.normalised(x), rotary)
+
+    def forward(self, x: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], context: Context) -> Tensor:
+        """x [B, Q, in], which attention reads, and the residual stream [B, Q, D] -> [B, Q, D]."""
+        hidden = hidden + attend(self.self_attn, self.normalised(x), rotary, context)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -137,13 +143,6 @@ class RecurrentState:
     hidden: Tensor  # [B, F, D] the head's output for the last expansion
     seen: Tensor  # [B, F, n] bool, which of n drafted nodes each of the last expansion attends to
 
-    @classmethod
-    def empty(cls, *, batch_size: int, max_length: int, num_layers: int, like: Tensor) -> "RecurrentState":
-        """Nothing read yet; tensors have the dtype and device of `like`."""
-        nothing = like.new_zeros(batch_size, 1, 0)
-        cache = SlotCache(num_layers=num_layers, max_length=max_length)
-        return cls(cache, max_length, nothing, nothing, nothing.bool())
-
     def reading(self, read: Reading, features: Tensor) -> Queries:
         """What to read of the target's features [B, Q, D]; sets their slots in the cache."""
         self.extent = read.extent or self.cache.max_length
@@ -168,3 +167,119 @@ class RecurrentState:
         self.cache.seek(newest_slots(self.position, self.seen), extent=self.extent)
         mask = tree_mask(self.position, self.seen, positions=positions, extent=self.cache.extent, dtype=dtype)
         return Queries(self.hidden[rows, parents], positions, mask)
+
+
+class RecurrentHead(DraftHead):
+    """Llama layers that read the target's features, and then their own output, beside the embedding of the next token.
+
+    A family makes the layers, and has the methods that raise NotImplementedError here.
+    """
+
+    fc: nn.Linear  # what fuses the layers' input
+    llama: LlamaConfig
+    rotary: Rotary
+
+    @property
+    def decoder_layers(self) -> list[LlamaLayer]:
+        raise NotImplementedError
+
+    def features(self, output: TargetOutput) -> Tensor:
+        """[B, T, D] what the first depth reads beside the embeddings."""
+        raise NotImplementedError
+
+    def fed_back(self, hidden: Tensor) -> Tensor:
+        """[B, Q, D] the output of a depth as the next one reads it."""
+        raise NotImplementedError
+
+    def read(self, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """token_ids [B, Q], hidden [B, Q, D]: what the first layer's attention reads, and its residual stream."""
+        raise NotImplementedError
+
+    @property
+    def has_one_output(self) -> bool:
+        return True
+
+    # training
+
+    def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
+        limit = batch.input_ids.shape[1] + starts.num_depths
+        read, stream = self.read(batch.input_ids.roll(-1, 1), self.features(batch.output))  # x_{t+1}; [B, T, ...]
+        chains = Chains(self._contexts(read, stream, batch, starts, limit), self.llama, starts.num_depths)
+        x = starts.take(read)  # [B, S, in]; the last position, whose x_{t+1} is not known, is never supervised
+        hidden = x if stream is read else starts.take(stream)  # [B, S, D]
+        for depth in range(starts.num_depths):
+            rotary = self.rotary(starts.take(batch.positions) + depth, like=x, num_positions=limit)
+            if depth == 0:
+                hidden = chains.advance(self._step, hidden, x, rotary)  # [B, S, D]
+            else:
+                tokens = starts.take(batch.input_ids, offset=depth + 1)
+                hidden = chains.advance(self._draft, hidden, tokens, rotary)
+            yield hidden
+
+    def _contexts(self, x: Tensor, hidden: Tensor, batch: DraftBatch, starts: ChainStarts, limit: int) -> list[Context]:
+        """For each layer, keys and values of true features at all positions [B, T], seen up to each chain's start."""
+        rotary = self.rotary(batch.positions, like=hidden, num_positions=limit)
+        mask = batch.visibility(starts.positions, dtype=hidden.dtype)  # [B, 1, S, T]
+        first, *further = self.decoder_layers
+        contexts, last = [Context(*first.keys_values(x, rotary), mask, starts.blocks)], first
+        for layer in further:
+            causal = batch.visibility(batch.row_positions, dtype=mask.dtype)
+            blocks = blocks_of(range(hidden.shape[1]), hidden.device)
+            hidden = x = last(x, hidden, rotary, Context(contexts[-1].keys, contexts[-1].values, causal, blocks))
+            contexts.append(Context(*layer.keys_values(x, rotary), mask, starts.blocks))
+            last = layer
+        return contexts
+
+    def _draft(
+        self, hidden: Tensor, tokens: Tensor, rotary: tuple[Tensor, Tensor], contexts: list[Context]
+    ) -> tuple[Tensor, list[KeysValues]]:
+        """A depth of chains behind the first: tokens [B, S] beside the output [B, S, D] of the depth before."""
+        x, hidden = self.read(tokens, self.fed_back(hidden))
+        return self._step(hidden, x, rotary, contexts, is_drafted=True)
+
+    def _step(
+        self,
+        hidden: Tensor,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        contexts: list[Context],
+        is_drafted: bool = False,
+    ) -> tuple[Tensor, list[KeysValues]]:
+        """x [B, S, in] and the residual stream [B, S, D] through all layers; returns as `Step`."""
+        for layer, context in zip(self.decoder_layers, contexts, strict=True):
+            if is_drafted:
+                context.draft(*layer.keys_values(x, rotary))
+            hidden = x = layer(x, hidden, rotary, context)
+        return hidden, [context.drafted[-1] for context in contexts if is_drafted]
+
+    # drafting
+
+    def begin(self, *, batch_size: int, max_length: int) -> RecurrentState:
+        nothing = self.fc.weight.new_zeros(batch_size, 1, 0)
+        cache = SlotCache(num_layers=len(self.decoder_layers), max_length=max_length)
+        return RecurrentState(cache, max_length, nothing, nothing, nothing.bool())
+
+    @torch.no_grad()
+    def commit(self, state: RecurrentState, read: Reading) -> None:
+        queries = state.reading(read, self.features(read.output))
+        state.commit(read, self._decode(state, read.next_tokens, queries))
+
+    @torch.no_grad()
+    def first_logits(self, state: RecurrentState) -> Tensor:
+        return self.draft_logits(state.hidden[:, 0], 0)
+
+    @torch.no_grad()
+    def expand(self, state: RecurrentState, tokens: Tensor, parents: Tensor | None, *, depth: int) -> Tensor:
+        queries = state.drafting(tokens, parents, depth=depth)
+        queries.hidden = self.fed_back(queries.hidden)
+        state.hidden = self._decode(state, tokens, queries)  # [B, F, D]
+        return self.draft_logits(state.hidden, depth)
+
+    def _decode(self, state: RecurrentState, token_ids: Tensor, queries: Queries) -> Tensor:
+        """One forward over the cache. token_ids [B, Q] -> [B, Q, D]."""
+        x, hidden = self.read(token_ids, queries.hidden)
+        rotary = self.rotary(queries.positions, like=x, num_positions=state.cache.max_length)
+        for i, layer in enumerate(self.decoder_layers):
+            keys, values = state.cache.update(*layer.keys_values(x, rotary), i)
+            hidden = x = layer(x, hidden, rotary, Context(keys, values, queries.mask))
+        return hidden
