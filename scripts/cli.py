@@ -1,7 +1,7 @@
 """The `headstart` command: prepare data, train a head, measure what it saves, export it."""
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -24,8 +24,8 @@ COMMANDS = "heads data train eval compare plan export check push doctor".split()
 class InOrder(TyperGroup):
     """Lists the commands in the order in which a project uses them."""
 
-    def list_commands(self, ctx: typer.Context) -> list[str]:
-        return sorted(self.commands, key=COMMANDS.index)
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(map(str, self.commands), key=COMMANDS.index)
 
 
 app = typer.Typer(

@@ -62,8 +62,7 @@ def extract(
     if is_finished(output, fields):
         print(f"{output}: finished already")
         return
-    settings = {"output_dir": str(output), "max_steps": 1, "device": device}
-    accelerator = start_accelerator(build(TrainConfig, settings))
+    accelerator = start_accelerator(build(TrainConfig, {"output_dir": str(output), "max_steps": 1, "device": device}))
     console = Console(stderr=True, quiet=not accelerator.is_main_process)
     target.to(accelerator.device)
     rank, num_ranks = accelerator.process_index, accelerator.num_processes

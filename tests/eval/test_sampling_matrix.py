@@ -80,7 +80,7 @@ def test_a_chain_with_draft_probs_is_verified_as_the_sampled_tree_of_one_path(sm
     for is_tree in (True, False):
         source = torch.Generator().manual_seed(3)
         drafter = head if is_tree else SampledChain(head, Draws(0.7, small.vocab_size, source))
-        how = {"tree": sampled_chain(2)} if is_tree else {"num_draft_tokens": 2}
+        how: dict[str, Any] = {"tree": sampled_chain(2)} if is_tree else {"num_draft_tokens": 2}
         out = generate(small, drafter, [[1, 4, 3]] * 8, max_new_tokens=16, temperature=0.7, generator=source, **how)
         runs.append((out.token_ids, [one.num_accepted for one in out.rounds]))
     assert runs[0] == runs[1] and any(map(any, runs[0][1]))
