@@ -4,6 +4,8 @@ Joint counts of four tokens over a vocabulary of 6 against exact enumeration, by
 does the same for the rules alone, with far more rows.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from headstart.configs.errors import BadInput
