@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from ..configs.errors import BadInput, first_line
 from .eval_run import EvalRun, WantedDrafts, WantedSuites, check_measured, report_all, say_resumed
@@ -19,7 +20,7 @@ TARGET, DRAFTS, PROMPTS, DECODING, MEASURING, OUTPUT = (  # an option in this pa
 )
 
 
-class PanelledCommand(typer.core.TyperCommand):
+class PanelledCommand(TyperCommand):
     """A command whose plain help has a section for each panel of its options."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
