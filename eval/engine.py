@@ -70,7 +70,7 @@ class Engine:
             accept: a name in `verify.ACCEPT_RULES`, or a rule. `typical` is NOT lossless.
             steps: `eager`, `graph` (CUDA graphs) or `compile`: see `replay`.
 
-        Raises: BadInput on more drafts than the drafter has, on a tree for a drafter of chains.
+        Raises: BadInput on a longer chain than the drafter drafts, and on a tree where it drafts chains only.
         """
         if isinstance(tree, StaticTree) and tree.is_chain:
             num_draft_tokens, tree = tree.depth, None
@@ -97,18 +97,16 @@ class Engine:
         # one query that sees all there is needs no mask; shapes that grow by one each step cost nothing on a CPU
         self.is_newest = drafter is None and batch_size == 1 and steps == "eager" and target.device.type == "cpu"
         self.extent = 0  # slots that this round's attention reads
-        has_penalty = self.sampling.repetition_penalty != 1
-        self.history = TokenHistory(batch_size, target.vocab_size, target.device) if has_penalty else None
+        self.history: TokenHistory | None = None
+        if self.sampling.repetition_penalty != 1:
+            self.history = TokenHistory(batch_size, target.vocab_size, target.device)
         self.offsets = torch.arange(max(self.num_slots, self.num_drafted + 1), device=target.device)
         self.no_tokens = torch.zeros(batch_size, 0, dtype=torch.long, device=target.device)
-        self.none_accepted = torch.zeros(batch_size, dtype=torch.long, device=target.device)
-
-    # one text after the other
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor, num_valid: Tensor) -> tuple[TargetOutput, Tensor]:
         """Read right-padded prompts [B, T] of num_valid [B] tokens: the states, and each row's first token [B, 1]."""
-        if self.drafts_on_host and self.drafter is not None:  # the texts of the last batch are forgotten
+        if self.drafts_on_host and self.drafter is not None:  # which keeps the texts of the last batch
             self.state = self.drafter.begin(batch_size=self.batch_size, max_length=self.num_slots)
         parts, start = [], 0
         for chunk in tokens.split(PREFILL_CHUNK, 1):
@@ -153,13 +151,11 @@ class Engine:
             extent = max(SMALLEST_BUCKET, 1 << (extent - 1).bit_length())
         self.extent = min(extent, self.num_slots)
 
-    def is_recorded(self) -> bool:
-        """Whether this round's steps run at once; where not, `rehearse` records them."""
-        draws = self.drafter is not None and not self.drafts_on_host
-        return self.replay.has(("verify", self.extent)) and not (draws and not self.replay.has(("draft", self.extent)))
-
     def rehearse(self, state: DecodeState) -> None:
-        """Record this round's steps by running them: nothing is committed, so the round itself comes out the same."""
+        """Record this round's steps, unless they are, by running them; nothing is committed, no random number used."""
+        steps = ("draft", "verify") if self.drafter is not None and not self.drafts_on_host else ("verify",)
+        if all(self.replay.has((step, self.extent)) for step in steps):
+            return
         generator_state = None if self.generator is None else self.generator.get_state()
         proposal = Proposal(self.no_tokens.new_zeros(self.batch_size, self.num_drafted))
         if state.read is not None and not self.drafts_on_host:
@@ -207,8 +203,7 @@ class Engine:
         assert self.drafter is not None
         tokens, next_tokens, features, post_norm, start, num_valid = cast(tuple[Tensor, ...], tensors)
         output = TargetOutput(features, post_norm)
-        is_chain = self.tree is None
-        read = Reading(tokens, next_tokens, output, start, num_valid, self.extent, is_chain, self.cache)
+        read = Reading(tokens, next_tokens, output, start, num_valid, self.extent, self.tree is None, self.cache)
         self.drafter.commit(self.state, read)
         if self.tree is None:
             proposal = self.drafter.propose(self.state, num_draft_tokens=self.num_drafted)
@@ -234,7 +229,7 @@ class Engine:
         history = None if self.history is None else self.history.at(tokens, mask)
         if self.num_drafted == 0:
             chosen = choose(logits, sampling=self.sampling, history=history, generator=self.generator)  # [B, 1]
-            return self.none_accepted, chosen, tokens, output.features, output.post_norm
+            return torch.zeros_like(start), chosen, tokens, output.features, output.post_norm
         candidates = Candidates(
             tokens=drafted,
             parents=(self.offsets[: self.num_drafted] - 1).expand_as(drafted) if parents is None else parents,

@@ -5,7 +5,7 @@ The baseline is this same loop without a drafter: one token per round, same cach
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -24,22 +24,15 @@ from .verify import AcceptRule
 
 @dataclass
 class Round:
-    """One propose-verify-commit over a batch; lists have an entry per row.
+    """One propose-verify-commit over a batch; lists have an entry per row."""
 
-    seconds: wall time, device synchronised. draft_seconds, verify_seconds: of it, the drafter's share (taking in what
-    was committed, and drafting) and the target's (its forward, logits and choice of tokens). num_drafted: tokens
-    proposed per row, all nodes of a tree; 0 for the prefill and the baseline. num_accepted: drafted tokens that the
-    target confirmed. num_committed: tokens that a target forward gave, the bonus token included and what lies behind an
-    end token not. num_emitted: those of them within max_new_tokens. A row that had ended before has num_committed 0.
-    """
-
-    seconds: float
-    num_drafted: int
-    num_accepted: list[int]
-    num_committed: list[int]
-    num_emitted: list[int]
-    draft_seconds: float = 0.0
-    verify_seconds: float = 0.0
+    seconds: float  # wall time, device synchronised
+    num_drafted: int  # tokens proposed per row, all nodes of a tree; 0 for the prefill and the baseline
+    num_accepted: list[int]  # drafted tokens that the target confirmed
+    num_committed: list[int]  # the bonus token included, what lies behind an end token not; 0: the row had ended before
+    num_emitted: list[int]  # those of them within max_new_tokens
+    draft_seconds: float = 0.0  # the drafter's share: taking in what was committed, and drafting
+    verify_seconds: float = 0.0  # the target's share: its forward, logits and choice of tokens
 
 
 class Generation(NamedTuple):
@@ -59,7 +52,7 @@ def as_rows(input_ids: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> list
 
 
 def check_request(rows: Sequence[list[int]], *, target: Target, max_new_tokens: int) -> None:
-    """Raises BadInput on token ids that the target has not, on a prompt and answer beyond the context, on no answer."""
+    """Raises BadInput on unknown token ids, on a prompt and answer beyond the context, and on no answer."""
     if max_new_tokens < 1:
         raise BadInput(f"max_new_tokens {max_new_tokens}: expected at least 1")
     for i, row in enumerate(rows):
@@ -74,16 +67,15 @@ def check_request(rows: Sequence[list[int]], *, target: Target, max_new_tokens: 
 
 @dataclass
 class Texts:
-    """The rows of one decoding on the host: prompts, what is new, and which have ended."""
+    """The rows of one decoding on the host: prompts, their new tokens, and which have ended."""
 
     prompts: list[list[int]]
     max_new_tokens: int
     stop: Stop
-    new: list[list[int]] = field(default_factory=list)
-    ended: list[bool] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.new, self.ended = [[] for _ in self.prompts], [False] * len(self.prompts)
+        self.new: list[list[int]] = [[] for _ in self.prompts]
+        self.ended = [False] * len(self.prompts)
 
     @property
     def num_committed(self) -> int:
@@ -95,13 +87,13 @@ class Texts:
         done = Round(0.0, num_drafted, [], [], [])
         for i, (num, tokens) in enumerate(zip(accepted, chosen, strict=True)):
             tokens = [] if self.ended[i] else tokens[: num + 1]
-            room = self.max_new_tokens - len(self.new[i])
+            num_left = self.max_new_tokens - len(self.new[i])
             end = self.stop.first(self.new[i], tokens)
             tokens = tokens[:end]
             done.num_accepted.append(min(num, len(tokens)))
             done.num_committed.append(len(tokens))
-            done.num_emitted.append(min(len(tokens), room))
-            self.new[i] += tokens[:room]
+            done.num_emitted.append(min(len(tokens), num_left))
+            self.new[i] += tokens[:num_left]
             self.ended[i] |= end is not None or len(self.new[i]) >= self.max_new_tokens
         return done
 
@@ -202,8 +194,7 @@ def run_round(engine: Engine, texts: Texts, state: DecodeState, watch: "Stopwatc
     Returns: what the round did, and the state of the next one.
     """
     engine.begin_round(texts.num_committed)
-    if not engine.is_recorded():
-        engine.rehearse(state)
+    engine.rehearse(state)
     started = watch.now()
     marks = [watch.mark()]
     # Draft: the drafter takes in what was committed, then drafts
@@ -238,13 +229,13 @@ class Stopwatch:
         self.device = device
 
     def now(self) -> float:
-        """Seconds, with everything done that was asked of the device."""
+        """Seconds, after all that the device was given is done."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
     def mark(self) -> Any:
-        """A point between what was asked of the device so far and what will be."""
+        """A point in the device's stream."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

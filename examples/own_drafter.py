@@ -1,7 +1,7 @@
 """A drafter of your own, measured: `python examples/own_drafter.py MODEL PROMPTS.jsonl`.
 
-It drafts what followed the last token the last time it occurred, over all texts that it has seen, also of earlier
-prompts. A drafter on the host only has to say what follows a text.
+It drafts what followed the last token the last time it occurred, over all texts that it has read, also of earlier
+prompts. A drafter on the host needs no more than a row that reads a text and drafts behind it.
 """
 
 import sys
@@ -46,7 +46,8 @@ def main(model: str, prompts: str) -> None:
     result, _ = measure(target, Bigrams(), suite, config, name="bigrams")
     low, high = result.speedup_ci95
     print(f"{result.acceptance_length:.2f} tokens per forward; speedup {result.speedup:.2f} [{low:.2f}, {high:.2f}]")
-    print(f"{result.lossless.identical} of {result.lossless.checked} texts are the target's own, token for token")
+    lossless = result.lossless
+    print(f"{lossless.identical} of {lossless.checked} texts are the target's own, token for token")
 
 
 if __name__ == "__main__":

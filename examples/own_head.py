@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from headstart.eval.measurement.config import MeasureConfig
-from headstart.eval.measurement.measure import measure
+from headstart.eval.measurement.measure import MeasureConfig, measure
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.base import ChainStarts, DraftBatch, DraftHead, HeadConfig
 from headstart.heads.drafter import Reading
@@ -106,8 +105,8 @@ def main(model: str, rows: str, output: str, *overrides: str) -> None:
     prompts = [row["input_ids"][: row["prompt_length"]] for row in first]
     config = MeasureConfig(max_new_tokens=48, num_repeats=1)
     result, _ = measure(target, head, Suite("training prompts", prompts), config, name="low_rank")
-    num_parameters = sum(parameter.numel() for parameter in head.parameters())
-    print(f"{num_parameters:,} parameters, {result.acceptance_length:.2f} tokens per forward")
+    size = sum(parameter.numel() for parameter in head.parameters())
+    print(f"{size:,} parameters, {result.acceptance_length:.2f} tokens per forward")
 
 
 if __name__ == "__main__":

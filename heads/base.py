@@ -28,38 +28,31 @@ from .target import Target, TargetOutput
 
 @dataclass(kw_only=True)
 class HeadConfig:
-    """What every family can be told; each family adds its own keys.
-
-    feature_layers: HF `hidden_states` indices that the head reads; None: the family's default for the target's depth.
-    num_depths: how many tokens ahead the head is trained to draft.
-    depth_weights: weight of the loss at depth k: `geometric` depth_decay ** k, `normalised` the same over their sum,
-        `exponential` exp(-k / depth_decay).
-    loss: weight of each loss in the mix, by its name in losses.LOSSES. loss_by_depth: a mix for each depth instead.
-    loss_eta: how fast `lk_lambda` turns from kl to tv. loss_top_k: target tokens that `topk_ce` reads. loss_exponent: g
-        of `hard_gce` and `greedy_gce`, above 0 (all but cross entropy) up to 1.
-    align_top_k: a depth counts a chain only if each of the data's tokens before it was among the head's so many best
-        guesses there (GRIFFIN: 3). 1: the chains that greedy drafting reaches, so that a recurrent head is trained on
-        reading its own drafts: those equal the data's tokens there, and behind the first that does not, the target
-        has no label. None: all chains.
-    draft_vocab_size: draft only this many tokens, the most frequent in the training data; None: all.
-    """
+    """The keys of all families; each adds its own."""
 
     type: str
-    feature_layers: list[int] | None = None
-    num_depths: int = 4
-    depth_weights: str = "geometric"
+    feature_layers: list[int] | None = (
+        None  # HF `hidden_states` indices that the head reads; None: the family's default
+    )
+    num_depths: int = 4  # how many tokens ahead the head is trained to draft
+    depth_weights: str = "geometric"  # weight of the loss at depth k, see `depth_weights_of`
     depth_decay: float = 0.8
-    loss: dict[str, float] = field(default_factory=lambda: {"soft_ce": 1.0})
-    loss_by_depth: list[dict[str, float]] | None = None
-    loss_eta: float = 3.0
-    loss_top_k: int = 10
-    loss_exponent: float = 0.5
+    loss: dict[str, float] = field(default_factory=lambda: {"soft_ce": 1.0})  # weight of each loss, by name in `LOSSES`
+    loss_by_depth: list[dict[str, float]] | None = None  # a mix of losses for each depth instead
+    loss_eta: float = 3.0  # how fast `lk_lambda` turns from kl to tv
+    loss_top_k: int = 10  # target tokens that `topk_ce` reads
+    loss_exponent: float = 0.5  # g of `hard_gce` and `greedy_gce`, above 0 (nearly cross entropy) up to 1
+    # a depth counts a chain only if each of the data's tokens before it was among the head's so many best guesses
+    # (GRIFFIN: 3). 1: the chains that greedy drafting reaches: a recurrent head then reads its own drafts, and behind
+    # the first that differs from the data, the target has no label. None: all chains
     align_top_k: int | None = None
-    draft_vocab_size: int | None = None
+    draft_vocab_size: int | None = (
+        None  # draft only this many tokens, the most frequent in the training data; None: all
+    )
 
     def __post_init__(self) -> None:
         for name in ("num_depths", "loss_top_k", "align_top_k"):
-            value = getattr(self, name)
+            value = self.as_dict()[name]
             if value is not None and value < 1:
                 raise BadInput(f"{name} {value}: expected at least 1")
         if not 0 < self.loss_exponent <= 1:
@@ -83,54 +76,49 @@ class HeadConfig:
 
 @dataclass
 class DraftBatch:
-    """Right-padded rows and what the target made of them; filled by the live target or from shards, alike.
+    """Right-padded rows and the target's states on them, computed now or read from shards."""
 
-    input_ids: [B, T]. loss_mask: [B, T] bool, True on the tokens that count. output: the target's states on the rows.
-    weights: [B, T] how much each token counts as a label, 0 or more; None: all 1. documents: where a row holds several
-    texts; None: one. The first token of each is not supervised, so that no chain runs from one into the next.
-    """
-
-    input_ids: Tensor
-    loss_mask: Tensor
+    input_ids: Tensor  # [B, T]
+    loss_mask: Tensor  # [B, T] bool, True on the tokens that count
     output: TargetOutput
-    weights: Tensor | None = None
+    weights: Tensor | None = None  # [B, T] how much each token counts as a label, 0 or more; None: all 1
+    # where a row holds several texts; None: one. The first token of each is not supervised, so that no chain runs from
+    # one into the next
     documents: Documents | None = None
+
+    @property
+    def row_positions(self) -> Tensor:
+        """[B, T] of each token in its row."""
+        return torch.arange(self.input_ids.shape[1], device=self.input_ids.device).expand_as(self.input_ids)
 
     @property
     def positions(self) -> Tensor:
         """[B, T] of each token in its text."""
-        if self.documents is not None:
-            return self.documents.positions
-        return self.every
+        return self.row_positions if self.documents is None else self.documents.positions
 
-    def visibility(self, places: Tensor, *, dtype: torch.dtype, window: int | None = None) -> Tensor:
-        """The additive mask [B, 1, Q, T] of queries at `places` [B, Q] of their rows over the row's tokens."""
+    def visibility(self, queries: Tensor, *, dtype: torch.dtype, window: int | None = None) -> Tensor:
+        """The additive mask [B, 1, Q, T] of queries at positions [B, Q] of their rows over the row's tokens."""
         if self.documents is not None:
-            return self.documents.mask(places, dtype=dtype, window=window)
-        return visibility_mask(places, extent=self.input_ids.shape[1], dtype=dtype, window=window)
-
-    @property
-    def every(self) -> Tensor:
-        """[B, T] all places of the rows, as `visibility` takes them."""
-        return torch.arange(self.input_ids.shape[1], device=self.input_ids.device).expand_as(self.input_ids)
+            return self.documents.mask(queries, dtype=dtype, window=window)
+        return visibility_mask(queries, extent=self.input_ids.shape[1], dtype=dtype, window=window)
 
 
 @dataclass
 class LossOutput:
-    """loss: scalar. depth_loss [K] sums, depth_count [K] `ChainStarts.counts`, over this batch. hits: [B, S, K] whether
-    the greedy draft token is the data's token, given the data's tokens before it; False where not valid."""
+    """The loss of a batch, and its figures by depth."""
 
-    loss: Tensor
-    depth_loss: Tensor
-    depth_count: Tensor
+    loss: Tensor  # scalar
+    depth_loss: Tensor  # [K] sums over this batch
+    depth_count: Tensor  # [K] `ChainStarts.counts` of this batch
     starts: ChainStarts
+    # [B, S, K] whether the greedy draft is the data's token, given the data's tokens before it; False where not valid
     hits: Tensor
 
 
 class DraftHead(nn.Module):
-    """A trained drafter. A family subclasses this in one file; see medusa.py for the smallest.
+    """A trained drafter. A family subclasses this in one file; examples/own_head.py is the smallest.
 
-    The target is held outside the module tree: its parameters are in no optimizer, gradient or checkpoint of the head.
+    The target is not a submodule: its parameters are in no optimizer, gradient or checkpoint of the head.
     """
 
     config_class: ClassVar[type[HeadConfig]] = HeadConfig
@@ -151,7 +139,7 @@ class DraftHead(nn.Module):
                 raise BadInput(f"head.draft_vocab_size {config.draft_vocab_size}: needs as many draft token ids")
             self.vocabulary = DraftVocabulary.of(draft_token_ids.to(target.device), target.vocab_size)
 
-    # what a family says of itself
+    # what it reads, and what engines read of it
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -159,7 +147,7 @@ class DraftHead(nn.Module):
 
     @property
     def reads_post_norm(self) -> bool:
-        """Whether it drafts from the target's `post_norm`; losses may read that of any head."""
+        """Whether it drafts from the target's `post_norm`, which the losses of any head may read."""
         return not self.feature_layers
 
     @property
@@ -187,7 +175,7 @@ class DraftHead(nn.Module):
         return False
 
     def learning_rate_scales(self, step: int) -> dict[str, float]:
-        """What share of the learning rate parameters take at a step, by how their names begin; all others take all."""
+        """Factors on the learning rate at a step, by the beginning of parameters' names; 1 for all others."""
         return {}
 
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
@@ -199,7 +187,7 @@ class DraftHead(nn.Module):
         raise NotImplementedError
 
     def predicted_state(self, hidden: Tensor, depth: int) -> Tensor:
-        """[..., D] -> [..., D] the head's guess of the target's `post_norm`: what its output layer reads."""
+        """[..., D] -> [..., D] the head's estimate of the target's `post_norm`: what its output layer reads."""
         return hidden
 
     def forward(self, batch: DraftBatch, denominators: Tensor | None = None) -> LossOutput:
@@ -228,10 +216,10 @@ class DraftHead(nn.Module):
         depths, counts = range(starts.num_depths), starts.counts(batch.weights)  # [K]
         by_depth = depth_weights_of(config.depth_weights, decay=config.depth_decay, num_depths=len(depths))
         coefficients = mean_of(counts.new_tensor(by_depth), counts if denominators is None else denominators)
-        size = self._chunk_size(len(depths))
-        plan = starts.plan(batch.input_ids.shape[1], size=size)  # read by the host: before work piles up
-        hidden = [one.flatten(0, 1) for one in self.unroll(batch, starts)]  # [B * S, D] each
-        torch.clear_autocast_cache()  # copies of weights that nothing reads any more
+        size = self.positions_per_chunk(len(depths))
+        plan = starts.plan(batch.input_ids.shape[1], size=size)  # waits for the device: before kernels are queued
+        hidden = [states.flatten(0, 1) for states in self.unroll(batch, starts)]  # [B * S, D] each
+        torch.clear_autocast_cache()  # copies of weights that are not read again
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         scored = score(
             Drafts(
@@ -252,7 +240,7 @@ class DraftHead(nn.Module):
         hits = (guesses == torch.stack(labels)).permute(1, 2, 0) & starts.valid  # [B, S, K]
         return LossOutput(scored.loss, scored.sums, counts, starts, hits)
 
-    def _chunk_size(self, num_depths: int) -> int:
+    def positions_per_chunk(self, num_depths: int) -> int:
         """Positions whose logits exist at a time."""
         num_drafted = self.target.vocab_size if self.vocabulary is None else len(self.vocabulary.to_target)
         num_at_once = num_depths if self.has_one_output else 1

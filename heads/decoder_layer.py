@@ -1,8 +1,8 @@
 """One decoder layer of the target's own class, driven alone: in decoding over a cache, in training over draft chains.
 
-Whatever the layer holds (query and key norms, biases, experts, latent attention) comes along, because its code runs
-unchanged. Only the attention function is ours: transformers calls it with the keys that the cache returned, and with
-`chains` it also attends to each query's own drafted keys.
+The layer's code runs unchanged, with query and key norms, biases, experts or latent attention. Only the attention
+function is ours: transformers calls it with the keys that the cache returned, and with `chains` it also attends to each
+query's own drafted keys.
 """
 
 import copy
@@ -17,7 +17,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ..configs.errors import BadInput, first_line
 from .nn.attention import grouped_attention
-from .nn.cache import visibility_mask
+from .nn.cache import SlotCache, visibility_mask
 from .nn.chain_attention import Block, attend_chains, blocks_of, laid_out
 from .target import Target
 
@@ -25,32 +25,32 @@ NAME = "headstart_chains"
 
 
 class ChainKeys:
-    """Stands in for the cache of one layer in training. The first write holds every position of the text, which all
-    queries share under their mask; each later one holds a drafted key per query, which that query alone sees."""
+    """Takes the place of one layer's cache in training. The first write holds all positions of the text, which all
+    queries share under their mask; each later write holds a drafted key per query, which that query alone sees."""
 
     def __init__(self, *, window: int | None, blocks: Sequence[Block]):
-        """Args: window: sliding window in tokens; None: no limit. blocks: how queries of the later ones are read."""
+        """Args: window: sliding window in tokens; None: no limit. blocks: how the queries of later writes are read."""
         self.window, self.blocks = window, blocks
         self.written: list[tuple[Tensor, Tensor]] = []  # [B, Nkv, T, H] each, then per depth [B, Nkv, S, H]
         self.joined: Tensor | None = None  # the keys that the last `update` returned
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """All keys and values in a row, [B, Nkv, T + depths * S, H]: a layer may still have to expand them."""
+        """All keys and values side by side, [B, Nkv, T + depths * S, H]: a layer may still have to expand them."""
         self.written.append((laid_out(keys), laid_out(values)) if self.written else (keys, values))
-        self.joined, values = (torch.cat(part, 2) for part in zip(*self.seen, strict=True))
+        self.joined, values = (torch.cat(part, 2) for part in zip(*self.in_window, strict=True))
         return self.joined, values
 
     @property
-    def seen(self) -> list[tuple[Tensor, Tensor]]:
-        """What was written, without what the window leaves out."""
+    def in_window(self) -> list[tuple[Tensor, Tensor]]:
+        """What was written, without the drafted keys that are out of the window."""
         drafted = self.written[1:] if self.window is None else self.written[1:][-self.window :]
         return [self.written[0], *drafted]
 
     def parts(self, key: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The shared keys and values, then those of each depth, of what the layer made of what `update` returned."""
-        if key is self.joined:  # as written: no depth keeps a copy of those before
-            return self.seen
-        sizes = [keys.shape[2] for keys, _ in self.seen]
+        """The shared keys and values, then those of each depth, from the layer's version of what `update` returned."""
+        if key is self.joined:  # unchanged: no depth keeps a copy of those before
+            return self.in_window
+        sizes = [keys.shape[2] for keys, _ in self.in_window]
         return list(zip(key.split(sizes, 2), value.split(sizes, 2), strict=True))
 
 
@@ -83,6 +83,9 @@ AttentionInterface.register(NAME, chain_attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
+LayerCache = SlotCache | ChainKeys | None
+
+
 class LayerDriver:
     """Makes layers of the class of the target's last attention layer, and runs them."""
 
@@ -91,14 +94,14 @@ class LayerDriver:
         self.target = target
         self.config = copy.deepcopy(target.config)
         self.config._attn_implementation = NAME
-        types = getattr(self.config, "layer_types", None) or ["sliding_attention"] * target.num_layers
+        types = target.layer_types or ["sliding_attention"] * target.num_layers
         attends = [i for i, kind in enumerate(types) if kind in ("full_attention", "sliding_attention")]
         self.rotary: Any = getattr(target.base, "rotary_emb", None)
-        norms = [module for name, module in target.base.named_children() if "norm" in name or name == "ln_f"]
-        for lacks, needed in (("full attention", attends), ("rotary positions", self.rotary), ("a final norm", norms)):
-            if not needed:
-                raise BadInput(f"target {target.name}: mtp needs a decoder with {lacks}, which it has not")
-        self.final_norm: nn.Module = norms[0]
+        parts = {"full attention": attends, "rotary positions": self.rotary, "a final norm": target.final_norm}
+        for name, part in parts.items():
+            if not part:
+                raise BadInput(f"target {target.name}: mtp needs a decoder with {name}, which it has not")
+        self.final_norm = cast(nn.Module, target.final_norm)
         self.index = attends[-1]
         self.kind = types[self.index]
         is_sliding = self.kind == "sliding_attention"
@@ -112,7 +115,7 @@ class LayerDriver:
             self._check()
         except BadInput:
             raise
-        except Exception as error:  # whatever the code of an unknown layer raises
+        except Exception as error:  # the code of an unknown layer may raise anything
             raise BadInput(f"{self._refusal()}: {first_line(error)}") from error
 
     def new_layer(self, slot: int = 0) -> nn.Module:
@@ -126,15 +129,16 @@ class LayerDriver:
         return layer
 
     def new_norm(self) -> nn.Module:
-        """A norm of the target's kind, with its family's first weights."""
+        """A norm of the target's kind, with its family's initial weights."""
         norm = copy.deepcopy(self.final_norm).float().requires_grad_(True)
         with torch.no_grad():
             self.target.model._init_weights(norm)
         return norm
 
-    def __call__(self, layer: nn.Module, x: Tensor, positions: Tensor, *, mask: Tensor | None, cache: Any) -> Tensor:
-        """Args: x [B, Q, D]; positions [B, Q]; mask [B, 1, Q, P] additive, None: causal; cache: a SlotCache, ChainKeys
-        or None. Returns [B, Q, D]."""
+    def __call__(
+        self, layer: nn.Module, x: Tensor, positions: Tensor, mask: Tensor | None, cache: LayerCache
+    ) -> Tensor:
+        """x [B, Q, D] at positions [B, Q] -> [B, Q, D]. mask: [B, 1, Q, P] additive; None: causal."""
         out = layer(
             x,
             attention_mask=mask,
@@ -154,12 +158,12 @@ class LayerDriver:
 
     @torch.no_grad()
     def _check(self) -> None:
-        """Four tokens through the target, and its layer alone: three as text, the fourth as drafted behind them."""
-        seen: list[Tensor] = []
+        """Four tokens through the target, and through its layer alone: three as text, the fourth as a draft."""
+        captured: list[Tensor] = []
 
         def keep(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-            seen.append(args[0] if args else kwargs["hidden_states"])
-            seen.append(output[0] if isinstance(output, tuple) else output)
+            captured.append(args[0] if args else kwargs["hidden_states"])
+            captured.append(output[0] if isinstance(output, tuple) else output)
 
         original = self.target.layers[self.index]
         handle = original.register_forward_hook(keep, with_kwargs=True)
@@ -168,19 +172,19 @@ class LayerDriver:
             self.target.forward(ids)
         finally:
             handle.remove()
-        x, wanted = seen
+        x, wanted = captured
         layer = self.new_layer().to(x).eval()
         layer.load_state_dict(original.state_dict())
-        positions, cache = (
-            torch.arange(4, device=x.device)[None],
-            ChainKeys(window=self.window, blocks=blocks_of([2], x.device)),
-        )
-        how: dict[str, Any] = {"extent": 3, "dtype": x.dtype}
-        mask = None if self.window is None else visibility_mask(positions[:, :3], window=self.window, **how)
-        text = self(layer, x[:, :3], positions[:, :3], mask=mask, cache=cache)
-        mask = visibility_mask(positions[:, 2:3], window=None if self.window is None else self.window - 1, **how)
-        drafted = self(layer, x[:, 3:], positions[:, 3:], mask=mask, cache=cache)
-        got = torch.cat([text, drafted], 1).float() - x.float()  # what the layer adds: the residual would hide a fault
+        positions = torch.arange(4, device=x.device)[None]
+        cache, window = ChainKeys(window=self.window, blocks=blocks_of([2], x.device)), self.window
+        mask = None
+        if window is not None:
+            mask = visibility_mask(positions[:, :3], extent=3, dtype=x.dtype, window=window)
+            window -= 1
+        text = self(layer, x[:, :3], positions[:, :3], mask, cache)
+        mask = visibility_mask(positions[:, 2:3], extent=3, dtype=x.dtype, window=window)
+        drafted = self(layer, x[:, 3:], positions[:, 3:], mask, cache)
+        got = torch.cat([text, drafted], 1).float() - x.float()  # what the layer adds: the residual would hide errors
         wanted = wanted.float() - x.float()
         error = ((got - wanted).norm() / wanted.norm()).item()
         if len(cache.written) != 2 or not error < 0.1:

@@ -1,11 +1,11 @@
 """A small language model of the target's family, fine-tuned on the target's own text (DistillSpec, Zhou et al. 2024).
 
-It reads tokens only. Token x_p lies at position p and in slot p of its cache, and its state there predicts x_{p+1}. So
+It reads tokens only. Token x_p is at position p and in slot p of its cache, and its state there predicts x_{p+1}. So
 depth k of a chain that starts at t is scored by the state at t + 1 + k given the data's tokens: one forward serves all
-depths. In decoding it reads x_0..x_{t+1}: the target's reading of positions p.. says x_p and x_{p+1}.., and x_p once
-more writes what slot p holds already, so every round has one shape and the first needs no other.
+depths. In decoding it reads x_0..x_{t+1}. A reading of the target from position p on gives x_p and x_{p+1}, ...; x_p is
+read again, which writes the same to slot p, so that all rounds have one shape.
 
-What is saved is a plain Hugging Face model: served as a draft model by any engine, and evaluated as one here too.
+What is saved is a plain Hugging Face model, which any engine serves as a draft model.
 """
 
 import json
@@ -23,7 +23,7 @@ from .adapters import add_adapters
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
 from .drafter import Reading
 from .loading import quiet_loading
-from .nn.cache import SlotCache, tree_mask
+from .nn.cache import SlotCache, newest_slots, seen_by_children, tree_mask
 from .target import Target
 
 PADDING = 0.01  # sizes of one family's vocabularies differ by this share at most, for padding
@@ -31,21 +31,20 @@ PADDING = 0.01  # sizes of one family's vocabularies differ by this share at mos
 
 @dataclass(kw_only=True)
 class DraftLMConfig(HeadConfig):
-    """path: local folder or hub id of a causal language model with the target's vocabulary; None: a fresh one of the
-    target's architecture, with num_layers layers and, where given, another hidden_size and intermediate_size (None: the
-    target's, the latter in proportion), whose embedding and output layer start as the target's where sizes match.
-    lora_rank: above 0, train low-rank adapters of all linear layers but the output's, scaled by lora_alpha / lora_rank
-    (Hu et al. 2022), and save the model with them merged in. architecture: its Hugging Face config, in saved heads."""
+    """A draft model's keys."""
 
     type: str = "draft_lm"
     num_depths: int = 5
+    # local folder or hub id of a causal language model with the target's vocabulary. None: a fresh one of the target's
+    # architecture, whose embedding and output layer start as the target's where sizes match
     path: str | None = None
-    num_layers: int = 2
-    hidden_size: int | None = None
-    intermediate_size: int | None = None
+    num_layers: int = 2  # of a fresh one
+    hidden_size: int | None = None  # of a fresh one; None: the target's
+    intermediate_size: int | None = None  # of a fresh one; None: in proportion to the target's
+    # above 0: train low-rank adapters of all linear layers but the output's (Hu et al. 2022), merged when saved
     lora_rank: int = 0
-    lora_alpha: float = 32.0
-    architecture: dict[str, Any] | None = None
+    lora_alpha: float = 32.0  # adapters are scaled by lora_alpha / lora_rank
+    architecture: dict[str, Any] | None = None  # the model's Hugging Face config; set in saved heads
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,18 +60,15 @@ class DraftLMConfig(HeadConfig):
 
 @dataclass
 class DraftLMState:
-    """cache: what was read, then drafted tokens. extent: slots that are read. position [B]: of the pending token.
+    """The state of drafting. The last expansion is the pending token, behind the target's last reading (F is 1), then
+    each level of drafts."""
 
-    hidden [B, F, D]: the last state at the pending token (F is 1), then of the last expansion. seen [B, F, drafted]
-    bool: which drafted slots each of those attends to. drafted [B, drafted]: the positions of a tree's nodes.
-    """
-
-    cache: SlotCache
-    extent: int
-    position: Tensor
-    hidden: Tensor
-    seen: Tensor
-    drafted: Tensor
+    cache: SlotCache  # keys and values of the tokens read, then of drafted ones
+    extent: int  # slots of it in use, at most
+    position: Tensor  # [B] of the pending token
+    hidden: Tensor  # [B, F, D] the last states of the last expansion
+    seen: Tensor  # [B, F, n] bool, which of n drafted nodes each of the last expansion attends to
+    drafted: Tensor  # [B, n] positions of a tree's nodes
 
 
 class DraftLMHead(DraftHead):
@@ -83,11 +79,11 @@ class DraftLMHead(DraftHead):
     def __init__(self, config: DraftLMConfig, target: Target, draft_token_ids: Tensor | None = None):
         super().__init__(config, target, draft_token_ids)
         model = build_model(config, target)
-        self.reader = Target(model, name=config.path or "draft_lm", fingerprint="")  # how a model is read over a cache
+        self.reader = Target(model, name=config.path or "draft_lm", fingerprint="")  # reads the model over a cache
         architecture = json.loads(model.config.to_json_string(use_diff=False))
         if config.lora_rank and config.architecture is None:
-            how: dict[str, Any] = {"vocab_size": target.vocab_size, "key": "head.lora_rank"}
-            add_adapters(model, rank=config.lora_rank, alpha=config.lora_alpha, **how)
+            rank, alpha = config.lora_rank, config.lora_alpha
+            add_adapters(model, rank=rank, alpha=alpha, vocab_size=target.vocab_size, key="head.lora_rank")
         else:
             model.requires_grad_(True)
         self.config: DraftLMConfig = replace(config, architecture=architecture)
@@ -113,7 +109,7 @@ class DraftLMHead(DraftHead):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         own = super().state_dict()
-        tied = {name: own[name] for name in self._tied()}  # the very storage that its other name loads into
+        tied = {name: own[name] for name in self._tied()}  # the same storage that its other name loads into
         return super().load_state_dict({**tied, **state_dict}, strict=strict, assign=assign)
 
     # training
@@ -155,12 +151,10 @@ class DraftLMHead(DraftHead):
     @torch.no_grad()
     def expand(self, state: DraftLMState, tokens: Tensor, parents: Tensor | None, *, depth: int) -> Tensor:
         positions = (state.position + depth)[:, None].expand_as(tokens)  # [B, F]
-        if parents is None:  # a chain: slots and positions are the same, and all before is seen
+        if parents is None:  # a chain: each slot is the token's position, and a token sees all before it
             state.hidden = self._read(state, tokens, positions)
         else:
-            rows = torch.arange(len(tokens), device=tokens.device)[:, None]
-            itself = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
-            state.seen = torch.cat([state.seen[rows, parents], itself], -1)  # [B, F, drafted]
+            state.seen = seen_by_children(state.seen, parents)
             state.drafted = torch.cat([state.drafted, positions], 1)
             state.hidden = self._read_nodes(state, tokens, positions)
         return self.draft_logits(state.hidden, depth)
@@ -171,26 +165,20 @@ class DraftLMHead(DraftHead):
 
     def _read_nodes(self, state: DraftLMState, tokens: Tensor, positions: Tensor) -> Tensor:
         """The newest nodes [B, F] of a tree, each in the next free slot -> [B, F, D]."""
-        num_before = state.drafted.shape[1] - tokens.shape[1]
-        slots = state.position[:, None] + 1 + num_before + torch.arange(tokens.shape[1], device=tokens.device)
-        state.cache.seek(slots, extent=state.extent)
+        state.cache.seek(newest_slots(state.position, state.seen), extent=state.extent)
 
         def mask(window: int | None) -> Tensor:
-            how: dict[str, Any] = {"window": window, "positions": positions, "drafted_positions": state.drafted}
-            extent, dtype = state.cache.extent, self.reader.dtype
-            return tree_mask(state.position, state.seen, extent=extent, dtype=dtype, **how)
+            return tree_mask(
+                state.position,
+                state.seen,
+                positions=positions,
+                extent=state.cache.extent,
+                dtype=self.reader.dtype,
+                window=window,
+                drafted_positions=state.drafted,
+            )
 
-        config = self.reader.config
-        types = getattr(config, "layer_types", None)
-        has_window = types is None or "sliding_attention" in types
-        window = mask(getattr(config, "sliding_window", None) if has_window else None)
-        return self.reader.base(
-            input_ids=tokens,
-            position_ids=positions.clamp(max=self.reader.max_positions - 1),
-            attention_mask={"full_attention": mask(None), "sliding_attention": window} if types else window,
-            past_key_values=state.cache,
-            use_cache=True,
-        ).last_hidden_state
+        return self.reader.read_slots(tokens, positions, state.cache, mask, None)
 
     def _tied(self) -> set[str]:
         """Further names of parameters that have one already."""
@@ -198,7 +186,7 @@ class DraftLMHead(DraftHead):
         return names - {name for name, _ in self.named_parameters()}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Casts and moves weights; rotary frequencies are moved only, since bf16 would bend them."""
+        """Casts and moves weights; rotary frequencies are only moved: in bf16 they would be inexact."""
         exact = [(m, n, b) for m in self.modules() for n, b in m.named_buffers(recurse=False) if b.is_floating_point()]
         super()._apply(fn, recurse)
         for module, name, buffer in exact:
@@ -218,7 +206,7 @@ def build_model(config: DraftLMConfig, target: Target) -> Any:
     except BadInput as error:
         raise BadInput(f"head.path: {error}") from error
     if model.get_output_embeddings().weight.shape[0] != target.vocab_size:
-        model.resize_token_embeddings(target.vocab_size, mean_resizing=False)  # padding, or what is never read
+        model.resize_token_embeddings(target.vocab_size, mean_resizing=False)  # rows of padding, added or cut
     return model
 
 
@@ -238,7 +226,7 @@ def fresh_model(config: DraftLMConfig, target: Target) -> Any:
     try:
         made = type(target.config).from_dict({**raw, **given})
         model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
-    except Exception as error:  # a config class of its own kind, with what is wrong as the cause
+    except Exception as error:  # transformers' validation error has the reason as its cause
         raise BadInput(f"head.hidden_size {size}: {first_line(error.__cause__ or error)}") from error
     pairs = [
         (model.get_input_embeddings(), target.input_embedding),
@@ -255,33 +243,31 @@ def check_vocabulary(path: str, target: Target) -> None:
     try:
         with quiet_loading():
             size = AutoConfig.from_pretrained(path).get_text_config().vocab_size
-    except Exception as error:  # as in Target.load: every library's own
+    except Exception as error:  # as in load_model
         raise BadInput(f"head.path {path}: {first_line(error)}") from error
     sizes = f"{size} tokens, those of {target.name} {target.vocab_size}"
     if abs(size - target.vocab_size) > PADDING * max(size, target.vocab_size):
         raise BadInput(f"head.path {path}: its vocabulary has {sizes}: expected the same, but for padding")
-    if not comes_with_tokenizer(path):  # its size must do
-        return
+    if not comes_with_tokenizer(path):
+        return  # then only the size can be compared
     try:
         words: Mapping[str, int] = AutoTokenizer.from_pretrained(path).get_vocab()
     except Exception as error:
         raise BadInput(f"head.path {path}: its tokenizer: {first_line(error)}") from error
     theirs: Mapping[str, int] = target.tokenizer.get_vocab()
-    wrong = differing_word(words, theirs)
-    if wrong is not None:
-        ids = [one.get(wrong, "absent") for one in (words, theirs)]
-        raise BadInput(
-            f"head.path {path}: its vocabulary ({sizes}) is another: {wrong!r} is {ids[0]} there and {ids[1]} here"
-        )
+    word = differing_word(words, theirs)
+    if word is not None:
+        ids = f"{word!r} is {words.get(word, 'absent')} there and {theirs.get(word, 'absent')} here"
+        raise BadInput(f"head.path {path}: its vocabulary ({sizes}) is another: {ids}")
 
 
 def comes_with_tokenizer(path: str) -> bool:
-    """Whether a model's folder holds a tokenizer: for some families transformers makes an empty one up where not."""
+    """Whether a model's folder holds a tokenizer; without one, transformers returns an empty one for some families."""
     patterns = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
     return not Path(path).is_dir() or any(any(Path(path).glob(pattern)) for pattern in patterns)
 
 
 def differing_word(words: Mapping[str, int], others: Mapping[str, int]) -> str | None:
-    """A token of the smaller vocabulary that is not the same in the other; None: one of them holds the other."""
+    """A token of the smaller vocabulary with another id in the other, or none; None: one vocabulary holds the other."""
     few, many = sorted((words, others), key=len)
     return next((word for word, i in few.items() if many.get(word) != i), None)

@@ -18,15 +18,14 @@ from ..configs.errors import BadInput
 class Proposal:
     """What was drafted.
 
-    tokens: [B, S] target ids. parents: [B, S], or None for a chain (node j follows node j - 1). draft_probs: where
-    nodes were sampled, [B, S + 1, V] the distribution that the children of the root and of each node were drawn from,
-    zeros where there are none. logits: of a chain, [B, Vd] per depth, where the drafter scores a vocabulary.
+    draft_probs: where nodes were sampled, the distribution that the children of the root and of each node were drawn
+    from, zeros where there are none.
     """
 
-    tokens: Tensor
-    parents: Tensor | None = None
-    draft_probs: Tensor | None = None
-    logits: list[Tensor] = field(default_factory=list)
+    tokens: Tensor  # [B, S] target ids
+    parents: Tensor | None = None  # [B, S]; None: a chain, node j follows node j - 1
+    draft_probs: Tensor | None = None  # [B, S + 1, V]
+    logits: list[Tensor] = field(default_factory=list)  # of a chain, [B, Vd] per depth, where a vocabulary is scored
 
 
 @dataclass(frozen=True)
@@ -132,10 +131,10 @@ def draft_chain(head: Expands, state: Any, *, num_draft_tokens: int) -> Proposal
 
 @dataclass(frozen=True)
 class Draws:
-    """Where sampled drafts come from. temperature: of the draft's distribution, above 0. vocab_size: the target's V."""
+    """How sampled nodes are drawn."""
 
-    temperature: float
-    vocab_size: int
+    temperature: float  # of the draft's distribution, above 0
+    vocab_size: int  # the target's V
     generator: torch.Generator | None = None
 
 
@@ -153,41 +152,41 @@ def ranked(logits: Tensor, count: int, draws: Draws | None) -> tuple[Tensor, Ten
 
 
 class Level(NamedTuple):
-    """The nodes of one depth. row, rank: [n] index of each one's parent among the nodes last expanded, and its place
-    among that parent's children. num_ranks: guesses needed of each parent. parents: [m] 0 for the root, 1 + index for
-    the nodes last expanded. kept, kept_row: [F] of the nodes that have children themselves, and their parents' rows."""
+    """The n nodes of one depth, and the F of them that have children themselves."""
 
-    row: Tensor
-    rank: Tensor
-    num_ranks: int
-    parents: list[int]
-    kept: Tensor
-    kept_row: Tensor
+    row: Tensor  # [n] index of each node's parent among the nodes last expanded
+    rank: Tensor  # [n] among that parent's children
+    num_ranks: int  # guesses needed of each parent
+    parents: list[int]  # the nodes last expanded: 0 for the root, else 1 + index
+    kept: Tensor  # [F] the nodes that have children
+    kept_row: Tensor  # [F] their parents' rows
 
 
-@cache  # none is dropped: a captured graph reads the ones it was captured with
+@cache  # never evicted: a captured graph reads the tensors it was captured with
 def levels(tree: StaticTree, device: torch.device) -> tuple[list[Level], Tensor]:
-    """A static tree's index tensors, on the device once and for all; and its parents [S]."""
+    """A static tree's index tensors by depth, made once for a device; and its parents [S]."""
     inner = {path[:-1] for path in tree.paths}
     index = {path: i for i, path in enumerate([(), *tree.paths])}
     expanded: list[tuple[int, ...]] = [()]
-    found = []
+    plan = []
     for depth in range(1, tree.depth + 1):
         level = [path for path in tree.paths if len(path) == depth]
         row, rank = [expanded.index(path[:-1]) for path in level], [path[-1] for path in level]
         kept = [i for i, path in enumerate(level) if path in inner]
-        tensors = [torch.tensor(x, dtype=torch.long, device=device) for x in (row, rank, kept, [row[i] for i in kept])]
+        rows, ranks, kept_nodes, kept_rows = (
+            torch.tensor(x, dtype=torch.long, device=device) for x in (row, rank, kept, [row[i] for i in kept])
+        )
         parents = [index[path] for path in expanded]
-        found.append(Level(tensors[0], tensors[1], max(rank) + 1, parents, tensors[2], tensors[3]))
+        plan.append(Level(rows, ranks, max(rank) + 1, parents, kept_nodes, kept_rows))
         expanded = [level[i] for i in kept]
-    return found, torch.tensor(tree.parents, device=device)
+    return plan, torch.tensor(tree.parents, device=device)
 
 
 def draft_static(head: Expands, state: Any, tree: StaticTree, draws: Draws | None = None) -> Proposal:
     """Fill a fixed shape: the node of rank r takes its parent's r-th most probable token, or r-th draw."""
     logits = head.first_logits(state)[:, None]  # [B, F, Vd]
     device, batch_size = logits.device, len(logits)
-    every = torch.arange(logits.shape[-1], device=device)  # [Vd]
+    vocabulary = torch.arange(logits.shape[-1], device=device)  # [Vd]
     draft_probs = torch.zeros(batch_size, tree.num_nodes + 1, draws.vocab_size, device=device) if draws else None
     plan, parents = levels(tree, device)
     drafted = []
@@ -195,7 +194,7 @@ def draft_static(head: Expands, state: Any, tree: StaticTree, draws: Draws | Non
         best, probs = ranked(logits, level.num_ranks, draws)  # [B, F, ranks], [B, F, Vd]
         if draft_probs is not None and probs is not None:
             for i, parent in enumerate(level.parents):
-                draft_probs[:, parent, head.to_target(every)] = probs[:, i]
+                draft_probs[:, parent, head.to_target(vocabulary)] = probs[:, i]
         tokens = head.to_target(best[:, level.row, level.rank])  # [B, n]
         drafted.append(tokens)
         if len(level.kept):
@@ -237,10 +236,10 @@ def draft_dynamic(head: Expands, state: Any, tree: DynamicTree) -> Proposal:
 def ancestors(parents: Tensor, depth: int) -> Tensor:
     """[B, S, S] bool: whether node j (last) is node i (middle) or above it. parents [B, S]; depth: the longest path."""
     size = parents.shape[1]
-    every = torch.arange(size, device=parents.device)
-    seen = (every[:, None] == every).expand(len(parents), -1, -1)
+    nodes = torch.arange(size, device=parents.device)
+    mask = (nodes[:, None] == nodes).expand(len(parents), -1, -1)
     above = parents
     for _ in range(depth - 1):
-        seen = seen | (above[..., None] == every)  # -1, the root, is no node
+        mask = mask | (above[..., None] == nodes)  # -1, the root, is no node
         above = torch.where(above < 0, above, parents.gather(1, above.clamp(min=0)))
-    return seen
+    return mask

@@ -20,37 +20,32 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig
 
 from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
 from .drafter import Reading
-from .eagle import EagleLayer
 from .nn.chain_attention import blocks_of
-from .nn.layers import Attention, GatedMLP, RMSNorm, Rotary, llama_config
-from .recurrent import Context, Queries, RecurrentState, advance, attend
+from .nn.layers import Attention, GatedMLP, RMSNorm, Rotary, llama_config, serving_keys
+from .recurrent import Chains, Context, KeysValues, LlamaLayer, Queries, RecurrentState, attend
 from .target import Target, TargetOutput
 
 
 @dataclass(kw_only=True)
 class Eagle3Config(HeadConfig):
-    """feature_layers None: [2, n/2, n-3] of n target layers, the engines' default; of few layers [1, n/2, n-1].
-
-    num_layers: decoder layers. EAGLE 3.1 is fc_norm, an RMSNorm on each of the target's features before they are fused,
-    and norm_output, drafted hidden states fed back after the output norm.
-
-    Of heads that others trained: norm_before_residual, the first layer's residual is the normalised hidden state (the
-    speculators library's default; SGLang serves no such head). norm_before_fc: one RMSNorm over all features side by
-    side, before they are fused. architecture: what of the layers is not as in the target (`layers.ARCHITECTURE`).
-    """
+    """An EAGLE-3 head's keys; feature_layers None: see `default_feature_layers`."""
 
     type: str = "eagle3"
     num_depths: int = 7
-    num_layers: int = 1
+    num_layers: int = 1  # decoder layers
+    # EAGLE 3.1: an RMSNorm on each feature before they are fused, and drafted states fed back after the output norm
     fc_norm: bool = False
     norm_output: bool = False
+    # of heads that others trained:
+    # the first layer's residual is the normalised hidden state (the speculators library; SGLang serves no such head)
     norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    architecture: dict[str, Any] = field(default_factory=dict)
+    norm_before_fc: bool = False  # one RMSNorm over all features side by side, before they are fused
+    architecture: dict[str, Any] = field(default_factory=dict)  # values unlike the target's, by `layers.ARCHITECTURE`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,7 +60,7 @@ class Eagle3Config(HeadConfig):
 
 
 def default_feature_layers(num_layers: int) -> list[int]:
-    """Low, middle and high: the reference's choice where it gives three layers, else the widest ascending spread."""
+    """Low, middle and high of n target layers: [2, n/2, n-3], the engines' default; of few layers [1, n/2, n-1]."""
     usual = [2, num_layers // 2, num_layers - 3]
     return usual if usual == sorted(set(usual)) else sorted({min(1, num_layers - 1), num_layers // 2, num_layers - 1})
 
@@ -73,20 +68,14 @@ def default_feature_layers(num_layers: int) -> list[int]:
 class Eagle3Layer(nn.Module):
     """A Llama layer whose attention reads [embedding, hidden], both normalised; the residual is the raw hidden."""
 
-    def __init__(self, *, config: Any):
+    def __init__(self, config: LlamaConfig):
         super().__init__()
-        size = config.hidden_size
-        self.input_layernorm = RMSNorm(size, eps=config.rms_norm_eps)
-        self.hidden_norm = RMSNorm(size, eps=config.rms_norm_eps)
-        self.self_attn = Attention(
-            in_size=2 * size,
-            hidden_size=size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-        )
-        self.post_attention_layernorm = RMSNorm(size, eps=config.rms_norm_eps)
-        self.mlp = GatedMLP(hidden_size=size, intermediate_size=config.intermediate_size)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps=eps)
+        self.hidden_norm = RMSNorm(size, eps=eps)
+        self.self_attn = Attention(config, in_size=2 * size)
+        self.post_attention_layernorm = RMSNorm(size, eps=eps)
+        self.mlp = GatedMLP(config)
 
     def read(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """[B, Q, D] twice -> [B, Q, 2D], what the projections read."""
@@ -99,7 +88,7 @@ class Eagle3Layer(nn.Module):
 
 
 class NormedResidualLayer(Eagle3Layer):
-    """The residual is what `hidden_norm` made of the hidden state."""
+    """The residual is the hidden state after `hidden_norm`."""
 
     def forward(self, x: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], context: Context) -> Tensor:
         return super().forward(x, self.hidden_norm(hidden), rotary, context)
@@ -125,11 +114,11 @@ class Eagle3Head(DraftHead):
         if config.norm_before_fc:
             self.input_norm = RMSNorm(num_features * size, eps=eps)
         first_class = NormedResidualLayer if config.norm_before_residual else Eagle3Layer
-        first, more = first_class(config=self.llama), range(config.num_layers - 1)
+        first, more = first_class(self.llama), range(config.num_layers - 1)
         if config.num_layers == 1:
             self.midlayer = first
         else:
-            self.layers = nn.ModuleList([first, *(EagleLayer(config=self.llama, is_first=False) for _ in more)])
+            self.layers = nn.ModuleList([first, *(LlamaLayer(self.llama) for _ in more)])
         self.norm = RMSNorm(size, eps=eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size or target.vocab_size, bias=False)
         self.rotary = Rotary(self.llama)
@@ -140,17 +129,10 @@ class Eagle3Head(DraftHead):
 
     def serving_config(self) -> dict[str, Any]:
         layers = self.feature_layers
-        llama = self.llama.to_dict()
-        keys = "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim"
-        keys += " rms_norm_eps max_position_embeddings hidden_act rope_parameters bos_token_id eos_token_id"
-        rope = llama["rope_parameters"]
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
-            **{key: llama[key] for key in keys.split()},
-            "num_hidden_layers": self.config.num_layers,
-            "rope_theta": rope.get("rope_theta", 10000.0),
-            "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
+            **serving_keys(self.llama, num_layers=self.config.num_layers),
             "vocab_size": self.target.vocab_size,
             "draft_vocab_size": self.lm_head.out_features,
             "attention_bias": False,
@@ -177,30 +159,31 @@ class Eagle3Head(DraftHead):
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         limit = batch.input_ids.shape[1] + starts.num_depths
         fused = self._fuse(batch.output)  # [B, T, D]
-        every = self._read(batch.input_ids.roll(-1, 1), fused)  # [B, T, 2D] x_{t+1}; the last is never supervised
-        contexts = self._contexts(every, fused, batch, starts, limit)
-        x, hidden = starts.take(every), starts.take(fused)  # [B, S, 2D], [B, S, D]
-        how = {"contexts": contexts, "config": self.llama, "num_depths": starts.num_depths}
+        read = self._read(batch.input_ids.roll(-1, 1), fused)  # [B, T, 2D] x_{t+1}; the last is never supervised
+        chains = Chains(self._contexts(read, fused, batch, starts, limit), self.llama, starts.num_depths)
+        x, hidden = starts.take(read), starts.take(fused)  # [B, S, 2D], [B, S, D]
         for depth in range(starts.num_depths):
             rotary = self.rotary(starts.take(batch.positions) + depth, like=x, num_positions=limit)
             if depth == 0:
-                hidden, _ = advance(self._step, hidden, x, rotary, **how)  # [B, S, D]
+                hidden = chains.advance(self._step, hidden, x, rotary)  # [B, S, D]
             else:
                 tokens = starts.take(batch.input_ids, offset=depth + 1)
-                hidden, drafted = advance(self._draft, hidden, tokens, rotary, **how)
-                for context, own in zip(contexts, drafted, strict=True):
-                    context.drafted.append(own)
+                hidden = chains.advance(self._draft, hidden, tokens, rotary)
             yield hidden
 
-    def _draft(self, hidden: Tensor, tokens: Tensor, rotary: tuple[Tensor, Tensor], contexts: list[Context]) -> Any:
-        """A depth of chains behind the first: tokens [B, S] beside the last one's hidden [B, S, D]."""
+    def _draft(
+        self, hidden: Tensor, tokens: Tensor, rotary: tuple[Tensor, Tensor], contexts: list[Context]
+    ) -> tuple[Tensor, list[KeysValues]]:
+        """A depth of chains behind the first: tokens [B, S] beside the output [B, S, D] of the depth before."""
         hidden = self._fed_back(hidden)
         x = self._read(tokens, hidden)
         contexts[0].draft(*self._first.self_attn.keys_values(x, rotary))
         return self._step(hidden, x, rotary, contexts)
 
-    def _step(self, hidden: Tensor, x: Tensor, rotary: tuple[Tensor, Tensor], contexts: list[Context]) -> Any:
-        """x [B, S, 2D] and the residual hidden through all layers: [B, S, D], and each layer's last drafted keys."""
+    def _step(
+        self, hidden: Tensor, x: Tensor, rotary: tuple[Tensor, Tensor], contexts: list[Context]
+    ) -> tuple[Tensor, list[KeysValues]]:
+        """x [B, S, 2D] and the residual hidden [B, S, D] through all layers; returns as `recurrent.Step`."""
         hidden = self._first(x, hidden, rotary, contexts[0])
         for layer, context in zip(self._more, contexts[1:], strict=True):
             if len(contexts[0].drafted) > len(context.drafted):
@@ -215,8 +198,9 @@ class Eagle3Head(DraftHead):
         return self.norm(hidden)
 
     def begin(self, *, batch_size: int, max_length: int) -> RecurrentState:
-        how = {"num_layers": self.config.num_layers, "like": self.fc.weight}
-        return RecurrentState.empty(batch_size=batch_size, max_length=max_length, **how)
+        return RecurrentState.empty(
+            batch_size=batch_size, max_length=max_length, num_layers=self.config.num_layers, like=self.fc.weight
+        )
 
     @torch.no_grad()
     def commit(self, state: RecurrentState, read: Reading) -> None:
@@ -239,8 +223,8 @@ class Eagle3Head(DraftHead):
         return self.midlayer if self.config.num_layers == 1 else cast(Eagle3Layer, self.layers[0])
 
     @property
-    def _more(self) -> list[EagleLayer]:
-        return [] if self.config.num_layers == 1 else cast(list[EagleLayer], list(self.layers)[1:])
+    def _more(self) -> list[LlamaLayer]:
+        return [] if self.config.num_layers == 1 else cast(list[LlamaLayer], list(self.layers)[1:])
 
     def _fuse(self, output: TargetOutput) -> Tensor:
         """The target's features [B, T, L, D] -> [B, T, D]."""
@@ -257,17 +241,17 @@ class Eagle3Head(DraftHead):
         return self._first.read(self.target.embed(token_ids).to(hidden.dtype), hidden)
 
     def _contexts(self, x: Tensor, fused: Tensor, batch: DraftBatch, starts: ChainStarts, limit: int) -> list[Context]:
-        """For each layer, keys and values of true features x [B, T, 2D] everywhere, seen up to a chain's start."""
+        """For each layer, keys and values of true features x [B, T, 2D] at all positions, seen up to each start."""
         rotary = self.rotary(batch.positions, like=fused, num_positions=limit)
-        seen = batch.visibility(starts.positions, dtype=fused.dtype)  # [B, 1, S, T]
-        contexts = [Context(*self._first.self_attn.keys_values(x, rotary), seen, starts.blocks)]
+        mask = batch.visibility(starts.positions, dtype=fused.dtype)  # [B, 1, S, T]
+        contexts = [Context(*self._first.self_attn.keys_values(x, rotary), mask, starts.blocks)]
         hidden = fused
-        for i, layer in enumerate(self._more):  # what a further layer reads at every position
-            causal = batch.visibility(batch.every, dtype=fused.dtype)
-            every = blocks_of(range(fused.shape[1]), fused.device)
-            below = Context(contexts[-1].keys, contexts[-1].values, causal, every)
+        for i, layer in enumerate(self._more):  # what a further layer reads at all positions
+            causal = batch.visibility(batch.row_positions, dtype=fused.dtype)
+            blocks = blocks_of(range(fused.shape[1]), fused.device)
+            below = Context(contexts[-1].keys, contexts[-1].values, causal, blocks)
             hidden = self._first(x, hidden, rotary, below) if i == 0 else self._more[i - 1](hidden, rotary, below)
-            contexts.append(Context(*layer.keys_values(hidden, rotary), seen, starts.blocks))
+            contexts.append(Context(*layer.keys_values(hidden, rotary), mask, starts.blocks))
         return contexts
 
     def _decode(self, state: RecurrentState, token_ids: Tensor, queries: Queries) -> Tensor:

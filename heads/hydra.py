@@ -5,8 +5,8 @@ side: what Medusa's heads guess independently is here conditioned on the path. H
 decoder layer over the target's post-norm states of the whole prefix, whose output at t takes the place of the state.
 
 Where we differ from the published code: the skip of a head's first block starts as the selection of the state, and the
-prefix layer as the identity, so that a fresh head scores as the target's output layer; deeper blocks have weights of
-their own; the prefix layer's output is not normalised again.
+prefix layer as the identity, so that a fresh head scores as the target's output layer does; deeper blocks have weights
+of their own; the prefix layer's output is not normalised again.
 
 No serving engine known to us loads Hydra heads: names of tensors and config keys are our own.
 """
@@ -22,22 +22,21 @@ from torch import Tensor, nn
 from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
 from .drafter import Reading
-from .nn.cache import SlotCache, visibility_mask
-from .nn.layers import Attention, GatedMLP, RMSNorm, Rotary, llama_config
-from .nn.split_attention import masked_attention
+from .nn.cache import SlotCache
+from .nn.layers import Rotary, llama_config
+from .recurrent import Context, LlamaLayer
 from .target import Target
 
 
 @dataclass(kw_only=True)
 class HydraConfig(HeadConfig):
-    """num_blocks: residual blocks per head. output: `own`, each head has an output layer that starts as a copy of the
-    target's lm_head, or `shared`, all use the target's frozen one. prefix_attention: Hydra++."""
+    """A Hydra head's keys."""
 
     type: str = "hydra"
     loss: dict[str, float] = field(default_factory=lambda: {"hard_ce": 1.0})
-    num_blocks: int = 1
-    output: str = "own"
-    prefix_attention: bool = False
+    num_blocks: int = 1  # residual blocks per head
+    output: str = "own"  # own: an output layer per head, at first a copy of the target's; shared: the target's, frozen
+    prefix_attention: bool = False  # Hydra++
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,56 +71,15 @@ class ResidualBlock(nn.Module):
         return self.skip(x) + F.silu(self.linear(x))
 
 
-class PrefixLayer(nn.Module):
-    """A Llama decoder layer over the target's post-norm states; at the start the identity."""
-
-    def __init__(self, *, config: Any):
-        super().__init__()
-        size = config.hidden_size
-        self.input_layernorm = RMSNorm(size, eps=config.rms_norm_eps)
-        self.self_attn = Attention(
-            in_size=size,
-            hidden_size=size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-        )
-        self.post_attention_layernorm = RMSNorm(size, eps=config.rms_norm_eps)
-        self.mlp = GatedMLP(hidden_size=size, intermediate_size=config.intermediate_size)
-        self.rotary = Rotary(config)
-        nn.init.zeros_(self.self_attn.o_proj.weight)
-        nn.init.zeros_(self.mlp.down_proj.weight)
-
-    def keys_values(self, hidden: Tensor, positions: Tensor, *, num_positions: int) -> tuple[Tensor, Tensor]:
-        """hidden [B, Q, D] at positions [B, Q], all below num_positions -> two of [B, Nkv, Q, H]."""
-        rotary = self.rotary(positions, like=hidden, num_positions=num_positions)
-        return self.self_attn.keys_values(self.input_layernorm(hidden), rotary)
-
-    def forward(self, hidden: Tensor, positions: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor) -> Tensor:
-        """hidden [B, Q, D] at positions [B, Q], over keys, values [B, Nkv, P, H]; mask [B, 1, Q, P] additive."""
-        attention, num_queries, num_positions = self.self_attn, hidden.shape[1], keys.shape[2]
-        rotary = self.rotary(positions, like=hidden, num_positions=num_positions)
-        queries = attention.group(attention.queries(self.input_layernorm(hidden), rotary))  # [B, Nkv, G * Q, H]
-        mask = mask.repeat(1, 1, attention.num_heads // attention.num_kv_heads, 1)  # [B, 1, G * Q, P]
-        mixed = masked_attention(queries, keys, values, mask)
-        hidden = hidden + attention.output(mixed, num_queries)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
 @dataclass
 class HydraState:
-    """cache: the prefix layer's keys and values by position; None without prefix attention.
+    """The state of drafting."""
 
-    hidden [B, 1, D]: the state at the last position that the target has read, or the prefix layer's output there.
-    next_ids [B, 1]: the token behind it, committed but not yet read. path [B, F, n]: per token of the last expansion,
-    all tokens from that one down to itself.
-    """
-
-    cache: SlotCache | None
+    cache: SlotCache | None  # the prefix layer's keys and values by position; None without prefix attention
     max_length: int
-    hidden: Tensor
-    next_ids: Tensor
-    path: Tensor
+    hidden: Tensor  # [B, 1, D] the target's state at the last position it has read, or the prefix layer's output there
+    next_ids: Tensor  # [B, 1] the token behind it, committed but not yet read
+    path: Tensor  # [B, F, n] for each token of the last expansion, all tokens from next_ids to itself
 
 
 class HydraHead(DraftHead):
@@ -133,7 +91,12 @@ class HydraHead(DraftHead):
     def __init__(self, config: HydraConfig, target: Target, draft_token_ids: Tensor | None = None):
         super().__init__(config, target, draft_token_ids)
         self.config: HydraConfig = config
-        self.prefix = PrefixLayer(config=llama_config(target.config)) if config.prefix_attention else None
+        self.prefix: LlamaLayer | None = None
+        if config.prefix_attention:
+            llama = llama_config(target.config)
+            self.prefix, self.rotary = LlamaLayer(llama), Rotary(llama)
+            nn.init.zeros_(self.prefix.self_attn.o_proj.weight)  # so that the layer is the identity
+            nn.init.zeros_(self.prefix.mlp.down_proj.weight)
         size = target.hidden_size
         self.blocks, self.lm_heads = nn.ModuleList(), nn.ModuleList()
         for k in range(config.num_depths):
@@ -179,13 +142,15 @@ class HydraHead(DraftHead):
         states = self._cast(batch.output.post_norm)  # [B, T, D]
         x = starts.take(states)  # [B, S, D]
         if self.prefix is not None:
-            positions = batch.positions  # [B, T]
-            keys, values = self.prefix.keys_values(states, positions, num_positions=positions.shape[1])
-            mask = batch.visibility(starts.positions, dtype=x.dtype)
-            x = self.prefix(x, starts.take(positions), keys, values, mask=mask)
+            limit = batch.input_ids.shape[1]
+            rotary = self.rotary(batch.positions, like=states, num_positions=limit)
+            context = Context(
+                *self.prefix.keys_values(states, rotary), batch.visibility(starts.positions, dtype=x.dtype)
+            )
+            x = self.prefix(x, self.rotary(starts.take(batch.positions), like=x, num_positions=limit), context)
         for depth in range(starts.num_depths):
-            known = self.target.embed(starts.take(batch.input_ids, offset=depth + 1))  # [B, S, D]
-            x = torch.cat([x, self._cast(known)], -1)  # [B, S, (depth + 2) * D]
+            embedded = self.target.embed(starts.take(batch.input_ids, offset=depth + 1))  # [B, S, D]
+            x = torch.cat([x, self._cast(embedded)], -1)  # [B, S, (depth + 2) * D]
             yield self.blocks[depth](x)
 
     def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
@@ -204,12 +169,13 @@ class HydraHead(DraftHead):
         if self.prefix is None or state.cache is None:
             return
         positions = read.start[:, None] + torch.arange(read.tokens.shape[1], device=read.start.device)  # [B, Q]
-        new = self.prefix.keys_values(self._cast(read.output.post_norm), positions, num_positions=state.max_length)
+        states, last = self._cast(read.output.post_norm), positions.gather(1, read.last[:, None])  # [B, Q, D], [B, 1]
         state.cache.seek(positions, extent=state.max_length)
-        keys, values = state.cache.update(*new, 0)
-        last = positions.gather(1, read.last[:, None])  # [B, 1]
-        mask = visibility_mask(last, extent=keys.shape[2], dtype=keys.dtype)
-        state.hidden = self.prefix(state.hidden, last, keys, values, mask=mask)
+        rotary = self.rotary(positions, like=states, num_positions=state.max_length)
+        keys, values = state.cache.update(*self.prefix.keys_values(states, rotary), 0)
+        context = Context(keys, values, state.cache.mask(last, dtype=keys.dtype))
+        rotary = self.rotary(last, like=states, num_positions=state.max_length)
+        state.hidden = self.prefix(state.hidden, rotary, context)
 
     @torch.no_grad()
     def first_logits(self, state: HydraState) -> Tensor:
@@ -225,11 +191,11 @@ class HydraHead(DraftHead):
         return self._score(state, depth)
 
     def _score(self, state: HydraState, depth: int) -> Tensor:
-        """[B, F, Vd] what head `depth` expects behind each path."""
+        """[B, F, Vd] draft logits of head `depth` behind each path."""
         num_rows, num_nodes, _ = state.path.shape
-        known = self._cast(self.target.embed(state.path.flatten(1)))  # [B, F * (depth + 1), D]
-        known = known.reshape(num_rows, num_nodes, -1)  # [B, F, (depth + 1) * D]
-        x = torch.cat([state.hidden.expand(-1, num_nodes, -1), known], -1)
+        embedded = self._cast(self.target.embed(state.path.flatten(1)))  # [B, F * (depth + 1), D]
+        embedded = embedded.reshape(num_rows, num_nodes, -1)  # [B, F, (depth + 1) * D]
+        x = torch.cat([state.hidden.expand(-1, num_nodes, -1), embedded], -1)
         return self.draft_logits(self.blocks[depth](x), depth)
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
 from ..configs.errors import BadInput, first_line
@@ -61,7 +61,7 @@ def read_model_config(path: str | Path, *, revision: str | None = None, trust_re
     try:
         with quiet_loading():
             return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
-    except Exception as error:  # as in Target.load
+    except Exception as error:  # as in load_model
         raise BadInput(f"target {path}: {first_line(error)}") from error
 
 
@@ -116,3 +116,51 @@ def fingerprint_of(model: nn.Module) -> str:
         digest.update(f"{name} {shape}".encode())
         digest.update(values)
     return digest.hexdigest()[:32]
+
+
+def load_model(
+    path: str,
+    *,
+    dtype: str = "auto",
+    device: str | torch.device | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    device_map: str | dict[str, str | int] | None = None,
+) -> tuple[Any, str]:
+    """A causal language model of Hugging Face, and the fingerprint of its weights.
+
+    Args: device_map: as in `TargetConfig`; `device` is then ignored.
+    Raises: BadInput where there is no such model or device, or weights are missing in the checkpoint.
+    """
+    wanted = torch_dtype(dtype)
+    config = read_model_config(path, revision=revision, trust_remote_code=trust_remote_code)
+    if device_map is not None and isinstance(wanted, torch.dtype) and wanted != config.get_text_config().dtype:
+        raise BadInput(f"target.dtype {dtype}: with target.device_map weights stay as stored: leave it at auto")
+    try:
+        with quiet_loading():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype="auto",  # as stored: the fingerprint must not depend on the dtype that the run asks for
+                output_loading_info=True,
+                device_map=device_map,
+                revision=revision,
+                trust_remote_code=trust_remote_code,
+                use_safetensors=True,  # no pickles, which can run code
+            )
+        model, info = loaded
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError, safetensors' own ...
+        raise BadInput(f"target {path}: {first_line(error)}") from error
+    if info["missing_keys"]:
+        raise BadInput(f"target {path}: weights missing in the checkpoint: {sorted(info['missing_keys'])[:3]} ...")
+    fingerprint = fingerprint_of(model)
+    if device_map is not None:
+        return model, fingerprint
+    try:
+        model = model.to(device)
+    except (RuntimeError, AssertionError) as error:  # no such device, none in this build, too little memory
+        raise BadInput(f"device {device}: {first_line(error)}") from error
+    if isinstance(wanted, torch.dtype):
+        for parameter in model.parameters():  # not the buffers: rotary frequencies stay in fp32
+            parameter.data = parameter.data.to(wanted)
+    return model, fingerprint

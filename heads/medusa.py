@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -21,26 +21,22 @@ from .target import Target
 
 @dataclass(kw_only=True)
 class MedusaConfig(HeadConfig):
-    """num_blocks: residual blocks per head. output: `own`, each head has an output layer that starts as a copy of the
-    target's lm_head, or `shared`, all use the target's frozen one.
-
-    target_lora_rank: above 0, for Medusa-2: low-rank adapters of the target's linear layers train with the heads, and
-    the text that is drafted and verified is the target's with them. target_lora_alpha / target_lora_rank scales them.
-    The loss is then the target's own plus head_weight times the heads'. self_distillation: the target's own is the KL
-    divergence from the target without adapters, which keeps its text; else cross entropy on the data's tokens.
-    target_learning_rate_scale: adapters learn at this share of the heads' rate, from step target_warmup_steps on."""
+    """A Medusa head's keys."""
 
     type: str = "medusa"
     loss: dict[str, float] = field(default_factory=lambda: {"hard_ce": 1.0})
     loss_eta: float = 10.0
-    num_blocks: int = 1
-    output: str = "own"
+    num_blocks: int = 1  # residual blocks per head
+    output: str = "own"  # own: an output layer per head, at first a copy of the target's; shared: the target's, frozen
+    # above 0: Medusa-2. Low-rank adapters of the target's linear layers train with the heads, and the text that is
+    # drafted and verified is that of the target with them
     target_lora_rank: int = 0
-    target_lora_alpha: float = 16.0
+    target_lora_alpha: float = 16.0  # adapters are scaled by target_lora_alpha / target_lora_rank
+    # the target's own loss: KL divergence from the target without adapters, or cross entropy on the data's tokens
     self_distillation: bool = True
-    head_weight: float = 0.2
-    target_learning_rate_scale: float = 0.25
-    target_warmup_steps: int = 0
+    head_weight: float = 0.2  # of the heads' loss, which is added to the target's own
+    target_learning_rate_scale: float = 0.25  # adapters learn at this share of the heads' rate ...
+    target_warmup_steps: int = 0  # ... from this step on
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,12 +46,13 @@ class MedusaConfig(HeadConfig):
             raise BadInput("draft_vocab_size: medusa drafts the target's whole vocabulary")
         if self.feature_layers:
             raise BadInput("feature_layers: medusa reads the state after the final norm only")
+        values = asdict(self)
         for name in ("target_lora_rank", "target_warmup_steps"):
-            if getattr(self, name) < 0:
-                raise BadInput(f"{name} {getattr(self, name)}: expected 0 or more")
+            if values[name] < 0:
+                raise BadInput(f"{name} {values[name]}: expected 0 or more")
         for name in ("target_lora_alpha", "head_weight", "target_learning_rate_scale"):
-            if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
-                raise BadInput(f"{name} {getattr(self, name)}: expected more than 0")
+            if not (values[name] > 0 and math.isfinite(values[name])):
+                raise BadInput(f"{name} {values[name]}: expected more than 0")
 
 
 class ResidualBlock(nn.Module):
@@ -73,9 +70,9 @@ class ResidualBlock(nn.Module):
 
 @dataclass
 class MedusaState:
-    """hidden: [B, D] the target's post-norm state at the last position it has read."""
+    """The state of drafting."""
 
-    hidden: Tensor | None = None
+    hidden: Tensor | None = None  # [B, D] the target's post-norm state at the last position it has read
 
 
 class MedusaHead(DraftHead):
@@ -133,8 +130,8 @@ class MedusaHead(DraftHead):
     ) -> LossOutput:
         """The heads' loss; of Medusa-2 head_weight times it, plus the target's own (section 2.2.2).
 
-        The latter is summed over all supervised tokens and divided as the loss of the first head is, by one token less
-        per answer, so that how rows are spread over batches does not change it.
+        The target's own is summed over all supervised tokens and divided by the first head's denominator, which has one
+        token less per answer: the spread of rows over batches does not change it.
         """
         out = super().loss(batch, denominators, num_depths=num_depths)
         if not self.adapts_target:
@@ -174,11 +171,11 @@ class MedusaHead(DraftHead):
         return logits[:, None].expand(-1, tokens.shape[1], -1)
 
     def _target_loss(self, batch: DraftBatch) -> Tensor:
-        """The adapted target's loss on the tokens that it is to write itself, summed: a scalar."""
-        states, after = batch.output.post_norm[:, :-1], batch.loss_mask[:, 1:]  # [B, T - 1, D], [B, T - 1]
+        """The adapted target's own loss on the supervised tokens, summed: a scalar."""
+        states, supervised = batch.output.post_norm[:, :-1], batch.loss_mask[:, 1:]  # [B, T - 1, D], [B, T - 1]
         teacher = states.detach()
         if self.config.self_distillation:
-            # as the target itself computes: the states to compare with were read outside any autocast
+            # no autocast, as when the states to compare with were read
             with torch.no_grad(), self.adapter.off(), torch.autocast(states.device.type, enabled=False):
                 teacher = self.target.forward(batch.input_ids, documents=batch.documents).post_norm[:, :-1]
         spec = LossSpec(
@@ -187,11 +184,14 @@ class MedusaHead(DraftHead):
             predicted_state=lambda hidden: hidden,
             target_logits=self.target.logits,
         )
-        weights = None if batch.weights is None else batch.weights[:, 1:][after]
-        labels = batch.input_ids[:, 1:][after]
-        size = chunk_size(2 * self.target.vocab_size, states.device)
-        how = {"labels": labels, "teacher_hidden": teacher[after], "weights": weights, "size": size}
-        return summed_loss(states[after], spec, **how)[0]
+        return summed_loss(
+            states[supervised],
+            spec,
+            labels=batch.input_ids[:, 1:][supervised],
+            teacher_hidden=teacher[supervised],
+            weights=None if batch.weights is None else batch.weights[:, 1:][supervised],
+            size=chunk_size(2 * self.target.vocab_size, states.device),
+        )[0]
 
     def _parts(self, k: int) -> nn.ModuleList:
         return cast(nn.ModuleList, self.get_submodule(str(k)))

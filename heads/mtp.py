@@ -2,7 +2,7 @@
 
 A module (DeepSeek-V3, arXiv 2412.19437, section 2.2) reads, at position t, the embedding of a later token beside a
 hidden state, both normalised, through one projection, a decoder layer and a norm; the target's embedding and output
-layer are shared and frozen. The hidden state of depth 0 is the target's after its final norm, as engines feed it.
+layer are shared and frozen. The hidden state of depth 0 is the target's after its final norm, as in engines.
 
 Recursive (FastMTP): one module for every depth. At depth k it reads x_{t+1+k} at position t + k beside its own output
 of depth k - 1, and attends to keys of true features at positions <= t and to its own drafted keys behind them.
@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
-from .decoder_layer import ChainKeys, LayerDriver
+from .decoder_layer import ChainKeys, LayerCache, LayerDriver
 from .drafter import Reading
 from .mtp_checkpoint import LAYOUTS, Layout, read_modules
-from .nn.cache import SlotCache, tree_mask, visibility_mask
+from .nn.cache import SlotCache, newest_slots, seen_by_children, tree_mask
 from .target import Target
 
 INITS = ("last_layer", "random", "checkpoint")
@@ -32,20 +32,17 @@ INITS = ("last_layer", "random", "checkpoint")
 
 @dataclass(kw_only=True)
 class MtpConfig(HeadConfig):
-    """layout: whose conventions and tensor names, see `LAYOUTS`. independent: one module per depth instead of one for
-    all. init: `last_layer`, the target's last layer; `random`; `checkpoint`, the MTP weights in the target's folder.
-    feedback: which output of a module the next depth reads, `post_norm` (after its norm, as engines do) or `pre_norm`.
-    """
+    """An MTP head's keys."""
 
     type: str = "mtp"
     num_depths: int = 3
     depth_weights: str = "normalised"
     depth_decay: float = 0.6
     loss: dict[str, float] = field(default_factory=lambda: {"hard_ce": 1.0})
-    layout: str = "deepseek_v3"
-    independent: bool = False
-    init: str = "last_layer"
-    feedback: str = "post_norm"
+    layout: str = "deepseek_v3"  # whose conventions and tensor names, see `LAYOUTS`
+    independent: bool = False  # one module per depth instead of one for all
+    init: str = "last_layer"  # the target's; or `random`; or `checkpoint`: the MTP weights in the target's folder
+    feedback: str = "post_norm"  # the next depth reads a module's output after its norm, as in engines; or `pre_norm`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,12 +71,13 @@ class MtpModule(nn.Module):
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
         self.block = driver.new_layer(slot)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, positions: Tensor, **how: Any) -> Tensor:
-        """embedded, hidden [B, Q, D] and positions [B, Q] -> [B, Q, D], before the norm. how: mask and cache, as in
-        LayerDriver."""
+    def forward(
+        self, embedded: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor | None, cache: LayerCache
+    ) -> Tensor:
+        """embedded, hidden [B, Q, D] at positions [B, Q] -> [B, Q, D], before the norm; mask and cache as there."""
         halves = [self.enorm(embedded), self.hnorm(hidden)]
         x = self.eh_proj(torch.cat(halves[::-1] if self.hidden_first else halves, -1))  # [B, Q, 2D] -> [B, Q, D]
-        return self.driver(self.block, x, positions, **how)
+        return self.driver(self.block, x, positions, mask, cache)
 
     @torch.no_grad()
     def start_from_target(self) -> None:
@@ -89,29 +87,24 @@ class MtpModule(nn.Module):
         self.block.load_state_dict(target.layers[self.driver.index].state_dict())
         self.norm.load_state_dict(self.driver.final_norm.state_dict())
         gain = target.final_norm_scale()  # [D]
-        smallest = 0.1 * gain.abs().mean()  # channels that the final norm all but drops stay small
+        smallest = 0.1 * gain.abs().mean()  # channels that the final norm nearly drops stay small
         inverse = 1 / torch.where(gain.abs() < smallest, smallest, gain)
-        cast(Tensor, self.hnorm.weight).add_(inverse - 1)  # its gain is 1 so far, stored as 1 or as 0
+        cast(Tensor, self.hnorm.weight).add_(inverse - 1)  # its gain is 1 before, stored as 1 or as 0
         self.eh_proj.weight.copy_(torch.eye(len(inverse)).repeat(1, 2))
 
 
 @dataclass
 class MtpState:
-    """cache: one layer per lane. extent: slots of it in use, at most. root [B]: the last committed position.
+    """The state of drafting. The last expansion is the last committed token (F is 1), then a level of drafted ones."""
 
-    committed [lanes, B, R, D]: in row p % R what lane k fed back for the last token of a round, the one behind position
-    p; R exceeds any round. hidden: per lane [B, F, D] the same for the last committed token, then for the tokens of the
-    last expansion. seen [B, F, drafted] bool: which drafted slots each of them attends to. depths [drafted]: how far
-    behind the root those tokens lie.
-    """
-
-    cache: SlotCache
-    extent: int
-    root: Tensor
+    cache: SlotCache  # one layer per lane
+    extent: int  # slots of it in use, at most
+    root: Tensor  # [B] the last committed position
+    # [lanes, B, R, D] in row p % R a lane's fed-back output for a round's last token, at p + 1; R exceeds any round
     committed: Tensor
-    hidden: list[Tensor]
-    seen: Tensor
-    depths: Tensor
+    hidden: list[Tensor]  # per lane [B, F, D] its fed-back output for the last expansion
+    seen: Tensor  # [B, F, n] bool, which of n drafted nodes each of the last expansion attends to
+    depths: Tensor  # [n] how far behind the root those nodes are
 
 
 class MtpHead(DraftHead):
@@ -152,24 +145,24 @@ class MtpHead(DraftHead):
 
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         ids, hidden = batch.input_ids, self._cast(batch.output.post_norm)  # [B, T], [B, T, D]
-        every = batch.positions  # [B, T]
-        mask = None  # where plain causality says it
+        positions = batch.positions  # [B, T]
+        mask = None  # plain causality
         if self.driver.window is not None or batch.documents is not None:
-            mask = batch.visibility(batch.every, dtype=hidden.dtype, window=self.driver.window)
+            mask = batch.visibility(batch.row_positions, dtype=hidden.dtype, window=self.driver.window)
         if self.config.independent:
             for k in range(starts.num_depths):  # x_{j+1+k}; those rolled around the end are never supervised
-                hidden = self._step(k, ids.roll(-1 - k, 1), hidden, every, mask=mask, cache=None)  # [B, T, D]
+                hidden = self._step(k, ids.roll(-1 - k, 1), hidden, positions, mask, None)  # [B, T, D]
                 yield starts.take(hidden)
             return
         keys = ChainKeys(window=self.driver.window, blocks=starts.blocks)
-        hidden = starts.take(self._step(0, ids.roll(-1, 1), hidden, every, mask=mask, cache=keys))  # [B, S, D]
+        hidden = starts.take(self._step(0, ids.roll(-1, 1), hidden, positions, mask, keys))  # [B, S, D]
         yield hidden
         for depth in range(1, starts.num_depths):
-            tokens, positions = starts.take(ids, offset=depth + 1), starts.take(every) + depth  # [B, S]
+            tokens, drafted = starts.take(ids, offset=depth + 1), starts.take(positions) + depth  # [B, S]
             window = None if self.driver.window is None else self.driver.window - depth
             if depth == 1 or window is not None:
                 mask = batch.visibility(starts.positions, dtype=hidden.dtype, window=window)
-            hidden = self._step(0, tokens, hidden, positions, mask=mask, cache=keys)
+            hidden = self._step(0, tokens, hidden, drafted, mask, keys)
             yield hidden
 
     def predicted_state(self, hidden: Tensor, depth: int) -> Tensor:
@@ -202,7 +195,7 @@ class MtpHead(DraftHead):
         state.seen, state.depths, state.hidden = state.seen[:, :1, :0], state.depths[:0], []
         hidden = self._cast(read.output.post_norm)
         for k in range(len(self.lanes)):
-            if k > 0:  # what lane k - 1 fed back one token before: of the round before, then of this one
+            if k > 0:  # what lane k - 1 fed back one token before: in the round before, then in this one
                 before = state.committed[k - 1][rows, (read.start - 1) % num_kept]  # [B, D]
                 hidden = torch.cat([before[:, None], hidden[:, :-1]], 1)
             hidden = self._decode(state, k, read.next_tokens, hidden, positions - k)
@@ -216,13 +209,12 @@ class MtpHead(DraftHead):
 
     @torch.no_grad()
     def expand(self, state: MtpState, tokens: Tensor, parents: Tensor | None, *, depth: int) -> Tensor:
-        """Every lane that later depths read takes the tokens in; lane `depth` (recursive: the only one) scores."""
+        """Each lane that later depths read takes the tokens in; lane `depth` (recursive: the only one) scores."""
         before = state.hidden
         if parents is not None:
             rows = torch.arange(len(tokens), device=tokens.device)[:, None]
             before = [hidden[rows, parents] for hidden in before]  # [B, F, D] each
-            itself = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
-            state.seen = torch.cat([state.seen[rows, parents], itself], -1)  # [B, F, drafted]
+            state.seen = seen_by_children(state.seen, parents)
             state.depths = torch.cat([state.depths, torch.full_like(tokens[0], depth)])
         state.hidden = list(before)
         for k in range(depth, len(self.lanes)) if self.config.independent else (0,):
@@ -237,37 +229,44 @@ class MtpHead(DraftHead):
     def _cast(self, hidden: Tensor) -> Tensor:
         return hidden.to(self._lane(0).eh_proj.weight.dtype)
 
-    def _step(self, k: int, token_ids: Tensor, hidden: Tensor, positions: Tensor, **how: Any) -> Tensor:
-        """Module k over tokens and positions [B, Q] and hidden [B, Q, D]: [B, Q, D], what it feeds back."""
+    def _step(
+        self, k: int, token_ids: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor | None, cache: LayerCache
+    ) -> Tensor:
+        """Module k over tokens and positions [B, Q] and hidden [B, Q, D]: its fed-back output [B, Q, D]."""
         embedded = self._cast(self.target.embed(token_ids))  # [B, Q, D]
         if self.layout.masks_first:
             embedded = embedded.masked_fill((positions == 0)[..., None], 0)
-        out = self._lane(k)(embedded, hidden, positions, **how)
+        out = self._lane(k)(embedded, hidden, positions, mask, cache)
         return out if self.config.feedback == "pre_norm" else self._lane(k).norm(out)
 
     def _slots(self, positions: Tensor) -> Tensor:
-        """Lane k is k positions behind: the first slots take what lies before the text, and are never seen."""
+        """Lane k is k positions behind: the first slots take positions before the text, which no query sees."""
         return positions + len(self.lanes) - 1
 
     def _decode(
         self, state: MtpState, k: int, token_ids: Tensor, hidden: Tensor, positions: Tensor, *, in_tree: bool = False
     ) -> Tensor:
         """One forward of lane k over its cache. token_ids, positions [B, Q]; hidden [B, Q, D] -> [B, Q, D]."""
-        where = slots = self._slots(positions)  # [B, Q] a chain: slots are in the order of positions
-        root = self._slots(state.root - k)  # [B]
+        shifted, root = self._slots(positions), self._slots(state.root - k)  # [B, Q], [B]
+        dtype, window = hidden.dtype, self.driver.window
         if in_tree:
-            num_before = state.seen.shape[-1] - positions.shape[1]
-            slots = root[:, None] + 1 + num_before + torch.arange(positions.shape[1], device=root.device)
-        state.cache.seek(slots, extent=state.extent)
-        how = {"extent": state.cache.extent, "dtype": hidden.dtype, "window": self.driver.window}
-        if in_tree:
-            drafted = root[:, None] + state.depths  # [B, drafted]
+            state.cache.seek(newest_slots(root, state.seen), extent=state.extent)
+            drafted = root[:, None] + state.depths  # [B, n]
             seen = state.seen & (drafted >= len(self.lanes) - 1)[:, None]
-            mask = tree_mask(root, seen, positions=where, drafted_positions=drafted, **how)  # [B, 1, Q, slots]
-        else:
-            mask = visibility_mask(where, **how)
+            mask = tree_mask(  # [B, 1, Q, slots]
+                root,
+                seen,
+                positions=shifted,
+                extent=state.cache.extent,
+                dtype=dtype,
+                window=window,
+                drafted_positions=drafted,
+            )
+        else:  # slots in the order of positions
+            state.cache.seek(shifted, extent=state.extent)
+            mask = state.cache.mask(shifted, dtype=dtype, window=window)
         mask[..., : len(self.lanes) - 1].fill_(torch.finfo(mask.dtype).min)  # before the text
-        return self._step(k, token_ids, hidden, positions, mask=mask, cache=state.cache)
+        return self._step(k, token_ids, hidden, positions, mask, state.cache)
 
 
 def _to_served_names(head: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -1,8 +1,10 @@
-"""What opens and closes a reasoning trace: the texts and tokens that a tokenizer or its chat template has for it."""
+"""What a tokenizer's chat template tells: the markers of a reasoning trace, and a hash of the template itself."""
 
+import hashlib
+import json
 from typing import Any
 
-MARKERS = (  # what opens, what closes
+MARKERS = (  # of the beginning and the end of a trace
     ("<think>", "</think>"),  # DeepSeek-R1, Qwen3, GLM-4.5, Kimi-K2-Thinking
     ("[THINK]", "[/THINK]"),  # Magistral
     ("<seed:think>", "</seed:think>"),  # Seed-OSS
@@ -30,3 +32,13 @@ def think_tokens(tokenizer: Any) -> tuple[int, int] | None:
     if markers is None or not vocabulary.keys() >= set(markers):
         return None
     return vocabulary[markers[0]], vocabulary[markers[1]]
+
+
+def short_hash(text: str) -> str:
+    """The first 16 hex digits of a text's sha256."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def template_hash(tokenizer: Any) -> str:
+    """Of the tokenizer's chat template, of all of them where it has several; of `null` where it has none."""
+    return short_hash(json.dumps(tokenizer.chat_template, sort_keys=True))

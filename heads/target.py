@@ -7,33 +7,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from ..configs.errors import BadInput, first_line
-from .loading import fingerprint_of, found_path, quiet_loading, read_model_config, torch_dtype
+from .loading import found_path, load_model
 from .nn.attention import NAME as GROUPED_ATTENTION
 from .nn.attention import Watch
-from .nn.cache import SlotCache, tree_mask
+from .nn.cache import SlotCache
 from .nn.documents import Documents
 
-LAYER_LISTS = ("layers", "h", "blocks")  # what the decoder layers are called in Hugging Face models
+WindowMask = Callable[[int | None], Tensor]  # the additive mask [B, 1, Q, P] for a sliding window, or None
+LAYER_LISTS = ("layers", "h", "blocks")  # names of the list of decoder layers in Hugging Face models
 
 
 @dataclass
 class TargetOutput:
-    """What a head may read of one target forward.
+    """What a head may read of one target forward."""
 
-    features: [B, T, L, D] residual stream entering the chosen layers, BEFORE any final norm (HF `hidden_states[i]`).
-    post_norm: [B, T, D] last layer's output AFTER the final norm: what the output layer reads.
-    """
+    features: Tensor  # [B, T, L, D] what the chosen layers read (HF `hidden_states[i]`), BEFORE any final norm
+    post_norm: Tensor  # [B, T, D] the last layer's output AFTER the final norm, which the output layer reads
 
-    features: Tensor
-    post_norm: Tensor
-
-    def at(self, rows: Tensor) -> "TargetOutput":
-        """One position per batch row. rows: [B] positions. Returns tensors with T = 1."""
-        index = torch.arange(len(rows), device=rows.device)
-        return TargetOutput(self.features[index, rows][:, None], self.post_norm[index, rows][:, None])
+    def at(self, positions: Tensor) -> "TargetOutput":
+        """One position per batch row. positions: [B]. Returns tensors with T = 1."""
+        rows = torch.arange(len(positions), device=positions.device)
+        return TargetOutput(self.features[rows, positions][:, None], self.post_norm[rows, positions][:, None])
 
 
 class Target:
@@ -45,6 +42,7 @@ class Target:
     """
 
     def __init__(self, model: Any, *, name: str, fingerprint: str, tokenizer: Any = None):
+        """Raises BadInput where the model's outputs cannot be reproduced."""
         self.model = model.eval().requires_grad_(False)
         self.name, self.fingerprint = name, fingerprint
         self._tokenizer = tokenizer
@@ -54,14 +52,19 @@ class Target:
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
         self.base = model.base_model
-        self.layers = self._find_layers()
+        lists = (getattr(self.base, attribute, None) for attribute in LAYER_LISTS)
+        layers = next((modules for modules in lists if isinstance(modules, nn.ModuleList)), None)
+        if layers is None:
+            raise BadInput(f"target {name}: no decoder layers found under {', '.join(LAYER_LISTS)}")
+        self.layers: nn.ModuleList = layers
+        norms = (module for key, module in self.base.named_children() if "norm" in key or key == "ln_f")
+        self.final_norm: nn.Module | None = next(norms, None)
         self.output_layer: nn.Linear = model.get_output_embeddings()
         self.input_embedding: nn.Module = model.get_input_embeddings()
         self.vocab_size: int = self.output_layer.weight.shape[0]
-        types = getattr(self.config, "layer_types", None) or ["sliding_attention"]
-        has_window = "sliding_attention" in types
+        has_window = "sliding_attention" in (self.layer_types or ["sliding_attention"])
         self._window: int | None = getattr(self.config, "sliding_window", None) if has_window else None
-        self._captured: dict[int, Tensor] = {}
+        self._captured: dict[int, Tensor] = {}  # by layer, the residual stream that entered it in the last forward
         self._watched: set[int] = set()
         self.is_adapted = False  # whether it computes with a head's adapters, see adapters.TargetAdapter
         if self.device.type != "meta":  # shapes without weights: nothing to compare
@@ -78,38 +81,16 @@ class Target:
         trust_remote_code: bool = False,
         device_map: str | dict[str, str | int] | None = None,
     ) -> "Target":
-        """Load a target from a local folder or the hub.
-
-        Args: device_map: as in `TargetConfig`; then `device` is not asked.
-        Raises: BadInput where there is no such model, its weights are incomplete, or its logits cannot be reproduced.
-        """
-        path, wanted = found_path(path), torch_dtype(dtype)
-        how: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-        config = read_model_config(path, **how)
-        how["use_safetensors"] = True
-        if device_map is not None and isinstance(wanted, torch.dtype) and wanted != config.get_text_config().dtype:
-            raise BadInput(f"target.dtype {dtype}: with target.device_map weights stay as stored: leave it at auto")
-        try:
-            with quiet_loading():  # from safetensors alone: pickles can run code
-                # as stored, so that the fingerprint is of the stored values, whatever dtype the run asks for
-                loaded: Any = AutoModelForCausalLM.from_pretrained(
-                    path, config=config, dtype="auto", output_loading_info=True, device_map=device_map, **how
-                )
-            model, info = loaded
-        except Exception as error:  # transformers raises OSError, ValueError, KeyError, safetensors' own ...
-            raise BadInput(f"target {path}: {first_line(error)}") from error
-        if info["missing_keys"]:
-            raise BadInput(f"target {path}: weights missing in the checkpoint: {sorted(info['missing_keys'])[:3]} ...")
-        fingerprint = fingerprint_of(model)
-        if device_map is not None:
-            return cls(model, name=path, fingerprint=fingerprint)
-        try:
-            model = model.to(device)
-        except (RuntimeError, AssertionError) as error:  # no such device, none in this build, too little memory
-            raise BadInput(f"device {device}: {first_line(error)}") from error
-        if isinstance(wanted, torch.dtype):
-            for parameter in model.parameters():  # not the buffers: rotary frequencies stay in fp32
-                parameter.data = parameter.data.to(wanted)
+        """Load a target from a local folder or the hub. Raises BadInput as `load_model`, and as the class does."""
+        path = found_path(path)
+        model, fingerprint = load_model(
+            path,
+            dtype=dtype,
+            device=device,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            device_map=device_map,
+        )
         return cls(model, name=path, fingerprint=fingerprint)
 
     @property
@@ -129,11 +110,11 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """Where its inputs and outputs are, of a target on several devices too."""
+        """Where its inputs and outputs are, also for a target on several devices."""
         if not self.is_spread:
             return self.output_layer.weight.device
-        places = [place for place in self.model.hf_device_map.values() if place not in ("cpu", "disk")]
-        return torch.device(places[0] if places else "cpu")
+        devices = [device for device in self.model.hf_device_map.values() if device not in ("cpu", "disk")]
+        return torch.device(devices[0] if devices else "cpu")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -154,17 +135,21 @@ class Target:
         return frozenset()
 
     @property
+    def layer_types(self) -> list[str]:
+        """The attention type of each layer in Hugging Face's words; empty where all are alike."""
+        return getattr(self.config, "layer_types", None) or []
+
+    @property
     def can_decode(self) -> bool:
         """Whether rejected drafts can be taken back: not where layers keep a recurrent state."""
-        return "linear_attention" not in (getattr(self.config, "layer_types", None) or [])
+        return "linear_attention" not in self.layer_types
 
     def window_of(self, layer: int) -> int | None:
         """Tokens that a layer's queries see at most, themselves included; None: all before them."""
-        types = getattr(self.config, "layer_types", None)
-        return self._window if types is None or types[layer] == "sliding_attention" else None
+        return self._window if not self.layer_types or self.layer_types[layer] == "sliding_attention" else None
 
     def to(self, device: str | torch.device) -> "Target":
-        """Move the weights, where they are not spread over devices already; returns itself."""
+        """Move the weights, unless they are spread over devices; returns itself."""
         if not self.is_spread:
             self.model.to(device)
         return self
@@ -175,11 +160,9 @@ class Target:
         Raises: BadInput where layers keep a recurrent state, from which a rejected draft could not be taken back.
         """
         if not self.can_decode:
-            number = self.config.layer_types.index("linear_attention")
-            raise BadInput(
-                f"target {self.name}: layer {number} is linear_attention: its state cannot forget rejected drafts, "
-                "so this target can be trained on, but not decoded"
-            )
+            layer = f"layer {self.layer_types.index('linear_attention')} is linear_attention"
+            why = f"{layer}: its state cannot forget rejected drafts"
+            raise BadInput(f"target {self.name}: {why}, so this target can be trained on, but not decoded")
         return SlotCache(num_layers=self.num_layers, max_length=max_length)
 
     def forward(
@@ -205,7 +188,7 @@ class Target:
             cache, positions [B, T], extent: as in `SlotCache.seek`, for decoding.
             seen: [B, T, T - 1] bool, for a drafted tree: the first token is the last committed one, the others are
                 nodes, written to the slots behind it in their order, and each attends to the nodes named here.
-            is_newest: one token of one row, in slot extent - 1: it sees all there is, so a mask can be left out.
+            is_newest: one token of one row, in slot extent - 1: it sees the whole cache, so a mask can be left out.
             documents: without a cache, rows that hold several texts.
             watch: with a cache, called in each layer with what its attention reads; not by targets whose attention
                 is not ours (`grouped_attention`).
@@ -223,21 +206,33 @@ class Target:
                 slots = positions[:, :1] + torch.arange(positions.shape[1], device=positions.device)
             is_exact = is_newest and positions.device.type == "cpu" and not self._window  # shapes may vary on a CPU
             cache.seek(slots, extent=extent, is_exact=is_exact)
-            masks = None if is_exact else self._masks(positions, cache, seen)
-            if extent > self.max_positions:  # never accepted there; clamped so that learned embeddings exist
-                positions = positions.clamp(max=self.max_positions - 1)
-            post_norm = self.base(
-                input_ids=input_ids,
-                position_ids=positions,
-                attention_mask=masks,
-                past_key_values=cache,
-                use_cache=True,
-                **({} if watch is None else {"watch": watch}),
-            ).last_hidden_state
-        post_norm = post_norm.to(input_ids.device)  # where it is already, but for a target on several devices
+
+            def mask(window: int | None) -> Tensor:
+                return cache.mask(positions, dtype=self.dtype, window=window, seen=seen)
+
+            post_norm = self.read_slots(input_ids, positions, cache, None if is_exact else mask, watch)
+        post_norm = post_norm.to(input_ids.device)  # elsewhere only for a target on several devices
         chosen = [self._captured[i].to(input_ids.device) for i in feature_layers]
         features = torch.stack(chosen, 2) if chosen else post_norm.new_empty(*post_norm.shape[:2], 0, self.hidden_size)
         return TargetOutput(features, post_norm)
+
+    def read_slots(
+        self, input_ids: Tensor, positions: Tensor, cache: SlotCache, mask: WindowMask | None, watch: Watch | None
+    ) -> Tensor:
+        """Read tokens [B, T] into the slots that `cache.seek` set: the post-norm states [B, T, D].
+
+        Args: positions: [B, T]. mask: None: the tokens see the whole cache. watch: as in `forward`.
+        """
+        if cache.extent > self.max_positions:  # never accepted there; clamped so that learned embeddings exist
+            positions = positions.clamp(max=self.max_positions - 1)
+        return self.base(
+            input_ids=input_ids,
+            position_ids=positions,
+            attention_mask=None if mask is None else self._by_attention_type(mask),
+            past_key_values=cache,
+            use_cache=True,
+            **({} if watch is None else {"watch": watch}),
+        ).last_hidden_state
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """[B, T] -> [B, T, D], the target's own (frozen) input embedding."""
@@ -251,34 +246,23 @@ class Target:
 
     def final_norm_scale(self) -> Tensor:
         """[D] fp32 gain of the final norm, for heads that start from it; ones where it is not a plain RMSNorm."""
-        norm = next((m for n, m in self.base.named_children() if "norm" in n or n == "ln_f"), None)
+        norm = self.final_norm
         if norm is None or "RMSNorm" not in type(norm).__name__:
             return torch.ones(self.hidden_size, device=self.device)
         # an RMSNorm maps the all-ones vector onto its gain, also where the gain is stored as 1 + w
         return norm(torch.ones(1, self.hidden_size, device=self.device, dtype=self.dtype))[0].float()
 
-    def _find_layers(self) -> nn.ModuleList:
-        for name in LAYER_LISTS:
-            found = getattr(self.base, name, None)
-            if isinstance(found, nn.ModuleList):
-                return found
-        raise BadInput(f"target {self.name}: no decoder layers found under {', '.join(LAYER_LISTS)}")
-
     def check_layers(self, feature_layers: tuple[int, ...]) -> None:
         """Raises BadInput on an index that is no layer's input."""
         for i in feature_layers:
             if not 0 <= i < self.num_layers:
-                raise BadInput(
-                    f"feature layer {i}: {self.name} has layers 0..{self.num_layers - 1} "
-                    "(the state after the last layer is read as post_norm, not by index)"
-                )
+                why = "the state after the last one is read as post_norm, not by index"
+                raise BadInput(f"feature layer {i}: {self.name} has layers 0..{self.num_layers - 1} ({why})")
 
     def _watch(self, feature_layers: tuple[int, ...]) -> None:
         """Capture the residual stream that enters these layers, from now on."""
         self.check_layers(feature_layers)
-        for i in feature_layers:
-            if i in self._watched:
-                continue
+        for i in set(feature_layers) - self._watched:
 
             def keep(module: nn.Module, args: tuple, kwargs: dict, i: int = i) -> None:
                 self._captured[i] = args[0] if args else kwargs["hidden_states"]
@@ -286,45 +270,30 @@ class Target:
             self.layers[i].register_forward_pre_hook(keep, with_kwargs=True)
             self._watched.add(i)
 
-    def _masks(self, positions: Tensor, cache: SlotCache, seen: Tensor | None) -> Any:
-        """The additive mask of each attention type, in decoding."""
-
-        def mask(window: int | None) -> Tensor:
-            if seen is None:
-                return cache.mask(positions, dtype=self.dtype, window=window)
-            where = {"positions": positions, "drafted_positions": positions[:, 1:]}
-            return tree_mask(positions[:, 0], seen, extent=cache.extent, dtype=self.dtype, window=window, **where)
-
-        return self._by_attention_type(mask)
-
     def _kept_apart(self, documents: Documents) -> dict[str, Any]:
-        """What makes the model read several texts in a row as if each were alone."""
-        kinds = set(getattr(self.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+        """The arguments with which the model reads several texts in a row as if each were alone."""
+        kinds = set(self.layer_types) - {"full_attention", "sliding_attention"}
         if kinds:
             raise BadInput(f"target {self.name}: {', '.join(kinds)} reads a row as one text: use data.layout padded")
-        every = torch.arange(documents.ids.shape[1], device=documents.ids.device).expand_as(documents.ids)
-        masks = self._by_attention_type(lambda window: documents.mask(every, dtype=self.dtype, window=window))
+        queries = torch.arange(documents.ids.shape[1], device=documents.ids.device).expand_as(documents.ids)
+        masks = self._by_attention_type(lambda window: documents.mask(queries, dtype=self.dtype, window=window))
         return {"position_ids": documents.positions, "attention_mask": masks}
 
-    def _by_attention_type(self, mask: Callable[[int | None], Tensor]) -> Any:
-        """What the model takes as its mask, from one made for a sliding window, or None."""
+    def _by_attention_type(self, mask: WindowMask) -> Any:
+        """The mask, or the masks by attention type, that the model takes."""
         if self._window is None:
             return mask(None)
         window = mask(self._window)
-        types = getattr(self.config, "layer_types", None)
-        return {"full_attention": mask(None), "sliding_attention": window} if types else window
+        return {"full_attention": mask(None), "sliding_attention": window} if self.layer_types else window
 
     @torch.no_grad()
     def _check_against_model(self) -> None:
         """Compare our view with the model's own on a few tokens: layers, final norm and logits may differ by family."""
         ids = torch.arange(1, 5, device=self.device)[None] % self.vocab_size  # [1, 4]
-        said = self.model(input_ids=ids, output_hidden_states=True, use_cache=False)
+        theirs = self.model(input_ids=ids, output_hidden_states=True, use_cache=False)
         layers = tuple(range(min(2, self.num_layers)))
         ours = self.forward(ids, feature_layers=layers)
-        pairs = [(said.logits.float(), self.logits(ours.post_norm)), (said.hidden_states[-1], ours.post_norm)]
-        pairs += [(said.hidden_states[i], ours.features[:, :, i]) for i in layers]
-        for theirs, mine in pairs:
-            if not torch.allclose(theirs, mine, rtol=1e-2, atol=1e-3):
-                raise BadInput(
-                    f"target {self.name}: {type(self.model).__name__} computes its outputs in an unknown way"
-                )
+        pairs = [(theirs.logits.float(), self.logits(ours.post_norm)), (theirs.hidden_states[-1], ours.post_norm)]
+        pairs += [(theirs.hidden_states[i], ours.features[:, :, i]) for i in layers]
+        if not all(torch.allclose(wanted, got, rtol=1e-2, atol=1e-3) for wanted, got in pairs):
+            raise BadInput(f"target {self.name}: {type(self.model).__name__} computes its outputs in an unknown way")

@@ -3,7 +3,6 @@
 import json
 import statistics
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -83,7 +82,7 @@ def short_names(folders: list[Path]) -> list[str]:
 def read_run(folder: Path) -> "TrainingRun":
     """Raises BadInput where it is no run folder, or nothing was logged yet."""
     from ..configs.loader import read_config
-    from ..eval.report.comparison_page import RunFigures, TrainingRun
+    from ..eval.report.comparison_page import TrainingRun
     from ..train.tracking import flat, read_rows
 
     if not (folder / "config.yaml").is_file():
@@ -96,30 +95,24 @@ def read_run(folder: Path) -> "TrainingRun":
     validations = [(row["step"], row["validation"]) for row in rows if "validation" in row]
     taught = [(step, part["acceptance_length"]) for step, part in validations if part["acceptance_length"]]
     decoded = [(step, part["decoded"]["acceptance_length"]) for step, part in validations if part.get("decoded")]
-    best_step, best = max(taught, key=lambda point: (point[1], point[0]), default=(None, None))
-    figures = RunFigures(
-        run=str(folder),
+    return TrainingRun(
+        name=folder.name,
+        folder=str(folder),
         finished=(folder / "final").is_dir(),
-        steps=steps[-1]["step"],
-        loss=round(steps[-1]["loss"], 4),
+        settings=settings,
         tokens_per_second=round(statistics.median(row["tokens_per_second"] for row in steps), 1),
-        best_acceptance_length=best,
-        best_step=best_step,
-        last_acceptance_length=taught[-1][1] if taught else None,
-        decoded_acceptance_length=decoded[-1][1] if decoded else None,
+        losses=[(row["step"], row["loss"]) for row in steps],
+        taught=taught,
+        decoded=decoded,
     )
-    return TrainingRun(folder.name, figures, settings, [(row["step"], row["loss"]) for row in steps], taught, decoded)
 
 
 def run_entries(runs: "list[TrainingRun]") -> list[dict[str, Any]]:
-    """Runs as compare.json has them."""
+    """Runs as compare.json has them, with the settings that not all share."""
     from ..eval.report.comparison_page import differing_settings
 
-    differs = differing_settings(runs)
-    return [
-        {**asdict(run.figures), "differs": {key: values[i] for key, values in differs.items()}}
-        for i, run in enumerate(runs)
-    ]
+    differs = differing_settings(runs).items()
+    return [{**run.to_json(), "differs": {key: values[i] for key, values in differs}} for i, run in enumerate(runs)]
 
 
 def show(runs: "list[TrainingRun]", evaluations: "list[Evaluation]") -> None:
@@ -127,25 +120,17 @@ def show(runs: "list[TrainingRun]", evaluations: "list[Evaluation]") -> None:
     from rich.console import Console
 
     from ..eval.report.comparison import headline, standings, unlike
-    from ..eval.report.comparison_page import differing_settings
 
-    console = Console()
-
-    def say(line: str) -> None:
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
-
+    console, lines = Console(), []
     if runs:
         console.print(runs_table(runs))
-        for i, run in enumerate(runs):
-            differs = {key: values[i] for key, values in differing_settings(runs).items()}
-            say(f"{run.figures.run}: {overrides(differs)}")
+        lines += [f"{entry['run']}: {overrides(entry['differs'])}" for entry in run_entries(runs)]
     if evaluations:
         ranks = standings(evaluations)
-        say(headline(ranks))
-        for standing in ranks:
-            say(f"{standing.traffic}: {standing.words}")
-        for line in unlike(evaluations):
-            say(f"not alike: {line}")
+        lines += [headline(ranks), *(f"{standing.traffic}: {standing.words}" for standing in ranks)]
+        lines += [f"not alike: {line}" for line in unlike(evaluations)]
+    for line in lines:
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def overrides(settings: dict[str, Any]) -> str:
@@ -164,5 +149,5 @@ def runs_table(runs: "list[TrainingRun]") -> "Table":
     for title in RUN_COLUMNS:
         table.add_column(title, justify="right")
     for run in runs:
-        table.add_row(run.figures.run, *run.figures.cells())
+        table.add_row(run.folder, *run.cells())
     return table

@@ -1,7 +1,6 @@
 """`headstart eval`: what drafters save, as a command."""
 
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,8 +13,7 @@ from .eval_run import EvalRun, WantedDrafts, WantedSuites, check_measured, repor
 if TYPE_CHECKING:
     import torch
 
-Option = Callable[..., Any]  # `typer.Option`, in a panel of the help
-TARGET, DRAFTS, PROMPTS, DECODING, MEASURING, OUTPUT = (
+TARGET, DRAFTS, PROMPTS, DECODING, MEASURING, OUTPUT = (  # an option in this panel of the help
     partial(typer.Option, rich_help_panel=panel)
     for panel in ("Target", "Drafts", "Prompts", "Decoding", "Measuring", "Output")
 )
@@ -76,12 +74,9 @@ def evaluate(
         bool, DECODING("--allow-lossy", help="Permit a rule that changes the text's distribution.")
     ] = False,
     typical_epsilon: Annotated[
-        float | None,
-        DECODING(help="Of typical: the most that a draft's probability must exceed. [default: 0.09]", min=0.0),
+        float | None, DECODING(help="typical accepts above min(EPSILON, DELTA exp(-entropy)). [default: 0.09]", min=0.0)
     ] = None,
-    typical_delta: Annotated[
-        float | None, DECODING(help="Of typical: times exp(-entropy), what it must exceed. [default: 0.3]", min=0.0)
-    ] = None,
+    typical_delta: Annotated[float | None, DECODING(help="DELTA of it. [default: 0.3]", min=0.0)] = None,
     seed: Annotated[int, DECODING(help="Seed of sampling.")] = 0,
     batch_size: Annotated[list[int] | None, MEASURING(help="Rows at a time. Repeatable. [default: 1]")] = None,
     repeats: Annotated[int, MEASURING(help="Timed passes per side.", min=1)] = 3,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from ..heads.nn.repeated import is_repeated
+from ..heads.nn.chain_attention import is_recomputing
 
 MEASURED = ("tokens_per_second", "mfu", "data_wait", "peak_bytes")  # of a metrics row: what two equal runs differ in
 SIDE = {"cuda": 8192, "cpu": 1024}  # of the square matrices that measure the rate
@@ -79,7 +79,7 @@ class Operations(TorchDispatchMode):
         else:
             return out
         self.total += count
-        self.repeated += count if is_repeated() else again
+        self.repeated += count if is_recomputing() else again
         return out
 
 

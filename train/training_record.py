@@ -11,8 +11,8 @@ from ..data_pipelines.sources import read_sources
 from ..data_pipelines.storage.samples import PROMPT
 from ..data_pipelines.storage.shards import Shards
 from ..heads.loading import quantization
+from ..heads.reasoning import template_hash
 from ..heads.target import Target
-from ..heads.templates import template_hash
 from .config import RunConfig
 from .data import TrainingData
 

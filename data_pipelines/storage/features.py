@@ -13,8 +13,8 @@ import numpy as np
 
 from ...configs.errors import BadInput
 from ...heads.base import DraftHead
+from ...heads.reasoning import short_hash, template_hash
 from ...heads.target import Target
-from ...heads.templates import short_hash, template_hash
 from ..config import DataConfig
 from .quantise import STORAGE
 from .shard_file import row_bytes

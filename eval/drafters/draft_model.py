@@ -15,15 +15,12 @@ from ...heads.target import Target
 
 @dataclass
 class DraftModelState:
-    """cache: what the draft model has read. extent: slots of it in use, at most. position [B]: of the pending token.
+    """Where the next chain starts: at the pending token."""
 
-    hidden [B, 1, D]: the draft model's last state at the pending token, from which the next chain starts.
-    """
-
-    cache: SlotCache
-    extent: int
-    position: Tensor
-    hidden: Tensor
+    cache: SlotCache  # what the draft model has read
+    extent: int  # slots of it in use, at most
+    position: Tensor  # [B] of the pending token
+    hidden: Tensor  # [B, 1, D] the draft model's last state there
 
 
 class DraftModelDrafter(ChainDrafter):
@@ -31,7 +28,7 @@ class DraftModelDrafter(ChainDrafter):
 
     Vocabularies may differ in padding: ids that only one of the two has are never drafted, and ids that the draft
     model lacks are read as its last one. A draft costs K forwards, the first of them over two tokens, so that all
-    rounds have one shape; what a rejected chain left in the cache is overwritten or never seen.
+    rounds have one shape; what a rejected chain left in the cache is overwritten before it is read.
     """
 
     def __init__(self, model: Target, *, target_vocab_size: int | None = None):
@@ -40,9 +37,9 @@ class DraftModelDrafter(ChainDrafter):
         self.num_tokens = min(model.vocab_size, target_vocab_size or model.vocab_size)
 
     def begin(self, *, batch_size: int, max_length: int) -> DraftModelState:
-        nothing = torch.zeros(batch_size, dtype=torch.long, device=self.model.device)
-        hidden = nothing.new_zeros(batch_size, 1, self.model.hidden_size, dtype=self.model.dtype)
-        return DraftModelState(self.model.new_cache(max_length), 0, nothing, hidden)
+        position = torch.zeros(batch_size, dtype=torch.long, device=self.model.device)
+        hidden = position.new_zeros(batch_size, 1, self.model.hidden_size, dtype=self.model.dtype)
+        return DraftModelState(self.model.new_cache(max_length), 0, position, hidden)
 
     @torch.no_grad()
     def commit(self, state: DraftModelState, read: Reading) -> None:

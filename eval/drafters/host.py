@@ -14,15 +14,14 @@ def committed_tokens(read: Reading) -> list[list[int]]:
     """The tokens of each row that this reading adds to its text, the pending one last; none in rows that had ended."""
     # a row's first token, then each one's successor: the last of them is the pending token
     packed = torch.cat([read.start[:, None], read.num_valid[:, None], read.tokens[:, :1], read.next_tokens], 1)
-    said = packed.tolist()  # [B, 3 + Q], the one host read
     return [
         [*([first] if start == 0 and num_valid else []), *following[:num_valid]]
-        for start, num_valid, first, *following in said
+        for start, num_valid, first, *following in packed.tolist()
     ]
 
 
 class RowText(Protocol):
-    """The committed text of one row, the pending token included, and what is known of it."""
+    """The committed text of one row, the pending token included."""
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append committed tokens."""
@@ -35,11 +34,10 @@ class RowText(Protocol):
 
 @dataclass
 class TextState:
-    """rows: the texts. active: rows that still grow. device: where drafts go."""
+    """rows: the texts. active: rows that still grow."""
 
     rows: list[RowText]
     active: list[bool] = field(default_factory=list)
-    device: torch.device | None = None
 
 
 class TextDrafter(ChainDrafter):
@@ -58,7 +56,6 @@ class TextDrafter(ChainDrafter):
         for row, new in zip(state.rows, news, strict=True):
             row.extend(new)
         state.active = [bool(new) for new in news]
-        state.device = read.tokens.device
 
     def propose(self, state: TextState, *, num_draft_tokens: int) -> Proposal:
         nothing = [0] * num_draft_tokens
@@ -66,4 +63,4 @@ class TextDrafter(ChainDrafter):
             row.draft(num_draft_tokens) if active else nothing
             for row, active in zip(state.rows, state.active, strict=True)
         ]
-        return Proposal(torch.tensor(drafts, device=state.device))  # [B, K]
+        return Proposal(torch.tensor(drafts))  # [B, K]

@@ -1,6 +1,7 @@
 """The target drafting for itself over a small part of its cache (MagicDec, Chen et al. 2025); needs no training.
 
-Of long contexts a step mostly reads keys and values; a draft that reads a fixed number of them costs the weights alone.
+A step at a long context mostly reads keys and values; a draft that reads a fixed number of them takes little more than
+reading the weights.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from ...heads.drafter import ChainDrafter, Reading
 from ...heads.nn.cache import SlotCache, SlotLayer, hiding
 from ...heads.target import Target
 
-NUM_SINKS = 4  # first tokens, which queries attend to whatever they say (StreamingLLM, Xiao et al. 2024)
+NUM_SINKS = 4  # first tokens, which queries attend to whatever these are (StreamingLLM, Xiao et al. 2024)
 NUM_OBSERVED = 16  # last prompt tokens whose attention chooses keys (SnapKV, Li et al. 2024)
 SMALLEST_BUDGET = 32
 
@@ -64,8 +65,8 @@ class SparseCache(SlotCache):
     def fill(self, source: SlotCache, num_valid: Tensor, choose: Callable[[int, Tensor, Tensor], Tensor]) -> None:
         """Take prompts of num_valid [B] tokens over. choose: layer, candidates [B, C], base [B] -> [B, Nkv or 1, C]."""
         self.base.copy_((num_valid - self.num_recent).clamp(min=self.num_chosen))
-        places = torch.arange(self.max_length, device=num_valid.device) + self.base[:, None] - self.num_chosen
-        latest, recent = places.split([self.num_chosen, self.num_recent], 1)  # [B, C], [B, R]
+        positions = torch.arange(self.max_length, device=num_valid.device) + self.base[:, None] - self.num_chosen
+        latest, recent = positions.split([self.num_chosen, self.num_recent], 1)  # [B, C], [B, R]
         recent = recent[:, None].clamp(max=source.max_length - 1)  # beyond a short prompt: not seen before written
         for i, whole, part in self._pairs(source):
             keys, values = cast(Tensor, whole.keys), cast(Tensor, whole.values)
@@ -126,13 +127,12 @@ class KeyScores:
 
 @dataclass
 class SparseState:
-    """cache: the sparse one. extent: no position of the round lies beyond. token [B, 1]: the pending one, at position
-    [B]."""
+    """Where the next chain starts: at the pending token."""
 
     cache: SparseCache
-    extent: int
-    token: Tensor
-    position: Tensor
+    extent: int  # no position of the round lies beyond
+    token: Tensor  # [B, 1] the pending one
+    position: Tensor  # [B] its position
 
 
 class SparseSelfDrafter(ChainDrafter):
@@ -149,11 +149,11 @@ class SparseSelfDrafter(ChainDrafter):
         self.target, self.budget = target, budget
 
     def begin(self, *, batch_size: int, max_length: int) -> SparseState:
-        where, layers = self.target.device, self.target.num_layers
+        device, layers = self.target.device, self.target.num_layers
         budget = max(SMALLEST_BUDGET, min(self.budget, max_length))
-        cache = SparseCache(num_layers=layers, budget=budget, batch_size=batch_size, device=where)
-        nothing = torch.zeros(batch_size, dtype=torch.long, device=where)
-        return SparseState(cache, 0, nothing[:, None], nothing)
+        cache = SparseCache(num_layers=layers, budget=budget, batch_size=batch_size, device=device)
+        position = torch.zeros(batch_size, dtype=torch.long, device=device)
+        return SparseState(cache, 0, position[:, None], position)
 
     @torch.no_grad()
     def commit(self, state: SparseState, read: Reading) -> None:
@@ -162,8 +162,8 @@ class SparseSelfDrafter(ChainDrafter):
         state.token = read.next_tokens.gather(1, read.last[:, None])  # [B, 1]
         state.position = read.start + read.num_valid
         if read.follows_draft:
-            every = torch.arange(read.tokens.shape[1], device=read.start.device)
-            state.cache.refresh(read.cache, read.start[:, None] + every)
+            offsets = torch.arange(read.tokens.shape[1], device=read.start.device)
+            state.cache.refresh(read.cache, read.start[:, None] + offsets)
         else:
             self._read_prompts(state, read, read.cache)
 
@@ -200,8 +200,8 @@ class SparseSelfDrafter(ChainDrafter):
         if layer not in scores.of_layer:
             sinks = torch.arange(NUM_SINKS, device=base.device).expand(len(base), -1)
             return torch.cat([sinks, latest[:, NUM_SINKS:]], 1)[:, None]
-        found = scores.of_layer[layer]  # [B, Nkv, P]
-        places = torch.arange(found.shape[-1], device=found.device)
-        found = found.masked_fill(places < NUM_SINKS, torch.inf)
-        found = found.masked_fill(places >= base[:, None, None], -torch.inf)
-        return found.topk(latest.shape[1], -1).indices.sort(-1).values
+        attention = scores.of_layer[layer]  # [B, Nkv, P]
+        positions = torch.arange(attention.shape[-1], device=attention.device)
+        attention = attention.masked_fill(positions < NUM_SINKS, torch.inf)
+        attention = attention.masked_fill(positions >= base[:, None, None], -torch.inf)
+        return attention.topk(latest.shape[1], -1).indices.sort(-1).values

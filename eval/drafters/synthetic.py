@@ -1,4 +1,4 @@
-"""Drafts that are right as often as one asks: what an engine makes of an acceptance, before any head is trained."""
+"""Drafts of a chosen acceptance: how fast the engine would be with it, before any head is trained."""
 
 import copy
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def expected_length(rates: Sequence[float], num_draft_tokens: int) -> float:
 
 
 class BlankDrafter(ChainDrafter):
-    """Drafts token 0 at no cost: what a round takes of which only the verifying is asked."""
+    """Drafts token 0 at no cost: to time rounds that do nothing but verify."""
 
     def begin(self, *, batch_size: int, max_length: int) -> list[Reading]:
         return []
@@ -42,14 +42,12 @@ class BlankDrafter(ChainDrafter):
 
 @dataclass
 class SyntheticState:
-    """texts [B, T]: prompt and the target's own greedy continuation, 0 behind. position [B]: of the pending token.
-    luck [B, T, MOST_DRAFTED]: in [0, 1), for each position that a round can start at: each prompt's own, so that
-    passes are alike. inner: the state of the drafter whose time is paid."""
+    """uniform: in [0, 1), for each position that a round can start at; each prompt's own, so that passes are alike."""
 
-    texts: Tensor
-    position: Tensor
-    luck: Tensor
-    inner: Any = None
+    texts: Tensor  # [B, T] prompt and the target's own greedy continuation, 0 behind
+    position: Tensor  # [B] of the pending token
+    uniform: Tensor  # [B, T, MOST_DRAFTED]
+    inner: Any = None  # the state of the drafter whose time counts
 
 
 class SyntheticDrafter(ChainDrafter):
@@ -79,7 +77,7 @@ class SyntheticDrafter(ChainDrafter):
             self.texts[tuple(prompt)] = [*prompt, *new]
 
     def around(self, inner: Drafter | None, rates: Sequence[float]) -> "SyntheticDrafter":
-        """The same texts and luck at other rates, and for another drafter's time."""
+        """The same texts and random numbers at other rates, and with another drafter's time."""
         other = copy.copy(self)
         other._take(rates, inner)
         return other
@@ -94,10 +92,10 @@ class SyntheticDrafter(ChainDrafter):
         self.max_draft_tokens = inner.max_draft_tokens or MOST_DRAFTED if inner is not None else MOST_DRAFTED
 
     def begin(self, *, batch_size: int, max_length: int) -> SyntheticState:
-        luck = torch.zeros(batch_size, max_length, MOST_DRAFTED, device=self.device)
+        uniform = torch.zeros(batch_size, max_length, MOST_DRAFTED, device=self.device)
         texts = torch.zeros(batch_size, max_length, dtype=torch.long, device=self.device)
         inner = self.inner.begin(batch_size=batch_size, max_length=max_length) if self.inner else None
-        return SyntheticState(texts, texts[:, 0], luck, inner)
+        return SyntheticState(texts, texts[:, 0], uniform, inner)
 
     def commit(self, state: SyntheticState, read: Reading) -> None:
         if self.inner is not None:
@@ -109,10 +107,10 @@ class SyntheticDrafter(ChainDrafter):
     def propose(self, state: SyntheticState, *, num_draft_tokens: int) -> Proposal:
         if self.inner is not None:
             self.inner.propose(state.inner, num_draft_tokens=num_draft_tokens)
-        places = state.position[:, None] + 1 + torch.arange(num_draft_tokens, device=self.device)  # [B, K]
-        true = state.texts.gather(1, places.clamp(max=state.texts.shape[1] - 1))  # [B, K]
+        positions = state.position[:, None] + 1 + torch.arange(num_draft_tokens, device=self.device)  # [B, K]
+        true = state.texts.gather(1, positions.clamp(max=state.texts.shape[1] - 1))  # [B, K]
         rows = torch.arange(len(true), device=self.device)
-        right = state.luck[rows, state.position, :num_draft_tokens] < self.rates[:num_draft_tokens]
+        right = state.uniform[rows, state.position, :num_draft_tokens] < self.rates[:num_draft_tokens]
         return Proposal(torch.where(right, true, (true + 1) % self.vocab_size))
 
     def _recall(self, state: SyntheticState, read: Reading) -> None:
@@ -122,4 +120,4 @@ class SyntheticDrafter(ChainDrafter):
             text = self.texts.get(prompt, [])
             state.texts[row] = torch.tensor([*text, *[0] * (length - len(text))], device=self.device)
             source = torch.Generator().manual_seed(self.seed + known.get(prompt, row))
-            state.luck[row] = torch.rand(length, MOST_DRAFTED, generator=source).to(self.device)
+            state.uniform[row] = torch.rand(length, MOST_DRAFTED, generator=source).to(self.device)

@@ -36,9 +36,9 @@ class Tail:
     `base` items of the image. The cut moves up only to where this gives the very image there is; else it stays.
     """
 
-    def __init__(self, f: Callable[[Any], Any], *, nothing: Any, keep: int):
-        """Args: nothing: the image of an empty source. keep: items of the source that are read again, at least."""
-        self.f, self.image, self.keep = f, nothing, keep
+    def __init__(self, f: Callable[[Any], Any], *, empty: Any, keep: int):
+        """Args: empty: the image of an empty source. keep: items of the source that are read again, at least."""
+        self.f, self.image, self.keep = f, empty, keep
         self.cut = self.skip = self.base = 0
 
     def update(self, source: Any) -> Any:
@@ -111,8 +111,8 @@ class TranslatedRow:
 
     def _open(self) -> None:
         self.run: list[int] = []
-        self.text = Tail(self.target.decode, nothing="", keep=KEEP_TOKENS)
-        self.words = Tail(self.draft.encode, nothing=[], keep=KEEP_CHARACTERS)
+        self.text = Tail(self.target.decode, empty="", keep=KEEP_TOKENS)
+        self.words = Tail(self.draft.encode, empty=[], keep=KEEP_CHARACTERS)
         self.tokens = list(self.before)  # the whole text, in tokens of the draft model
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -136,7 +136,7 @@ class TranslatedRow:
         return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.read), len(text) - 1))
 
     def translate_back(self, drafted: list[int]) -> list[int]:
-        """Tokens of the target that say behind its committed ones what the draft model's say; none where none do."""
+        """The drafted text in tokens of the target, behind its committed ones; none where no tokens give that text."""
         end = next((i for i, token in enumerate(drafted) if token in self.to_target), len(drafted))
         special = self.to_target[drafted[end]] if end < len(drafted) else []
         context = self.words.image[-KEEP_TOKENS:]
@@ -144,31 +144,31 @@ class TranslatedRow:
         if not new.startswith(old):
             return []
         text = settled(new[len(old) :])
-        found = self._encode_behind(text) if text else []
-        return found + special if found or not text else []
+        tokens = self._encode_behind(text) if text else []
+        return tokens + special if tokens or not text else []
 
     def _encode_behind(self, text: str) -> list[int]:
         target, ids = self.target, self.run[self.text.cut :]
-        said = settled(target.decode(ids))
-        new = target.encode(said + text)
+        committed = settled(target.decode(ids))
+        new = target.encode(committed + text)
         if new[: len(ids)] == ids:
             return new[len(ids) :]
         # the committed tokens are not those that the tokenizer would choose: look for a boundary at their end
-        for before in (said, "\n", ""):
+        for before in (committed, "\n", ""):
             new = target.encode(before + text)
             at = bisect_left(range(len(new)), len(before), key=lambda n, new=new: len(target.decode(new[:n])))
-            if target.decode(ids + new[at:]) == said + text:
+            if target.decode(ids + new[at:]) == committed + text:
                 return new[at:]
         return []
 
 
 @dataclass
 class TranslatedState:
-    """cache: of the draft model, None until the first draft. live: rows that still grow."""
+    """What is kept between rounds."""
 
     rows: list[TranslatedRow]
-    cache: SlotCache | None = None
-    live: list[bool] = field(default_factory=list)
+    cache: SlotCache | None = None  # of the draft model; None until the first draft
+    live: list[bool] = field(default_factory=list)  # rows that still grow
 
 
 class TranslatedDrafter(ChainDrafter):
@@ -203,8 +203,8 @@ class TranslatedDrafter(ChainDrafter):
         written = self._write(state, live, num_steps) if any(live) else [[] for _ in live]
         drafts = []
         for row, is_live, new in zip(state.rows, live, written, strict=True):
-            found = row.translate_back(new) if is_live else []
-            known = [token for token in found if token < self.target.size][:num_draft_tokens] or [0]
+            translated = row.translate_back(new) if is_live else []
+            known = [token for token in translated if token < self.target.size][:num_draft_tokens] or [0]
             drafts.append(known + known[-1:] * (num_draft_tokens - len(known)))
         return Proposal(torch.tensor(drafts, device=self.model.device))  # [B, K]
 
@@ -228,13 +228,15 @@ class TranslatedDrafter(ChainDrafter):
         hidden = hidden[torch.arange(len(texts), device=device), behind - start - 1][:, None]  # [B, 1, D]
         written = [self._choose(hidden)]
         for step in range(1, num_steps):
-            how: dict[str, Any] = {"positions": (behind + step - 1)[:, None], "extent": extent + step}
-            hidden = self.model.forward(written[-1], cache=state.cache, **how).post_norm
+            positions = (behind + step - 1)[:, None]  # [B, 1]
+            hidden = self.model.forward(
+                written[-1], cache=state.cache, positions=positions, extent=extent + step
+            ).post_norm
             written.append(self._choose(hidden))
-        said = torch.cat(written, 1).tolist()  # [B, num_steps], the host read
-        for row, text, new in zip(state.rows, texts, said, strict=True):
+        drafted = torch.cat(written, 1).tolist()  # [B, num_steps], the host read
+        for row, text, new in zip(state.rows, texts, drafted, strict=True):
             row.read = text + new[:-1]
-        return said
+        return drafted
 
     def _choose(self, hidden: torch.Tensor) -> torch.Tensor:
         """[B, 1, D] -> [B, 1] the most probable token that the tokenizer knows."""

@@ -2,7 +2,6 @@
 
 import os
 import statistics
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from ...heads.target import Target
-from ..generate import Generation
+from ..generate import Generation, Stopwatch
 from .result import Bandwidth, Result
 
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}  # far beyond caches
@@ -28,13 +27,11 @@ def copy_bandwidth(device: torch.device) -> float:
         size = min(size, free_memory(device) // 4)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     copy = torch.empty_like(source)
-    seconds = []
+    watch, seconds = Stopwatch(device), []
     for _ in range(NUM_COPIES + 1):
-        synchronise(device)
-        started = time.perf_counter()
+        started = watch.now()
         copy.copy_(source)
-        synchronise(device)
-        seconds.append(time.perf_counter() - started)
+        seconds.append(watch.now() - started)
     return 2 * size / statistics.median(seconds[1:])  # the first touches fresh pages
 
 
@@ -43,12 +40,6 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait until the device has done all its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def weight_bytes(target: Target, *, num_rows: int = 1) -> float:

@@ -97,15 +97,14 @@ def by_domain(batches: Sequence[MeasuredBatch], *, num_draft_tokens: int) -> dic
 # What of it training knew
 
 
-def draft_vocabulary(drafter: Drafter, texts: Iterable[Iterable[int]]) -> DraftVocabulary | None:
-    """Size of a head's cut vocabulary, and the share of these tokens that it holds; None for a drafter without one.
-
-    Args: texts: new tokens that the target chose. A token outside the vocabulary cannot be drafted.
-    """
+def draft_vocabulary(drafter: Drafter, batches: Iterable[MeasuredBatch]) -> DraftVocabulary | None:
+    """Size of a head's cut vocabulary, and the share of the tokens written in the first repeat that it can draft; None
+    for a drafter without one."""
     if not isinstance(drafter, DraftHead) or drafter.vocabulary is None:
         return None
     known = set(drafter.vocabulary.to_target.tolist())
-    inside = [token in known for text in texts for token in text]
+    texts = (new for batch in batches for new in batch.drafted.runs[0].token_ids)
+    inside = [token in known for new in texts for token in new]
     return DraftVocabulary(len(known), round(sum(inside) / len(inside), 4) if inside else None)
 
 

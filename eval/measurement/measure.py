@@ -73,9 +73,7 @@ def measure(
     is_greedy = config.temperature == 0
     result = replace(
         with_figures(empty, target, batches),
-        draft_vocabulary=draft_vocabulary(
-            drafter, (new for batch in batches for new in batch.drafted.runs[0].token_ids)
-        ),
+        draft_vocabulary=draft_vocabulary(drafter, batches),
         by_segment=acceptance_by(batches, segment_label(suite.think_tokens), num_draft_tokens=length),
         by_context=by_context,
         by_domain=by_domain(batches, num_draft_tokens=length),
@@ -135,22 +133,10 @@ def teacher_forced_length(
 
 def raw_rounds(result: Result, batches: Sequence[MeasuredBatch]) -> list[Row]:
     """The rows of rounds.jsonl behind a result."""
-    setting = {
-        "drafter": result.drafter,
-        "suite": result.suite,
-        "tree": result.tree,
-        "temperature": result.temperature,
-        "batch_size": result.batch_size,
-        "num_draft_tokens": result.num_draft_tokens,
-    }
+    keys = ("drafter", "suite", "tree", "temperature", "batch_size", "num_draft_tokens")
+    setting = {key: getattr(result, key) for key in keys}
     return [
-        {
-            **setting,
-            "batch": batch.number,
-            "side": name,
-            "repeat": repeat,
-            "rounds": [asdict(done) for done in run.rounds],
-        }
+        {**setting, "batch": batch.number, "side": name, "repeat": repeat, "rounds": list(map(asdict, run.rounds))}
         for batch in batches
         for name, side in (("speculative", batch.drafted), ("baseline", batch.baseline))
         for repeat, run in enumerate(side.runs)

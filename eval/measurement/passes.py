@@ -96,7 +96,7 @@ def runner(target: Target, drafter: Drafter | None, prompts: list[list[int]], co
     check_request(prompts, target=target, max_new_tokens=config.max_new_tokens)
     stop = Stop.of(target, strings=config.stop_strings)
     generator = torch.Generator(device=target.device) if config.temperature > 0 else None
-    setting = config.setting_for(drafter) if drafter else None
+    setting = None if drafter is None else config.setting_for(drafter)
     engines: dict[tuple[int, bool], Engine] = {}
 
     def run(batch: list[list[int]], which: Drafter | None, seed: int) -> Generation:

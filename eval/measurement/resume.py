@@ -1,6 +1,5 @@
 """What was measured so far, on disk batch by batch: a measurement that was killed goes on where it stopped."""
 
-import fcntl
 import hashlib
 import json
 import os
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from ... import __version__
 from ...configs.errors import BadInput
+from ...configs.files import locked, write_text
 from ...heads.drafting import StaticTree
 from ...heads.target import Target
 from ..generate import Generation, Round
@@ -81,14 +81,11 @@ class BatchStore:
         if not offsets:
             self.path.unlink()
             return
-        unfinished = self.path.with_name(f".{FILE}.tmp")
-        with unfinished.open("wb") as kept:
-            for offset in offsets:
-                self._file.seek(offset)
-                kept.write(self._file.readline())
-            kept.flush()
-            os.fsync(kept.fileno())
-        os.replace(unfinished, self.path)
+        lines = []
+        for offset in offsets:
+            self._file.seek(offset)
+            lines.append(self._file.readline().decode())
+        write_text(self.path, "".join(lines))
 
     def digest_of(self, drafter: Any) -> str:
         """`identity` of a drafter, computed once."""
@@ -99,11 +96,7 @@ class BatchStore:
     def _open(self) -> BinaryIO:
         """Positioned after the last whole line; what a kill left behind it is cut off."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = self._file = self.path.open("a+b")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go by the system, also after a kill
-        except OSError as error:
-            raise BadInput(f"{self.path}: another process measures into this folder") from error
+        file = self._file = locked(self.path)
         file.seek(0)
         end = 0
         for number, line in enumerate(file, start=1):

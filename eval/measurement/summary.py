@@ -12,6 +12,7 @@ from ...heads.drafting import StaticTree, Tree
 from ...heads.target import Target
 from ..generate import Generation
 from ..suites.prompts import FailedPrompt, Suite
+from ..verify import TypicalAcceptance
 from .bandwidth import baseline_bandwidth
 from .config import DraftSetting, MeasureConfig
 from .metrics import Acceptance, acceptance, bootstrap_ratio
@@ -87,8 +88,8 @@ def unmeasured(
         top_k=config.top_k,
         top_p=config.top_p,
         accept=config.accept,
-        typical_epsilon=config.typical_epsilon,
-        typical_delta=config.typical_delta,
+        typical_epsilon=None if config.typical_epsilon == TypicalAcceptance.epsilon else config.typical_epsilon,
+        typical_delta=None if config.typical_delta == TypicalAcceptance.delta else config.typical_delta,
         steps=config.steps,
         batch_size=config.batch_size,
         num_draft_tokens=setting.num_draft_tokens,

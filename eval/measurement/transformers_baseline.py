@@ -63,7 +63,7 @@ def compare_transformers(
     if not has_counterpart(target, drafter):
         return None
     config = MeasureConfig(
-        setting=config.setting_for(drafter) if drafter else chain(0),
+        setting=chain(0) if drafter is None else config.setting_for(drafter),
         max_new_tokens=config.max_new_tokens,
         steps=config.steps,
         num_repeats=config.num_repeats,

@@ -2,14 +2,13 @@
 
 from ..measurement.result import AcceptancePart
 from .findings import (
-    LOW_ACCEPTANCE,
     Case,
     Finding,
     Rule,
-    accepted_share,
     below_validation,
     is_lower,
     length_of,
+    low_acceptance,
     merged,
     tokens,
     validated,
@@ -38,32 +37,24 @@ def rendered_differently(case: Case) -> str | None:
 
 def wrong_template(case: Case) -> Finding | None:
     """Prompts rendered unlike those of training, and accepted less than in its validation."""
-    differences, share = rendered_differently(case), accepted_share(case)
-    if differences is None or share is None:
-        return None
-    less = below_validation(case)
-    if less is None and (validated(case) is not None or share >= LOW_ACCEPTANCE):
+    differences, low = rendered_differently(case), low_acceptance(case)
+    if differences is None or low is None:
         return None
     advice = (
         "The head was trained on prompts in another form. Measure it, and serve it, with the chat template of its "
         "training: messages rather than plain prompts, the same system prompt, and the same thinking setting. Whether "
         "the prompts are of another domain too shows only then."
     )
-    return Finding(
-        "Template: prompts are rendered unlike in training", advice, f"{differences}; {less or tokens(case.result)}"
-    )
+    return Finding("Template: prompts are rendered unlike in training", advice, f"{differences}; {low}")
 
 
 def sampling(case: Case) -> Finding | None:
     """Temperature above 0 with deterministic drafts, accepted less than greedily in validation, or, unknown, little."""
-    result, share = case.result, accepted_share(case)
-    if not result.temperature or share is None or result.tree.startswith("sampled"):
+    result, low = case.result, low_acceptance(case)
+    if not result.temperature or low is None or result.tree.startswith("sampled"):
         return None
-    less = below_validation(case)
-    if less is None and (validated(case) is not None or share >= LOW_ACCEPTANCE):
-        return None
-    figures = f"temperature {result.temperature:g}, "
-    figures += f"{less}, greedily" if less else f"{tokens(result)} of at most {result.num_draft_tokens + 1}"
+    compared = "greedily" if validated(case) else f"of at most {result.num_draft_tokens + 1}"
+    figures = f"temperature {result.temperature:g}, {low}, {compared}"
     for peer in case.peers:
         same = (peer.drafter, peer.suite) == (result.drafter, result.suite)
         if same and peer.tree.startswith("sampled") and is_lower(result, peer):

@@ -15,11 +15,7 @@ def once_per_batch_size(results: Sequence[Result]) -> list[Result]:
 
 def acceptance_section(ours: Sequence[Result]) -> Section:
     """By draft position, suite, segment and context."""
-    text = (
-        "The rate at a position is conditional: accepted, given that all before it were. The batch size changes it by "
-        "chance alone, so of results that differ only in the batch size the first is shown."
-    )
-    section = Section("acceptance", "Where drafts are accepted", [text])
+    section = Section("acceptance")
     distinct = [result for result in once_per_batch_size(ours) if result.acceptance_length is not None]
     deepest = max((result.num_draft_tokens for result in distinct), default=0)
     positions = [str(k + 1) for k in range(deepest)]
@@ -74,11 +70,7 @@ def leading_number(name: str) -> int:
 
 def domains_section(ours: Sequence[Result]) -> Section:
     """Length and speedup of each domain, where a suite has several."""
-    text = (
-        "A domain is what the rows of a suite have as their category. Its speedup is that of its own prompts (of "
-        "batches wholly of it), at least two; few prompts make its interval wide."
-    )
-    section = Section("domains", "By domain", [text])
+    section = Section("domains")
     parted = [result for result in ours if len(result.by_domain) > 1]
     for result in once_per_batch_size(parted):
         where = f"{name_of(result)}, {result.suite}"
@@ -106,8 +98,7 @@ def domains_section(ours: Sequence[Result]) -> Section:
 
 def trees_section(ours: Sequence[Result]) -> Section:
     """Trees of fixed shape drawn, each once; the limits of dynamic ones."""
-    text = "The last committed token is on the left; of the drafts that continue a token, the likelier are above."
-    section = Section("trees", "Draft trees", [text])
+    section = Section("trees")
     shapes: dict[str, list[Result]] = {}
     for result in ours:
         if result.tree_shape:
@@ -115,12 +106,12 @@ def trees_section(ours: Sequence[Result]) -> Section:
     rows = []
     for results in shapes.values():
         shape = results[0].tree_shape
-        whose = "; ".join(dict.fromkeys(f"{name_of(result)}, {result.suite}" for result in results))
+        settings = "; ".join(dict.fromkeys(f"{name_of(result)}, {result.suite}" for result in results))
         if isinstance(shape, FixedTreeShape):
-            chart = tree_chart(f"Draft tree of {whose}", shape.parents)
-            section.figures.append(Figure(f"{whose}: {len(shape.parents)} nodes in every round.", chart))
+            chart = tree_chart(f"Draft tree of {settings}", shape.parents)
+            section.figures.append(Figure(f"{settings}: {len(shape.parents)} nodes in every round.", chart))
         elif shape:
-            rows.append([whose, str(shape.num_nodes), str(shape.depth), str(shape.top_k)])
+            rows.append([settings, str(shape.num_nodes), str(shape.depth), str(shape.top_k)])
     columns = ["setting", "nodes verified", "depth", "nodes expanded per level"]
     section.add_table("Dynamic trees: another shape in every round", columns, rows, 1)
     return section
@@ -128,11 +119,7 @@ def trees_section(ours: Sequence[Result]) -> Section:
 
 def forced_section(ours: Sequence[Result]) -> Section:
     """Teacher-forced against decoded acceptance lengths."""
-    text = (
-        "On the text that was decoded, the head's teacher-forced drafts should give the length that decoding reaches; "
-        "last rounds that are cut make a small difference. A larger difference is a fault, not a weakness of the head."
-    )
-    section = Section("teacher-forced", "Teacher-forced and decoded", [text])
+    section = Section("teacher-forced")
     rows = []
     for result in once_per_batch_size(ours):
         forced, decoded = result.teacher_forced_acceptance_length, result.acceptance_length
@@ -145,11 +132,7 @@ def forced_section(ours: Sequence[Result]) -> Section:
 
 def conventions_section(ours: Sequence[Result]) -> Section:
     """The same counts in other engines' words."""
-    text = (
-        "The same rounds, counted as others do. vLLM's rates per position are joint (all up to there accepted), ours "
-        "and EAGLE's n-alpha conditional; EAGLE's tau is our length."
-    )
-    section = Section("conventions", "In other engines' words", [text])
+    section = Section("conventions")
     rows = [
         [
             name_of(result),

@@ -107,9 +107,9 @@ def in_words(result: Result) -> str:
     return f"{label(result, with_batch=False)}: speedup {speedup_words(result)}, {length} tokens per forward"
 
 
-def headline(found: Sequence[Standing]) -> str:
+def headline(ranks: Sequence[Standing]) -> str:
     """The comparison in a line."""
-    contested = [standing for standing in found if len(standing.ranked) > 1]
+    contested = [standing for standing in ranks if len(standing.ranked) > 1]
     winners = {standing.winner for standing in contested}
     if not contested:
         return "Nothing here was measured in more than one evaluation"

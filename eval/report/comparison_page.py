@@ -16,47 +16,48 @@ from .sections import Figure, Section, cell, settings_section, speed_section, ti
 MOST_POINTS = 120  # of a curve
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunFigures:
-    """What came of a training run, as `headstart compare` prints it."""
-
-    run: str  # its folder
-    finished: bool
-    steps: int
-    loss: float  # of the last logged step
-    tokens_per_second: float
-    best_acceptance_length: float | None  # of the best validation
-    best_step: int | None
-    last_acceptance_length: float | None  # of the last validation
-    decoded_acceptance_length: float | None  # of the last validation that also decoded
-
-    def cells(self) -> list[str]:
-        """The texts under RUN_COLUMNS."""
-        lengths = self.last_acceptance_length, self.decoded_acceptance_length
-        return [
-            cell(self.steps) + ("" if self.finished else " (not finished)"),
-            number(self.loss),
-            cell(round(self.tokens_per_second)),
-            number(self.best_acceptance_length),
-            cell(self.best_step),
-            *map(number, lengths),
-        ]
-
-
 RUN_COLUMNS = ("steps", "loss", "tokens/s", "best", "at", "last", "decoded")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainingRun:
-    """name: short. settings: its config, keys joined by dots. losses: (step, loss) of the logged steps. taught,
-    decoded: (step, acceptance length) of validations."""
+    """A run folder as read."""
 
-    name: str
-    figures: RunFigures
-    settings: dict[str, Any]
-    losses: Sequence[tuple[float, float]]
-    taught: Sequence[tuple[float, float]]
-    decoded: Sequence[tuple[float, float]]
+    name: str  # short
+    folder: str
+    finished: bool
+    settings: dict[str, Any]  # its config, keys joined by dots
+    tokens_per_second: float
+    losses: Sequence[tuple[int, float]]  # (step, loss) of the logged steps
+    taught: Sequence[tuple[int, float]]  # (step, acceptance length) of validations, teacher-forced
+    decoded: Sequence[tuple[int, float]]  # the same, of validations that also decoded
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """Step and acceptance length of the best validation."""
+        return max(self.taught, key=lambda point: (point[1], point[0]), default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """As compare.json has it, without the settings."""
+        return {
+            "run": self.folder,
+            "finished": self.finished,
+            "steps": self.losses[-1][0],
+            "loss": round(self.losses[-1][1], 4),
+            "tokens_per_second": self.tokens_per_second,
+            "best_acceptance_length": self.best[1] if self.best else None,
+            "best_step": self.best[0] if self.best else None,
+            "last_acceptance_length": self.taught[-1][1] if self.taught else None,
+            "decoded_acceptance_length": self.decoded[-1][1] if self.decoded else None,
+        }
+
+    def cells(self) -> list[str]:
+        """The texts under RUN_COLUMNS."""
+        step, best = self.best or (None, None)
+        last, decoded = (points[-1][1] if points else None for points in (self.taught, self.decoded))
+        steps = cell(self.losses[-1][0]) + ("" if self.finished else " (not finished)")
+        loss, speed = number(self.losses[-1][1]), cell(round(self.tokens_per_second))
+        return [steps, loss, speed, number(best), cell(step), number(last), number(decoded)]
 
 
 def differing_settings(runs: Sequence[TrainingRun]) -> dict[str, list[Any]]:
@@ -110,21 +111,16 @@ def render(evaluations: Sequence[Evaluation], runs: Sequence[TrainingRun]) -> st
 
 
 def runs_headline(runs: Sequence[TrainingRun]) -> str:
-    """The run with the best validation; that a seed each proves little is said below on the page."""
-    lengths = {run.name: run.figures.best_acceptance_length or 0.0 for run in runs}
-    best = max(lengths, key=lambda name: lengths[name])
-    if not lengths[best]:
+    """The run with the best validation."""
+    best = max(runs, key=lambda run: run.best[1] if run.best else 0.0)
+    if best.best is None:
         return f"{len(runs)} runs, none validated"
-    return f"{best} reached the best validation, {lengths[best]:.2f} tokens per forward"
+    return f"{best.name} reached the best validation, {best.best[1]:.2f} tokens per forward"
 
 
 def runs_section(runs: Sequence[TrainingRun]) -> Section:
     """What came of the runs, how they got there, and what differs between them."""
-    text = (
-        "The seed alone changes these figures: compare several seeds of each before a difference counts. Taught: "
-        "teacher-forced drafts on the rows' texts; decoded: greedy decoding of answers to their first prompts."
-    )
-    section = Section("runs", "Training runs", [text])
+    section = Section("runs")
     size = -(-max(len(run.losses) for run in runs) // MOST_POINTS)
     charts = {
         f"Loss over optimizer steps{f'; a point is the mean of {size} logged steps' if size > 1 else ''}.": [
@@ -137,7 +133,7 @@ def runs_section(runs: Sequence[TrainingRun]) -> Section:
         if any(len(line.points) > 1 for line in lines):  # a single validation of each is in the table
             chart = line_chart(caption, lines, axis="optimizer step", with_dots=number_of > 0)
             section.figures.append(Figure(caption, chart))
-    rows = [[run.name, *run.figures.cells()] for run in runs]
+    rows = [[run.name, *run.cells()] for run in runs]
     section.add_table("What came of each run", ["run", *RUN_COLUMNS], rows, 1)
     rows = [[key, *map(cell, values)] for key, values in differing_settings(runs).items()]
     section.add_table("Settings that differ", ["setting", *(run.name for run in runs)], rows, len(runs) + 1)
@@ -146,7 +142,7 @@ def runs_section(runs: Sequence[TrainingRun]) -> Section:
 
 def surroundings_section(evaluations: Sequence[Evaluation]) -> Section:
     """Target and environment of each, side by side."""
-    section = Section("environment", "Where this was measured")
+    section = Section("environment")
     names = [evaluation.name for evaluation in evaluations]
     targets = [asdict(evaluation.report.target) for evaluation in evaluations]
     environments = [asdict(evaluation.report.environment) for evaluation in evaluations]

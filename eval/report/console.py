@@ -1,15 +1,12 @@
 """What a terminal shows of a report: a table, what its columns mean, and lines of warning."""
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ..measurement.result import ENGINE, Result
 from ..measurement.sampling_check import SMALLEST_P
 from .document import Report
 from .recommendation import number, speedup_words
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 LEGEND = (
     "T temperature, B rows at a time, K drafts deep; length: tokens per target forward;",
@@ -17,8 +14,8 @@ LEGEND = (
 )
 
 
-def show(report: Report, console: "Console") -> None:
-    """Print the table, and under it what the columns mean and what else was measured."""
+def show(report: Report, console: Any) -> None:
+    """Print the table on a rich console, and under it what the columns mean and what else was measured."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 

@@ -12,7 +12,7 @@ LEAST_GAIN = 0.02  # expected gain by fewer drafts below which K is left alone
 
 
 def diagnose(case: Case) -> list[Finding]:
-    """Every cause that the figures show; where acceptance is low and no cause of that shows, a finding that says so."""
+    """Every cause that the figures show; where acceptance is low and no cause of that shows, a finding of that."""
     of_acceptance = [finding for rule in ACCEPTANCE_RULES if (finding := rule(case))]
     of_time = [finding for rule in TIME_RULES if (finding := rule(case))]
     share, result = accepted_share(case), case.result
@@ -22,8 +22,8 @@ def diagnose(case: Case) -> list[Finding]:
     figures = f"{tokens(result)} of at most {result.num_draft_tokens + 1}"
     figures += "" if rate is None else f"; {1 - rate:.0%} of drafts are rejected at the first position"
     advice = (
-        "None of the causes that lower acceptance and would show in these figures is there. What is left is what the "
-        "drafter guesses from; of a head, what it learnt from, and how long."
+        "None of the causes of low acceptance that would show in these figures is there. What is left is the drafter "
+        "itself: its inputs and, for a head, its training data and the length of its training."
     )
     return [Finding("Low acceptance, cause not in these figures", advice, figures), *of_time]
 
@@ -49,12 +49,12 @@ def too_many_drafts(case: Case) -> Finding | None:
     if best == most or gain < LEAST_GAIN:
         return None
     advice = (
-        "The last position adds as many tokens to a round as all drafts stand, and may cost what a round takes for as "
-        "many. What it does cost is estimated: drafting, and verifying beyond a baseline step, spread evenly over the "
-        "positions; a part of it does not depend on K, so less is gained than the estimate. Measure the smaller K."
+        "The tokens that the last position adds are worth the time that a round takes for as many tokens. Its cost is "
+        "estimated: drafting, and verifying beyond a baseline step, spread evenly over the positions. A part of that "
+        "time does not depend on K, so less is gained than the estimate. Measure the smaller K."
     )
     figures = (
-        f"position {most} adds {joint[-1]:.3f} tokens, may cost {joint[-1] * per_token[most]:.2f} ms and costs about "
+        f"position {most} adds {joint[-1]:.3f} tokens, worth {joint[-1] * per_token[most]:.2f} ms, and costs about "
         f"{each:.2f} ms; --num-draft-tokens {best} would be up to {gain:.0%} faster"
     )
     return Finding("K may be too large: late positions add little", advice, figures)
@@ -76,8 +76,8 @@ def tree_too_wide(case: Case) -> Finding | None:
         f"speedup {speedup_words(each)}"
         for each in (result, chain)
     )
-    advice = "It is accepted more than the chain and is slower. Draft the chain, or fewer --tree-nodes."
-    return Finding("The tree costs more than it brings", advice, f"{ours}; the chain {theirs}")
+    advice = "The tree is accepted more than the chain, but is slower. Draft the chain, or fewer --tree-nodes."
+    return Finding("The tree costs more than it saves", advice, f"{ours}; the chain {theirs}")
 
 
 def costs_more_than_it_saves(case: Case) -> Finding | None:

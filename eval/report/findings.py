@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import sqrt
 from operator import mul
-from typing import Protocol
 
 from ..measurement.environment import TargetInfo
 from ..measurement.result import AcceptancePart, Result, TrainingRecord
@@ -47,15 +46,7 @@ class Case:
 Rule = Callable[[Case], Finding | None]
 
 
-class Accepted(Protocol):
-    """Acceptance over some rounds: of a result, of a part of it, or of a validation."""
-
-    @property
-    def num_rounds(self) -> int: ...
-    @property
-    def acceptance_length(self) -> float | None: ...
-    @property
-    def acceptance_rate(self) -> list[float | None]: ...
+Accepted = Result | AcceptancePart  # acceptance over some rounds
 
 
 def tokens(part: Accepted) -> str:
@@ -82,8 +73,8 @@ def at_depth(part: Accepted, depth: int) -> AcceptancePart:
     """The acceptance of a chain of `depth` drafts: the rates are conditional, so K does not change them.
 
     The length is computed from the rates, without the tokens that a text's end takes off last rounds."""
-    short = AcceptancePart(part.num_rounds, None, part.acceptance_rate[:depth])
-    return AcceptancePart(short.num_rounds, 1 + sum(joint_rates(short)), short.acceptance_rate)
+    length = 1 + sum(joint_rates(part)[:depth])
+    return AcceptancePart(part.num_rounds, length, part.acceptance_rate[:depth])
 
 
 def merged(parts: Sequence[Accepted]) -> AcceptancePart | None:
@@ -144,3 +135,11 @@ def below_validation(case: Case, part: Accepted | None = None) -> str | None:
     if not is_lower(now, before):
         return None
     return f"{tokens(now)} here, {tokens(before)} in the validation of its training{over}"
+
+
+def low_acceptance(case: Case) -> str | None:
+    """The figures in words, where acceptance is below validation or, without a validation, low; else None."""
+    share = accepted_share(case)
+    if share is None or validated(case):
+        return None if share is None else below_validation(case)
+    return tokens(case.result) if share < LOW_ACCEPTANCE else None

@@ -39,11 +39,9 @@ class Figure:
 
 @dataclass
 class Section:
-    """One without tables and figures is left out of a page."""
+    """anchor: its key in section.html.j2, which has its title and text. A section without content is left out."""
 
     anchor: str
-    title: str
-    texts: list[str] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
 
@@ -103,19 +101,12 @@ def settings_section(results: Sequence[Result]) -> Section:
         ]
         for result in results
     ]
-    text = (
-        "Length is acceptance_length: tokens committed per forward of the target, bonus token included. Speeds are of "
-        "decoding, prefill left out; p10, median and p90 are speedups of single prompts (of batches, where several "
-        "rows are decoded at a time); the base is the same engine without drafts. Lossless: greedy texts identical to "
-        "the base's; of sampled texts, the probability that chance alone makes them deviate so far from the target's "
-        "distribution (p)."
-    )
-    return Section("settings", "All settings", [text], [], [Table("Every setting that was measured", columns, rows, 2)])
+    return Section("settings", tables=[Table("Every setting that was measured", columns, rows, 2)])
 
 
 def speed_section(ours: Sequence[Result]) -> Section:
     """Speedups with their intervals, one figure per suite; against the batch size where there are several."""
-    section = Section("speed", "Speedup")
+    section = Section("speed")
     most = max([interval[1] for interval in map(interval_of, ours) if interval], default=1.0)
     for suite, results in by_suite(ours).items():
         bars = [Bar(label(r), [r.speedup or 0.0], speedup_words(r), interval_of(r)) for r in results]
@@ -141,11 +132,7 @@ def speed_section(ours: Sequence[Result]) -> Section:
 
 def time_section(ours: Sequence[Result]) -> Section:
     """What a round's milliseconds go into, beside a baseline step."""
-    text = (
-        "Means per round. The formula's speedup is length x baseline step / (draft + verify + rest): what these times "
-        "explain of the measured one. The difference is last rounds that are cut, and rows of a batch that end early."
-    )
-    section = Section("time", "Where a round's time goes", [text])
+    section = Section("time")
     timed = [result for result in ours if result.timing.draft_ms is not None]
     for suite, results in by_suite(timed).items():
         bars: list[Bar] = []
@@ -180,7 +167,7 @@ def time_section(ours: Sequence[Result]) -> Section:
 
 def engines_section(results: Sequence[Result]) -> Section:
     """Other engines that were timed beside ours."""
-    section = Section("engines", "Beside other engines", ["Above 1 our engine is the faster."])
+    section = Section("engines")
     rows = []
     for result in results:
         if result.engine != ENGINE:
@@ -195,7 +182,7 @@ def engines_section(results: Sequence[Result]) -> Section:
 
 def failed_section(results: Sequence[Result]) -> Section:
     """Prompts that are in no figure, and why."""
-    section = Section("failed", "Prompts that failed", ["They are in no figure; all other prompts are."])
+    section = Section("failed")
     counts = Counter((result.suite, failed.row, failed.reason) for result in results for failed in result.failed)
     rows = [[*key, str(count)] for key, count in counts.items()]
     caption = f"Prompts that failed, {min(len(rows), MOST_FAILED)} of {len(rows)}"
@@ -205,7 +192,7 @@ def failed_section(results: Sequence[Result]) -> Section:
 
 def environment_section(report: Report) -> Section:
     """Where and of what this was measured."""
-    section = Section("environment", "Where this was measured")
+    section = Section("environment")
     for caption, values in (("Target", report.target), ("Environment", report.environment)):
         rows = [[key.replace("_", " "), cell(value)] for key, value in asdict(values).items()]
         section.add_table(caption, ["key", "value"], rows)

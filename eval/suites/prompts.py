@@ -13,9 +13,8 @@ from jinja2.exceptions import TemplateError
 from ...configs.errors import BadInput, first_line
 from ...configs.jsonl import iter_jsonl
 from ...heads.loading import quiet_loading
-from ...heads.reasoning import think_tokens
+from ...heads.reasoning import template_hash, think_tokens
 from ...heads.target import Target
-from ...heads.templates import template_hash
 
 Row = dict[str, Any]
 

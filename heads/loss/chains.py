@@ -1,7 +1,4 @@
-"""Where draft chains start on given rows, which of their depths are supervised, and by what their losses are divided.
-
-Shapes as in base.py.
-"""
+"""Where draft chains start on given rows, which of their depths are supervised, and the denominators of losses."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,13 +12,10 @@ from .chunked import Plan, plan_rows
 
 @dataclass
 class ChainStarts:
-    """Where draft chains of a batch start, row by row, padded to the row with the most.
+    """Where draft chains of a batch start, row by row, padded to the row with the most; shapes as in base.py."""
 
-    positions: [B, S] start t of each chain. valid: [B, S, K] whether depth k of the chain is supervised.
-    """
-
-    positions: Tensor
-    valid: Tensor
+    positions: Tensor  # [B, S] start t of each chain
+    valid: Tensor  # [B, S, K] whether depth k of the chain is supervised
 
     def take(self, values: Tensor, *, offset: int = 0) -> Tensor:
         """values [B, T, ...] at position t + offset of each chain: [B, S, ...]; beyond the end, the last position."""
@@ -36,13 +30,16 @@ class ChainStarts:
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """How attention reads the chains, block by block; starts that are not supervised only fill up rows."""
+        """How attention reads the chains, block by block; starts that are not supervised only pad their rows."""
         last = torch.where(self.valid[..., 0], self.positions, 0).amax(0)  # [S]
         return blocks_of(last.tolist(), last.device)
 
     def plan(self, num_positions: int, *, size: int) -> Plan:
-        """How the loss reads rows of num_positions tokens, `size` positions at a time: depth k of the chain that starts
-        at t is scored at position t + 1 + k. Rows are flattened: chain b * S + s, position b * T + p."""
+        """How the loss reads rows of num_positions tokens, `size` positions at a time.
+
+        Depth k of the chain that starts at t is scored at position t + 1 + k. Rows are flattened: chain b * S + s,
+        position b * T + p.
+        """
         num_rows, num_starts, num_depths = self.valid.shape
         rows = torch.arange(num_rows, device=self.positions.device)[:, None]
         index = torch.zeros(num_rows, num_positions, dtype=torch.long, device=self.positions.device)

@@ -24,16 +24,12 @@ CHUNK_ELSEWHERE = 2**28
 
 @dataclass
 class Plan:
-    """Which rows are scored together. Positions in a chunk are in the order of how many depths they serve, most first,
-    so that those of a depth come first.
+    """Which rows are scored together. In a chunk, positions that serve more depths come first: each depth scores the
+    first ones."""
 
-    positions: [M] of the teacher's states, chunk by chunk. chains: [K, M] the chain that depth k scores there; where
-    there is none, any. sizes: for each chunk how many of its positions each depth scores, K numbers that fall.
-    """
-
-    positions: Tensor
-    chains: Tensor
-    sizes: list[list[int]]
+    positions: Tensor  # [M] of the target's states, chunk by chunk
+    chains: Tensor  # [K, M] the chain that depth k scores there; where there is none, any
+    sizes: list[list[int]]  # for each chunk, how many of its positions each of K depths scores, in descending order
     size: int  # positions in a chunk; the last may have fewer
 
 
@@ -43,15 +39,18 @@ def chunk_size(num_logits: int, device: torch.device) -> int:
 
 
 def plan_rows(chains: Tensor, is_scored: Tensor, *, size: int) -> Plan:
-    """chains, is_scored: [K, P] the chain of each depth at each position, and whether it is scored; a depth scores no
-    position that a smaller one leaves out."""
+    """Chunks of `size` positions.
+
+    Args: chains, is_scored: [K, P] the chain of each depth at each position, and whether it is scored there; a depth
+    scores only positions that all smaller ones score.
+    """
     num_depths = len(chains)
     counts = is_scored.sum(0)  # [P]
     positions = counts.nonzero()[:, 0]  # [M]
     chunks = torch.arange(len(positions), device=positions.device) // size
     order = torch.argsort(chunks * (num_depths + 1) + num_depths - counts[positions], stable=True)
     positions = positions[order]
-    num_chunks = max(1, -(-len(positions) // size))  # one also for no rows: every parameter stays in the graph
+    num_chunks = max(1, -(-len(positions) // size))  # also without rows, so that all parameters stay in the graph
     totals = torch.zeros(num_chunks, num_depths, dtype=torch.long, device=positions.device)
     totals.index_add_(0, chunks, is_scored[:, positions].T.long())
     return Plan(positions, chains[:, positions], totals.tolist(), size)
@@ -59,35 +58,28 @@ def plan_rows(chains: Tensor, is_scored: Tensor, *, size: int) -> Plan:
 
 @dataclass(kw_only=True)
 class Drafts:
-    """What there is to score at K depths.
+    """The drafts of K depths, and what they are scored against."""
 
-    hidden: per depth [N, D] what the output layer reads, by chain. specs: per depth. coefficients: [K] what a row of
-    the depth counts in the loss. teacher_hidden [P, D], labels [P] and weights [P] (None: all 1): by position.
-    parameters: whatever `draft_logits` and `predicted_state` use. has_one_output: `draft_logits` is one for all
-    depths. align_top_k: as in HeadConfig; at least as many guesses are noted.
-    """
-
-    hidden: Sequence[Tensor]
-    specs: Sequence[LossSpec]
-    coefficients: Tensor
-    teacher_hidden: Tensor
-    labels: Tensor
-    weights: Tensor | None
+    hidden: Sequence[Tensor]  # per depth [N, D] what the output layer reads, by chain
+    specs: Sequence[LossSpec]  # per depth
+    coefficients: Tensor  # [K] of each row of the depth in the loss
+    teacher_hidden: Tensor  # [P, D] the target's post-norm states, by position
+    labels: Tensor  # [P]
+    weights: Tensor | None  # [P] of the labels; None: all 1
     plan: Plan
-    parameters: Sequence[nn.Parameter] = ()
-    has_one_output: bool = False
-    align_top_k: int | None = None
-    num_guesses: int = 1
+    parameters: Sequence[nn.Parameter] = ()  # all that `draft_logits` and `predicted_state` use
+    has_one_output: bool = False  # whether `draft_logits` is the same for all depths
+    align_top_k: int | None = None  # as in HeadConfig
+    num_guesses: int = 1  # most probable tokens to return, or align_top_k if that is more
 
 
 @dataclass
 class Scored:
-    """loss: scalar. sums: [K] of the losses, weighted as rows are, without gradient. guesses: [K, N, num_guesses] the
-    most probable target ids; -1 where a chain is not scored."""
+    """The loss, and its figures by depth."""
 
-    loss: Tensor
-    sums: Tensor
-    guesses: Tensor
+    loss: Tensor  # scalar
+    sums: Tensor  # [K] of the losses, times the weights of their rows, without gradient
+    guesses: Tensor  # [K, N, num_guesses] the most probable target ids; -1 where a chain is not scored
 
 
 def score(drafts: Drafts) -> Scored:
@@ -107,10 +99,10 @@ class Scoring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        grads, ctx.grads = ctx.grads, None  # given away, so that autograd need not copy them
+        grads, ctx.grads = ctx.grads, None  # no other reference, so that autograd need not copy them
         if grads is None:
             raise RuntimeError("the loss of drafts can be differentiated once")
-        torch._foreach_mul_([one for one in grads if one is not None], grad)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_mul_([x for x in grads if x is not None], grad)  # pyright: ignore[reportPrivateImportUsage]
         return None, *grads
 
 
@@ -129,7 +121,7 @@ class Pass:
         num_guesses = max(drafts.num_guesses, drafts.align_top_k or 1)
         self.guesses = drafts.labels.new_full((*shape, num_guesses), -1)
         self.aligned = torch.ones_like(self.guesses[0, :, 0], dtype=torch.bool)  # [N]
-        self.hidden_grads = [torch.zeros_like(one) for one in drafts.hidden] if self.with_gradients else []
+        self.hidden_grads = [torch.zeros_like(states) for states in drafts.hidden] if self.with_gradients else []
         self.parameter_grads: list[Tensor | None] = [None] * len(drafts.parameters)
 
     def run(self) -> list[Tensor | None]:
@@ -154,11 +146,11 @@ class Pass:
             hidden = hidden.detach().requires_grad_(self.with_gradients)
             logits = drafts.specs[depths[0]].draft_logits(hidden)  # [n, Vd]
         grads = torch.empty_like(logits) if self.with_gradients else None
-        by_state: Tensor | None = None  # [n, D] what losses of the predicted state send back
+        by_state: Tensor | None = None  # [n, D] gradients of losses of the predicted state
         for k, rows, end in zip(depths, chains, ends, strict=True):
             here, where = slice(end - len(rows), end), positions[: len(rows)]
             labels = drafts.labels[where]
-            one = Rows(drafts.specs[k], hidden[here], labels, target.teacher_hidden[: len(rows)], target)
+            scored = Rows(drafts.specs[k], hidden[here], labels, target)
             raw = logits[here].detach()  # [n_k, Vd]
             counted = None if drafts.weights is None else drafts.weights[where].float()
             if drafts.align_top_k is not None:
@@ -166,15 +158,15 @@ class Pass:
                 counted = aligned if counted is None else counted * aligned
             scale = drafts.coefficients[k] if counted is None else counted * drafts.coefficients[k]
             num_guesses = self.guesses.shape[-1]
-            if grads is not None and all(name in CLOSED for name in one.spec.mix):
-                values, best = closed_mix(one, raw, scale, num_guesses=num_guesses, out=grads[here])
+            if grads is not None and all(name in CLOSED for name in scored.spec.mix):
+                values, best = closed_mix(scored, raw, scale, num_guesses=num_guesses, out=grads[here])
             else:
-                one.__dict__["draft_logits"] = raw.float()
-                best = best_of(one.draft_logits, num_guesses)
+                scored.__dict__["draft_logits"] = raw.float()
+                best = best_of(scored.draft_logits, num_guesses)
                 if grads is None:
-                    values = mix_of(one)
+                    values = mix_of(scored)
                 else:
-                    values, grads[here], of_state = self._differentiate(one, scale)
+                    values, grads[here], of_state = self._differentiate(scored, scale)
                     if of_state is not None:
                         by_state = torch.zeros_like(hidden) if by_state is None else by_state
                         by_state[here] = of_state
@@ -182,30 +174,30 @@ class Pass:
             self._note(k, rows, labels, best)
         if grads is not None:
             inputs = [hidden, *edges_of(drafts.parameters, logits)]
-            found = torch.autograd.grad(logits, inputs, grads, allow_unused=True)
-            self._add(found[1:])
-            of_hidden = found[0] if by_state is None else found[0] + by_state
+            of_hidden, *of_parameters = torch.autograd.grad(logits, inputs, grads, allow_unused=True)
+            self._add(of_parameters)
+            of_hidden = of_hidden if by_state is None else of_hidden + by_state
             for k, rows, part in zip(depths, chains, of_hidden.split([len(rows) for rows in chains]), strict=True):
                 self.hidden_grads[k][rows] = part
 
     def _differentiate(self, rows: Rows, scale: Tensor) -> tuple[Tensor, Tensor | float, Tensor | None]:
         """Any mix by autograd: its values [n] and the gradients of draft_logits and, of losses of the state, hidden."""
-        leaves = [one.detach().requires_grad_() for one in (rows.draft_logits, rows.hidden)]
+        leaves = [x.detach().requires_grad_() for x in (rows.draft_logits, rows.hidden)]
         rows.__dict__["draft_logits"], rows.hidden = leaves
         with torch.enable_grad():
             values = mix_of(rows)
-            found = torch.autograd.grad(
+            of_logits, of_hidden, *of_parameters = torch.autograd.grad(
                 (values * scale).sum(), [*leaves, *self.drafts.parameters], allow_unused=True, materialize_grads=False
             )
-        self._add(found[2:])
-        return values.detach(), 0.0 if found[0] is None else found[0], found[1]
+        self._add(of_parameters)
+        return values.detach(), 0.0 if of_logits is None else of_logits, of_hidden
 
-    def _add(self, found: Sequence[Tensor | None]) -> None:
-        """Gradients of the parameters, summed over chunks."""
-        for i, one in enumerate(found):
+    def _add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add a chunk's gradients of the parameters."""
+        for i, gradient in enumerate(gradients):
             total = self.parameter_grads[i]
-            if one is not None:
-                self.parameter_grads[i] = one.float() if total is None else total.add_(one)
+            if gradient is not None:
+                self.parameter_grads[i] = gradient.float() if total is None else total.add_(gradient)
 
     def _note(self, depth: int, chains: Tensor, labels: Tensor, guesses: Tensor) -> None:
         """The guesses of chains [n] at a depth, and whether they still align with the data's tokens."""
@@ -220,19 +212,19 @@ class Pass:
 def edges_of(parameters: Sequence[nn.Parameter], logits: Tensor) -> list[Any]:
     """Where to take the parameters' gradients: before autocast's copies turn them to fp32, so that those of a large
     output layer are added up without another copy in fp32."""
-    found: dict[int, Any] = {id(parameter): parameter for parameter in parameters}
-    seen, waiting = set(), [logits.grad_fn]
+    edges: dict[int, Any] = {id(parameter): parameter for parameter in parameters}
+    visited, waiting = set(), [logits.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         for after, _ in node.next_functions:
             parameter = getattr(after, "variable", None)
-            if parameter is not None and id(parameter) in found and node.name() == "ToCopyBackward0":
-                found[id(parameter)] = torch.autograd.graph.GradientEdge(node, 0)
+            if parameter is not None and id(parameter) in edges and node.name() == "ToCopyBackward0":
+                edges[id(parameter)] = torch.autograd.graph.GradientEdge(node, 0)
             waiting.append(after)
-    return list(found.values())
+    return list(edges.values())
 
 
 def mix_of(rows: Rows) -> Tensor:
@@ -261,7 +253,7 @@ def summed_loss(
 
     Returns: the sum (scalar, fp32) and [N, num_guesses] target ids, the most probable first.
     """
-    every = torch.arange(len(hidden), device=hidden.device)[None]
+    rows = torch.arange(len(hidden), device=hidden.device)[None]
     scored = score(
         Drafts(
             hidden=[hidden],
@@ -270,7 +262,7 @@ def summed_loss(
             teacher_hidden=teacher_hidden,
             labels=labels,
             weights=weights,
-            plan=plan_rows(every, torch.ones_like(every, dtype=torch.bool), size=size),
+            plan=plan_rows(rows, torch.ones_like(rows, dtype=torch.bool), size=size),
             num_guesses=num_guesses,
         )
     )

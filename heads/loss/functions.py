@@ -20,13 +20,10 @@ TensorMap = Callable[[Tensor], Tensor]
 
 @dataclass
 class DraftVocabulary:
-    """The target tokens that a head can draft (EAGLE-3: `d2t`, `t2d`). Ids ascend.
+    """The target tokens that a head can draft (EAGLE-3: `d2t`, `t2d`). Ids ascend."""
 
-    to_target: [Vd] target id of each draft id. to_draft: [V] draft id of each target id, -1 where it has none.
-    """
-
-    to_target: Tensor
-    to_draft: Tensor
+    to_target: Tensor  # [Vd] target id of each draft id
+    to_draft: Tensor  # [V] draft id of each target id, -1 where it has none
 
     @classmethod
     def of(cls, target_ids: Tensor, vocab_size: int) -> "DraftVocabulary":
@@ -37,35 +34,28 @@ class DraftVocabulary:
 
 @dataclass(kw_only=True)
 class LossSpec:
-    """The loss of a head at one depth.
+    """The loss of a head at one depth."""
 
-    mix: weight of each loss of `LOSSES`. draft_logits: [n, D] hidden -> [n, Vd]. predicted_state: [n, D] hidden ->
-    [n, D], the head's guess of the target's post-norm state. target_logits: [n, D] post-norm state -> [n, V].
-    eta: of `lk_lambda`. top_k: of `topk_ce`. exponent: g of `hard_gce` and `greedy_gce`.
-    """
-
-    mix: Mapping[str, float]
-    draft_logits: TensorMap
-    predicted_state: TensorMap
-    target_logits: TensorMap
+    mix: Mapping[str, float]  # weight of each loss of `LOSSES`
+    draft_logits: TensorMap  # [n, D] hidden -> [n, Vd]
+    predicted_state: TensorMap  # [n, D] hidden -> [n, D] the head's estimate of the target's post-norm state
+    target_logits: TensorMap  # [n, D] post-norm state -> [n, V]
     vocabulary: DraftVocabulary | None = None
-    eta: float = 3.0
-    top_k: int = 10
-    exponent: float = 0.5
+    eta: float = 3.0  # of `lk_lambda`
+    top_k: int = 10  # of `topk_ce`
+    exponent: float = 0.5  # g of `hard_gce` and `greedy_gce`
 
 
 @dataclass
 class TargetRows:
     """The target's side of n rows, computed on first use and kept: drafts of several depths are scored against it.
 
-    teacher_hidden: [n, D] the target's post-norm state.
-
-    With a draft vocabulary the target's distribution keeps its full-vocabulary normaliser and only its columns are
-    selected: what the vocabulary misses is mass at which the draft has none, and no row is dropped.
+    With a draft vocabulary the target's distribution keeps its normaliser over all tokens and only its columns are
+    selected: the mass of other tokens stays out of reach of the draft, and no row is dropped.
     """
 
     spec: LossSpec
-    teacher_hidden: Tensor
+    teacher_hidden: Tensor  # [n, D] the target's post-norm states
 
     @cached_property
     def logits(self) -> Tensor:
@@ -95,7 +85,7 @@ class TargetRows:
 
     @cached_property
     def best(self) -> Tensor:
-        """[n] the draft id of the most probable token, -1 where the draft vocabulary has it not."""
+        """[n] the draft id of the most probable token, -1 where the draft vocabulary lacks it."""
         ids = self.logits.argmax(-1)
         return ids if self.spec.vocabulary is None else self.spec.vocabulary.to_draft[ids]
 
@@ -105,18 +95,12 @@ class TargetRows:
 
 @dataclass
 class Rows:
-    """n rows of one depth as losses see them; what is derived from them is computed on first use and kept.
-
-    hidden: [n, D] what the draft's output layer reads. labels: [n] target ids to be predicted. teacher_hidden: [n, D]
-    the target's post-norm state that predicts `labels`. shared: the target's side of these rows and perhaps of more
-    behind them, where depths share it; None: of these alone.
-    """
+    """n rows of one depth as losses read them; what is derived from them is computed on first use and kept."""
 
     spec: LossSpec
-    hidden: Tensor
-    labels: Tensor
-    teacher_hidden: Tensor
-    shared: TargetRows | None = None
+    hidden: Tensor  # [n, D] what the draft's output layer reads
+    labels: Tensor  # [n] target ids to be predicted
+    target: TargetRows  # of n rows or more, for depths that share it: these are the first
 
     @cached_property
     def draft_logits(self) -> Tensor:
@@ -138,11 +122,6 @@ class Rows:
         """[n] draft ids of the labels, -1 where the draft vocabulary has none."""
         return self.labels if self.spec.vocabulary is None else self.spec.vocabulary.to_draft[self.labels]
 
-    @cached_property
-    def target(self) -> TargetRows:
-        """The target's side; its rows beyond n are of no concern here."""
-        return TargetRows(self.spec, self.teacher_hidden) if self.shared is None else self.shared
-
     @property
     def target_probs(self) -> Tensor:
         """[n, Vd], without gradient."""
@@ -159,8 +138,7 @@ class Rows:
         return torch.minimum(self.target_probs, self.draft_probs).sum(-1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The losses, [n] each: p is the target's distribution, q the draft's
+# the losses, [n] each: p is the target's distribution, q the draft's
 
 
 def hard_ce(rows: Rows) -> Tensor:
@@ -171,14 +149,14 @@ def hard_ce(rows: Rows) -> Tensor:
 def hard_gce(rows: Rows) -> Tensor:
     """(1 - q(label)^g) / g, the generalised cross entropy (Zhang and Sabuncu 2018): hard_ce as g goes to 0, 1 - q at 1.
 
-    Its gradient is that of -log q times q^g. A head too small to be right everywhere gives up the tokens that it cannot
-    win, whose -log q would dominate, for those that greedy drafting gets accepted.
+    Its gradient is that of -log q times q^g: a head too small to be right everywhere neglects the tokens that it cannot
+    predict, whose -log q would dominate, in favour of those that greedy drafting gets accepted.
     """
     return -torch.expm1(-rows.spec.exponent * hard_ce(rows)) / rows.spec.exponent
 
 
 def greedy_gce(rows: Rows) -> Tensor:
-    """hard_gce with the target's most probable token as label: what a greedy draft must hit at temperature 0."""
+    """hard_gce with the target's most probable token as label, which a greedy draft must equal at temperature 0."""
     labels = rows.target.best[: len(rows.labels)]
     loss = F.nll_loss(rows.draft_log_probs, labels, ignore_index=-1, reduction="none")
     return -torch.expm1(-rows.spec.exponent * loss) / rows.spec.exponent
@@ -193,7 +171,7 @@ def soft_ce(rows: Rows) -> Tensor:
 
 
 def kl(rows: Rows) -> Tensor:
-    """sum_v p(v) log(p(v) / q(v)): soft_ce less the target's entropy, so its gradient, and zero at equality.
+    """sum_v p(v) log(p(v) / q(v)): soft_ce less the target's entropy: the same gradient, and zero at equality.
 
     With a draft vocabulary that covers the mass m, the least value is m log m, at q = p / m.
     """
@@ -239,9 +217,8 @@ def lk_lambda(rows: Rows) -> Tensor:
 def feature(rows: Rows) -> Tensor:
     """Smooth L1 between the predicted and the target's own post-norm state, mean over D (EAGLE-1: 1.0 beside
     soft_ce 0.1). Alone it trains no output layer."""
-    return F.smooth_l1_loss(
-        rows.spec.predicted_state(rows.hidden).float(), rows.teacher_hidden.float(), reduction="none"
-    ).mean(-1)
+    predicted, true = rows.spec.predicted_state(rows.hidden), rows.target.teacher_hidden[: len(rows.labels)]
+    return F.smooth_l1_loss(predicted.float(), true.float(), reduction="none").mean(-1)
 
 
 LOSSES: dict[str, Callable[[Rows], Tensor]] = {
@@ -261,7 +238,7 @@ LOSSES: dict[str, Callable[[Rows], Tensor]] = {
 
 
 def check_mix(mix: Mapping[str, float], *, key: str) -> None:
-    """Raises BadInput unless the mix has known names and positive weights. Args: key: where it is in the config."""
+    """Raises BadInput unless the mix has known names and positive weights. Args: key: the mix's key in the config."""
     if not mix:
         raise BadInput(f"{key} {{}}: expected at least one of {', '.join(LOSSES)}")
     for name, weight in mix.items():
@@ -270,9 +247,6 @@ def check_mix(mix: Mapping[str, float], *, key: str) -> None:
         if not (weight > 0 and math.isfinite(weight)):
             raise BadInput(f"{key}.{name} {weight}: expected a weight above 0; leave a loss out to have none of it")
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Depths and rows
 
 DEPTH_WEIGHTS = ("geometric", "normalised", "exponential")
 

@@ -1,4 +1,3 @@
-"""Layers and attention that head families are built from: `layers` first, then `attention` and `cache`, which serve
-decoding; `split_attention`, `chain_attention`, `fusing` and `repeated` make long contexts and training cheaper;
-`documents` keeps packed texts apart.
+"""What targets and heads compute with: `layers` (parts of a Llama layer), `cache` and `attention` for decoding, with
+`split_attention` for long caches; `chain_attention` and `fusing` for training; `documents` keeps packed texts apart.
 """

@@ -14,8 +14,8 @@ from .split_attention import masked_attention
 
 NAME = "headstart_grouped"
 
-# cuDNN's kernel, which torch 2.11 prefers on Hopper, is planned anew for each shape, and that takes a while: forwards
-# of more queries than a round has are of any length
+# cuDNN's kernel, which torch 2.11 prefers on Hopper, is planned anew for each shape, which is slow: it is avoided where
+# a forward has more queries than a round, since those come in any number
 MOST_IN_A_ROUND = 65
 ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -33,13 +33,16 @@ def grouped_attention(
     watch: Watch | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' scaled dot product attention, but for masked queries (verification, trees, drafts, batches).
+    """transformers' scaled dot product attention, except for masked queries (verification, trees, drafts, batches).
 
-    There transformers repeats keys and values once per query head of a group, a copy of the whole cache in every layer
-    and round. Here the queries that share a key head are laid one behind the other instead, with the mask tiled.
+    For those transformers repeats keys and values once per query head of a group, a copy of the whole cache in every
+    layer and round. Here the queries that share a key head follow one another instead, with the mask tiled.
 
-    Args: query [B, N, Q, H]; key, value [B, Nkv, P, H]; attention_mask [B, 1, Q, P] additive. Returns [B, Q, N, H].
-    watch: called with query, key and mask before they are used, see `Target.forward`.
+    Args:
+        query: [B, N, Q, H]. key, value: [B, Nkv, P, H]. attention_mask: [B, 1, Q, P] additive.
+        watch: called with query, key and mask before they are used, see `Target.forward`.
+
+    Returns: [B, Q, N, H].
     """
     if watch is not None and attention_mask is not None:
         watch(module, query, key, attention_mask, scaling)

@@ -1,4 +1,4 @@
-"""A key/value cache of fixed shape whose rows have lengths of their own: position p of a row lies in slot p."""
+"""A key/value cache of fixed shape whose rows advance independently, and the masks of what its queries see."""
 
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ class SlotLayer(CacheLayerMixin):
     def __init__(self, owner: "SlotCache"):
         super().__init__()
         self.owner = owner
-        self.visible: tuple[Tensor, Tensor] | None = None  # the first extent slots of keys and values
+        self.readable: tuple[Tensor, Tensor] | None = None  # the first extent slots of keys and values
         self.extent = -1
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -40,9 +40,9 @@ class SlotLayer(CacheLayerMixin):
             rows = self.owner.rows
             keys.transpose(1, 2).index_put_((rows, positions), key_states.transpose(1, 2))
             values.transpose(1, 2).index_put_((rows, positions), value_states.transpose(1, 2))
-        if self.visible is None or self.extent != extent:
-            self.visible, self.extent = (keys[:, :, :extent], values[:, :, :extent]), extent
-        return self.visible
+        if self.readable is None or self.extent != extent:
+            self.readable, self.extent = (keys[:, :, :extent], values[:, :, :extent]), extent
+        return self.readable
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.owner.extent, 0
@@ -55,11 +55,11 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """Keys and values of `num_layers` layers; rows of a batch advance independently.
+    """Keys and values of `num_layers` layers; position p of a row lies in slot p.
 
-    A write goes to the slots that `seek` named, and a query at position p must see slots <= p only. What a rejected
-    draft left behind lies in slots beyond its row's length, is never visible, and is overwritten in time: accepting a
-    chain needs no copying. Works as the `past_key_values` of any Hugging Face model that takes 4D masks.
+    A write goes to the slots that `seek` named, and a query at position p must see slots <= p only. A rejected draft
+    stays in slots beyond its row's length, which no query sees, until later writes replace it: accepting a chain needs
+    no copying. Works as the `past_key_values` of any Hugging Face model that takes 4D masks.
     """
 
     def __init__(self, *, num_layers: int, max_length: int):
@@ -71,15 +71,15 @@ class SlotCache(Cache):
         self.extent = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Write one layer's new keys and values [B, Nkv, Q, H]; returns all that attention may read of it."""
+        """Write one layer's new keys and values [B, Nkv, Q, H]; returns all that attention may read of the layer."""
         return cast(SlotLayer, self.layers[layer_idx]).update(key_states, value_states)
 
     def seek(self, positions: Tensor, *, extent: int, is_exact: bool = False) -> None:
-        """Name the slots of the next write.
+        """Set the slots of the next write.
 
         Args:
             positions: [B, Q] slot of each new token.
-            extent: a number of slots that covers every position in use; rounded up, it is how far attention reads.
+            extent: a number of slots that covers every position in use; rounded up, attention reads so many.
             is_exact: do not round up: one query at the last slot then needs no mask.
         """
         self.positions = positions
@@ -87,26 +87,37 @@ class SlotCache(Cache):
             self.rows = torch.arange(len(positions), device=positions.device)[:, None]  # [B, 1]
         self.extent = extent if is_exact else min(-(-extent // EXTENT_STEP) * EXTENT_STEP, self.max_length)
 
-    def mask(self, positions: Tensor, *, dtype: torch.dtype, window: int | None = None) -> Tensor:
-        """What queries at `positions` [B, Q] see of the slots that `seek` made readable; see `visibility_mask`."""
-        return visibility_mask(positions, extent=self.extent, dtype=dtype, window=window)
+    def mask(
+        self, positions: Tensor, *, dtype: torch.dtype, window: int | None = None, seen: Tensor | None = None
+    ) -> Tensor:
+        """What queries at `positions` [B, Q] see of the slots that `seek` made readable; see `visibility_mask`.
+
+        Args: seen: [B, Q, Q - 1] bool, of a root and its whole tree; see `tree_mask`.
+        """
+        if seen is None:
+            return visibility_mask(positions, extent=self.extent, dtype=dtype, window=window)
+        root, drafted = positions[:, 0], positions[:, 1:]
+        extent = self.extent
+        return tree_mask(
+            root, seen, positions=positions, extent=extent, dtype=dtype, window=window, drafted_positions=drafted
+        )
 
     def move(self, source: Tensor, destination: Tensor) -> None:
-        """Copy slots within each row: what a tree keeps of its drafted nodes moves up behind the committed tokens.
+        """Copy slots within each row: the accepted nodes of a tree move up behind the committed tokens.
 
         Args: source, destination: [B, n]; all sources are read before anything is written.
         """
         rows = torch.arange(len(source), device=source.device)[:, None]  # [B, 1]
         for layer in cast(list[SlotLayer], self.layers):
-            for stored in (layer.keys, layer.values):
-                by_slot = cast(Tensor, stored).transpose(1, 2)  # [B, slots, Nkv, H]
+            for tensor in (layer.keys, layer.values):
+                by_slot = cast(Tensor, tensor).transpose(1, 2)  # [B, slots, Nkv, H]
                 by_slot[rows, destination] = by_slot[rows, source]
 
     def take_row(self, row: int, source: "SlotCache", source_row: int) -> None:
         """Copy a row of another cache of the same layers and length, all its slots."""
         for mine, other in zip(cast(list[SlotLayer], self.layers), cast(list[SlotLayer], source.layers), strict=True):
-            for into, stored in ((mine.keys, other.keys), (mine.values, other.values)):
-                cast(Tensor, into)[row] = cast(Tensor, stored)[source_row]
+            for own, copied in ((mine.keys, other.keys), (mine.values, other.values)):
+                cast(Tensor, own)[row] = cast(Tensor, copied)[source_row]
 
 
 def visibility_mask(positions: Tensor, *, extent: int, dtype: torch.dtype, window: int | None = None) -> Tensor:
@@ -128,7 +139,7 @@ def visibility_mask(positions: Tensor, *, extent: int, dtype: torch.dtype, windo
 
 
 def hiding(hidden: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """The additive mask of what is hidden (bool, any shape): the dtype's minimum there, else 0."""
+    """The additive mask of hidden positions (bool, any shape): the dtype's minimum where hidden, else 0."""
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min)
 
 
@@ -142,11 +153,11 @@ def tree_mask(
     window: int | None = None,
     drafted_positions: Tensor | None = None,
 ) -> Tensor:
-    """The additive mask of drafted nodes: what is committed, and of the drafted slots only a node's own ancestors.
+    """The additive mask of drafted nodes: each sees what is committed, and of the drafted slots those of `seen`.
 
     Args:
         root: [B] position (and slot) of the last committed token; drafted node i lies in slot root + 1 + i.
-        seen: [B, Q, n] bool, which of n drafted nodes each query attends to.
+        seen: [B, Q, n] bool, which of n drafted nodes each query attends to: its ancestors and itself.
         positions: [B, Q] positions of the queries, root + depth.
         window, drafted_positions [B, n]: for a sliding window over positions.
 
@@ -161,3 +172,20 @@ def tree_mask(
     slots = root[:, None] + 1 + torch.arange(seen.shape[-1], device=root.device)  # [B, n]
     values = hiding(~seen, dtype=dtype)
     return mask.scatter_(-1, slots[:, None, None].expand(-1, 1, seen.shape[1], -1), values[:, None])
+
+
+def seen_by_children(seen: Tensor, parents: Tensor) -> Tensor:
+    """`seen` of new nodes: what their parents attend to, and themselves.
+
+    Args: seen: [B, F, n] of the nodes last drafted. parents: [B, Q] row of each new node's parent among them.
+    Returns: [B, Q, n + Q].
+    """
+    rows = torch.arange(len(parents), device=parents.device)[:, None]
+    itself = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
+    return torch.cat([seen[rows, parents], itself], -1)
+
+
+def newest_slots(root: Tensor, seen: Tensor) -> Tensor:
+    """[B, Q] slots of the Q nodes last drafted, given the root's [B] and their `seen` [B, Q, n]."""
+    num_new, num_nodes = seen.shape[1:]
+    return root[:, None] + 1 + num_nodes - num_new + torch.arange(num_new, device=root.device)

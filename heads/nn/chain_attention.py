@@ -8,7 +8,8 @@ number of positions. Query heads that share a key head read one copy of it, and 
 Shapes as in base.py; P shared keys, of which a block of queries sees the first `extent`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +17,31 @@ import torch
 from torch import Tensor
 
 from .fusing import Fusable
-from .repeated import repeated
 
-# queries whose scores exist at a time: the fewer, the more of what causality hides is skipped
+# queries whose scores exist at a time: with fewer, more of the keys that causality hides are skipped
 QUERY_BLOCK = {"cpu": 32}
 QUERY_BLOCK_ELSEWHERE = 512
 
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+_recomputing = 0  # contexts that are open, of the process: backward runs in threads of its own
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """Around what backward computes a second time instead of keeping it, so that it is not counted as the model's own
+    operations."""
+    global _recomputing
+    _recomputing += 1
+    try:
+        yield
+    finally:
+        _recomputing -= 1
+
+
+def is_recomputing() -> bool:
+    return _recomputing > 0
 
 
 @dataclass(frozen=True)
@@ -36,7 +54,7 @@ class Block:
 
 
 def blocks_of(last_seen: Sequence[int], device: torch.device) -> list[Block]:
-    """Blocks of queries, given the last shared key that each may see; later ones see as much as earlier ones."""
+    """Blocks of queries, given the last shared key that each may see; a block sees no less than those before it."""
     size = QUERY_BLOCK.get(device.type, QUERY_BLOCK_ELSEWHERE)
     blocks, extent = [], 1
     for start in range(0, len(last_seen), size):
@@ -110,19 +128,19 @@ class ChainAttention(torch.autograd.Function):
                 weights = (own_scores(queries, keys, ctx.scale) - lse).exp()  # [B, Nkv, G, Q]
                 scores = weights * ((values * grad).sum(-2, dtype=torch.float32) - delta) * ctx.scale
                 for_query += scores[..., None, :] * keys
-                for one, weight in ((queries, scores), (grad, weights)):
-                    grads.append((weight[..., None, :] * one).sum(2).transpose(-1, -2).to(query.dtype))
+                for x, weight in ((queries, scores), (grad, weights)):
+                    grads.append((weight[..., None, :] * x).sum(2).transpose(-1, -2).to(query.dtype))
             grad_query += for_query.flatten(1, 2).transpose(-1, -2).to(query.dtype)
         return None, None, None, grad_query, grad_key, grad_value, *grads
 
 
 def laid_out(drafted: Tensor) -> Tensor:
-    """The same [B, Nkv, Q, H] with its chains side by side in memory, as `by_channel` reads it without a copy."""
+    """The same [B, Nkv, Q, H] with its chains adjacent in memory, so that `by_channel` makes no copy."""
     return drafted.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
 def by_channel(x: Tensor, num_kv_heads: int | None = None) -> Tensor:
-    """[B, N, Q, H] -> [B, Nkv, G, H, Q]: what is done per query to few channels runs over many queries at a time.
+    """[B, N, Q, H] -> [B, Nkv, G, H, Q]: operations per query over few channels then run over many queries at a time.
 
     Args: num_kv_heads: Nkv; None: N, of own keys and values, which G query heads share.
     """
@@ -166,13 +184,13 @@ def shared_backward(
     if is_flash(query, value):
         return flash_backward(grad, query, key, value, out, lse, 0.0, False, attn_mask=mask, scale=scale)
     groups = (key.shape[1], query.shape[1] // key.shape[1])
-    with repeated():
+    with recomputing():
         products = products_of(query, key)
     flat_grad, flat_query = (x.unflatten(1, groups).flatten(2, 3) for x in (grad, query))  # [B, Nkv, G * q, H]
     delta = (grad.float() * out).sum(-1).unflatten(1, groups)  # [B, Nkv, G, q]
     of_weights = (flat_grad @ value.transpose(-1, -2)).view(products.shape)
-    found = softmax_gradients(products, mask, of_weights, lse.unflatten(1, groups), delta, scale)
-    weights, scores = (one.flatten(2, 3) for one in found)
+    gradients = softmax_gradients(products, mask, of_weights, lse.unflatten(1, groups), delta, scale)
+    weights, scores = (x.flatten(2, 3) for x in gradients)
     grad_key, grad_value = (x.transpose(-1, -2) @ y for x, y in ((scores, flat_query), (weights, flat_grad)))
     return (scores @ key).view(query.shape), grad_key, grad_value
 
@@ -202,10 +220,10 @@ def softmax_of(products: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Te
 def softmax_gradients(
     products: Tensor, mask: Tensor, of_weights: Tensor, lse: Tensor, delta: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The weights that were, and the gradients of `products`, [B, Nkv, G, q, extent] in their dtype.
+    """The attention weights of forward, and the gradients of `products`, [B, Nkv, G, q, extent] in their dtype.
 
-    Args: of_weights: the gradients of the weights. lse, delta: [B, Nkv, G, q] fp32, delta what the output and its
-    gradient have in common.
+    Args: of_weights: the gradients of the weights. lse, delta: [B, Nkv, G, q] fp32; delta: the output times its
+    gradient, summed over channels.
     """
     weights = scores_of(products, mask, scale).sub_(lse[..., None]).exp_()
     scores = (of_weights - delta[..., None]).mul_(weights).mul_(scale)

@@ -1,4 +1,4 @@
-"""Several texts in one row: which token is of which, and what may see what."""
+"""Several texts in one row: which token belongs to which, and the mask that keeps them apart."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,13 +11,10 @@ from .cache import visibility_mask
 
 @dataclass
 class Documents:
-    """Texts laid one behind the other in each row; padding at the end is one more.
+    """Texts one behind the other in each row; padding at the end is one more."""
 
-    ids: [B, T] which of a row's texts each token is of, ascending from 0. positions: [B, T] its place in that text.
-    """
-
-    ids: Tensor
-    positions: Tensor
+    ids: Tensor  # [B, T] the number, from 0, of the text that each token belongs to
+    positions: Tensor  # [B, T] of each token in its text
 
     @classmethod
     def of(cls, lengths: Sequence[Sequence[int]], *, num_positions: int) -> "Documents":
@@ -34,11 +31,11 @@ class Documents:
         ids, positions = (tensor.to(device, non_blocking=non_blocking) for tensor in (self.ids, self.positions))
         return Documents(ids, positions)
 
-    def mask(self, places: Tensor, *, dtype: torch.dtype, window: int | None = None) -> Tensor:
-        """The additive attention mask of queries at `places` [B, Q] of their rows: what is before them in their text.
+    def mask(self, queries: Tensor, *, dtype: torch.dtype, window: int | None = None) -> Tensor:
+        """The additive mask [B, 1, Q, T] of queries, which see what is before them in their own text.
 
-        Args: window: as in `visibility_mask`. Returns: [B, 1, Q, T].
+        Args: queries: [B, Q] their positions in the rows. window: as in `visibility_mask`.
         """
-        mask = visibility_mask(places, extent=self.ids.shape[1], dtype=dtype, window=window)
-        others = self.ids.gather(1, places)[:, :, None] != self.ids[:, None]  # [B, Q, T]
+        mask = visibility_mask(queries, extent=self.ids.shape[1], dtype=dtype, window=window)
+        others = self.ids.gather(1, queries)[:, :, None] != self.ids[:, None]  # [B, Q, T]
         return mask.masked_fill_(others[:, None], torch.finfo(dtype).min)

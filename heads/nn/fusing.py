@@ -1,7 +1,7 @@
-"""Functions of few operations over large tensors, whose passes torch.compile makes one where a run asks for it.
+"""Functions of few operations over large tensors, which torch.compile fuses into one pass where a run asks for it.
 
-What is compiled reads and returns plain tensors, records no gradient and holds no weights: it is the same whatever
-wraps the head (DDP, ZeRO, FSDP), and one compilation serves all sizes.
+They read and return plain tensors, record no gradient and hold no weights: they are the same whatever wraps the head
+(DDP, ZeRO, FSDP), and one compilation serves all sizes.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,13 +20,13 @@ R = TypeVar("R")
 
 
 class Fusable(Generic[P, R]):
-    """A function that runs as written or, where `fuse` said so for this process, as torch.compile makes it.
+    """A function that runs as written or, after `fuse`, compiled.
 
-    Compiled, it is not seen by what counts operations or storages: it has no matrix products, and a step that is
-    counted computes the same bits as any other.
+    Counters of operations or storages (dispatch modes) do not see a compiled one: it has no matrix products, and a step
+    that is counted computes the same bits as any other.
     """
 
-    is_fused = False  # of all of them
+    is_fused = False  # of all functions in this process
 
     def __init__(self, function: Callable[P, R]):
         self.function = function
@@ -45,22 +45,22 @@ class Fusable(Generic[P, R]):
 
 
 def fuse(is_fused: bool, device: torch.device | None = None) -> None:
-    """How all `Fusable` functions run from now on.
+    """Set whether all `Fusable` functions run compiled from now on.
 
-    Args: device: where; given, a first small compilation shows that it works there.
-    Raises: BadInput where it does not: torch.compile needs a C++ compiler on a CPU, Triton on a GPU.
+    Args: device: where to compile something small first.
+    Raises: BadInput where that fails: torch.compile needs a C++ compiler on a CPU, Triton on a GPU.
     """
     if is_fused and device is not None:
         try:
             torch.compile(lambda x: x.sin() + 1, fullgraph=True)(torch.ones(8, device=device))
-        except Exception as error:  # whatever compilers and their loaders raise
+        except Exception as error:  # compilers and their loaders raise exceptions of many kinds
             raise BadInput(f"train.compile: torch.compile does not work on {device}: {first_line(error)}") from error
     Fusable.is_fused = is_fused
 
 
 @contextmanager
 def fused(is_fused: bool) -> Iterator[None]:
-    """`fuse` for the time of a context."""
+    """`fuse` within a context."""
     before = Fusable.is_fused
     fuse(is_fused)
     try:

@@ -1,4 +1,4 @@
-"""What heads are built from: RMSNorm, rotary positions, attention projections, gated MLP."""
+"""Parts of a Llama layer, and the Llama config of a head's layers."""
 
 from typing import Any
 
@@ -10,9 +10,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ...configs.errors import BadInput, first_line
 
-# what a head's layers can have of their own, as keys of a Llama config
-ARCHITECTURE = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
-ARCHITECTURE += ("rope_parameters",)
+# keys of a Llama config in which a head's layers may differ from the target's
+ARCHITECTURE = tuple(
+    "intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps rope_parameters".split()
+)
+# keys that serving engines read of it
+SERVED = "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps".split()
+SERVED += "max_position_embeddings hidden_act rope_parameters bos_token_id eos_token_id".split()
 
 
 class RMSNorm(nn.Module):
@@ -32,8 +36,8 @@ class RMSNorm(nn.Module):
 
 
 class Normalise(torch.autograd.Function):
-    """x / rms(x) * weight in fp32 for training on a CPU, where torch has no kernel of its own for it: autograd takes
-    twice the passes over x and keeps its inner results."""
+    """x / rms(x) * weight in fp32 for training on a CPU, where torch has no fused kernel: autograd would take twice the
+    passes over x and keep its intermediate results."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -52,7 +56,7 @@ class Normalise(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 for_weight = (inverse.T @ product)[0]
             if ctx.needs_input_grad[0]:
-                along = (product @ weight)[:, None] * inverse.pow(3) / size  # [n, 1] what goes off along x
+                along = (product @ weight)[:, None] * inverse.pow(3) / size  # [n, 1] the part of the gradient along x
                 for_x = torch.mul(flat_grad, weight, out=product).mul_(inverse).addcmul_(flat, along, value=-1)
         return None if for_x is None else for_x.view_as(x), for_weight, None
 
@@ -66,15 +70,15 @@ class Rotary:
 
     def __init__(self, config: LlamaConfig):
         self.embedding = LlamaRotaryEmbedding(config)
-        # [positions, H] each, by size; none is dropped: a captured graph reads the one it was captured with
+        # [positions, H] each, by size; none is dropped: a captured CUDA graph reads the one it was captured with
         self.tables: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, positions: Tensor, *, like: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
         """cos, sin [B, 1, Q, H] in `like`'s dtype for positions [B, Q], all below num_positions."""
         size = max(256, 1 << (num_positions - 1).bit_length())
         if (size, positions.device) not in self.tables:
-            every = torch.arange(size, device=positions.device)[None]
-            cos, sin = self.embedding.to(positions.device)(torch.zeros(1, device=positions.device), every)
+            all_positions = torch.arange(size, device=positions.device)[None]
+            cos, sin = self.embedding.to(positions.device)(torch.zeros(1, device=positions.device), all_positions)
             self.tables[size, positions.device] = cos[0], sin[0]
         cos, sin = self.tables[size, positions.device]
         return cos[positions][:, None].to(like.dtype), sin[positions][:, None].to(like.dtype)
@@ -88,15 +92,19 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Attention(nn.Module):
-    """The projections of grouped-query attention; the caller brings keys and values together as its context needs."""
+    """The projections of grouped-query attention; the caller joins keys and values as its context needs."""
 
-    def __init__(self, *, in_size: int, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int):
+    def __init__(self, config: LlamaConfig, *, in_size: int | None = None):
+        """Args: in_size: channels that queries, keys and values are made of; None: the hidden size."""
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.q_proj = nn.Linear(in_size, num_heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(in_size, num_kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(in_size, num_kv_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+        sizes: Any = config  # transformers leaves some of them optional
+        self.num_heads, self.num_kv_heads = sizes.num_attention_heads, sizes.num_key_value_heads
+        self.head_dim: int = sizes.head_dim
+        in_size = config.hidden_size if in_size is None else in_size
+        self.q_proj = nn.Linear(in_size, self.num_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(in_size, self.num_kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(in_size, self.num_kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, sizes.hidden_size, bias=False)
 
     def queries(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """[B, Q, in] -> [B, N, Q, H]."""
@@ -108,7 +116,7 @@ class Attention(nn.Module):
         return keys, self._split(self.v_proj(x), self.num_kv_heads)
 
     def group(self, queries: Tensor) -> Tensor:
-        """[B, N, Q, H] -> [B, Nkv, N/Nkv * Q, H]: queries that share a key head, so that keys are never repeated."""
+        """[B, N, Q, H] -> [B, Nkv, N/Nkv * Q, H]: queries that share a key head, so that keys need no copy."""
         return queries.reshape(len(queries), self.num_kv_heads, -1, self.head_dim)
 
     def output(self, mixed: Tensor, num_queries: int) -> Tensor:
@@ -123,11 +131,11 @@ class Attention(nn.Module):
 class GatedMLP(nn.Module):
     """down(silu(gate x) * up x) (Shazeer 2020)."""
 
-    def __init__(self, *, hidden_size: int, intermediate_size: int):
+    def __init__(self, config: LlamaConfig):
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -136,11 +144,11 @@ class GatedMLP(nn.Module):
 def llama_config(target_config: Any, architecture: dict[str, Any] | None = None) -> LlamaConfig:
     """A one-layer Llama config with the target's sizes, norm epsilon, context and rotary parameters.
 
-    Args: architecture: what of the layer is not the target's, by the config's own keys; each of ARCHITECTURE.
-    Raises: BadInput on another key.
+    Of a target with rotary parameters for each attention type, those of full attention are taken; keys that engines
+    would misread on a plain layer (mrope, partial rotation) are left out.
 
-    What serving engines know as the draft's config. Families that keep one set of rotary parameters per attention type
-    give their full-attention set; keys that engines would misread on a plain layer (mrope, partial rotation) go.
+    Args: architecture: values that differ from the target's, by the config's keys, which are among ARCHITECTURE.
+    Raises: BadInput on another key, and on values that transformers refuses.
     """
     c = target_config
     rope: dict[str, Any] = getattr(c, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
@@ -169,5 +177,17 @@ def llama_config(target_config: Any, architecture: dict[str, Any] | None = None)
         return ours
     try:
         return LlamaConfig(**(ours.to_dict() | architecture))
-    except Exception as error:  # of whatever validates configs in transformers
+    except Exception as error:  # transformers validates configs with exceptions of several kinds
         raise BadInput(f"head.architecture: {first_line(error)}") from error
+
+
+def serving_keys(config: LlamaConfig, *, num_layers: int) -> dict[str, Any]:
+    """The keys of a draft's config.json that describe its Llama layers."""
+    llama = config.to_dict()
+    rope = llama["rope_parameters"]
+    return {
+        **{key: llama[key] for key in SERVED},
+        "num_hidden_layers": num_layers,
+        "rope_theta": rope.get("rope_theta", 10000.0),
+        "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
+    }

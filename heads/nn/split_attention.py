@@ -1,12 +1,12 @@
-"""Masked attention of few queries over a cache; on a GPU a long cache is read in parts, side by side."""
+"""Masked attention of few queries over a cache; on a GPU a long cache is read in parts, in parallel."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 PART = 256  # slots
-ENOUGH_BLOCKS = 64  # rows times key heads: with so many a GPU is busy without parts
-MOST_QUERIES = 256  # of a key head: more keep a GPU busy too
+ENOUGH_BLOCKS = 64  # rows times key heads that keep a GPU busy without parts
+MOST_QUERIES = 256  # of a key head: more keep a GPU busy, too
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scale: float | None = None) -> Tensor:
@@ -17,7 +17,7 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *,
 
 
 def reads_in_parts(query: Tensor, key: Tensor) -> bool:
-    """Whether a kernel that gives each key head of each row a single block would leave a GPU idle over a long cache."""
+    """Whether one block per key head and row would leave most of a GPU idle over a long cache."""
     num_blocks, num_slots = key.shape[0] * key.shape[1], key.shape[2]
     is_long = num_slots >= 4 * PART and num_slots % PART == 0
     return is_long and num_blocks < ENOUGH_BLOCKS and query.shape[2] <= MOST_QUERIES
@@ -26,8 +26,8 @@ def reads_in_parts(query: Tensor, key: Tensor) -> bool:
 def attention_in_parts(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scale: float | None = None
 ) -> Tensor:
-    """`masked_attention`, part by part: each has a softmax of its own, and weighs as much as its share of the whole
-    one's denominator (Flash-Decoding, Dao et al. 2023)."""
+    """`masked_attention`, part by part: each has its own softmax, and is weighted by its share of the whole softmax's
+    denominator (Flash-Decoding, Dao et al. 2023)."""
     mixed = []
     for queries, keys, values, hidden in zip(query, key, value, mask, strict=True):  # parts of one row are a view
         keys, values = (x.unflatten(1, (-1, PART)).transpose(0, 1) for x in (keys, values))  # [C, Nkv, PART, H]

@@ -172,7 +172,7 @@ def estimated_peak(shape: Shape, *, device: str = "cuda") -> int:
         prepared = PreparedStarts(mode.from_tensor(starts.positions), mode.from_tensor(starts.valid))
         prepared.blocks = blocks
         with unset_fake_temporarily():
-            plan = starts.plan(shape.context, size=head._chunk_size(shape.depths))
+            plan = starts.plan(shape.context, size=head.positions_per_chunk(shape.depths))
         chains, positions = (mode.from_tensor(tensor) for tensor in (plan.chains, plan.positions))
         prepared.made = Plan(positions, chains, plan.sizes, plan.size)
         stack.enter_context(patch.object(base, "chain_starts", lambda *_: prepared))

@@ -6,11 +6,14 @@ does the same for the rules alone, with far more rows.
 
 import pytest
 import torch
+from headstart.configs.errors import BadInput
 from headstart.eval import engine, sampling, verify
 from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
+from headstart.eval.generate import generate
 from headstart.eval.measurement.tree_search import sampled_chain
-from headstart.heads.drafting import DynamicTree, StaticTree
+from headstart.heads.drafter import ChainDrafter
+from headstart.heads.drafting import Draws, DynamicTree, Proposal, StaticTree
 from headstart.heads.registry import HEADS, build_head
 
 SAMPLED = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0)), sampled=True)
@@ -51,6 +54,57 @@ def test_ngrams_draft_without_changing_the_law(how, small, chi_square):
 
 def test_sparse_drafts_do_not_change_the_law(small, chi_square):
     assert chi_square(small, SparseSelfDrafter(small, 32), **HOWS[0]) < 1.5
+
+
+class SampledChain(ChainDrafter):
+    """A head whose chains are drawn at random, with their draft probabilities."""
+
+    def __init__(self, head, draws):
+        self.head, self.draws = head, draws
+        self.feature_layers, self.max_draft_tokens = head.feature_layers, head.max_draft_tokens
+
+    def begin(self, *, batch_size, max_length):
+        return self.head.begin(batch_size=batch_size, max_length=max_length)
+
+    def commit(self, state, read):
+        self.head.commit(state, read)
+
+    def propose(self, state, *, num_draft_tokens):
+        drafted = self.head.propose_tree(state, sampled_chain(num_draft_tokens), draws=self.draws)
+        return Proposal(drafted.tokens, draft_probs=drafted.draft_probs)
+
+
+def test_a_chain_with_draft_probs_is_verified_as_the_sampled_tree_of_one_path(small):
+    """Token for token and round for round, as both use the same random numbers."""
+    head, runs = untrained("medusa", small), []
+    for is_tree in (True, False):
+        source = torch.Generator().manual_seed(3)
+        drafter = head if is_tree else SampledChain(head, Draws(0.7, small.vocab_size, source))
+        how = {"tree": sampled_chain(2)} if is_tree else {"num_draft_tokens": 2}
+        out = generate(small, drafter, [[1, 4, 3]] * 8, max_new_tokens=16, temperature=0.7, generator=source, **how)
+        runs.append((out.token_ids, [one.num_accepted for one in out.rounds]))
+    assert runs[0] == runs[1] and any(map(any, runs[0][1]))
+
+
+def test_a_rule_that_needs_draft_probs_refuses_drafts_without_them(small):
+    def rejection(drafted):
+        assert drafted.draft_probs is not None
+        return verify.exact(drafted)
+
+    rule = verify.AcceptRule(rejection, is_lossless=True, needs_draft_probs=True)
+    how = {"max_new_tokens": 8, "temperature": 1.0, "accept": rule}
+    with pytest.raises(BadInput, match="needs draft probabilities, and the drafter gives none"):
+        generate(small, NgramDrafter(), [1, 4, 3], **how)
+    assert generate(small, untrained("medusa", small), [1, 4, 3], tree=SAMPLED, **how).token_ids[0]
+
+
+def test_the_thresholds_of_typical_acceptance_are_arguments(small):
+    """At 0 every draft is accepted, at 1 none."""
+    for epsilon, expected in ((0.0, 2), (1.0, 0)):
+        rule = verify.AcceptRule(verify.TypicalAcceptance(epsilon=epsilon, delta=100.0))
+        how = {"max_new_tokens": 7, "temperature": 1.0, "num_draft_tokens": 2}
+        out = generate(small, untrained("medusa", small), [1, 4, 3], accept=rule, eos_token_ids=[], **how)
+        assert {one.num_accepted[0] for one in out.rounds[1:]} == {expected}
 
 
 # What these tests must be able to see

@@ -153,6 +153,21 @@ def test_help_names_every_option(command, headstart):
         assert "train" in out and "eval" in out
 
 
+def test_every_option_of_eval_is_in_a_panel_of_the_help(headstart):
+    """Target, output and the decoding in between, in that order; what is common comes first in each."""
+    panels = {"Target": "target", "Drafts": "head", "Prompts": "prompts", "Decoding": "max_new_tokens"}
+    panels |= {"Measuring": "batch_size", "Output": "output"}
+    root = typer.main.get_command(cli.app)
+    options = [option for option in root.commands["eval"].params if option.name != "help"]  # pyright: ignore
+    found = list(dict.fromkeys(option.rich_help_panel for option in options))
+    assert found == list(panels)
+    firsts = [next(option.name for option in options if option.rich_help_panel == panel) for panel in found]
+    assert firsts == list(panels.values())
+    code, out, _ = headstart("eval --help")
+    titles = [line.rstrip(":") for line in out.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert code == 0 and [title for title in titles if title in panels] == list(panels)
+
+
 def test_the_version(headstart):
     assert headstart("--version") == (0, f"{__version__}\n", "")
 

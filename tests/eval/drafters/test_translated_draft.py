@@ -327,7 +327,7 @@ def test_tail_gives_the_image_of_the_whole():
     def pairs(text: str) -> list[str]:
         return [text[i : i + 2] for i in range(0, len(text), 2)]
 
-    tail, text = Tail(pairs, nothing=[], keep=4), ""
+    tail, text = Tail(pairs, empty=[], keep=4), ""
     for letter in "abcdefghijklmnopqrstuvwxyz":
         text += letter
         assert tail.update(text) == pairs(text)

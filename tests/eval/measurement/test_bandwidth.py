@@ -103,7 +103,7 @@ def test_nothing_decoded_has_no_bandwidth(target):
 def test_a_copy_counts_what_is_read_and_what_is_written(monkeypatch):
     """Under a clock that says 0.1, 0.4, 0.2, 0.3 seconds: the first copy, which touches fresh pages, is left out."""
     times = iter([0.0, 0.1, 1.0, 1.4, 2.0, 2.2, 3.0, 3.3])
-    monkeypatch.setattr("headstart.eval.measurement.bandwidth.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("headstart.eval.generate.time.perf_counter", lambda: next(times))
     monkeypatch.setattr("headstart.eval.measurement.bandwidth.COPY_BYTES", {"cpu": 1000})
     assert copy_bandwidth(torch.device("cpu")) == pytest.approx(2 * 1000 / 0.3)
 

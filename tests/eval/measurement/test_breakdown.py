@@ -6,6 +6,7 @@ import pytest
 import torch
 from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.drafters.registry import training_record
+from headstart.eval.generate import Generation
 from headstart.eval.measurement.breakdown import asked_as_trained, beyond_training, draft_vocabulary
 from headstart.eval.measurement.config import MeasureConfig, chain
 from headstart.eval.measurement.measure import measure
@@ -17,7 +18,7 @@ from headstart.eval.measurement.result import (
     PromptEnding,
     TrainingRecord,
 )
-from headstart.eval.measurement.summary import unmeasured
+from headstart.eval.measurement.summary import MeasuredBatch, Side, unmeasured
 from headstart.eval.report.console import training_warnings
 from headstart.eval.suites.prompts import PromptSource, Suite
 from headstart.heads.registry import HEADS, build_head, save_head
@@ -67,10 +68,15 @@ def test_coverage_counts_written_tokens(tiny_target):
     target = tiny_target("llama")
     config = HEADS["eagle3"].config_class(type="eagle3", draft_vocab_size=4)
     head = build_head(config, target, draft_token_ids=torch.tensor([1, 5, 9, 30]))
-    assert draft_vocabulary(head, [[1, 5, 5], [2]]) == DraftVocabulary(4, 0.75)
-    assert draft_vocabulary(head, [[], []]) == DraftVocabulary(4, None)
-    assert draft_vocabulary(build_head(HEADS["medusa"].config_class(type="medusa"), target), [[1]]) is None
-    assert draft_vocabulary(NgramDrafter(), [[1]]) is None
+
+    def wrote(*texts):
+        drafted = Side([Generation(list(texts), [])])
+        return [MeasuredBatch(0, Suite("two", [[1]] * len(texts)), drafted, Side())]
+
+    assert draft_vocabulary(head, wrote([1, 5, 5], [2])) == DraftVocabulary(4, 0.75)
+    assert draft_vocabulary(head, wrote([], [])) == DraftVocabulary(4, None)
+    assert draft_vocabulary(build_head(HEADS["medusa"].config_class(type="medusa"), target), wrote([1])) is None
+    assert draft_vocabulary(NgramDrafter(), wrote([1])) is None
 
 
 def test_what_a_head_says_of_its_training_is_read_from_it(tiny_target, tmp_path):

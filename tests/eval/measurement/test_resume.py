@@ -180,7 +180,7 @@ def test_a_damaged_line_is_refused(tmp_path):
 def test_one_process_measures_into_a_folder(tmp_path):
     with BatchStore(tmp_path) as first:
         first.add("a", 0, {})
-        with pytest.raises(BadInput, match="another process measures into this folder"), BatchStore(tmp_path):
+        with pytest.raises(BadInput, match="measured.jsonl: in use by another process"), BatchStore(tmp_path):
             pass
 
 

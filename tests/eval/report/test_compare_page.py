@@ -11,7 +11,7 @@ from headstart.eval.measurement.lossless import LosslessReport
 from headstart.eval.measurement.result import Bandwidth, Conventions, Result, Timing
 from headstart.eval.report.charts import Series, line_chart, thinned
 from headstart.eval.report.comparison import Evaluation, headline, read_evaluation, standings, unlike
-from headstart.eval.report.comparison_page import RunFigures, TrainingRun, render, render_curves
+from headstart.eval.report.comparison_page import TrainingRun, render, render_curves
 from headstart.eval.report.document import Report
 
 
@@ -85,8 +85,8 @@ def test_like_evaluations_have_no_warning():
 def test_the_page_has_both_and_fetches_nothing():
     bad = "<script>x</script>"
     losses = [(i, 3.0 / i) for i in range(1, 500)]
-    run = TrainingRun(bad, FIGURES, {"train.seed": 1}, losses, [(200, 1.9), (400, 2.1)], [(400, 2.2)])
-    other = TrainingRun("other", FIGURES, {"train.seed": 2}, losses, [], [])
+    run = training_run(bad, {"train.seed": 1}, losses, [(200, 1.9), (400, 2.1)], [(400, 2.2)])
+    other = training_run("other", {"train.seed": 2}, losses)
     page = render([evaluation(bad, entry()), evaluation("b", entry(2.0, 1.8, 2.2))], [run, other])
     assert "<script" not in page and "http" not in page and "url(" not in page and "&lt;script&gt;" in page
     for words in ("2.00 [1.80, 2.20]", "1.50 [1.40, 1.60]", "b is the fastest", "20/20", "2.10 at 400", "train.seed"):
@@ -97,15 +97,15 @@ def test_the_page_has_both_and_fetches_nothing():
     assert 'class="recommendation deploy"' in page and len(page) < 100_000
 
 
-FIGURES = RunFigures(
-    run="runs/a", finished=True, steps=400, loss=0.01, best_acceptance_length=2.1, best_step=400,
-    last_acceptance_length=2.1, decoded_acceptance_length=None, tokens_per_second=1234.5,
-)  # fmt: skip
+def training_run(name, settings=(), losses=((1, 3.0),), taught=(), decoded=()):
+    return TrainingRun(
+        name=name, folder=f"runs/{name}", finished=True, settings=dict(settings), tokens_per_second=1234.5,
+        losses=losses, taught=taught, decoded=decoded,
+    )  # fmt: skip
 
 
 def test_runs_alone_are_a_page_too():
-    runs = [TrainingRun(name, FIGURES, {}, [(1, 3.0)], [], []) for name in ("a", "b")]
-    page = render([], runs)
+    page = render([], [training_run("a", taught=[(1, 2.1)]), training_run("b")])
     assert "a reached the best validation, 2.10 tokens" in page and "Settings that differ" not in page
 
 
@@ -118,7 +118,7 @@ def test_curves_keep_their_last_value_and_few_points():
 
 
 def test_the_curves_are_an_svg_file_of_their_own():
-    runs = [TrainingRun(name, FIGURES, {}, [(1, 3.0), (2, 2.0)], [(2, 1.9)], []) for name in ("<a>", "b")]
+    runs = [training_run(name, losses=[(1, 3.0), (2, 2.0)], taught=[(2, 1.9)]) for name in ("<a>", "b")]
     root = ElementTree.fromstring(render_curves(runs))
     assert root.tag == "{http://www.w3.org/2000/svg}svg" and "<a>: 2.00 at 2" in "".join(root.itertext())
     assert len(root.findall(".//{*}svg")) == 2 and "--c0:" in "".join(root.itertext())

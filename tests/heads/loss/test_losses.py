@@ -6,7 +6,15 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.heads.loss.chunked import summed_loss
-from headstart.heads.loss.functions import LOSSES, DraftVocabulary, LossSpec, Rows, check_mix, depth_weights_of
+from headstart.heads.loss.functions import (
+    LOSSES,
+    DraftVocabulary,
+    LossSpec,
+    Rows,
+    TargetRows,
+    check_mix,
+    depth_weights_of,
+)
 
 NUM_ROWS, SIZE, VOCAB = 7, 5, 11
 CUT = torch.tensor([0, 2, 3, 5, 8, 9])
@@ -37,7 +45,7 @@ def make_rows(cut=None, *, scale=2.0, mix=None, draft=None, target=None):
         exponent=EXPONENT,
     )
     labels = torch.randint(VOCAB, (NUM_ROWS,), generator=source(3))
-    return Rows(spec, draft.clone().requires_grad_(), labels, target)
+    return Rows(spec, draft.clone().requires_grad_(), labels, TargetRows(spec, target))
 
 
 def exps(logits):
@@ -83,7 +91,7 @@ def test_a_loss_is_its_formula(name, cut):
     assert cut is None or not set(rows.labels.tolist()) <= set(columns), "some labels cannot be drafted"
     wanted = [
         naive(name, *row, columns)
-        for row in zip(rows.hidden.tolist(), rows.teacher_hidden.tolist(), rows.labels.tolist(), strict=True)
+        for row in zip(rows.hidden.tolist(), rows.target.teacher_hidden.tolist(), rows.labels.tolist(), strict=True)
     ]
     torch.testing.assert_close(got, torch.tensor(wanted), rtol=1e-5, atol=1e-5)
 
@@ -131,7 +139,7 @@ def gradient(rows, name):
 def test_gradients_are_the_closed_forms(cut):
     rows = make_rows(cut)
     q = rows.hidden.detach().softmax(-1)
-    whole = rows.teacher_hidden.softmax(-1)
+    whole = rows.target.teacher_hidden.softmax(-1)
     p = whole if cut is None else whole[:, cut]
     covered = p.sum(-1, keepdim=True)
     assert cut is None or (covered < 0.99).any()
@@ -193,7 +201,7 @@ def test_losses_stay_finite_where_draft_and_target_share_nothing():
 
 def of_rows(mix, *, weights=None, num_guesses=1, cut=CUT, size=100):
     rows = make_rows(cut, mix=mix)
-    how = {"labels": rows.labels, "teacher_hidden": rows.teacher_hidden, "weights": weights, "size": size}
+    how = {"labels": rows.labels, "teacher_hidden": rows.target.teacher_hidden, "weights": weights, "size": size}
     value, guesses = summed_loss(rows.hidden, rows.spec, num_guesses=num_guesses, **how)
     return rows, value, guesses
 
@@ -222,7 +230,7 @@ def test_what_a_mix_shares_is_computed_once_and_what_it_does_not_need_never():
         rows = make_rows(mix=mix)
         rows.spec.target_logits = target_logits
         seen.clear()
-        summed_loss(rows.hidden, rows.spec, labels=rows.labels, teacher_hidden=rows.teacher_hidden, size=100)
+        summed_loss(rows.hidden, rows.spec, labels=rows.labels, teacher_hidden=rows.target.teacher_hidden, size=100)
         assert len(seen) == wanted
 
 
