@@ -86,9 +86,5 @@ def uniform_p_value(values: Tensor) -> float | None:
     from scipy.special import kolmogorov
     from scipy.stats import ks_1samp, uniform
 
-<<<<<<< HEAD
-    distance, _ = ks_1samp(values.numpy(), uniform.cdf, method="asymp")
-=======
     distance = ks_1samp(values.numpy(), uniform.cdf, method="asymp")[0]
->>>>>>> h-meas
     return float(kolmogorov((size**0.5 + 0.12 + 0.11 / size**0.5) * distance))

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from ..configs.errors import BadInput, first_line
-from .nn.attention import grouped_attention
-from .nn.cache import SlotCache, visibility_mask
-from .nn.chain_attention import Block, attend_chains, blocks_of, laid_out
-from .target import Target
+from ...configs.errors import BadInput, first_line
+from ..target import Target
+from .attention import grouped_attention
+from .cache import SlotCache, visibility_mask
+from .chain_attention import Block, attend_chains, blocks_of, laid_out
 
 NAME = "headstart_chains"
 
