@@ -25,7 +25,7 @@ class InOrder(TyperGroup):
     """Lists the commands in the order in which a project uses them."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return sorted(map(str, self.commands), key=COMMANDS.index)
+        return sorted(map(str, self.commands), key=lambda name: COMMANDS.index(name))
 
 
 app = typer.Typer(
