@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 @dataclass(kw_only=True)
 class LowRankConfig(HeadConfig):
-    """rank: of each depth's correction."""
+    """The family's own key."""
 
     type: str = "low_rank"
     loss: dict[str, float] = field(default_factory=lambda: {"hard_ce": 1.0})
-    rank: int = 16
+    rank: int = 16  # of each depth's correction
 
 
 class LowRankHead(DraftHead):

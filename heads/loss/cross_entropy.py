@@ -30,8 +30,8 @@ def closed_mix(rows: Rows, logits: Tensor, scale: Tensor, *, num_guesses: int, o
     shares = {name: float(mix[name]) for name in labels}
     soft = float(mix.get("soft_ce", 0.0) + mix.get("kl", 0.0))
     scale = scale.expand(n)
-    how = {"shares": shares, "exponent": rows.spec.exponent, "num_guesses": num_guesses}
-    values, ids = cross_entropies(logits, out, scale, labels, probs, covered, soft, **how)
+    plain = logits, out, scale, labels, probs, covered, soft
+    values, ids = cross_entropies(*plain, shares=shares, exponent=rows.spec.exponent, num_guesses=num_guesses)
     return values if constant is None else values + constant, ids
 
 
@@ -56,7 +56,7 @@ def cross_entropies(
     grads = torch.softmax(logits, -1, out=out if given.dtype == out.dtype == logits.dtype else None)
     normaliser = scores[:, 0] - grads.gather(-1, ids[:, :1])[:, 0].log()  # [n] log of the sum of exp(logits)
     values = torch.zeros_like(normaliser)
-    of_probs, ones = torch.zeros_like(normaliser), []  # [n] times draft_probs; what goes off at single tokens
+    of_probs, singles = torch.zeros_like(normaliser), []  # [n] times draft_probs; what is subtracted at single tokens
     for name, label in labels.items():
         known, label = (label >= 0).float(), label.clamp(min=0)[:, None]
         loss = (normaliser - logits.gather(-1, label)[:, 0]) * known
@@ -67,14 +67,14 @@ def cross_entropies(
             values -= shares[name] * torch.expm1(-exponent * loss) / exponent
             share = share * torch.exp(-exponent * loss)
         of_probs += share
-        ones.append((label, share))
+        singles.append((label, share))
     if probs is not None and covered is not None:
         values += soft * (covered * normaliser - (probs * logits).sum(-1))
         of_probs += soft * covered
     grads.mul_((of_probs * scale)[:, None])
     if probs is not None:
         grads.addcmul_(probs, (scale * soft).expand_as(values)[:, None], value=-1)
-    for label, share in ones:
+    for label, share in singles:
         grads.scatter_add_(-1, label, -(share * scale)[:, None])
     if grads is not out:
         out.copy_(grads)

@@ -162,3 +162,19 @@ def test_an_architecture_of_unknown_keys_or_norms_twice_are_refused(target):
 def test_no_layers_are_refused():
     with pytest.raises(BadInput, match="^num_layers 0: expected at least 1$"):
         Eagle3Config(num_layers=0)
+
+
+def test_it_looks_deeper_than_it_was_trained_and_leaves_its_config(target, head, make_batch):
+    """As deep as it drafts, with the same logits where it was trained; the config given to it is untouched."""
+    before, batch = head.config.as_dict(), make_batch(target, head)
+    starts, logits = head.teacher_forced_logits(batch)
+    deeper_starts, deeper = head.teacher_forced_logits(batch, num_depths=6)
+    assert (starts.num_depths, deeper_starts.num_depths) == (4, 6)
+    torch.testing.assert_close(deeper[:, :, :4], logits)
+    out = head.loss(batch, num_depths=6)
+    assert out.depth_loss.shape == (6,) and out.hits.shape == deeper.shape[:3]
+    assert torch.equal(out.starts.valid, head.chain_starts(batch.loss_mask, num_depths=6).valid)
+    assert head.config.as_dict() == before
+    config = Eagle3Config()
+    assert build_head(config, target).config.feature_layers == list(config.resolved(target).feature_layers or ())
+    assert config.feature_layers is None
