@@ -44,8 +44,6 @@ class Case:
 
 
 Rule = Callable[[Case], Finding | None]
-
-
 Accepted = Result | AcceptancePart  # acceptance over some rounds
 
 
