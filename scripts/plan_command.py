@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
@@ -16,7 +16,9 @@ from ..configs.loader import PACKAGE_CONFIGS
 from .eval_run import WantedSuites, progress
 
 if TYPE_CHECKING:
-    from ..eval.measurement.step_times import StepTime
+    from ..eval.plan.load import LoadPoint
+    from ..eval.plan.prediction import Cell
+    from ..eval.plan.result import Plan
     from ..eval.suites.prompts import Suite
     from ..heads.drafter import Drafter
     from ..heads.target import Target
@@ -84,7 +86,7 @@ def plan(
     is timed: the profile says what steps take there. machine.json is this machine's profile, for use elsewhere.
     """
     from ..eval.measurement.config import MeasureConfig
-    from ..eval.plan.machine_profile import load_machine
+    from ..eval.plan.machine_profile import load_profile
     from ..eval.plan.planner import PlanConfig, Planner
     from ..eval.report.document import check_output
     from ..heads.loading import default_device
@@ -99,23 +101,22 @@ def plan(
     config = PlanConfig(
         measure=MeasureConfig(max_new_tokens=max_new_tokens, temperature=temperature, num_repeats=repeats),
         lengths=num_draft_tokens or range(1, 9),
-        trees=None if tree is None else [one for one in tree if one != "none"],
+        trees=None if tree is None else [name for name in tree if name != "none"],
         batch_sizes=sorted(set(batch_size or (1, 4, 16))),
         contexts=context or (),
         check=check,
-        machine=load_machine(machine) if machine else None,
+        machine=load_profile(machine) if machine else None,
     )
     device = device or default_device()
     config.measure.steps = "eager" if device == "cpu" else "graph"
     if not (prompts or suite):
         print("headstart: planned on a few general prompts; give --prompts with some of your traffic", file=sys.stderr)
     loaded = Target.load(target, dtype=dtype or ("float32" if device == "cpu" else "auto"), device=device)
-    asked = wanted.load(loaded, max_new_tokens=max_new_tokens, limit=limit)[0]
-    name, chosen = the_drafter(
-        loaded, f"head:{head}" if head else drafter, asked, rates, head_type, max_new_tokens=max_new_tokens
-    )
-    planned, times = Planner(loaded, chosen, asked, config, name, bar=progress).plan()
-    write(loaded, planned, times, output)
+    traffic = wanted.load(loaded, max_new_tokens=max_new_tokens, limit=limit)[0]
+    spec = f"head:{head}" if head else drafter
+    name, chosen = planned_drafter(loaded, spec, traffic, rates, head_type, max_new_tokens=max_new_tokens)
+    planned = Planner(loaded, chosen, traffic, config, name, bar=progress).plan()
+    write(loaded, planned, output)
     show(planned, Console())
     print(f"written to {output / 'plan.json'}")
 
@@ -136,7 +137,7 @@ def check_choices(head: str, drafter: str, synthetic_acceptance: str, head_type:
         raise BadInput(f"--synthetic-acceptance {synthetic_acceptance}: expected numbers, 0.8,0.6,0.5") from error
 
 
-def the_drafter(
+def planned_drafter(
     target: "Target", spec: str, suite: "Suite", rates: list[float], head_type: str, *, max_new_tokens: int
 ) -> "tuple[str, Drafter]":
     """What to plan for, and its name: as `headstart eval` takes it, or drafts that are right at the given rates."""
@@ -153,79 +154,79 @@ def the_drafter(
     return name, SyntheticDrafter(target, suite.prompts, rates, max_new_tokens=max_new_tokens, inner=inner)
 
 
-def write(target: "Target", planned: dict[str, Any], times: "list[StepTime]", output: Path) -> None:
+def write(target: "Target", planned: "Plan", output: Path) -> None:
     """plan.json, and machine.json where step times were measured, each whole or not at all."""
     from ..configs.files import write_json
     from ..eval.measurement.environment import Environment, TargetInfo
-    from ..eval.plan.machine_profile import fit_machine
+    from ..eval.plan.machine_profile import fit_profile
 
-    where = asdict(Environment.of(target))
+    here = Environment.of(target)
     output.mkdir(parents=True, exist_ok=True)
-    if times:
-        source = (
-            f"headstart plan, headstart {where['headstart']}, torch {where['torch']}, {where['num_threads']} threads"
+    if planned.step_times:
+        planned.step_time_model = fit_profile(
+            target,
+            planned.step_times,
+            name=output.resolve().name,
+            device=here.device,
+            source=f"headstart plan, headstart {here.headstart}, torch {here.torch}, {here.num_threads} threads",
         )
-        profile = fit_machine(target, times, name=output.resolve().name, device=where["device"], source=source)
-        planned["step_time_model"] = asdict(profile)
-        write_json(output / "machine.json", asdict(profile))
-    write_json(output / "plan.json", {**planned, "environment": where, "target": asdict(TargetInfo.of(target))})
+        write_json(output / "machine.json", asdict(planned.step_time_model))
+    document = {**planned.to_json(), "environment": asdict(here), "target": asdict(TargetInfo.of(target))}
+    write_json(output / "plan.json", document)
 
 
-def show(planned: dict[str, Any], console: Console) -> None:
-    """A table of settings by batch size, what is recommended, and what serving engines are told."""
-    cells = [one for one in planned["cells"] if one["load"] == "prompts"]
-    sizes = sorted({one["batch_size"] for one in cells})
-    lengths = {one["setting"]: one["acceptance_length"] for one in planned["acceptance"]}
+def show(planned: "Plan", console: Console) -> None:
+    """A table of settings by batch size, what is recommended, and the flags of serving engines."""
+    cells = {(cell.setting, cell.batch_size): cell for cell in planned.cells if cell.load == "prompts"}
+    sizes = sorted({size for _, size in cells})
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("setting")
     for title in ("length", *(f"batch {size}" for size in sizes)):
         table.add_column(title, justify="right")
-    for name, length in lengths.items():
-        row = [one for one in cells if one["setting"] == name]
-        table.add_row(
-            name, f"{length:.2f}", *(in_cell(one) for size in sizes for one in row if one["batch_size"] == size)
-        )
-    console.print(f"{planned['drafter']} on {planned['suite']}: predicted speedup, measured in brackets")
+    for accepted in planned.acceptance:
+        speedups = [speedup_text(cells[accepted.setting, size]) for size in sizes]
+        table.add_row(accepted.setting.name, f"{accepted.length:.2f}", *speedups)
+    console.print(f"{planned.drafter} on {planned.suite}: predicted speedup, measured in brackets")
     console.print(table)
-    for one in planned["recommendation"]:
-        where = f"batch {one['batch_size']}, {one['context']} tokens of context" + ", all rows busy" * (
-            one["load"] == "steady"
-        )
-        gain = f"{in_cell(one)} times the speed"
-        what = (
-            f"leave drafting off: the best, {one['setting']}, is {gain}" if one["off"] else f"{one['setting']}, {gain}"
-        )
-        console.print(f"{where}: {what}", highlight=False)
-    show_load(planned["load"], console)
-    found = planned["check"]
-    if found["num_cells"]:
-        apart = f"median {found['median_error']:.1%}, at most {found['max_error']:.1%}"
-        console.print(f"prediction against measurement in {found['num_cells']} cells: {apart} apart", highlight=False)
-    most = max(length for _, _, length in planned["vllm_schedule"])
-    told = {"num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": planned["vllm_schedule"]}
+    for advice in planned.recommendation:
+        cell = advice.cell
+        busy = ", all rows busy" if cell.load == "steady" else ""
+        condition = f"batch {cell.batch_size}, {cell.context} tokens of context{busy}"
+        gain = f"{speedup_text(cell)} times the speed"
+        off = f"leave drafting off: the best, {cell.setting.name}, is {gain}"
+        console.print(f"{condition}: {off if advice.is_off else f'{cell.setting.name}, {gain}'}", highlight=False)
+    show_load(planned.load, console)
+    check = planned.check
+    if check.num_cells:
+        apart = f"median {check.median_error:.1%}, at most {check.max_error:.1%}"
+        console.print(f"prediction against measurement in {check.num_cells} cells: {apart} apart", highlight=False)
+    most = max(part.num_draft_tokens for part in planned.vllm_schedule)
     if most:
-        console.print(f"vLLM, in --speculative-config: {json.dumps(told)[1:-1]}", highlight=False, soft_wrap=True)
-    if planned["sglang_flags"]:
-        console.print(f"SGLang: {planned['sglang_flags']}", highlight=False, soft_wrap=True)
+        keys = {"num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": planned.vllm_schedule}
+        console.print(f"vLLM, in --speculative-config: {json.dumps(keys)[1:-1]}", highlight=False, soft_wrap=True)
+    if planned.sglang_flags:
+        console.print(f"SGLang: {planned.sglang_flags}", highlight=False, soft_wrap=True)
 
 
-def show_load(load: list[dict[str, Any]], console: Console) -> None:
+def show_load(load: "list[LoadPoint]", console: Console) -> None:
     """Throughput and what a user waits per token, by rate of arrival; as run, where it was."""
-    served = "run" if any(one["served"] == "run" for one in load) else "simulated"
-    load = [one for one in load if one["served"] == served]
+    served = "run" if any(point.served == "run" for point in load) else "simulated"
+    points = [point for point in load if point.served == served]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("requests/s", justify="right")
-    for name in dict.fromkeys(one["drafts"] for one in load):
+    for name in dict.fromkeys(point.drafts for point in points):
         table.add_column(f"{name}: tok/s, ms/token p50", justify="right")
-    for rate in dict.fromkeys(one["requests_per_second"] for one in load):
-        here = [one for one in load if one["requests_per_second"] == rate]
-        cells = [f"{one['tokens_per_second']:.0f}, {one['time_per_output_token_ms_p50']:.2f}" for one in here]
-        table.add_row(f"{rate:.2f}", *cells)
+    for rate in dict.fromkeys(point.requests_per_second for point in points):
+        here = [point for point in points if point.requests_per_second == rate]
+        table.add_row(
+            f"{rate:.2f}",
+            *(f"{point.tokens_per_second:.0f}, {point.time_per_output_token_ms_p50:.2f}" for point in here),
+        )
     console.print(f"requests arriving at a rate, continuous batching, {served}:")
     console.print(table)
 
 
-def in_cell(cell: dict[str, Any]) -> str:
+def speedup_text(cell: "Cell") -> str:
     """`1.92 (1.88)`."""
-    measured = cell["measured_speedup"]
-    return f"{cell['predicted_speedup']:.2f}" + ("" if measured is None else f" ({measured:.2f})")
+    measured = "" if cell.measured_speedup is None else f" ({cell.measured_speedup:.2f})"
+    return f"{cell.predicted_speedup:.2f}{measured}"

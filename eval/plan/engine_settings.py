@@ -1,20 +1,29 @@
 """A plan as serving engines take it: vLLM's K by batch size, SGLang's flags."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
 from ...heads.drafting import DynamicTree, StaticTree
 from ...heads.export.write import sglang_flags
-from .prediction import LEAST_GAIN, Accepted, StepTimes, recommend, speedup, steady_speedup
+from ..measurement.config import DraftSetting
+from .prediction import LEAST_GAIN, Accepted, Cell, StepTimes, recommend, steady_speedup
 
 
-def measured_lengths(cells: Sequence[dict[str, Any]]) -> dict[int, int]:
+class ScheduleRange(NamedTuple):
+    """K = num_draft_tokens from batch size `first` to `last`, both included; 0 is off."""
+
+    first: int
+    last: int
+    num_draft_tokens: int
+
+
+def measured_lengths(cells: Sequence[Cell]) -> dict[int, int]:
     """K of the fastest chain at each batch size where chains were measured; 0 where none is faster than no drafts."""
-    chains = [one for one in cells if one["measured_speedup"] and one["tree"] == "chain"]
+    chains = [cell for cell in cells if cell.measured_speedup and cell.setting.tree is None]
     return {
-        advice["batch_size"]: 0 if advice["off"] else advice["num_draft_tokens"]
+        advice.cell.batch_size: 0 if advice.is_off else advice.cell.setting.num_draft_tokens
         for advice in recommend(chains)
-        if advice["load"] == "prompts"
+        if advice.cell.load == "prompts"
     }
 
 
@@ -25,48 +34,47 @@ def schedule(
     max_batch_size: int,
     context: float,
     measured: Mapping[int, int] | None = None,
-) -> list[list[int]]:
-    """vLLM's `num_speculative_tokens_per_batch_size`: [from, to, K] over batch sizes, both included; K = 0 is off.
+) -> list[ScheduleRange]:
+    """vLLM's `num_speculative_tokens_per_batch_size`, by the speedup of chains with all rows busy.
 
-    Of chains only, by the speedup with all rows busy. K is kept from one batch size to the next while it is within
-    LEAST_GAIN of the best, so that it does not change back and forth.
+    K is kept from one batch size to the next while it is within LEAST_GAIN of the best, so that it does not change back
+    and forth.
 
-    Args: measured: K by batch size, which stands; between two of them only theirs are chosen from.
+    Args: measured: K by batch size, which is kept; between two of them only theirs are chosen from.
     """
-    known = {one.setting.num_draft_tokens: one for one in accepted if one.setting.tree is None}
+    chains = {each.setting.num_draft_tokens: each for each in accepted if each.setting.tree is None}
     measured = measured or {}
-    ranges: list[list[int]] = []
+    ranges: list[ScheduleRange] = []
     for size in range(1, max_batch_size + 1):
-        below, above = range(size, 0, -1), range(size, max_batch_size + 1)
-        around = {next((at for at in order if at in measured), None) for order in (below, above)}
-        lengths = {0, *known} if None in around else {measured[at] for at in around if at is not None}
+        below = next((at for at in range(size, 0, -1) if at in measured), None)
+        above = next((at for at in range(size, max_batch_size + 1) if at in measured), None)
+        lengths = {0, *chains} if below is None or above is None else {measured[below], measured[above]}
         gains = {
-            length: steady_speedup(known[length], times, batch_size=size, context=context) if length else 1.0
+            length: steady_speedup(chains[length], times, batch_size=size, context=context) if length else 1.0
             for length in lengths
         }
         best = max(gains, key=lambda length: (gains[length], -length))
-        kept = ranges[-1][2] if ranges else best
+        kept = ranges[-1].num_draft_tokens if ranges else best
         if kept in gains and gains[kept] >= gains[best] * (1 - LEAST_GAIN):
             best = kept
-        if ranges and ranges[-1][2] == best:
-            ranges[-1][1] = size
+        if ranges and kept == best:
+            ranges[-1] = ranges[-1]._replace(last=size)
         else:
-            ranges.append([size, size, best])
+            ranges.append(ScheduleRange(size, size, best))
     return ranges
 
 
-def for_sglang(accepted: Sequence[Accepted], cells: Sequence[dict[str, Any]], family: str) -> str | None:
+def for_sglang(cells: Sequence[Cell], family: str) -> str | None:
     """SGLang's flags for the best setting over all batch sizes, by geometric mean; it has one for all.
 
     Of chains and dynamic trees, which it drafts. None where it does not load the family, or nothing helps.
     """
-    gains: dict[str, float] = {}
-    for one in cells:
-        if one["load"] == "prompts":
-            gains[one["setting"]] = gains.get(one["setting"], 1.0) * speedup(one)
-    known = [one.setting for one in accepted if not isinstance(one.setting.tree, StaticTree)]
-    best = max(known, key=lambda setting: gains[setting.name], default=None)
-    if best is None or gains[best.name] <= 1:
+    gains: dict[DraftSetting, float] = {}
+    for cell in cells:
+        if cell.load == "prompts" and not isinstance(cell.setting.tree, StaticTree):
+            gains[cell.setting] = gains.get(cell.setting, 1.0) * cell.speedup
+    best = max(gains, key=lambda setting: gains[setting], default=None)
+    if best is None or gains[best] <= 1:
         return None
     folder = "" if family == "mtp" else "HEAD"
     if isinstance(best.tree, DynamicTree):

@@ -1,18 +1,19 @@
 """What users see when requests arrive at a rate: figures of a server with continuous batching, run or simulated.
 
 A request joins the batch when there is room for it: its prompt is read while the others wait, and then all rows run
-rounds together. `serving.LiveServer` does that; `SimulatedServer` follows the same rules with prompts, answers and what
-each round accepts as they were decoded, and times as a table or a profile has them.
+rounds together. `serve` keeps these rules for both: `server.LiveServer` computes, `SimulatedServer` takes prompts,
+answers and what each round accepts as they were decoded, and times as a table or a profile has them.
 """
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol
 
-import torch
+import numpy as np
 
 from ..measurement.config import DraftSetting
+from .engine_settings import ScheduleRange
 from .prediction import Accepted, StepTimes, Workload
 
 NUM_SIMULATED = 256  # requests
@@ -22,110 +23,146 @@ SEED = 0
 
 
 @dataclass
-class Request:
-    """number: of its prompt. arrival, first, finish: seconds. tokens: it has so far. rounds: it has run."""
+class ServedRequest:
+    """A request for the answer to a prompt. Times in seconds."""
 
-    number: int
+    prompt: int  # its number
     arrival: float
-    first: float = 0.0
-    finish: float = 0.0
-    tokens: int = 1
-    rounds: int = 0
+    first: float = 0.0  # when its first token was there,
+    finish: float = 0.0  # and its last
+    tokens: int = 1  # it has so far
+    rounds: int = 0  # it has run, simulated
+    token_ids: list[int] = field(default_factory=list)  # its answer, where it was decoded
+
+
+class Server(Protocol):
+    """A server, run or simulated, of which at most max_batch_size rows run together."""
+
+    @property
+    def max_batch_size(self) -> int: ...
+
+    def join(self, request: ServedRequest) -> tuple[float, float]:
+        """Read a prompt and put its row into the batch; seconds until its first token was there, and in all."""
+        ...
+
+    def run_round(self) -> tuple[list[ServedRequest], float]:
+        """A round of all rows; the requests that ended, which leave the batch, and seconds."""
+        ...
+
+
+def serve(server: Server, requests: Sequence[ServedRequest]) -> float:
+    """Run requests, by time of arrival, in a time that counts what was computed and waits for nobody.
+
+    Fills in when each got its first token and its last. Returns the mean number of rows per round.
+    """
+    now, waiting, active, rows, rounds = 0.0, list(requests), 0, 0, 0
+    while waiting or active:
+        if not active:
+            now = max(now, waiting[0].arrival)
+        while waiting and waiting[0].arrival <= now and active < server.max_batch_size:
+            request, active = waiting.pop(0), active + 1
+            first, seconds = server.join(request)
+            request.first, now = now + first, now + seconds
+        rows, rounds = rows + active, rounds + 1
+        ended, seconds = server.run_round()
+        now, active = now + seconds, active - len(ended)
+        for request in ended:
+            request.finish = now
+    return rows / rounds
 
 
 Choice = Callable[[int], Accepted | None]  # what is drafted when so many rows run; None: nothing
 
 
-class Serves(Protocol):
-    """A server, run or simulated."""
-
-    def serve(self, requests: Sequence[Request]) -> float:
-        """Fill in when each request got its first token and its last; returns the mean number of rows per round."""
-        ...
-
-
-@dataclass(frozen=True)
+@dataclass
 class SimulatedServer:
-    """choice: what to draft by the number of rows; lengths: new tokens of each prompt."""
+    """A server by its step times, of texts as they were decoded."""
 
     workload: Workload
-    lengths: Sequence[int]
+    lengths: Sequence[int]  # new tokens of each prompt
     times: StepTimes
     choice: Choice
     max_batch_size: int
+    active: list[ServedRequest] = field(default_factory=list)
 
-    def serve(self, requests: Sequence[Request]) -> float:
-        """See `Serves`."""
-        now, waiting, active = 0.0, list(requests), []
-        rows, rounds = 0, 0
-        while waiting or active:
-            if not active and waiting[0].arrival > now:
-                now = waiting[0].arrival
-            while waiting and waiting[0].arrival <= now and len(active) < self.max_batch_size:
-                now += self.prefill_seconds(waiting[0])
-                waiting[0].first = now
-                active.append(waiting.pop(0))
-            now += self.round_seconds(active)
-            rows, rounds = rows + len(active), rounds + 1
-            self.advance(active, now)
-            active = [one for one in active if not one.finish]
-        return rows / rounds
-
-    def prefill_seconds(self, request: Request) -> float:
-        context = self.workload.prompt_lengths[request.number]
+    def join(self, request: ServedRequest) -> tuple[float, float]:
+        """See `Server`."""
+        self.active.append(request)
+        context = self.workload.prompt_lengths[request.prompt]
         drafted = self.choice(1)
-        seconds = self.times.at(None, batch_size=1, context=context).prefill_ms
+        milliseconds = self.times.at(None, batch_size=1, context=context).prefill_ms
         if drafted is not None:
-            seconds += self.times.at(drafted.setting, batch_size=1, context=context).reading_ms
-        return seconds / 1000
+            milliseconds += self.times.at(drafted.setting, batch_size=1, context=context).reading_ms
+        return milliseconds / 1000, milliseconds / 1000
 
-    def round_seconds(self, active: Sequence[Request]) -> float:
-        context = sum(self.workload.prompt_lengths[one.number] + one.tokens for one in active) / len(active)
-        drafted = self.choice(len(active))
-        setting: DraftSetting | None = drafted.setting if drafted else None
-        return self.times.at(setting, batch_size=len(active), context=context).round_ms / 1000
-
-    def advance(self, active: Sequence[Request], now: float) -> None:
+    def run_round(self) -> tuple[list[ServedRequest], float]:
         """Give each row what a round of its own text gave, round after round; one token where nothing is drafted."""
-        drafted = self.choice(len(active))
-        for one in active:
-            gained = 1
-            if drafted is not None:
-                pattern = drafted.emitted[one.number]
-                gained = pattern[one.rounds % len(pattern)] if pattern else 1
-            one.tokens, one.rounds = one.tokens + gained, one.rounds + 1
-            if one.tokens >= self.lengths[one.number]:
-                one.tokens, one.finish = self.lengths[one.number], now
+        active, drafted = self.active, self.choice(len(self.active))
+        context = sum(self.workload.prompt_lengths[request.prompt] + request.tokens for request in active) / len(active)
+        setting = drafted.setting if drafted else None
+        seconds = self.times.at(setting, batch_size=len(active), context=context).round_ms / 1000
+        for request in active:
+            gained = drafted.emitted[request.prompt] if drafted else []
+            request.tokens += gained[request.rounds % len(gained)] if gained else 1
+            request.tokens, request.rounds = min(request.tokens, self.lengths[request.prompt]), request.rounds + 1
+        ended = [request for request in active if request.tokens >= self.lengths[request.prompt]]
+        self.active = [request for request in active if request.tokens < self.lengths[request.prompt]]
+        return ended, seconds
 
 
-def arrivals(rate: float, num_prompts: int, *, num_requests: int) -> list[Request]:
+@dataclass(frozen=True, kw_only=True)
+class LoadPoint:
+    """What users see when requests arrive at a rate. drafts: `none`, a setting or `schedule`."""
+
+    served: str  # run or simulated
+    requests_per_second: float
+    share_of_capacity: float  # of what a full batch serves without drafts
+    drafts: str
+    tokens_per_second: float
+    mean_batch_size: float
+    ttft_ms_p50: float
+    ttft_ms_p90: float
+    time_per_output_token_ms_p50: float
+    time_per_output_token_ms_p90: float
+    latency_ms_p50: float
+    latency_ms_p90: float
+
+
+def arrivals(rate: float, num_prompts: int, *, num_requests: int) -> list[ServedRequest]:
     """A Poisson process of `rate` requests per second (all at once at infinity), prompts in turn."""
-    source, now, found = random.Random(SEED), 0.0, []
+    source, now, requests = random.Random(SEED), 0.0, []
     for number in range(num_requests):
         now += source.expovariate(1.0) / rate
-        found.append(Request(number % num_prompts, now))
-    return found
+        requests.append(ServedRequest(number % num_prompts, now))
+    return requests
 
 
-def figures(requests: Sequence[Request], mean_batch: float) -> dict[str, Any]:
-    """What a run gave: throughput of all, and quantiles over requests."""
-    start, end = min(one.arrival for one in requests), max(one.finish for one in requests)
-    first = [1000 * (one.first - one.arrival) for one in requests]
-    whole = [1000 * (one.finish - one.arrival) for one in requests]
-    each = [1000 * (one.finish - one.first) / max(1, one.tokens - 1) for one in requests]
-    return {
-        "tokens_per_second": round(sum(one.tokens for one in requests) / (end - start), 2),
-        "mean_batch_size": round(mean_batch, 2),
-        **quantiles("ttft_ms", first),
-        **quantiles("time_per_output_token_ms", each),
-        **quantiles("latency_ms", whole),
-    }
-
-
-def quantiles(name: str, values: Sequence[float]) -> dict[str, float]:
-    """`NAME_p50` and `NAME_p90`."""
-    found = torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.5, 0.9], dtype=torch.float64))
-    return {f"{name}_{label}": round(value, 3) for label, value in zip(("p50", "p90"), found.tolist(), strict=True)}
+def load_point(
+    requests: Sequence[ServedRequest], mean_rows: float, *, served: str, drafts: str, rate: float, share: float
+) -> LoadPoint:
+    """The figures of requests that were served: throughput of all, and quantiles over them."""
+    start, end = min(request.arrival for request in requests), max(request.finish for request in requests)
+    first = [1000 * (request.first - request.arrival) for request in requests]
+    whole = [1000 * (request.finish - request.arrival) for request in requests]
+    each = [1000 * (request.finish - request.first) / max(1, request.tokens - 1) for request in requests]
+    # of each of the three, the median and the 90th percentile
+    (ttft_p50, token_p50, latency_p50), (ttft_p90, token_p90, latency_p90) = (
+        np.quantile([first, each, whole], [0.5, 0.9], axis=1).round(3).tolist()
+    )
+    return LoadPoint(
+        served=served,
+        requests_per_second=round(rate, 4),
+        share_of_capacity=share,
+        drafts=drafts,
+        tokens_per_second=round(sum(request.tokens for request in requests) / (end - start), 2),
+        mean_batch_size=round(mean_rows, 2),
+        ttft_ms_p50=ttft_p50,
+        ttft_ms_p90=ttft_p90,
+        time_per_output_token_ms_p50=token_p50,
+        time_per_output_token_ms_p90=token_p90,
+        latency_ms_p50=latency_p50,
+        latency_ms_p90=latency_p90,
+    )
 
 
 def simulated_servers(
@@ -133,42 +170,39 @@ def simulated_servers(
     workload: Workload,
     times: StepTimes,
     *,
-    fixed: str,
-    schedule: Sequence[Sequence[int]],
+    fixed: DraftSetting,
+    schedule: Sequence[ScheduleRange],
     max_batch_size: int,
-) -> dict[str, Serves]:
-    """Servers without drafts, with one setting, and with K by the schedule.
-
-    Args: fixed: the name of the one setting. schedule: [from, to, K] over batch sizes, as `prediction.schedule` has it.
-    """
-    by_name = {one.setting.name: one for one in accepted}
-    by_length = {one.setting.num_draft_tokens: one for one in accepted if one.setting.tree is None}
+) -> dict[str, Server]:
+    """Servers without drafts, with one setting, and with K by the schedule."""
+    always = next(each for each in accepted if each.setting == fixed)
+    by_length = {each.setting.num_draft_tokens: each for each in accepted if each.setting.tree is None}
 
     def scheduled(rows: int) -> Accepted | None:
-        length = next((length for low, high, length in schedule if low <= rows <= high), 0)
+        length = next((part.num_draft_tokens for part in schedule if part.first <= rows <= part.last), 0)
         return by_length.get(length)
 
-    choices: dict[str, Choice] = {"none": lambda rows: None, fixed: lambda rows: by_name[fixed]}
+    choices: dict[str, Choice] = {"none": lambda rows: None, fixed.name: lambda rows: always}
     choices |= {"schedule": scheduled} if by_length else {}
-    lengths = by_name[fixed].tokens
-    return {name: SimulatedServer(workload, lengths, times, one, max_batch_size) for name, one in choices.items()}
+    return {
+        name: SimulatedServer(workload, always.tokens, times, choice, max_batch_size)
+        for name, choice in choices.items()
+    }
 
 
-def load_curve(
-    servers: Mapping[str, Serves], num_prompts: int, *, served: str, num_requests: int
-) -> list[dict[str, Any]]:
-    """plan.json's `load`: what each server gives at each of SHARES of what the one without drafts can serve.
+def load_curve(servers: Mapping[str, Server], num_prompts: int, *, served: str, num_requests: int) -> list[LoadPoint]:
+    """What each server gives at each of SHARES of what the one without drafts can serve.
 
     Args: servers: by what they draft, `none` among them. served: `run` or `simulated`.
     """
     at_once = arrivals(float("inf"), num_prompts, num_requests=num_requests)
-    servers["none"].serve(at_once)
-    capacity = len(at_once) / max(one.finish for one in at_once)  # requests per second
-    found = []
+    serve(servers["none"], at_once)
+    capacity = len(at_once) / max(request.finish for request in at_once)  # requests per second
+    points = []
     for share in SHARES:
+        rate = share * capacity
         for name, server in servers.items():
-            requests = arrivals(share * capacity, num_prompts, num_requests=num_requests)
-            mean_batch = server.serve(requests)
-            entry = {"served": served, "requests_per_second": round(share * capacity, 4), "share_of_capacity": share}
-            found.append({**entry, "drafts": name, **figures(requests, mean_batch)})
-    return found
+            requests = arrivals(rate, num_prompts, num_requests=num_requests)
+            mean_rows = serve(server, requests)
+            points.append(load_point(requests, mean_rows, served=served, drafts=name, rate=rate, share=share))
+    return points

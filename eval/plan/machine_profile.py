@@ -1,13 +1,13 @@
-"""A machine's step times as a linear model in one JSON file: to predict on a GPU that one does not have."""
+"""A machine's step times as a linear model in one JSON file, to predict for a GPU that is not at hand."""
 
 import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -24,26 +24,24 @@ PROFILES = Path(__file__).resolve().parents[2] / "configs" / "machines"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class MachineProfile:
     """milliseconds = fixed_ms + token_ms * tokens read + cache_token_ms * tokens in the cache, summed over the batch.
 
-    The linear model of SmartSpec (Liu et al. 2024, arXiv 2406.14066) for one forward of one target, of weight_bytes
-    and with cache_token_bytes of keys and values per token; overhead_ms is what a round takes besides. source: who
-    measured it, with what. fit_error: median relative error of the fit, where known.
+    The linear model of SmartSpec (Liu et al. 2024, arXiv 2406.14066) for one forward of one target.
     """
 
     name: str
     device: str
     engine: str
     target: str
-    source: str
-    weight_bytes: float
-    cache_token_bytes: float
+    source: str  # who measured it, with what
+    weight_bytes: float  # of the target
+    cache_token_bytes: float  # keys and values per token
     fixed_ms: float
     token_ms: float
     cache_token_ms: float
-    overhead_ms: float
-    fit_error: float | None = None
+    overhead_ms: float  # what a round takes besides
+    fit_error: float | None = None  # median relative error of the fit, where known
     version: int = PROFILE_VERSION
 
     def forward_ms(self, *, tokens: float, cached: float) -> float:
@@ -51,32 +49,32 @@ class Machine:
         return self.fixed_ms + self.token_ms * tokens + self.cache_token_ms * cached
 
 
-def load_machine(name: str) -> Machine:
+def load_profile(name: str) -> MachineProfile:
     """A profile by name, of those that come with the package, or from a file. Raises BadInput."""
     from ...configs.loader import build  # needs pydantic, which a serving image may lack
 
     path = Path(name) if name.endswith(".json") else PROFILES / f"{name}.json"
     if not path.is_file():
-        known = ", ".join(sorted(one.stem for one in PROFILES.glob("*.json")))
-        raise BadInput(f"--machine {name}: no such profile; expected a .json file or one of {known}")
+        names = ", ".join(sorted(shipped.stem for shipped in PROFILES.glob("*.json")))
+        raise BadInput(f"--machine {name}: no such profile; expected a .json file or one of {names}")
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise BadInput(f"{path}: no JSON: {error}") from error
-    machine = build(Machine, document, where=str(path))
-    if machine.version != PROFILE_VERSION:
-        raise BadInput(f"{path}: version {machine.version}: expected {PROFILE_VERSION}")
-    return machine
+    profile = build(MachineProfile, document, where=str(path))
+    if profile.version != PROFILE_VERSION:
+        raise BadInput(f"{path}: version {profile.version}: expected {PROFILE_VERSION}")
+    return profile
 
 
-def fit_machine(target: Target, times: Sequence[StepTime], *, name: str, device: str, source: str) -> Machine:
+def fit_profile(target: Target, times: Sequence[StepTime], *, name: str, device: str, source: str) -> MachineProfile:
     """The linear model of measured rounds' forwards, terms not negative, least squares of relative errors."""
-    rows = [[1.0, one.batch_size * one.num_tokens, one.batch_size * one.context] for one in times if one.verify_ms > 0]
-    measured = torch.tensor([one.verify_ms for one in times if one.verify_ms > 0], dtype=torch.float64)
-    terms = non_negative_fit(torch.tensor(rows, dtype=torch.float64), measured)
-    fitted = torch.tensor(rows, dtype=torch.float64) @ terms
+    timed = [time for time in times if time.verify_ms > 0]
+    rows = np.array([[1.0, time.batch_size * time.num_tokens, time.batch_size * time.context] for time in timed])
+    measured = np.array([time.verify_ms for time in timed])
+    terms = non_negative_fit(rows, measured)
     fixed, token, cached = terms.tolist()
-    return Machine(
+    return MachineProfile(
         name=name,
         device=device,
         engine="headstart",
@@ -87,26 +85,22 @@ def fit_machine(target: Target, times: Sequence[StepTime], *, name: str, device:
         fixed_ms=fixed,
         token_ms=token,
         cache_token_ms=cached,
-        overhead_ms=statistics.median(one.overhead_ms for one in times),
-        fit_error=round((fitted / measured - 1).abs().quantile(0.5).item(), 4),
+        overhead_ms=statistics.median(time.overhead_ms for time in times),
+        fit_error=round(float(np.median(np.abs(rows @ terms / measured - 1))), 4),
     )
 
 
-def non_negative_fit(rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """[n, p] and [n] to [p]: least squares of relative errors with terms >= 0, by trying every subset of terms."""
-    weighted, ones = rows / values[:, None], torch.ones_like(values)
-    best, terms = float("inf"), torch.zeros(rows.shape[1], dtype=rows.dtype)
-    for count in range(1, rows.shape[1] + 1):
-        for chosen in map(list, combinations(range(rows.shape[1]), count)):
-            found = torch.linalg.lstsq(weighted[:, chosen], ones[:, None]).solution[:, 0]
-            loss = float((weighted[:, chosen] @ found - ones).square().sum())
-            if (found >= 0).all() and loss < best:
-                best, terms = loss, torch.zeros_like(terms).index_put((torch.tensor(chosen),), found)
-    return terms
+def non_negative_fit(rows: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """[n, p] and [n] to [p]: least squares of relative errors with terms >= 0."""
+    from scipy.optimize import nnls
+
+    weighted = rows / values[:, None]
+    scale = np.linalg.norm(weighted, axis=0)  # columns differ by orders of magnitude
+    return nnls(weighted / scale, np.ones_like(values))[0] / scale
 
 
 @dataclass(frozen=True)
-class MachineTimes:
+class ProfileTimes:
     """Step times of a target and a drafter on a machine that is not here.
 
     A forward's fixed and per-token time grow with the target's bytes of weights over those of the profile's target,
@@ -114,40 +108,38 @@ class MachineTimes:
     both read each weight once per token at batch size 1. Drafters on the host count as free.
     """
 
-    machine: Machine
+    profile: MachineProfile
     weights: float  # bytes of this target over the profile's
     cache: float
     draft_share: dict[str, float]  # of each setting: operations to draft, over those of a forward of one token
 
     def at(self, setting: DraftSetting | None, *, batch_size: float, context: float) -> StepTime:
-        machine = self.machine
-        num_tokens = 1 + (setting.num_drafted if setting else 0)
-
         def forward(tokens: float, cached: float) -> float:
             # the cache's time grows with its own ratio, the rest with that of the weights
-            own = machine.forward_ms(tokens=tokens, cached=cached * self.cache / self.weights)
+            own = self.profile.forward_ms(tokens=tokens, cached=cached * self.cache / self.weights)
             return self.weights * own
 
-        share = self.draft_share[setting.name] if setting else 0.0
-        return StepTime(
-            setting=setting.name if setting else None,
-            batch_size=round(batch_size),
-            context=round(context),
-            num_tokens=num_tokens,
-            num_draft_tokens=setting.num_draft_tokens if setting else 0,
-            draft_ms=share * forward(batch_size, 0.0),
+        num_tokens = 1 + (setting.num_drafted if setting else 0)
+        return StepTime.of(
+            setting,
+            batch_size=batch_size,
+            context=context,
+            draft_ms=(self.draft_share[setting.name] if setting else 0.0) * forward(batch_size, 0.0),
             verify_ms=forward(batch_size * num_tokens, batch_size * context),
-            overhead_ms=machine.overhead_ms,
+            overhead_ms=self.profile.overhead_ms,
+            reading_ms=0.0,
             prefill_ms=forward(batch_size * context, 0.0),
         )
 
 
-def times_on(machine: Machine, target: Target, drafter: Drafter, settings: Sequence[DraftSetting]) -> MachineTimes:
+def times_on(
+    profile: MachineProfile, target: Target, drafter: Drafter, settings: Sequence[DraftSetting]
+) -> ProfileTimes:
     """What a profile predicts for a target and a drafter."""
     one_token = forward_operations(target)
-    shares = {one.name: draft_operations(target, drafter, one) / one_token for one in settings}
-    weights = weight_bytes(target) / machine.weight_bytes
-    return MachineTimes(machine, weights, cache_bytes(target, 1) / machine.cache_token_bytes, shares)
+    shares = {setting.name: draft_operations(target, drafter, setting) / one_token for setting in settings}
+    weights = weight_bytes(target) / profile.weight_bytes
+    return ProfileTimes(profile, weights, cache_bytes(target, 1) / profile.cache_token_bytes, shares)
 
 
 @torch.no_grad()

@@ -6,21 +6,21 @@ context; together they give every cell's speedup. Some cells, or all, are then m
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ...configs.errors import BadInput
+from ...heads.base import DraftHead
 from ...heads.drafter import Drafter
 from ...heads.target import Target
-from ..measurement.config import DraftSetting, chains
-from ..measurement.measure import MeasureConfig, measure
+from ..measurement.config import DraftSetting, MeasureConfig, chains
+from ..measurement.measure import measure
 from ..measurement.step_times import NUM_PASSES, StepTable, StepTime, measure_step_times, most_tokens
-from ..sampling import Sampling
 from ..suites.prompts import Suite
-from .engine_settings import for_sglang, measured_lengths, schedule
-from .load import NUM_SERVED, NUM_SIMULATED, load_curve, simulated_servers
-from .machine_profile import Machine, times_on
+from .engine_settings import ScheduleRange, for_sglang, measured_lengths, schedule
+from .load import NUM_SERVED, NUM_SIMULATED, LoadPoint, load_curve, simulated_servers
+from .machine_profile import MachineProfile, times_on
 from .prediction import (
     Accepted,
+    Cell,
     StepTimes,
     Workload,
     accepted_by,
@@ -29,14 +29,13 @@ from .prediction import (
     predict,
     recommend,
     shortlist,
-    with_setting,
 )
+from .result import Plan
 from .server import LiveServer
 
-SCHEMA_VERSION = 1
 CHECKS = ("advice", "all", "none")
 DEFAULT_TREES = ("static:4", "static:8", "static:16", "dynamic:16")
-FURTHEST = 256  # batch size up to which a profile is read; a table measured here only as far as it was measured
+LARGEST_PROFILED = 256  # batch size up to which a profile is read; a table measured here only as far as it was measured
 
 
 def no_bar(total: int, what: str) -> Callable[[], object]:
@@ -46,20 +45,17 @@ def no_bar(total: int, what: str) -> Callable[[], object]:
 
 @dataclass(kw_only=True)
 class PlanConfig:
-    """What to consider. measure: how texts are decoded. trees: NAME:NODES; None: DEFAULT_TREES, where the drafter
-    drafts trees. contexts: tokens, besides the prompts' own.
+    """What to consider."""
 
-    check: which cells to measure besides predicting them: `advice`, the shortlist of each batch size, to choose from
-    it; `all`; `none`. machine: whose step times to plan with, and nothing is measured; None: those of this machine.
-    """
-
-    measure: MeasureConfig
-    lengths: Sequence[int] = tuple(range(1, 9))
-    trees: Sequence[str] | None = None
+    measure: MeasureConfig  # how texts are decoded
+    lengths: Sequence[int] = tuple(range(1, 9))  # K of chains
+    trees: Sequence[str] | None = None  # NAME:NODES; None: DEFAULT_TREES, where the drafter drafts trees
     batch_sizes: Sequence[int] = (1, 4, 16)
-    contexts: Sequence[int] = ()
+    contexts: Sequence[int] = ()  # tokens, besides the prompts' own
+    # which cells to measure besides predicting them: advice, the shortlist of each batch size, to choose from it; all;
+    # none
     check: str = "advice"
-    machine: Machine | None = None
+    machine: MachineProfile | None = None  # whose step times to plan with, and nothing is measured; None: this machine
 
     def __post_init__(self) -> None:
         if self.check not in CHECKS:
@@ -68,20 +64,17 @@ class PlanConfig:
 
 @dataclass
 class Planner:
-    """One drafter on one suite. bar: makes a progress bar of so many ticks, see `no_bar`."""
+    """One drafter on one suite."""
 
     target: Target
     drafter: Drafter
     suite: Suite
     config: PlanConfig
-    name: str
-    bar: Callable[[int, str], Callable[[], object]] = no_bar
+    name: str  # of the drafter
+    bar: Callable[[int, str], Callable[[], object]] = no_bar  # makes a progress bar of so many ticks
 
-    def plan(self) -> tuple[dict[str, Any], list[StepTime]]:
-        """The figures of plan.json, as docs/report_schema.md describes them, and the step times measured for them.
-
-        Raises: BadInput on settings that the drafter cannot draft, and on contexts beyond the target's.
-        """
+    def plan(self) -> Plan:
+        """Raises BadInput on settings that the drafter cannot draft, and on contexts beyond the target's."""
         config, machine = self.config, self.config.machine
         settings = self.settings()
         accepted = self.accept(settings)
@@ -91,43 +84,41 @@ class Planner:
             times = times_on(machine, self.target, self.drafter, settings)
         cells = predict(accepted, self.workload, times, batch_sizes=config.batch_sizes, contexts=config.contexts)
         if machine is None:
-            self.check(accepted, cells)
+            cells = self.check(cells)
         advice = recommend(cells)
-        furthest = FURTHEST if machine else max(config.batch_sizes)
+        max_batch_size = LARGEST_PROFILED if machine else max(config.batch_sizes)
         ranges = schedule(
             accepted,
             times,
-            max_batch_size=furthest,
+            max_batch_size=max_batch_size,
             context=self.workload.context,
             measured=measured_lengths(cells),
         )
-        document = {
-            "schema_version": SCHEMA_VERSION,
-            "drafter": self.name,
-            "suite": self.suite.name,
-            "num_prompts": len(self.suite.prompts),
-            "max_new_tokens": config.measure.max_new_tokens,
-            "temperature": config.measure.temperature,
-            "machine": machine.name if machine else None,
-            "acceptance": [one.as_json() for one in accepted],
-            "step_times": [one.as_json() for one in measured],
-            "cells": cells,
-            "check": errors(cells),
-            "recommendation": advice,
-            "load": self.load(accepted, times, advice[0]["setting"], ranges, furthest),
-            "vllm_schedule": ranges,
-            "sglang_flags": for_sglang(accepted, cells, getattr(getattr(self.drafter, "config", None), "type", "")),
-        }
-        return document, measured
+        return Plan(
+            drafter=self.name,
+            suite=self.suite.name,
+            num_prompts=len(self.suite.prompts),
+            max_new_tokens=config.measure.max_new_tokens,
+            temperature=config.measure.temperature,
+            machine=machine.name if machine else None,
+            acceptance=accepted,
+            step_times=measured,
+            cells=cells,
+            check=errors(cells),
+            recommendation=advice,
+            load=self.load(accepted, times, advice[0].cell.setting, ranges, max_batch_size),
+            vllm_schedule=ranges,
+            sglang_flags=for_sglang(cells, self.family),
+        )
 
     @property
     def workload(self) -> Workload:
         return Workload([len(prompt) for prompt in self.suite.prompts], self.config.measure.max_new_tokens)
 
     @property
-    def sampling(self) -> Sampling:
-        how = self.config.measure
-        return Sampling(temperature=how.temperature, top_k=how.top_k, top_p=how.top_p)
+    def family(self) -> str:
+        """The head's type; empty for other drafters."""
+        return self.drafter.config.type if isinstance(self.drafter, DraftHead) else ""
 
     def settings(self) -> list[DraftSetting]:
         """Chains and trees to consider."""
@@ -135,88 +126,96 @@ class Planner:
         if names is None:
             names = DEFAULT_TREES if self.drafter.drafts_trees else ()
         new = self.config.measure.max_new_tokens
-        shaped = named_trees(names, self.target, self.drafter, self.suite.prompts, max_new_tokens=new)
-        return [*chains(self.drafter, self.config.lengths), *shaped]
+        trees = named_trees(names, self.target, self.drafter, self.suite.prompts, max_new_tokens=new)
+        return [*chains(self.drafter, self.config.lengths), *trees]
 
     def accept(self, settings: Sequence[DraftSetting]) -> list[Accepted]:
         """What the texts accept of each setting."""
         tick = self.bar(len(settings), f"what {self.suite.name} accepts of {self.name}")
         config = replace(self.config.measure, batch_size=max(self.config.batch_sizes))
-        found = accepted_by(self.target, self.drafter, self.suite.prompts, settings, config, on_setting=tick)
+        accepted = accepted_by(self.target, self.drafter, self.suite.prompts, settings, config, on_setting=tick)
         tick()
-        return found
+        return accepted
 
     def time(self, accepted: Sequence[Accepted]) -> list[StepTime]:
         """Step times of this machine. Chains between the measured ones are left to the table."""
-        settings = [one.setting for one in accepted]
-        timed = [*spread([one for one in settings if one.tree is None]), *(one for one in settings if one.tree)]
+        settings = [each.setting for each in accepted]
+        timed = spread([setting for setting in settings if setting.tree is None])
+        timed += [setting for setting in settings if setting.tree]
         sizes = {min(size, len(self.suite.prompts)) for size in self.config.batch_sizes}
         sizes |= {len(self.suite.prompts) % size for size in sizes} - {0}  # a last batch that is not full
         spans = [span for size in sizes for span in self.workload.spans(size, accepted[0].tokens)]
         first, last = min(start for start, _, _ in spans), max(end for _, end, _ in spans)
         room = self.target.max_positions - max(map(most_tokens, timed))
-        contexts = {min(first, room), min(last, room)}
-        contexts |= set(self.config.contexts)
-        how = self.config.measure
+        contexts = {min(first, room), min(last, room), *self.config.contexts}
         tick = self.bar(NUM_PASSES * len(sizes) * len(contexts) * len(timed), f"timing rounds of {self.name}")
-        found = measure_step_times(
+        times = measure_step_times(
             self.target,
             self.drafter,
             timed,
             batch_sizes=sorted(sizes),
             contexts=sorted(contexts),
             text=[token for prompt in self.suite.prompts for token in prompt],
-            sampling=self.sampling,
-            steps=how.steps,
+            sampling=self.config.measure.sampling,
+            steps=self.config.measure.steps,
             on_cell=tick,
         )
         tick()
-        return found
+        return times
 
-    def check(self, accepted: Sequence[Accepted], cells: Sequence[dict[str, Any]]) -> None:
-        """Decode cells in earnest, interleaved with the baseline, and enter what was measured."""
-        settings = {one.setting.name: one.setting for one in accepted}
-        every = [cell for cell in cells if cell["load"] == "prompts"]
-        chosen = {"all": every, "advice": shortlist(cells), "none": []}[self.config.check]
+    def check(self, cells: Sequence[Cell]) -> list[Cell]:
+        """The cells, those that are chosen decoded in earnest, interleaved with the baseline."""
+        decoded = [cell for cell in cells if cell.load == "prompts"]
+        chosen = {"all": decoded, "advice": shortlist(cells), "none": []}[self.config.check]
         tick = self.bar(len(chosen), f"measuring {self.name}")
-        for cell in chosen:
-            how = with_setting(replace(self.config.measure, batch_size=cell["batch_size"]), settings[cell["setting"]])
-            entry, _ = measure(self.target, self.drafter, self.suite, how, name=self.name)
-            cell |= {"measured_speedup": entry["speedup"], "measured_ci95": entry["speedup_ci95"]}
-            tick()
+        checked = []
+        for cell in cells:
+            if cell in chosen:
+                config = replace(self.config.measure, batch_size=cell.batch_size, setting=cell.setting)
+                result, _ = measure(self.target, self.drafter, self.suite, config, name=self.name)
+                cell = replace(cell, measured_speedup=result.speedup, measured_ci95=result.speedup_ci95)
+                tick()
+            checked.append(cell)
         tick()
+        return checked
 
     def load(
-        self, accepted: Sequence[Accepted], times: StepTimes, fixed: str, ranges: Sequence[Sequence[int]], most: int
-    ) -> list[dict[str, Any]]:
+        self,
+        accepted: Sequence[Accepted],
+        times: StepTimes,
+        fixed: DraftSetting,
+        ranges: Sequence[ScheduleRange],
+        max_batch_size: int,
+    ) -> list[LoadPoint]:
         """What users see of no drafts, of one setting and of the schedule: simulated; of the first two also run."""
-        simulated = simulated_servers(accepted, self.workload, times, fixed=fixed, schedule=ranges, max_batch_size=most)
-        num_prompts, how = len(self.suite.prompts), self.config.measure
-        found = load_curve(simulated, num_prompts, served="simulated", num_requests=NUM_SIMULATED)
+        num_prompts, config = len(self.suite.prompts), self.config.measure
+        simulated = simulated_servers(
+            accepted, self.workload, times, fixed=fixed, schedule=ranges, max_batch_size=max_batch_size
+        )
+        points = load_curve(simulated, num_prompts, served="simulated", num_requests=NUM_SIMULATED)
         if self.config.machine is not None or self.config.check == "none":
-            return found
-        setting = next(one.setting for one in accepted if one.setting.name == fixed)
+            return points
         live = {
             name: LiveServer(
                 self.target,
                 self.drafter,
                 drafted,
                 self.suite.prompts,
-                max_new_tokens=how.max_new_tokens,
-                max_batch_size=most,
-                sampling=self.sampling,
-                steps=how.steps,
+                max_new_tokens=config.max_new_tokens,
+                max_batch_size=max_batch_size,
+                sampling=config.sampling,
+                steps=config.steps,
             )
-            for name, drafted in (("none", None), (fixed, setting))
+            for name, drafted in (("none", None), (fixed.name, fixed))
         }
         tick = self.bar(1, f"requests at a rate, {self.name}")
-        found += load_curve(live, num_prompts, served="run", num_requests=NUM_SERVED)
+        points += load_curve(live, num_prompts, served="run", num_requests=NUM_SERVED)
         tick()
         tick()
-        return found
+        return points
 
 
-def spread(lengths: Sequence[DraftSetting]) -> list[DraftSetting]:
+def spread(chains: Sequence[DraftSetting]) -> list[DraftSetting]:
     """Of chains the shortest, the longest, and one at every doubling between them."""
-    ends = {one.num_draft_tokens for one in (*lengths[:1], *lengths[-1:])}
-    return [one for one in lengths if one.num_draft_tokens in ends or one.num_draft_tokens.bit_count() == 1]
+    ends = {chain.num_draft_tokens for chain in (*chains[:1], *chains[-1:])}
+    return [chain for chain in chains if chain.num_draft_tokens in ends or chain.num_draft_tokens.bit_count() == 1]

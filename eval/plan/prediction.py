@@ -1,8 +1,9 @@
-"""What speedup each setting is to have at each batch size: what texts accept of it, and how long its rounds take."""
+"""The expected speedup of each setting at each batch size: what texts accept of it, and how long its rounds take."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Protocol
 
 import torch
 
@@ -18,7 +19,7 @@ from ..measurement.tree_search import TREE_NAMES, named_tree
 
 LEAST_GAIN = 0.01  # a setting that drafts more must be so much faster than one that drafts less
 MOST_FINALISTS = 4  # settings that are measured per batch size
-MOST_ERROR = 0.2  # a prediction so far below the best one is taken to be really below it
+MOST_ERROR = 0.2  # of a prediction: cells further below the best predicted one are not measured
 
 
 class StepTimes(Protocol):
@@ -31,11 +32,11 @@ class StepTimes(Protocol):
 
 @dataclass(frozen=True)
 class Accepted:
-    """What a workload's texts accept of a setting. emitted: of each prompt, the tokens that each of its rounds gave."""
+    """What a workload's texts accept of a setting."""
 
     setting: DraftSetting
     counted: Acceptance
-    emitted: list[list[int]]
+    emitted: list[list[int]]  # of each prompt, the tokens that each of its rounds gave
 
     @property
     def rounds(self) -> list[int]:
@@ -52,14 +53,40 @@ class Accepted:
         """acceptance_length; 1 where no round was needed."""
         return self.counted.length or 1.0
 
-    def as_json(self) -> dict[str, Any]:
-        """An entry of plan.json's `acceptance`."""
-        return {
-            "setting": self.setting.name,
-            "acceptance_length": round(self.length, 4),
-            "acceptance_rate": [None if rate is None else round(rate, 4) for rate in self.counted.rate],
-            "num_rounds": self.counted.num_rounds,
-        }
+
+@dataclass(frozen=True)
+class Cell:
+    """A setting at a batch size and context, and its speedup, predicted and perhaps measured."""
+
+    setting: DraftSetting
+    batch_size: int
+    context: int
+    load: str  # prompts: the texts, in batches whose rows are not replaced when they end; steady: all rows busy
+    predicted_speedup: float
+    measured_speedup: float | None = None
+    measured_ci95: Sequence[float | None] = (None, None)
+
+    @property
+    def speedup(self) -> float:
+        """The measured one where there is one."""
+        return self.measured_speedup or self.predicted_speedup
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The cell to serve at its batch size, context and load; is_off: not even this one is faster than no drafts."""
+
+    cell: Cell
+    is_off: bool
+
+
+@dataclass(frozen=True)
+class CheckSummary:
+    """How far predictions lie from what was measured, relative to it."""
+
+    num_cells: int
+    median_error: float | None = None
+    max_error: float | None = None
 
 
 def named_trees(
@@ -69,16 +96,15 @@ def named_trees(
 
     Raises: BadInput on an unknown name or number, and on a drafter that drafts chains only.
     """
-    found = []
+    names, settings = [name for name in TREE_NAMES if "chain" not in name], []
     for spec in specs:
         name, _, number = spec.partition(":")
-        if name not in TREE_NAMES or "chain" in name or not number.isdecimal() or int(number) < 1:
-            choice = ", ".join(one for one in TREE_NAMES if "chain" not in one)
-            raise BadInput(f"--tree {spec}: expected NAME:NODES, NAME one of {choice}")
+        if name not in names or not number.isdecimal() or int(number) < 1:
+            raise BadInput(f"--tree {spec}: expected NAME:NODES, NAME one of {', '.join(names)}")
         tree = named_tree(name, target, drafter, prompts, max_new_tokens=max_new_tokens, num_nodes=int(number))
         assert tree is not None
-        found.append(DraftSetting(spec, tree.depth, tree))
-    return found
+        settings.append(DraftSetting(spec, tree.depth, tree))
+    return settings
 
 
 @torch.no_grad()
@@ -92,27 +118,21 @@ def accepted_by(
     on_setting: Callable[[], object] = lambda: None,
 ) -> list[Accepted]:
     """Decode the prompts once per setting, config.batch_size at a time. Acceptance does not depend on that size."""
-    size, found = config.batch_size, []
+    size, accepted = config.batch_size, []
     for setting in settings:
-        run = runner(target, drafter, prompts, with_setting(config, setting))
-        runs = [run(prompts[i : i + size], drafter, config.seed) for i in range(0, len(prompts), size)]
-        counted = acceptance((one for text in runs for one in text.rounds), num_draft_tokens=setting.num_draft_tokens)
-        found.append(Accepted(setting, counted, [row for text in runs for row in emitted_by_row(text)]))
+        run = runner(target, drafter, prompts, replace(config, setting=setting))
+        texts = [run(prompts[i : i + size], drafter, config.seed) for i in range(0, len(prompts), size)]
+        rounds = (each for text in texts for each in text.rounds)
+        counted = acceptance(rounds, num_draft_tokens=setting.num_draft_tokens)
+        accepted.append(Accepted(setting, counted, [row for text in texts for row in emitted_by_row(text)]))
         on_setting()
-    return found
-
-
-def with_setting(config: MeasureConfig, setting: DraftSetting) -> MeasureConfig:
-    """The same measurement, drafting so."""
-    changes: dict[str, Any] = {"tree": setting.tree, "tree_name": setting.tree_name}
-    changes["num_draft_tokens"] = None if setting.tree else setting.num_draft_tokens
-    return MeasureConfig(**{**vars(config), **changes})
+    return accepted
 
 
 def emitted_by_row(text: Generation) -> list[list[int]]:
     """The tokens that each row's rounds gave until it ended, the prefill left out."""
     return [
-        [one.num_emitted[row] for one in text.rounds[1:] if one.num_committed[row]]
+        [each.num_emitted[row] for each in text.rounds[1:] if each.num_committed[row]]
         for row in range(len(text.token_ids))
     ]
 
@@ -130,14 +150,16 @@ class Workload:
         return round(sum(self.prompt_lengths) / len(self.prompt_lengths) + self.max_new_tokens / 2)
 
     def spans(self, batch_size: int, tokens: Sequence[int]) -> list[tuple[int, int, float]]:
-        """Of each batch, tokens before a round: at its start, at its end, and on average; of its longest rows, which
-        set how far attention reads. Args: tokens: new ones of each prompt."""
-        found = []
+        """Of each batch, tokens before a round: at its start, at its end, and on average.
+
+        Of its longest rows, which set how far attention reads. Args: tokens: new ones of each prompt.
+        """
+        spans = []
         for i in range(0, len(self.prompt_lengths), batch_size):
             rows = list(zip(self.prompt_lengths[i : i + batch_size], tokens[i : i + batch_size], strict=True))
             start, end = max(length for length, _ in rows), max(length + new for length, new in rows)
-            found.append((start, end, max(length + new / 2 for length, new in rows)))
-        return found
+            spans.append((start, end, max(length + new / 2 for length, new in rows)))
+        return spans
 
 
 def workload_speedup(accepted: Accepted, workload: Workload, times: StepTimes, *, batch_size: int) -> float:
@@ -175,82 +197,55 @@ def predict(
     *,
     batch_sizes: Sequence[int],
     contexts: Sequence[int] = (),
-) -> list[dict[str, Any]]:
-    """The cells of plan.json: every setting at every batch size.
+) -> list[Cell]:
+    """Every setting at every batch size, decoding the workload's texts; and with all rows busy at each of the contexts.
 
-    `load` is `prompts` for decoding the workload's texts, in batches whose rows are not replaced when they end; and
-    `steady`, all rows busy, at each of the contexts, where nothing was decoded: acceptance is taken to be the same.
+    Nothing was decoded at these contexts: acceptance is taken to be the same there.
     """
-    found = []
+    cells = []
     for size in batch_sizes:
-        for one in accepted:
-            speedup = workload_speedup(one, workload, times, batch_size=size)
-            found.append(cell(one, size, workload.context, "prompts", speedup))
+        for each in accepted:
+            speedup = workload_speedup(each, workload, times, batch_size=size)
+            cells.append(Cell(each.setting, size, workload.context, "prompts", round(speedup, 4)))
             for context in contexts:
-                speedup = steady_speedup(one, times, batch_size=size, context=context)
-                found.append(cell(one, size, context, "steady", speedup))
-    return found
+                speedup = steady_speedup(each, times, batch_size=size, context=context)
+                cells.append(Cell(each.setting, size, context, "steady", round(speedup, 4)))
+    return cells
 
 
-def cell(accepted: Accepted, batch_size: int, context: int, load: str, speedup: float) -> dict[str, Any]:
-    """A cell of plan.json, not measured yet."""
-    setting = accepted.setting
-    return {
-        "setting": setting.name,
-        "tree": setting.tree_name,
-        "num_draft_tokens": setting.num_draft_tokens,
-        "num_drafted": setting.num_drafted,
-        "batch_size": batch_size,
-        "context": context,
-        "load": load,
-        "predicted_speedup": round(speedup, 4),
-        "measured_speedup": None,
-        "measured_ci95": [None, None],
-    }
-
-
-def shortlist(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def shortlist(cells: Sequence[Cell]) -> list[Cell]:
     """The cells worth measuring: at each batch size up to MOST_FINALISTS, none predicted far below the best."""
-    found = []
-    for size in sorted({one["batch_size"] for one in cells}):
-        here = [one for one in cells if one["batch_size"] == size and one["load"] == "prompts"]
-        here.sort(key=lambda one: -one["predicted_speedup"])
-        least = here[0]["predicted_speedup"] * (1 - MOST_ERROR)
-        found += [one for one in here[:MOST_FINALISTS] if one["predicted_speedup"] >= least]
-    return found
+    chosen = []
+    for size in sorted({cell.batch_size for cell in cells}):
+        here = [cell for cell in cells if cell.batch_size == size and cell.load == "prompts"]
+        here.sort(key=lambda cell: -cell.predicted_speedup)
+        least = here[0].predicted_speedup * (1 - MOST_ERROR)
+        chosen += [cell for cell in here[:MOST_FINALISTS] if cell.predicted_speedup >= least]
+    return chosen
 
 
-def recommend(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def recommend(cells: Sequence[Cell]) -> list[Recommendation]:
     """For each batch size, context and load the fastest cell, or `off` where none is faster than no drafts.
 
     Where cells were measured, the fastest of those, else the one predicted to be. Of cells within LEAST_GAIN of the
     fastest, the one that drafts least.
     """
-    keys = ("batch_size", "context", "load")
+    groups: dict[tuple[int, int, str], list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault((cell.batch_size, cell.context, cell.load), []).append(cell)
     advice = []
-    for place in sorted({tuple(one[key] for key in keys) for one in cells}):
-        here = [one for one in cells if tuple(one[key] for key in keys) == place]
-        here = [one for one in here if one["measured_speedup"]] or here
-        fastest = max(map(speedup, here))
-        near = [one for one in here if speedup(one) >= fastest * (1 - LEAST_GAIN)]
-        best = min(near, key=lambda one: (one["num_drafted"], one["num_draft_tokens"]))
-        told = ("setting", "tree", "num_draft_tokens", "num_drafted", "predicted_speedup", "measured_speedup")
-        place_of = dict(zip(keys, place, strict=True))
-        advice.append({**place_of, "off": fastest <= 1, **{key: best[key] for key in told}})
+    for _, group in sorted(groups.items()):
+        here = [cell for cell in group if cell.measured_speedup] or group
+        fastest = max(cell.speedup for cell in here)
+        near = [cell for cell in here if cell.speedup >= fastest * (1 - LEAST_GAIN)]
+        best = min(near, key=lambda cell: (cell.setting.num_drafted, cell.setting.num_draft_tokens))
+        advice.append(Recommendation(best, fastest <= 1))
     return advice
 
 
-def speedup(cell: dict[str, Any]) -> float:
-    """The measured one where there is one."""
-    return cell["measured_speedup"] or cell["predicted_speedup"]
-
-
-def errors(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How far predictions lie from what was measured, relative to it; null where nothing was."""
-    apart = sorted(
-        abs(one["predicted_speedup"] / one["measured_speedup"] - 1) for one in cells if one["measured_speedup"]
-    )
+def errors(cells: Sequence[Cell]) -> CheckSummary:
+    """How far predictions lie from what was measured."""
+    apart = [abs(cell.predicted_speedup / cell.measured_speedup - 1) for cell in cells if cell.measured_speedup]
     if not apart:
-        return {"num_cells": 0, "median_error": None, "max_error": None}
-    middle = torch.tensor(apart, dtype=torch.float64).quantile(0.5).item()
-    return {"num_cells": len(apart), "median_error": round(middle, 4), "max_error": round(apart[-1], 4)}
+        return CheckSummary(0)
+    return CheckSummary(len(apart), round(median(apart), 4), round(max(apart), 4))

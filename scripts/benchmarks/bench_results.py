@@ -1,119 +1,154 @@
-"""What `make bench-heads` found: docs/results/heads.json, and the README's table from it."""
+"""What `make bench-heads` benches and measured: configs/bench, docs/results/heads.json, and the README's table."""
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ...configs.errors import BadInput
-from ...eval.report.document import write_whole
+from ...configs.files import write_json, write_text
+from ...configs.loader import build, read_config, shipped
+from ...heads.base import HeadConfig
+from ...heads.registry import head_class
 
 START, END = "<!-- bench-heads: start -->", "<!-- bench-heads: end -->"
 REFERENCE = "eagle3"  # whose training speed is 1
-COLUMNS = (
-    "head",
-    "idea",
-    "loss",
-    "parameters",
-    "acceptance length",
-    "draft ms / baseline step",
-    "speedup",
-    "training speed",
-)
-Describe = Callable[[str], tuple[str, str]]  # name of a head -> its title and idea
+COLUMNS = "head|idea|loss|parameters|acceptance length|draft ms / baseline step|speedup|training speed".split("|")
 
 
-def key_of(entry: dict[str, Any]) -> tuple[Any, ...]:
-    """What an entry is of; a new one takes the place of the one before."""
-    return entry["target"], entry["head"], entry["seed"]
+@dataclass(kw_only=True)
+class BenchedHead:
+    """configs/bench/NAME.yaml: a head at the budget's size, and what the table calls it."""
+
+    title: str
+    idea: str
+    head: dict[str, Any]
+    num_draft_tokens: int = 5  # K in decoding
+    in_budget: bool = True  # whether it has the budget's size; else it is benched only when named
+
+    @property
+    def config(self) -> HeadConfig:
+        """A fresh config: families write defaults for the target into it."""
+        return build(head_class(self.head["type"]).config_class, self.head, where="head")
 
 
-def read_results(path: Path) -> list[dict[str, Any]]:
+def bench_names() -> list[str]:
+    """The heads of configs/bench, by file name."""
+    return [path.stem for path in shipped("bench/*.yaml") if path.stem != "train"]
+
+
+def read_bench(name: str) -> BenchedHead:
+    """Raises BadInput with the names there are."""
+    if name not in bench_names():
+        raise BadInput(f"--heads {name}: expected some of {', '.join(bench_names())}")
+    return build(BenchedHead, read_config(f"bench/{name}.yaml"), where=f"bench/{name}.yaml")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """An entry of docs/results/heads.json: docs/results/README.md explains the keys."""
+
+    target: str
+    head: str
+    seed: int
+    parameters: int
+    optimizer_steps: int
+    train_tokens_per_second: float
+    acceptance_length: float
+    acceptance_rate: list[float | None]
+    num_draft_tokens: int
+    speedup: float
+    speedup_ci95: list[float | None]
+    num_prompts: int
+    max_new_tokens: int
+    temperature: float
+    draft_ms: float
+    baseline_ms: float
+    loss: dict[str, float]
+    lossless: dict[str, int]
+    device: str
+    num_threads: int
+    date: str
+    settings: str
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What the entry is of: a new one takes the place of the one before."""
+        return self.target, self.head, self.seed
+
+
+def read_results(path: Path) -> list[Entry]:
     """The entries of a results file, none where there is no file. Raises BadInput where it is none of ours."""
-    if not path.is_file():
-        return []
     try:
-        entries = json.loads(path.read_text())
-        _ = [(key_of(one), one["settings"]) for one in entries]
-    except (ValueError, TypeError, KeyError) as error:
+        return [Entry(**row) for row in json.loads(path.read_text())] if path.is_file() else []
+    except (ValueError, TypeError) as error:
         raise BadInput(f"{path}: no list of bench results: {error!r}") from error
-    return entries
 
 
-def write_results(path: Path, entries: Sequence[dict[str, Any]]) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(sorted(entries, key=key_of), indent=1) + "\n")
+def write_results(path: Path, entries: Sequence[Entry]) -> None:
+    rows = [asdict(entry) for entry in sorted(entries, key=lambda entry: entry.key)]
+    write_json(path, rows, indent=1)
 
 
-def table(entries: Sequence[dict[str, Any]], describe: Describe) -> str:
-    """A table per target, the longest acceptance first. describe: the title and the idea of a head, by its name."""
+def table(entries: Sequence[Entry]) -> str:
+    """A table per target, the longest acceptance first."""
     if not entries:
         return "Not measured yet: `make bench-heads`."
     parts = []
-    for target in sorted({entry["target"] for entry in entries}):
-        heads: dict[str, list[dict[str, Any]]] = {}
-        for entry in entries:
-            if entry["target"] == target:
-                heads.setdefault(entry["head"], []).append(entry)
-        ranked = sorted(heads.items(), key=lambda item: (-mean(item[1], "acceptance_length"), item[0]))
-        lines = [about(target, [entry for group in heads.values() for entry in group]), ""]
-        lines += [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-        lines += [f"| {' | '.join(row(name, group, heads.get(REFERENCE), describe))} |" for name, group in ranked]
+    for target in sorted({entry.target for entry in entries}):
+        here = [entry for entry in entries if entry.target == target]
+        heads = {name: [entry for entry in here if entry.head == name] for name in dict.fromkeys(e.head for e in here)}
+        lengths = {name: statistics.fmean(e.acceptance_length for e in group) for name, group in heads.items()}
+        reference = training_rate(heads[REFERENCE]) if REFERENCE in heads else None
+        lines = [conditions(target, here), "", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+        for name in sorted(heads, key=lambda name: (-lengths[name], name)):
+            lines.append(f"| {' | '.join(table_row(heads[name], reference))} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
 
-def about(target: str, entries: Sequence[dict[str, Any]]) -> str:
-    """What was done to get a target's figures, in a line."""
-
-    def values(key: str) -> str:
-        return ", ".join(map(str, sorted({entry[key] for entry in entries})))
-
+def conditions(target: str, entries: Sequence[Entry]) -> str:
+    """How a target's figures were measured, in a line."""
     return (
-        f"Target `{target}`: {values('optimizer_steps')} optimizer steps, seeds {values('seed')}; "
-        f"{values('num_prompts')} prompts of {values('max_new_tokens')} new tokens, greedy, batch 1; "
-        f"{values('device')}, {values('num_threads')} threads; {values('date')}."
+        f"Target `{target}`: {listed(e.optimizer_steps for e in entries)} optimizer steps, "
+        f"seeds {listed(e.seed for e in entries)}; {listed(e.num_prompts for e in entries)} prompts of "
+        f"{listed(e.max_new_tokens for e in entries)} new tokens, greedy, batch 1; "
+        f"{listed(e.device for e in entries)}, {listed(e.num_threads for e in entries)} threads; "
+        f"{listed(e.date for e in entries)}."
     )
 
 
-def row(
-    name: str, group: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]] | None, describe: Describe
-) -> list[str]:
-    """The cells of one head: means over its seeds."""
-    title, idea = describe(name)
-    mix = group[0]["loss"]
-    loss = " + ".join(key if weight == 1 else f"{weight:g} {key}" for key, weight in mix.items())
-    draft = statistics.fmean(entry["draft_ms"] / entry["baseline_ms"] for entry in group)
-    trained = "train_tokens_per_second"
-    speed = f"{mean(group, trained) / mean(reference, trained):.2f}" if reference else "-"
+def listed(values: Iterable[Any]) -> str:
+    return ", ".join(map(str, sorted(set(values))))
+
+
+def table_row(group: Sequence[Entry], reference: float | None) -> list[str]:
+    """The cells of one head: means over its seeds. Args: reference: training speed that is told as 1."""
+    benched, lengths = read_bench(group[0].head), [entry.acceptance_length for entry in group]
+    loss = " + ".join(key if weight == 1 else f"{weight:g} {key}" for key, weight in group[0].loss.items())
+    deviation = f" ± {statistics.stdev(lengths):.2f}" if len(lengths) > 1 else ""
     return [
-        title,
-        idea,
+        benched.title,
+        benched.idea,
         loss,
-        f"{group[0]['parameters']:,}",
-        spread(entry["acceptance_length"] for entry in group),
-        f"{draft:.2f}",
-        f"{mean(group, 'speedup'):.2f}",
-        speed,
+        f"{group[0].parameters:,}",
+        f"{statistics.fmean(lengths):.2f}{deviation}",
+        f"{statistics.fmean(entry.draft_ms / entry.baseline_ms for entry in group):.2f}",
+        f"{statistics.fmean(entry.speedup for entry in group):.2f}",
+        f"{training_rate(group) / reference:.2f}" if reference else "-",
     ]
 
 
-def mean(group: Sequence[dict[str, Any]], key: str) -> float:
-    return statistics.fmean(entry[key] for entry in group)
+def training_rate(group: Sequence[Entry]) -> float:
+    return statistics.fmean(entry.train_tokens_per_second for entry in group)
 
 
-def spread(values: Iterable[float]) -> str:
-    """`mean ± standard deviation`, the latter where there are several values."""
-    found = list(values)
-    return f"{statistics.fmean(found):.2f}" + (f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else "")
-
-
-def render_readme(path: Path, entries: Sequence[dict[str, Any]], describe: Describe) -> None:
+def render_readme(path: Path, entries: Sequence[Entry]) -> None:
     """Put the table between its two marks. Raises BadInput where a page has none."""
     text = path.read_text() if path.is_file() else ""
     if text.count(START) != 1 or text.count(END) != 1:
         raise BadInput(f"{path}: expected one line {START} and one {END}")
     before, after = text.split(START)[0], text.split(END)[1]
-    write_whole(path, f"{before}{START}\n{table(entries, describe)}\n{END}{after}")
+    write_text(path, f"{before}{START}\n{table(entries)}\n{END}{after}")

@@ -1,38 +1,34 @@
 """`make bench-train`: what a training step costs by head and shape, in tokens per second, memory and matrix products.
 
-    python -m headstart.scripts.benchmarks.bench_train [--device cuda] [--steps 5] [--output docs/results/train.json]
+    python -m headstart.scripts.benchmarks.bench_train [--size small|large|8b|toy] [--output docs/results/train.json]
 
 Random targets and rows: a step costs the same whatever the weights are. The target's own forward is left aside, its
-states being given. On a GPU shapes are those of heads on an 8B target, on a CPU small ones; the memory of EAGLE-3 at 8B
-shape is estimated either way.
+states being given. small, the default on a CPU, and large, that of a GPU, have every family at one shape, large that of
+heads on an 8B target, and the memory of EAGLE-3 at 8B shape by estimate. 8b is the GPU suite's: EAGLE-3, MTP and Medusa
+by context and vocabulary, with train.compile and without, and where the time of a step goes (one GPU, under 9 minutes).
+toy is the same on a CPU, in seconds.
 """
 
 import argparse
-import json
-from collections.abc import Sequence
-from dataclasses import replace
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from rich.console import Console
 
+from ...configs.errors import BadInput
+from ...eval.measurement.environment import device_name
 from ...heads.loading import default_device
 from ...heads.registry import HEADS
+from . import store
 from .step_memory import Shape, estimated_peak
 from .step_speed import TrainingStep
+from .store import CellStore, Figures
 
 RESULTS = Path("docs/results/train.json")
-SMALL = Shape(
-    head="eagle3",
-    hidden=256,
-    intermediate=704,
-    num_heads=8,
-    num_kv_heads=4,
-    vocabulary=4096,
-    context=256,
-    batch_size=4,
-)
+TOY = Shape(head="eagle3", hidden=64, intermediate=172, num_heads=8, num_kv_heads=4, vocabulary=512, context=64)
+SMALL = replace(TOY, hidden=256, intermediate=704, vocabulary=4096, context=256, batch_size=4)
 LARGE = Shape(
     head="eagle3",
     hidden=4096,
@@ -44,71 +40,157 @@ LARGE = Shape(
     dtype="bf16",
 )
 DEPTHS = {"medusa": 4, "hydra": 4, "mtp": 3, "draft_lm": 5, "eagle": 5, "eagle3": 7}
+SUITE = ("eagle3", "mtp", "medusa")  # the families of the GPU suite
+
+# what is asked of EAGLE-3 with 7 depths at 8B shape, one row of 4096 tokens, the whole vocabulary of 152,064
+BARS = {"mfu": (">=", 0.40), "peak_bytes": ("<=", 20e9)}
 
 
-def bench(shape: Shape, *, device: str, steps: int) -> dict[str, Any]:
-    """One entry of the results."""
-    found = TrainingStep(shape, device=device).measure(steps=steps)
-    rate = found["matmul_flops_per_second"] / found["step_flops"]  # steps per second, were all of it plain products
-    return entry(
-        shape,
-        device=torch.cuda.get_device_name() if device == "cuda" else f"cpu, {torch.get_num_threads()} threads",
-        **found,
-        roofline_tokens_per_second=round(shape.batch_size * shape.context * rate, 1),
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """What is measured."""
+
+    shape: Shape
+    heads: Sequence[str]
+    contexts: Sequence[int] = ()  # more of them, for the families of `swept`
+    vocabularies: Sequence[int] = ()
+    draft_vocabulary: int | None = None  # of EAGLE-3, beside the whole one
+    swept: Sequence[str] = ()
+    compiled: Sequence[str] = ()  # families that are also measured with train.compile
+    is_profiled: bool = False
+    is_estimated: bool = False  # the memory of EAGLE-3 at 8B shape, too
+    steps: int = 5  # timed ones of a cell
+
+
+SIZES = {
+    "toy": Size(
+        shape=TOY, heads=SUITE, swept=SUITE, contexts=(64, 32), vocabularies=(512,), draft_vocabulary=128,
+        compiled=("medusa",), is_profiled=True, steps=2,
+    ),
+    "8b": Size(
+        shape=LARGE, heads=SUITE, swept=SUITE, contexts=(4096, 2048, 8192), vocabularies=(152064, 128256),
+        draft_vocabulary=32000, compiled=SUITE, is_profiled=True,
+    ),
+    "small": Size(shape=SMALL, heads=sorted(HEADS), is_estimated=True),
+    "large": Size(
+        shape=LARGE, heads=sorted(HEADS), swept=("eagle3",), contexts=(4096, 2048, 8192), vocabularies=(152064,),
+        draft_vocabulary=32000, is_estimated=True,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell(store.Cell):
+    """A step of one shape. what: `step`, timed; `profile`, its third one by operator; `estimate`, of its memory."""
+
+    shape: Shape
+    what: str = "step"
+    is_compiled: bool = False
+    num_steps: int = 0
+
+
+def cell_of(shape: Shape, *, what: str = "step", is_compiled: bool = False, num_steps: int = 0) -> Cell:
+    """A cell and its name."""
+    options = "".join(f", {key} {value}" for key, value in shape.options.items())
+    drafted = f" of which {shape.draft_vocabulary} drafted" if shape.draft_vocabulary else ""
+    name = f"{shape.head}, {shape.depths} depths{options}, T {shape.context}, V {shape.vocabulary}{drafted}"
+    name = {"step": "", "profile": "profile of ", "estimate": "estimate of "}[what] + name + ", compiled" * is_compiled
+    return Cell(name=name, shape=shape, what=what, is_compiled=is_compiled, num_steps=num_steps)
+
+
+def shape_of(size: Size, head: str) -> Shape:
+    """A family's shape where compile, bars and profiles are."""
+    # at 8B shape an output layer of its own per depth has as many weights as the target's body
+    is_shared = size.shape is not SMALL and head in ("medusa", "hydra")
+    return replace(size.shape, head=head, depths=DEPTHS[head], options={"output": "shared"} if is_shared else {})
+
+
+def cells_of(size: Size) -> Iterator[Cell]:
+    """All that is measured, the most important first."""
+    shapes = [shape_of(size, head) for head in size.heads]
+    for shape in shapes:
+        for is_compiled in (False, True) if shape.head in size.compiled else (False,):
+            yield cell_of(shape, is_compiled=is_compiled, num_steps=size.steps)
+            if size.is_profiled:
+                yield cell_of(shape, is_compiled=is_compiled, what="profile")
+    for shape in shapes:
+        for context in size.contexts if shape.head in size.swept else ():
+            for vocabulary in size.vocabularies:
+                for drafted in (None, size.draft_vocabulary) if shape.head == "eagle3" else (None,):
+                    other = replace(shape, context=context, vocabulary=vocabulary, draft_vocabulary=drafted)
+                    if other != shape:
+                        yield cell_of(other, num_steps=size.steps)
+    if size.compiled:
+        yield cell_of(replace(shape_of(size, "medusa"), options={"output": "own"}), num_steps=size.steps)
+    if size.is_estimated:
+        for drafted in (32000, None):
+            yield cell_of(replace(LARGE, draft_vocabulary=drafted), what="estimate")
+
+
+def measure(cell: Cell, device: str) -> Figures:
+    """The figures of a cell."""
+    if cell.what == "estimate":
+        return {"peak_bytes": estimated_peak(cell.shape)}
+    step = TrainingStep(cell.shape, device=device, is_compiled=cell.is_compiled)
+    if cell.what == "profile":
+        step()
+        step()
+        return step.profile()
+    figures = step.measure(steps=cell.num_steps)
+    rate = figures["matmul_flops_per_second"] / figures["step_flops"]  # steps per second, were all of it plain products
+    tokens = cell.shape.batch_size * cell.shape.context
+    return {**figures, "roofline_tokens_per_second": round(tokens * rate, 1)}
+
+
+def summarize(document: Figures) -> Figures:
+    """`bars`: each, its figure without and with train.compile, and whether the better of both holds it.
+
+    `holds` is null at another size than 8b, or where nothing was measured.
+    """
+    shape = shape_of(SIZES[document["size"]], "eagle3")
+    plain, compiled = (
+        document["cells"].get(cell_of(shape, is_compiled=is_compiled).name, {}) for is_compiled in (False, True)
     )
+    bars = {}
+    for name, (sign, limit) in BARS.items():
+        known = [cell[name] for cell in (plain, compiled) if cell.get(name) is not None]
+        holds = None
+        if document["size"] == "8b" and known:
+            holds = max(known) >= limit if sign == ">=" else min(known) <= limit
+        values = {"plain": plain.get(name), "compiled": compiled.get(name)}
+        bars[name] = {"bar": f"{sign} {limit:g}", "cell": cell_of(shape).name, **values, "holds": holds}
+    return {"bars": bars}
 
 
-def estimate(shape: Shape) -> dict[str, Any]:
-    """An entry of memory alone, of a GPU that need not be there."""
-    unknown = {"tokens_per_second": None, "step_flops": None, "matmul_flops_per_second": None}
-    unknown |= {"roofline_tokens_per_second": None, "mfu": None}
-    return entry(shape, device="estimated", peak_bytes=estimated_peak(shape), **unknown)
+def run(path: Path, *, size: str, device: str) -> tuple[Figures, int]:
+    """Measure what the file lacks, of small and large all of it; the document, and the exit code.
+
+    Raises: BadInput where the file holds another run.
+    """
+    header = {"size": size, "device": device_name(torch.device(device)), "torch": torch.__version__}
+    results = CellStore(path, header, summarize, is_new=SIZES[size].is_estimated)
+    results.document.setdefault("num_threads", torch.get_num_threads())
+    code = results.run(list(cells_of(SIZES[size])), lambda cell: measure(cell, device))
+    return results.document, code
 
 
-def entry(shape: Shape, **measured: Any) -> dict[str, Any]:
-    said = ("head", "batch_size", "context", "hidden", "vocabulary", "draft_vocabulary", "depths", "dtype")
-    return {"device": measured.pop("device"), **{key: getattr(shape, key) for key in said}, **measured}
-
-
-def shapes_for(device: str, heads: Sequence[str]) -> list[Shape]:
-    """Every family at one size; on a GPU, several contexts of EAGLE-3 more."""
-    first = SMALL if device == "cpu" else replace(LARGE, draft_vocabulary=32000)
-    shapes = []
-    for name in heads:
-        cut = first.draft_vocabulary if name == "eagle3" else None
-        # at 8B shape an output layer of its own per depth has as many weights as the target's body
-        options = {"output": "shared"} if device != "cpu" and name in ("medusa", "hydra") else {}
-        shapes.append(replace(first, head=name, depths=DEPTHS[name], draft_vocabulary=cut, options=options))
-    if device != "cpu" and "eagle3" in heads:
-        shapes += [replace(first, context=context) for context in (2048, 8192)]
-    return shapes
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 1 where a cell failed otherwise than for memory, 2 on bad input."""
     parser = argparse.ArgumentParser(description="What a training step costs.")
-    parser.add_argument("--device", default=str(default_device()), help="cpu or cuda; the GPU where there is one")
-    parser.add_argument("--heads", nargs="+", choices=sorted(HEADS), default=sorted(HEADS))
-    parser.add_argument("--steps", type=int, default=5, help="timed steps of each head, the median of which counts")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    said, console = parser.parse_args(arguments), Console(stderr=True)
-    device = torch.device(said.device).type
-    said.output.parent.mkdir(parents=True, exist_ok=True)
-    entries = []
-    for shape in shapes_for(device, said.heads):
-        entries.append(bench(shape, device=device, steps=said.steps))
-        said.output.write_text(json.dumps(entries, indent=1) + "\n")
-        one = entries[-1]
-        console.print(
-            f"{shape.head} {shape.batch_size} x {shape.context}, {shape.depths} depths, {shape.dtype}: "
-            f"{one['tokens_per_second']} tokens/s, {one['peak_bytes'] / 1e6:.0f} MB; {one['step_flops'] / 1e9:.1f} "
-            f"GFLOP a step, {one['mfu']:.0%} of {one['matmul_flops_per_second'] / 1e9:.0f} GFLOP/s"
-        )
-    for size in (32000, None):
-        entries.append(estimate(replace(LARGE, draft_vocabulary=size)))
-        said.output.write_text(json.dumps(entries, indent=1) + "\n")
-        peak = entries[-1]["peak_bytes"] / 1e9
-        console.print(f"eagle3 at 8B shape, draft vocabulary {size or 'whole'}: {peak:.1f} GB, estimated")
+    parser.add_argument("--size", choices=sorted(SIZES), help="[default: small on a CPU, large on a GPU]")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
+    parser.add_argument("--output", type=Path, default=RESULTS, help="JSON file to write, or to go on with")
+    options = parser.parse_args(arguments)
+    size = options.size or ("small" if options.device == "cpu" else "large")
+    try:
+        document, code = run(options.output, size=size, device=options.device)
+    except BadInput as error:
+        print(f"headstart: {error}", file=sys.stderr)
+        return 2
+    for name, bar in document["bars"].items():
+        print(f"{name} {bar['bar']}: {bar['plain']}, compiled {bar['compiled']}: holds {bar['holds']}")
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,126 +1,209 @@
-"""The cells of the engine's benchmark: what is timed or decoded in one go, and how."""
+"""The cells of the engine's benchmark: what is timed or decoded in one go, on a random target of a given size."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from ...configs.errors import first_line
 from ...eval.drafters.synthetic import BlankDrafter, SyntheticDrafter, expected_length
-from ...eval.measurement.bandwidth import bytes_per_step, cache_bytes, free_memory
-from ...eval.measurement.config import DraftSetting, chains
-from ...eval.measurement.measure import MeasureConfig, measure
-from ...eval.measurement.step_times import NUM_ROUNDS, Place, check_room, most_tokens
+from ...eval.measurement.bandwidth import bytes_per_step
+from ...eval.measurement.config import DraftSetting, MeasureConfig, chains
+from ...eval.measurement.measure import measure
+from ...eval.measurement.step_times import NUM_ROUNDS, TimedCell, check_room
 from ...eval.suites.prompts import Suite
 from ...heads.base import DraftHead
 from ...heads.drafter import Drafter
 from ...heads.loading import release_memory
 from ...heads.registry import HEADS, build_head
 from ...heads.target import Target
-from .engine_shapes import Shape, random_prompts
+from . import store
 
 NUM_DRAFT = 5
-MAIN = "eagle3"  # the family whose chain is timed at every batch size and context, and eagerly
+MAIN = "eagle3"  # the family whose chain is timed at every batch size and context, and with eager and compiled steps
+CONTEXT_ROOM = 2048  # positions behind the longest context
+EMBEDDING_SCALE = 5000.0  # of a token's embedding, over what it is initialised to
 
 
-@dataclass(frozen=True)
-class Cell:
-    """What is measured in one go, beside baseline steps. head: whose drafts; None: drafts that cost nothing.
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A Llama target's sizes, and how much is measured on it."""
 
-    num_draft_tokens: asked for, 0: the baseline alone; a family drafts as many as it can of them. rates: of synthetic
-    acceptance, which is decoded in earnest; none: rounds are timed.
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+    dtype: str
+    contexts: tuple[int, ...]  # tokens before the timed rounds; the first is the usual one
+    batch_sizes: tuple[int, ...]  # at the usual context
+    long_batch_sizes: tuple[int, ...]  # at the others
+    verified: tuple[int, ...]  # tokens per forward
+    num_passes: int  # over each timed cell
+    num_prompts: int  # of the usual context, decoded where speedups are measured
+    num_new: int  # tokens behind each prompt
+    num_repeats: int  # passes over the prompts
+
+    @property
+    def context(self) -> int:
+        return self.contexts[0]
+
+    @property
+    def config(self) -> LlamaConfig:
+        return LlamaConfig(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.num_hidden_layers,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            vocab_size=self.vocab_size,
+            max_position_embeddings=max(self.contexts) + CONTEXT_ROOM,
+            tie_word_embeddings=False,
+            eos_token_id=None,
+        )
+
+    def prompts(self, count: int, *, length: int) -> list[list[int]]:
+        """Prompts of random tokens."""
+        generator = torch.Generator().manual_seed(1)
+        return torch.randint(0, self.vocab_size, (count, length), generator=generator).tolist()
+
+
+SIZES = {
+    "toy": Size(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=128, dtype="float32", contexts=(16, 48), batch_sizes=(1, 3), long_batch_sizes=(1, 2),
+        verified=(1, 2, 64), num_passes=2, num_prompts=2, num_new=24, num_repeats=1,
+    ),
+    "8b": Size(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256, dtype="bfloat16", contexts=(512, 2048, 4096, 8192, 16384),
+        batch_sizes=(1, 2, 4, 8, 16, 32, 64), long_batch_sizes=(1, 8), verified=(1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64),
+        num_passes=4, num_prompts=4, num_new=128, num_repeats=2,
+    ),
+}  # fmt: skip
+
+
+def random_target(size: Size, device: torch.device) -> Target:
+    """A Llama with random weights, made on the device, whose greedy text counts: x, x + 1, x + 2, ...
+
+    Each token's embedding outweighs what all layers add to it, and the output layer looks for the one before. So the
+    choice of a token is never close, and rounding, which differs with the number of tokens in a forward, changes no
+    text. Between plain random weights it soon would, and drafts that are to be right would be wrong from there on.
     """
+    torch.manual_seed(0)
+    default = torch.get_default_dtype()
+    with torch.device(device), torch.no_grad():
+        torch.set_default_dtype(getattr(torch, size.dtype))
+        try:
+            model: Any = LlamaForCausalLM(size.config)
+        finally:
+            torch.set_default_dtype(default)
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight.roll(1, 0))
+        model.model.embed_tokens.weight.mul_(EMBEDDING_SCALE)
+    model.generation_config.eos_token_id = None
+    return Target(model, name=f"random Llama, hidden {size.hidden_size}", fingerprint="random")
 
-    name: str
-    steps: str
+
+@dataclass(frozen=True, kw_only=True)
+class Cell(store.Cell):
+    """What is measured beside baseline steps."""
+
+    steps: str  # as `Engine` takes them
     batch_size: int
     context: int
-    head: str | None = None
-    num_draft_tokens: int = 0
-    num_passes: int = 0
-    rates: tuple[float, ...] = ()
+    num_passes: int
+    head: str | None = None  # the family that drafts; None: drafts that cost nothing
+    num_draft_tokens: int = 0  # at most, as far as the family drafts; 0: the baseline alone
+    rates: tuple[float, ...] = ()  # of synthetic acceptance, with which texts are decoded; none: rounds are timed
 
 
-def cells_of(shape: Shape, steps: str, rates: Mapping[str, Sequence[float]]) -> list[Cell]:
-    """All cells, those that bars are about first, and one after the other those that share a head."""
-    usual: dict[str, Any] = {"batch_size": 1, "context": shape.context, "steps": steps, "num_passes": shape.num_passes}
-    found = [Cell("baseline", **{**usual, "num_passes": 2 * shape.num_passes})]
-    found += [Cell(f"verify {n}", num_draft_tokens=n - 1, **usual) for n in shape.verified if n > 1]
+def cells_of(size: Size, steps: str, rates: Mapping[str, Sequence[float]]) -> list[Cell]:
+    """All cells, those that bars are about first, and one after the other those that share a head.
+
+    Args: rates: of synthetic acceptance, by family.
+    """
+    base = Cell(name="baseline", steps=steps, batch_size=1, context=size.context, num_passes=size.num_passes)
+    cells = [replace(base, num_passes=2 * size.num_passes)]
+    cells += [replace(base, name=f"verify {n}", num_draft_tokens=n - 1) for n in size.verified if n > 1]
     for family in sorted(HEADS, key=lambda family: family != MAIN):
-        drafts = {"head": family, "num_draft_tokens": NUM_DRAFT}
-        found.append(Cell(f"draft {family}", **usual, **drafts))
-        decoded = {**usual, "num_passes": shape.num_repeats, "rates": tuple(rates[family])}
-        found.append(Cell(f"synthetic {family}", **decoded, **drafts))
-    drafts = {"head": MAIN, "num_draft_tokens": NUM_DRAFT}
+        drafted = replace(base, name=f"draft {family}", head=family, num_draft_tokens=NUM_DRAFT)
+        cells.append(drafted)
+        name, repeats = f"synthetic {family}", size.num_repeats
+        cells.append(replace(drafted, name=name, num_passes=repeats, rates=tuple(rates[family])))
+    main = replace(base, head=MAIN, num_draft_tokens=NUM_DRAFT)
     if steps != "eager":  # slow: one cell
-        found.append(Cell(f"eager {MAIN}", **{**usual, "steps": "eager", "num_passes": 2}, **drafts))
-    places = [(size, shape.context) for size in shape.batch_sizes]
-    places += [(size, context) for context in shape.contexts[1:] for size in shape.long_batch_sizes]
-    for size, context in places:
-        name = f"batch {size} context {context}"
-        found.append(Cell(name, **{**usual, "batch_size": size, "context": context}, **drafts))
+        cells.append(replace(main, name=f"eager {MAIN}", steps="eager", num_passes=2))
+    conditions = [(batch_size, size.context) for batch_size in size.batch_sizes]
+    conditions += [(batch_size, context) for context in size.contexts[1:] for batch_size in size.long_batch_sizes]
+    for batch_size, context in conditions:
+        name = f"batch {batch_size} context {context}"
+        cells.append(replace(main, name=name, batch_size=batch_size, context=context))
     if steps != "eager":  # last: compiling takes minutes
-        found.append(Cell(f"compile {MAIN}", **{**usual, "steps": "compile"}, **drafts))
-    return found
+        cells.append(replace(main, name=f"compile {MAIN}", steps="compile"))
+    return cells
 
 
 class Workbench:
     """A target, and what its cells share: one head at a time, and the texts of synthetic acceptance."""
 
-    def __init__(self, target: Target, shape: Shape):
-        self.target, self.shape = target, shape
+    def __init__(self, target: Target, size: Size):
+        self.target, self.size = target, size
         self.heads: dict[str, DraftHead] = {}
-        self.text = random_prompts(shape, count=1, length=4 * max(shape.contexts))[0]
+        self.text = size.prompts(1, length=4 * max(size.contexts))[0]
+        self.prompts = size.prompts(size.num_prompts, length=size.context)
 
-    def attempt(self, cell: Cell) -> dict[str, Any]:
-        """The cell's figures; or `left_out`, why it was not tried, or `failed`, what was raised. Frees its memory."""
-        release_memory()
-        reason = left_out(self.target, cell, available=free_memory(self.target.device))
-        if reason is not None:
-            return {"left_out": reason}
-        try:
-            return self.decode(cell) if cell.rates else self.time(cell)
-        except Exception as error:  # out of memory, a step that cannot be captured: the other cells stand
-            reason = f"{type(error).__name__}: {first_line(error)}"
-        release_memory()
-        return {"failed": reason}
+    def measure(self, cell: Cell) -> store.Figures:
+        """The cell's figures."""
+        return self.decode(cell) if cell.rates else self.time(cell)
 
-    def time(self, cell: Cell) -> dict[str, Any]:
+    def time(self, cell: Cell) -> store.Figures:
         """Rounds, each pass beside baseline steps."""
         drafter, settings = self.drafted(cell)
         check_room(self.target, [cell.context], settings)
-        how: dict[str, Any] = {"batch_size": cell.batch_size, "context": cell.context, "steps": cell.steps}
-        place = Place(self.target, drafter, settings, text=self.text, **how)
+        timer = TimedCell(
+            self.target,
+            drafter,
+            settings,
+            batch_size=cell.batch_size,
+            context=cell.context,
+            text=self.text,
+            steps=cell.steps,
+        )
         for _ in range(cell.num_passes):
-            place.run(reads_again=cell.batch_size == 1 and cell.context == self.shape.context)  # cheap there alone
-        return timed_figures(place)
+            timer.run(reads_again=cell.batch_size == 1 and cell.context == self.size.context)  # cheap there alone
+        return timed_figures(timer)
 
-    def decode(self, cell: Cell) -> dict[str, Any]:
+    def decode(self, cell: Cell) -> store.Figures:
         """Texts with drafts that are right at the cell's rates, and without. The head's time counts, not its drafts."""
-        head, settings = self.drafted(cell)
-        drafter, num_draft = self.synthetic.around(head, cell.rates), settings[0].num_draft_tokens
+        head, (setting,) = self.drafted(cell)
         config = MeasureConfig(
-            num_draft_tokens=num_draft,
-            max_new_tokens=self.shape.num_new,
+            setting=setting,
+            max_new_tokens=self.size.num_new,
             num_repeats=cell.num_passes,
             steps=cell.steps,
         )
         suite = Suite(name="random tokens", prompts=self.prompts)
-        entry, _ = measure(self.target, drafter, suite, config, name=cell.name)
-        if entry["failed"]:
-            raise RuntimeError(entry["failed"][0]["reason"])
-        assert entry["speedup"] is not None
-        told = "num_prompts num_tokens num_rounds acceptance_length acceptance_rate speedup speedup_ci95"
-        told += " tokens_per_second baseline_tokens_per_second"
+        result, _ = measure(self.target, self.synthetic.around(head, cell.rates), suite, config, name=cell.name)
+        if result.failed:
+            raise RuntimeError(result.failed[0].reason)
         return {
-            "num_draft_tokens": num_draft,
+            "num_draft_tokens": setting.num_draft_tokens,
             "given_rates": list(cell.rates),
-            "given_acceptance_length": round(expected_length(cell.rates, num_draft), 4),
-            **{key: entry[key] for key in told.split()},
-            "identical_texts": entry["lossless"]["identical"],
+            "given_acceptance_length": round(expected_length(cell.rates, setting.num_draft_tokens), 4),
+            "num_prompts": result.num_prompts,
+            "num_tokens": result.num_tokens,
+            "num_rounds": result.num_rounds,
+            "acceptance_length": result.acceptance_length,
+            "acceptance_rate": result.acceptance_rate,
+            "speedup": result.speedup,
+            "speedup_ci95": result.speedup_ci95,
+            "tokens_per_second": result.tokens_per_second,
+            "baseline_tokens_per_second": result.baseline_tokens_per_second,
+            "identical_texts": result.lossless.identical,
         }
 
     def drafted(self, cell: Cell) -> tuple[Drafter | None, list[DraftSetting]]:
@@ -131,7 +214,7 @@ class Workbench:
         return drafter, chains(drafter, [cell.num_draft_tokens])
 
     def head(self, family: str) -> DraftHead:
-        """An untrained one: it takes the time that a trained one does. The last family's is forgotten."""
+        """An untrained head, which takes the time of a trained one. That of the last family is dropped."""
         if family not in self.heads:
             self.heads.clear()
             release_memory()
@@ -140,54 +223,42 @@ class Workbench:
             self.heads[family] = head.to(self.target.dtype).eval().requires_grad_(False)
         return self.heads[family]
 
-    @property
-    def prompts(self) -> list[list[int]]:
-        return random_prompts(self.shape, count=self.shape.num_prompts, length=self.shape.context)
-
     @cached_property
     def synthetic(self) -> SyntheticDrafter:
-        """With the target's own texts behind the prompts; its rates do not count."""
-        return SyntheticDrafter(self.target, self.prompts, [1.0], max_new_tokens=self.shape.num_new)
+        """With the target's own texts behind the prompts; cells bring their rates."""
+        return SyntheticDrafter(self.target, self.prompts, [1.0], max_new_tokens=self.size.num_new)
 
 
-def left_out(target: Target, cell: Cell, *, available: float) -> str | None:
-    """Why a cell cannot be measured in so many bytes; None where it may be: its keys and values alone are counted.
-
-    Those of the target, of two engines where there are drafts: the baseline's lie beside them.
-    """
-    if cell.rates:
-        return None
-    setting = DraftSetting("", cell.num_draft_tokens) if cell.num_draft_tokens else None
-    num_slots = cell.context + most_tokens(setting)
-    needed = (2 if setting else 1) * cell.batch_size * cache_bytes(target, num_slots)
-    if needed <= available:
-        return None
-    return f"keys and values of {num_slots} tokens need {needed / 1e9:.1f} GB, {available / 1e9:.1f} GB are free"
-
-
-def timed_figures(place: Place) -> dict[str, Any]:
-    """Milliseconds are medians over the passes; what is told of several passes has their least and most beside it."""
-    base, size = place.usual, len(place.rows)
-    steps = [one.round_ms for one in place.plain]
-    read = bytes_per_step(place.target, base.context + NUM_ROUNDS // 2, num_rows=size)
-    found: dict[str, Any] = {
+def timed_figures(timer: TimedCell) -> store.Figures:
+    """Milliseconds are medians over the passes; figures of several passes have their least and most beside it."""
+    base, size = timer.baseline, len(timer.rows)
+    steps = [step.round_ms for step in timer.plain]
+    read = bytes_per_step(timer.target, base.context + NUM_ROUNDS // 2, num_rows=size)
+    figures: store.Figures = {
         "baseline_ms": spread(steps),
-        "baseline_tokens_per_second": spread(1000 * size / one for one in steps),
-        "baseline_gigabytes_per_second": spread(read / one / 1e6 for one in steps),
+        "baseline_tokens_per_second": spread(1000 * size / step for step in steps),
+        "baseline_gigabytes_per_second": spread(read / step / 1e6 for step in steps),
     }
-    for one, (setting, passes) in zip(place.found, place.drafted.items(), strict=True):  # in baseline steps
-        found |= {
+    for time, (setting, passes) in zip(timer.rounds, timer.drafted.items(), strict=True):  # passes: in baseline steps
+        figures |= {
             "num_draft_tokens": setting.num_draft_tokens,
-            **{key: round(getattr(one, key), 4) for key in ("draft_ms", "verify_ms", "overhead_ms", "round_ms")},
-            "reading_ms": round(one.reading_ms, 4),
-            "draft_in_baseline_steps": spread(row.draft_ms for row in passes),
-            "verify_in_baseline_steps": spread(row.verify_ms + row.overhead_ms for row in passes),
-            "round_in_baseline_steps": spread(row.round_ms for row in passes),
-            "round_overhead": spread(row.overhead_ms / row.round_ms for row in passes),
+            "draft_ms": round(time.draft_ms, 4),
+            "verify_ms": round(time.verify_ms, 4),
+            "overhead_ms": round(time.overhead_ms, 4),
+            "round_ms": round(time.round_ms, 4),
+            "reading_ms": round(time.reading_ms, 4),
+            "draft_in_baseline_steps": spread(each.draft_ms for each in passes),
+            "verify_in_baseline_steps": spread(each.verify_ms + each.overhead_ms for each in passes),
+            "round_in_baseline_steps": spread(each.round_ms for each in passes),
+            "round_overhead": spread(each.overhead_ms / each.round_ms for each in passes),
         }
-    return found
+    return figures
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
-    kept = sorted(values)
-    return {"median": round(statistics.median(kept), 4), "least": round(kept[0], 4), "most": round(kept[-1], 4)}
+    ordered = sorted(values)
+    return {
+        "median": round(statistics.median(ordered), 4),
+        "least": round(ordered[0], 4),
+        "most": round(ordered[-1], 4),
+    }

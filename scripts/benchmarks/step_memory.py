@@ -1,9 +1,10 @@
 """The memory of a training step at a shape: counted while it runs, or estimated with tensors that have no contents.
 
 The target and its states are left aside: what counts is the head, its gradients, AdamW's two moments, what the step
-keeps for backward, and the loss.
+keeps for backward, and the loss. What kernels take for themselves while they run is not counted.
 """
 
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -12,25 +13,24 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ...heads import base
 from ...heads.base import DraftBatch, DraftHead
-from ...heads.loss import chunked as depth_loss
+from ...heads.loss import chunked
 from ...heads.loss.chains import ChainStarts, chain_starts
 from ...heads.loss.chunked import Plan
 from ...heads.nn import chain_attention
 from ...heads.registry import head_class
 from ...heads.target import Target, TargetOutput
-from .live_bytes import LiveBytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A Llama target's sizes, a head on it and a batch. dtype: of matrix products, as train.precision: fp32 or bf16;
-    weights, gradients and moments are fp32. draft_vocabulary: None: the whole one. options: more of the head's config.
-    """
+    """A Llama target's sizes, a head on it and a batch."""
 
     head: str
     hidden: int
@@ -41,13 +41,13 @@ class Shape:
     context: int
     batch_size: int = 1
     depths: int = 7
-    dtype: str = "fp32"
-    draft_vocabulary: int | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "fp32"  # of matrix products, fp32 or bf16; weights, gradients and moments are fp32
+    draft_vocabulary: int | None = None  # None: the whole one
+    options: dict[str, Any] = field(default_factory=dict)  # more of the head's config
 
     @property
     def target_config(self) -> LlamaConfig:
-        """Of few layers: the target does not count."""
+        """Of few layers: the target is not counted."""
         return LlamaConfig(
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,
@@ -58,6 +58,39 @@ class Shape:
             max_position_embeddings=2 * self.context,
             tie_word_embeddings=False,
         )
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of tensors that are alive while code runs within it: every storage from its making to its end.
+
+    Under torch's FakeTensorMode the same code is counted at sizes that no machine at hand could hold. now, peak: bytes;
+    storages that were there before count once `count` is called with them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def count(self, *tensors: Tensor) -> None:
+        """Take in the storages of tensors, each once."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key not in self._known:
+                self._known.add(key)
+                self.now += size
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._end, key, size).atexit = False
+
+    def _end(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.count(*(leaf for leaf in tree_iter(out) if isinstance(leaf, Tensor)))
+        return out
 
 
 class Unchecked(Target):
@@ -138,9 +171,9 @@ def estimated_peak(shape: Shape, *, device: str = "cuda") -> int:
         head, batch = build_step(shape, target_class=Unchecked)
         prepared = PreparedStarts(mode.from_tensor(starts.positions), mode.from_tensor(starts.valid))
         prepared.blocks = blocks
-        with paused(mode):
+        with unset_fake_temporarily():
             plan = starts.plan(shape.context, size=head.positions_per_chunk(shape.depths))
-        chains, positions = (mode.from_tensor(one) for one in (plan.chains, plan.positions))
+        chains, positions = (mode.from_tensor(tensor) for tensor in (plan.chains, plan.positions))
         prepared.made = Plan(positions, chains, plan.sizes, plan.size)
         stack.enter_context(patch.object(base, "chain_starts", lambda *_: prepared))
         return peak_bytes(head, batch, dtype=shape.dtype)
@@ -150,17 +183,8 @@ def estimated_peak(shape: Shape, *, device: str = "cuda") -> int:
 def as_elsewhere() -> Iterator[None]:
     """CPU tensors are treated as those of any other device."""
     with (
-        patch.object(depth_loss, "CHUNK", {}),
+        patch.object(chunked, "CHUNK", {}),
         patch.object(chain_attention, "QUERY_BLOCK", {}),
         patch.object(chain_attention, "is_flash", lambda *_: False),
     ):
-        yield
-
-
-@contextmanager
-def paused(mode: FakeTensorMode) -> Iterator[None]:
-    """Real tensors within a fake mode."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    with unset_fake_temporarily():
         yield

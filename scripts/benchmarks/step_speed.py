@@ -1,11 +1,11 @@
 """How long a training step takes at a shape, how much of the machine it uses, and where the time goes.
 
 A step is loss, backward and AdamW on random rows; the target's own forward is left aside, its states being given.
+docs/results/train.md defines the figures.
 """
 
 import statistics
 import time
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -13,18 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from ...heads.nn.fusing import fused
 from ...train.speed import Operations, matmul_rate, synchronize
 from .step_memory import Shape, build_step, peak_bytes, run_step
-
-# what figures mean, for those who read them without this file
-DEFINITIONS = {
-    "tokens_per_second": "positions of the batch over the median step: loss, backward and AdamW on given target states",
-    "step_flops": "floating point operations of forward and backward, without repeated_flops: matrix products, and the"
-    " two of attention for all queries and keys that a kernel is given; elementwise operations do not count",
-    "repeated_flops": "what backward computes again: layers whose inner results were not kept, scores of attention",
-    "matmul_flops_per_second": "the fastest large matrix product of the step's precision, one before each step",
-    "mfu": "step_flops per second over matmul_flops_per_second",
-    "hfu": "the same with repeated_flops",
-    "peak_bytes": "most bytes of tensors at once, without target, its states and rows; null where not counted",
-}
+from .store import Figures
 
 
 class TrainingStep:
@@ -53,7 +42,7 @@ class TrainingStep:
         synchronize(self.device)
         return time.perf_counter() - start
 
-    def measure(self, *, steps: int) -> dict[str, Any]:
+    def measure(self, *, steps: int) -> Figures:
         """Figures of so many timed steps behind two others."""
         shape, seconds, rates = self.shape, [], []
         first = self.seconds()
@@ -89,32 +78,19 @@ class TrainingStep:
         torch.cuda.reset_peak_memory_stats()
         self()
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - sum(one.numel() * one.element_size() for one in aside)
+        return torch.cuda.max_memory_allocated() - sum(tensor.nbytes for tensor in aside)
 
-    def profile(self, *, top: int = 15) -> dict[str, Any]:
-        """One step by operator: time on the device in itself, without what it calls. num_kernels: what a GPU was given
-        to run, copies and fills among them; null on a CPU."""
+    def profile(self, *, top: int = 15) -> Figures:
+        """One step by operator, those that take longest in themselves first: torch's own table.
+
+        num_kernels: what a GPU was given to run, copies and fills among them; null on a CPU.
+        """
         is_cuda = self.device.type == "cuda"
-        kinds = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * is_cuda]
-        with profile(activities=kinds) as seen:
+        with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * is_cuda]) as profiler:
             self()
             synchronize(self.device)
-        events = [event for event in seen.key_averages() if not event.is_user_annotation]
-        operators = [event for event in events if event.device_type.name == "CPU"]
-        ran = [event for event in events if event.device_type.name == "CUDA"] if is_cuda else operators
-        key = "self_device_time_total" if is_cuda else "self_cpu_time_total"
-        total = sum(getattr(event, key) for event in ran)  # microseconds
-        operators.sort(key=lambda event: -getattr(event, key))
-        rows = [
-            {
-                "name": event.key,
-                "calls": event.count,
-                "ms": round(getattr(event, key) / 1e3, 3),
-                "share": round(getattr(event, key) / total, 4),
-            }
-            for event in operators[:top]
-            if getattr(event, key)
-        ]
-        rest = total / 1e3 - sum(row["ms"] for row in rows)
-        num_kernels = sum(event.count for event in ran) if is_cuda else None
-        return {"total_ms": round(total / 1e3, 3), "num_kernels": num_kernels, "rows": rows, "rest_ms": round(rest, 3)}
+        events = profiler.key_averages()
+        num_kernels = sum(event.count for event in events if event.device_type.name == "CUDA")
+        order = "self_cuda_time_total" if is_cuda else "self_cpu_time_total"
+        table = events.table(sort_by=order, row_limit=top, max_name_column_width=60)
+        return {"num_kernels": num_kernels if is_cuda else None, "table": table.splitlines()}

@@ -2,12 +2,12 @@
 
 import argparse
 import json
-import os
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import track
 
+from ...configs.files import write_text
 from ...configs.jsonl import read_jsonl
 from ...eval.generate import generate
 from ...eval.suites.prompts import prompt_ids
@@ -51,9 +51,7 @@ def main() -> None:
         lines.append(json.dumps({"input_ids": prompt + new, "prompt_length": len(prompt), "text": text}) + "\n")
     split = len(lines) - arguments.num_validation
     for path, part in ((arguments.validation, lines[split:]), (arguments.output, lines[:split])):
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(part))
-        os.replace(partial, path)
+        write_text(path, "".join(part))
     print(f"{len(lines)} answers, {sum(map(len, answers))} tokens, in {arguments.output} and {arguments.validation}")
 
 

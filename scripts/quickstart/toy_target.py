@@ -4,19 +4,18 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import random
-import shutil
-import tempfile
 import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
+from ...configs.files import replacing_folder, write_json, write_text
 from .toy_corpus import contrast_prompts, is_right, python_sources, reasoning_problems
 
 RECIPE_VERSION = 1
@@ -98,65 +97,88 @@ def code_rows(tokenizer: Any, texts: list[str], *, row_tokens: int) -> list[Tens
     return list(rows[:, None].expand(-1, 2, -1))  # rows of [2, T]
 
 
-def new_target(tokenizer: Any, *, layers: int, width: int) -> Any:
-    """An untrained fp32 Llama, deep rather than wide."""
-    config = LlamaConfig(
+def new_target(
+    tokenizer: Any,
+    *,
+    layers: int,
+    width: int,
+    intermediate: int,
+    heads: int = 4,
+    kv_heads: int = 2,
+    max_positions: int = 1024,
+    rope_theta: float = 10000.0,
+    config_class: Callable[..., PreTrainedConfig] = LlamaConfig,
+) -> Any:
+    """An untrained fp32 model, deep rather than wide."""
+    config = config_class(
         vocab_size=len(tokenizer),
         hidden_size=width,
-        intermediate_size=3 * width,
+        intermediate_size=intermediate,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=width // heads,
+        max_position_embeddings=max_positions,
         initializer_range=0.5 * width**-0.5,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model: Any = LlamaForCausalLM(config)
+    model: Any = AutoModelForCausalLM.from_config(config)
     for layer in model.model.layers:  # every layer starts as the identity: the token's own signal reaches the top
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
         torch.nn.init.zeros_(layer.mlp.down_proj.weight)
     return model
 
 
-def train_target(model: Any, chats: list[Tensor], codes: list[Tensor], *, recipe: Recipe) -> None:
-    """Minimises the labels' cross entropy; every batch mixes chat and code rows in the recipe's proportion.
+def train(model: Any, batches: Iterable[tuple[Tensor, float]], *, beta2: float, in_bf16: bool = False) -> Iterator[Any]:
+    """Minimises the labels' cross entropy, one batch [B, 2, T] and learning rate per step; yields each step's loss.
 
-    Muon on the layers' matrices, AdamW on the rest: here it learns to copy from the question and to add within 600,000
-    tokens, where AdamW alone answered one question in ten after 800,000 (docs/LOG.md).
+    Muon on the layers' matrices, AdamW on the rest: the quickstart's target learns to copy from the question and to add
+    within 600,000 tokens, where AdamW alone answered one question in ten after 800,000 (docs/LOG.md).
     """
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0),
+        torch.optim.AdamW(others, betas=(0.9, beta2), weight_decay=0.0),
     ]
-    rng, started, num_chats = random.Random(recipe.seed), time.perf_counter(), recipe.rows - recipe.code_rows
-    losses: list[float] = []
     model.train()
-    for step in range(recipe.steps):
-        first = step * num_chats
-        batch = [chats[(first + index) % len(chats)] for index in range(num_chats)]
-        batch = torch.stack([*batch, *rng.sample(codes, recipe.code_rows)])  # [B, 2, T]
-        rate = min(1.0, (step + 1) / (0.04 * recipe.steps + 1)) * 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
-        loss = model(input_ids=batch[:, 0], labels=batch[:, 1], use_cache=False).loss
+    for batch, rate in batches:
+        with torch.autocast(batch.device.type, dtype=torch.bfloat16, enabled=in_bf16):
+            loss = model(input_ids=batch[:, 0], labels=batch[:, 1], use_cache=False).loss
         loss.backward()
-        losses.append(loss.item())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
-            optimizer.param_groups[0]["lr"] = recipe.learning_rate * rate
+            optimizer.param_groups[0]["lr"] = rate
             optimizer.step()
             optimizer.zero_grad()
-        if (step + 1) % max(1, recipe.steps // 10) == 0:
-            seconds = time.perf_counter() - started
-            speed = (step + 1) * recipe.rows * recipe.row_tokens / seconds
-            progress = f"step {step + 1}/{recipe.steps}  loss {sum(losses) / len(losses):.3f}"
-            print(f"{progress}  {speed:,.0f} tokens/s  {seconds:.0f} s", flush=True)
-            losses.clear()
+        yield loss.detach()
     model.eval()
+
+
+def batches_of(chats: list[Tensor], codes: list[Tensor], recipe: Recipe) -> Iterator[tuple[Tensor, float]]:
+    """Batches [B, 2, T] of chat and code rows in the recipe's proportion, with learning rates: warm-up, then cosine."""
+    rng, num_chats = random.Random(recipe.seed), recipe.rows - recipe.code_rows
+    for step in range(recipe.steps):
+        batch = [chats[(step * num_chats + index) % len(chats)] for index in range(num_chats)]
+        rate = min(1.0, (step + 1) / (0.04 * recipe.steps + 1)) * 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
+        yield torch.stack([*batch, *rng.sample(codes, recipe.code_rows)]), recipe.learning_rate * rate
+
+
+def train_target(model: Any, chats: list[Tensor], codes: list[Tensor], *, recipe: Recipe) -> None:
+    """Trains by the recipe, with a line of progress now and then."""
+    started, losses = time.perf_counter(), []
+    for step, loss in enumerate(train(model, batches_of(chats, codes, recipe), beta2=0.98), start=1):
+        losses.append(loss.item())
+        if step % max(1, recipe.steps // 10) == 0:
+            seconds = time.perf_counter() - started
+            speed = step * recipe.rows * recipe.row_tokens / seconds
+            mean = sum(losses) / len(losses)
+            print(f"step {step}/{recipe.steps}  loss {mean:.3f}  {speed:,.0f} tokens/s  {seconds:.0f} s", flush=True)
+            losses.clear()
 
 
 def _prompt_text(tokenizer: Any, problem: dict) -> str:
@@ -202,7 +224,7 @@ def build_target(folder: Path, *, recipe: Recipe) -> dict:
     chats = [message["content"] for problem in problems[:3000] for message in problem["messages"]]
     tokenizer = train_tokenizer([*chats, *sources[:60]], vocab_size=recipe.vocab_size)
     torch.manual_seed(recipe.seed)
-    model = new_target(tokenizer, layers=recipe.layers, width=recipe.width)
+    model = new_target(tokenizer, layers=recipe.layers, width=recipe.width, intermediate=3 * recipe.width)
     print(f"target of {model.num_parameters() / 1e6:.1f} M parameters, {len(tokenizer)} tokens in its vocabulary")
     started = time.perf_counter()
     train_target(
@@ -216,8 +238,8 @@ def build_target(folder: Path, *, recipe: Recipe) -> dict:
     quality = {**measure(model, tokenizer, problems=held_out), "train_seconds": round(seconds, 1)}
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    for name, content in (("quality", quality), ("recipe", dataclasses.asdict(recipe))):
-        (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+    write_json(folder / "quality.json", quality)
+    write_json(folder / "recipe.json", dataclasses.asdict(recipe))
     return quality
 
 
@@ -240,25 +262,10 @@ def make_target(output: Path, *, recipe: Recipe) -> None:
     if same and all((data / name).is_file() for name in files):
         print(f"{output} already holds this target")
         return
-    output.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
-    try:
-        target = scratch / "target"
-        target.mkdir()
-        quality = build_target(target, recipe=recipe)
-        data.mkdir(exist_ok=True)
+    with replacing_folder(output) as folder:
+        quality = build_target(folder, recipe=recipe)
         for name, rows in files.items():
-            (scratch / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-            os.replace(scratch / name, data / name)
-        if output.exists():
-            output.rename(scratch / "replaced")
-        target.rename(output)
-    finally:
-        shutil.rmtree(scratch)
-    _report(quality)
-
-
-def _report(quality: dict) -> None:
+            write_text(data / name, "".join(json.dumps(row) + "\n" for row in rows))
     for sample in quality["samples"]:
         print(f"\n{sample['question']}\n{sample['answer']}")
     by_kind = ", ".join(f"{kind} {share:.0%}" for kind, share in quality["right_by_kind"].items())

@@ -9,21 +9,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ....configs.errors import BadInput
-from ....configs.jsonl import iter_jsonl
-
 SUFFIXES = {".py", ".md", ".rst", ".txt", ".pyi"}
 LONGEST_FILE = 400_000  # characters; longer ones are tables
-NUM_SHARES = (
-    8  # of the files: one is held out to measure on, one asks what heads learn from, the target learns the rest
-)
+NUM_SHARES = 8  # of the files: one is held out to measure on, heads learn from prompts of one, the target from the rest
 BODY_LINES = range(3, 31)  # of a function worth completing
 Chat = list[dict[str, str]]
 
 
 @dataclass
 class Corpus:
-    """Texts by use, no text in two: pretrain, prompts (what heads learn from is asked of these), held_out."""
+    """Texts by use, no text in two: pretrain, prompts (whose answers heads learn from), held_out."""
 
     pretrain: list[str] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)
@@ -35,8 +30,12 @@ class Corpus:
         corpus = cls()
         uses = {0: corpus.held_out, 1: corpus.prompts}
         for text in texts:
-            uses.get(hashlib.sha256(text.encode()).digest()[0] % NUM_SHARES, corpus.pretrain).append(text)
+            uses.get(digest(text)[0] % NUM_SHARES, corpus.pretrain).append(text)
         return corpus
+
+
+def digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
 
 
 def installed_texts(num_chars: int) -> Iterator[str]:
@@ -44,35 +43,19 @@ def installed_texts(num_chars: int) -> Iterator[str]:
     roots = {Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib", "platlib")}
     paths = {path: path.relative_to(root) for root in sorted(roots) for path in root.rglob("*")}
     paths = {path: within for path, within in paths.items() if path.suffix in SUFFIXES and path.is_file()}
-    seen: set[bytes] = set()
-    for path in sorted(paths, key=lambda path: hashlib.sha256(bytes(paths[path])).digest()):
+    known: set[bytes] = set()
+    for path in sorted(paths, key=lambda path: digest(str(paths[path]))):
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             continue
-        digest = hashlib.sha256(text.encode()).digest()
-        if not text.strip() or len(text) > LONGEST_FILE or digest in seen:
+        if not text.strip() or len(text) > LONGEST_FILE or digest(text) in known:
             continue
-        seen.add(digest)
+        known.add(digest(text))
         yield text
         num_chars -= len(text)
         if num_chars <= 0:
             return
-
-
-def given_texts(files: Iterable[Path]) -> Iterator[str]:
-    """The caller's own: JSONL rows with `text` or `messages` (their contents), or a file of plain text."""
-    for file in files:
-        if ".jsonl" not in file.name:
-            yield file.read_text(encoding="utf-8")
-            continue
-        for line, row in iter_jsonl(file):
-            if "text" in row:
-                yield row["text"]
-            elif "messages" in row:
-                yield "\n\n".join(message["content"] for message in row["messages"])
-            else:
-                raise BadInput(f"{file}:{line}: a row of text needs `text` or `messages`, found {sorted(row)}")
 
 
 def completions(texts: Sequence[str], count: int, *, contexts: Sequence[int], seed: int) -> list[Chat]:
@@ -85,8 +68,8 @@ def completions(texts: Sequence[str], count: int, *, contexts: Sequence[int], se
     rng, chats = random.Random(f"completions {seed}"), []
     for text in rng.sample(texts, len(texts)):
         lines = text.splitlines(keepends=True)
-        found = functions(text)
-        for start, end in rng.sample(found, min(4, len(found))):
+        bodies = function_bodies(text)
+        for start, end in rng.sample(bodies, min(4, len(bodies))):
             size = rng.choice(contexts)
             before = "".join(lines[:start])[-size:]
             if len(before) >= size / 2:
@@ -97,7 +80,7 @@ def completions(texts: Sequence[str], count: int, *, contexts: Sequence[int], se
     return chats[:count]
 
 
-def functions(text: str) -> list[tuple[int, int]]:
+def function_bodies(text: str) -> list[tuple[int, int]]:
     """(first line of the body behind the docstring, line behind its end), from 0, of a source's functions."""
     try:
         with warnings.catch_warnings():
@@ -105,12 +88,12 @@ def functions(text: str) -> list[tuple[int, int]]:
             tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
         return []
-    found = []
+    bodies = []
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
             if body and body[0].lineno > node.lineno and node.end_lineno is not None:
                 start, end = body[0].lineno - 1, node.end_lineno
                 if end - start in BODY_LINES:
-                    found.append((start, end))
-    return found
+                    bodies.append((start, end))
+    return bodies

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # What a GPU is asked: `make gpu`. Each stage takes under 9 minutes, can be run alone by its name, goes on where it was
-# stopped, and writes one JSON; a stage whose JSON is there is not run again. One that fails does not stop the others.
+# stopped, and writes one JSON (of tests, XML); a stage whose JSON is there is not run again. One that fails does not stop
+# the others.
 #
 #   bash scripts/benchmarks/gpu/suite.sh [--size toy|8b] [--output FOLDER] [STAGE ...]
 #
@@ -34,7 +35,7 @@ script() { "$python" -m "headstart.scripts.benchmarks.$@"; }
 run() {
     case "$1" in
         tests) # captured graphs decode what eager steps do
-            script gpu.tests "$out/tests.json" $(grep -rl --include='*.py' 'mark\.gpu' tests) ;;
+            "$python" -m pytest -m gpu --junitxml "$out/tests.xml" $(grep -rl --include='*.py' 'mark\.gpu' tests) ;;
         pretrain) # targets of two shapes, on the text that this machine carries
             script gpu.target "$out/llama" --shape llama --size $target_size &&
                 script gpu.target "$out/qwen3" --shape qwen3 --size $target_size --share 0.35 ;;
@@ -44,7 +45,7 @@ run() {
             report=$out/eval/report.json
             script engine_bench --size $size --output "$out/engine.json" $([ ! -f "$report" ] || echo --acceptance "$report") ;;
         training) # what a step of a head costs at 8B shape
-            script gpu.training --size $size --output "$out/training.json" ;;
+            script bench_train --size $size --output "$out/training.json" ;;
     esac
 }
 
@@ -52,8 +53,10 @@ mkdir -p "$out"
 failed=()
 for stage in "${stages[@]}"; do
     printf '\n\033[1m[%3ss] %s\033[0m\n' "$SECONDS" "$stage"
-    if [ -f "$out/$stage.json" ] && [[ $stage != engine && $stage != training ]]; then # those two go on cell by cell
-        echo "$out/$stage.json is there already"
+    result=$out/$stage.json
+    [ $stage != tests ] || result=$out/tests.xml
+    if [ -f "$result" ] && [[ $stage != engine && $stage != training ]]; then # those two go on cell by cell
+        echo "$result is there already"
     else
         run "$stage" || failed+=("$stage")
     fi

@@ -10,6 +10,7 @@ from headstart.eval.engine import Engine
 from headstart.eval.generate import Stopwatch, Texts, decode, generate, prefill
 from headstart.eval.measurement.config import DraftSetting
 from headstart.eval.measurement.metrics import acceptance
+from headstart.eval.plan.load import ServedRequest
 from headstart.eval.plan.server import LiveServer
 from headstart.eval.stopping import Stop
 from headstart.heads.nn.cache import SlotCache
@@ -173,12 +174,13 @@ def test_a_long_prompt_is_read_in_chunks_as_at_once(tiny_target, monkeypatch):
 def test_a_row_that_joins_a_batch_keeps_its_keys_and_its_ring(target):
     drafter, rows, stop = SparseSelfDrafter(target, 32), prompts(90, 60, 25), Stop(frozenset())
     server = LiveServer(target, drafter, DraftSetting("K 3", 3), rows, max_new_tokens=9, max_batch_size=4, stop=stop)
-    batch, wanted = server.empty(1), []
+    wanted = []
     for number, row in enumerate(rows):
         engine = Engine(target, drafter, batch_size=1, max_length=99, num_draft_tokens=3)
         state = prefill(engine, Texts([row], 9, stop), Stopwatch(target.device)).state
         engine.begin_round(len(row) + 1)
         wanted += engine.draft(state.read).tokens.tolist()
-        batch, _ = server.join(batch, number, row)
+        server.join(ServedRequest(number, 0.0))
+    batch = server.batch
     batch.engine.begin_round(91)
     assert batch.engine.draft(batch.state.read).tokens[:3].tolist() == wanted

@@ -1,6 +1,6 @@
 """Predictions: what the speed model makes of acceptance and step times, and what it advises."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from headstart.configs.errors import BadInput
@@ -11,6 +11,7 @@ from headstart.eval.measurement.step_times import StepTime
 from headstart.eval.plan.engine_settings import for_sglang, measured_lengths, schedule
 from headstart.eval.plan.prediction import (
     Accepted,
+    CheckSummary,
     Workload,
     accepted_by,
     errors,
@@ -48,6 +49,11 @@ def accepted(length, per_round, *, tokens=(13, 13), tree=None, name=""):
     return Accepted(DraftSetting(name or f"K {length}", length, tree), counted, emitted)
 
 
+def measured(cells, *speedups):
+    """The cells with these measured speedups."""
+    return [replace(cell, measured_speedup=value) for cell, value in zip(cells, speedups, strict=True)]
+
+
 def test_a_batch_lasts_as_long_as_its_slowest_row():
     """Rows of 13 and 7 tokens, 3 per round: 12 baseline steps against 4 rounds and the prompts' reading."""
     one = accepted(2, 3, tokens=(13, 7))
@@ -66,36 +72,34 @@ def test_the_fastest_is_recommended_and_off_where_nothing_pays():
     settings = [accepted(1, 1.5), accepted(2, 2), accepted(6, 3)]
     cells = predict(settings, Workload([5, 5], 13), Times(), batch_sizes=(1, 2, 16), contexts=(100,))
     assert len(cells) == 3 * 3 * 2
-    advice = {(one["batch_size"], one["load"]): one for one in recommend(cells)}
-    assert advice[1, "prompts"]["setting"] == "K 6" and not advice[1, "prompts"]["off"]
-    assert advice[2, "prompts"]["setting"] == "K 2"
-    assert advice[16, "steady"]["off"], "16 rows: 10 ms become 26 and more"
-    assert advice[16, "steady"]["predicted_speedup"] == pytest.approx(1.5 * 10 / 26, abs=1e-4)
+    advice = {(one.cell.batch_size, one.cell.load): one for one in recommend(cells)}
+    assert advice[1, "prompts"].cell.setting.name == "K 6" and not advice[1, "prompts"].is_off
+    assert advice[2, "prompts"].cell.setting.name == "K 2"
+    assert advice[16, "steady"].is_off, "16 rows: 10 ms become 26 and more"
+    assert advice[16, "steady"].cell.predicted_speedup == pytest.approx(1.5 * 10 / 26, abs=1e-4)
 
 
 def test_of_settings_that_are_as_fast_the_one_that_drafts_least_is_recommended():
     settings = [accepted(2, 3), accepted(6, 3)]
     cells = predict(settings, Workload([5, 5], 13), Times(free=99), batch_sizes=(1,))
-    assert recommend(cells)[0]["setting"] == "K 2"
+    assert recommend(cells)[0].cell.setting.name == "K 2"
 
 
 def test_what_was_measured_decides():
     settings = [accepted(1, 1.5), accepted(2, 2), accepted(6, 3)]
     cells = predict(settings, Workload([5, 5], 13), Times(), batch_sizes=(1,))
-    for cell, measured in zip(cells, (1.6, 1.4, None), strict=True):
-        cell["measured_speedup"] = measured
-    assert [one["setting"] for one in recommend(cells)] == ["K 1"], "K 6 is predicted to be the fastest"
-    cells[0]["measured_speedup"] = 0.9
-    cells[1]["measured_speedup"] = 0.95
-    assert recommend(cells)[0]["off"]
+    assert [one.cell.setting.name for one in recommend(measured(cells, 1.6, 1.4, None))] == ["K 1"], (
+        "though K 6 is predicted"
+    )
+    assert recommend(measured(cells, 0.9, 0.95, None))[0].is_off
 
 
 def test_the_shortlist_has_the_most_promising_of_each_batch_size():
     settings = [accepted(length, 2 + length / 100) for length in range(1, 8)]
     cells = predict(settings, Workload([5, 5], 13), Times(), batch_sizes=(1, 16), contexts=(99,))
     found = shortlist(cells)
-    assert [one["setting"] for one in found if one["batch_size"] == 1] == ["K 1", "K 2", "K 3"]
-    assert {one["load"] for one in found} == {"prompts"}, "and K 4 is more than 20 % below"
+    assert [one.setting.name for one in found if one.batch_size == 1] == ["K 1", "K 2", "K 3"]
+    assert {one.load for one in found} == {"prompts"}, "and K 4 is more than 20 % below"
     many = shortlist(predict(settings, Workload([5, 5], 13), Times(free=99), batch_sizes=(1,)))
     assert len(many) == 4
 
@@ -114,16 +118,15 @@ def test_what_was_measured_stands_in_the_schedule():
     """Though predictions would have 6, 1 and then no drafts: at 1, 8 and 16 rows chains were measured."""
     settings = [accepted(1, 1.5), accepted(6, 3)]
     cells = predict(settings, Workload([5, 5], 13), Times(), batch_sizes=(1, 8, 16))
-    for cell in cells:
-        fast = {1: "K 1", 8: "K 6"}.get(cell["batch_size"])
-        cell["measured_speedup"] = 1.4 if cell["setting"] == fast else 0.9
-    measured = measured_lengths(cells)
-    assert measured == {1: 1, 8: 6, 16: 0}
-    found = schedule(settings, Times(), max_batch_size=20, context=9, measured=measured)
+    fastest = {1: "K 1", 8: "K 6"}
+    checked = measured(cells, *(1.4 if cell.setting.name == fastest.get(cell.batch_size) else 0.9 for cell in cells))
+    lengths = measured_lengths(checked)
+    assert lengths == {1: 1, 8: 6, 16: 0}
+    found = schedule(settings, Times(), max_batch_size=20, context=9, measured=lengths)
     lengths = {size: length for low, high, length in found for size in range(low, high + 1)}
     assert [lengths[size] for size in (1, 8, 16)] == [1, 6, 0]
     assert {lengths[size] for size in range(2, 8)} <= {1, 6} and {lengths[size] for size in range(9, 16)} <= {6, 0}
-    assert measured_lengths([{**cell, "measured_speedup": None} for cell in cells]) == {}
+    assert measured_lengths(cells) == {}
 
 
 def test_a_schedule_does_not_change_for_one_percent():
@@ -133,9 +136,11 @@ def test_a_schedule_does_not_change_for_one_percent():
 
 
 def test_errors_are_relative_to_what_was_measured():
-    cells = [{"predicted_speedup": p, "measured_speedup": m} for p, m in ((1.1, 1.0), (1.8, 2.0), (3, 2), (9, None))]
-    assert errors(cells) == {"num_cells": 3, "median_error": 0.1, "max_error": 0.5}
-    assert errors(cells[3:]) == {"num_cells": 0, "median_error": None, "max_error": None}
+    cell = predict([accepted(1, 1.5)], Workload([5, 5], 13), Times(), batch_sizes=(1,))[0]
+    pairs = ((1.1, 1.0), (1.8, 2.0), (3, 2), (9, None))
+    cells = [replace(cell, predicted_speedup=p, measured_speedup=m) for p, m in pairs]
+    assert errors(cells) == CheckSummary(3, 0.1, 0.5)
+    assert errors(cells[3:]) == CheckSummary(0, None, None)
 
 
 def test_sglang_is_told_the_best_chain_or_dynamic_tree():
@@ -146,15 +151,11 @@ def test_sglang_is_told_the_best_chain_or_dynamic_tree():
         (0, "--speculative-num-steps 2 --speculative-eagle-topk 1 --speculative-num-draft-tokens 3"),
     ):
         cells = predict(settings, Workload([5, 5], 13), Times(free=free), batch_sizes=(1, 2))
-        flags = for_sglang(settings, cells, "eagle3")
+        flags = for_sglang(cells, "eagle3")
         assert flags == f"--speculative-algorithm EAGLE3 --speculative-draft-model-path HEAD {wanted}"
-    assert for_sglang(settings, cells, "medusa") is None
-    assert (
-        for_sglang(
-            [accepted(2, 1)], predict([accepted(2, 1)], Workload([5, 5], 13), Times(), batch_sizes=(1,)), "eagle3"
-        )
-        is None
-    )
+    assert for_sglang(cells, "medusa") is None
+    useless = predict([accepted(2, 1)], Workload([5, 5], 13), Times(), batch_sizes=(1,))
+    assert for_sglang(useless, "eagle3") is None
 
 
 def test_what_texts_accept_does_not_depend_on_the_batch_size(target):

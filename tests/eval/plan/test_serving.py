@@ -7,7 +7,7 @@ from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.eval.engine import Engine
 from headstart.eval.generate import Stopwatch, Texts, generate, prefill, run_round
 from headstart.eval.measurement.config import DraftSetting
-from headstart.eval.plan.load import Request
+from headstart.eval.plan.load import ServedRequest, serve
 from headstart.eval.plan.server import LiveServer
 from headstart.eval.stopping import Stop
 from headstart.heads.drafting import DynamicTree
@@ -26,11 +26,12 @@ def drafter_of(name, target, tiny_target):
     return others[name]() if name in others else DraftModelDrafter(tiny_target("llama", num_hidden_layers=2))
 
 
-def serve(target, drafter, setting, requests, *, size=4, eos=frozenset({2})):
+def served(target, drafter, setting, requests, *, size=4, eos=frozenset({2})):
+    """The mean number of rows; the answers stand in the requests."""
     server = LiveServer(
         target, drafter, setting, PROMPTS, max_new_tokens=LENGTHS, max_batch_size=size, stop=Stop(frozenset(eos))
     )
-    return server.decode(requests)
+    return serve(server, requests)
 
 
 @pytest.mark.parametrize("name", [*sorted(HEADS), "ngram", "suffix", "draft-model", "sparse-self", "none"])
@@ -38,12 +39,12 @@ def serve(target, drafter, setting, requests, *, size=4, eos=frozenset({2})):
 def test_texts_are_those_of_requests_alone(name, at_once, target, tiny_target):
     """12 requests, all at once or by and by, at most 4 rows: every engine size is used, rows move between them."""
     drafter = None if name == "none" else drafter_of(name, target, tiny_target)
-    requests = [Request(i % len(PROMPTS), 0.0 if at_once else 0.004 * i) for i in range(12)]
-    texts, rows = serve(target, drafter, DraftSetting("K 3", 3) if drafter else None, requests)
-    for request, text in zip(requests, texts, strict=True):
-        alone = generate(target, None, PROMPTS[request.number], max_new_tokens=LENGTHS, eos_token_ids={2})
-        assert text == alone.token_ids[0]
-        assert request.arrival < request.first <= request.finish and request.tokens == len(text)
+    requests = [ServedRequest(i % len(PROMPTS), 0.0 if at_once else 0.004 * i) for i in range(12)]
+    rows = served(target, drafter, DraftSetting("K 3", 3) if drafter else None, requests)
+    for request in requests:
+        alone = generate(target, None, PROMPTS[request.prompt], max_new_tokens=LENGTHS, eos_token_ids={2})
+        assert request.token_ids == alone.token_ids[0]
+        assert request.arrival < request.first <= request.finish and request.tokens == len(request.token_ids)
     assert 1 <= rows <= 4
 
 
@@ -59,10 +60,9 @@ def test_drafts_are_those_of_a_request_alone(name, target):
     server = LiveServer(
         target, head, DraftSetting("K 3", 3), PROMPTS, max_new_tokens=20, max_batch_size=3, stop=Stop(frozenset())
     )
-    batch = server.empty(1)
-    for number, prompt in enumerate(prompts):
-        batch, _ = server.join(batch, number, prompt)
-    crowd = drafts(batch.engine, batch.texts, batch.state, watch)
+    for number in range(1, 4):
+        server.join(ServedRequest(number, 0.0))
+    crowd = drafts(server.batch.engine, server.batch.texts, server.batch.state, watch)
     for row in range(len(prompts)):
         assert [one[row] for one in crowd] == [one[0] for one in alone[row]]
 
@@ -82,15 +82,15 @@ def test_trees_and_ends_after_one_token(name, target):
     head = drafter_of(name, target, None)
     tree = DraftSetting("dynamic:5", 3, DynamicTree(num_nodes=5, depth=3, top_k=2))
     first = [generate(target, None, prompt, max_new_tokens=1).token_ids[0][0] for prompt in PROMPTS]
-    requests = [Request(i, 0.0) for i in range(len(PROMPTS))]
-    texts, _ = serve(target, head, tree, requests, eos=frozenset({first[0], first[2]}))
-    for i, text in enumerate(texts):
+    requests = [ServedRequest(i, 0.0) for i in range(len(PROMPTS))]
+    served(target, head, tree, requests, eos=frozenset({first[0], first[2]}))
+    for i, request in enumerate(requests):
         alone = generate(target, None, PROMPTS[i], max_new_tokens=LENGTHS, eos_token_ids={first[0], first[2]})
-        assert text == alone.token_ids[0]
-    assert len(texts[0]) == 1
+        assert request.token_ids == alone.token_ids[0]
+    assert len(requests[0].token_ids) == 1
 
 
 def test_an_idle_server_waits_for_the_next_arrival(target):
-    requests = [Request(0, 0.0), Request(1, 1000.0)]
-    serve(target, None, None, requests)
+    requests = [ServedRequest(0, 0.0), ServedRequest(1, 1000.0)]
+    served(target, None, None, requests)
     assert requests[0].finish < 100 and requests[1].first > 1000

@@ -2,34 +2,40 @@
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from headstart.configs.errors import BadInput
 from headstart.scripts.benchmarks import bench_heads
-from headstart.scripts.benchmarks.bench_heads import Bench, Work, bench_names, count_parameters, read_bench, run_bench
-from headstart.scripts.benchmarks.bench_results import END, START, read_results, render_readme, table
+from headstart.scripts.benchmarks.bench_heads import Bench, count_parameters, run_bench
+from headstart.scripts.benchmarks.bench_results import (
+    END,
+    START,
+    Entry,
+    bench_names,
+    read_bench,
+    read_results,
+    render_readme,
+    table,
+)
 from rich.console import Console
 from transformers import LlamaConfig
 
 ROOT = Path(__file__).parents[3]
-KEYS = "target head seed parameters optimizer_steps train_tokens_per_second acceptance_length speedup draft_ms"
-KEYS += " acceptance_rate loss temperature baseline_ms num_draft_tokens num_prompts max_new_tokens lossless settings"
 
 
 @pytest.fixture
-def work(saved_target, tmp_path):
+def bench(saved_target, tmp_path):
     """Two optimizer steps on the tiny target, and three prompts."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("w5 w9", "w7", "w30 w31 w32")))
-    rows = saved_target.with_name("rows.jsonl")
-    return Work(target=str(saved_target), train=str(rows), prompts=str(prompts), num_steps=2)
-
-
-@pytest.fixture
-def bench(tmp_path):
     return Bench(
+        target=str(saved_target),
+        train=str(saved_target.with_name("rows.jsonl")),
+        prompts=str(prompts),
         heads=["medusa", "eagle3"],
+        steps=2,
         seeds=[1],
         limit=2,
         output=tmp_path / "results" / "heads.json",
@@ -48,56 +54,54 @@ def entry(head, *, seed=1, target="small", **changes):
     """A made-up entry."""
     figures = {"parameters": 98816, "optimizer_steps": 600, "acceptance_length": 2.0, "speedup": 1.5, "draft_ms": 1.0}
     figures |= {"baseline_ms": 4.0, "train_tokens_per_second": 1000.0, "loss": {"soft_ce": 1.0}, "num_prompts": 24}
+    figures |= {"acceptance_rate": [0.5], "num_draft_tokens": 1, "speedup_ci95": [1.0, 2.0], "temperature": 0.0}
     where = {"max_new_tokens": 96, "device": "cpu", "num_threads": 2, "date": "2026-01-31", "settings": "0"}
-    return {"target": target, "head": head, "seed": seed, **figures, **where, **changes}
+    lossless = {"checked": 24, "identical": 24, "explained": 0, "unexplained": 0}
+    return Entry(target=target, head=head, seed=seed, **{**figures, **where, "lossless": lossless, **changes})
 
 
-def test_it_trains_measures_and_goes_on_where_it_stopped(work, bench, quiet, monkeypatch):
-    entries = run_bench([work], bench, quiet)
-    assert work.name == Path(work.target).parent.name, "a folder called target has its parent's name"
-    assert [(one["target"], one["head"], one["seed"]) for one in entries] == [
-        (work.name, "medusa", 1),
-        (work.name, "eagle3", 1),
-    ]
-    assert read_results(bench.output) == sorted(entries, key=lambda one: one["head"])
+def test_it_trains_measures_and_goes_on_where_it_stopped(bench, quiet, monkeypatch):
+    entries = run_bench(bench, quiet)
+    name = Path(bench.target).parent.name
+    assert [one.key for one in entries] == [(name, "medusa", 1), (name, "eagle3", 1)], "named by its parent folder"
+    assert read_results(bench.output) == sorted(entries, key=lambda one: one.head)
     for one in entries:
-        assert set(KEYS.split()) <= set(one)
-        assert one["optimizer_steps"] == 2 and one["train_tokens_per_second"] > 0 and one["draft_ms"] > 0
-        assert one["lossless"] == {"checked": 2, "identical": 2, "explained": 0, "unexplained": 0}
-        assert one["num_draft_tokens"] == (4 if one["head"] == "medusa" else 5) == len(one["acceptance_rate"])
+        assert one.optimizer_steps == 2 and one.train_tokens_per_second > 0 and one.draft_ms > 0
+        assert one.lossless == {"checked": 2, "identical": 2, "explained": 0, "unexplained": 0}
+        assert one.num_draft_tokens == (4 if one.head == "medusa" else 5) == len(one.acceptance_rate)
     assert str(bench.output.parent.parent) not in bench.output.read_text(), "no path of this machine"
 
     trained = []
     real = bench_heads.train
     monkeypatch.setattr(bench_heads, "train", lambda run, **how: trained.append(run.head.type) or real(run, **how))
-    assert run_bench([work], bench, quiet) == read_results(bench.output)
+    assert run_bench(bench, quiet) == read_results(bench.output)
     assert trained == [], "nothing is done twice"
-    bench.output.write_text(json.dumps([one for one in entries if one["head"] == "medusa"]))
-    shutil.rmtree(bench.runs / work.name)
-    run_bench([work], bench, quiet)
+    bench.output.write_text(json.dumps([asdict(one) for one in entries if one.head == "medusa"]))
+    shutil.rmtree(bench.runs / name)
+    run_bench(bench, quiet)
     assert trained == ["eagle3"], "what is missing is done"
     bench.limit = 1
-    run_bench([work], bench, quiet)
+    run_bench(bench, quiet)
     assert trained == ["eagle3", "medusa", "eagle3"], "other settings, other figures"
-    assert {(one["head"], one["num_prompts"]) for one in read_results(bench.output)} == {("medusa", 1), ("eagle3", 1)}
+    assert {(one.head, one.num_prompts) for one in read_results(bench.output)} == {("medusa", 1), ("eagle3", 1)}
 
 
-def test_an_interruption_keeps_what_was_finished(work, bench, quiet, monkeypatch):
+def test_an_interruption_keeps_what_was_finished(bench, quiet, monkeypatch):
     real = bench_heads.measured
 
-    def measured(target, work, name, folder, bench):
+    def measured(bench, name, *others):
         if name == "eagle3":
             raise KeyboardInterrupt
-        return real(target, work, name, folder, bench)
+        return real(bench, name, *others)
 
     monkeypatch.setattr(bench_heads, "measured", measured)
     with pytest.raises(KeyboardInterrupt):
-        run_bench([work], bench, quiet)
-    assert [one["head"] for one in read_results(bench.output)] == ["medusa"]
+        run_bench(bench, quiet)
+    assert [one.head for one in read_results(bench.output)] == ["medusa"]
     monkeypatch.setattr(bench_heads, "measured", real)
     kept = read_results(bench.output)
-    assert run_bench([work], bench, quiet)[0] == kept[0]
-    assert [one["head"] for one in read_results(bench.output)] == ["eagle3", "medusa"]
+    assert run_bench(bench, quiet)[0] == kept[0]
+    assert [one.head for one in read_results(bench.output)] == ["eagle3", "medusa"]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -114,14 +118,14 @@ def test_all_heads_have_one_size(tied, tmp_path):
     )
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
-    work = Work(target=str(tmp_path), train="", prompts="", num_steps=1)
     in_budget = [name for name in bench_names() if read_bench(name).in_budget]
     assert {"medusa", "hydra", "hydra_pp", "eagle", "hass", "eagle3", "mtp", "draft_lm"} <= set(in_budget)
-    counts = count_parameters(work, in_budget, budget=98_816)
+    counts = count_parameters(Bench(target=str(tmp_path), train="", prompts="", heads=in_budget, budget=98_816))
     assert counts["eagle3"] == 98_816
     assert set(bench_names()) - set(in_budget) == {"mtp_recursive"}
     with pytest.raises(BadInput, match=r"mtp_recursive.yaml: 53,824 parameters on .*: expected 98,816 within 25%"):
-        count_parameters(work, ["mtp_recursive"], budget=98_816)
+        heads = ["mtp_recursive"]
+        count_parameters(Bench(target=str(tmp_path), train="", prompts="", heads=heads, budget=98_816))
 
 
 def test_the_loss_variants_differ_from_eagle3_in_the_loss_alone():
@@ -141,7 +145,7 @@ def test_the_table_has_means_over_seeds_and_the_best_first():
         entry("eagle3", seed=2, acceptance_length=2.2, speedup=1.7),
         entry("eagle3_tv", acceptance_length=2.1, loss={"soft_ce": 0.5, "tv": 0.5}, target="other"),
     ]
-    lines = table(entries, bench_heads.describe).splitlines()
+    lines = table(entries).splitlines()
     assert lines[0].startswith("Target `other`") and lines[6].startswith(
         "Target `small`: 600 optimizer steps, seeds 1, 2"
     )
@@ -158,32 +162,32 @@ def test_the_table_has_means_over_seeds_and_the_best_first():
 def test_a_page_gets_the_table_between_its_marks(tmp_path):
     page = tmp_path / "README.md"
     page.write_text(f"before\n{START}\nold\n{END}\nafter\n")
-    render_readme(page, [entry("eagle3")], bench_heads.describe)
+    render_readme(page, [entry("eagle3")])
     once = page.read_text()
     assert (
         once.startswith(f"before\n{START}\nTarget `small`")
         and once.endswith(f"|\n{END}\nafter\n")
         and "old" not in once
     )
-    render_readme(page, [entry("eagle3")], bench_heads.describe)
+    render_readme(page, [entry("eagle3")])
     assert page.read_text() == once
     page.write_text("no marks")
     with pytest.raises(BadInput, match="README.md: expected one line <!-- bench-heads: start -->"):
-        render_readme(page, [], bench_heads.describe)
+        render_readme(page, [])
 
 
 def test_the_readme_says_what_was_measured():
     """After a benchmark: `python -m headstart.scripts.benchmarks.bench_heads --table`."""
     text = (ROOT / "README.md").read_text()
     entries = read_results(ROOT / "docs" / "results" / "heads.json")
-    assert f"{START}\n{table(entries, bench_heads.describe)}\n{END}" in text
+    assert f"{START}\n{table(entries)}\n{END}" in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
         ([], "runs/quickstart/target: not there: run make quickstart first"),
-        (["--target", "a"], "--target 1, --train 0, --prompts 0, --steps 1: expected as many of each"),
+        (["--target", "a"], "give all of --target, --train and --prompts, or none"),
         (
             ["--target", "./gone", "--train", "{x}", "--prompts", "{x}", "--heads", "eagel"],
             "--heads eagel: expected some",
@@ -201,8 +205,8 @@ def test_bad_input_is_one_line(arguments, problem, tmp_path, monkeypatch, capsys
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_file_is_named_before_anything_is_trained(work, bench, quiet, tmp_path):
-    work.prompts = str(tmp_path / "gone.jsonl")
+def test_a_missing_file_is_named_before_anything_is_trained(bench, quiet, tmp_path):
+    bench.prompts = str(tmp_path / "gone.jsonl")
     with pytest.raises(BadInput, match="--prompts .*gone.jsonl: no such file"):
-        run_bench([work], bench, quiet)
+        run_bench(bench, quiet)
     assert not bench.runs.exists()

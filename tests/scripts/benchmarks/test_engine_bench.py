@@ -1,18 +1,24 @@
 """The engine's benchmark runs at toy size, goes on where it was, and judges what it found."""
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass
 
 import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.generate import generate
+from headstart.eval.report.document import build_report, write_report
 from headstart.heads.registry import HEADS
-from headstart.scripts.benchmarks import engine_bench, engine_cells
-from headstart.scripts.benchmarks.engine_bench import BARS, other_ways, predictions, read_acceptance, verify_costs
-from headstart.scripts.benchmarks.engine_cells import Cell, Workbench, cells_of, left_out
-from headstart.scripts.benchmarks.engine_shapes import SHAPES, random_prompts, random_target
-from headstart.scripts.benchmarks.gpu.bars import judge
+from headstart.scripts.benchmarks import engine_bench, store
+from headstart.scripts.benchmarks.engine_bench import (
+    BARS,
+    over_captured_graphs,
+    predictions,
+    read_acceptance,
+    verify_costs,
+)
+from headstart.scripts.benchmarks.engine_cells import SIZES, Cell, Workbench, cells_of, random_target
+from headstart.scripts.benchmarks.store import judge
 
 CPU = torch.device("cpu")
 GOOD = {
@@ -25,9 +31,18 @@ GOOD = {
 RATES = dict.fromkeys(HEADS, (0.5,))
 
 
+@dataclass
+class FixedEnvironment:
+    copy_gigabytes_per_second: float = 10.0
+
+    @classmethod
+    def of(cls, device):
+        return cls()
+
+
 @pytest.fixture(scope="module")
 def toy():
-    return random_target(SHAPES["toy"], CPU)
+    return random_target(SIZES["toy"], CPU)
 
 
 @pytest.fixture
@@ -35,12 +50,12 @@ def few_cells(monkeypatch):
     """Two cells, and no head; what is measured stands in a list."""
     done: list[str] = []
     usual = {"steps": "eager", "batch_size": 1, "context": 16, "num_passes": 1}
-    cells = [Cell("baseline", **usual), Cell("verify 2", num_draft_tokens=1, **usual)]
+    cells = [Cell(name="baseline", **usual), Cell(name="verify 2", num_draft_tokens=1, **usual)]
     monkeypatch.setattr(engine_bench, "cells_of", lambda *arguments: cells)
-    monkeypatch.setattr(engine_cells, "release_memory", lambda: None)  # a full collection takes a while in a test run
-    monkeypatch.setattr(engine_bench, "environment", lambda target: {"copy_gigabytes_per_second": 10.0})
-    attempt = Workbench.attempt
-    monkeypatch.setattr(Workbench, "attempt", lambda bench, cell: done.append(cell.name) or attempt(bench, cell))
+    monkeypatch.setattr(store, "release_memory", lambda: None)  # a full collection takes a while in a test run
+    monkeypatch.setattr(engine_bench, "Environment", FixedEnvironment)
+    measure = Workbench.measure
+    monkeypatch.setattr(Workbench, "measure", lambda bench, cell: done.append(cell.name) or measure(bench, cell))
     return done
 
 
@@ -52,9 +67,9 @@ def run(path, *more):
 def test_a_toy_run_measures_every_cell(tmp_path, capsys):
     assert run(tmp_path / "engine.json") == 0
     written = json.loads((tmp_path / "engine.json").read_text())
-    cells = cells_of(SHAPES["toy"], "eager", RATES)
+    cells = cells_of(SIZES["toy"], "eager", RATES)
     assert list(written["cells"]) == [cell.name for cell in cells]
-    assert not [one for one in written["cells"].values() if "failed" in one or "left_out" in one]
+    assert not [one for one in written["cells"].values() if "failed" in one]
     figures = {one["of"]: one for one in written["figures"]}
     assert set(figures) == {"baseline", *HEADS} == set(written["holds"])
     assert all(set(written["holds"][family]) == set(list(GOOD)[2:]) for family in HEADS)
@@ -69,10 +84,10 @@ def test_a_toy_run_measures_every_cell(tmp_path, capsys):
 
 
 def test_all_that_is_asked_of_the_engine_has_a_cell():
-    cells = cells_of(SHAPES["8b"], "graph", RATES)
+    cells = cells_of(SIZES["8b"], "graph", RATES)
     names = [cell.name for cell in cells]
     assert len(set(names)) == len(names)
-    assert [name for name in names if name.startswith("verify")] == [f"verify {n}" for n in SHAPES["8b"].verified[1:]]
+    assert [name for name in names if name.startswith("verify")] == [f"verify {n}" for n in SIZES["8b"].verified[1:]]
     assert all({f"draft {family}", f"synthetic {family}"} < set(names) for family in HEADS)
     places = {(cell.batch_size, cell.context) for cell in cells if cell.name.startswith("batch")}
     assert places == {(2**i, 512) for i in range(7)} | {(b, 2**i) for b in (1, 8) for i in range(11, 15)}
@@ -98,14 +113,14 @@ def test_a_file_of_another_run_is_refused(tmp_path, few_cells, capsys):
     path = tmp_path / "engine.json"
     run(path)
     written = json.loads(path.read_text())
-    changes = ({"size": "8b"}, {"shape": {**written["shape"], "hidden_size": 64}}, {"device": "another"})
+    changes = ({"size": "8b"}, {"torch": "0.1"}, {"device": "another"})
     for change in changes:
         path.write_text(json.dumps({**written, **change}))
         assert run(path) == 2
         [key] = change
         assert f"{path}: measured with {key} " in capsys.readouterr().err
     path.write_text("{")
-    assert run(path) == 2 and "no JSON" in capsys.readouterr().err
+    assert run(path) == 2 and "not a file of this benchmark" in capsys.readouterr().err
     assert len(few_cells) == 2
 
 
@@ -123,19 +138,6 @@ def test_a_cell_that_raises_is_named_and_the_others_stand(tmp_path, few_cells, m
         assert run(path) == code
         cells = json.loads(path.read_text())["cells"]
         assert cells["baseline"]["failed"] == f"RuntimeError: {reason}" and "round_ms" in cells["verify 2"]
-
-
-def test_keys_and_values_that_do_not_fit_are_left_out(toy, monkeypatch):
-    cell = Cell("", "eager", batch_size=4, context=100)
-    per_token = 2 * 4 * 2 * 8 * 4  # keys and values, layers, key heads, their size, bytes
-    needed = 4 * (100 + 10) * per_token  # and the timed rounds
-    assert left_out(toy, cell, available=needed) is None
-    assert left_out(toy, cell, available=needed - 1) is not None
-    drafted = replace(cell, num_draft_tokens=5)
-    reason = left_out(toy, drafted, available=1000)
-    assert reason == f"keys and values of 160 tokens need {2 * 4 * 160 * per_token / 1e9:.1f} GB, 0.0 GB are free"
-    monkeypatch.setattr("headstart.scripts.benchmarks.engine_cells.free_memory", lambda device: 1000)
-    assert set(Workbench(toy, SHAPES["toy"]).attempt(cell)) == {"left_out"}
 
 
 def test_predictions_follow_from_step_times():
@@ -166,35 +168,33 @@ def test_eager_and_compiled_steps_are_told_in_captured_ones():
 
     cells = {"draft eagle3": cell(5.0, 8.0), "eager eagle3": cell(20.0, 16.0), "compile eagle3": cell(4.0, 6.0)}
     wanted = {"eager": {"baseline": 4.0, "round": 2.0}, "compile": {"baseline": 0.8, "round": 0.75}}
-    assert other_ways(cells) == wanted
-    assert other_ways({**cells, "eager eagle3": {"failed": ""}}) == {"compile": wanted["compile"]}
-    assert other_ways({}) == {}
+    assert over_captured_graphs(cells) == wanted
+    assert over_captured_graphs({**cells, "eager eagle3": {"failed": ""}}) == {"compile": wanted["compile"]}
+    assert over_captured_graphs({}) == {}
 
 
 def test_verifying_one_token_is_a_baseline_step():
-    cells = {"verify 8": {"round_ms": 1.0, "verify_in_baseline_steps": {"median": 1.1}}, "verify 64": {"left_out": ""}}
+    cells = {"verify 8": {"round_ms": 1.0, "verify_in_baseline_steps": {"median": 1.1}}, "verify 64": {"failed": ""}}
     assert verify_costs(cells) == {"1": 1.0, "8": 1.1}
 
 
-def test_acceptance_comes_from_a_report_where_it_has_the_family(tmp_path):
-    entry = {"engine": "headstart", "suite": "code", "tree": "chain", "temperature": 0.0, "batch_size": 1}
+def test_acceptance_comes_from_a_report_where_it_has_the_family(tmp_path, toy, made_result):
     results = [
-        {**entry, "drafter": "eagle3", "temperature": 1.0, "acceptance_rate": [0.1]},
-        {**entry, "drafter": "eagle3:run/a", "acceptance_rate": [0.9, 0.8, None]},
-        {**entry, "drafter": "eagle3:run/b", "acceptance_rate": [0.2]},
-        {**entry, "drafter": "medusa", "tree": "static", "acceptance_rate": [0.3]},
+        made_result(drafter="eagle3", temperature=1.0, acceptance_rate=[0.1]),
+        made_result(drafter="eagle3:run/a", acceptance_rate=[0.9, 0.8, None]),
+        made_result(drafter="eagle3:run/b", acceptance_rate=[0.2]),
+        made_result(drafter="medusa", tree="static", acceptance_rate=[0.3]),
     ]
-    path = tmp_path / "report.json"
-    path.write_text(json.dumps({"results": results}))
+    path = write_report(tmp_path, build_report(toy, results), [])
     found = read_acceptance(path)
     assert found["eagle3"] == {"rates": [0.9, 0.8], "source": "measured: eagle3:run/a on code, batch 1"}
     assert found["medusa"] == read_acceptance(None)["eagle3"]
-    with pytest.raises(BadInput, match="no report.json"):
+    with pytest.raises(BadInput, match="no report of headstart eval"):
         read_acceptance(tmp_path)
 
 
 def test_the_random_target_counts(toy):
-    shape = SHAPES["toy"]
-    for prompt in random_prompts(shape, count=2, length=5):
+    size = SIZES["toy"]
+    for prompt in size.prompts(2, length=5):
         new = generate(toy, None, prompt, max_new_tokens=20).token_ids[0]
-        assert new == [(prompt[-1] + 1 + i) % shape.vocab_size for i in range(20)]
+        assert new == [(prompt[-1] + 1 + i) % size.vocab_size for i in range(20)]

@@ -1,8 +1,7 @@
 """The GPU suite's text: functions to complete, files that are never on two sides, what the caller adds."""
 
 import pytest
-from headstart.configs.errors import BadInput
-from headstart.scripts.benchmarks.gpu.corpus import Corpus, completions, functions, given_texts, installed_texts
+from headstart.scripts.benchmarks.gpu.corpus import Corpus, completions, function_bodies, installed_texts
 
 SOURCE = '''import os
 
@@ -31,12 +30,12 @@ class Box:
 
 def test_a_function_is_parted_behind_its_docstring():
     lines = SOURCE.splitlines()
-    parts = [(lines[start], lines[end - 1]) for start, end in functions(SOURCE)]
+    parts = [(lines[start], lines[end - 1]) for start, end in function_bodies(SOURCE)]
     assert sorted(parts) == [
         ("        for thing in things:", "        return self"),
         ("    names = os.listdir(path)", "    return sorted(names)[0]"),
     ]
-    assert functions("no Python at all (") == []
+    assert function_bodies("no Python at all (") == []
 
 
 def test_completions_put_the_file_together_again():
@@ -61,13 +60,3 @@ def test_installed_texts_are_real_and_end_in_time():
     texts = list(installed_texts(100_000))
     assert 100_000 <= sum(map(len, texts)) <= 500_000 and len(set(texts)) == len(texts) > 3
     assert texts == list(installed_texts(100_000))
-
-
-def test_given_texts_are_read_and_wrong_rows_named(tmp_path):
-    rows, plain = tmp_path / "rows.jsonl", tmp_path / "plain.txt"
-    rows.write_text('{"text": "one"}\n{"messages": [{"role": "user", "content": "two"}]}\n{"prompt": "x"}\n')
-    plain.write_text("three")
-    texts = given_texts([plain, rows])
-    assert [next(texts), next(texts), next(texts)] == ["three", "one", "two"]
-    with pytest.raises(BadInput, match=r"rows.jsonl:3: a row of text needs `text` or `messages`, found \['prompt'\]"):
-        next(texts)
