@@ -47,8 +47,11 @@ class SparseCache(SlotCache):
         behind = positions - self.base[:, None]
         return torch.where(behind < 0, positions, self.num_chosen + behind % self.num_recent)
 
-    def mask(self, positions: Tensor, *, dtype: torch.dtype, window: int | None = None) -> Tensor:
+    def mask(
+        self, positions: Tensor, *, dtype: torch.dtype, window: int | None = None, seen: Tensor | None = None
+    ) -> Tensor:
         """As `visibility_mask`, of the positions that slots hold now."""
+        assert seen is None, "of chains, not of trees"
         chosen = torch.arange(self.num_chosen, device=positions.device).expand(len(positions), 1, -1)  # [B, 1, C]
         base, positions = self.base[:, None, None], positions[..., None]  # [B, 1, 1], [B, Q, 1]
         ring = torch.arange(self.num_recent, device=positions.device)
