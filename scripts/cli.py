@@ -18,14 +18,14 @@ from .heads_command import heads
 from .plan_command import plan
 from .push_command import push
 
-COMMANDS = "heads data train eval compare plan export check push doctor".split()  # in the order of the help
+COMMANDS: list[str] = "heads data train eval compare plan export check push doctor".split()  # in the order of the help
 
 
 class InOrder(TyperGroup):
     """Lists the commands in the order in which a project uses them."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return sorted(map(str, self.commands), key=lambda name: COMMANDS.index(name))
+        return [name for name in COMMANDS if name in self.commands]
 
 
 app = typer.Typer(
