@@ -18,7 +18,8 @@ from .heads_command import heads
 from .plan_command import plan
 from .push_command import push
 
-COMMANDS: list[str] = "heads data train eval compare plan export check push doctor".split()  # in the order of the help
+# in the order of the help
+COMMANDS = ("heads", "data", "train", "eval", "compare", "plan", "export", "check", "push", "doctor")
 
 
 class InOrder(TyperGroup):

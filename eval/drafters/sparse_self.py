@@ -50,13 +50,8 @@ class SparseCache(SlotCache):
     def mask(
         self, positions: Tensor, *, dtype: torch.dtype, window: int | None = None, seen: Tensor | None = None
     ) -> Tensor:
-<<<<<<< HEAD
         """As `visibility_mask`, of the positions that slots hold now; chains alone."""
         assert seen is None, "no tree is drafted from a sparse cache"
-=======
-        """As `visibility_mask`, of the positions that slots hold now."""
-        assert seen is None, "of chains, not of trees"
->>>>>>> h-meas
         chosen = torch.arange(self.num_chosen, device=positions.device).expand(len(positions), 1, -1)  # [B, 1, C]
         base, positions = self.base[:, None, None], positions[..., None]  # [B, 1, 1], [B, Q, 1]
         ring = torch.arange(self.num_recent, device=positions.device)
