@@ -191,7 +191,7 @@ def test_commands_and_options_named_in_the_text_exist():
         if found:
             verb, _, of_data = found[1].partition(" ")
             command = commands[verb].commands[of_data] if of_data and verb == "data" else commands[verb]
-            options = {option for one in getattr(command, "params", []) for option in one.opts}
+            options = {"--help"} | {option for one in getattr(command, "params", []) for option in one.opts}
             assert set(re.findall(r"--[a-z-]+", found[2])) <= options, (page, code)
 
 
