@@ -83,7 +83,7 @@ def default_device() -> str:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Within, transformers prints no report of a checkpoint , and shows a progress bar on terminals only."""
+    """Within, transformers prints no report of a checkpoint, and shows a progress bar on terminals only."""
     verbosity, bar = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     if not sys.stderr.isatty():
