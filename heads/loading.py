@@ -15,13 +15,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
 from ..configs.errors import BadInput, first_line
+from .importing.gguf import gguf_folder
 
 
 @dataclass(kw_only=True)
 class TargetConfig:
     """Which frozen model to load."""
 
-    path: str  # local folder or hub id
+    path: str  # local folder, hub id or GGUF file
     dtype: str = "auto"  # float32, bfloat16, float16, or auto (as stored)
     # for a target that no single GPU holds, as Accelerate takes it: `auto` spreads its layers over all GPUs of the
     # machine and then over host memory, for one process; None: each process has it on a device of its own
@@ -42,8 +43,13 @@ def torch_dtype(name: str) -> torch.dtype | str:
 
 
 def found_path(path: str | Path) -> str:
-    """A hub id as it is, a local folder with `~` resolved. Raises BadInput where such a folder holds no model."""
+    """A hub id as it is, a local folder with `~` resolved, a GGUF file as the folder that it is dequantised into.
+
+    Raises BadInput where such a folder holds no model, or such a file cannot be read.
+    """
     path = str(path)
+    if path.endswith(".gguf"):
+        return str(gguf_folder(path))
     if Path(path).exists() or path.startswith((".", "/", "~")):
         path = str(Path(path).expanduser())
         if not Path(path, "config.json").is_file():

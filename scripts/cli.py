@@ -17,9 +17,10 @@ from .export_command import export
 from .heads_command import heads
 from .plan_command import plan
 from .push_command import push
+from .target_command import target
 
 # in the order of the help
-COMMANDS = ("heads", "data", "train", "eval", "compare", "plan", "export", "check", "push", "doctor")
+COMMANDS = ("target", "heads", "data", "train", "eval", "compare", "plan", "export", "check", "push", "doctor")
 
 
 class InOrder(TyperGroup):
@@ -74,6 +75,7 @@ app.command(name="eval", cls=PanelledCommand)(evaluate)
 for command in (plan, heads, compare, export, check, push, doctor):
     app.command()(command)
 app.add_typer(data, name="data")
+app.add_typer(target, name="target")
 
 
 def show_version(value: bool) -> None:

@@ -22,7 +22,7 @@ def test_quickstart_clears_its_bars():
     assert quality["repeated_4grams"] <= 0.25 and quality["ended"] >= 0.9, "and does not run in circles"
 
     page = (RUN / "report.html").read_text()
-    assert '<h2 id="verdict">Deploy' in page and len(page) < 2_000_000
+    assert '<h2 id="recommendation">Deploy' in page and len(page) < 2_000_000
     report = json.loads((RUN / "report.json").read_text())
     results = {(entry["drafter"], entry["suite"]): entry for entry in report["results"]}
     assert results.keys() == {(d, s) for d in ("eagle3", "medusa") for s in ("reasoning", "contrast")}
