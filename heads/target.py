@@ -15,8 +15,10 @@ from .nn.attention import NAME as GROUPED_ATTENTION
 from .nn.attention import Watch
 from .nn.cache import SlotCache
 from .nn.documents import Documents
+from .nn.packed_decoder import PackedDecoder
 
 WindowMask = Callable[[int | None], Tensor]  # the additive mask [B, 1, Q, P] for a sliding window, or None
+MOST_PACKED = 256  # positions whose logits are computed by the packed output layer
 LAYER_LISTS = ("layers", "h", "blocks")  # names of the list of decoder layers in Hugging Face models
 
 
@@ -67,6 +69,7 @@ class Target:
         self._captured: dict[int, Tensor] = {}  # by layer, the residual stream that entered it in the last forward
         self._watched: set[int] = set()
         self.is_adapted = False  # whether it computes with a head's adapters, see adapters.TargetAdapter
+        self._packed: PackedDecoder | None = None  # made on the first use of a cache
         if self.device.type != "meta":  # shapes without weights: nothing to compare
             self._check_against_model()
 
@@ -148,6 +151,20 @@ class Target:
         """Tokens that a layer's queries see at most, themselves included; None: all before them."""
         return self._window if not self.layer_types or self.layer_types[layer] == "sliding_attention" else None
 
+    @property
+    def _can_pack(self) -> bool:
+        takes = not self.is_spread and self._window is None
+        return takes and PackedDecoder.takes(self.layers, self.config, self.output_layer.weight)
+
+    @property
+    def packed(self) -> PackedDecoder | None:
+        """The same layers for decoding in bf16 on a CPU; None where they are of an unknown kind, or adapted."""
+        if self._packed is None and self._can_pack:
+            assert self.final_norm is not None
+            weight = self.output_layer.weight
+            self._packed = PackedDecoder(self.base, self.layers, self.final_norm, self.config, weight)
+        return None if self.is_adapted else self._packed
+
     def to(self, device: str | torch.device) -> "Target":
         """Move the weights, unless they are spread over devices; returns itself."""
         if not self.is_spread:
@@ -225,6 +242,10 @@ class Target:
         """
         if cache.extent > self.max_positions:  # never accepted there; clamped so that learned embeddings exist
             positions = positions.clamp(max=self.max_positions - 1)
+        if watch is None and (packed := self.packed) is not None:
+            tokens, seen = self.input_embedding(input_ids), None if mask is None else mask(None)
+            post_norm, self._captured = packed.read(tokens, positions, cache, seen, self._watched)
+            return post_norm
         return self.base(
             input_ids=input_ids,
             position_ids=positions,
@@ -240,7 +261,10 @@ class Target:
 
     def logits(self, post_norm: Tensor) -> Tensor:
         """[..., D] -> [..., V] fp32 logits, as the model itself computes them."""
-        logits = self.output_layer(post_norm.to(self.dtype)).to(post_norm.device).float()
+        if self._packed is not None and post_norm.numel() < MOST_PACKED * self.hidden_size:
+            logits = self._packed.logits(post_norm.to(self.dtype)).float()
+        else:
+            logits = self.output_layer(post_norm.to(self.dtype)).to(post_norm.device).float()
         cap = getattr(self.config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

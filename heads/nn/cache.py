@@ -40,7 +40,12 @@ class SlotLayer(CacheLayerMixin):
             rows = self.owner.rows
             keys.transpose(1, 2).index_put_((rows, positions), key_states.transpose(1, 2))
             values.transpose(1, 2).index_put_((rows, positions), value_states.transpose(1, 2))
+        return self.readable_slots(extent)
+
+    def readable_slots(self, extent: int) -> tuple[Tensor, Tensor]:
+        """The first `extent` slots of keys and values [B, Nkv, extent, H], as views."""
         if self.readable is None or self.extent != extent:
+            keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
             self.readable, self.extent = (keys[:, :, :extent], values[:, :, :extent]), extent
         return self.readable
 

@@ -1,0 +1,83 @@
+"""Targets in GGUF, the files that llama.cpp serves: dequantised once into a Hugging Face folder in the user's cache."""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ...configs.errors import BadInput, first_line
+from ...configs.files import replacing_folder, restore_folder
+
+MAGIC = b"GGUF"
+FLOATS = {"F32": torch.float32, "F16": torch.float16}  # files of these keep their precision; all others become bf16
+
+
+def cache_folder() -> Path:
+    """Where targets that were fetched or dequantised are kept: $HEADSTART_CACHE, else ~/.cache/headstart."""
+    return Path(os.environ.get("HEADSTART_CACHE") or "~/.cache/headstart").expanduser() / "targets"
+
+
+def gguf_folder(path: str | Path) -> Path:
+    """The folder with what a GGUF file holds: weights, config, tokenizer and chat template; made on first use.
+
+    Its name has the file's digest, so that another file of the same name gets a folder of its own.
+
+    Raises: BadInput as `dequantise`.
+    """
+    path = Path(path).expanduser()
+    check_gguf(path)
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    folder = cache_folder() / f"{path.stem}-{digest[:12]}"
+    restore_folder(folder)
+    if not (folder / "config.json").is_file():
+        dequantise(path, folder)
+    return folder
+
+
+def dequantise(path: Path, output: Path) -> None:
+    """Write a GGUF file's model as safetensors, with its tokenizer and chat template, whole or not at all.
+
+    Quantised weights become bf16: what is computed with then differs from the served ones by bf16's rounding alone.
+
+    Raises: BadInput on a file that is no GGUF, or of an architecture or quantisation that transformers cannot read.
+    """
+    check_gguf(path)
+    where: dict[str, Any] = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    packed = hasattr(transformers, "GgufConfig")  # transformers that would otherwise keep the weights packed
+    whole = {"quantization_config": transformers.GgufConfig(dequantize=True)} if packed else {}
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(**where, **whole, dtype=precision(path))
+        tokenizer: Any = AutoTokenizer.from_pretrained(**where)
+    except ImportError as error:
+        raise BadInput(f"target {path}: needs the package gguf (pip install gguf): {first_line(error)}") from error
+    except Exception as error:  # transformers and gguf each raise several kinds
+        raise BadInput(f"target {path}: {first_line(error)}") from error
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config  # the weights are plain now, and saved as such
+    with replacing_folder(output) as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def precision(path: Path) -> torch.dtype:
+    """The dtype that loses nothing of a file in floats, else bf16: that of most of its matrices decides."""
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise BadInput(f"target {path}: needs the package gguf (pip install gguf)") from error
+    kinds = [tensor.tensor_type.name for tensor in GGUFReader(path).tensors if len(tensor.shape) > 1]
+    return FLOATS.get(max(set(kinds), key=kinds.count), torch.bfloat16) if kinds else torch.bfloat16
+
+
+def check_gguf(path: Path) -> None:
+    """Raises BadInput where there is no such file, or it is not GGUF."""
+    if not path.is_file():
+        raise BadInput(f"target {path}: no such file")
+    with path.open("rb") as file:
+        if file.read(len(MAGIC)) != MAGIC:
+            raise BadInput(f"target {path}: not a GGUF file")

@@ -1,0 +1,204 @@
+"""The layers of a Llama-shaped target for decoding on a CPU: packed weights, few operations, one compiled layer for all.
+
+A step of one token reads every weight once; what is not reading weights is kept small. Queries, keys and values are one
+product, as are gate and up; what lies between products is compiled, once for all layers.
+"""
+
+import shutil
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.torch_version import TorchVersion
+
+from .cache import SlotCache, SlotLayer
+from .layers import rotate
+from .packed import multiplies_bf16, pack, packed_linear
+
+# decoder layers of transformers that compute what `decoder_layer` does
+KNOWN_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+MOST_COMPILED = 64  # queries of a forward: more, as in prompts, come in any number, and gain nothing
+FEWEST_ROWS = 4  # that a product is faster with than with fewer
+COMPILES_FROM = "2.11"  # earlier torch cannot compile ahead of time
+
+
+class LayerWeights(NamedTuple):
+    """One layer's: norms as they are, products packed. bias [out], query_norm and key_norm [H] where the family has them."""
+
+    attention_norm: Tensor  # [D]
+    qkv: Tensor  # [(N + 2 Nkv) H, D]
+    bias: Tensor | None
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    output: Tensor  # [D, N H]
+    mlp_norm: Tensor  # [D]
+    gate_up: Tensor  # [2 F, D]
+    down: Tensor  # [D, F]
+
+
+class Sizes(NamedTuple):
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+
+
+class Round(NamedTuple):
+    """What all layers of one forward share."""
+
+    cos: Tensor  # [B, 1, Q, H]
+    sin: Tensor
+    rows: Tensor  # [B, 1]
+    slots: Tensor  # [B, Q]
+    mask: Tensor | None  # [B, 1, G * Q, P] additive; None: the queries see all of the cache
+
+
+Layer = Callable[..., Tensor]
+
+
+class PackedDecoder:
+    """The packed layers of a target in bf16; its results are the model's own up to rounding."""
+
+    def __init__(self, model: nn.Module, layers: nn.ModuleList, final_norm: nn.Module, config: Any, output: Tensor):
+        first: Any = layers[0]
+        self.sizes = Sizes(
+            config.num_attention_heads, config.num_key_value_heads, first.self_attn.head_dim, config.rms_norm_eps
+        )
+        self.layers = [weights_of(layer) for layer in layers]
+        self.final_norm: Any = final_norm.weight
+        self.output = pack(output)
+        self.rotary: Any = model.rotary_emb
+        self.compiled: dict[tuple[int, int, bool], Layer] = {}
+        self.compiles = can_compile()
+
+    @staticmethod
+    def takes(layers: nn.ModuleList, config: Any, weight: Tensor) -> bool:
+        """Whether this decoder computes what these layers do, faster: known layers in bf16 on a CPU that multiplies it."""
+        is_known = type(layers[0]).__name__ in KNOWN_LAYERS and config.hidden_act == "silu"
+        return is_known and weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and multiplies_bf16()
+
+    def read(
+        self, x: Tensor, positions: Tensor, cache: SlotCache, mask: Tensor | None, wanted: set[int]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Read embedded tokens into the slots that `cache.seek` set.
+
+        Args: x: [B, Q, D]. positions: [B, Q]. mask: [B, 1, Q, P] additive, or None. wanted: layers whose input to keep.
+        Returns: the post-norm states [B, Q, D], and by wanted layer the residual stream that enters it.
+        """
+        cos, sin = self.rotary(x, positions)  # [B, Q, H]
+        groups = self.sizes.num_heads // self.sizes.num_kv_heads
+        if mask is not None and groups > 1:
+            mask = mask.repeat(1, 1, groups, 1)
+        shared = Round(cos[:, None], sin[:, None], cache.rows, cache.positions, mask)
+        kept = {}
+        for i, (weights, stored) in enumerate(zip(self.layers, cache.layers, strict=True)):
+            if i in wanted:
+                kept[i] = x
+            keys, values = self._slots(stored, x, cache.extent)
+            x = self._layer(x, weights, keys, values, shared)
+        return rms_norm(x, self.final_norm, self.sizes.eps), kept
+
+    def logits(self, post_norm: Tensor) -> Tensor:
+        """[..., D] -> [..., V] bf16."""
+        return product(post_norm, self.output)
+
+    def _slots(self, stored: Any, x: Tensor, extent: int) -> tuple[Tensor, Tensor]:
+        layer: SlotLayer = stored
+        if not layer.is_initialized:
+            empty = x.new_empty(len(x), self.sizes.num_kv_heads, 0, self.sizes.head_dim)
+            layer.lazy_initialization(empty, empty)
+        return layer.readable_slots(extent)
+
+    def _layer(self, x: Tensor, weights: LayerWeights, keys: Tensor, values: Tensor, shared: Round) -> Tensor:
+        if not self.compiles or x.shape[1] > MOST_COMPILED:
+            return decoder_layer(x, weights, keys, values, shared, self.sizes)
+        key = (x.shape[0], x.shape[1], shared.mask is None)
+        if key not in self.compiled:
+            self.compiled[key] = compiled_layer(x, weights, keys, values, shared, self.sizes)
+        return self.compiled[key](x, *weights, keys, values, *shared)
+
+
+def decoder_layer(x: Tensor, w: LayerWeights, keys: Tensor, values: Tensor, shared: Round, sizes: Sizes) -> Tensor:
+    """One decoder layer over a cache. x: [B, Q, D]. keys, values: [B, Nkv, P, H], to which the new ones are written."""
+    num_rows, num_queries, _ = x.shape
+    num_heads, num_kv, head_dim, eps = sizes
+    projected = product(rms_norm(x, w.attention_norm, eps), w.qkv)
+    if w.bias is not None:
+        projected = projected + w.bias
+    heads = projected.view(num_rows, num_queries, num_heads + 2 * num_kv, head_dim).transpose(1, 2)  # [B, N + 2 Nkv, Q, H]
+    queries, new_keys, new_values = heads.split([num_heads, num_kv, num_kv], 1)
+    if w.query_norm is not None and w.key_norm is not None:
+        queries, new_keys = rms_norm(queries, w.query_norm, eps), rms_norm(new_keys, w.key_norm, eps)
+    rotary = shared.cos, shared.sin
+    queries, new_keys = rotate(queries, rotary), rotate(new_keys, rotary)
+    where = shared.rows, shared.slots
+    keys.transpose(1, 2).index_put_(where, new_keys.transpose(1, 2))
+    values.transpose(1, 2).index_put_(where, new_values.transpose(1, 2))
+    grouped = queries.reshape(num_rows, num_kv, num_heads // num_kv * num_queries, head_dim)
+    mixed = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=shared.mask)
+    mixed = mixed.reshape(num_rows, num_heads, num_queries, head_dim).transpose(1, 2)
+    x = x + product(mixed.reshape(num_rows, num_queries, num_heads * head_dim), w.output)
+    gate, up = product(rms_norm(x, w.mlp_norm, eps), w.gate_up).chunk(2, -1)
+    return x + product(F.silu(gate) * up, w.down)
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """[B, Q, in] -> [B, Q, out]. Fewer than four rows are filled up, which compiled code does for nothing: oneDNN's
+    kernels for so few read weights more slowly."""
+    num_rows, num_queries, _ = x.shape
+    if num_rows * num_queries >= FEWEST_ROWS:
+        return packed_linear(x, weight)
+    return packed_linear(F.pad(x, (0, 0, 0, FEWEST_ROWS - num_queries)), weight)[:, :num_queries]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As transformers' Llama computes it: normalised in fp32, scaled in x's dtype."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def weights_of(layer: Any) -> LayerWeights:
+    """The weights of a known decoder layer, joined and packed."""
+    attention, mlp = layer.self_attn, layer.mlp
+    inputs = attention.q_proj, attention.k_proj, attention.v_proj
+    biases = [module.bias for module in inputs]
+    return LayerWeights(
+        layer.input_layernorm.weight.detach(),
+        pack(torch.cat([module.weight for module in inputs])),
+        None if biases[0] is None else torch.cat(biases).detach(),
+        attention.q_norm.weight.detach() if hasattr(attention, "q_norm") else None,
+        attention.k_norm.weight.detach() if hasattr(attention, "k_norm") else None,
+        pack(attention.o_proj.weight),
+        layer.post_attention_layernorm.weight.detach(),
+        pack(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])),
+        pack(mlp.down_proj.weight),
+    )
+
+
+def can_compile() -> bool:
+    """Whether torch.compile can work here: it needs a C++ compiler."""
+    return TorchVersion(torch.__version__) >= COMPILES_FROM and any(map(shutil.which, ("g++", "clang++")))
+
+
+def compiled_layer(
+    x: Tensor, weights: LayerWeights, keys: Tensor, values: Tensor, shared: Round, sizes: Sizes
+) -> Layer:
+    """`decoder_layer` compiled for rows and queries as of these arguments, any number of slots, and any layer's weights."""
+
+    def layer(x: Tensor, *rest: Any) -> Tensor:
+        num = len(LayerWeights._fields)
+        return decoder_layer(x, LayerWeights(*rest[:num]), *rest[num : num + 2], Round(*rest[num + 2 :]), sizes)
+
+    for tensor in (keys, values):
+        torch._dynamo.mark_dynamic(tensor, 2)
+    if shared.mask is not None:
+        torch._dynamo.mark_dynamic(shared.mask, 3)
+    options: Any = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    before_2_13: Any = torch._dynamo.config.patch(enable_aot_compile=True)  # pyright: ignore[reportAttributeAccessIssue]
+    with warnings.catch_warnings(), before_2_13:
+        warnings.simplefilter("ignore")
+        ahead: Any = torch.compile(layer, fullgraph=True, options=options)
+        return ahead.aot_compile(((x, *weights, keys, values, *shared), {}))

