@@ -11,6 +11,7 @@ from .base import DraftHead, HeadConfig
 from .families import HEADS, build_head, head_class
 from .folder import ADAPTER, HeadRecord, is_head_folder, load_weights, read_record, read_tensors, save_head
 from .importing.importers import import_head, imported_start, record_of
+from .nn.packed import pack_linears
 from .target import Target
 
 __all__ = ["HEADS", "build_head", "head_class", "head_record", "load_head", "save_head", "start_head"]
@@ -27,8 +28,13 @@ def load_head(folder: str | Path, target: Target) -> DraftHead:
     Args: folder: a run's (RUN/final), one that `headstart export` wrote, a published head's, or the hub id of such.
     Raises: BadInput where the folder is no head, belongs to another target, or its tensors do not fit.
     """
-    if not is_head_folder(folder):
-        return import_head(folder, target)
+    head = read_head(folder, target) if is_head_folder(folder) else import_head(folder, target)
+    pack_linears(head)
+    return head
+
+
+def read_head(folder: str | Path, target: Target) -> DraftHead:
+    """`load_head` of a folder that we wrote."""
     record = read_record(folder)
     record.check_target(folder, target)
     config_class = head_class(record.family).config_class

@@ -159,6 +159,8 @@ class Target:
     @property
     def packed(self) -> PackedDecoder | None:
         """The same layers for decoding in bf16 on a CPU; None where they are of an unknown kind, or adapted."""
+        if torch.compiler.is_compiling():
+            return None
         if self._packed is None and self._can_pack:
             assert self.final_norm is not None
             weight = self.output_layer.weight
@@ -261,10 +263,11 @@ class Target:
 
     def logits(self, post_norm: Tensor) -> Tensor:
         """[..., D] -> [..., V] fp32 logits, as the model itself computes them."""
-        if self._packed is not None and post_norm.numel() < MOST_PACKED * self.hidden_size:
-            logits = self._packed.logits(post_norm.to(self.dtype)).float()
-        else:
+        packed = self._packed if post_norm.dim() == 3 and post_norm[..., 0].numel() <= MOST_PACKED else None
+        if packed is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
             logits = self.output_layer(post_norm.to(self.dtype)).to(post_norm.device).float()
+        else:
+            logits = packed.logits(post_norm.to(self.dtype)).float()
         cap = getattr(self.config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

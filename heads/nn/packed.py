@@ -3,10 +3,11 @@
 Unpacked, oneDNN reorders a weight on each call: that costs several times what reading it does.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _packed_linear: Any = torch.ops.mkldnn._linear_pointwise.default
 _library = torch.library.Library("headstart", "DEF")
@@ -27,6 +28,30 @@ def pack(weight: Tensor) -> Tensor:
 def packed_linear(x: Tensor, weight: Tensor) -> Tensor:
     """[..., in] -> [..., out] with a weight of `pack`. An operation of its own, so that compiled code can call it."""
     return torch.ops.headstart.packed_linear.default(x, weight)
+
+
+def pack_linears(module: nn.Module) -> None:
+    """Let the linear layers within a module in bf16 on a CPU compute with packed weights, wherever no gradient is asked.
+
+    The weights themselves stay as they are, and must stay so: what is packed is a copy. Nothing happens elsewhere.
+    """
+    if not multiplies_bf16():
+        return
+    for linear in module.modules():
+        if type(linear) is nn.Linear and linear.weight.dtype == torch.bfloat16 and linear.weight.device.type == "cpu":
+            linear.forward = _packed_forward(linear)
+
+
+def _packed_forward(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
+    packed, plain = pack(linear.weight), linear.forward
+
+    def forward(x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or x.dtype != torch.bfloat16:
+            return plain(x)
+        out = packed_linear(x, packed)
+        return out if linear.bias is None else out + linear.bias
+
+    return forward
 
 
 def _run(x: Tensor, weight: Tensor) -> Tensor:
