@@ -224,7 +224,7 @@ class Engine:
             mask = ancestors(parents, self.depth)  # [B, S, S]
             mask = torch.cat([torch.zeros_like(mask[:, :1]), mask], 1)  # [B, S + 1, S]: the root attends to no node
             positions = start[:, None] + mask.sum(-1)
-        output = self._forward(tokens, positions, mask)
+        output = self._forward(tokens, positions, mask, is_round=True)
         logits = self.target.logits(output.post_norm)  # [B, S + 1, V]
         history = None if self.history is None else self.history.at(tokens, mask)
         if self.num_drafted == 0:
@@ -256,7 +256,9 @@ class Engine:
         committed = with_bonus(tokens, accepted)
         return accepted.num_accepted, committed, tokens, output.features[rows, kept], output.post_norm[rows, kept]
 
-    def _forward(self, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None) -> TargetOutput:
+    def _forward(
+        self, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None, *, is_round: bool = False
+    ) -> TargetOutput:
         return self.target.forward(
             tokens,
             feature_layers=self.layers,
@@ -265,6 +267,7 @@ class Engine:
             extent=self.extent,
             seen=tree_mask,
             is_newest=self.is_newest and tokens.shape[1] == 1,
+            is_round=is_round,
         )
 
 

@@ -194,6 +194,7 @@ class Target:
         extent: int = 0,
         seen: Tensor | None = None,
         is_newest: bool = False,
+        is_round: bool = False,
         documents: Documents | None = None,
         watch: Watch | None = None,
     ) -> TargetOutput:
@@ -208,6 +209,7 @@ class Target:
             seen: [B, T, T - 1] bool, for a drafted tree: the first token is the last committed one, the others are
                 nodes, written to the slots behind it in their order, and each attends to the nodes named here.
             is_newest: one token of one row, in slot extent - 1: it sees the whole cache, so a mask can be left out.
+            is_round: forwards of this shape come again and again, so compiling for it pays; not of prompts.
             documents: without a cache, rows that hold several texts.
             watch: with a cache, called in each layer with what its attention reads; not by targets whose attention
                 is not ours (`grouped_attention`).
@@ -229,24 +231,35 @@ class Target:
             def mask(window: int | None) -> Tensor:
                 return cache.mask(positions, dtype=self.dtype, window=window, seen=seen)
 
-            post_norm = self.read_slots(input_ids, positions, cache, None if is_exact else mask, watch)
+            post_norm = self.read_slots(
+                input_ids, positions, cache, None if is_exact else mask, watch, is_round=is_round
+            )
         post_norm = post_norm.to(input_ids.device)  # elsewhere only for a target on several devices
         chosen = [self._captured[i].to(input_ids.device) for i in feature_layers]
         features = torch.stack(chosen, 2) if chosen else post_norm.new_empty(*post_norm.shape[:2], 0, self.hidden_size)
         return TargetOutput(features, post_norm)
 
     def read_slots(
-        self, input_ids: Tensor, positions: Tensor, cache: SlotCache, mask: WindowMask | None, watch: Watch | None
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        cache: SlotCache,
+        mask: WindowMask | None,
+        watch: Watch | None,
+        *,
+        is_round: bool = False,
     ) -> Tensor:
         """Read tokens [B, T] into the slots that `cache.seek` set: the post-norm states [B, T, D].
 
-        Args: positions: [B, T]. mask: None: the tokens see the whole cache. watch: as in `forward`.
+        Args: positions: [B, T]. mask: None: the tokens see the whole cache. watch, is_round: as in `forward`.
         """
         if cache.extent > self.max_positions:  # never accepted there; clamped so that learned embeddings exist
             positions = positions.clamp(max=self.max_positions - 1)
         if watch is None and (packed := self.packed) is not None:
             tokens, seen = self.input_embedding(input_ids), None if mask is None else mask(None)
-            post_norm, self._captured = packed.read(tokens, positions, cache, seen, self._watched)
+            post_norm, self._captured = packed.read(
+                tokens, positions, cache, seen, wanted=self._watched, is_round=is_round
+            )
             return post_norm
         return self.base(
             input_ids=input_ids,

@@ -1,5 +1,7 @@
-"""Two ways to have many conversations answered: by threads (servers) and in batches (this process)."""
+"""Ways to have many conversations answered: by threads (servers), and in this process in batches (sampled answers, which
+share a stream of random numbers) or with rows that join and leave (greedy ones)."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from queue import Queue
@@ -115,3 +117,30 @@ def _turn_by_turn(
             except StopIteration as end:
                 del requests[key]
                 yield key, end.value
+
+
+def joining(
+    conversations: Iterable[Exchange],
+    *,
+    answers: Callable[[deque[tuple[str, ChatRequest]]], Iterator[tuple[str, Answer | Failure]]],
+    batch_size: int,
+    is_done: Callable[[str], bool],
+) -> Iterator[Outcome]:
+    """Outcomes as they come, of answers that depend on nothing but their own conversation.
+
+    Args: answers: of what waits, which further turns are appended to while they are taken.
+    """
+    undone = (conversation for conversation in conversations if not is_done(conversation.key))
+    for window in chunks(undone, size=BATCHES_IN_WINDOW * batch_size):
+        window.sort(key=lambda conversation: (repr(conversation.sampling), conversation.length, conversation.key))
+        for _, group in groupby(window, key=lambda conversation: repr(conversation.sampling)):
+            talks = {conversation.key: conversation.talk() for conversation in group}
+            waiting = deque((key, next(talk)) for key, talk in talks.items())
+            for key, answered in answers(waiting):
+                if isinstance(answered, Failure):
+                    yield key, answered
+                    continue
+                try:
+                    waiting.append((key, talks[key].send(answered)))
+                except StopIteration as end:
+                    yield key, end.value

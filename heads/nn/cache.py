@@ -118,6 +118,11 @@ class SlotCache(Cache):
                 by_slot = cast(Tensor, tensor).transpose(1, 2)  # [B, slots, Nkv, H]
                 by_slot[rows, destination] = by_slot[rows, source]
 
+    @property
+    def is_filled(self) -> bool:
+        """Whether anything was written yet: keys and values have no size before."""
+        return all(layer.is_initialized for layer in self.layers)
+
     def take_row(self, row: int, source: "SlotCache", source_row: int) -> None:
         """Copy a row of another cache of the same layers and length, all its slots."""
         for mine, other in zip(cast(list[SlotLayer], self.layers), cast(list[SlotLayer], source.layers), strict=True):

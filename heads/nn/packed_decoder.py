@@ -20,7 +20,6 @@ from .packed import multiplies_bf16, pack, packed_linear
 
 # decoder layers of transformers that compute what `decoder_layer` does
 KNOWN_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-MOST_COMPILED = 64  # queries of a forward: more, as in prompts, come in any number, and gain nothing
 FEWEST_ROWS = 4  # that a product is faster with than with fewer
 COMPILES_FROM = "2.11"  # earlier torch cannot compile ahead of time
 
@@ -81,11 +80,20 @@ class PackedDecoder:
         return is_known and weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and multiplies_bf16()
 
     def read(
-        self, x: Tensor, positions: Tensor, cache: SlotCache, mask: Tensor | None, wanted: set[int]
+        self,
+        x: Tensor,
+        positions: Tensor,
+        cache: SlotCache,
+        mask: Tensor | None,
+        *,
+        wanted: set[int],
+        is_round: bool = False,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Read embedded tokens into the slots that `cache.seek` set.
 
-        Args: x: [B, Q, D]. positions: [B, Q]. mask: [B, 1, Q, P] additive, or None. wanted: layers whose input to keep.
+        Args:
+            x: [B, Q, D]. positions: [B, Q]. mask: [B, 1, Q, P] additive, or None. wanted: layers whose input to keep.
+            is_round: forwards of this shape come again and again: the layer is compiled for it.
         Returns: the post-norm states [B, Q, D], and by wanted layer the residual stream that enters it.
         """
         cos, sin = self.rotary(x, positions)  # [B, Q, H]
@@ -98,7 +106,8 @@ class PackedDecoder:
             if i in wanted:
                 kept[i] = x
             keys, values = self._slots(stored, x, cache.extent)
-            x = self._layer(x, weights, keys, values, shared)
+            layer = self._compiled if is_round and self.compiles else decoder_layer
+            x = layer(x, weights, keys, values, shared, self.sizes)
         return rms_norm(x, self.final_norm, self.sizes.eps), kept
 
     def logits(self, post_norm: Tensor) -> Tensor:
@@ -112,12 +121,12 @@ class PackedDecoder:
             layer.lazy_initialization(empty, empty)
         return layer.readable_slots(extent)
 
-    def _layer(self, x: Tensor, weights: LayerWeights, keys: Tensor, values: Tensor, shared: Round) -> Tensor:
-        if not self.compiles or x.shape[1] > MOST_COMPILED:
-            return decoder_layer(x, weights, keys, values, shared, self.sizes)
+    def _compiled(
+        self, x: Tensor, weights: LayerWeights, keys: Tensor, values: Tensor, shared: Round, sizes: Sizes
+    ) -> Tensor:
         key = (x.shape[0], x.shape[1], shared.mask is None)
         if key not in self.compiled:
-            self.compiled[key] = compiled_layer(x, weights, keys, values, shared, self.sizes)
+            self.compiled[key] = compiled_layer(x, weights, keys, values, shared, sizes)
         return self.compiled[key](x, *weights, keys, values, *shared)
 
 

@@ -1,6 +1,8 @@
 """`headstart data regenerate`: has the target answer the prompts itself, through servers or in this process."""
 
 import hashlib
+from collections import deque
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -63,29 +65,33 @@ def by_servers(config: "RegenerateConfig") -> tuple["Answers", None]:
 
 def by_engine(config: "RegenerateConfig") -> tuple["Answers", str]:
     """Answers of the target in this process, and the fingerprint of its weights."""
-    from ...data_pipelines.answers.asking import in_batches
+    from ...data_pipelines.answers.asking import in_batches, joining
+    from ...data_pipelines.answers.regenerate import source_samplings
     from ...heads.loading import default_device
     from ...heads.target import Target
 
     engine = config.engine
     device = engine.device or default_device()
     target = Target.load(config.target, dtype=engine.dtype, device=device, revision=engine.revision)
-    answer = EngineAnswers(target)
+    answer = EngineAnswers(target, batch_size=engine.batch_size)
+    if all(sampling.temperature == 0 for sampling in source_samplings(config).values()):
+        return partial(joining, answers=answer.joining, batch_size=engine.batch_size), target.fingerprint
     return partial(in_batches, answer=answer, batch_size=engine.batch_size), target.fingerprint
 
 
 class EngineAnswers:
-    """A target that answers a batch of requests, decoding without a drafter.
+    """A target that answers requests, decoding without a drafter.
 
-    One stream of random numbers serves the batch, seeded by all its requests: the same batch gets the same answers.
+    Called with a batch, one stream of random numbers serves it, seeded by all its requests: the same batch gets the same
+    answers. Greedy answers need no batch of their own: see `joining`.
     """
 
-    def __init__(self, target: "Target"):
+    def __init__(self, target: "Target", *, batch_size: int = 32):
         """Raises BadInput where the target's tokenizer has no chat template."""
         from ...configs.errors import BadInput
         from ...heads.reasoning import think_markers, think_tokens
 
-        self.target, self.tokenizer = target, target.tokenizer
+        self.target, self.tokenizer, self.batch_size = target, target.tokenizer, batch_size
         if not self.tokenizer.chat_template:
             raise BadInput(f"tokenizer of {target.name}: no chat template to ask with")
         self.markers = think_markers(self.tokenizer)
@@ -118,6 +124,35 @@ class EngineAnswers:
             ).token_ids
         answered = iter(texts)
         return [prompt if isinstance(prompt, Failure) else self.answer(prompt, next(answered)) for prompt in prompts]
+
+    def joining(
+        self, waiting: "deque[tuple[str, ChatRequest]]"
+    ) -> "Iterator[tuple[str, Answer | Failure]]":
+        """Greedy answers as they end, of requests with equal sampling; more may be appended meanwhile."""
+        from ...data_pipelines.answers.conversations import Failure
+        from ...eval.continuous import Asked, answer_continuously
+
+        asked: deque[Asked] = deque()
+        while waiting:
+            limit = waiting[0][1].sampling.max_tokens
+
+            def take() -> Iterator[tuple[str, Failure]]:
+                while waiting:
+                    key, request = waiting.popleft()
+                    prompt = self.prompt(request)
+                    if isinstance(prompt, Failure):
+                        yield key, prompt
+                    else:
+                        prompts[key] = prompt
+                        asked.append(Asked(key, prompt))
+
+            prompts: dict[str, list[int]] = {}
+            yield from take()
+            for key, tokens in answer_continuously(
+                self.target, asked, batch_size=self.batch_size, max_new_tokens=limit
+            ):
+                yield key, self.answer(prompts[key], tokens)
+                yield from take()
 
     def prompt(self, request: "ChatRequest") -> "list[int] | Failure":
         """Token ids up to where the assistant answers."""
