@@ -215,13 +215,7 @@ def summed_loss(
 ) -> tuple[Tensor, Tensor]:
     """The mix summed over rows of one depth, and the draft's best guesses; the output layer gets no gradient.
 
-    Args:
-        hidden: [N, D] what the draft's output layer reads.
-        labels: [N] target ids to be predicted.
-        teacher_hidden: [N, D] the target's post-norm state that predicts `labels`.
-        weights: [N] of the rows; None: all 1.
-        size: rows of a chunk, see `chunk_size`.
-
+    Args: as of `Drafts`, N rows each. size: rows of a chunk, see `chunk_size`.
     Returns: the sum (scalar, fp32) and [N, num_guesses] target ids, the most probable first.
     """
     rows = torch.arange(len(hidden), device=hidden.device)[None]
