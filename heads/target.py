@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from ..configs.errors import BadInput, first_line
-from .loading import found_path, load_model
+from .loading import TargetConfig, found_path, load_model
 from .nn.attention import NAME as GROUPED_ATTENTION
 from .nn.attention import Watch
 from .nn.cache import SlotCache
@@ -71,27 +71,14 @@ class Target:
             self._check_against_model()
 
     @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        *,
-        dtype: str = "auto",
-        device: str | torch.device | None = None,
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-        device_map: str | dict[str, str | int] | None = None,
-    ) -> "Target":
-        """Load a target from a local folder or the hub. Raises BadInput as `load_model`, and as the class does."""
-        path = found_path(path)
-        model, fingerprint = load_model(
-            path,
-            dtype=dtype,
-            device=device,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            device_map=device_map,
-        )
-        return cls(model, name=path, fingerprint=fingerprint)
+    def load(cls, path: str | Path, *, device: str | torch.device | None = None, **options: Any) -> "Target":
+        """Load a target from a local folder or the hub. Raises BadInput as `load_model`, and as the class does.
+
+        Args: options: the other keys of `TargetConfig`, such as dtype.
+        """
+        config = TargetConfig(path=found_path(path), **options)
+        model, fingerprint = load_model(config, device=device)
+        return cls(model, name=config.path, fingerprint=fingerprint)
 
     @property
     def tokenizer(self) -> Any:

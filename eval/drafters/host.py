@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from ...heads.base import Proposal
-from ...heads.drafter import ChainDrafter, Reading
+from ...heads.drafter import Drafter, Reading
 
 
 def committed_tokens(read: Reading) -> list[list[int]]:
@@ -40,7 +40,7 @@ class TextState:
     active: list[bool] = field(default_factory=list)
 
 
-class TextDrafter(ChainDrafter):
+class TextDrafter(Drafter):
     """What drafters on the host share; a subclass makes the rows."""
 
     on_host = True

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ...heads.base import Proposal
-from ...heads.drafter import ChainDrafter, Reading
+from ...heads.drafter import Drafter, Reading
 from ...heads.nn.cache import SlotCache
 from ...heads.target import Target
 from .host import committed_tokens
@@ -171,7 +171,7 @@ class TranslatedState:
     live: list[bool] = field(default_factory=list)  # rows that still grow
 
 
-class TranslatedDrafter(ChainDrafter):
+class TranslatedDrafter(Drafter):
     """What a draft model of any vocabulary writes behind the text, in the target's tokens; a drafter on the host.
 
     A draft costs about as many forwards as K tokens of the target take in tokens of the draft model, measured on the
