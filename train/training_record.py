@@ -23,14 +23,6 @@ LONGEST_ENDING = 16  # tokens of what they have in common
 
 
 @dataclass(frozen=True)
-class PromptEnding:
-    """What all prompts end with."""
-
-    token_ids: list[int]
-    text: str
-
-
-@dataclass(frozen=True)
 class AnswerSampling:
     """How `headstart data regenerate` sampled answers."""
 
@@ -47,7 +39,7 @@ class TrainingRecord:
     max_length: int  # tokens of the longest rows
     num_depths: int
     template_hash: str | None
-    prompt_ending: PromptEnding | None
+    prompt_ending: dict[str, Any] | None  # `token_ids` and `text` of what all prompts end with
     target_dtype: str
     target_quantization: str | None
     answers: list[AnswerSampling] | None
@@ -58,11 +50,12 @@ class TrainingRecord:
     def of(cls, run: RunConfig, target: Target, data: TrainingData) -> "TrainingRecord":
         """What is known before the first step."""
         ending = common_ending(data.samples)
+        shown = {"token_ids": ending, "text": str(target.tokenizer.decode(ending))} if ending else None
         return cls(
             max_length=data.config.max_length,
             num_depths=run.head.num_depths,
             template_hash=template_hash(target.tokenizer),
-            prompt_ending=PromptEnding(ending, str(target.tokenizer.decode(ending))) if ending else None,
+            prompt_ending=shown,
             target_dtype=str(target.dtype).removeprefix("torch."),
             target_quantization=quantization(target.model.config),
             answers=answer_settings(data.config.train),
