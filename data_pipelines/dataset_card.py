@@ -121,8 +121,7 @@ def write_card(folder: Path, card: Card, *, name: str) -> None:
         f"# {name}",
         f"{card.kept:,} of {card.read:,} rows were kept.",
         _table(
-            ["split", *COUNTED],
-            [[split, *(getattr(card.splits[split], key) for key in COUNTED)] for split in SPLITS],
+            ["split", *COUNTED], [[split, *(getattr(card.splits[split], key) for key in COUNTED)] for split in SPLITS]
         ),
         "What was read, kept, and dropped by reason:",
         _table(

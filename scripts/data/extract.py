@@ -1,12 +1,11 @@
 """`headstart data extract`: the target's hidden states on disk, for training that never runs the target."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...configs.errors import BadInput
+from . import Overrides
 
 if TYPE_CHECKING:
     from ...data_pipelines.storage.features import Reads
@@ -17,9 +16,7 @@ if TYPE_CHECKING:
 def extract(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A run YAML: its target, head and data count.")],
     output: Annotated[Path, typer.Option(help="The folder to write; the same command goes on with it.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="key=value ...", help="Dotted keys that win over the YAML.")
-    ] = None,
+    overrides: Overrides = None,
     storage_dtype: Annotated[str, typer.Option(help="float32, bfloat16 or 8bit.")] = "8bit",
     batch_tokens: Annotated[int, typer.Option(help="Of one target forward, with padding.")] = 8192,
     shard_bytes: Annotated[int, typer.Option(help="Of one shard, about.")] = 512 * 2**20,
@@ -104,16 +101,10 @@ def reads_of(run: "Inputs", target: "Target") -> "Reads":
     return Reads.of(build_skeleton_head(run.head, load_skeleton(run.target)))
 
 
-def main() -> None:
-    """As `headstart data extract`, for `accelerate launch`."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command(context_settings={"allow_interspersed_args": True})(extract)
-    try:
-        app()
-    except BadInput as error:
-        print(f"headstart: {error}", file=sys.stderr)
-        sys.exit(2)
+if __name__ == "__main__":  # of `accelerate launch`
+    import sys
 
+    from ..cli import main
 
-if __name__ == "__main__":
+    sys.argv[1:1] = ["data", "extract"]
     main()
