@@ -58,7 +58,7 @@ class SplitFile:
         self._sha256 = sha256()
         self.counts = SplitCounts()
 
-    def write(self, line: bytes, *, num_turns: int, num_characters: int, num_answer_characters: int) -> None:
+    def write(self, line: bytes, num_turns: int, num_characters: int, num_answer_characters: int) -> None:
         self._file.write(line)
         self._sha256.update(line)
         self.counts.rows += 1

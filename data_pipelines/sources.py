@@ -150,7 +150,7 @@ def iter_rows(
 ) -> Iterator[Row]:
     """The rows of one source or of several, one in memory at a time; only the first `num_rows` when that is set.
 
-    `spec`: a `Source`, or `cls`, as a config has it, or a list of such. Without weights, sources follow each other; where a source
+    `spec`: a `cls` as a config has it, or a list of such. Without weights, sources follow each other; where a source
     has one, they are interleaved by `seed` in the proportions of their weights, to the end of the first or of `all`.
 
     BadInput: no such file, another format, a line or item that is no object (with its place), a hub data set that

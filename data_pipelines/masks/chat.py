@@ -11,7 +11,7 @@ import numpy as np
 
 from ...configs.errors import BadInput, first_line
 from ..config import DataConfig
-from ..parallel import chunks, in_order
+from ..parallel import in_order
 from ..row_shapes import SHAPES, answer_in, instruction_in
 from ..sources import Row
 from ..storage.samples import SEGMENTS, Sample
@@ -36,17 +36,12 @@ def encode_rows(
     Dropped are rows of more than `max_length` tokens where that is asked for, and those in which no token is left that
     is to be supervised. BadInput: as `encode_row`.
     """
-    encode = partial(_encode_chunk, tokenizer=tokenizer, config=config)
-    for samples_of_rows in in_order(encode, chunks(rows), num_workers=config.num_workers):
-        for samples in samples_of_rows:
-            counts["kept" if samples else "dropped"] += 1
-            counts["cut"] += any(sample.num_cut for sample in samples)
-            counts["split"] += len(samples) > 1
-            yield from samples
-
-
-def _encode_chunk(rows: list[Row], tokenizer: Any, config: DataConfig) -> list[list[Sample]]:
-    return [encode_row(row, tokenizer, config) for row in rows]
+    encode = partial(encode_row, tokenizer=tokenizer, config=config)
+    for samples in in_order(encode, rows, num_workers=config.num_workers):
+        counts["kept" if samples else "dropped"] += 1
+        counts["cut"] += any(sample.num_cut for sample in samples)
+        counts["split"] += len(samples) > 1
+        yield from samples
 
 
 def encode_row(row: Row, tokenizer: "PreTrainedTokenizerBase", config: DataConfig) -> list[Sample]:
