@@ -9,7 +9,7 @@ from typing import Any
 
 from ...configs.errors import BadInput
 from ..config import check_at_least_one
-from ..masks.messages import Message, normalise
+from ..masks.messages import Message, normalise, tools_in
 from ..sources import Row
 
 PROMPT_SHAPES = "`messages`, `conversations`, `turns`, `prompt` or `instruction`"
@@ -126,11 +126,7 @@ def exchanges(row: Row, sampling: SamplingConfig, *, turns: str) -> Iterator[Exc
     script = ask(_messages(data, row.origin), turns=turns)
     if None not in script:
         raise BadInput(f"{row.origin}: no user turn to answer")
-    tools = data.get("tools") or None
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-    except json.JSONDecodeError as error:
-        raise BadInput(f"{row.origin}: `tools` is not JSON: {error.msg}") from error
+    tools = tools_in(data, row.origin)
     own_id = data.get("id")
     for number in range(sampling.num_samples):
         sample = row.epoch * sampling.num_samples + number
@@ -145,10 +141,8 @@ def ask(messages: list[Message], *, turns: str) -> list[Message | None]:
     Assistant turns that follow each other are one answer. These stay as they are: what comes before any question, and a
     call whose result the row has, since a new call would need a new result.
     """
-    runs = [
-        (is_answer, list(run))
-        for is_answer, run in groupby(messages, key=lambda message: message["role"] == "assistant")
-    ]
+    groups = groupby(messages, key=lambda message: message["role"] == "assistant")
+    runs = [(is_answer, list(run)) for is_answer, run in groups]
     if not runs[-1][0]:
         runs.append((True, []))
     script: list[Message | None] = []
