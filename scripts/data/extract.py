@@ -1,10 +1,12 @@
 """`headstart data extract`: the target's hidden states on disk, for training that never runs the target."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...configs.errors import BadInput
 from . import Overrides
 
 if TYPE_CHECKING:
@@ -101,10 +103,16 @@ def reads_of(run: "Inputs", target: "Target") -> "Reads":
     return Reads.of(build_skeleton_head(run.head, load_skeleton(run.target)))
 
 
-if __name__ == "__main__":  # of `accelerate launch`
-    import sys
+def main() -> None:
+    """As `headstart data extract`, for `accelerate launch`."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command(context_settings={"allow_interspersed_args": True})(extract)
+    try:
+        app()
+    except BadInput as error:
+        print(f"headstart: {error}", file=sys.stderr)
+        sys.exit(2)
 
-    from ..cli import main
 
-    sys.argv[1:1] = ["data", "extract"]
+if __name__ == "__main__":
     main()
