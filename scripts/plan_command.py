@@ -17,8 +17,8 @@ from .eval_run import WantedSuites, progress
 
 if TYPE_CHECKING:
     from ..eval.plan.load import LoadPoint
+    from ..eval.plan.planner import Plan
     from ..eval.plan.prediction import Cell
-    from ..eval.plan.result import Plan
     from ..eval.suites.prompts import Suite
     from ..heads.drafter import Drafter
     from ..heads.target import Target
@@ -47,8 +47,7 @@ def plan(
         ),
     ] = "",
     head_type: Annotated[
-        str,
-        typer.Option(help="With synthetic rates: an untrained head of this family drafts too, which costs time."),
+        str, typer.Option(help="With synthetic rates: an untrained head of this family drafts too, which costs time.")
     ] = "",
     num_draft_tokens: Annotated[
         list[int] | None, typer.Option(help="A K to consider. Repeatable. [default: 1 to 8]", min=1)

@@ -5,7 +5,8 @@ context; together they give every cell's speedup. Some cells, or all, are then m
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from ...configs.errors import BadInput
 from ...heads.base import DraftHead
@@ -21,6 +22,8 @@ from .machine_profile import MachineProfile, times_on
 from .prediction import (
     Accepted,
     Cell,
+    CheckSummary,
+    Recommendation,
     StepTimes,
     Workload,
     accepted_by,
@@ -30,9 +33,9 @@ from .prediction import (
     recommend,
     shortlist,
 )
-from .result import Plan
 from .server import LiveServer
 
+SCHEMA_VERSION = 1
 CHECKS = ("advice", "all", "none")
 DEFAULT_TREES = ("static:4", "static:8", "static:16", "dynamic:16")
 LARGEST_PROFILED = 256  # batch size up to which a profile is read; a table measured here only as far as it was measured
@@ -60,6 +63,42 @@ class PlanConfig:
     def __post_init__(self) -> None:
         if self.check not in CHECKS:
             raise BadInput(f"check {self.check}: expected one of {', '.join(CHECKS)}")
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """What `headstart plan` finds. docs/report_schema.md defines every key of plan.json."""
+
+    drafter: str
+    suite: str
+    num_prompts: int
+    max_new_tokens: int
+    temperature: float
+    machine: str | None  # the profile's name, of a plan for another machine
+    acceptance: list[Accepted]
+    step_times: list[StepTime]  # measured here; none for another machine
+    cells: list[Cell]
+    check: CheckSummary
+    recommendation: list[Recommendation]
+    load: list[LoadPoint]
+    vllm_schedule: list[ScheduleRange]
+    sglang_flags: str | None
+    step_time_model: MachineProfile | None = None  # of this machine, fitted to step_times
+
+    def to_json(self) -> dict[str, Any]:
+        """plan.json, but for environment and target."""
+        document = {
+            "schema_version": SCHEMA_VERSION,
+            **vars(self),
+            "acceptance": [accepted.to_json() for accepted in self.acceptance],
+            "step_times": [time.as_json() for time in self.step_times],
+            "cells": [cell.to_json() for cell in self.cells],
+            "check": asdict(self.check),
+            "recommendation": [advice.to_json() for advice in self.recommendation],
+            "load": [asdict(point) for point in self.load],
+            "step_time_model": asdict(self.step_time_model) if self.step_time_model else None,
+        }
+        return {key: value for key, value in document.items() if key != "step_time_model" or value}
 
 
 @dataclass

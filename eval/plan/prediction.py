@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -53,6 +53,14 @@ class Accepted:
         """acceptance_length; 1 where no round was needed."""
         return self.counted.length or 1.0
 
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "setting": self.setting.name,
+            "acceptance_length": round(self.length, 4),
+            "acceptance_rate": [None if rate is None else round(rate, 4) for rate in self.counted.rate],
+            "num_rounds": self.counted.num_rounds,
+        }
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -71,6 +79,10 @@ class Cell:
         """The measured one where there is one."""
         return self.measured_speedup or self.predicted_speedup
 
+    def to_json(self) -> dict[str, Any]:
+        setting = {key: getattr(self.setting, key) for key in ("num_draft_tokens", "num_drafted")}
+        return {**vars(self), "setting": self.setting.name, "tree": self.setting.tree_name, **setting}
+
 
 @dataclass(frozen=True)
 class Recommendation:
@@ -78,6 +90,11 @@ class Recommendation:
 
     cell: Cell
     is_off: bool
+
+    def to_json(self) -> dict[str, Any]:
+        cell = self.cell.to_json()
+        del cell["measured_ci95"]
+        return {**cell, "off": self.is_off}
 
 
 @dataclass(frozen=True)
