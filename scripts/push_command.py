@@ -128,9 +128,8 @@ def upload(folder: Path, repo: str, *, private: bool, create_pr: bool, endpoint:
         api.create_repo(repo, private=private, exist_ok=True)
         done: Any = api.create_commit(repo, operations=files, commit_message=message, create_pr=create_pr)
     except Exception as error:  # the hub's own, and those of the network; a message may hold the token
-        token = re.escape(get_token() or "hf_")
-        refusal = re.sub(rf"{token}|hf_\w+", "***", first_line(error))
-        raise BadInput(f"{repo}: the hub refused: {refusal}") from error
+        secrets = "|".join(filter(None, (re.escape(get_token() or ""), r"hf_\w+")))
+        raise BadInput(f"{repo}: the hub refused: {re.sub(secrets, '***', first_line(error))}") from error
     return str(done.pr_url or done.commit_url)
 
 

@@ -125,14 +125,8 @@ class Planner:
         if machine is None:
             cells = self.check(cells)
         advice = recommend(cells)
-        max_batch_size = LARGEST_PROFILED if machine else max(config.batch_sizes)
-        ranges = schedule(
-            accepted,
-            times,
-            max_batch_size=max_batch_size,
-            context=self.workload.context,
-            measured=measured_lengths(cells),
-        )
+        most, context = LARGEST_PROFILED if machine else max(config.batch_sizes), self.workload.context
+        ranges = schedule(accepted, times, max_batch_size=most, context=context, measured=measured_lengths(cells))
         return Plan(
             drafter=self.name,
             suite=self.suite.name,
@@ -145,7 +139,7 @@ class Planner:
             cells=cells,
             check=errors(cells),
             recommendation=advice,
-            load=self.load(accepted, times, advice[0].cell.setting, ranges, max_batch_size),
+            load=self.load(accepted, times, advice[0].cell.setting, ranges, most),
             vllm_schedule=ranges,
             sglang_flags=for_sglang(cells, self.family),
         )
@@ -219,32 +213,16 @@ class Planner:
         return checked
 
     def load(
-        self,
-        accepted: Sequence[Accepted],
-        times: StepTimes,
-        fixed: DraftSetting,
-        ranges: Sequence[ScheduleRange],
-        max_batch_size: int,
+        self, accepted: list[Accepted], times: StepTimes, fixed: DraftSetting, ranges: list[ScheduleRange], most: int
     ) -> list[LoadPoint]:
         """What users see of no drafts, of one setting and of the schedule: simulated; of the first two also run."""
         num_prompts, config = len(self.suite.prompts), self.config.measure
-        simulated = simulated_servers(
-            accepted, self.workload, times, fixed=fixed, schedule=ranges, max_batch_size=max_batch_size
-        )
+        simulated = simulated_servers(accepted, self.workload, times, fixed=fixed, schedule=ranges, max_batch_size=most)
         points = load_curve(simulated, num_prompts, served="simulated", num_requests=NUM_SIMULATED)
         if self.config.machine is not None or self.config.check == "none":
             return points
         live = {
-            name: LiveServer(
-                self.target,
-                self.drafter,
-                drafted,
-                self.suite.prompts,
-                max_new_tokens=config.max_new_tokens,
-                max_batch_size=max_batch_size,
-                sampling=config.sampling,
-                steps=config.steps,
-            )
+            name: LiveServer(self.target, self.drafter, drafted, self.suite.prompts, config, max_batch_size=most)
             for name, drafted in (("none", None), (fixed.name, fixed))
         }
         tick = self.bar(1, f"requests at a rate, {self.name}")

@@ -16,8 +16,7 @@ from ...heads.nn.cache import SlotCache
 from ...heads.target import Target, TargetOutput
 from ..engine import DecodeState, Engine, build_engine
 from ..generate import Stopwatch, Texts, prefill, run_round
-from ..measurement.config import DraftSetting
-from ..sampling import Sampling
+from ..measurement.config import DraftSetting, MeasureConfig
 from ..stopping import Stop
 from .load import ServedRequest
 
@@ -55,31 +54,21 @@ class LiveServer:
         drafter: Drafter | None,
         setting: DraftSetting | None,
         prompts: Sequence[list[int]],
+        config: MeasureConfig,
         *,
-        max_new_tokens: int,
         max_batch_size: int,
         stop: Stop | None = None,
-        sampling: Sampling | None = None,
-        steps: str = "eager",
     ):
         """Args: as of `Engine`. prompts: what requests ask, by their numbers. setting: None to draft nothing."""
-        self.target, self.prompts, self.max_new_tokens = target, prompts, max_new_tokens
+        self.target, self.prompts, self.max_new_tokens = target, prompts, config.max_new_tokens
         self.stop, self.max_batch_size = stop or Stop.of(target), max_batch_size
         self.watch = Stopwatch(target.device)
-        draws = sampling is not None and sampling.temperature > 0
-        generator = torch.Generator(target.device).manual_seed(0) if draws else None
+        generator = torch.Generator(target.device).manual_seed(0) if config.temperature > 0 else None
+        length = max(map(len, prompts)) + config.max_new_tokens
+        how: Any = {"sampling": config.sampling, "steps": config.steps, "generator": generator}
 
         def new_engine(batch_size: int) -> Engine:
-            return build_engine(
-                target,
-                drafter,
-                setting,
-                batch_size=batch_size,
-                max_length=max(map(len, prompts)) + max_new_tokens,
-                sampling=sampling,
-                steps=steps,
-                generator=generator,
-            )
+            return build_engine(target, drafter, setting, batch_size=batch_size, max_length=length, **how)
 
         sizes = [1 << i for i in range((max_batch_size - 1).bit_length() + 1)]
         self.reader, self.engines = new_engine(1), {size: new_engine(size) for size in sizes}
@@ -146,10 +135,8 @@ def stacked(rows: Sequence[tuple[Reading, int]], *, num_rows: int) -> Reading:
     start, num_valid = rows[0][0].start.new_zeros(2, num_rows)
     for row, (read, source_row) in enumerate(rows):
         start[row], num_valid[row] = read.start[source_row], read.num_valid[source_row]
-    output = TargetOutput(
-        stack([read.output.features[row] for read, row in rows]),
-        stack([read.output.post_norm[row] for read, row in rows]),
-    )
+    features = stack([read.output.features[row] for read, row in rows])
+    output = TargetOutput(features, stack([read.output.post_norm[row] for read, row in rows]))
     tokens = stack([read.tokens[row] for read, row in rows])
     return Reading(tokens, stack([read.next_tokens[row] for read, row in rows]), output, start, num_valid)
 

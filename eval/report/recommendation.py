@@ -11,7 +11,8 @@ from ..verify import ACCEPT_RULES
 FEW_TIMED = 8  # prompts or batches below which a bootstrap interval is too narrow to trust
 LOW_BANDWIDTH = 0.3  # share of a copy's bandwidth below which the baseline's time goes elsewhere
 Interval = tuple[float, float]
-Item, Key = TypeVar("Item"), TypeVar("Key")
+Item = TypeVar("Item")
+Key = TypeVar("Key")
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
