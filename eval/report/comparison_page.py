@@ -17,7 +17,7 @@ MOST_POINTS = 120  # of a curve
 RUN_COLUMNS = ("steps", "loss", "tokens/s", "best", "at", "last", "decoded")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TrainingRun:
     """A run folder as read."""
 
