@@ -30,7 +30,7 @@ def plan(
     target: Annotated[str, Option(help="The target: local folder or hub id.")],
     output: Annotated[Path, Option(help="Folder for plan.json and machine.json.")],
     prompts: Annotated[
-        str, Option(help="JSONL rows as for `eval`: the traffic to plan for. [default: a few of ours]")
+        str, Option(help="JSONL rows as for `headstart eval`: the traffic to plan for. [default: a few of ours]")
     ] = "",
     suite: Annotated[str, Option(help="Instead: a suite by name, as for `headstart eval`; also NAME=FILE.")] = "",
     suites_dir: Annotated[
@@ -44,14 +44,10 @@ def plan(
         str, Option(help="Instead of a head: 0.8,0.6,0.5, rates of draft positions. Drafting is free, see --head-type.")
     ] = "",
     head_type: Annotated[
-        str, Option(help="With synthetic rates: an untrained head of this family drafts, at its cost.")
+        str, Option(help="With synthetic rates: an untrained head of this family drafts too, which costs time.")
     ] = "",
-    num_draft_tokens: Annotated[
-        list[int] | None, Option(help="K to consider. Repeatable. [default: 1 to 8]", min=1)
-    ] = None,
-    tree: Annotated[
-        list[str] | None, Option(help="NAME:NODES, or none. [default: static:4, :8, :16, dynamic:16]")
-    ] = None,
+    num_draft_tokens: Annotated[list[int] | None, Option(help="K. Repeatable. [default: 1 to 8]", min=1)] = None,
+    tree: Annotated[list[str] | None, Option(help="NAME:NODES; none. [default: static:4, :8, :16, dynamic:16]")] = None,
     batch_size: Annotated[list[int] | None, Option(help="Repeatable. [default: 1, 4, 16]", min=1)] = None,
     context: Annotated[list[int] | None, Option(help="Also plan for so much context. Repeatable.", min=1)] = None,
     machine: Annotated[str, Option(help="Predict for this machine: a shipped profile's name, or a machine.json.")] = "",
