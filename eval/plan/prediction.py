@@ -10,7 +10,6 @@ import torch
 from ...configs.errors import BadInput
 from ...heads.drafter import Drafter
 from ...heads.target import Target
-from ..generate import Generation
 from ..measurement.config import DraftSetting, MeasureConfig
 from ..measurement.metrics import Acceptance, acceptance
 from ..measurement.passes import runner
@@ -141,17 +140,14 @@ def accepted_by(
         texts = [run(prompts[i : i + size], drafter, config.seed) for i in range(0, len(prompts), size)]
         rounds = (each for text in texts for each in text.rounds)
         counted = acceptance(rounds, num_draft_tokens=setting.num_draft_tokens)
-        accepted.append(Accepted(setting, counted, [row for text in texts for row in emitted_by_row(text)]))
+        emitted = [
+            [each.num_emitted[row] for each in text.rounds[1:] if each.num_committed[row]]  # the prefill left out
+            for text in texts
+            for row in range(len(text.token_ids))
+        ]
+        accepted.append(Accepted(setting, counted, emitted))
         on_setting()
     return accepted
-
-
-def emitted_by_row(text: Generation) -> list[list[int]]:
-    """The tokens that each row's rounds gave until it ended, the prefill left out."""
-    return [
-        [each.num_emitted[row] for each in text.rounds[1:] if each.num_committed[row]]
-        for row in range(len(text.token_ids))
-    ]
 
 
 @dataclass(frozen=True)
