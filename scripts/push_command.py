@@ -176,11 +176,8 @@ def indexed(result: "Result") -> dict[str, Any]:
         for key, value in values.items()
         if value is not None
     ]
-    return {
-        "task": {"type": "text-generation"},
-        "dataset": {"type": result.suite, "name": result.suite},
-        "metrics": metrics,
-    }
+    dataset = {"type": result.suite, "name": result.suite}
+    return {"task": {"type": "text-generation"}, "dataset": dataset, "metrics": metrics}
 
 
 def settings(result: "Result") -> str:

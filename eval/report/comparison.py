@@ -90,10 +90,8 @@ def standing(traffic: str, results: Sequence[tuple[str, Result]]) -> Standing:
     words = in_words(first) + ("" if is_faster(first) else ", which is not shown to be faster than no drafts")
     if len(ranked) == 1:
         return Standing(traffic, ranked, None, f"only {words}")
-    near, (_, highest) = max(
-        ((each, interval_of(each) or (0.0, 0.0)) for _, each in ranked[1:]), key=lambda at: at[1][1]
-    )
-    is_clear = lower_end(first) > highest
+    near = max((result for _, result in ranked[1:]), key=lambda result: (interval_of(result) or (0.0, 0.0))[1])
+    is_clear = lower_end(first) > (interval_of(near) or (0.0, 0.0))[1]
     words += f"; then {in_words(near)}; the intervals {'do not overlap' if is_clear else 'overlap'}"
     return Standing(traffic, ranked, name if is_clear else None, words)
 
