@@ -38,8 +38,7 @@ class ServedRequest:
 class Server(Protocol):
     """A server, run or simulated, of which at most max_batch_size rows run together."""
 
-    @property
-    def max_batch_size(self) -> int: ...
+    max_batch_size: int
 
     def join(self, request: ServedRequest) -> tuple[float, float]:
         """Read a prompt and put its row into the batch; seconds until its first token was there, and in all."""
@@ -145,10 +144,8 @@ def load_point(
     first = [1000 * (request.first - request.arrival) for request in requests]
     whole = [1000 * (request.finish - request.arrival) for request in requests]
     each = [1000 * (request.finish - request.first) / max(1, request.tokens - 1) for request in requests]
-    # of each of the three, the median and the 90th percentile
-    (ttft_p50, token_p50, latency_p50), (ttft_p90, token_p90, latency_p90) = (
-        np.quantile([first, each, whole], [0.5, 0.9], axis=1).round(3).tolist()
-    )
+    names = [f"{name}_p{p}" for p in (50, 90) for name in ("ttft_ms", "time_per_output_token_ms", "latency_ms")]
+    quantiles = np.quantile([first, each, whole], [0.5, 0.9], axis=1).round(3).flatten().tolist()
     return LoadPoint(
         served=served,
         requests_per_second=round(rate, 4),
@@ -156,12 +153,7 @@ def load_point(
         drafts=drafts,
         tokens_per_second=round(sum(request.tokens for request in requests) / (end - start), 2),
         mean_batch_size=round(mean_rows, 2),
-        ttft_ms_p50=ttft_p50,
-        ttft_ms_p90=ttft_p90,
-        time_per_output_token_ms_p50=token_p50,
-        time_per_output_token_ms_p90=token_p90,
-        latency_ms_p50=latency_p50,
-        latency_ms_p90=latency_p90,
+        **dict(zip(names, quantiles, strict=True)),
     )
 
 
@@ -184,10 +176,8 @@ def simulated_servers(
 
     choices: dict[str, Choice] = {"none": lambda rows: None, fixed.name: lambda rows: always}
     choices |= {"schedule": scheduled} if by_length else {}
-    return {
-        name: SimulatedServer(workload, always.tokens, times, choice, max_batch_size)
-        for name, choice in choices.items()
-    }
+    servers = (SimulatedServer(workload, always.tokens, times, choice, max_batch_size) for choice in choices.values())
+    return dict(zip(choices, servers, strict=True))
 
 
 def load_curve(servers: Mapping[str, Server], num_prompts: int, *, served: str, num_requests: int) -> list[LoadPoint]:

@@ -1,17 +1,17 @@
-"""The parts of a page (`Section`, `Table`, `Figure`), and the sections on speed, time, settings and surroundings."""
+"""The parts of a page (`Section`, `Table`, `Figure`), and the sections of them."""
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
 from markupsafe import Markup
 
-from ..measurement.result import ENGINE, Result
-from .charts import Bar, Series, bar_chart, line_chart
+from ..measurement.result import ENGINE, AcceptancePart, DomainPart, FixedTreeShape, Result
+from .charts import Bar, Series, bar_chart, line_chart, tree_chart
 from .console import lossless_words
 from .document import Report
-from .recommendation import interval_of, label, number, setting_of, speedup_words
+from .recommendation import grouped, interval_of, label, number, setting_of, speedup_words
 
 MOST_FAILED = 20  # shown; report.json has all
 SETTINGS_SHOWN = ("temperature", "top_k", "top_p", "accept", "steps", "max_new_tokens", "num_repeats",
@@ -45,9 +45,7 @@ class Section:
     figures: list[Figure] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
 
-    def add_table(
-        self, caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], num_labels: int = 2
-    ) -> None:
+    def add_table(self, caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], num_labels: int = 2):
         """Add a table, if it has rows."""
         if rows:
             self.tables.append(Table(caption, columns, rows, num_labels))
@@ -55,10 +53,7 @@ class Section:
 
 def by_suite(results: Sequence[Result]) -> dict[str, list[Result]]:
     """Results by suite, in the report's order."""
-    suites: dict[str, list[Result]] = {}
-    for result in results:
-        suites.setdefault(result.suite, []).append(result)
-    return suites
+    return grouped(results, lambda result: result.suite)
 
 
 def name_of(result: Result) -> str:
@@ -116,11 +111,8 @@ def speed_section(ours: Sequence[Result]) -> Section:
         sizes = sorted({result.batch_size for result in results})
         if len(sizes) < 2:
             continue
-        settings: dict[Any, list[Result]] = {}
-        for result in results:
-            settings.setdefault(setting_of(result), []).append(result)
         lines = []
-        for same in settings.values():
+        for same in grouped(results, setting_of).values():
             timed = [result for result in sorted(same, key=lambda r: r.batch_size) if result.speedup is not None]
             points = [(float(sizes.index(result.batch_size)), result.speedup or 0.0) for result in timed]
             lines.append(Series(name_of(same[0]), points, list(map(interval_of, timed))))
@@ -136,29 +128,18 @@ def time_section(ours: Sequence[Result]) -> Section:
     timed = [result for result in ours if result.timing.draft_ms is not None]
     for suite, results in by_suite(timed).items():
         bars: list[Bar] = []
-        for result in results:
-            timing = result.timing
+        for timing, result in ((result.timing, result) for result in results):
             parts = [timing.draft_ms or 0.0, timing.verify_ms or 0.0, timing.overhead_ms or 0.0]
             bars.append(Bar(label(result), parts, f"{sum(parts):.2f} ms"))
             base = timing.baseline_ms or 0.0
             bars.append(Bar("its baseline, one step", [0, 0, 0, base], f"{base:.2f} ms"))
-        caption = f"A round on {suite}, and a step of its baseline."
         chart = bar_chart(f"Milliseconds per round on {suite}", bars)
-        section.figures.append(Figure(caption, chart, ("draft", "verify", "rest", "baseline step")))
-    rows = [
-        [
-            label(result),
-            result.suite,
-            number(result.timing.draft_ms),
-            number(result.timing.verify_ms),
-            number(result.timing.overhead_ms),
-            number(result.timing.baseline_ms),
-            number(result.timing.formula_speedup),
-            number(result.speedup),
-            percent(result.baseline_bandwidth.share_of_copy),
-        ]
-        for result in timed
-    ]
+        legend = ("draft", "verify", "rest", "baseline step")
+        section.figures.append(Figure(f"A round on {suite}, and a step of its baseline.", chart, legend))
+    rows = []
+    for result in timed:
+        figures = map(number, (*astuple(result.timing), result.speedup))
+        rows.append([label(result), result.suite, *figures, percent(result.baseline_bandwidth.share_of_copy)])
     columns = ["setting", "suite", "draft, ms", "verify, ms", "rest, ms", "baseline step, ms", "formula's speedup",
                "measured", "base, of a copy's bandwidth"]  # fmt: skip
     section.add_table("Milliseconds per round, and the speedup they explain", columns, rows)
@@ -190,16 +171,150 @@ def failed_section(results: Sequence[Result]) -> Section:
     return section
 
 
-def environment_section(report: Report) -> Section:
-    """Where and of what this was measured."""
+def environment_section(reports: Mapping[str, Report], results: Sequence[Result] = ()) -> Section:
+    """Where and of what the reports were measured, by their names; and how the results were, where there are some."""
     section = Section("environment")
-    for caption, values in (("Target", report.target), ("Environment", report.environment)):
-        rows = [[key.replace("_", " "), cell(value)] for key, value in asdict(values).items()]
-        section.add_table(caption, ["key", "value"], rows)
-    entries = [result.to_json() for result in report.results]
-    rows = [
-        [key.replace("_", " "), ", ".join(dict.fromkeys(cell(entry[key]) for entry in entries))]
-        for key in SETTINGS_SHOWN
-    ]
+    targets = [asdict(report.target) for report in reports.values()]
+    environments = [asdict(report.environment) for report in reports.values()]
+    for caption, sides in (("Target", targets), ("Environment", environments)):
+        rows = [[key.replace("_", " "), *(cell(side[key]) for side in sides)] for key in sides[0]]
+        section.add_table(caption, ["key", *reports], rows, len(reports) + 1)
+    shown = {key: dict.fromkeys(cell(result.to_json()[key]) for result in results) for key in SETTINGS_SHOWN}
+    rows = [[key.replace("_", " "), ", ".join(values)] for key, values in shown.items() if values]
     section.add_table("Settings", ["key", "value"], rows)
+    return section
+
+
+# Acceptance: by position, suite, segment, context and domain; the trees that were drafted
+
+
+def once_per_batch_size(results: Sequence[Result]) -> list[Result]:
+    """Of results that differ only in the batch size, the first: acceptance is about the same in all."""
+    return list({(setting_of(result), result.suite): result for result in reversed(results)}.values())[::-1]
+
+
+def acceptance_section(ours: Sequence[Result]) -> Section:
+    """By draft position, suite, segment and context."""
+    section = Section("acceptance")
+    distinct = [result for result in once_per_batch_size(ours) if result.acceptance_length is not None]
+    deepest = max((result.num_draft_tokens for result in distinct), default=0)
+    positions = [str(k + 1) for k in range(deepest)]
+    rows = []
+    for result in distinct:
+        rates = [*result.acceptance_rate, *[None] * (deepest - len(result.acceptance_rate))]
+        rows.append([name_of(result), result.suite, *map(number, (result.acceptance_length, *rates))])
+    columns = ["setting", "suite", "length", *(f"position {k}" for k in positions)]
+    section.add_table("Acceptance by suite and draft position", columns, rows)
+    suites = by_suite(distinct)
+    for suite, results in suites.items():
+        title, lines = f"Acceptance rate by draft position on {suite}", []
+        for result in results:
+            rates = [(float(k), rate) for k, rate in enumerate(result.acceptance_rate) if rate is not None]
+            lines.append(Series(name_of(result), rates))
+        chart = line_chart(title, lines, axis="draft position", ticks=positions, most=1.0)
+        section.figures.append(Figure(f"{title}.", chart))
+    bars = [length_bar(f"{name_of(result)}, {result.suite}", result) for result in distinct]
+    add_lengths(section, "suite", bars if len(suites) > 1 else [], deepest)
+    add_lengths(section, "segment", [bar for r in distinct for bar in part_bars(r, r.by_segment)], deepest)
+    contexts = [bar for r in distinct for bar in part_bars(r, r.by_context)]
+    add_lengths(section, "context length in tokens", contexts, deepest)
+    return section
+
+
+def part_bars(result: Result, parts: dict[str, AcceptancePart]) -> list[Bar]:
+    """Bars of a result's parts, if there are several; ranges of tokens in order."""
+    named = sorted(parts.items(), key=lambda item: leading_number(item[0])) if len(parts) > 1 else []
+    return [length_bar(f"{name_of(result)}, {result.suite}: {name}", part) for name, part in named]
+
+
+def add_lengths(section: Section, what: str, bars: Sequence[Bar], deepest: int) -> None:
+    """Add a chart of acceptance lengths, if there is one to show."""
+    if bars:
+        title = f"Acceptance length by {what}"
+        chart = bar_chart(title, bars, most=deepest + 1.0, mark=1.0)
+        section.figures.append(Figure(f"{title}; 1 is no draft accepted.", chart))
+
+
+def length_bar(name: str, part: Result | AcceptancePart | DomainPart) -> Bar:
+    """An acceptance length, and over how many rounds."""
+    length = part.acceptance_length or 0.0
+    return Bar(name, [length], f"{length:.2f} ({part.num_rounds} rounds)")
+
+
+def leading_number(name: str) -> int:
+    """To sort `512-2047` by its first number, and names before all numbers."""
+    first = name.split("-")[0]
+    return int(first) if first.isdecimal() else -1
+
+
+def domains_section(ours: Sequence[Result]) -> Section:
+    """Length and speedup of each domain, where a suite has several."""
+    section = Section("domains")
+    parted = [result for result in ours if len(result.by_domain) > 1]
+    for result in once_per_batch_size(parted):
+        where = f"{name_of(result)}, {result.suite}"
+        lengths = [length_bar(domain, part) for domain, part in result.by_domain.items()]
+        most = result.num_draft_tokens + 1.0
+        chart = bar_chart(f"Acceptance length by domain of {where}", lengths, most=most, mark=1.0)
+        section.figures.append(Figure(f"Acceptance length by domain; 1 is no draft accepted. {where}.", chart))
+        bars = [
+            Bar(domain, [part.speedup], speedup_words(part), interval_of(part))
+            for domain, part in result.by_domain.items()
+            if part.speedup is not None
+        ]
+        if bars:
+            chart = bar_chart(f"Speedup by domain of {where}", bars, mark=1.0)
+            section.figures.append(Figure(f"Speedup by domain, with 95 % intervals. {label(result)}.", chart))
+    for suite, results in by_suite(parted).items():
+        rows = [
+            [label(result), domain, str(part.num_prompts), number(part.acceptance_length), speedup_words(part)]
+            for result in results
+            for domain, part in result.by_domain.items()
+        ]
+        section.add_table(f"Domains of {suite}", ["setting", "domain", "prompts", "length", "speedup [95 %]"], rows)
+    return section
+
+
+def trees_section(ours: Sequence[Result]) -> Section:
+    """Trees of fixed shape drawn, each once; the limits of dynamic ones."""
+    section = Section("trees")
+    rows = []
+    shaped = [result for result in ours if result.tree_shape]
+    for results in grouped(shaped, lambda result: str(result.tree_shape)).values():
+        shape = results[0].tree_shape
+        settings = "; ".join(dict.fromkeys(f"{name_of(result)}, {result.suite}" for result in results))
+        if isinstance(shape, FixedTreeShape):
+            chart = tree_chart(f"Draft tree of {settings}", shape.parents)
+            section.figures.append(Figure(f"{settings}: {len(shape.parents)} nodes in every round.", chart))
+        elif shape:
+            rows.append([settings, str(shape.num_nodes), str(shape.depth), str(shape.top_k)])
+    columns = ["setting", "nodes verified", "depth", "nodes expanded per level"]
+    section.add_table("Dynamic trees: another shape in every round", columns, rows, 1)
+    return section
+
+
+def forced_section(ours: Sequence[Result]) -> Section:
+    """Teacher-forced against decoded acceptance lengths."""
+    section = Section("teacher-forced")
+    rows = []
+    for result in once_per_batch_size(ours):
+        forced, decoded = result.teacher_forced_acceptance_length, result.acceptance_length
+        if forced is not None and decoded is not None:
+            rows.append([name_of(result), result.suite, number(forced), number(decoded), f"{decoded - forced:+.2f}"])
+    columns = ["setting", "suite", "teacher-forced", "decoded", "difference"]
+    section.add_table("Acceptance length, teacher-forced and decoded", columns, rows)
+    return section
+
+
+def conventions_section(ours: Sequence[Result]) -> Section:
+    """The same counts in other engines' words."""
+    section = Section("conventions")
+    rows = []
+    for result in once_per_batch_size(ours):
+        figures = (result.acceptance_length, *astuple(result.conventions))
+        words = (" ".join(map(number, each)) if isinstance(each, list) else number(each) for each in figures)
+        rows.append([name_of(result), result.suite, *words])
+    columns = ["setting", "suite", "ours, EAGLE's tau", "vLLM mean acceptance length", "vLLM per position",
+               "SGLang accept_length", "EAGLE n-alpha"]  # fmt: skip
+    section.add_table("Acceptance in other engines' conventions", columns, rows)
     return section
