@@ -257,10 +257,7 @@ class AcceptRule:
     needs_draft_probs: bool = False
 
 
-ACCEPT_RULES = {
-    "exact": AcceptRule(exact, is_lossless=True),
-    "typical": AcceptRule(TypicalAcceptance()),
-}
+ACCEPT_RULES = {"exact": AcceptRule(exact, is_lossless=True), "typical": AcceptRule(TypicalAcceptance())}
 
 
 def accept_rule(accept: str | AcceptRule) -> AcceptRule:

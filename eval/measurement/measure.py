@@ -60,13 +60,7 @@ def measure(
     batches, failed = measure_batches(target, drafter, suite, config, name=name, on_batch=on_batch, store=store)
     prompts = [prompt for batch in batches for prompt in batch.suite.prompts]
     empty = unmeasured(
-        suite,
-        config,
-        setting,
-        engine=ENGINE,
-        drafter=name,
-        num_prompts=len(prompts),
-        failed=[*suite.failed, *failed],
+        suite, config, setting, engine=ENGINE, drafter=name, num_prompts=len(prompts), failed=[*suite.failed, *failed]
     )
     length, trained_length = setting.num_draft_tokens, training.max_length if training else None
     by_context = acceptance_by(batches, context_label(trained_length), num_draft_tokens=length)

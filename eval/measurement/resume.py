@@ -128,12 +128,7 @@ def settings_key(
         "drafter": store.digest_of(drafter),
         "prompts": suite.digest,
         "settings": settings,
-        "machine": [
-            str(target.dtype),
-            str(target.device),
-            device_name(target.device),
-            torch.get_num_threads(),
-        ],
+        "machine": [str(target.dtype), str(target.device), device_name(target.device), torch.get_num_threads()],
         "versions": [__version__, torch.__version__, transformers.__version__, [part.name for part in fields(Round)]],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]

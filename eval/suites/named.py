@@ -103,9 +103,7 @@ SUITES: dict[str, NamedSuite] = {
         HubDataset("json", split="train", url=SPEC_BENCH_URL),
     ),
     "mt-bench": NamedSuite(
-        ("mt_bench.jsonl", "mt_bench/question.jsonl"),
-        mt_bench_prompt,
-        HubDataset("philschmid/mt-bench", split="train"),
+        ("mt_bench.jsonl", "mt_bench/question.jsonl"), mt_bench_prompt, HubDataset("philschmid/mt-bench", split="train")
     ),
     "humaneval": NamedSuite(  # the start of a Python function, to be completed
         ("humaneval.jsonl", "HumanEval.jsonl"),

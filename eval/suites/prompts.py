@@ -160,12 +160,7 @@ def ready_ids(row: Row, *, origin: str) -> list[int]:
 
 
 def load_suite(
-    path: str | Path,
-    target: Target,
-    *,
-    max_new_tokens: int,
-    limit: int | None = None,
-    chat: ChatOptions = DEFAULT_CHAT,
+    path: str | Path, target: Target, *, max_new_tokens: int, limit: int | None = None, chat: ChatOptions = DEFAULT_CHAT
 ) -> Suite:
     """Read a prompt file; rows that give no prompt for this target go to the suite's `failed`.
 
