@@ -238,14 +238,8 @@ class TypicalAcceptance:
     delta: float = 0.3
 
     def __call__(self, drafted: Candidates) -> AcceptedPath:
-        return accept_typical(
-            drafted.target_probs(),
-            drafted.tokens,
-            drafted.parents,
-            depth=drafted.depth,
-            epsilon=self.epsilon,
-            delta=self.delta,
-        )
+        probs, tokens, parents = drafted.target_probs(), drafted.tokens, drafted.parents
+        return accept_typical(probs, tokens, parents, depth=drafted.depth, epsilon=self.epsilon, delta=self.delta)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from dataclasses import astuple, fields
+from dataclasses import asdict, astuple, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -132,6 +132,15 @@ def settings_key(
         "versions": [__version__, torch.__version__, transformers.__version__, [part.name for part in fields(Round)]],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def kept_in(
+    store: BatchStore | None, target: Target, drafter: Any, suite: Suite, config: Any, *, name: str, engine: str
+) -> tuple[BatchStore, str] | None:
+    """The store, where there is one, and the key of a measurement in it. Args: config: the settings, a dataclass."""
+    if store is None:
+        return None
+    return store, settings_key(target, drafter, suite, asdict(config), name=name, engine=engine, store=store)
 
 
 def identity(drafter: Any) -> str:
