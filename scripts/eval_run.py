@@ -14,7 +14,7 @@ from ..eval.drafters.registry import build_drafters, parse_drafter, training_rec
 from ..eval.measurement.config import DraftSetting, MeasureConfig
 from ..eval.measurement.measure import Row, measure
 from ..eval.measurement.result import Result, TrainingRecord
-from ..eval.measurement.resume import TREE, BatchStore, settings_key, tree_from
+from ..eval.measurement.resume import TREE, BatchStore, settings_key
 from ..eval.measurement.transformers_baseline import compare_transformers
 from ..eval.measurement.tree_search import TREE_NAMES, named_tree
 from ..eval.report.console import show, training_warnings
@@ -171,7 +171,7 @@ class EvalRun:
         )
         record = self.store.get(key, TREE)
         if record is not None:
-            tree = tree_from(record)
+            tree = StaticTree(tuple(map(tuple, record["paths"])), record["sampled"])
             return DraftSetting(tree_name, tree.depth, tree)
         tree = named_tree(
             tree_name,

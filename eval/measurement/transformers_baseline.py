@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,14 +90,11 @@ def our_decoding(
     """Our engine, greedy, one prompt at a time: the baseline, and speculation where there is a drafter."""
     run = runner(target, drafter, prompts, config)
 
-    def decode_with(which: Drafter | None) -> Decode:
-        def decode(prompt: list[int]) -> tuple[list[int], int]:
-            done = run([prompt], which, config.seed)
-            return done.token_ids[0], len(done.rounds)
+    def decode(which: Drafter | None, prompt: list[int]) -> tuple[list[int], int]:
+        done = run([prompt], which, config.seed)
+        return done.token_ids[0], len(done.rounds)
 
-        return decode
-
-    return [decode_with(which) for which in ([None] if drafter is None else [None, drafter])]
+    return [partial(decode, which) for which in ([None] if drafter is None else [None, drafter])]
 
 
 @contextmanager
