@@ -13,7 +13,6 @@ from typer import Option
 
 from ..configs.errors import BadInput
 from ..configs.loader import PACKAGE_CONFIGS
-from .eval_run import WantedSuites, progress
 
 if TYPE_CHECKING:
     from ..eval.plan.load import LoadPoint
@@ -79,6 +78,7 @@ def plan(
     from ..eval.report.document import check_output
     from ..heads.loading import default_device
     from ..heads.target import Target
+    from .eval_run import WantedSuites, progress
 
     rates = check_choices(head, drafter, synthetic_acceptance, head_type)
     check_output(output)
