@@ -1,7 +1,7 @@
 """The device side of decoding: caches, and the two steps of a round, drafting and verifying, in fixed shapes."""
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -273,8 +273,28 @@ def with_bonus(path: Tensor, accepted: AcceptedPath) -> Tensor:
     return path.roll(-1, 1).scatter(1, accepted.num_accepted[:, None], accepted.bonus[:, None])
 
 
-def build_engine(target: Target, drafter: Drafter | None, setting: DraftSetting | None, **options: Any) -> Engine:
-    """The engine of a draft setting, or the baseline where that is None. Args: options: as of `Engine`."""
-    if setting is None:
-        return Engine(target, None, **options)
-    return Engine(target, drafter, num_draft_tokens=setting.num_draft_tokens, tree=setting.tree, **options)
+def build_engine(
+    target: Target,
+    drafter: Drafter | None,
+    setting: DraftSetting | None,
+    *,
+    batch_size: int,
+    max_length: int,
+    sampling: Sampling | None = None,
+    accept: str | AcceptRule = "exact",
+    steps: str = "eager",
+    generator: torch.Generator | None = None,
+) -> Engine:
+    """The engine of a draft setting, or the baseline where that is None. Args: as of `Engine`."""
+    return Engine(
+        target,
+        drafter if setting else None,
+        batch_size=batch_size,
+        max_length=max_length,
+        num_draft_tokens=setting.num_draft_tokens if setting and not setting.tree else None,
+        tree=setting.tree if setting else None,
+        sampling=sampling,
+        accept=accept,
+        steps=steps,
+        generator=generator,
+    )

@@ -18,9 +18,6 @@ from .config import DraftSetting, MeasureConfig
 from .metrics import Acceptance, acceptance, bootstrap_ratio
 from .result import Conventions, FixedTreeShape, Result, Timing, TreeLimits
 
-# of a result, as in the config
-AS_CONFIGURED = "temperature top_k top_p accept steps batch_size max_new_tokens num_repeats".split()
-
 
 @dataclass
 class Side:
@@ -87,12 +84,19 @@ def unmeasured(
         tree=setting.tree_name,
         tree_shape=tree_shape(setting.tree),
         num_drafted=setting.num_drafted,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        accept=config.accept,
         typical_epsilon=None if config.typical_epsilon == TypicalAcceptance.epsilon else config.typical_epsilon,
         typical_delta=None if config.typical_delta == TypicalAcceptance.delta else config.typical_delta,
+        steps=config.steps,
+        batch_size=config.batch_size,
         num_draft_tokens=setting.num_draft_tokens,
         num_prompts=num_prompts,
         failed=failed,
-        **{key: getattr(config, key) for key in AS_CONFIGURED},
+        max_new_tokens=config.max_new_tokens,
+        num_repeats=config.num_repeats,
     )
 
 

@@ -79,8 +79,13 @@ class Cell:
         return self.measured_speedup or self.predicted_speedup
 
     def to_json(self) -> dict[str, Any]:
-        setting = {key: getattr(self.setting, key) for key in ("num_draft_tokens", "num_drafted")}
-        return {**vars(self), "setting": self.setting.name, "tree": self.setting.tree_name, **setting}
+        setting = {
+            "setting": self.setting.name,
+            "tree": self.setting.tree_name,
+            "num_draft_tokens": self.setting.num_draft_tokens,
+            "num_drafted": self.setting.num_drafted,
+        }
+        return {**setting, **{key: value for key, value in vars(self).items() if key != "setting"}}
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,8 @@ class Recommendation:
     def to_json(self) -> dict[str, Any]:
         cell = self.cell.to_json()
         del cell["measured_ci95"]
-        return {**cell, "off": self.is_off}
+        condition = {key: cell.pop(key) for key in ("batch_size", "context", "load")}
+        return {**condition, "off": self.is_off, **cell}
 
 
 @dataclass(frozen=True)

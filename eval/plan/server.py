@@ -65,10 +65,18 @@ class LiveServer:
         self.watch = Stopwatch(target.device)
         generator = torch.Generator(target.device).manual_seed(0) if config.temperature > 0 else None
         length = max(map(len, prompts)) + config.max_new_tokens
-        how: Any = {"sampling": config.sampling, "steps": config.steps, "generator": generator}
 
         def new_engine(batch_size: int) -> Engine:
-            return build_engine(target, drafter, setting, batch_size=batch_size, max_length=length, **how)
+            return build_engine(
+                target,
+                drafter,
+                setting,
+                batch_size=batch_size,
+                max_length=length,
+                sampling=config.sampling,
+                steps=config.steps,
+                generator=generator,
+            )
 
         sizes = [1 << i for i in range((max_batch_size - 1).bit_length() + 1)]
         self.reader, self.engines = new_engine(1), {size: new_engine(size) for size in sizes}

@@ -219,5 +219,14 @@ def long_context(case: Case) -> Finding | None:
 
 
 # first those that the figures show directly, then those that they suggest
-ACCEPTANCE_RULES: tuple[Rule, ...] = (training_disagrees, wrong_template, cut_vocabulary, beyond_training, sampling,
-                                      other_domain, other_dtype, long_context, segments_differ)  # fmt: skip
+ACCEPTANCE_RULES: tuple[Rule, ...] = (
+    training_disagrees,
+    wrong_template,
+    cut_vocabulary,
+    beyond_training,
+    sampling,
+    other_domain,
+    other_dtype,
+    long_context,
+    segments_differ,
+)

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from ...configs.files import write_text
-from . import sections as parts
+from .acceptance_sections import acceptance_section, conventions_section
 from .charts import WIDTH, Series, line_chart, thinned
 from .comparison import Evaluation, headline, standings, unlike
 from .page import page_template
 from .recommendation import number
-from .sections import Figure, Section, cell
+from .sections import Figure, Section, cell, environment_section, settings_section, speed_section, time_section
 
 MOST_POINTS = 120  # of a curve
 RUN_COLUMNS = ("steps", "loss", "tokens/s", "best", "at", "last", "decoded")
@@ -91,12 +91,12 @@ def render(evaluations: Sequence[Evaluation], runs: Sequence[TrainingRun]) -> st
     sections = [runs_section(runs)] if runs else []
     if results:
         sections += [
-            parts.speed_section(results),
-            parts.acceptance_section(results),
-            parts.time_section(results),
-            parts.settings_section(results),
-            parts.conventions_section(results),
-            parts.environment_section({evaluation.name: evaluation.report for evaluation in evaluations}),
+            speed_section(results),
+            acceptance_section(results),
+            time_section(results),
+            settings_section(results),
+            conventions_section(results),
+            environment_section({evaluation.name: evaluation.report for evaluation in evaluations}),
         ]
     return page_template("compare.html.j2").render(
         names=[each.name for each in (*evaluations, *runs)],

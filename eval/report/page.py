@@ -9,7 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from ...configs.files import write_text
 from ..measurement.result import Result
-from . import sections
+from . import acceptance_sections, sections
 from .diagnosis import diagnose
 from .document import Report, short_name
 from .findings import Case
@@ -39,13 +39,13 @@ def render(report: Report) -> str:
     ours = report.ours
     shown = [
         sections.settings_section(report.results),
-        sections.acceptance_section(ours),
-        sections.domains_section(ours),
+        acceptance_sections.acceptance_section(ours),
+        acceptance_sections.domains_section(ours),
         sections.failed_section(report.results),
         sections.time_section(ours),
-        sections.trees_section(ours),
-        sections.forced_section(ours),
-        sections.conventions_section(ours),
+        acceptance_sections.trees_section(ours),
+        acceptance_sections.forced_section(ours),
+        acceptance_sections.conventions_section(ours),
         sections.engines_section(report.results),
         sections.environment_section({"value": report}, report.results),
     ]

@@ -1,0 +1,141 @@
+"""Sections of a page: acceptance by position, suite, segment, context and domain, and the trees that were drafted."""
+
+from collections.abc import Sequence
+from dataclasses import astuple
+
+from ..measurement.result import AcceptancePart, DomainPart, FixedTreeShape, Result
+from .charts import Bar, Series, bar_chart, line_chart, tree_chart
+from .recommendation import grouped, interval_of, label, number, setting_of, speedup_words
+from .sections import Figure, Section, by_suite, name_of
+
+
+def once_per_batch_size(results: Sequence[Result]) -> list[Result]:
+    """Of results that differ only in the batch size, the first: acceptance is about the same in all."""
+    return list({(setting_of(result), result.suite): result for result in reversed(results)}.values())[::-1]
+
+
+def acceptance_section(ours: Sequence[Result]) -> Section:
+    """By draft position, suite, segment and context."""
+    section = Section("acceptance")
+    distinct = [result for result in once_per_batch_size(ours) if result.acceptance_length is not None]
+    deepest = max((result.num_draft_tokens for result in distinct), default=0)
+    positions = [str(k + 1) for k in range(deepest)]
+    rows = []
+    for result in distinct:
+        rates = [*result.acceptance_rate, *[None] * (deepest - len(result.acceptance_rate))]
+        rows.append([name_of(result), result.suite, *map(number, (result.acceptance_length, *rates))])
+    columns = ["setting", "suite", "length", *(f"position {k}" for k in positions)]
+    section.add_table("Acceptance by suite and draft position", columns, rows)
+    suites = by_suite(distinct)
+    for suite, results in suites.items():
+        title, lines = f"Acceptance rate by draft position on {suite}", []
+        for result in results:
+            rates = [(float(k), rate) for k, rate in enumerate(result.acceptance_rate) if rate is not None]
+            lines.append(Series(name_of(result), rates))
+        chart = line_chart(title, lines, axis="draft position", ticks=positions, most=1.0)
+        section.figures.append(Figure(f"{title}.", chart))
+    bars = [length_bar(f"{name_of(result)}, {result.suite}", result) for result in distinct]
+    add_lengths(section, "suite", bars if len(suites) > 1 else [], deepest)
+    add_lengths(section, "segment", [bar for r in distinct for bar in part_bars(r, r.by_segment)], deepest)
+    contexts = [bar for r in distinct for bar in part_bars(r, r.by_context)]
+    add_lengths(section, "context length in tokens", contexts, deepest)
+    return section
+
+
+def part_bars(result: Result, parts: dict[str, AcceptancePart]) -> list[Bar]:
+    """Bars of a result's parts, if there are several; ranges of tokens in order."""
+    named = sorted(parts.items(), key=lambda item: leading_number(item[0])) if len(parts) > 1 else []
+    return [length_bar(f"{name_of(result)}, {result.suite}: {name}", part) for name, part in named]
+
+
+def add_lengths(section: Section, what: str, bars: Sequence[Bar], deepest: int) -> None:
+    """Add a chart of acceptance lengths, if there is one to show."""
+    if bars:
+        title = f"Acceptance length by {what}"
+        chart = bar_chart(title, bars, most=deepest + 1.0, mark=1.0)
+        section.figures.append(Figure(f"{title}; 1 is no draft accepted.", chart))
+
+
+def length_bar(name: str, part: Result | AcceptancePart | DomainPart) -> Bar:
+    """An acceptance length, and over how many rounds."""
+    length = part.acceptance_length or 0.0
+    return Bar(name, [length], f"{length:.2f} ({part.num_rounds} rounds)")
+
+
+def leading_number(name: str) -> int:
+    """To sort `512-2047` by its first number, and names before all numbers."""
+    first = name.split("-")[0]
+    return int(first) if first.isdecimal() else -1
+
+
+def domains_section(ours: Sequence[Result]) -> Section:
+    """Length and speedup of each domain, where a suite has several."""
+    section = Section("domains")
+    parted = [result for result in ours if len(result.by_domain) > 1]
+    for result in once_per_batch_size(parted):
+        where = f"{name_of(result)}, {result.suite}"
+        lengths = [length_bar(domain, part) for domain, part in result.by_domain.items()]
+        most = result.num_draft_tokens + 1.0
+        chart = bar_chart(f"Acceptance length by domain of {where}", lengths, most=most, mark=1.0)
+        section.figures.append(Figure(f"Acceptance length by domain; 1 is no draft accepted. {where}.", chart))
+        bars = [
+            Bar(domain, [part.speedup], speedup_words(part), interval_of(part))
+            for domain, part in result.by_domain.items()
+            if part.speedup is not None
+        ]
+        if bars:
+            chart = bar_chart(f"Speedup by domain of {where}", bars, mark=1.0)
+            section.figures.append(Figure(f"Speedup by domain, with 95 % intervals. {label(result)}.", chart))
+    for suite, results in by_suite(parted).items():
+        rows = [
+            [label(result), domain, str(part.num_prompts), number(part.acceptance_length), speedup_words(part)]
+            for result in results
+            for domain, part in result.by_domain.items()
+        ]
+        section.add_table(f"Domains of {suite}", ["setting", "domain", "prompts", "length", "speedup [95 %]"], rows)
+    return section
+
+
+def trees_section(ours: Sequence[Result]) -> Section:
+    """Trees of fixed shape drawn, each once; the limits of dynamic ones."""
+    section = Section("trees")
+    rows = []
+    shaped = [result for result in ours if result.tree_shape]
+    for results in grouped(shaped, lambda result: str(result.tree_shape)).values():
+        shape = results[0].tree_shape
+        settings = "; ".join(dict.fromkeys(f"{name_of(result)}, {result.suite}" for result in results))
+        if isinstance(shape, FixedTreeShape):
+            chart = tree_chart(f"Draft tree of {settings}", shape.parents)
+            section.figures.append(Figure(f"{settings}: {len(shape.parents)} nodes in every round.", chart))
+        elif shape:
+            rows.append([settings, str(shape.num_nodes), str(shape.depth), str(shape.top_k)])
+    columns = ["setting", "nodes verified", "depth", "nodes expanded per level"]
+    section.add_table("Dynamic trees: another shape in every round", columns, rows, 1)
+    return section
+
+
+def forced_section(ours: Sequence[Result]) -> Section:
+    """Teacher-forced against decoded acceptance lengths."""
+    section = Section("teacher-forced")
+    rows = []
+    for result in once_per_batch_size(ours):
+        forced, decoded = result.teacher_forced_acceptance_length, result.acceptance_length
+        if forced is not None and decoded is not None:
+            rows.append([name_of(result), result.suite, number(forced), number(decoded), f"{decoded - forced:+.2f}"])
+    columns = ["setting", "suite", "teacher-forced", "decoded", "difference"]
+    section.add_table("Acceptance length, teacher-forced and decoded", columns, rows)
+    return section
+
+
+def conventions_section(ours: Sequence[Result]) -> Section:
+    """The same counts in other engines' words."""
+    section = Section("conventions")
+    rows = []
+    for result in once_per_batch_size(ours):
+        figures = (result.acceptance_length, *astuple(result.conventions))
+        words = (" ".join(map(number, each)) if isinstance(each, list) else number(each) for each in figures)
+        rows.append([name_of(result), result.suite, *words])
+    columns = ["setting", "suite", "ours, EAGLE's tau", "vLLM mean acceptance length", "vLLM per position",
+               "SGLang accept_length", "EAGLE n-alpha"]  # fmt: skip
+    section.add_table("Acceptance in other engines' conventions", columns, rows)
+    return section
