@@ -14,6 +14,7 @@ from .doctor import doctor
 from .evaluate import PanelledCommand, evaluate
 from .export_command import check, export
 from .heads_command import heads
+from .overrides import Overrides
 from .plan_command import plan
 from .push_command import push
 
@@ -48,9 +49,7 @@ app = typer.Typer(
 @app.command(context_settings={"allow_interspersed_args": True})
 def train(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A run YAML, e.g. configs/runs/eagle3.yaml.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="key=value ...", help="Dotted keys that win over the YAML.")
-    ] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Train a head on a frozen target.
 

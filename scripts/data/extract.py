@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...configs.errors import BadInput
-from . import Overrides
+from ..overrides import Overrides
 
 if TYPE_CHECKING:
     from ...data_pipelines.storage.features import Reads

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import Overrides
+from ..overrides import Overrides
 
 if TYPE_CHECKING:
     from rich.console import Console

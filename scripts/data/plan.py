@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import Overrides
+from ..overrides import Overrides
 
 if TYPE_CHECKING:
     from ...data_pipelines.plan import Comparison

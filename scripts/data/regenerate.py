@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from . import Overrides
+from ..overrides import Overrides
 
 if TYPE_CHECKING:
     from ...data_pipelines.answers.conversations import Answer, ChatRequest, Failure

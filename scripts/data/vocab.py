@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from . import Overrides
+from ..overrides import Overrides
 
 SIZES = (4096, 8192, 16384, 32768)
 
