@@ -162,8 +162,10 @@ class DraftLMHead(DraftHead):
         state.cache.seek(newest_slots(state.position, state.seen), extent=state.extent)
 
         def mask(window: int | None) -> Tensor:
-            options: dict[str, Any] = {"dtype": self.reader.dtype, "window": window, "drafted": state.drafted}
-            return state.cache.tree_mask(positions, state.position, state.seen, **options)
+            cache, dtype = state.cache, self.reader.dtype
+            return cache.tree_mask(
+                positions, state.position, state.seen, dtype=dtype, window=window, drafted=state.drafted
+            )
 
         return self.reader.read_slots(tokens, positions, state.cache, mask, None)
 

@@ -98,7 +98,8 @@ class Chains:
         """
         before = [tuple(context.drafted) for context in self.contexts]
 
-        def run(*inputs: Any) -> tuple[Tensor, list[KeysValues]]:  # backward may run it when more was drafted
+        def run(*inputs: Any) -> tuple[Tensor, list[KeysValues]]:
+            """backward may run it when more was drafted."""
             pairs = zip(self.contexts, before, strict=True)
             return step(*inputs, [replace(context, drafted=list(drafted)) for context, drafted in pairs])
 
@@ -146,10 +147,12 @@ class RecurrentHead(DraftHead):
     def decoder_layers(self) -> list[LlamaLayer]:
         raise NotImplementedError
 
-    def features(self, output: TargetOutput) -> Tensor:  # [B, T, D] what the first depth reads beside the embeddings
+    def features(self, output: TargetOutput) -> Tensor:
+        """[B, T, D] what the first depth reads beside the embeddings."""
         raise NotImplementedError
 
-    def fed_back(self, hidden: Tensor) -> Tensor:  # [B, Q, D] the output of a depth as the next one reads it
+    def fed_back(self, hidden: Tensor) -> Tensor:
+        """[B, Q, D] the output of a depth as the next one reads it."""
         raise NotImplementedError
 
     def read(self, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:

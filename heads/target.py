@@ -71,12 +71,27 @@ class Target:
             self._check_against_model()
 
     @classmethod
-    def load(cls, path: str | Path, *, device: str | torch.device | None = None, **options: Any) -> "Target":
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        dtype: str = "auto",
+        device: str | torch.device | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        device_map: str | dict[str, str | int] | None = None,
+    ) -> "Target":
         """Load a target from a local folder or the hub. Raises BadInput as `load_model`, and as the class does.
 
-        Args: options: the other keys of `TargetConfig`, such as dtype.
+        Args: device: where its weights are to be. The others: keys of `TargetConfig`.
         """
-        config = TargetConfig(path=found_path(path), **options)
+        config = TargetConfig(
+            path=found_path(path),
+            dtype=dtype,
+            device_map=device_map,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
         model, fingerprint = load_model(config, device=device)
         return cls(model, name=config.path, fingerprint=fingerprint)
 

@@ -104,10 +104,11 @@ def other_dtype(case: Case) -> Finding | None:
     trained, target = case.trained, case.target
     if trained.target_dtype is None or target is None or target.dtype is None:
         return None
+    dtypes, quantizations = (target.dtype, trained.target_dtype), (target.quantization, trained.target_quantization)
     differences = [
-        f"{name} {getattr(target, name) or 'none'}, in training {there or 'none'}"
-        for name, there in (("dtype", trained.target_dtype), ("quantization", trained.target_quantization))
-        if getattr(target, name) != there
+        f"{name} {here or 'none'}, in training {there or 'none'}"
+        for name, (here, there) in (("dtype", dtypes), ("quantization", quantizations))
+        if here != there
     ]
     less = None if case.result.temperature or rendered_differently(case) else below_validation(case)
     if not differences or less is None:

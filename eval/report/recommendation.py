@@ -213,9 +213,9 @@ def greedy_evidence(results: Sequence[Result]) -> str:
     checked = sum(result.lossless.checked for result in results)
     if not checked:
         return ""
-    identical, explained, unexplained = (
-        sum(getattr(result.lossless, name) for result in results) for name in ("identical", "explained", "unexplained")
-    )
+    identical = sum(result.lossless.identical for result in results)
+    explained = sum(result.lossless.explained for result in results)
+    unexplained = sum(result.lossless.unexplained for result in results)
     words = f"{identical} of {checked} texts equal the target's own, token for token"
     if explained:
         words += f"; {explained} differ from where two tokens tie within rounding"

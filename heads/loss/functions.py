@@ -58,28 +58,34 @@ class TargetRows:
     teacher_hidden: Tensor  # [n, D] the target's post-norm states
 
     @cached_property
-    def logits(self) -> Tensor:  # [n, V] fp32, without gradient
+    def logits(self) -> Tensor:
+        """[n, V] fp32, without gradient."""
         with torch.no_grad():
             return self.spec.target_logits(self.teacher_hidden).float()
 
     @cached_property
-    def probs(self) -> Tensor:  # [n, Vd]; the row sums to what the draft vocabulary covers
+    def probs(self) -> Tensor:
+        """[n, Vd]; the row sums to what the draft vocabulary covers."""
         return self._drafted(self.logits.softmax(-1))
 
     @cached_property
-    def log_probs(self) -> Tensor:  # [n, Vd]
+    def log_probs(self) -> Tensor:
+        """[n, Vd]."""
         return self._drafted(self.logits.log_softmax(-1))
 
     @cached_property
-    def covered(self) -> Tensor:  # [n] the probability of the tokens that can be drafted
+    def covered(self) -> Tensor:
+        """[n] the probability of the tokens that can be drafted."""
         return self.probs.sum(-1)
 
     @cached_property
-    def negative_entropy(self) -> Tensor:  # [n] sum_v p(v) log p(v) over the tokens that can be drafted
+    def negative_entropy(self) -> Tensor:
+        """[n] sum_v p(v) log p(v) over the tokens that can be drafted."""
         return (self.probs * self.log_probs).sum(-1)
 
     @cached_property
-    def best(self) -> Tensor:  # [n] the draft id of the most probable token, -1 where the draft vocabulary lacks it
+    def best(self) -> Tensor:
+        """[n] the draft id of the most probable token, -1 where the draft vocabulary lacks it."""
         ids = self.logits.argmax(-1)
         return ids if self.spec.vocabulary is None else self.spec.vocabulary.to_draft[ids]
 
@@ -97,27 +103,33 @@ class Rows:
     target: TargetRows  # of n rows or more, for depths that share it: these are the first
 
     @cached_property
-    def draft_logits(self) -> Tensor:  # [n, Vd] fp32
+    def draft_logits(self) -> Tensor:
+        """[n, Vd] fp32."""
         return self.spec.draft_logits(self.hidden).float()
 
     @cached_property
-    def draft_log_probs(self) -> Tensor:  # [n, Vd]
+    def draft_log_probs(self) -> Tensor:
+        """[n, Vd]."""
         return self.draft_logits.log_softmax(-1)
 
     @cached_property
-    def draft_probs(self) -> Tensor:  # [n, Vd]
+    def draft_probs(self) -> Tensor:
+        """[n, Vd]."""
         return self.draft_log_probs.exp()
 
     @cached_property
-    def draft_labels(self) -> Tensor:  # [n] draft ids of the labels, -1 where the draft vocabulary has none
+    def draft_labels(self) -> Tensor:
+        """[n] draft ids of the labels, -1 where the draft vocabulary has none."""
         return self.labels if self.spec.vocabulary is None else self.spec.vocabulary.to_draft[self.labels]
 
     @property
-    def target_probs(self) -> Tensor:  # [n, Vd], without gradient
+    def target_probs(self) -> Tensor:
+        """[n, Vd], without gradient."""
         return self.target.probs[: len(self.labels)]
 
     @property
-    def target_log_probs(self) -> Tensor:  # [n, Vd], without gradient
+    def target_log_probs(self) -> Tensor:
+        """[n, Vd], without gradient."""
         return self.target.log_probs[: len(self.labels)]
 
     @cached_property

@@ -106,7 +106,8 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(in_size, self.num_kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, sizes.hidden_size, bias=False)
 
-    def queries(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:  # [B, Q, in] -> [B, N, Q, H]
+    def queries(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """[B, Q, in] -> [B, N, Q, H]."""
         return rotate(self._split(self.q_proj(x), self.num_heads), rotary)
 
     def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
