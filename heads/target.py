@@ -81,10 +81,8 @@ class Target:
         trust_remote_code: bool = False,
         device_map: str | dict[str, str | int] | None = None,
     ) -> "Target":
-        """Load a target from a local folder or the hub. Raises BadInput as `load_model`, and as the class does.
-
-        Args: device: where its weights are to be. The others: keys of `TargetConfig`.
-        """
+        """Load a target from a local folder or the hub, by the keys of `TargetConfig`. Raises BadInput as `load_model`,
+        and as the class does."""
         config = TargetConfig(
             path=found_path(path),
             dtype=dtype,
