@@ -8,7 +8,7 @@ from hashlib import blake2b
 from typing import Any
 
 from ..configs.errors import BadInput
-from .masks.messages import normalise, tools_in
+from .masks.messages import normalise
 from .sources import Row
 
 SHAPES = (
@@ -109,7 +109,11 @@ def _messages(turns: Any, data: Mapping[str, Any], origin: str) -> dict[str, Any
     system = data.get("system")
     if isinstance(system, str) and system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
-    tools = tools_in(data, origin)
+    tools = data.get("tools")
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
+    except ValueError as error:
+        raise BadInput(f"{origin}: `tools` is text, but no JSON: {error}") from error
     return {"messages": messages, **({"tools": tools} if tools else {})}
 
 

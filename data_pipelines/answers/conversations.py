@@ -9,7 +9,7 @@ from typing import Any
 
 from ...configs.errors import BadInput
 from ..config import check_at_least_one
-from ..masks.messages import Message, normalise, tools_in
+from ..masks.messages import Message, normalise
 from ..sources import Row
 
 PROMPT_SHAPES = "`messages`, `conversations`, `turns`, `prompt` or `instruction`"
@@ -126,7 +126,11 @@ def exchanges(row: Row, sampling: SamplingConfig, *, turns: str) -> Iterator[Exc
     script = ask(_messages(data, row.origin), turns=turns)
     if None not in script:
         raise BadInput(f"{row.origin}: no user turn to answer")
-    tools = tools_in(data, row.origin)
+    tools = data.get("tools") or None
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    except json.JSONDecodeError as error:
+        raise BadInput(f"{row.origin}: `tools` is not JSON: {error.msg}") from error
     own_id = data.get("id")
     for number in range(sampling.num_samples):
         sample = row.epoch * sampling.num_samples + number

@@ -1,5 +1,6 @@
 """Turns a row (chat, prompt and response, text, or token ids) into token ids, segments and an exact mask."""
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -15,7 +16,7 @@ from ..row_shapes import SHAPES, answer_in, instruction_in
 from ..sources import Row
 from ..storage.samples import SEGMENTS, Sample
 from .assistant_masks import Chat
-from .messages import normalise, place_reasoning, tools_in
+from .messages import normalise, place_reasoning
 from .rendering import RENDER_ERRORS
 from .segments import Span, TokenTable, segment_tokens, token_table
 from .traces import split_sample
@@ -143,12 +144,12 @@ def _encode_chat(
 ) -> tuple[list[int], list[Span]]:
     """The whole conversation rendered once, and where its assistant turns lie."""
     messages = normalise(data.get("messages", data.get("conversations")), origin)
-    tokenizer, tools = table.tokenizer, tools_in(data, origin)
+    tokenizer, tools = table.tokenizer, data.get("tools")
     if not getattr(tokenizer, "chat_template", None):
         problem = f"tokenizer of {tokenizer.name_or_path} has no chat template"
         raise BadInput(f"{origin}: {problem}; give plain `text` or `prompt`/`response` rows")
     try:
-        chat = Chat(table, tools, markers)
+        chat = Chat(table, (json.loads(tools) if isinstance(tools, str) else tools) or None, markers)
         if any("reasoning_content" in message for message in messages):
             place_reasoning(messages, chat.reasoning_key, markers, origin)
         return chat.answer_spans(messages)

@@ -56,15 +56,6 @@ def _message(turn: Any, where: str) -> Message:
     return message
 
 
-def tools_in(data: Mapping[str, Any], origin: str) -> Any:
-    """What a row says that the assistant may call; None where it has nothing. BadInput: text that is no JSON."""
-    tools = data.get("tools")
-    try:
-        return (tools.strip() and json.loads(tools) if isinstance(tools, str) else tools) or None
-    except ValueError as error:
-        raise BadInput(f"{origin}: `tools` is not JSON: {error}") from error
-
-
 def place_reasoning(messages: list[Message], key: str | None, markers: tuple[str, str] | None, where: str) -> None:
     """Moves each trace to the message key that the chat template reads or, where that is None, into the content.
 

@@ -211,7 +211,7 @@ def test_rows_are_encoded_one_at_a_time() -> None:
         ({"messages": [*turns("hi"), {"role": "assistant"}]}, "turn 1 (assistant) has no text as its content"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "turn 0 has content that is not text: "),
         ({"messages": turns("hi there")}, "no token is supervised in '<|im_start|>user hi there<|im_end|>"),
-        ({"messages": turns("hi", "ok"), "tools": "[{"}, "`tools` is not JSON: Expecting"),
+        ({"messages": turns("hi", "ok"), "tools": "[{"}, "the chat template refuses this row: Expecting"),
         ({"prompt": turns("hi"), "completion": "ok"}, "prompt and response should be text; give a chat as `messages`"),
         ({"instruction": 3, "output": "ok"}, "`instruction` and `input` should be text"),
         ({"text": ["a"]}, "`text` should be text, got list"),
