@@ -58,7 +58,7 @@ class SplitFile:
         self._sha256 = sha256()
         self.counts = SplitCounts()
 
-    def write(self, line: bytes, *, num_turns: int, num_characters: int, num_answer_characters: int) -> None:
+    def write(self, line: bytes, num_turns: int, num_characters: int, num_answer_characters: int) -> None:
         self._file.write(line)
         self._sha256.update(line)
         self.counts.rows += 1
@@ -121,8 +121,7 @@ def write_card(folder: Path, card: Card, *, name: str) -> None:
         f"# {name}",
         f"{card.kept:,} of {card.read:,} rows were kept.",
         _table(
-            ["split", *COUNTED],
-            [[split, *(getattr(card.splits[split], key) for key in COUNTED)] for split in SPLITS],
+            ["split", *COUNTED], [[split, *(getattr(card.splits[split], key) for key in COUNTED)] for split in SPLITS]
         ),
         "What was read, kept, and dropped by reason:",
         _table(

@@ -12,7 +12,7 @@ from ..heads.nn.documents import Documents
 from ..heads.target import TargetOutput
 from .packing import Row, RowSequence
 from .storage.samples import SEGMENTS
-from .storage.shard_file import StoredSample, TargetStates
+from .storage.shard_file import StoredSample
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,10 @@ def collate(
     shape = len(rows), max(sum(row) for row in lengths)
     input_ids = torch.zeros(shape, dtype=torch.long)  # [B, T]
     loss_mask, segments = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.long)
-    output = None if rows[0][0].states is None else empty_output(rows[0][0].states, shape)
+    output = None
+    if (states := rows[0][0].states) is not None:  # features [T, L, D], post_norm [T, D]
+        kept = (states.features, states.post_norm)
+        output = TargetOutput(*(tensor.new_zeros(*shape, *tensor.shape[1:]) for tensor in kept))
     for i, row in enumerate(rows):
         start = 0
         for stored in row:
@@ -105,11 +108,3 @@ def collate(
     is_packed = any(len(row) > 1 for row in rows)
     documents = Documents.of(lengths, num_positions=shape[1]) if is_packed else None
     return TrainingBatch(input_ids, loss_mask, weights, documents, output, num_tokens=sum(map(sum, lengths)))
-
-
-def empty_output(states: TargetStates, shape: tuple[int, int]) -> TargetOutput:
-    """Zeros for rows of samples whose states look like these."""
-    features, post_norm = states.features, states.post_norm  # [T, L, D], [T, D]
-    return TargetOutput(
-        features.new_zeros(*shape, *features.shape[1:]), post_norm.new_zeros(*shape, *post_norm.shape[1:])
-    )

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from itertools import islice
+from itertools import chain, islice
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
@@ -20,13 +20,14 @@ def chunks(items: Iterable[T], *, size: int | None = None) -> Iterator[list[T]]:
 
 
 def in_order(function: Callable[[T], U], items: Iterable[T], *, num_workers: int) -> Iterator[U]:
-    """function of each item, in order; with one worker in this process. Exceptions come in the order of the items."""
+    """function of each item, in order; with one worker in this process, else some items go to a worker at a time.
+    Exceptions come in the order of the items."""
     if num_workers == 1:
         yield from map(function, items)
         return
     context = get_context("spawn")
     with ProcessPoolExecutor(num_workers, mp_context=context, initializer=_take, initargs=(function,)) as pool:
-        yield from _results(pool, _work, items, ahead=2 * num_workers)
+        yield from chain.from_iterable(_results(pool, _work, chunks(items), ahead=2 * num_workers))
 
 
 def read_ahead(function: Callable[[T], U], items: Iterable[T], *, depth: int = 2) -> Iterator[U]:
@@ -56,5 +57,5 @@ def _take(function: Callable[[Any], Any]) -> None:
     _taken.append(function)
 
 
-def _work(item: Any) -> Any:
-    return _taken[0](item)
+def _work(items: list[Any]) -> list[Any]:
+    return [_taken[0](item) for item in items]

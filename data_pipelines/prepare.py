@@ -16,7 +16,7 @@ from .digests import Digests
 from .filters import FilterConfig, reason_to_drop
 from .formats import one_line
 from .mixture import UNTIL
-from .parallel import chunks, in_order
+from .parallel import ROWS_AT_A_TIME, in_order
 from .row_shapes import conversation_of, digest
 from .sources import Row, iter_rows, read_sources
 
@@ -100,19 +100,15 @@ def prepare(config: PrepareConfig, *, on_rows: Callable[[int], object] = lambda 
     try:
         with replacing_folder(config.output) as folder:
             files = [SplitFile(folder / f"{split}.jsonl") for split in SPLITS]
-            for chunk in in_order(partial(judge, config=config), chunks(rows), num_workers=config.num_workers):
-                for row in chunk:
-                    is_validation = int.from_bytes(row.prompt[:8], "big") < config.validation_share * 2**64
-                    reason = row.reason or _reason_beside_others(row, config, is_validation, excluded, digests)
-                    tally.count(row, reason)
-                    if reason is None:
-                        files[is_validation].write(
-                            row.line,
-                            num_turns=row.num_turns,
-                            num_characters=row.num_characters,
-                            num_answer_characters=row.num_answer_characters,
-                        )
-                on_rows(tally.num_read)
+            for row in in_order(partial(judge, config=config), rows, num_workers=config.num_workers):
+                is_validation = int.from_bytes(row.prompt[:8], "big") < config.validation_share * 2**64
+                reason = row.reason or _reason_beside_others(row, config, is_validation, excluded, digests)
+                tally.count(row, reason)
+                if reason is None:
+                    files[is_validation].write(row.line, row.num_turns, row.num_characters, row.num_answer_characters)
+                if tally.num_read % ROWS_AT_A_TIME == 0:
+                    on_rows(tally.num_read)
+            on_rows(tally.num_read)
             if not files[0].counts.rows:
                 raise BadInput(f"no row is left for training: {tally.in_words()}")
             splits = {split: file.close() for split, file in zip(SPLITS, files, strict=True)}
@@ -167,12 +163,8 @@ def _row_counts(counts: Counter[str]) -> RowCounts:
     return RowCounts(counts.total(), counts["kept"], dropped)
 
 
-def judge(rows: list[Row], config: PrepareConfig) -> list[JudgedRow]:
-    """What each row becomes, without regard to the others: the work that processes share."""
-    return [_judge_one(row, config) for row in rows]
-
-
-def _judge_one(row: Row, config: PrepareConfig) -> JudgedRow:
+def judge(row: Row, config: PrepareConfig) -> JudgedRow:
+    """What a row becomes, without regard to the others: the work that processes share."""
     judged = JudgedRow(source=row.source, origin=row.origin, epoch=row.epoch)
     try:
         conversation = conversation_of(row, as_messages=config.as_messages)

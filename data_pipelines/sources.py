@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..configs.errors import BadInput
 from ..configs.loader import build
@@ -13,6 +13,7 @@ from .config import check_at_least_one, check_choice
 from .formats import LOCAL_FORMATS, is_known, one_line, read_file
 from .mixture import UNTIL, interleave
 
+Spec = str | Mapping[str, Any]  # a source as a config has it
 BESIDE_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # by datasets' save_to_disk
 HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*/[\w.-]+)(@(?P<config>[^:]+))?(:(?P<split>.+))?")
 
@@ -62,20 +63,18 @@ class Source:
         path = Path(self.source)
         if path.is_dir():
             files = sorted(file for file in path.rglob("*") if _is_data(file.relative_to(path)) and file.is_file())
-            if not files:
-                raise BadInput(f"{path}: no data file in this folder; known formats are {LOCAL_FORMATS}")
-            return files
-        if path.exists():
+            problem = f"{path}: no data file in this folder; known formats are {LOCAL_FORMATS}"
+        elif path.exists():
             return [path]
-        if "*" in self.source:
+        elif "*" in self.source:
             matches = Path(path.anchor).glob(str(path.relative_to(path.anchor)))
             files = sorted(file for file in matches if file.is_file())
-            if not files:
-                raise BadInput(f"{self.source}: no file matches")
-            return files
-        if not self._is_hub():
-            raise BadInput(f"{self.source}: no such file")
-        return []
+            problem = f"{self.source}: no file matches"
+        else:
+            files, problem = [], "" if self._is_hub() else f"{self.source}: no such file"
+        if problem and not files:
+            raise BadInput(problem)
+        return files
 
     def rows(self, *, epoch: int = 0) -> Iterator[Row]:
         """Its rows, one in memory at a time. BadInput as `iter_rows`."""
@@ -127,19 +126,23 @@ class Source:
             raise BadInput(f"{self.source}: no row in split {split}")
 
 
-def read_sources(spec: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]) -> list[Source]:
+SomeSource = TypeVar("SomeSource", bound=Source)
+
+
+def read_sources(spec: Spec | Sequence[Spec], cls: type[SomeSource] = Source) -> list[SomeSource]:
     """One source or several, as a config has them. BadInput: none at all, an unknown key (named from `sources`)."""
     specs = [spec] if isinstance(spec, (str, Mapping)) else spec
     if not specs:
         raise BadInput("no data source is given")
     return [
-        Source(source=item) if isinstance(item, str) else build(Source, item, where=f"sources.{index}")
+        cls(source=item) if isinstance(item, str) else build(cls, item, where=f"sources.{index}")
         for index, item in enumerate(specs)
     ]
 
 
 def iter_rows(
-    spec: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]],
+    spec: Spec | Sequence[Spec],
+    cls: type[Source] = Source,
     *,
     num_rows: int | None = None,
     seed: int = 0,
@@ -147,13 +150,13 @@ def iter_rows(
 ) -> Iterator[Row]:
     """The rows of one source or of several, one in memory at a time; only the first `num_rows` when that is set.
 
-    `spec`: a `Source` as a config has it, or a list of such. Without weights, sources follow each other; where a source
+    `spec`: a `cls` as a config has it, or a list of such. Without weights, sources follow each other; where a source
     has one, they are interleaved by `seed` in the proportions of their weights, to the end of the first or of `all`.
 
     BadInput: no such file, another format, a line or item that is no object (with its place), a hub data set that
     cannot be loaded, no source at all. Raised when the reader gets there, and for the files' names at once.
     """
-    sources = read_sources(spec)
+    sources = read_sources(spec, cls)
     check_choice("until", until, UNTIL)
     for source in sources:
         source.files()

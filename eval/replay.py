@@ -54,7 +54,9 @@ class Replay:
             return step(*arguments)
         if key not in self.recorded:
             try:
-                self.recorded[key] = self.record(step, arguments)
+                recorded = compiled(step, arguments) if self.steps == "compile" else step
+                on_gpu = self.device.type == "cuda"
+                self.recorded[key] = Graph(recorded, arguments, self.generator) if on_gpu else recorded
             except BadInput:
                 raise
             except Exception as error:  # dynamo, inductor, the C++ compiler and CUDA each raise their own
@@ -62,11 +64,6 @@ class Replay:
                     f"steps {self.steps}: this target or drafter cannot be recorded ({first_line(error)}); eager works"
                 ) from error
         return self.recorded[key](*arguments)
-
-    def record(self, step: Step, arguments: Tensors) -> Step:
-        if self.steps == "compile":
-            step = compiled(step, arguments)
-        return Graph(step, arguments, self.generator) if self.device.type == "cuda" else step
 
 
 def compiled(step: Step, arguments: Tensors, *, backend: str = "inductor") -> Step:

@@ -238,14 +238,8 @@ class TypicalAcceptance:
     delta: float = 0.3
 
     def __call__(self, drafted: Candidates) -> AcceptedPath:
-        return accept_typical(
-            drafted.target_probs(),
-            drafted.tokens,
-            drafted.parents,
-            depth=drafted.depth,
-            epsilon=self.epsilon,
-            delta=self.delta,
-        )
+        probs, tokens, parents = drafted.target_probs(), drafted.tokens, drafted.parents
+        return accept_typical(probs, tokens, parents, depth=drafted.depth, epsilon=self.epsilon, delta=self.delta)
 
 
 @dataclass(frozen=True)
@@ -257,10 +251,7 @@ class AcceptRule:
     needs_draft_probs: bool = False
 
 
-ACCEPT_RULES = {
-    "exact": AcceptRule(exact, is_lossless=True),
-    "typical": AcceptRule(TypicalAcceptance()),
-}
+ACCEPT_RULES = {"exact": AcceptRule(exact, is_lossless=True), "typical": AcceptRule(TypicalAcceptance())}
 
 
 def accept_rule(accept: str | AcceptRule) -> AcceptRule:

@@ -36,20 +36,14 @@ class LowRankHead(DraftHead):
     """Depth k predicts x_{t+2+k} from h_t + up_k(down_k(h_t))."""
 
     config_class = LowRankConfig
+    has_one_output = True
 
     def __init__(self, config: LowRankConfig, target: Target, draft_token_ids: Tensor | None = None):
         super().__init__(config, target, draft_token_ids)
+        self.max_draft_tokens = config.num_depths
         size, depths = target.hidden_size, range(config.num_depths)
         self.down = nn.ModuleList(nn.Linear(size, config.rank, bias=False) for _ in depths)
         self.up = nn.ModuleList(nn.Linear(config.rank, size, bias=False) for _ in depths)
-
-    @property
-    def max_draft_tokens(self) -> int | None:
-        return self.num_depths
-
-    @property
-    def has_one_output(self) -> bool:
-        return True
 
     def serving_config(self) -> dict[str, Any]:
         return {"model_type": "low_rank"}

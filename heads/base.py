@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ..configs.errors import BadInput
-from .drafter import DEFAULT_DRAFT_TOKENS, Reading
-from .drafting import Draws, Proposal, StaticTree, Tree, draft_chain, draft_dynamic, draft_static
+from .drafter import Drafter
+from .drafting import Draws, Expands, Proposal, StaticTree, Tree, draft_chain, draft_dynamic, draft_static
 from .loss.chains import ChainStarts, chain_starts, mean_of
-from .loss.chunked import Drafts, chunk_size, score
+from .loss.chunked import Drafts, chunk_size
 from .loss.functions import DraftVocabulary, LossSpec, check_mix, depth_weights_of
 from .nn.cache import visibility_mask
 from .nn.documents import Documents
@@ -31,9 +31,7 @@ class HeadConfig:
     """The keys of all families; each adds its own."""
 
     type: str
-    feature_layers: list[int] | None = (
-        None  # HF `hidden_states` indices that the head reads; None: the family's default
-    )
+    feature_layers: list[int] | None = None  # HF `hidden_states` indices that are read; None: the family's default
     num_depths: int = 4  # how many tokens ahead the head is trained to draft
     depth_weights: str = "geometric"  # weight of the loss at depth k, see `depth_weights_of`
     depth_decay: float = 0.8
@@ -46,25 +44,26 @@ class HeadConfig:
     # (GRIFFIN: 3). 1: the chains that greedy drafting reaches: a recurrent head then reads its own drafts, and behind
     # the first that differs from the data, the target has no label. None: all chains
     align_top_k: int | None = None
-    draft_vocab_size: int | None = (
-        None  # draft only this many tokens, the most frequent in the training data; None: all
-    )
+    draft_vocab_size: int | None = None  # draft only so many tokens, the data's most frequent ones; None: all
 
     def __post_init__(self) -> None:
-        for name in ("num_depths", "loss_top_k", "align_top_k"):
-            value = self.as_dict()[name]
-            if value is not None and value < 1:
-                raise BadInput(f"{name} {value}: expected at least 1")
+        self.check_least(1, "num_depths", "loss_top_k", "align_top_k")
+        self.check_least(0, "loss_eta")
         if not 0 < self.loss_exponent <= 1:
             raise BadInput(f"loss_exponent {self.loss_exponent}: expected more than 0 and at most 1")
-        if not self.loss_eta >= 0:
-            raise BadInput(f"loss_eta {self.loss_eta}: expected 0 or more")
         depth_weights_of(self.depth_weights, decay=self.depth_decay, num_depths=self.num_depths)
         check_mix(self.loss, key="loss")
         for depth, mix in enumerate(self.loss_by_depth or []):
             check_mix(mix, key=f"loss_by_depth.{depth}")
         if self.loss_by_depth is not None and len(self.loss_by_depth) != self.num_depths:
             raise BadInput(f"loss_by_depth: {len(self.loss_by_depth)} mixes for num_depths {self.num_depths}")
+
+    def check_least(self, least: int, *names: str) -> None:
+        """Raises BadInput where one of these values is given and below 0 or 1."""
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise BadInput(f"{name} {value}: expected {'at least 1' if least else '0 or more'}")
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -115,22 +114,24 @@ class LossOutput:
     hits: Tensor
 
 
-class DraftHead(nn.Module):
+class DraftHead(nn.Module, Drafter, Expands):
     """A trained drafter. A family subclasses this in one file; examples/own_head.py is the smallest.
 
     The target is not a submodule: its parameters are in no optimizer, gradient or checkpoint of the head.
     """
 
     config_class: ClassVar[type[HeadConfig]] = HeadConfig
-    on_host: bool = False
-    adapts_target: bool = False  # whether it trains adapters of the target, as its submodule `adapter`
-    default_draft_tokens: int = DEFAULT_DRAFT_TOKENS
-    drafts_trees: bool = True
+    drafts_trees = True
+    reads_post_norm: bool  # whether it drafts from the target's `post_norm`, which the losses of any head may read
+    reads_context: bool = True  # whether a chain reads the target's states up to its start, and not at its start alone
+    has_one_output: bool = False  # whether `draft_logits` is the same at every depth: all can be scored at once
 
     def __init__(self, config: HeadConfig, target: Target, draft_token_ids: Tensor | None = None):
         """Args: draft_token_ids: [Vd] ascending target ids, where the config cuts the draft vocabulary."""
         super().__init__()
         self.config = config
+        self.feature_layers = tuple(config.feature_layers or ())
+        self.reads_post_norm = not self.feature_layers
         object.__setattr__(self, "target", target)  # not a submodule
         self.target: Target
         self.vocabulary: DraftVocabulary | None = None
@@ -138,26 +139,6 @@ class DraftHead(nn.Module):
             if draft_token_ids is None or len(draft_token_ids) != config.draft_vocab_size:
                 raise BadInput(f"head.draft_vocab_size {config.draft_vocab_size}: needs as many draft token ids")
             self.vocabulary = DraftVocabulary.of(draft_token_ids.to(target.device), target.vocab_size)
-
-    # what it reads, and what engines read of it
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return tuple(self.config.feature_layers or ())
-
-    @property
-    def reads_post_norm(self) -> bool:
-        """Whether it drafts from the target's `post_norm`, which the losses of any head may read."""
-        return not self.feature_layers
-
-    @property
-    def reads_context(self) -> bool:
-        """Whether a chain reads the target's states at all positions up to its start, and not at its start alone."""
-        return True
-
-    @property
-    def max_draft_tokens(self) -> int | None:
-        return None
 
     @property
     def num_depths(self) -> int:
@@ -168,11 +149,6 @@ class DraftHead(nn.Module):
         raise NotImplementedError
 
     # training
-
-    @property
-    def has_one_output(self) -> bool:
-        """Whether `draft_logits` is the same function at every depth, so that all depths can be scored at once."""
-        return False
 
     def learning_rate_scales(self, step: int) -> dict[str, float]:
         """Factors on the learning rate at a step, by the beginning of parameters' names; 1 for all others."""
@@ -220,25 +196,23 @@ class DraftHead(nn.Module):
         plan = starts.plan(batch.input_ids.shape[1], size=size)  # waits for the device: before kernels are queued
         hidden = [states.flatten(0, 1) for states in self.unroll(batch, starts)]  # [B * S, D] each
         torch.clear_autocast_cache()  # copies of weights that are not read again
-        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        scored = score(
-            Drafts(
-                hidden=hidden,
-                specs=[self.loss_spec(depth) for depth in depths],
-                coefficients=coefficients,
-                teacher_hidden=batch.output.post_norm.detach().flatten(0, 1),
-                labels=batch.input_ids.roll(-1, 1).flatten(),
-                weights=None if batch.weights is None else batch.weights.roll(-1, 1).flatten(),
-                plan=plan,
-                parameters=parameters,
-                has_one_output=self.has_one_output,
-                align_top_k=config.align_top_k,
-            )
+        drafts = Drafts(
+            hidden=hidden,
+            specs=[self.loss_spec(depth) for depth in depths],
+            coefficients=coefficients,
+            teacher_hidden=batch.output.post_norm.detach().flatten(0, 1),
+            labels=batch.input_ids.roll(-1, 1).flatten(),
+            weights=None if batch.weights is None else batch.weights.roll(-1, 1).flatten(),
+            plan=plan,
+            parameters=[parameter for parameter in self.parameters() if parameter.requires_grad],
+            has_one_output=self.has_one_output,
+            align_top_k=config.align_top_k,
         )
-        guesses = scored.guesses[..., 0].unflatten(1, starts.positions.shape)  # [K, B, S]
-        labels = [starts.take(batch.input_ids, offset=depth + 2) for depth in depths]
-        hits = (guesses == torch.stack(labels)).permute(1, 2, 0) & starts.valid  # [B, S, K]
-        return LossOutput(scored.loss, scored.sums, counts, starts, hits)
+        loss = drafts.score()
+        guesses = drafts.guesses[..., 0].unflatten(1, starts.positions.shape)  # [K, B, S]
+        labels = torch.stack([starts.take(batch.input_ids, offset=depth + 2) for depth in depths])
+        hits = (guesses == labels).permute(1, 2, 0) & starts.valid  # [B, S, K]
+        return LossOutput(loss, drafts.sums, counts, starts, hits)
 
     def positions_per_chunk(self, num_depths: int) -> int:
         """Positions whose logits exist at a time."""
@@ -267,19 +241,7 @@ class DraftHead(nn.Module):
         logits = [self.draft_logits(h, depth).float() for depth, h in enumerate(self.unroll(batch, starts))]
         return starts, torch.stack(logits, 2)
 
-    # drafting: see `Drafter` and `drafting.Expands`
-
-    def begin(self, *, batch_size: int, max_length: int) -> Any:
-        raise NotImplementedError
-
-    def commit(self, state: Any, read: Reading) -> None:
-        raise NotImplementedError
-
-    def first_logits(self, state: Any) -> Tensor:
-        raise NotImplementedError
-
-    def expand(self, state: Any, tokens: Tensor, parents: Tensor | None, *, depth: int) -> Tensor:
-        raise NotImplementedError
+    # drafting: with `begin` and `commit` of `Drafter`, `first_logits` and `expand` of `Expands`
 
     @torch.no_grad()
     def propose(self, state: Any, *, num_draft_tokens: int) -> Proposal:

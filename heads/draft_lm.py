@@ -23,7 +23,7 @@ from .adapters import add_adapters
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
 from .drafter import Reading
 from .loading import quiet_loading
-from .nn.cache import SlotCache, newest_slots, seen_by_children, tree_mask
+from .nn.cache import SlotCache, newest_slots, seen_by_children
 from .target import Target
 
 PADDING = 0.01  # sizes of one family's vocabularies differ by this share at most, for padding
@@ -75,9 +75,11 @@ class DraftLMHead(DraftHead):
     """A causal language model whose modules are the head's own, so that its tensors have Hugging Face's names."""
 
     config_class = DraftLMConfig
+    has_one_output = True
 
     def __init__(self, config: DraftLMConfig, target: Target, draft_token_ids: Tensor | None = None):
         super().__init__(config, target, draft_token_ids)
+        self.reads_post_norm = False
         model = build_model(config, target)
         self.reader = Target(model, name=config.path or "draft_lm", fingerprint="")  # reads the model over a cache
         architecture = json.loads(model.config.to_json_string(use_diff=False))
@@ -94,10 +96,6 @@ class DraftLMHead(DraftHead):
             sizes = f"{self.reader.hidden_size} against {target.hidden_size}"
             raise BadInput(f"head.loss.feature: the draft model's states have another size than the target's: {sizes}")
 
-    @property
-    def reads_post_norm(self) -> bool:
-        return False
-
     def serving_config(self) -> dict[str, Any]:
         architecture = self.config.architecture or {}
         return {**architecture, "architectures": [type(self.reader.model).__name__]}
@@ -113,10 +111,6 @@ class DraftLMHead(DraftHead):
         return super().load_state_dict({**tied, **state_dict}, strict=strict, assign=assign)
 
     # training
-
-    @property
-    def has_one_output(self) -> bool:
-        return True
 
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         hidden = self.reader.forward(batch.input_ids, documents=batch.documents).post_norm  # [B, T, D]
@@ -168,14 +162,9 @@ class DraftLMHead(DraftHead):
         state.cache.seek(newest_slots(state.position, state.seen), extent=state.extent)
 
         def mask(window: int | None) -> Tensor:
-            return tree_mask(
-                state.position,
-                state.seen,
-                positions=positions,
-                extent=state.cache.extent,
-                dtype=self.reader.dtype,
-                window=window,
-                drafted_positions=state.drafted,
+            cache, dtype = state.cache, self.reader.dtype
+            return cache.tree_mask(
+                positions, state.position, state.seen, dtype=dtype, window=window, drafted=state.drafted
             )
 
         return self.reader.read_slots(tokens, positions, state.cache, mask, None)
@@ -228,11 +217,8 @@ def fresh_model(config: DraftLMConfig, target: Target) -> Any:
         model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
     except Exception as error:  # transformers' validation error has the reason as its cause
         raise BadInput(f"head.hidden_size {size}: {first_line(error.__cause__ or error)}") from error
-    pairs = [
-        (model.get_input_embeddings(), target.input_embedding),
-        (model.get_output_embeddings(), target.output_layer),
-    ]
-    for ours, theirs in pairs:
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    for ours, theirs in zip(ends, (target.input_embedding, target.output_layer), strict=True):
         if ours.weight.shape == theirs.weight.shape:
             ours.load_state_dict(theirs.state_dict())
     return model

@@ -1,7 +1,7 @@
 """The contract of a drafter: what the engine gives it, and what it gives back. Heads are drafters that are trained."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -9,8 +9,6 @@ from ..configs.errors import BadInput
 from .drafting import Draws, Proposal, Tree
 from .nn.cache import SlotCache
 from .target import TargetOutput
-
-DEFAULT_DRAFT_TOKENS = 5
 
 
 @dataclass
@@ -39,7 +37,7 @@ class Reading:
         return (self.num_valid - 1).clamp(min=0)
 
 
-class Drafter(Protocol):
+class Drafter:
     """Anything that proposes tokens to the engine. `state` is the drafter's own and opaque to everyone else.
 
     A round is one `commit`, of what the target has read since the last one, and one `propose` or `propose_tree`.
@@ -47,38 +45,16 @@ class Drafter(Protocol):
     the host, shapes are fixed, and all that `propose` needs was set by the last `commit` or lies in caches written in
     place. A `commit` of what was committed before changes nothing. A drafter that drafts `on_host` is free of this.
 
-    `ChainDrafter` has defaults of all but `begin`, `commit` and `propose`.
+    The defaults are of drafters that draft chains on the device, and read nothing of the target but tokens.
     """
 
-    @property
-    def on_host(self) -> bool:
-        """Whether it drafts from texts on the host: all of a Reading but `output` lies there, of any width."""
-        ...
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        """What it reads of the target besides `post_norm`: layers, as `Target.forward` takes them."""
-        ...
-
-    @property
-    def max_draft_tokens(self) -> int | None:
-        """The longest chain, and the deepest tree, that it can draft; None: any."""
-        ...
-
-    @property
-    def default_draft_tokens(self) -> int:
-        """How long its chains are where nothing else is asked; max_draft_tokens, where it has one, comes first."""
-        ...
-
-    @property
-    def drafts_trees(self) -> bool:
-        """Whether it can `propose_tree`."""
-        ...
-
-    @property
-    def adapts_target(self) -> bool:
-        """Whether it computes with adapters on the target, which so becomes another model for all drafters."""
-        ...
+    on_host: bool = False  # whether it drafts from texts there: all of a Reading but `output` lies there, of any width
+    feature_layers: tuple[int, ...] = ()  # what it reads besides `post_norm`, as `Target.forward` takes it
+    max_draft_tokens: int | None = None  # the longest chain, and the deepest tree, that it can draft; None: any
+    default_draft_tokens: int = 5  # length of its chains where nothing else is asked; max_draft_tokens comes first
+    drafts_trees: bool = False  # whether it can `propose_tree`
+    # whether it computes with adapters on the target, which so becomes another model for all drafters
+    adapts_target: bool = False
 
     def begin(self, *, batch_size: int, max_length: int) -> Any:
         """A fresh state for rows of at most max_length tokens, drafts included.
@@ -86,33 +62,19 @@ class Drafter(Protocol):
         For continuous batching, which copies rows between states, it is a cache, or a dataclass of caches, tensors,
         lists with an entry per row, and such dataclasses.
         """
-        ...
+        raise NotImplementedError
 
     def commit(self, state: Any, read: Reading) -> None:
         """Take in what the target has read since the last call: drafted states are replaced by true ones."""
-        ...
+        raise NotImplementedError
 
     def propose(self, state: Any, *, num_draft_tokens: int) -> Proposal:
         """Draft a chain that follows the last committed token.
 
         Where tokens are drawn at random, the proposal brings draft_probs, or the text would not be the target's.
         """
-        ...
+        raise NotImplementedError
 
     def propose_tree(self, state: Any, tree: Tree, *, draws: Draws | None = None) -> Proposal:
         """Draft a tree that follows the last committed token. draws: at temperature > 0, for trees of sampled nodes."""
-        ...
-
-
-class ChainDrafter:
-    """Defaults for drafters that draft chains on the device, and read nothing of the target but tokens."""
-
-    on_host: bool = False
-    feature_layers: tuple[int, ...] = ()
-    max_draft_tokens: int | None = None
-    default_draft_tokens: int = DEFAULT_DRAFT_TOKENS
-    drafts_trees: bool = False
-    adapts_target: bool = False
-
-    def propose_tree(self, state: Any, tree: Tree, *, draws: Draws | None = None) -> Proposal:
         raise BadInput(f"{type(self).__name__} drafts chains, not trees")

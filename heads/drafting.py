@@ -6,7 +6,7 @@ committed token, the root.
 
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,12 +95,12 @@ class DynamicTree:
 Tree = StaticTree | DynamicTree
 
 
-class Expands(Protocol):
+class Expands:
     """What tree drafting asks of a head."""
 
     def first_logits(self, state: Any) -> Tensor:
         """[B, Vd] draft logits behind the last committed token."""
-        ...
+        raise NotImplementedError
 
     def expand(self, state: Any, tokens: Tensor, parents: Tensor | None, *, depth: int) -> Tensor:
         """Read drafted tokens and score what follows each.
@@ -112,11 +112,11 @@ class Expands(Protocol):
 
         Returns: [B, F, Vd].
         """
-        ...
+        raise NotImplementedError
 
     def to_target(self, draft_ids: Tensor) -> Tensor:
         """Draft ids to target ids, any shape."""
-        ...
+        raise NotImplementedError
 
 
 def draft_chain(head: Expands, state: Any, *, num_draft_tokens: int) -> Proposal:

@@ -46,10 +46,8 @@ class EagleConfig(HeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_layers < 1:
-            raise BadInput(f"num_layers {self.num_layers}: expected at least 1")
-        if self.noise < 0:
-            raise BadInput(f"noise {self.noise}: expected 0 or more")
+        self.check_least(1, "num_layers")
+        self.check_least(0, "noise")
         if self.draft_vocab_size is not None:
             raise BadInput("draft_vocab_size: eagle drafts with the target's own output layer, its whole vocabulary")
         if self.feature_layers:

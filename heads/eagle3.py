@@ -18,10 +18,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ..configs.errors import BadInput
 from .base import HeadConfig
-from .nn.layers import Attention, GatedMLP, RMSNorm, Rotary, llama_config, serving_keys
+from .nn.layers import Attention, RMSNorm, Rotary, llama_config, serving_keys
 from .recurrent import Context, LlamaLayer, RecurrentHead
 from .target import Target, TargetOutput
 
@@ -46,8 +47,7 @@ class Eagle3Config(HeadConfig):
         super().__post_init__()
         if self.norm_before_fc and self.fc_norm:
             raise BadInput("norm_before_fc: not together with fc_norm")
-        if self.num_layers < 1:
-            raise BadInput(f"num_layers {self.num_layers}: expected at least 1")
+        self.check_least(1, "num_layers")
 
     def resolved(self, target: Target) -> "Eagle3Config":
         layers = default_feature_layers(target.num_layers) if self.feature_layers is None else self.feature_layers
@@ -70,7 +70,7 @@ class Eagle3Layer(LlamaLayer):
         self.hidden_norm = RMSNorm(size, eps=eps)
         self.self_attn = Attention(config, in_size=2 * size)
         self.post_attention_layernorm = RMSNorm(size, eps=eps)
-        self.mlp = GatedMLP(config)
+        self.mlp = LlamaMLP(config)
 
     def both(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """[B, Q, D] twice -> [B, Q, 2D], normalised: what the projections read."""
@@ -94,8 +94,9 @@ class Eagle3Head(RecurrentHead):
     config_class = Eagle3Config
 
     def __init__(self, config: Eagle3Config, target: Target, draft_token_ids: Tensor | None = None):
+        config = config.resolved(target)
         super().__init__(config, target, draft_token_ids)
-        self.config: Eagle3Config = config.resolved(target)
+        self.config: Eagle3Config = config
         layers = list(self.feature_layers)
         if not layers or layers != sorted(set(layers)):
             raise BadInput(f"head.feature_layers: {layers}: must ascend without repeats, as engines read")

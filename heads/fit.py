@@ -1,7 +1,6 @@
 """Whether a head fits a target, and what it costs, from the target's config alone: no weights are read."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -27,27 +26,22 @@ class HeadSize:
     serving_bytes: int  # all the head's parameters in the target's dtype
 
 
+class NoSkeleton(BadInput):
+    """The target cannot be built without weights."""
+
+
 def load_skeleton(config: TargetConfig) -> Target:
     """The target with shapes but no weights, on torch's meta device.
 
     Raises: BadInput where there is no such model, or it cannot be built without weights.
     """
-    return build_skeleton(config_of(config), config)
-
-
-def config_of(target: TargetConfig) -> Any:
-    """The target's Hugging Face config. Raises BadInput where there is none."""
-    return read_model_config(target.path, revision=target.revision, trust_remote_code=target.trust_remote_code)
-
-
-def build_skeleton(model_config: Any, config: TargetConfig) -> Target:
-    """`load_skeleton` of a Hugging Face config that was read."""
+    model_config = read_model_config(config)
     try:
         with torch.device("meta"), quiet_loading():
             model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
             return Target(model, name=config.path, fingerprint="")
     except Exception as error:  # whatever the code of an unknown model raises
-        raise BadInput(f"target {config.path}: cannot be built without weights: {first_line(error)}") from error
+        raise NoSkeleton(f"target {config.path}: cannot be built without weights: {first_line(error)}") from error
 
 
 def check_numbers(config: HeadConfig, skeleton: Target) -> None:
@@ -74,10 +68,9 @@ def check_fit(config: HeadConfig, target: TargetConfig) -> None:
 
     What only weights tell (those that a head starts from, an unknown kind of model) is left to those who load them.
     """
-    model_config = config_of(target)
     try:
-        skeleton = build_skeleton(model_config, target)
-    except BadInput:
+        skeleton = load_skeleton(target)
+    except NoSkeleton:
         return
     check_numbers(config, skeleton)
     if not (getattr(config, "path", None) or getattr(config, "init", None) == "checkpoint"):

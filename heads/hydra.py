@@ -12,16 +12,16 @@ No serving engine known to us loads Hydra heads: names of tensors and config key
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..configs.errors import BadInput
-from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
+from .base import ChainStarts, DraftBatch
 from .drafter import Reading
+from .medusa import BlocksConfig, BlocksHead, ResidualBlock
 from .nn.cache import SlotCache
 from .nn.layers import Rotary, llama_config
 from .recurrent import Context, LlamaLayer
@@ -29,46 +29,16 @@ from .target import Target
 
 
 @dataclass(kw_only=True)
-class HydraConfig(HeadConfig):
+class HydraConfig(BlocksConfig):
     """A Hydra head's keys."""
 
     type: str = "hydra"
-    loss: dict[str, float] = field(default_factory=lambda: {"hard_ce": 1.0})
-    num_blocks: int = 1  # residual blocks per head
-    output: str = "own"  # own: an output layer per head, at first a copy of the target's; shared: the target's, frozen
     prefix_attention: bool = False  # Hydra++
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.output not in ("own", "shared"):
-            raise BadInput(f"output {self.output!r}: expected own or shared")
-        if self.num_blocks < 1:
-            raise BadInput(f"num_blocks {self.num_blocks}: expected at least 1")
         if self.draft_vocab_size is not None and self.output == "shared":
             raise BadInput("draft_vocab_size: the shared output layer drafts the whole vocabulary; set output: own")
-        if self.feature_layers:
-            raise BadInput("feature_layers: hydra reads the state after the final norm only")
-
-
-class ResidualBlock(nn.Module):
-    """skip(x) + silu(W x + b), where the skip is linear if the block narrows its input, else the identity.
-
-    At the start it passes on the first `size` channels of its input.
-    """
-
-    def __init__(self, size: int, *, in_size: int):
-        super().__init__()
-        self.linear = nn.Linear(in_size, size)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-        self.skip: nn.Module = nn.Identity()
-        if in_size != size:
-            self.skip = nn.Linear(in_size, size)
-            nn.init.eye_(self.skip.weight)
-            nn.init.zeros_(self.skip.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.skip(x) + F.silu(self.linear(x))
 
 
 @dataclass
@@ -82,15 +52,15 @@ class HydraState:
     path: Tensor  # [B, F, n] for each token of the last expansion, all tokens from next_ids to itself
 
 
-class HydraHead(DraftHead):
+class HydraHead(BlocksHead):
     """Tensors: `blocks.{k}.{j}` block j of head k, `lm_heads.{k}` its own output layer, `prefix.*` the prefix layer."""
 
     config_class = HydraConfig
-    default_draft_tokens = 4
 
     def __init__(self, config: HydraConfig, target: Target, draft_token_ids: Tensor | None = None):
         super().__init__(config, target, draft_token_ids)
         self.config: HydraConfig = config
+        self.reads_context = config.prefix_attention
         self.prefix: LlamaLayer | None = None
         if config.prefix_attention:
             llama = llama_config(target.config)
@@ -103,24 +73,7 @@ class HydraHead(DraftHead):
             widths = [(k + 2) * size] + [size] * (config.num_blocks - 1)  # the state and k + 1 embeddings come in
             self.blocks.append(nn.Sequential(*[ResidualBlock(size, in_size=width) for width in widths]))
             if config.output == "own":
-                self.lm_heads.append(self._output_layer())
-
-    def _output_layer(self) -> nn.Linear:
-        """The drafted rows of the target's output layer, copied."""
-        source = self.target.output_layer.state_dict()
-        if self.vocabulary is not None:
-            source = {name: value[self.vocabulary.to_target] for name, value in source.items()}
-        layer = nn.Linear(self.target.hidden_size, len(source["weight"]), bias="bias" in source)
-        layer.load_state_dict(source)
-        return layer
-
-    @property
-    def reads_context(self) -> bool:
-        return self.config.prefix_attention
-
-    @property
-    def max_draft_tokens(self) -> int | None:
-        return self.num_depths
+                self.lm_heads.append(self.new_output_layer())
 
     def serving_config(self) -> dict[str, Any]:
         return {
@@ -134,19 +87,14 @@ class HydraHead(DraftHead):
             "prefix_attention": self.config.prefix_attention,
         }
 
-    @property
-    def has_one_output(self) -> bool:
-        return self.config.output == "shared"
-
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         states = self._cast(batch.output.post_norm)  # [B, T, D]
         x = starts.take(states)  # [B, S, D]
         if self.prefix is not None:
             limit = batch.input_ids.shape[1]
             rotary = self.rotary(batch.positions, like=states, num_positions=limit)
-            context = Context(
-                *self.prefix.keys_values(states, rotary), batch.visibility(starts.positions, dtype=x.dtype)
-            )
+            keys, values = self.prefix.keys_values(states, rotary)
+            context = Context(keys, values, batch.visibility(starts.positions, dtype=x.dtype))
             x = self.prefix(x, x, self.rotary(starts.take(batch.positions), like=x, num_positions=limit), context)
         for depth in range(starts.num_depths):
             embedded = self.target.embed(starts.take(batch.input_ids, offset=depth + 1))  # [B, S, D]

@@ -58,12 +58,12 @@ def found_path(path: str | Path) -> str:
     return path
 
 
-def read_model_config(path: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+def read_model_config(target: TargetConfig) -> Any:
     """The Hugging Face config of a model, without its weights. Raises BadInput where there is none."""
-    path = found_path(path)
+    path, revision = found_path(target.path), target.revision
     try:
         with quiet_loading():
-            return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+            return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=target.trust_remote_code)
     except Exception as error:  # as in load_model
         raise BadInput(f"target {path}: {first_line(error)}") from error
 
@@ -121,24 +121,15 @@ def fingerprint_of(model: nn.Module) -> str:
     return digest.hexdigest()[:32]
 
 
-def load_model(
-    path: str,
-    *,
-    dtype: str = "auto",
-    device: str | torch.device | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    device_map: str | dict[str, str | int] | None = None,
-) -> tuple[Any, str]:
+def load_model(target: TargetConfig, *, device: str | torch.device | None = None) -> tuple[Any, str]:
     """A causal language model of Hugging Face, and the fingerprint of its weights.
 
-    Args: device_map: as in `TargetConfig`; `device` is then ignored.
+    Args: device: ignored where the config has a device_map.
     Raises: BadInput where there is no such model or device, or weights are missing in the checkpoint.
     """
-    wanted = torch_dtype(dtype)
-    config = read_model_config(path, revision=revision, trust_remote_code=trust_remote_code)
-    if device_map is not None and isinstance(wanted, torch.dtype) and wanted != config.get_text_config().dtype:
-        raise BadInput(f"target.dtype {dtype}: with target.device_map weights stay as stored: leave it at auto")
+    path, wanted, config = target.path, torch_dtype(target.dtype), read_model_config(target)
+    if target.device_map is not None and isinstance(wanted, torch.dtype) and wanted != config.get_text_config().dtype:
+        raise BadInput(f"target.dtype {target.dtype}: with target.device_map weights stay as stored: leave it at auto")
     try:
         with quiet_loading():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -146,9 +137,9 @@ def load_model(
                 config=config,
                 dtype="auto",  # as stored: the fingerprint must not depend on the dtype that the run asks for
                 output_loading_info=True,
-                device_map=device_map,
-                revision=revision,
-                trust_remote_code=trust_remote_code,
+                device_map=target.device_map,
+                revision=target.revision,
+                trust_remote_code=target.trust_remote_code,
                 use_safetensors=True,  # no pickles, which can run code
             )
         model, info = loaded
@@ -157,7 +148,7 @@ def load_model(
     if info["missing_keys"]:
         raise BadInput(f"target {path}: weights missing in the checkpoint: {sorted(info['missing_keys'])[:3]} ...")
     fingerprint = fingerprint_of(model)
-    if device_map is not None:
+    if target.device_map is not None:
         return model, fingerprint
     try:
         model = model.to(device)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -20,14 +20,70 @@ from .target import Target
 
 
 @dataclass(kw_only=True)
-class MedusaConfig(HeadConfig):
+class BlocksConfig(HeadConfig):
+    """The keys that Medusa and Hydra share."""
+
+    loss: dict[str, float] = field(default_factory=lambda: {"hard_ce": 1.0})
+    num_blocks: int = 1  # residual blocks per head
+    output: str = "own"  # own: an output layer per head, at first a copy of the target's; shared: the target's, frozen
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.output not in ("own", "shared"):
+            raise BadInput(f"output {self.output!r}: expected own or shared")
+        self.check_least(1, "num_blocks")
+        if self.feature_layers:
+            raise BadInput(f"feature_layers: {self.type} reads the state after the final norm only")
+
+
+class ResidualBlock(nn.Module):
+    """skip(x) + silu(W x + b), where the skip is linear if the block narrows its input, else the identity (eq. 1).
+
+    At the start it passes on the first `size` channels of its input.
+    """
+
+    def __init__(self, size: int, *, in_size: int | None = None):
+        super().__init__()
+        in_size = in_size or size
+        self.linear = nn.Linear(in_size, size)
+        for parameter in self.linear.parameters():
+            nn.init.zeros_(parameter)
+        self.skip: nn.Module = nn.Identity()
+        if in_size != size:
+            self.skip = nn.Linear(in_size, size)
+            nn.init.eye_(self.skip.weight)
+            nn.init.zeros_(self.skip.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.skip(x) + F.silu(self.linear(x))
+
+
+class BlocksHead(DraftHead):
+    """Residual blocks for each depth, behind them an output layer of the head's own or the target's."""
+
+    default_draft_tokens = 4
+
+    def __init__(self, config: BlocksConfig, target: Target, draft_token_ids: Tensor | None = None):
+        super().__init__(config, target, draft_token_ids)
+        self.max_draft_tokens = config.num_depths
+        self.has_one_output = config.output == "shared"
+
+    def new_output_layer(self) -> nn.Linear:
+        """The drafted rows of the target's output layer, copied."""
+        source = self.target.output_layer.state_dict()
+        if self.vocabulary is not None:
+            source = {name: value[self.vocabulary.to_target] for name, value in source.items()}
+        layer = nn.Linear(self.target.hidden_size, len(source["weight"]), bias="bias" in source)
+        layer.load_state_dict(source)
+        return layer
+
+
+@dataclass(kw_only=True)
+class MedusaConfig(BlocksConfig):
     """A Medusa head's keys."""
 
     type: str = "medusa"
-    loss: dict[str, float] = field(default_factory=lambda: {"hard_ce": 1.0})
     loss_eta: float = 10.0
-    num_blocks: int = 1  # residual blocks per head
-    output: str = "own"  # own: an output layer per head, at first a copy of the target's; shared: the target's, frozen
     # above 0: Medusa-2. Low-rank adapters of the target's linear layers train with the heads, and the text that is
     # drafted and verified is that of the target with them
     target_lora_rank: int = 0
@@ -40,32 +96,13 @@ class MedusaConfig(HeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.output not in ("own", "shared"):
-            raise BadInput(f"output {self.output!r}: expected own or shared")
         if self.draft_vocab_size is not None:
             raise BadInput("draft_vocab_size: medusa drafts the target's whole vocabulary")
-        if self.feature_layers:
-            raise BadInput("feature_layers: medusa reads the state after the final norm only")
-        values = asdict(self)
-        for name in ("target_lora_rank", "target_warmup_steps"):
-            if values[name] < 0:
-                raise BadInput(f"{name} {values[name]}: expected 0 or more")
+        self.check_least(0, "target_lora_rank", "target_warmup_steps")
         for name in ("target_lora_alpha", "head_weight", "target_learning_rate_scale"):
-            if not (values[name] > 0 and math.isfinite(values[name])):
-                raise BadInput(f"{name} {values[name]}: expected more than 0")
-
-
-class ResidualBlock(nn.Module):
-    """x + silu(W x + b), with W and b zero at the start: then the block is the identity (eq. 1)."""
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.linear = nn.Linear(size, size)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + F.silu(self.linear(x))
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise BadInput(f"{name} {value}: expected more than 0")
 
 
 @dataclass
@@ -75,7 +112,7 @@ class MedusaState:
     hidden: Tensor | None = None  # [B, D] the target's post-norm state at the last position it has read
 
 
-class MedusaHead(DraftHead):
+class MedusaHead(BlocksHead):
     """Head k reads the post-norm state h_t and predicts x_{t+2+k}; x_{t+1} comes from the target's own lm_head.
 
     Parameters are named as in the FasterDecoding layout: `{k}.{j}.linear` for block j of head k, and for own output
@@ -83,30 +120,19 @@ class MedusaHead(DraftHead):
     """
 
     config_class = MedusaConfig
-    default_draft_tokens = 4
+    reads_context = False
 
     def __init__(self, config: MedusaConfig, target: Target, draft_token_ids: Tensor | None = None):
         super().__init__(config, target, draft_token_ids)
         self.config: MedusaConfig = config
-        size = target.hidden_size
         for k in range(config.num_depths):
-            parts: list[nn.Module] = [ResidualBlock(size) for _ in range(config.num_blocks)]
+            parts: list[nn.Module] = [ResidualBlock(target.hidden_size) for _ in range(config.num_blocks)]
             if config.output == "own":
-                layer = nn.Linear(size, target.vocab_size, bias=target.output_layer.bias is not None)
-                layer.load_state_dict(target.output_layer.state_dict())
-                parts.append(layer)
-            self.add_module(str(k), nn.ModuleList(parts))
+                parts.append(self.new_output_layer())
+            self.add_module(str(k), nn.Sequential(*parts))
         self.adapts_target = config.target_lora_rank > 0
         if self.adapts_target:
             self.adapter = TargetAdapter(target, rank=config.target_lora_rank, alpha=config.target_lora_alpha)
-
-    @property
-    def reads_context(self) -> bool:
-        return False
-
-    @property
-    def max_draft_tokens(self) -> int | None:
-        return self.num_depths
 
     def serving_config(self) -> dict[str, Any]:
         return {
@@ -139,10 +165,6 @@ class MedusaHead(DraftHead):
         counts = out.depth_count if denominators is None else denominators
         own = mean_of(self._target_loss(batch), counts[0])
         return replace(out, loss=own + self.config.head_weight * out.loss)
-
-    @property
-    def has_one_output(self) -> bool:
-        return self.config.output == "shared"
 
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         hidden = starts.take(batch.output.post_norm)  # [B, S, D]
@@ -193,12 +215,9 @@ class MedusaHead(DraftHead):
             size=chunk_size(2 * self.target.vocab_size, states.device),
         )[0]
 
-    def _parts(self, k: int) -> nn.ModuleList:
-        return cast(nn.ModuleList, self.get_submodule(str(k)))
+    def _parts(self, k: int) -> nn.Sequential:
+        return cast(nn.Sequential, self.get_submodule(str(k)))
 
     def _blocks(self, hidden: Tensor, k: int) -> Tensor:
-        blocks = list(self._parts(k))[: self.config.num_blocks]
-        hidden = hidden.to(next(blocks[0].parameters()).dtype)
-        for block in blocks:
-            hidden = block(hidden)
-        return hidden
+        blocks = self._parts(k)[: self.config.num_blocks]
+        return blocks(hidden.to(next(blocks.parameters()).dtype))

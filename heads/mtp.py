@@ -23,7 +23,7 @@ from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
 from .drafter import Reading
 from .mtp_checkpoint import LAYOUTS, Layout, read_modules
-from .nn.cache import SlotCache, newest_slots, seen_by_children, tree_mask
+from .nn.cache import SlotCache, newest_slots, seen_by_children
 from .nn.decoder_layer import ChainKeys, LayerCache, LayerDriver
 from .target import Target
 
@@ -46,13 +46,9 @@ class MtpConfig(HeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key, value, known in (
-            ("layout", self.layout, tuple(LAYOUTS)),
-            ("init", self.init, INITS),
-            ("feedback", self.feedback, ("post_norm", "pre_norm")),
-        ):
-            if value not in known:
-                raise BadInput(f"{key} {value!r}: expected one of {', '.join(known)}")
+        for key, known in {"layout": LAYOUTS, "init": INITS, "feedback": ("post_norm", "pre_norm")}.items():
+            if getattr(self, key) not in known:
+                raise BadInput(f"{key} {getattr(self, key)!r}: expected one of {', '.join(known)}")
         if self.feature_layers:
             raise BadInput("feature_layers: mtp reads the state after the final norm only")
         if self.independent and not LAYOUTS[self.layout].has_many:
@@ -116,6 +112,8 @@ class MtpHead(DraftHead):
     def __init__(self, config: MtpConfig, target: Target, draft_token_ids: Tensor | None = None):
         super().__init__(config, target, draft_token_ids)
         self.config: MtpConfig = config
+        self.max_draft_tokens = config.num_depths if config.independent else None
+        self.has_one_output = not config.independent or config.feedback == "post_norm"
         self.layout = LAYOUTS[config.layout]
         driver = LayerDriver(target)
         self.driver = driver
@@ -129,19 +127,11 @@ class MtpHead(DraftHead):
             for k in range(num_modules):
                 self._lane(k).start_from_target()
 
-    @property
-    def max_draft_tokens(self) -> int | None:
-        return self.num_depths if self.config.independent else None
-
     def serving_config(self) -> dict[str, Any]:
         """The target's own config with the number of modules: engines read them as part of its checkpoint."""
         return {**self.target.config.to_dict(), self.layout.count_key: len(self.lanes)}
 
     # training
-
-    @property
-    def has_one_output(self) -> bool:
-        return not self.config.independent or self.config.feedback == "post_norm"
 
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         ids, hidden = batch.input_ids, self._cast(batch.output.post_norm)  # [B, T], [B, T, D]
@@ -239,33 +229,23 @@ class MtpHead(DraftHead):
         out = self._lane(k)(embedded, hidden, positions, mask, cache)
         return out if self.config.feedback == "pre_norm" else self._lane(k).norm(out)
 
-    def _slots(self, positions: Tensor) -> Tensor:
-        """Lane k is k positions behind: the first slots take positions before the text, which no query sees."""
-        return positions + len(self.lanes) - 1
-
     def _decode(
         self, state: MtpState, k: int, token_ids: Tensor, hidden: Tensor, positions: Tensor, *, in_tree: bool = False
     ) -> Tensor:
         """One forward of lane k over its cache. token_ids, positions [B, Q]; hidden [B, Q, D] -> [B, Q, D]."""
-        shifted, root = self._slots(positions), self._slots(state.root - k)  # [B, Q], [B]
+        # lane k is k positions behind: the first slots take positions before the text, which no query sees
+        shift = len(self.lanes) - 1
+        shifted, root = positions + shift, state.root - k + shift  # [B, Q], [B]
         dtype, window = hidden.dtype, self.driver.window
         if in_tree:
             state.cache.seek(newest_slots(root, state.seen), extent=state.extent)
             drafted = root[:, None] + state.depths  # [B, n]
-            seen = state.seen & (drafted >= len(self.lanes) - 1)[:, None]
-            mask = tree_mask(  # [B, 1, Q, slots]
-                root,
-                seen,
-                positions=shifted,
-                extent=state.cache.extent,
-                dtype=dtype,
-                window=window,
-                drafted_positions=drafted,
-            )
+            seen = state.seen & (drafted >= shift)[:, None]
+            mask = state.cache.tree_mask(shifted, root, seen, dtype=dtype, window=window, drafted=drafted)
         else:  # slots in the order of positions
             state.cache.seek(shifted, extent=state.extent)
             mask = state.cache.mask(shifted, dtype=dtype, window=window)
-        mask[..., : len(self.lanes) - 1].fill_(torch.finfo(mask.dtype).min)  # before the text
+        mask[..., :shift].fill_(torch.finfo(mask.dtype).min)
         return self._step(k, token_ids, hidden, positions, mask, state.cache)
 
 

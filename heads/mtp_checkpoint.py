@@ -7,7 +7,6 @@ written to the safetensors files themselves.
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,9 +30,9 @@ class Layout:
     eh_proj: str
     norm: str
     block: str
-    hidden_first: bool  # the projection reads [hidden, embedding]
-    masks_first: bool  # the embedding beside position 0 is zero
-    count_key: str  # of the config: the number of modules
+    hidden_first: bool = False  # the projection reads [hidden, embedding]
+    masks_first: bool = True  # the embedding beside position 0 is zero
+    count_key: str = "num_nextn_predict_layers"  # of the config: the number of modules
 
     @property
     def has_many(self) -> bool:
@@ -56,9 +55,6 @@ LAYOUTS = {
         eh_proj="model.layers.{layer}.eh_proj",
         norm="model.layers.{layer}.shared_head.norm",
         block="model.layers.{layer}",
-        hidden_first=False,
-        masks_first=True,
-        count_key="num_nextn_predict_layers",
     ),
     "mimo": Layout(
         enorm="model.mtp_layers.{module}.token_layernorm",
@@ -67,8 +63,6 @@ LAYOUTS = {
         norm="model.mtp_layers.{module}.final_layernorm",
         block="model.mtp_layers.{module}",
         hidden_first=True,
-        masks_first=True,
-        count_key="num_nextn_predict_layers",
     ),
     "qwen3_next": Layout(
         enorm="mtp.pre_fc_norm_embedding",
@@ -76,9 +70,7 @@ LAYOUTS = {
         eh_proj="mtp.fc",
         norm="mtp.norm",
         block="mtp.layers.{module}",
-        hidden_first=False,
         masks_first=False,
-        count_key="num_nextn_predict_layers",
     ),
 }
 
@@ -142,23 +134,17 @@ def tensor_locations(folder: str | Path) -> dict[str, Path]:
 def views_on_disk(state: dict[str, Tensor], where: dict[str, Path]) -> dict[str, Tensor]:
     """Views of our tensors under the names that a checkpoint has. Transformers keeps the experts of a layer in one
     tensor, checkpoints have them one by one."""
-    return {
-        stored: view
-        for name, value in state.items()
-        for stored, view in ({name: value} if name in where else dict(_experts(name, value))).items()
-    }
-
-
-def _experts(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-    found = re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj", name)
-    if not found:
-        yield name, value
-        return
-    stem, kind = found.groups()
-    for i, expert in enumerate(value):
-        parts = zip(("gate", "up"), expert.chunk(2), strict=True) if kind == "gate_up" else [("down", expert)]
-        for part, view in parts:
-            yield f"{stem}.{i}.{part}_proj.weight", view
+    views: dict[str, Tensor] = {}
+    for name, value in state.items():
+        found = None if name in where else re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj", name)
+        if found is None:
+            views[name] = value
+            continue
+        stem, kind = found.groups()
+        for i, expert in enumerate(value):
+            parts = zip(("gate", "up"), expert.chunk(2), strict=True) if kind == "gate_up" else [("down", expert)]
+            views |= {f"{stem}.{i}.{part}_proj.weight": view for part, view in parts}
+    return views
 
 
 def _read(folder: str | Path, where: dict[str, Path], name: str, shape: torch.Size) -> Tensor:

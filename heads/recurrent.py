@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from .base import ChainStarts, DraftBatch, DraftHead
 from .drafter import Reading
-from .nn.cache import SlotCache, newest_slots, seen_by_children, tree_mask
+from .nn.attention import grouped_attention
+from .nn.cache import SlotCache, newest_slots, seen_by_children
 from .nn.chain_attention import Block, attend_chains, blocks_of, laid_out, recomputing
-from .nn.layers import Attention, GatedMLP, RMSNorm, Rotary
-from .nn.split_attention import masked_attention
+from .nn.layers import Attention, RMSNorm, Rotary
 from .target import TargetOutput
 
 KeysValues = tuple[Tensor, Tensor]  # [B, Nkv, P, H] each
@@ -37,22 +38,17 @@ class Context:
     blocks: Sequence[Block] | None = None
     drafted: list[KeysValues] = field(default_factory=list)
 
-    def draft(self, keys: Tensor, values: Tensor) -> None:
-        """Add a depth's own keys and values [B, Nkv, Q, H]."""
-        self.drafted.append((laid_out(keys), laid_out(values)))
-
 
 def attend(attention: Attention, x: Tensor, rotary: tuple[Tensor, Tensor], context: Context) -> Tensor:
     """[B, Q, in] -> [B, Q, D]: attention over a context, with its output projection."""
     queries = attention.queries(x, rotary)  # [B, N, Q, H]
     keys, values, mask = context.keys, context.values, context.mask
-    if context.blocks is not None:
-        mixed = attend_chains(queries, keys, values, mask, blocks=context.blocks, drafted=context.drafted)
+    if context.blocks is None:
+        mixed, _ = grouped_attention(attention, queries, keys, values, mask.to(x.dtype))  # [B, Q, N, H]
     else:
-        groups = attention.num_heads // attention.num_kv_heads
-        mask = mask.to(x.dtype).repeat(1, 1, groups, 1)  # [B, 1, G * Q, P]
-        mixed = masked_attention(attention.group(queries), keys, values, mask)  # [B, Nkv, G * Q, H]
-    return attention.output(mixed, x.shape[1])
+        mixed = attend_chains(queries, keys, values, mask, blocks=context.blocks, drafted=context.drafted)
+        mixed = mixed.transpose(1, 2)
+    return attention.o_proj(mixed.flatten(2))
 
 
 class LlamaLayer(nn.Module):
@@ -64,7 +60,7 @@ class LlamaLayer(nn.Module):
         self.input_layernorm = RMSNorm(size, eps=eps) if normalises_input else nn.Identity()
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(size, eps=eps)
-        self.mlp = GatedMLP(config)
+        self.mlp = LlamaMLP(config)
 
     def normalised(self, x: Tensor) -> Tensor:
         """What the projections read."""
@@ -102,7 +98,8 @@ class Chains:
         """
         before = [tuple(context.drafted) for context in self.contexts]
 
-        def run(*inputs: Any) -> tuple[Tensor, list[KeysValues]]:  # backward may run it when more was drafted
+        def run(*inputs: Any) -> tuple[Tensor, list[KeysValues]]:
+            """backward may run it when more was drafted."""
             pairs = zip(self.contexts, before, strict=True)
             return step(*inputs, [replace(context, drafted=list(drafted)) for context, drafted in pairs])
 
@@ -125,15 +122,6 @@ class Chains:
 
 
 @dataclass
-class Queries:
-    """What one forward over the cache reads beside the tokens."""
-
-    hidden: Tensor  # [B, Q, D]
-    positions: Tensor  # [B, Q], for the rotary embedding
-    mask: Tensor  # [B, 1, Q, slots] additive
-
-
-@dataclass
 class RecurrentState:
     """The state of drafting. The last expansion is the last committed token (F is 1), then a level of drafted ones."""
 
@@ -143,31 +131,6 @@ class RecurrentState:
     hidden: Tensor  # [B, F, D] the head's output for the last expansion
     seen: Tensor  # [B, F, n] bool, which of n drafted nodes each of the last expansion attends to
 
-    def reading(self, read: Reading, features: Tensor) -> Queries:
-        """What to read of the target's features [B, Q, D]; sets their slots in the cache."""
-        self.extent = read.extent or self.cache.max_length
-        positions = read.start[:, None] + torch.arange(read.tokens.shape[1], device=read.start.device)  # [B, Q]
-        self.cache.seek(positions, extent=self.extent)
-        return Queries(features, positions, self.cache.mask(positions, dtype=features.dtype))
-
-    def commit(self, read: Reading, out: Tensor) -> None:
-        """Drafting starts from the output [B, Q, D] at the last committed position."""
-        self.hidden = out[torch.arange(len(out), device=out.device), read.last][:, None]  # [B, 1, D]
-        self.position = read.start + read.last
-        self.seen = self.seen[:, :1, :0]
-
-    def drafting(self, tokens: Tensor, parents: Tensor | None, *, depth: int) -> Queries:
-        """What to read beside tokens and parents [B, F] of `drafting.Expands.expand`; sets the tokens' slots."""
-        positions, dtype = (self.position + depth)[:, None].expand_as(tokens), self.hidden.dtype  # [B, F]
-        if parents is None:  # a chain: each slot is the token's position, and a token sees all before it
-            self.cache.seek(positions, extent=self.extent)
-            return Queries(self.hidden, positions, self.cache.mask(positions, dtype=dtype))
-        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
-        self.seen = seen_by_children(self.seen, parents)
-        self.cache.seek(newest_slots(self.position, self.seen), extent=self.extent)
-        mask = tree_mask(self.position, self.seen, positions=positions, extent=self.cache.extent, dtype=dtype)
-        return Queries(self.hidden[rows, parents], positions, mask)
-
 
 class RecurrentHead(DraftHead):
     """Llama layers that read the target's features, and then their own output, beside the embedding of the next token.
@@ -175,6 +138,7 @@ class RecurrentHead(DraftHead):
     A family makes the layers, and has the methods that raise NotImplementedError here.
     """
 
+    has_one_output = True
     fc: nn.Linear  # what fuses the layers' input
     llama: LlamaConfig
     rotary: Rotary
@@ -194,10 +158,6 @@ class RecurrentHead(DraftHead):
     def read(self, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """token_ids [B, Q], hidden [B, Q, D]: what the first layer's attention reads, and its residual stream."""
         raise NotImplementedError
-
-    @property
-    def has_one_output(self) -> bool:
-        return True
 
     # training
 
@@ -248,7 +208,8 @@ class RecurrentHead(DraftHead):
         """x [B, S, in] and the residual stream [B, S, D] through all layers; returns as `Step`."""
         for layer, context in zip(self.decoder_layers, contexts, strict=True):
             if is_drafted:
-                context.draft(*layer.keys_values(x, rotary))
+                keys, values = layer.keys_values(x, rotary)
+                context.drafted.append((laid_out(keys), laid_out(values)))
             hidden = x = layer(x, hidden, rotary, context)
         return hidden, [context.drafted[-1] for context in contexts if is_drafted]
 
@@ -261,8 +222,13 @@ class RecurrentHead(DraftHead):
 
     @torch.no_grad()
     def commit(self, state: RecurrentState, read: Reading) -> None:
-        queries = state.reading(read, self.features(read.output))
-        state.commit(read, self._decode(state, read.next_tokens, queries))
+        features = self.features(read.output)  # [B, Q, D]
+        positions = read.start[:, None] + torch.arange(read.tokens.shape[1], device=read.start.device)  # [B, Q]
+        state.extent = read.extent or state.cache.max_length
+        out = self._decode(state, read.next_tokens, features, positions)
+        state.hidden = out[torch.arange(len(out), device=out.device), read.last][:, None]  # [B, 1, D]
+        state.position = read.start + read.last
+        state.seen = state.seen[:, :1, :0]
 
     @torch.no_grad()
     def first_logits(self, state: RecurrentState) -> Tensor:
@@ -270,16 +236,26 @@ class RecurrentHead(DraftHead):
 
     @torch.no_grad()
     def expand(self, state: RecurrentState, tokens: Tensor, parents: Tensor | None, *, depth: int) -> Tensor:
-        queries = state.drafting(tokens, parents, depth=depth)
-        queries.hidden = self.fed_back(queries.hidden)
-        state.hidden = self._decode(state, tokens, queries)  # [B, F, D]
-        return self.draft_logits(state.hidden, depth)
+        positions, hidden = (state.position + depth)[:, None].expand_as(tokens), state.hidden  # [B, F]
+        if parents is not None:
+            hidden = hidden[torch.arange(len(tokens), device=tokens.device)[:, None], parents]
+            state.seen = seen_by_children(state.seen, parents)
+        state.hidden = self._decode(state, tokens, self.fed_back(hidden), positions, in_tree=parents is not None)
+        return self.draft_logits(state.hidden, depth)  # of [B, F, D]
 
-    def _decode(self, state: RecurrentState, token_ids: Tensor, queries: Queries) -> Tensor:
-        """One forward over the cache. token_ids [B, Q] -> [B, Q, D]."""
-        x, hidden = self.read(token_ids, queries.hidden)
-        rotary = self.rotary(queries.positions, like=x, num_positions=state.cache.max_length)
+    def _decode(
+        self, state: RecurrentState, token_ids: Tensor, hidden: Tensor, positions: Tensor, *, in_tree: bool = False
+    ) -> Tensor:
+        """One forward over the cache. token_ids, positions [B, Q]; hidden [B, Q, D] -> [B, Q, D]."""
+        if in_tree:
+            state.cache.seek(newest_slots(state.position, state.seen), extent=state.extent)
+            mask = state.cache.tree_mask(positions, state.position, state.seen, dtype=hidden.dtype)
+        else:  # each slot is the token's position, and a token sees all before it
+            state.cache.seek(positions, extent=state.extent)
+            mask = state.cache.mask(positions, dtype=hidden.dtype)
+        x, hidden = self.read(token_ids, hidden)
+        rotary = self.rotary(positions, like=x, num_positions=state.cache.max_length)
         for i, layer in enumerate(self.decoder_layers):
             keys, values = state.cache.update(*layer.keys_values(x, rotary), i)
-            hidden = x = layer(x, hidden, rotary, Context(keys, values, queries.mask))
+            hidden = x = layer(x, hidden, rotary, Context(keys, values, mask))
         return hidden

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from ..configs.errors import BadInput, first_line
-from .loading import found_path, load_model
+from .loading import TargetConfig, found_path, load_model
 from .nn.attention import NAME as GROUPED_ATTENTION
 from .nn.attention import Watch
 from .nn.cache import SlotCache
@@ -84,17 +84,17 @@ class Target:
         trust_remote_code: bool = False,
         device_map: str | dict[str, str | int] | None = None,
     ) -> "Target":
-        """Load a target from a local folder or the hub. Raises BadInput as `load_model`, and as the class does."""
-        path = found_path(path)
-        model, fingerprint = load_model(
-            path,
+        """Load a target from a local folder or the hub, by the keys of `TargetConfig`. Raises BadInput as `load_model`,
+        and as the class does."""
+        config = TargetConfig(
+            path=found_path(path),
             dtype=dtype,
-            device=device,
+            device_map=device_map,
             revision=revision,
             trust_remote_code=trust_remote_code,
-            device_map=device_map,
         )
-        return cls(model, name=path, fingerprint=fingerprint)
+        model, fingerprint = load_model(config, device=device)
+        return cls(model, name=config.path, fingerprint=fingerprint)
 
     @property
     def tokenizer(self) -> Any:

@@ -8,13 +8,13 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from ..configs.errors import BadInput
-from .check_command import check
 from .compare import compare
 from .data.data_command import data
 from .doctor import doctor
 from .evaluate import PanelledCommand, evaluate
-from .export_command import export
+from .export_command import check, export
 from .heads_command import heads
+from .overrides import Overrides
 from .plan_command import plan
 from .push_command import push
 from .target_command import target
@@ -50,10 +50,7 @@ app = typer.Typer(
 @app.command(context_settings={"allow_interspersed_args": True})
 def train(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A run YAML, e.g. configs/runs/eagle3.yaml.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="key=value ...", help="Dotted keys that win over the YAML."),
-    ] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Train a head on a frozen target.
 

@@ -12,8 +12,6 @@ from ..configs.errors import BadInput
 from ..configs.files import write_json
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ..eval.report.comparison import Evaluation
     from ..eval.report.comparison_page import TrainingRun
 
@@ -95,16 +93,10 @@ def read_run(folder: Path) -> "TrainingRun":
     validations = [(row["step"], row["validation"]) for row in rows if "validation" in row]
     taught = [(step, part["acceptance_length"]) for step, part in validations if part["acceptance_length"]]
     decoded = [(step, part["decoded"]["acceptance_length"]) for step, part in validations if part.get("decoded")]
-    return TrainingRun(
-        name=folder.name,
-        folder=str(folder),
-        finished=(folder / "final").is_dir(),
-        settings=settings,
-        tokens_per_second=round(statistics.median(row["tokens_per_second"] for row in steps), 1),
-        losses=[(row["step"], row["loss"]) for row in steps],
-        taught=taught,
-        decoded=decoded,
-    )
+    losses = [(row["step"], row["loss"]) for row in steps]
+    speed = round(statistics.median(row["tokens_per_second"] for row in steps), 1)
+    finished = (folder / "final").is_dir()
+    return TrainingRun(folder.name, str(folder), finished, settings, speed, losses, taught, decoded)
 
 
 def run_entries(runs: "list[TrainingRun]") -> list[dict[str, Any]]:
@@ -117,13 +109,20 @@ def run_entries(runs: "list[TrainingRun]") -> list[dict[str, Any]]:
 
 def show(runs: "list[TrainingRun]", evaluations: "list[Evaluation]") -> None:
     """Both on the screen."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
+    from rich.table import Column, Table
 
     from ..eval.report.comparison import headline, standings, unlike
+    from ..eval.report.comparison_page import RUN_COLUMNS
 
     console, lines = Console(), []
     if runs:
-        console.print(runs_table(runs))
+        columns = [Column("run", no_wrap=True), *(Column(title, justify="right") for title in RUN_COLUMNS)]
+        table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False)
+        for run in runs:
+            table.add_row(run.folder, *run.cells())
+        console.print(table)
         lines += [f"{entry['run']}: {overrides(entry['differs'])}" for entry in run_entries(runs)]
     if evaluations:
         ranks = standings(evaluations)
@@ -136,18 +135,3 @@ def show(runs: "list[TrainingRun]", evaluations: "list[Evaluation]") -> None:
 def overrides(settings: dict[str, Any]) -> str:
     """Settings as overrides on the command line; those that a run does not have are left out."""
     return " ".join(f"{key}={value}" for key, value in settings.items() if value is not None) or "(the same)"
-
-
-def runs_table(runs: "list[TrainingRun]") -> "Table":
-    from rich import box
-    from rich.table import Table
-
-    from ..eval.report.comparison_page import RUN_COLUMNS
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("run", no_wrap=True)
-    for title in RUN_COLUMNS:
-        table.add_column(title, justify="right")
-    for run in runs:
-        table.add_row(run.folder, *run.cells())
-    return table

@@ -110,29 +110,22 @@ def missing(
     """What a node needs for a launch config and this machine lacks; empty: it can run."""
     on_cpu, num_local = cpu or launch.use_cpu, (num_processes or launch.num_processes) // launch.num_nodes
     problems = [f"{name} is not installed" for name in ("torch", "accelerate") if machine.versions[name] is None]
-    if on_cpu and num_local > machine.num_cores:
-        problems.append(f"{num_local} processes on {machine.num_cores} cores: --num-processes {machine.num_cores}")
-    if on_cpu and num_local > 1 and not machine.gloo:
-        problems.append("torch is built without gloo")
-    if not on_cpu and len(machine.gpus) < num_local:
-        instead = "" if launch.kind == "NO" else "; on CPUs: --cpu --num-processes 2"
-        problems.append(f"{num_local} GPU{'s' * (num_local > 1)}, here are {len(machine.gpus)}{instead}")
-    if not on_cpu and machine.cuda is None:
-        problems.append("torch is built without CUDA")
-    if not on_cpu and num_local > 1 and machine.cuda is not None and machine.nccl is None:
-        problems.append("torch is built without NCCL")
-    if launch.kind == "DEEPSPEED":
-        problems += missing_for_deepspeed(machine, on_cpu=on_cpu)
-    return problems
-
-
-def missing_for_deepspeed(machine: LocalMachine, *, on_cpu: bool) -> list[str]:
-    """DeepSpeed compiles an operation at its first start on CPUs, and none on GPUs with torch's optimizers."""
-    problems = [] if machine.versions["deepspeed"] else ["deepspeed is not installed: pip install deepspeed"]
-    if on_cpu and not machine.shm_op:
-        problems += [] if machine.compiler else ["no C++ compiler on PATH: g++ 9 or newer"]
-        problems += [] if machine.ninja else ["no ninja on PATH: pip install ninja, with its folder on PATH"]
-    return problems
+    cores, num_gpus, is_many = machine.num_cores, len(machine.gpus), num_local > 1
+    is_zero = launch.kind == "DEEPSPEED"
+    compiles = is_zero and on_cpu and not machine.shm_op  # an operation at the first start; none on GPUs
+    instead = "" if launch.kind == "NO" else "; on CPUs: --cpu --num-processes 2"
+    no_nccl = machine.cuda is not None and machine.nccl is None
+    checks = [
+        (on_cpu and num_local > cores, f"{num_local} processes on {cores} cores: --num-processes {cores}"),
+        (on_cpu and is_many and not machine.gloo, "torch is built without gloo"),
+        (not on_cpu and num_gpus < num_local, f"{num_local} GPU{'s' * is_many}, here are {num_gpus}{instead}"),
+        (not on_cpu and machine.cuda is None, "torch is built without CUDA"),
+        (not on_cpu and is_many and no_nccl, "torch is built without NCCL"),
+        (is_zero and not machine.versions["deepspeed"], "deepspeed is not installed: pip install deepspeed"),
+        (compiles and not machine.compiler, "no C++ compiler on PATH: g++ 9 or newer"),
+        (compiles and not machine.ninja, "no ninja on PATH: pip install ninja, with its folder on PATH"),
+    ]
+    return problems + [problem for is_missing, problem in checks if is_missing]
 
 
 def this_machine() -> LocalMachine:

@@ -5,22 +5,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import track
 
 from ..configs.errors import BadInput
-
-if TYPE_CHECKING:
-    from ..eval.measurement.config import DraftSetting, MeasureConfig
-    from ..eval.measurement.measure import Row
-    from ..eval.measurement.result import Result, TrainingRecord
-    from ..eval.measurement.resume import BatchStore
-    from ..eval.suites.named import SuiteSpec
-    from ..eval.suites.prompts import ChatOptions, Suite
-    from ..heads.drafter import Drafter
-    from ..heads.target import Target
+from ..eval.drafters.registry import build_drafters, parse_drafter, training_record
+from ..eval.measurement.config import DraftSetting, MeasureConfig
+from ..eval.measurement.measure import Row, measure
+from ..eval.measurement.result import Result, TrainingRecord
+from ..eval.measurement.resume import TREE, BatchStore, settings_key
+from ..eval.measurement.transformers_baseline import compare_transformers
+from ..eval.measurement.tree_search import TREE_NAMES, named_tree
+from ..eval.report.console import show, training_warnings
+from ..eval.report.document import build_report, write_report
+from ..eval.report.page import write_page
+from ..eval.suites.named import SuiteSpec, load_named, parse_suite
+from ..eval.suites.prompts import ChatOptions, NoUsablePrompt, Suite, load_suite
+from ..heads.drafter import Drafter
+from ..heads.drafting import StaticTree
+from ..heads.target import Target
 
 
 @dataclass(frozen=True)
@@ -28,18 +32,15 @@ class WantedSuites:
     """What the command line asks to be measured on. folder: where the files of named suites are."""
 
     prompts: Sequence[str]
-    named: "Sequence[SuiteSpec]"
+    named: Sequence[SuiteSpec]
     folder: Path
-    chat: "ChatOptions"
+    chat: ChatOptions
 
     @classmethod
     def of(
         cls, prompts: Sequence[str], named: Sequence[str], folder: Path, *, system: str | None, thinking: str
     ) -> "WantedSuites":
         """Raises BadInput before anything is loaded."""
-        from ..eval.suites.named import parse_suite
-        from ..eval.suites.prompts import ChatOptions
-
         if not prompts and not named:
             raise BadInput("nothing to measure on: give at least one --prompts or --suite")
         if thinking not in ("", "on", "off"):
@@ -47,11 +48,8 @@ class WantedSuites:
         chat = ChatOptions(system, thinking == "on" if thinking else None)
         return cls(prompts, [parse_suite(spec) for spec in named], folder, chat)
 
-    def load(self, target: "Target", *, max_new_tokens: int, limit: int | None) -> "list[Suite]":
+    def load(self, target: Target, *, max_new_tokens: int, limit: int | None) -> list[Suite]:
         """All of them; those without a prompt that can be asked too, as long as another has one."""
-        from ..eval.suites.named import load_named
-        from ..eval.suites.prompts import NoUsablePrompt, load_suite
-
         chat = self.chat
         suites: list[Suite] = []
         for path in self.prompts:
@@ -75,19 +73,13 @@ def warn(problem: str) -> None:
     print(f"headstart: {problem}", file=sys.stderr)
 
 
-def say_resumed(store: "BatchStore") -> None:
-    """That an earlier measurement into this folder was not finished."""
-    if len(store):
-        warn(f"{store.path}: {len(store)} batches of an unfinished measurement; those of these settings are kept")
-
-
 @dataclass(frozen=True)
 class NamedDrafter:
     """name: what reports call it. training: a head's record of its training."""
 
     name: str
-    drafter: "Drafter"
-    training: "TrainingRecord | None"
+    drafter: Drafter
+    training: TrainingRecord | None
 
 
 @dataclass(frozen=True)
@@ -103,9 +95,6 @@ class WantedDrafts:
         cls, heads: Sequence[str], drafters: Sequence[str], trees: Sequence[str], tree_nodes: int, *, temperature: float
     ) -> "WantedDrafts":
         """Raises BadInput before anything is loaded. Args: heads: `--head X`, the same as the drafter `head:X`."""
-        from ..eval.drafters.registry import parse_drafter
-        from ..eval.measurement.tree_search import TREE_NAMES
-
         specs = [*(f"head:{folder}" for folder in heads), *drafters]
         if not specs:
             raise BadInput("nothing to measure: give at least one --head or --drafter")
@@ -118,11 +107,8 @@ class WantedDrafts:
                 raise BadInput(f"--tree {name}: needs --temperature above 0")
         return cls(specs, trees, tree_nodes)
 
-    def load(self, target: "Target") -> list[NamedDrafter]:
+    def load(self, target: Target) -> list[NamedDrafter]:
         """Raises BadInput where none of them drafts the trees."""
-        from ..eval.drafters.registry import build_drafters, training_record
-        from ..eval.measurement.result import TrainingRecord
-
         built = build_drafters(self.specs, target)
         records = [training_record(spec) for spec in self.specs]
         drafters = [
@@ -139,18 +125,18 @@ class WantedDrafts:
 class EvalRun:
     """Every drafter on every suite, at every batch size and with every tree that it drafts."""
 
-    target: "Target"
+    target: Target
     drafters: Sequence[NamedDrafter]
-    suites: "Sequence[Suite]"
-    config: "MeasureConfig"
+    suites: Sequence[Suite]
+    config: MeasureConfig
     batch_sizes: Sequence[int]
     drafts: WantedDrafts
-    store: "BatchStore"
+    store: BatchStore
 
-    def measure(self) -> "tuple[list[Result], list[Row]]":
+    def measure(self) -> tuple[list[Result], list[Row]]:
         """The results, and the rows of rounds.jsonl."""
-        from ..eval.measurement.measure import measure
-
+        if kept := len(self.store):
+            warn(f"{self.store.path}: {kept} batches of an unfinished measurement; those of these settings are kept")
         results, rounds = [], []
         configs = [replace(self.config, batch_size=size) for size in self.batch_sizes]
         for named, suite, config, tree in product(self.drafters, self.suites, configs, self.drafts.trees):
@@ -173,13 +159,8 @@ class EvalRun:
             rounds += rows
         return results, rounds
 
-    def setting(self, named: NamedDrafter, suite: "Suite", config: "MeasureConfig", tree_name: str) -> "DraftSetting":
+    def setting(self, named: NamedDrafter, suite: Suite, config: MeasureConfig, tree_name: str) -> DraftSetting:
         """With the tree that a killed measurement began with, where there was one: step times shape some trees."""
-        from ..eval.measurement.config import DraftSetting
-        from ..eval.measurement.resume import TREE, settings_key, tree_from
-        from ..eval.measurement.tree_search import named_tree
-        from ..heads.drafting import StaticTree
-
         if tree_name == "chain":
             return config.setting_for(named.drafter)
         if not suite.prompts:
@@ -190,7 +171,7 @@ class EvalRun:
         )
         record = self.store.get(key, TREE)
         if record is not None:
-            tree = tree_from(record)
+            tree = StaticTree(tuple(map(tuple, record["paths"])), record["sampled"])
             return DraftSetting(tree_name, tree.depth, tree)
         tree = named_tree(
             tree_name,
@@ -206,10 +187,8 @@ class EvalRun:
             self.store.add(key, TREE, asdict(tree))
         return DraftSetting(tree_name, tree.depth, tree)
 
-    def compare_transformers(self) -> "list[Result]":
+    def compare_transformers(self) -> list[Result]:
         """transformers on every suite: its plain generation, and each drafter that it has too."""
-        from ..eval.measurement.transformers_baseline import compare_transformers
-
         results = []
         drafters = [("none (generate)", None), *((named.name, named.drafter) for named in self.drafters)]
         for (name, drafter), suite in product(drafters, self.suites):
@@ -225,19 +204,13 @@ class EvalRun:
         return results
 
 
-def check_measured(results: "Sequence[Result]") -> None:
-    """Raises BadInput where every prompt failed."""
+def report_all(target: Target, results: list[Result], rounds: list[Row], output: Path) -> None:
+    """Write the report, as figures and as a page, and show it. Raises BadInput where every prompt failed."""
     if not any(result.num_prompts for result in results):
         first = results[0].failed[0]
         raise BadInput(f"nothing could be measured: {first.row}: {first.reason}")
-
-
-def report_all(target: "Target", results: "list[Result]", rounds: "list[Row]", output: Path) -> None:
-    """Write the report, as figures and as a page, and show it."""
-    from ..eval.report.console import show
-    from ..eval.report.document import build_report, write_report
-    from ..eval.report.page import write_page
-
+    for problem in training_warnings(results):
+        warn(problem)
     console = Console()
     report = build_report(target, results)
     path = write_report(output, report, rounds)

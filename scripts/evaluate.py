@@ -1,6 +1,5 @@
 """`headstart eval`: what drafters save, as a command."""
 
-import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,7 +8,6 @@ import typer
 from typer.core import TyperCommand
 
 from ..configs.errors import BadInput, first_line
-from .eval_run import EvalRun, WantedDrafts, WantedSuites, check_measured, report_all, say_resumed
 
 if TYPE_CHECKING:
     import torch
@@ -103,12 +101,12 @@ def evaluate(
     from ..eval.measurement.config import MeasureConfig, chain
     from ..eval.measurement.resume import BatchStore
     from ..eval.replay import check_steps
-    from ..eval.report.console import training_warnings
     from ..eval.report.document import check_output
     from ..eval.report.recommendation import is_lossless
     from ..eval.verify import ACCEPT_RULES
     from ..heads.loading import default_device
     from ..heads.target import Target
+    from .eval_run import EvalRun, WantedDrafts, WantedSuites, report_all
 
     check_output(output)
     check_choices(compare=compare, accept=accept, allow_lossy=allow_lossy, typical=(typical_epsilon, typical_delta))
@@ -133,13 +131,9 @@ def evaluate(
     suites = wanted.load(loaded, max_new_tokens=max_new_tokens, limit=limit)
     with BatchStore(output) as store:
         run = EvalRun(loaded, drafts.load(loaded), suites, config, batch_size or [1], drafts, store)
-        say_resumed(store)
         results, rounds = run.measure()
         if compare:
             results += run.compare_transformers()
-        check_measured(results)
-        for line in training_warnings(results):
-            print(f"headstart: {line}", file=sys.stderr)
         report_all(loaded, results, rounds, output)
         store.finish()
     if any(ACCEPT_RULES[result.accept].is_lossless and not is_lossless(result) for result in results):

@@ -13,6 +13,8 @@ from ..configs.errors import BadInput
 if TYPE_CHECKING:
     from ..heads.target import Target
 
+SIZES = ("parameters", "memory_bytes", "serving_bytes")
+
 
 def heads(
     target: Annotated[str, typer.Option(help="Also say what each costs on it: local folder or hub id.")] = "",
@@ -57,15 +59,8 @@ def describe(name: str, skeleton: "Target", *, sized: bool) -> dict[str, Any]:
 
     family = head_class(name)
     config = build(family.config_class, read_config(f"heads/{name}.yaml")["head"], where=f"heads/{name}.yaml: head")
-    row: dict[str, Any] = {
-        "name": name,
-        "idea": (inspect.getdoc(inspect.getmodule(family)) or "").splitlines()[0],
-        "reads": None,
-        "parameters": None,
-        "memory_bytes": None,
-        "serving_bytes": None,
-        "problem": None,
-    }
+    idea = (inspect.getdoc(inspect.getmodule(family)) or "").splitlines()[0]
+    row: dict[str, Any] = {"name": name, "idea": idea, **dict.fromkeys(("reads", *SIZES, "problem"))}
     try:
         size = head_size(config, skeleton)
     except BadInput as error:
@@ -75,7 +70,7 @@ def describe(name: str, skeleton: "Target", *, sized: bool) -> dict[str, Any]:
         layers = config.feature_layers if layers else []
     row["reads"] = {"feature_layers": layers, "post_norm": size.reads_post_norm}
     if sized:
-        row |= {key: getattr(size, key) for key in ("parameters", "memory_bytes", "serving_bytes")}
+        row |= {key: getattr(size, key) for key in SIZES}
     return row
 
 

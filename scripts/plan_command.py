@@ -6,19 +6,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-from rich import box
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
+from typer import Option
 
 from ..configs.errors import BadInput
 from ..configs.loader import PACKAGE_CONFIGS
-from .eval_run import WantedSuites, progress
 
 if TYPE_CHECKING:
     from ..eval.plan.load import LoadPoint
+    from ..eval.plan.planner import Plan
     from ..eval.plan.prediction import Cell
-    from ..eval.plan.result import Plan
     from ..eval.suites.prompts import Suite
     from ..heads.drafter import Drafter
     from ..heads.target import Target
@@ -27,51 +26,39 @@ GENERAL_PROMPTS = str(PACKAGE_CONFIGS / "prompts" / "general.jsonl")
 
 
 def plan(
-    target: Annotated[str, typer.Option(help="The target: local folder or hub id.")],
-    output: Annotated[Path, typer.Option(help="Folder for plan.json and machine.json.")],
+    target: Annotated[str, Option(help="The target: local folder or hub id.")],
+    output: Annotated[Path, Option(help="Folder for plan.json and machine.json.")],
     prompts: Annotated[
-        str, typer.Option(help="JSONL rows as for `headstart eval`: the traffic to plan for. [default: a few of ours]")
+        str, Option(help="JSONL rows as for `headstart eval`: the traffic to plan for. [default: a few of ours]")
     ] = "",
-    suite: Annotated[str, typer.Option(help="Instead: a suite by name, as for `headstart eval`; also NAME=FILE.")] = "",
+    suite: Annotated[str, Option(help="Instead: a suite by name, as for `headstart eval`; also NAME=FILE.")] = "",
     suites_dir: Annotated[
-        Path, typer.Option(envvar="HEADSTART_SUITES", help="Where suites' files are; else from the hub.")
+        Path, Option(envvar="HEADSTART_SUITES", help="Where suites' files are; else from the hub.")
     ] = Path("suites"),
-    system: Annotated[str | None, typer.Option(help="A system prompt, put in front of chats that have none.")] = None,
-    thinking: Annotated[str, typer.Option(help="on or off: what the chat template is told as enable_thinking.")] = "",
-    head: Annotated[str, typer.Option(help="RUN/final, an exported head, or a hub id.")] = "",
-    drafter: Annotated[str, typer.Option(help="Instead of a head: as `headstart eval --drafter` takes it.")] = "",
+    system: Annotated[str | None, Option(help="A system prompt, put in front of chats that have none.")] = None,
+    thinking: Annotated[str, Option(help="on or off: what the chat template is told as enable_thinking.")] = "",
+    head: Annotated[str, Option(help="RUN/final, an exported head, or a hub id.")] = "",
+    drafter: Annotated[str, Option(help="Instead of a head: as `headstart eval --drafter` takes it.")] = "",
     synthetic_acceptance: Annotated[
-        str,
-        typer.Option(
-            help="Instead of a head: 0.8,0.6,0.5, the rates of draft positions. Drafting is free, see --head-type."
-        ),
+        str, Option(help="Instead of a head: 0.8,0.6,0.5, rates of draft positions. Drafting is free, see --head-type.")
     ] = "",
     head_type: Annotated[
-        str,
-        typer.Option(help="With synthetic rates: an untrained head of this family drafts too, which costs time."),
+        str, Option(help="With synthetic rates: an untrained head of this family drafts too, which costs time.")
     ] = "",
-    num_draft_tokens: Annotated[
-        list[int] | None, typer.Option(help="A K to consider. Repeatable. [default: 1 to 8]", min=1)
-    ] = None,
-    tree: Annotated[
-        list[str] | None, typer.Option(help="NAME:NODES, or none. [default: static:4, :8, :16 and dynamic:16]")
-    ] = None,
-    batch_size: Annotated[list[int] | None, typer.Option(help="Repeatable. [default: 1, 4, 16]", min=1)] = None,
-    context: Annotated[
-        list[int] | None, typer.Option(help="Also plan for this many tokens of context. Repeatable.", min=1)
-    ] = None,
-    machine: Annotated[
-        str, typer.Option(help="Predict for this machine: a shipped profile's name, or a machine.json.")
-    ] = "",
+    num_draft_tokens: Annotated[list[int] | None, Option(help="K. Repeatable. [default: 1 to 8]", min=1)] = None,
+    tree: Annotated[list[str] | None, Option(help="NAME:NODES; none. [default: static:4, :8, :16, dynamic:16]")] = None,
+    batch_size: Annotated[list[int] | None, Option(help="Repeatable. [default: 1, 4, 16]", min=1)] = None,
+    context: Annotated[list[int] | None, Option(help="Also plan for so much context. Repeatable.", min=1)] = None,
+    machine: Annotated[str, Option(help="Predict for this machine: a shipped profile's name, or a machine.json.")] = "",
     check: Annotated[
-        str, typer.Option(help="Measure too: advice (the most promising, to choose from), all (every cell), none.")
+        str, Option(help="Measure too: advice (the most promising, to choose from), all (every cell), none.")
     ] = "advice",
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer, at most.", min=2)] = 128,
-    limit: Annotated[int, typer.Option(help="Only the first N prompts.", min=1)] = 32,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,
-    repeats: Annotated[int, typer.Option(help="Timed passes per side of a check.", min=1)] = 2,
-    dtype: Annotated[str, typer.Option(help="As for `headstart eval`.")] = "",
-    device: Annotated[str, typer.Option(help="cpu, cuda ...; default: cuda where there is one.")] = "",
+    max_new_tokens: Annotated[int, Option(help="Tokens per answer, at most.", min=2)] = 128,
+    limit: Annotated[int, Option(help="Only the first N prompts.", min=1)] = 32,
+    temperature: Annotated[float, Option(help="0 is greedy.", min=0.0)] = 0.0,
+    repeats: Annotated[int, Option(help="Timed passes per side of a check.", min=1)] = 2,
+    dtype: Annotated[str, Option(help="As for `headstart eval`.")] = "",
+    device: Annotated[str, Option(help="cpu, cuda ...; default: cuda where there is one.")] = "",
 ) -> None:
     """Plan a deployment: expected speedup of each K and tree by batch size and context, and what to serve.
 
@@ -91,6 +78,7 @@ def plan(
     from ..eval.report.document import check_output
     from ..heads.loading import default_device
     from ..heads.target import Target
+    from .eval_run import WantedSuites, progress
 
     rates = check_choices(head, drafter, synthetic_acceptance, head_type)
     check_output(output)
@@ -163,13 +151,10 @@ def write(target: "Target", planned: "Plan", output: Path) -> None:
     here = Environment.of(target)
     output.mkdir(parents=True, exist_ok=True)
     if planned.step_times:
-        planned.step_time_model = fit_profile(
-            target,
-            planned.step_times,
-            name=output.resolve().name,
-            device=here.device,
-            source=f"headstart plan, headstart {here.headstart}, torch {here.torch}, {here.num_threads} threads",
-        )
+        source = f"headstart plan, headstart {here.headstart}, torch {here.torch}, {here.num_threads} threads"
+        name, device = output.resolve().name, here.device
+        profile = fit_profile(target, planned.step_times, name=name, device=device, source=source)
+        planned.step_time_model = profile
         write_json(output / "machine.json", asdict(planned.step_time_model))
     document = {**planned.to_json(), "environment": asdict(here), "target": asdict(TargetInfo.of(target))}
     write_json(output / "plan.json", document)
@@ -179,10 +164,8 @@ def show(planned: "Plan", console: Console) -> None:
     """A table of settings by batch size, what is recommended, and the flags of serving engines."""
     cells = {(cell.setting, cell.batch_size): cell for cell in planned.cells if cell.load == "prompts"}
     sizes = sorted({size for _, size in cells})
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("setting")
-    for title in ("length", *(f"batch {size}" for size in sizes)):
-        table.add_column(title, justify="right")
+    titles = ("length", *(f"batch {size}" for size in sizes))
+    table = Table("setting", *(Column(title, justify="right") for title in titles), box=SIMPLE_HEAD, pad_edge=False)
     for accepted in planned.acceptance:
         speedups = [speedup_text(cells[accepted.setting, size]) for size in sizes]
         table.add_row(accepted.setting.name, f"{accepted.length:.2f}", *speedups)
@@ -191,10 +174,10 @@ def show(planned: "Plan", console: Console) -> None:
     for advice in planned.recommendation:
         cell = advice.cell
         busy = ", all rows busy" if cell.load == "steady" else ""
-        condition = f"batch {cell.batch_size}, {cell.context} tokens of context{busy}"
-        gain = f"{speedup_text(cell)} times the speed"
-        off = f"leave drafting off: the best, {cell.setting.name}, is {gain}"
-        console.print(f"{condition}: {off if advice.is_off else f'{cell.setting.name}, {gain}'}", highlight=False)
+        what = f"{cell.setting.name}, {speedup_text(cell)} times the speed"
+        if advice.is_off:
+            what = f"leave drafting off: the best, {cell.setting.name}, is {speedup_text(cell)} times the speed"
+        console.print(f"batch {cell.batch_size}, {cell.context} tokens of context{busy}: {what}", highlight=False)
     show_load(planned.load, console)
     check = planned.check
     if check.num_cells:
@@ -212,16 +195,13 @@ def show_load(load: "list[LoadPoint]", console: Console) -> None:
     """Throughput and what a user waits per token, by rate of arrival; as run, where it was."""
     served = "run" if any(point.served == "run" for point in load) else "simulated"
     points = [point for point in load if point.served == served]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("requests/s", justify="right")
-    for name in dict.fromkeys(point.drafts for point in points):
-        table.add_column(f"{name}: tok/s, ms/token p50", justify="right")
+    names = dict.fromkeys(point.drafts for point in points)
+    titles = ("requests/s", *(f"{name}: tok/s, ms/token p50" for name in names))
+    table = Table(*(Column(title, justify="right") for title in titles), box=SIMPLE_HEAD, pad_edge=False)
     for rate in dict.fromkeys(point.requests_per_second for point in points):
         here = [point for point in points if point.requests_per_second == rate]
-        table.add_row(
-            f"{rate:.2f}",
-            *(f"{point.tokens_per_second:.0f}, {point.time_per_output_token_ms_p50:.2f}" for point in here),
-        )
+        figures = (f"{point.tokens_per_second:.0f}, {point.time_per_output_token_ms_p50:.2f}" for point in here)
+        table.add_row(f"{rate:.2f}", *figures)
     console.print(f"requests arriving at a rate, continuous batching, {served}:")
     console.print(table)
 

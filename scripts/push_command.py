@@ -4,14 +4,19 @@ import json
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import yaml
 
 from ..configs.errors import BadInput, first_line
 
 if TYPE_CHECKING:
+    from ..eval.measurement.result import Result
+    from ..eval.report.document import Report
     from ..heads.export.folder import HeadFolder
 
 REPO_ID = r"[\w.-]+/[\w.-]+"
@@ -69,51 +74,35 @@ def prepare(
 ) -> None:
     """Everything that goes to the hub, in a new folder. Raises BadInput where the export breaks its contract."""
     from ..heads.export.check import check_folder
-    from ..heads.export.write import export_head, notes, serve_commands
-    from .model_card import card, lossless_report, without_paths
+    from ..heads.export.write import export_head
 
-    measured = None
+    record, measured = head.record, None
     if report is not None:
-        measured = lossless_report(report, family=head.family, fingerprint=head.record.fingerprint or "")
+        measured = lossless_report(report, family=head.family, fingerprint=record.fingerprint or "")
     export_head(head.path, folder, to=to or "hf", target=head.target if head.target_config else None)
     problems = check_folder(folder).problems
     if problems:
         raise BadInput(f"{run}: {problems[0]}; headstart export and check say more")
-    publish_names(folder / "config.json", {head.record.target_name, head.target}, base_model)
-    source = head.path.parent if (head.path.parent / "config.yaml").is_file() else head.path
-    recipe, data = recipe_of(source)
-    text = card(
-        repo=repo,
-        family=head.family,
-        base_model=base_model,
-        commands=serve_commands(head, repo, to=to, target=base_model),
-        recipe=without_paths(recipe),
-        data=without_paths(data),
-        report=measured,
-        notes=[f"Note: {line}." for line in notes(head)],
-    )
-    (folder / "README.md").write_text(text)
     if report is not None:
         shutil.copyfile(report, folder / "report.json")
-        publish_names(folder / "report.json", {head.record.target_name, head.target}, base_model)
         for plot in sorted([*report.parent.glob("*.svg"), *report.parent.glob("*.png")]):
             shutil.copyfile(plot, folder / plot.name)
+    names = {local: base_model for local in (record.target_name, head.target)}
+    for path in (folder / "config.json", *folder.glob("report.json")):
+        path.write_text(json.dumps(published(json.loads(path.read_text()), names), indent=2) + "\n")
+    (folder / "README.md").write_text(card(head, repo, to=to, base_model=base_model, report=measured))
 
 
-def publish_names(path: Path, local: set[str], base_model: str) -> None:
-    """Rewrite a JSON file: for the target's local folder its hub id stands; of other paths, their last part."""
-    from .model_card import without_paths
-
-    def renamed(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: renamed(part) for key, part in value.items()}
-        if isinstance(value, list):
-            return [renamed(part) for part in value]
-        if isinstance(value, str):
-            return base_model if value in local else without_paths(value)
-        return value
-
-    path.write_text(json.dumps(renamed(json.loads(path.read_text())), indent=2) + "\n")
+def published(value: Any, names: Mapping[str, str]) -> Any:
+    """Of a config or a report what is true on other machines too: of local paths their last part, or what names say."""
+    if isinstance(value, dict):
+        return {key: published(part, names) for key, part in value.items() if key != "output_dir"}
+    if isinstance(value, list):
+        return [published(part, names) for part in value]
+    if isinstance(value, str):
+        is_path = len(value) < 256 and (value.startswith(("/", "~", "./", "../")) or Path(value).exists())
+        return names.get(value, Path(value).name if is_path else value)
+    return value
 
 
 def recipe_of(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -129,25 +118,98 @@ def recipe_of(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def upload(folder: Path, repo: str, *, private: bool, create_pr: bool, endpoint: str | None) -> str:
     """Create the repository and send the folder in one commit; returns its address. Raises BadInput on a refusal."""
-    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub import CommitOperationAdd, HfApi, get_token
 
     api = HfApi(endpoint=endpoint)
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     files = [CommitOperationAdd(str(path.relative_to(folder)), path) for path in paths]
+    message = "Head trained with Headstart"
     try:
         api.create_repo(repo, private=private, exist_ok=True)
-        done: Any = api.create_commit(
-            repo, operations=files, commit_message="Head trained with Headstart", create_pr=create_pr
-        )
-    except Exception as error:  # the hub's own, and those of the network
-        raise BadInput(f"{repo}: the hub refused: {redacted(first_line(error))}") from error
+        done: Any = api.create_commit(repo, operations=files, commit_message=message, create_pr=create_pr)
+    except Exception as error:  # the hub's own, and those of the network; a message may hold the token
+        secrets = "|".join(filter(None, (re.escape(get_token() or ""), r"hf_\w+")))
+        raise BadInput(f"{repo}: the hub refused: {re.sub(secrets, '***', first_line(error))}") from error
     return str(done.pr_url or done.commit_url)
 
 
-def redacted(text: str) -> str:
-    """Without the token, should another library's message hold it."""
-    from huggingface_hub import get_token
+# The card: what a head drafts for, how it was trained, what it was measured to save, how to serve it
 
-    token = get_token()
-    text = text.replace(token, "***") if token else text
-    return re.sub(r"hf_\w+", "***", text)
+
+def card(head: "HeadFolder", repo: str, *, to: str, base_model: str, report: "Report | None") -> str:
+    """README.md with its YAML head. report: with the results of this head; None: not measured."""
+    from ..heads.export.write import notes, serve_commands
+
+    name, family = repo.split("/")[-1], head.family
+    front: dict[str, Any] = {
+        "base_model": base_model,
+        "base_model_relation": "adapter",
+        "library_name": "headstart",
+        "pipeline_tag": "text-generation",
+        "tags": ["speculative-decoding", "draft-head", family],
+    }
+    if report:
+        front["model-index"] = [{"name": name, "results": list(map(indexed, report.results))}]
+    parts = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
+        f"# {name}",
+        f"A draft head ({family}) for speculative decoding on [{base_model}](https://huggingface.co/{base_model}), "
+        "trained with Headstart. It changes how fast that model answers, not what it answers.",
+    ]
+    if commands := serve_commands(head, repo, to=to, target=base_model):
+        served = [f"{engine}:\n\n```\n{command}\n```" for engine, command in commands.items()]
+        parts += ["## Serve it", *served, *(f"Note: {line}." for line in notes(head))]
+    measured = table(report) if report else "Not measured yet: `headstart eval` does it on your prompts."
+    parts += ["## Measured", measured]
+    recipe, data = recipe_of(head.path.parent if (head.path.parent / "config.yaml").is_file() else head.path)
+    for title, value in (("## Data", data), ("## Recipe", recipe)):
+        if value:
+            parts += [title, f"```yaml\n{yaml.safe_dump(published(value, {}), sort_keys=False)}```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def indexed(result: "Result") -> dict[str, Any]:
+    """One result as the hub's model-index has it."""
+    values = {"acceptance_length": result.acceptance_length, "speedup": result.speedup}
+    metrics = [
+        {"type": key, "name": f"{key} ({settings(result)})", "value": round(value, 4)}
+        for key, value in values.items()
+        if value is not None
+    ]
+    dataset = {"type": result.suite, "name": result.suite}
+    return {"task": {"type": "text-generation"}, "dataset": dataset, "metrics": metrics}
+
+
+def settings(result: "Result") -> str:
+    return f"{result.tree}, K {result.num_draft_tokens}, batch {result.batch_size}, temperature {result.temperature:g}"
+
+
+def table(report: "Report") -> str:
+    from ..eval.report.recommendation import number, speedup_words
+
+    rows = ["| suite | settings | acceptance length | speedup [95 %] |", "|---|---|---|---|"]
+    for result in report.results:
+        cells = [result.suite, settings(result), number(result.acceptance_length), speedup_words(result)]
+        rows.append(f"| {' | '.join(cells)} |")
+    environment = report.environment
+    where = f"With Headstart {environment.headstart} on {environment.device}, torch {environment.torch}."
+    words = "Acceptance length: tokens per target forward; speedup: over the same engine without drafts."
+    return "\n".join(rows) + f"\n\n{where} {words}"
+
+
+def lossless_report(path: Path, *, family: str, fingerprint: str) -> "Report":
+    """A report of `headstart eval` with only a head's lossless results.
+
+    Raises: BadInput where it is no report, of another target, or has no such result.
+    """
+    from ..eval.report.document import read_report
+    from ..eval.report.recommendation import has_lossless_rule
+
+    report = read_report(path)
+    if report.target.fingerprint != fingerprint:
+        name, measured = report.target.name, report.target.fingerprint
+        raise BadInput(f"--report {path}: measured on target {name} ({measured[:12]}), not the head's")
+    results = [result for result in report.ours if result.drafter.startswith(family) and has_lossless_rule(result)]
+    if not results:
+        raise BadInput(f"--report {path}: no lossless result of a {family} head in it")
+    return replace(report, results=results)

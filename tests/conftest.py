@@ -17,7 +17,7 @@ import torch
 from headstart.eval.generate import generate
 from headstart.eval.sampling import Sampling, target_probs
 from headstart.heads.base import DraftBatch, Proposal
-from headstart.heads.drafter import ChainDrafter, Reading
+from headstart.heads.drafter import Drafter, Reading
 from headstart.heads.loading import fingerprint_of
 from headstart.heads.registry import HEADS
 from headstart.heads.target import Target
@@ -157,7 +157,7 @@ def hub_is(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], No
     return lambda load: monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
 
 
-class TargetAsDrafter(ChainDrafter):
+class TargetAsDrafter(Drafter):
     """The target drafting for itself, with a cache of its own: every draft must be accepted."""
 
     def __init__(self, target: Target):

@@ -45,12 +45,7 @@ class Progress:
 
 
 def save_checkpoint(
-    folder: Path,
-    weights: Mapping[str, Tensor],
-    optimizer_state: Mapping[str, Tensor],
-    *,
-    progress: Progress,
-    keep: int,
+    folder: Path, weights: Mapping[str, Tensor], optimizer_state: Mapping[str, Tensor], *, progress: Progress, keep: int
 ) -> Path:
     """Writes FOLDER/step_N and removes all but the newest `keep`.
 

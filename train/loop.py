@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,35 +22,9 @@ from .backend import Backend
 from .checkpoint import Best, Progress, save_checkpoint
 from .config import TrainConfig
 from .optim import schedule
-from .speed import Speed, StepSpeed
+from .speed import Speed
 from .stopping import Stopping
 from .training_record import TrainingRecord
-
-
-@dataclass(frozen=True)
-class Learned:
-    """What a step gave, over all ranks."""
-
-    loss: float
-    depth_loss: list[float]  # mean over the chains supervised at each depth
-    depth_accuracy: list[float]  # share of them whose greedy draft is the data's token
-    grad_norm: float  # before clipping
-    num_supervised: int  # chains at depth 0
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """A step's row of metrics.jsonl."""
-
-    step: int  # steps done
-    learned: Learned
-    learning_rate: float  # of AdamW's parameters
-    padding: float  # share of this process's positions that are padding
-    speed: StepSpeed
-
-    def to_json(self) -> dict[str, Any]:
-        rates = {"learning_rate": self.learning_rate, "padding": self.padding}
-        return {"step": self.step, **asdict(self.learned), **rates, **asdict(self.speed)}
 
 
 class Loop:
@@ -62,8 +36,8 @@ class Loop:
         self.speed = Speed(self.accelerator.device, torch.bfloat16 if config.precision == "bf16" else torch.float32)
         self.should_stop = False  # some rank received a signal; all of them know it after the same step
 
-    def step(self, step: int, batches: Iterator[TrainingBatch]) -> StepMetrics:
-        """One optimizer step over the next `accumulation` batches.
+    def step(self, step: int, batches: Iterator[TrainingBatch]) -> dict[str, Any]:
+        """One optimizer step over the next `accumulation` batches; its row of metrics.jsonl.
 
         Denominators are the supervised chains, by their labels' weights, of all ranks and all batches of the step: how
         rows are spread over ranks and batches does not change the gradient.
@@ -78,21 +52,21 @@ class Loop:
         num_positions = sum(batch.input_ids.numel() for batch in taken)
         with self.speed.counted(num_positions):
             learned = self._learn([batch.to(self.accelerator.device) for batch in taken])
-        if not math.isfinite(learned.loss):
-            raise BadInput(f"step {step + 1}: the loss is {learned.loss}; lower train.learning_rate or check the data")
-        seconds, num_ranks = time.perf_counter() - started, self.accelerator.num_processes
-        return StepMetrics(
-            step=step + 1,
-            learned=learned,
-            learning_rate=self.config.learning_rate * share,
-            padding=round(1 - sum(batch.num_tokens for batch in taken) / num_positions, 4),
-            speed=self.speed.of_step(
-                num_positions=num_positions, seconds=seconds, waited=waited, num_devices=num_ranks
-            ),
-        )
+        loss, num_ranks = learned["loss"], self.accelerator.num_processes
+        if not math.isfinite(loss):
+            raise BadInput(f"step {step + 1}: the loss is {loss}; lower train.learning_rate or check the data")
+        seconds = time.perf_counter() - started
+        speed = self.speed.of_step(num_positions=num_positions, seconds=seconds, waited=waited, num_devices=num_ranks)
+        return {
+            "step": step + 1,  # steps done
+            **learned,
+            "learning_rate": self.config.learning_rate * share,  # of AdamW's parameters
+            "padding": round(1 - sum(batch.num_tokens for batch in taken) / num_positions, 4),  # in this process
+            **asdict(speed),
+        }
 
-    def _learn(self, batches: Sequence[TrainingBatch]) -> Learned:
-        """Forward, backward and update."""
+    def _learn(self, batches: Sequence[TrainingBatch]) -> dict[str, Any]:
+        """Forward, backward and update; what they gave, over all ranks."""
         counts = []  # [2, K] each: of supervised chains, with and without their weights
         for batch in batches:
             starts = self.head.chain_starts(batch.loss_mask)
@@ -111,13 +85,13 @@ class Loop:
         has_signal = loss.new_full((1,), float(self.stopping.received is not None))
         totals = self.backend.total(torch.cat([has_signal, loss[None], sums, hits]))
         self.should_stop, loss, sums, hits = bool(totals[0] > 0), totals[1], *totals[2:].chunk(2)
-        return Learned(
-            loss=loss.item(),
-            depth_loss=mean_of(sums, denominators).tolist(),
-            depth_accuracy=mean_of(hits, num_chains).tolist(),
-            grad_norm=grad_norm,
-            num_supervised=int(num_chains[0]),
-        )
+        return {
+            "loss": loss.item(),
+            "depth_loss": mean_of(sums, denominators).tolist(),  # mean over the chains supervised at each depth
+            "depth_accuracy": mean_of(hits, num_chains).tolist(),  # share whose greedy draft is the data's token
+            "grad_norm": grad_norm,  # before clipping
+            "num_supervised": int(num_chains[0]),  # chains at depth 0
+        }
 
     def _read(self, input_ids: Tensor, *, documents: Documents | None = None) -> TargetOutput:
         """What the head reads of the live target."""

@@ -24,7 +24,7 @@ from .config import RunConfig, differing_key
 from .data import TrainingData, check_stored_states, draft_token_ids, load_data, removed_on_failure
 from .launch import start_accelerator
 from .optim import build_optimizer
-from .provenance import Provenance
+from .provenance import record_start
 from .tracking import check_trackers
 from .training_record import TrainingRecord
 
@@ -72,18 +72,8 @@ def find_inputs(run: RunConfig, folder: Path, console: Console) -> Start:
         progress = read_progress(checkpoint) if checkpoint else Progress(0, accelerator.num_processes, Best())
         if (folder / "final").is_dir() or (folder / "config.yaml").is_file():
             check_same_run(folder, run, before=progress.num_processes, now=accelerator.num_processes)
-    return Start(
-        run=run,
-        target=target,
-        accelerator=accelerator,
-        data=data,
-        head=head,
-        optimizer=optimizer,
-        checkpoint=checkpoint,
-        first_step=progress.step,
-        best=progress.best,
-        record=TrainingRecord.of(run, target, data),
-    )
+    record, first_step, best = TrainingRecord.of(run, target, data), progress.step, progress.best
+    return Start(run, target, accelerator, data, head, optimizer, checkpoint, first_step, best, record)
 
 
 def set_up(run: RunConfig, start: Start, folder: Path) -> Backend:
@@ -97,8 +87,8 @@ def set_up(run: RunConfig, start: Start, folder: Path) -> Backend:
         remove_unfinished(folder / "checkpoints")
         try:
             dump_config(run, folder / "config.yaml")
-            provenance = Provenance.of(start.target, start.data, num_processes=accelerator.num_processes)
-            provenance.append_to(folder / "run.json")
+            num_processes = accelerator.num_processes
+            record_start(folder / "run.json", start.target, start.data, num_processes=num_processes)
         except OSError as error:
             raise BadInput(f"train.output_dir {folder}: {error.strerror}") from error
     return backend

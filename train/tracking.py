@@ -38,15 +38,9 @@ class Tracker:
         self.folder, self.first_step, self.is_main = folder, first_step, is_main
         self.wandb: Any = None
         self.board: Any = None
-        self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[figures]}"),
-            console=console,
-            disable=not (is_main and console.is_terminal),
-        )
+        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[figures]}"))
+        is_shown = is_main and console.is_terminal
+        self.progress = Progress(TextColumn("{task.description}"), *columns, console=console, disable=not is_shown)
         self.task = self.progress.add_task("training", total=num_steps, completed=first_step, figures="")
         if is_main:
             path = folder / "metrics.jsonl"

@@ -40,22 +40,14 @@ def train(run: RunConfig, *, console: Console | None = None) -> Path:
     backend = set_up(run, start, folder)
     accelerator = start.accelerator
     say = console.print if accelerator.is_main_process else lambda *_: None
-    plan = start.data.plan(
-        batch_size=run.train.batch_size,
-        seed=run.train.seed,
-        num_ranks=accelerator.num_processes,
-        rank=accelerator.process_index,
-    )
+    config, rank, num_ranks = run.train, accelerator.process_index, accelerator.num_processes
+    plan = start.data.plan(batch_size=config.batch_size, seed=config.seed, num_ranks=num_ranks, rank=rank)
     say(
         f"{run.head.type}: {start.num_parameters:,} parameters on {start.target.name}; {len(start.data.samples)} rows, "
         f"{run.data.layout}, {plan.padding():.0%} padding; steps from {start.first_step}"
     )
     tracker = Tracker(
-        folder,
-        num_steps=max_steps,
-        first_step=start.first_step,
-        is_main=accelerator.is_main_process,
-        console=console,
+        folder, num_steps=max_steps, first_step=start.first_step, is_main=accelerator.is_main_process, console=console
     )
     with Stopping() as stopping, tracker:
         tracker.start(run)
@@ -88,12 +80,12 @@ def take_steps(
     is_over = False
     batches = start.data.batches(plan, range(count * config.accumulation, last_step * config.accumulation))
     for step in range(count, last_step):
-        metrics = loop.step(step, batches)
-        count, loss = step + 1, metrics.learned.loss
+        row = loop.step(step, batches)
+        count, loss = step + 1, row["loss"]
         is_last = count == last_step or loop.should_stop
         if count % config.log_every == 0 or is_last:
             epoch = round(plan.epoch(count * config.accumulation), 4)
-            tracker.log({**metrics.to_json(), "epoch": epoch}, figures=f"loss {loss:.4f}")
+            tracker.log({**row, "epoch": epoch}, figures=f"loss {loss:.4f}")
         if validation and (is_due(count, config.validate_every) or count == config.max_steps):
             result = validation.measure()
             tracker.log({"step": count, "validation": result.to_json()})

@@ -11,6 +11,7 @@ from ..data_pipelines.masks.rendering import num_common
 from ..data_pipelines.sources import read_sources
 from ..data_pipelines.storage.samples import PROMPT
 from ..data_pipelines.storage.shards import Shards
+from ..eval.measurement.result import AnswerSettings, PromptEnding
 from ..heads.loading import quantization
 from ..heads.reasoning import template_hash
 from ..heads.target import Target
@@ -23,24 +24,6 @@ LONGEST_ENDING = 16  # tokens of what they have in common
 
 
 @dataclass(frozen=True)
-class PromptEnding:
-    """What all prompts end with."""
-
-    token_ids: list[int]
-    text: str
-
-
-@dataclass(frozen=True)
-class AnswerSampling:
-    """How `headstart data regenerate` sampled answers."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    thinking: bool | None
-
-
-@dataclass(frozen=True)
 class TrainingRecord:
     """The `training` part of a head's config.json; docs/run_folder.md has its keys."""
 
@@ -50,7 +33,7 @@ class TrainingRecord:
     prompt_ending: PromptEnding | None
     target_dtype: str
     target_quantization: str | None
-    answers: list[AnswerSampling] | None
+    answers: list[AnswerSettings] | None
     steps: int = 0  # done
     validation: ValidationResult | None = None  # of that step
 
@@ -58,11 +41,12 @@ class TrainingRecord:
     def of(cls, run: RunConfig, target: Target, data: TrainingData) -> "TrainingRecord":
         """What is known before the first step."""
         ending = common_ending(data.samples)
+        shown = PromptEnding(ending, str(target.tokenizer.decode(ending))) if ending else None
         return cls(
             max_length=data.config.max_length,
             num_depths=run.head.num_depths,
             template_hash=template_hash(target.tokenizer),
-            prompt_ending=PromptEnding(ending, str(target.tokenizer.decode(ending))) if ending else None,
+            prompt_ending=shown,
             target_dtype=str(target.dtype).removeprefix("torch."),
             target_quantization=quantization(target.model.config),
             answers=answer_settings(data.config.train),
@@ -86,15 +70,15 @@ def common_ending(samples: Shards) -> list[int]:
     return ending or []
 
 
-def answer_settings(train: Any) -> list[AnswerSampling] | None:
+def answer_settings(train: Any) -> list[AnswerSettings] | None:
     """How the answers of data.train were sampled, each way once; None where a source has other rows."""
-    ways: list[AnswerSampling] = []
-    names = [field.name for field in fields(AnswerSampling)]
+    ways: list[AnswerSettings] = []
+    names = [field.name for field in fields(AnswerSettings)]
     for source in read_sources(train):
         path = Path(source.source).parent / "manifest.json"
         try:
             settings = json.loads(path.read_text())["settings"]["sampling"].values()
-            ways += [AnswerSampling(**{name: way[name] for name in names}) for way in settings]
+            ways += [AnswerSettings(**{name: way[name] for name in names}) for way in settings]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
     return list(dict.fromkeys(ways))

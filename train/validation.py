@@ -11,7 +11,9 @@ from ..data_pipelines.loader import collate
 from ..data_pipelines.storage.samples import Sample
 from ..data_pipelines.storage.shard_file import StoredSample
 from ..eval.generate import generate
+from ..eval.measurement.breakdown import part_of
 from ..eval.measurement.metrics import Acceptance, acceptance, expected_acceptance
+from ..eval.measurement.result import AcceptancePart
 from ..heads.base import DraftBatch, DraftHead
 from ..heads.nn.documents import Documents
 from ..heads.target import Target, TargetOutput
@@ -22,26 +24,12 @@ PLAIN_PROMPT = 8  # tokens of a text without a prompt that the target goes on fr
 
 
 @dataclass(frozen=True)
-class Figures:
-    """Acceptance of greedy chains: tokens per target forward, and the rate at each draft position."""
-
-    num_rounds: int
-    acceptance_length: float | None
-    acceptance_rate: list[float | None]
-
-    @classmethod
-    def of(cls, counts: Acceptance) -> "Figures":
-        length = round(counts.length, 4) if counts.length else None
-        return cls(counts.num_rounds, length, [None if rate is None else round(rate, 4) for rate in counts.rate])
-
-
-@dataclass(frozen=True)
 class Decoded:
-    """Figures of texts that the target wrote in answer to `num_prompts` prompts: as decoded, and taught on them."""
+    """Greedy chains on texts that the target wrote in answer to `num_prompts` prompts: as decoded, and as taught."""
 
     num_prompts: int
-    figures: Figures
-    taught: Figures
+    figures: AcceptancePart
+    taught: AcceptancePart
 
 
 @dataclass(frozen=True)
@@ -49,7 +37,7 @@ class ValidationResult:
     """Taught figures of the validation rows, and what decoding gave, where there was any."""
 
     num_draft_tokens: int
-    taught: Figures
+    taught: AcceptancePart
     decoded: Decoded | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -88,7 +76,7 @@ class Validation:
     @torch.no_grad()
     def measure(self) -> ValidationResult:
         """Over the rows of all ranks; equal in all of them."""
-        taught, decoded, decoded_taught = self._nothing(), self._nothing(), self._nothing()
+        taught, decoded, decoded_taught = (Acceptance.nothing(self.num_draft) for _ in range(3))
         with self.backend.whole() as head:
             head.eval()
             for start in range(0, len(self.rows), self.config.batch_size):
@@ -125,14 +113,11 @@ class Validation:
             loss_mask[i, len(prompt) : len(row)] = True
         return decoded, self._taught(head, DraftBatch(input_ids, loss_mask, self._read(input_ids)))
 
-    def _nothing(self) -> Acceptance:
-        return Acceptance(0, 0, [0] * self.num_draft, [0] * self.num_draft)
-
-    def _over_ranks(self, counts: Acceptance) -> Figures:
+    def _over_ranks(self, counts: Acceptance) -> AcceptancePart:
         numbers = [counts.num_rounds, counts.num_committed, *counts.tried, *counts.taken]
         total = self.backend.total(torch.tensor(numbers, device=self.backend.accelerator.device)).tolist()
         tried, taken = total[2 : 2 + self.num_draft], total[2 + self.num_draft :]
-        return Figures.of(Acceptance(total[0], total[1], tried, taken))
+        return part_of(Acceptance(total[0], total[1], tried, taken))
 
 
 def prompt_of(sample: Sample) -> list[int]:

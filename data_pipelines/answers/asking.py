@@ -30,10 +30,16 @@ def by_threads(
     waiting: Queue[Exchange | None] = Queue()
     finished: Queue[Outcome | BaseException] = Queue()
 
+    def answered(requests: list[ChatRequest]) -> list[Answer | Failure]:
+        try:
+            return [answer(request) for request in requests]
+        except Failure as failure:
+            return [failure]
+
     def work() -> None:
         while (conversation := waiting.get()) is not None:
             try:
-                finished.put((conversation.key, _completed(conversation, answer)))
+                finished.put(next(_turn_by_turn([conversation], answered)))
             except BaseException as error:  # goes to whoever waits for outcomes
                 finished.put(error)
 
@@ -57,18 +63,6 @@ def by_threads(
             waiting.get()
         for _ in range(num_threads):
             waiting.put(None)
-
-
-def _completed(conversation: Exchange, answer: Callable[[ChatRequest], Answer]) -> dict[str, Any] | Failure:
-    talk = conversation.talk()
-    try:
-        request = next(talk)
-        while True:
-            request = talk.send(answer(request))
-    except StopIteration as end:
-        return end.value
-    except Failure as failure:
-        return failure
 
 
 def _outcome(finished: "Queue[Outcome | BaseException]") -> Outcome:

@@ -4,7 +4,8 @@ import json
 import os
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from threading import Condition
@@ -32,8 +33,8 @@ class AttemptFailed(Exception):
     """An attempt that failed and may be repeated, at this server or another one."""
 
     def __init__(self, problem: str, *, has_reached: bool = True, rest: float | None = None):
-        """Args: has_reached: whether a server took the request; if not, the request is not to blame. rest: seconds for
-        which the server asked to be left alone."""
+        """has_reached: whether a server took the request, which may then be to blame. rest: seconds for which the
+        server asked to be left alone."""
         super().__init__(problem)
         self.has_reached, self.rest = has_reached, rest
 
@@ -53,6 +54,9 @@ class Server:
     def is_failing(self) -> bool:
         return self.num_failures >= FAILURES_IN_A_ROW
 
+    def is_free(self, now: float, concurrency: int) -> bool:
+        return self.rests_until <= now and self.num_busy < (1 if self.is_failing else concurrency)
+
 
 class OpenAIClient:
     """Sends each request to the least busy server; safe to call from many threads.
@@ -61,15 +65,16 @@ class OpenAIClient:
     """
 
     def __init__(self, urls: list[str], *, model: str, config: ClientConfig):
-        """Args: urls: such as `http://localhost:8000/v1`. model: the name by which they serve it.
+        """urls: such as `http://localhost:8000/v1`. model: the name by which they serve it.
 
-        Raises: BadInput on a URL of another form, a key that is not set, without the `openai` package, or where no
-        server takes connections.
+        BadInput: a URL of another form, a key that is not set, no `openai` package, no server that takes connections.
         """
         for index, url in enumerate(urls):
             check_url(url, where=f"servers.{index}")
         self.model, self.config = model, config
-        self._key = _key_of(config.api_key_env)
+        self._key = os.environ.get(config.api_key_env or "", "").strip()
+        if config.api_key_env is not None and not self._key:
+            raise BadInput(f"client.api_key_env: no environment variable {config.api_key_env}")
         self._servers = [Server(url.rstrip("/"), self._connected(url)) for url in urls]
         self._changed = Condition()
         self._last_success = time.monotonic()
@@ -83,23 +88,17 @@ class OpenAIClient:
     def __call__(self, request: ChatRequest) -> Answer:
         """The answer. Raises: Failure where the servers refuse this request, or all attempts failed; BadInput where no
         request can succeed (key, model name, no server)."""
-        num_failed = 0
+        num_failed, pause = 0, 0.0
         while True:
-            server = self._acquire()
-            failed: AttemptFailed | None = None
+            time.sleep(random.uniform(0.5, 1.0) * pause)  # not all threads at once
             try:
-                return self._attempt(server, request)
-            except AttemptFailed as error:
-                failed = error
-            finally:
-                self._release(server, failed)
-            assert failed is not None
-            num_failed += failed.has_reached
-            if num_failed == self.config.num_attempts:
-                raise Failure(f"{failed} ({num_failed} attempts)") from failed
-            if failed.has_reached:
-                pause = min(self.config.backoff * 2 ** (num_failed - 1), LONGEST_BACKOFF)
-                time.sleep(random.uniform(0.5, 1.0) * pause)  # not all threads at once
+                with self._free_server() as server:
+                    return self._attempt(server, request)
+            except AttemptFailed as failed:
+                num_failed += failed.has_reached
+                if num_failed == self.config.num_attempts:
+                    raise Failure(f"{failed} ({num_failed} attempts)") from failed
+                pause = failed.has_reached * min(self.config.backoff * 2 ** (num_failed - 1), LONGEST_BACKOFF)
 
     def _connected(self, url: str) -> "openai.OpenAI":
         try:
@@ -179,6 +178,24 @@ class OpenAIClient:
     # -----------------------------------------------------------------------------------------------------------------
     # Which server is asked next
 
+    @contextmanager
+    def _free_server(self) -> Iterator[Server]:
+        """A server for one attempt; AttemptFailed counts against it."""
+        server, failed = self._acquire(), None
+        try:
+            yield server
+        except AttemptFailed as error:
+            failed = error
+            raise
+        finally:
+            with self._changed:
+                server.num_busy -= 1
+                if failed is None:  # the server did its part
+                    server.num_failures, self._last_success = 0, time.monotonic()
+                else:
+                    self._let_rest(server, failed)
+                self._changed.notify_all()
+
     def _acquire(self) -> Server:
         """The least busy server that does not rest; waits for one. A failing server gets one request at a time.
 
@@ -187,7 +204,7 @@ class OpenAIClient:
         with self._changed:
             while True:
                 now = time.monotonic()
-                free = [server for server in self._servers if self._has_room(server) and server.rests_until <= now]
+                free = [server for server in self._servers if server.is_free(now, self.config.concurrency)]
                 if free:
                     server = min(free, key=lambda server: server.num_busy)
                     server.num_busy += 1
@@ -199,23 +216,8 @@ class OpenAIClient:
                 until_free = min(server.rests_until for server in self._servers) - now
                 self._changed.wait(min(max(until_free, 0.01), 1.0))
 
-    def _release(self, server: Server, failed: AttemptFailed | None) -> None:
-        """Args: failed: how the attempt failed; None: the server did its part."""
-        with self._changed:
-            server.num_busy -= 1
-            if failed is None:
-                server.num_failures = 0
-                self._last_success = time.monotonic()
-            else:
-                server.problem = str(failed)
-                self._let_rest(server, failed)
-            self._changed.notify_all()
-
-    def _has_room(self, server: Server) -> bool:
-        return server.num_busy < (1 if server.is_failing else self.config.concurrency)
-
     def _let_rest(self, server: Server, failed: AttemptFailed) -> None:
-        now = time.monotonic()
+        server.problem, now = str(failed), time.monotonic()
         if server.rests_until <= now:  # else the request was sent before the server was let rest
             server.num_failures += 1
         if not failed.has_reached:
@@ -262,15 +264,6 @@ def answer_of(payload: bytes, url: str) -> Answer:
     if message.get("tool_calls"):
         kept["tool_calls"] = message["tool_calls"]
     return Answer(kept, finish_reason, *counts)
-
-
-def _key_of(variable: str | None) -> str:
-    if variable is None:
-        return ""
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise BadInput(f"client.api_key_env: no environment variable {variable}")
-    return key
 
 
 def _not_reached(server: Server, error: Exception) -> str:

@@ -84,21 +84,18 @@ class Exchange:
         that calls a tool, ends the conversation: what followed in the row was no reply to it.
         """
         messages: list[Message] = []
-        num_prompt_tokens = num_tokens = num_answers = 0
-        finish_reason = ""
+        answers: list[Answer] = []
         for turn, message in enumerate(self.script):
             if message is not None:
                 messages.append(message)
                 continue
             answer = yield ChatRequest(list(messages), self.tools, self.sampling, self.seed(turn))
             messages.append(answer.message)
-            num_prompt_tokens += answer.num_prompt_tokens
-            num_tokens += answer.num_tokens
-            num_answers += 1
-            finish_reason = answer.finish_reason
-            if finish_reason != "stop" or "tool_calls" in answer.message:
+            answers.append(answer)
+            if answer.finish_reason != "stop" or "tool_calls" in answer.message:
                 break
         tools = {} if self.tools is None else {"tools": self.tools}
+        finish_reason = answers[-1].finish_reason
         return {
             "id": self.key,
             "source_id": self.source_id,
@@ -106,10 +103,13 @@ class Exchange:
             **tools,
             "finish_reason": finish_reason,
             "truncated": finish_reason == "length",
-            "num_turns_left": sum(message is None for message in self.script) - num_answers,
+            "num_turns_left": sum(message is None for message in self.script) - len(answers),
             "sampling": asdict(self.sampling),
             "sample": self.sample,
-            "usage": {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_tokens},
+            "usage": {
+                "prompt_tokens": sum(answer.num_prompt_tokens for answer in answers),
+                "completion_tokens": sum(answer.num_tokens for answer in answers),
+            },
         }
 
     def seed(self, turn: int) -> int:
@@ -145,10 +145,8 @@ def ask(messages: list[Message], *, turns: str) -> list[Message | None]:
     Assistant turns that follow each other are one answer. These stay as they are: what comes before any question, and a
     call whose result the row has, since a new call would need a new result.
     """
-    runs = [
-        (is_answer, list(run))
-        for is_answer, run in groupby(messages, key=lambda message: message["role"] == "assistant")
-    ]
+    groups = groupby(messages, key=lambda message: message["role"] == "assistant")
+    runs = [(is_answer, list(run)) for is_answer, run in groups]
     if not runs[-1][0]:
         runs.append((True, []))
     script: list[Message | None] = []

@@ -1,17 +1,17 @@
 """Rows answered anew by the target itself: a head should learn from what it will have to draft."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from ...configs.errors import BadInput
 from ...configs.loader import build
 from ..config import TURNS, check_at_least_one, check_choice
-from ..sources import iter_rows, read_sources
+from ..sources import Source, iter_rows, read_sources
 from .asking import Outcome
 from .conversations import Exchange, Failure, SamplingConfig, exchanges
-from .store import AnswerStore, RunSummary
+from .store import AnswerStore, RunIndex, RunSummary
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -47,11 +47,18 @@ class EngineConfig:
         check_at_least_one(batch_size=self.batch_size)
 
 
+@dataclass(kw_only=True, frozen=True)
+class AskedSource(Source):
+    """A source whose answers may be sampled in a way of its own."""
+
+    sampling: dict[str, Any] | None = None  # keys that win over the run's
+
+
 @dataclass(kw_only=True)
 class RegenerateConfig:
     """Which prompts are answered, by whom, and how."""
 
-    sources: str | list[str | dict[str, Any]]  # see sources.py; the keys of a source's own `sampling` win over the rest
+    sources: str | list[str | dict[str, Any]]  # an `AskedSource`, or a list of such
     output: str  # the folder to fill
     target: str  # the name by which `servers` serve it, or without servers a local folder or hub id
     turns: str = "all"  # `all` assistant turns are asked anew, each with the new answers before it, or the `last`
@@ -105,15 +112,20 @@ def regenerate(
     Raises: BadInput on rows without a prompt, on a folder begun with other settings or other rows, and where nothing
         can be answered any more; what was answered is kept, and the same call goes on from there.
     """
-    sampling_of = source_samplings(config)
-    index = RunIndex.of(conversations(config, sampling_of))
+    sampling_of = source_samplings(read_sources(config.sources, AskedSource), config.sampling)
+
+    def conversations() -> Iterator[Exchange]:
+        for row in iter_rows(config.sources, AskedSource, num_rows=config.num_rows):
+            yield from exchanges(row, sampling_of[row.source], turns=config.turns)
+
+    index = RunIndex.of(conversations())
     with AnswerStore(config.output, _settings(config, sampling_of, index, target_fingerprint)) as store:
         if (summary := store.finished()) is not None:
             return summary
         progress = RunProgress(num_all=len(index.source_ids), num_answered=len(store))
         show(progress)
         failed: dict[str, dict[str, Any]] = {}
-        for key, outcome in answers(_each_once(conversations(config, sampling_of)), is_done=store.__contains__):
+        for key, outcome in answers(_each_once(conversations()), is_done=store.__contains__):
             if key in store:
                 continue
             if isinstance(outcome, Failure):
@@ -123,52 +135,17 @@ def regenerate(
                 progress.num_tokens += outcome["usage"]["completion_tokens"]
             progress.num_answered, progress.num_failed = len(store), len(failed)
             show(progress)
-        return store.finish(
-            index.source_ids,
-            [failed[key] for key in index.source_ids if key in failed],
-            keep=lambda row: not (config.drop_truncated and row["truncated"]),
-            servers=config.servers,
-            num_rows=index.num_rows,
-            num_duplicates=index.num_duplicates,
-        )
+        return store.finish(index, failed, drop_truncated=config.drop_truncated, servers=config.servers)
 
 
-def conversations(config: RegenerateConfig, sampling_of: Mapping[str, SamplingConfig]) -> Iterator[Exchange]:
-    """The conversations of all rows, in order."""
-    for row in iter_rows(_plain_sources(config), num_rows=config.num_rows):
-        yield from exchanges(row, sampling_of[row.source], turns=config.turns)
-
-
-def source_samplings(config: RegenerateConfig) -> dict[str, SamplingConfig]:
+def source_samplings(sources: Sequence[AskedSource], common: SamplingConfig) -> dict[str, SamplingConfig]:
     """How answers are sampled, by the name of the source. BadInput: one name with two ways."""
-    specs = config.sources if isinstance(config.sources, list) else [config.sources]
     sampling_of: dict[str, SamplingConfig] = {}
-    for index, (spec, source) in enumerate(zip(specs, read_sources(_plain_sources(config)), strict=True)):
-        own = spec.get("sampling") if isinstance(spec, dict) else None
-        if own is not None and not isinstance(own, dict):
-            raise BadInput(f"sources.{index}.sampling: should be a mapping of keys, got {own!r}")
-        sampling = build(SamplingConfig, {**asdict(config.sampling), **(own or {})}, where=f"sources.{index}.sampling")
+    for index, source in enumerate(sources):
+        sampling = build(SamplingConfig, asdict(common) | (source.sampling or {}), where=f"sources.{index}.sampling")
         if sampling_of.setdefault(source.called, sampling) != sampling:
             raise BadInput(f"sources.{index}: another {source.called!r} is sampled otherwise; give them a `name` each")
     return sampling_of
-
-
-@dataclass
-class RunIndex:
-    """All conversations of a run, before it starts."""
-
-    source_ids: dict[str, str] = field(default_factory=dict)  # of the row of each conversation, by its key, in order
-    num_rows: int = 0
-    num_duplicates: int = 0
-
-    @classmethod
-    def of(cls, exchanges: Iterable[Exchange]) -> "RunIndex":
-        index = cls()
-        for exchange in exchanges:
-            index.num_rows += exchange.sample == 0
-            index.num_duplicates += exchange.key in index.source_ids
-            index.source_ids.setdefault(exchange.key, exchange.source_id)
-        return index
 
 
 def _each_once(exchanges: Iterable[Exchange]) -> Iterator[Exchange]:
@@ -179,34 +156,17 @@ def _each_once(exchanges: Iterable[Exchange]) -> Iterator[Exchange]:
             yield exchange
 
 
-def _plain_sources(config: RegenerateConfig) -> list[str | dict[str, Any]]:
-    """The sources without their `sampling`, which sources.py does not know."""
-    specs = config.sources if isinstance(config.sources, list) else [config.sources]
-    return [
-        {key: value for key, value in spec.items() if key != "sampling"} if isinstance(spec, dict) else spec
-        for spec in specs
-    ]
-
-
 def _settings(
-    config: RegenerateConfig,
-    sampling_of: Mapping[str, SamplingConfig],
-    index: RunIndex,
-    target_fingerprint: str | None,
+    config: RegenerateConfig, sampling_of: Mapping[str, SamplingConfig], index: RunIndex, target_fingerprint: str | None
 ) -> dict[str, Any]:
     """All that the answers depend on; neither which servers give them, nor the load on these."""
-    if config.servers:
-        how_run = {"extra_body": config.client.extra_body}
-    else:  # rounding depends on the dtype, and sampling on the batch
-        how_run = {"dtype": config.engine.dtype, "batch_size": config.engine.batch_size}
+    by_servers = {"by": "servers", "extra_body": config.client.extra_body}
+    by_engine = {"by": "engine", "dtype": config.engine.dtype, "batch_size": config.engine.batch_size}  # for rounding
     return {
         "target": config.target,
         "target_fingerprint": target_fingerprint,
-        "by": "servers" if config.servers else "engine",
-        **how_run,
-        "turns": config.turns,
-        "num_rows": config.num_rows,
-        "drop_truncated": config.drop_truncated,
+        **(by_servers if config.servers else by_engine),
+        **{name: getattr(config, name) for name in ("turns", "num_rows", "drop_truncated")},
         "sampling": {name: asdict(sampling) for name, sampling in sampling_of.items()},
         "rows_sha256": hashlib.sha256("".join(index.source_ids).encode()).hexdigest(),
     }

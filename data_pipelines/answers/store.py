@@ -4,13 +4,14 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ...configs.errors import BadInput
 from ...configs.files import locked, remove, replacing, write_text
+from .conversations import Exchange
 
 FORMAT = 1
 SYNC_SECONDS = 1.0  # a machine that loses power loses the rows of no more than this
@@ -41,6 +42,24 @@ class RunSummary:
     sha256: str  # of answers.jsonl
 
 
+@dataclass
+class RunIndex:
+    """All conversations of a run, before it starts."""
+
+    source_ids: dict[str, str] = field(default_factory=dict)  # of the row of each conversation, by its key, in order
+    num_rows: int = 0
+    num_duplicates: int = 0
+
+    @classmethod
+    def of(cls, exchanges: Iterable[Exchange]) -> "RunIndex":
+        index = cls()
+        for exchange in exchanges:
+            index.num_rows += exchange.sample == 0
+            index.num_duplicates += exchange.key in index.source_ids
+            index.source_ids.setdefault(exchange.key, exchange.source_id)
+        return index
+
+
 class AnswerStore:
     """A folder that fills up with answered rows, each under a key.
 
@@ -50,10 +69,10 @@ class AnswerStore:
     """
 
     def __init__(self, folder: str | Path, settings: Mapping[str, Any]):
-        """Args: settings: what all rows depend on, as JSON; a folder begun with other ones is refused.
+        """settings: what all rows depend on, as JSON; a folder begun with other ones is refused.
 
-        Raises: BadInput on that, naming the first setting that differs; on a folder of something else, in use, or with
-            a damaged file.
+        BadInput: that, naming the first setting that differs; a folder of something else, in use, or with a damaged
+        file.
         """
         self.folder, self.settings = Path(folder), json.loads(json.dumps(settings))
         self.part = self.folder / "answers.part.jsonl"
@@ -61,7 +80,11 @@ class AnswerStore:
         self._synced = time.monotonic()
 
     def __enter__(self) -> "AnswerStore":
-        self._check_folder()
+        if self.folder.exists() and not self.folder.is_dir():
+            raise BadInput(f"{self.folder}: a file, not a folder")
+        names = {path.name for path in self.folder.glob("[!.]*")}
+        if names and "manifest.json" not in names:
+            raise BadInput(f"{self.folder}: holds other files ({min(names)}); give a new folder")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = locked(self.folder / ".lock")
         try:
@@ -107,35 +130,30 @@ class AnswerStore:
             self._sync()
 
     def finish(
-        self,
-        keys: Iterable[str],
-        failed: list[dict[str, Any]],
-        *,
-        keep: Callable[[Mapping[str, Any]], bool],
-        servers: list[str],
-        num_rows: int,
-        num_duplicates: int,
+        self, index: RunIndex, failed: Mapping[str, dict[str, Any]], *, drop_truncated: bool, servers: list[str]
     ) -> RunSummary:
-        """Write the rows stored under `keys`, in that order, those to `keep`. Args: failed: rows of failed.jsonl."""
+        """Write the stored rows of the index, in its order. failed: rows of failed.jsonl, by key."""
         self._sync()
         counts, digest = Counts(failed=len(failed)), hashlib.sha256()
         with replacing(self.folder / "answers.jsonl") as path, path.open("wb") as file:
-            for line in self._kept(keys, keep, counts):
+            for line in self._kept(index.source_ids, counts, drop_truncated=drop_truncated):
                 digest.update(line)
                 file.write(line)
         failures = self.folder / "failed.jsonl"
         if failed:
             with replacing(failures) as path, path.open("wb") as file:
-                file.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in failed)
+                rows = (failed[key] for key in index.source_ids if key in failed)
+                file.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
         else:
             remove(failures)
-        summary = RunSummary(not failed, servers, num_rows, num_duplicates, counts, digest.hexdigest())
+        numbers = index.num_rows, index.num_duplicates, counts
+        summary = RunSummary(not failed, servers, *numbers, digest.hexdigest())
         self._write_manifest(asdict(summary))
         if not failed:
             remove(self.part)  # kept until all is there: a later run goes on from it
         return summary
 
-    def _kept(self, keys: Iterable[str], keep: Callable[[Mapping[str, Any]], bool], counts: Counts) -> Iterator[bytes]:
+    def _kept(self, keys: Iterable[str], counts: Counts, *, drop_truncated: bool) -> Iterator[bytes]:
         with self.part.open("rb") as file:
             for key in keys:
                 if key not in self._offsets:
@@ -148,16 +166,9 @@ class AnswerStore:
                 counts.ended_early += row["num_turns_left"] > 0
                 counts.prompt_tokens += row["usage"]["prompt_tokens"]
                 counts.completion_tokens += row["usage"]["completion_tokens"]
-                if keep(row):
+                if not (drop_truncated and row["truncated"]):
                     counts.written += 1
                     yield line
-
-    def _check_folder(self) -> None:
-        if self.folder.exists() and not self.folder.is_dir():
-            raise BadInput(f"{self.folder}: a file, not a folder")
-        names = {path.name for path in self.folder.glob("[!.]*")}
-        if names and "manifest.json" not in names:
-            raise BadInput(f"{self.folder}: holds other files ({min(names)}); give a new folder")
 
     def _read_manifest(self) -> dict[str, Any] | None:
         path = self.folder / "manifest.json"

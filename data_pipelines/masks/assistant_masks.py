@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from .messages import REASONING_KEYS, Message
-from .rendering import RENDER_ERRORS, ChatTemplate, Rendering, close, num_common
+from .rendering import RENDER_ERRORS, ChatTemplate, Rendering, Unproved, close, num_common
 from .segments import Span
 from .turn_by_turn import spans_turn_by_turn
 
@@ -29,62 +29,41 @@ class Chat(ChatTemplate):
         text = self.render_text(messages)
         rendering = Rendering.of(text, table)
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        spans = None
-        if answers and rendering.starts:
-            try:
-                spans = self._spans_by_marks(messages, answers, rendering)
-            except RENDER_ERRORS:  # the conversation renders, but not its marked copy or its first prompt
-                spans = None
-        if spans is None:
+        try:
+            spans = self._spans_by_marks(messages, answers, rendering)
+        except RENDER_ERRORS:  # not proved, or the conversation renders, but not its marked copy or its first prompt
             spans = spans_turn_by_turn(messages, rendering.ids, self)
         return self._with_dropped_trace(messages, rendering.ids, spans)
 
     def _spans_by_template(self, messages: list[Message]) -> tuple[list[int], list[Span]]:
         """The runs of tokens that the template's own `{% generation %}` blocks mark."""
-        encoded = self.table.tokenizer.apply_chat_template(
-            messages,
-            tools=self.tools,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"verbose": False},
-        )
+        how = {"return_dict": True, "return_assistant_tokens_mask": True, "tokenizer_kwargs": {"verbose": False}}
+        encoded = self.table.tokenizer.apply_chat_template(messages, tools=self.tools, **how)
         ids, mask = list(encoded["input_ids"]), [0, *encoded["assistant_masks"], 0]
         edges = [position for position, (before, after) in enumerate(pairwise(mask)) if before != after]
         spans = list(zip(edges[::2], edges[1::2], strict=True))
         return ids, [(start, close(ids, start, end, self.table)) for start, end in spans]
 
-    def _spans_by_marks(self, messages: list[Message], answers: list[int], whole: Rendering) -> list[Span] | None:
-        """The answers' spans; None where the marks do not prove them.
+    def _spans_by_marks(self, messages: list[Message], answers: list[int], whole: Rendering) -> list[Span]:
+        """The answers' spans. Unproved: the marks do not prove them.
 
         An answer begins behind the generation prompt, as far as the conversation has it there, and ends with the
         special token that follows what the assistant wrote.
         """
+        if not answers or not whole.starts:
+            raise Unproved
         written = self._written(messages, answers, whole.text)
-        if written is None:
-            return None
         opener = self._opener(messages, answers)
-        if opener is None:
-            return None
-        headers, starts = [], []
-        for behind, (first, _) in zip([0, *(last for _, last in written)], written, strict=False):
-            start = whole.start_of_turn(behind, first, opener, self.markers)
-            if start is None:
-                return None
-            headers.append(start[0])
-            starts.append(start[1])
         ends = [last for _, last in written]
+        begun = zip([0, *ends], written, strict=False)
+        turns = [whole.start_of_turn(behind, first, opener, self.markers) for behind, (first, _) in begun]
         if any(messages[index].get("tool_calls") for index in answers):
-            moved = self._behind_tool_calls(messages, answers, whole.text, ends, headers, opener)
-            if moved is None:
-                return None
-            ends = moved
-        spans = []
-        for index, start, end in zip(answers, starts, ends, strict=True):
-            closing = whole.end_of_turn(end, self.markers, is_last=index + 1 == len(messages))
-            if closing is None:
-                return None
-            spans.append((start, closing))
-        return spans
+            headers = [header for header, _ in turns]
+            ends = self._behind_tool_calls(messages, answers, whole.text, ends, headers, opener)
+        return [
+            (start, whole.end_of_turn(end, self.markers, is_last=index + 1 == len(messages)))
+            for index, (_, start), end in zip(answers, turns, ends, strict=True)
+        ]
 
     def _with_dropped_trace(
         self, messages: list[Message], ids: list[int], spans: list[Span]
@@ -106,20 +85,19 @@ class Chat(ChatTemplate):
         answer = last["content"]
         if self._text(prompt).rstrip().endswith(opens):
             answer = answer.removeprefix(opens).lstrip("\n")
-        answer_ids = list(self.table.tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"])
-        whole = [*prompt, *answer_ids, *(ids[end - 1 : end] if ids[end - 1] in self.table.special else [])]
+        whole = [*prompt, *self.table.ids(answer), *(ids[end - 1 : end] if ids[end - 1] in self.table.special else [])]
         return whole, [*spans[:-1], (len(prompt), len(whole))]
 
     def _text(self, ids: list[int]) -> str:
         return "".join(map(self.table.text, ids))
 
-    def _written(self, messages: list[Message], answers: list[int], text: str) -> list[Span] | None:
-        """Where in the text each answer's own words begin and end; None where the marks do not prove it.
+    def _written(self, messages: list[Message], answers: list[int], text: str) -> list[Span]:
+        """Where in the text each answer's own words begin and end. Unproved: the marks do not prove it.
 
         Of an answer that is empty behind its trace, the end is marked where the template keeps blanks, or else not.
         """
         if len(messages) > NUM_MARKS or MARKS.search(text):
-            return None
+            raise Unproved
         for marks_empty in (True, False):
             marked = list(messages)
             for index in answers:
@@ -127,7 +105,7 @@ class Chat(ChatTemplate):
             rendered = self.render_text(marked)
             if MARKS.sub("", rendered) == text:
                 return _marked_spans(rendered, answers)
-        return None
+        raise Unproved
 
     def _marked(self, message: Message, mark: str, *, marks_empty: bool) -> Message:
         """The message with marks around its texts, within their outer blanks, and behind the names that it calls."""
@@ -150,16 +128,16 @@ class Chat(ChatTemplate):
         is_empty = len(parts) > 1 and not parts[-1].strip()
         return "".join(parts) + (mark if is_empty and marks_empty else "")
 
-    def _opener(self, messages: list[Message], answers: list[int]) -> list[int] | None:
-        """The ids that the template adds to the first prompt to have it answered; None where no prompt is answered."""
+    def _opener(self, messages: list[Message], answers: list[int]) -> list[int]:
+        """The ids that the template adds to the first prompt to have it answered. Unproved: no prompt is answered."""
         before = messages[: next((index for index in answers if index), 0)]
         if not before:
-            return None
+            raise Unproved
         prompt, plain = self.render_text(before, generation_prompt=True), self.render_text(before)
         if prompt.startswith(plain):
-            ids = self.table.tokenizer(prompt[len(plain) :], add_special_tokens=False, verbose=False)["input_ids"]
+            ids = self.table.ids(prompt[len(plain) :])
             if not ids or ids[0] in self.table.special:  # a special token: tokenised alike behind any text
-                return list(ids)
+                return ids
         ids = self.render(before, generation_prompt=True)
         return ids[num_common(ids, self.render(before)) :]
 
@@ -171,11 +149,11 @@ class Chat(ChatTemplate):
         ends: list[int],
         headers: list[int],
         opener: list[int],
-    ) -> list[int] | None:
+    ) -> list[int]:
         """Where in the text each answer ends: a tool call goes on behind its name.
 
         What the template puts between an answer and the next turn is taken from a conversation in which plain answers
-        stand in for the calls. None where the text does not have it there.
+        stand in for the calls. Unproved: the text does not have it there.
         """
         plain = list(messages)
         for index in answers:
@@ -183,8 +161,8 @@ class Chat(ChatTemplate):
                 plain[index] = {"role": "assistant", "content": "0"}
         other = self.render_text(plain)
         written = self._written(plain, answers, other)
-        if written is None or not opener:
-            return None
+        if not opener:
+            raise Unproved
         their_headers = [other.rfind(self.table.text(opener[0]), 0, first) for first, _ in written]
         moved = list(ends)
         limits, their_limits = [*headers[1:], len(text)], [*their_headers[1:], len(other)]
@@ -193,20 +171,21 @@ class Chat(ChatTemplate):
                 between = other[written[i][1] : their_limits[i]]
                 moved[i] = limits[i] - len(between)
                 if moved[i] < ends[i] or text[moved[i] : limits[i]] != between:
-                    return None
+                    raise Unproved
         return moved
 
 
-def _marked_spans(rendered: str, answers: list[int]) -> list[Span] | None:
-    """Each answer's first and last mark, as positions in the text without marks; None where an answer has none, or
-    their order differs."""
+def _marked_spans(rendered: str, answers: list[int]) -> list[Span]:
+    """Each answer's first and last mark, as positions in the text without marks. Unproved: an answer has none, or their
+    order differs."""
     spans: dict[int, Span] = {}
     for count, match in enumerate(MARKS.finditer(rendered)):
         index, at = ord(match.group()) - FIRST_MARK, match.start() - count
         spans[index] = (spans.get(index, (at, at))[0], at)
     written = [spans[index] for index in answers if index in spans]
-    in_order = all(last <= first for (_, last), (first, _) in pairwise(written))
-    return written if len(written) == len(answers) and in_order else None
+    if len(written) < len(answers) or any(last > first for (_, last), (first, _) in pairwise(written)):
+        raise Unproved
+    return written
 
 
 def _with_marked_name(call: Any, mark: str) -> Any:

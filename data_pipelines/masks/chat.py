@@ -11,7 +11,7 @@ import numpy as np
 
 from ...configs.errors import BadInput, first_line
 from ..config import DataConfig
-from ..parallel import chunks, in_order
+from ..parallel import in_order
 from ..row_shapes import SHAPES, answer_in, instruction_in
 from ..sources import Row
 from ..storage.samples import SEGMENTS, Sample
@@ -36,17 +36,12 @@ def encode_rows(
     Dropped are rows of more than `max_length` tokens where that is asked for, and those in which no token is left that
     is to be supervised. BadInput: as `encode_row`.
     """
-    encode = partial(_encode_chunk, tokenizer=tokenizer, config=config)
-    for samples_of_rows in in_order(encode, chunks(rows), num_workers=config.num_workers):
-        for samples in samples_of_rows:
-            counts["kept" if samples else "dropped"] += 1
-            counts["cut"] += any(sample.num_cut for sample in samples)
-            counts["split"] += len(samples) > 1
-            yield from samples
-
-
-def _encode_chunk(rows: list[Row], tokenizer: Any, config: DataConfig) -> list[list[Sample]]:
-    return [encode_row(row, tokenizer, config) for row in rows]
+    encode = partial(encode_row, tokenizer=tokenizer, config=config)
+    for samples in in_order(encode, rows, num_workers=config.num_workers):
+        counts["kept" if samples else "dropped"] += 1
+        counts["cut"] += any(sample.num_cut for sample in samples)
+        counts["split"] += len(samples) > 1
+        yield from samples
 
 
 def encode_row(row: Row, tokenizer: "PreTrainedTokenizerBase", config: DataConfig) -> list[Sample]:
@@ -110,9 +105,9 @@ def _encode_whole(row: Row, table: TokenTable, config: DataConfig) -> tuple[list
     if "messages" in data or "conversations" in data:
         return _encode_chat(data, row.origin, table, _markers(table, config))
     if "prompt" in data and answer is not None:
-        return _encode_answer(data["prompt"], answer, row.origin, tokenizer)
+        return _encode_answer(data["prompt"], answer, row.origin, table)
     if "instruction" in data and answer is not None:
-        return _encode_answer(instruction_in(data, row.origin), answer, row.origin, tokenizer)
+        return _encode_answer(instruction_in(data, row.origin), answer, row.origin, table)
     if "text" in data and not isinstance(data["text"], str):
         raise BadInput(f"{row.origin}: `text` should be text, got {type(data['text']).__name__}")
     if "text" in data:
@@ -135,14 +130,12 @@ def _check_tokens(input_ids: Any, prompt_length: Any, origin: str, *, vocab_size
     return input_ids, [(prompt_length, len(input_ids))]
 
 
-def _encode_answer(prompt: Any, answer: Any, origin: str, tokenizer: Any) -> tuple[list[int], list[Span]]:
+def _encode_answer(prompt: Any, answer: Any, origin: str, table: TokenTable) -> tuple[list[int], list[Span]]:
     """The boundary lies between ids: prompt and answer are tokenised apart, as a serving engine sees them."""
     if not isinstance(prompt, str) or not isinstance(answer, str):
         raise BadInput(f"{origin}: prompt and response should be text; give a chat as `messages`")
-    prompt_ids = list(tokenizer(prompt, verbose=False)["input_ids"])
-    input_ids = prompt_ids + list(tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"])
-    if tokenizer.eos_token_id is not None:
-        input_ids.append(tokenizer.eos_token_id)
+    prompt_ids, eos = list(table.tokenizer(prompt, verbose=False)["input_ids"]), table.tokenizer.eos_token_id
+    input_ids = [*prompt_ids, *table.ids(answer), *([] if eos is None else [eos])]
     return input_ids, [(len(prompt_ids), len(input_ids))]
 
 

@@ -12,6 +12,11 @@ from jinja2.exceptions import TemplateError
 from .messages import REASONING_KEYS, Message
 from .segments import TokenTable
 
+
+class Unproved(ValueError):
+    """It does not show where the assistant's tokens are; to be found turn by turn."""
+
+
 RENDER_ERRORS = (TemplateError, TypeError, ValueError)  # what a template raises on messages that it does not take
 
 
@@ -41,8 +46,7 @@ class ChatTemplate:
         )
 
     def render(self, messages: list[Message], *, generation_prompt: bool = False) -> list[int]:
-        text = self.render_text(messages, generation_prompt=generation_prompt)
-        return list(self.table.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return self.table.ids(self.render_text(messages, generation_prompt=generation_prompt))
 
     def _reads(self, key: str) -> bool:
         question, answer = {"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}
@@ -67,14 +71,13 @@ class Rendering:
         tokenizer = table.tokenizer
         encoded = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=tokenizer.is_fast)
         offsets = encoded["offset_mapping"] if tokenizer.is_fast else []
-        return cls(
-            text, list(encoded["input_ids"]), [start for start, _ in offsets], [end for _, end in offsets], table
-        )
+        starts, ends = ([edges[side] for edges in offsets] for side in (0, 1))
+        return cls(text, list(encoded["input_ids"]), starts, ends, table)
 
     def start_of_turn(
         self, behind: int, first: int, opener: list[int], markers: tuple[str, str] | None
-    ) -> tuple[int, int] | None:
-        """(the character where a turn's header begins, the token where its answer does); None where that is unclear.
+    ) -> tuple[int, int]:
+        """(the character where a turn's header begins, the token where its answer does). Unproved: that is unclear.
 
         behind: the character where the turn before ended. first: the first character that the assistant wrote, no
         blank, or follows the markers of its trace. opener: the ids of a generation prompt; the answer begins
@@ -91,25 +94,29 @@ class Rendering:
                 at -= 1
             ends_prompt = at > 0 and ids[at - 1] in special
             is_alone = at < 2 or ids[at - 2] not in special  # of two, the second may be the answer's own
-            return (first, at) if ends_prompt and is_alone else None
+            if not ends_prompt or not is_alone:
+                raise Unproved
+            return first, at
         header = self.text.rfind(self.table.text(opener[0]), behind, first)
         token = bisect_left(self.starts, header)
         if opener[0] not in special or header < 0 or (ids[token], self.starts[token]) != (opener[0], header):
-            return None
+            raise Unproved
         return header, min(at, token + num_common(opener, ids[token : token + len(opener)]))
 
-    def end_of_turn(self, behind: int, markers: tuple[str, str] | None, *, is_last: bool) -> int | None:
-        """The token behind the one that ends a turn whose last character, no blank, is before `behind`, or None.
+    def end_of_turn(self, behind: int, markers: tuple[str, str] | None, *, is_last: bool) -> int:
+        """The token behind the one that ends a turn whose last character, no blank, is before `behind`.
 
         In between there may be the marker that closes a trace which nothing follows. At the end of the conversation
-        (is_last) there need be no such token.
+        (is_last) there need be no such token. Unproved: there is none.
         """
         closes = re.compile(rf"\s*{re.escape(markers[1])}").match(self.text, behind) if markers else None
         token = bisect_left(self.starts, closes.end() if closes else behind)
         closing = closing_token(self.ids, token, self.table)
         if closing is not None:
             return closing + 1
-        return len(self.ids) if is_last and all(map(self.table.is_blank, self.ids[token:])) else None
+        if not is_last or not all(map(self.table.is_blank, self.ids[token:])):
+            raise Unproved
+        return len(self.ids)
 
 
 def close(ids: Sequence[int], start: int, end: int, table: TokenTable) -> int:

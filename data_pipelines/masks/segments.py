@@ -39,6 +39,10 @@ class TokenTable:
             self._texts[token] = text
         return text
 
+    def ids(self, text: str) -> list[int]:
+        """The tokens of a text, without those that a tokenizer puts around it."""
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
     def is_blank(self, token: int) -> bool:
         return not self.text(token).strip()
 

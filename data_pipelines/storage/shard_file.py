@@ -11,9 +11,10 @@ A shard is a safetensors file of these tensors, for R rows of N tokens in all:
 import hashlib
 import json
 import mmap
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from .samples import Sample
 
 SEGMENT, POST_NORM, FEATURES, SUPERVISED = 0b11, 0b10000, 0b100000, 0b10000000  # of a token's flags
 KINDS = {"I64": np.int64, "I32": np.int32, "F32": np.float32, "BF16": np.uint16, "U8": np.uint8}
-NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
-PLAIN = {"offsets": "I64", "num_cut": "I32", "input_ids": "I32", "flags": "U8"}
+NAMES = dict(zip((torch.int64, torch.int32, torch.float32, torch.bfloat16, torch.uint8), KINDS, strict=True))
+PLAIN = {"offsets", "num_cut", "input_ids", "flags"}
 
 
 @dataclass
@@ -99,35 +100,23 @@ class ShardEntry:
     sha256: str
 
 
-@dataclass
-class _Column:
-    """One tensor of the file, in pieces along its first dimension."""
-
-    name: str
-    kind: str
-    shape: list[int]
-    pieces: list[np.ndarray]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(piece.nbytes for piece in self.pieces)
-
-
 def write_rows(path: Path, rows: Sequence[StoredSample], *, metadata: dict[str, Any]) -> ShardEntry:
     """Writes a shard. The same rows give the same bytes. BadInput: the disk is full, or cannot be written to."""
-    columns = sorted(_columns(rows), key=lambda column: -np.dtype(KINDS[column.kind]).itemsize)  # so that all align
+    columns = dict(sorted(_columns(rows).items(), key=lambda column: -column[1][0].itemsize))  # so that all align
     header: dict[str, Any] = {"__metadata__": {"headstart": json.dumps(metadata, sort_keys=True)}}
     end = 0
-    for column in columns:
-        start, end = end, end + column.num_bytes
-        header[column.name] = {"dtype": column.kind, "shape": column.shape, "data_offsets": [start, end]}
+    for name, pieces in columns.items():
+        start, end = end, end + sum(piece.nbytes for piece in pieces)
+        shape = [sum(map(len, pieces)), *pieces[0].shape[1:]]
+        header[name] = {"dtype": NAMES[pieces[0].dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
     try:
         with replacing(path) as temporary, temporary.open("wb") as file:
-            pieces = (piece.reshape(-1).view(np.uint8).data for c in columns for piece in c.pieces if piece.nbytes)
-            for piece in (len(text).to_bytes(8, "little"), text, *pieces):
+            tensors = (piece for pieces in columns.values() for piece in pieces if piece.nbytes)
+            data = (tensor.contiguous().flatten().view(torch.uint8).numpy().data for tensor in tensors)
+            for piece in chain((len(text).to_bytes(8, "little"), text), data):
                 digest.update(piece)
                 file.write(piece)
     except OSError as error:
@@ -142,42 +131,31 @@ def write_rows(path: Path, rows: Sequence[StoredSample], *, metadata: dict[str, 
     )
 
 
-def _columns(rows: Sequence[StoredSample]) -> list[_Column]:
+def _columns(rows: Sequence[StoredSample]) -> dict[str, list[Tensor]]:
+    """The tensors of the file, each in pieces along its first dimension."""
     samples, states = [row.sample for row in rows], [row.packed for row in rows if row.packed is not None]
     assert len(states) in (0, len(rows))
     flags = [sample.segments | np.where(sample.loss_mask, SUPERVISED, 0).astype(np.uint8) for sample in samples]
     for row_flags, row in zip(flags, states, strict=False):
         row_flags |= np.where(row.features_at, FEATURES, 0).astype(np.uint8)
         row_flags |= np.where(row.post_norm_at, POST_NORM, 0).astype(np.uint8)
-    num_tokens = sum(map(len, samples))
-    columns = [
-        _offsets("offsets", map(len, samples)),
-        _Column("num_cut", "I32", [len(rows)], [np.array([sample.num_cut for sample in samples], dtype=np.int32)]),
-        _Column("input_ids", "I32", [num_tokens], [np.ascontiguousarray(s.input_ids, np.int32) for s in samples]),
-        _Column("flags", "U8", [num_tokens], flags),
-    ]
-    if states:
-        columns += _packed_columns("features", [row.features for row in states])
-        columns += _packed_columns("post_norm", [row.post_norm for row in states])
+    columns = {
+        "offsets": [_offsets(samples)],
+        "num_cut": [torch.tensor([sample.num_cut for sample in samples], dtype=torch.int32)],
+        "input_ids": [torch.tensor(sample.input_ids, dtype=torch.int32) for sample in samples],
+        "flags": [torch.from_numpy(row_flags) for row_flags in flags],
+    }
+    for name in ("features", "post_norm") if states else ():
+        packed: list[Packed] = [getattr(row, name) for row in states]
+        columns[f"{name}_offsets"] = [_offsets([row.values for row in packed])]
+        columns[name] = [row.values for row in packed]
+        if packed[0].scales is not None:
+            columns[f"{name}_scales"] = [row.scales for row in packed if row.scales is not None]
     return columns
 
 
-def _packed_columns(name: str, rows: list[Packed]) -> list[_Column]:
-    columns = [_offsets(f"{name}_offsets", (len(row.values) for row in rows)), _tensors(name, [r.values for r in rows])]
-    if rows[0].scales is not None:
-        columns.append(_tensors(f"{name}_scales", [row.scales for row in rows if row.scales is not None]))
-    return columns
-
-
-def _offsets(name: str, lengths: Any) -> _Column:
-    ends = np.cumsum([0, *lengths], dtype=np.int64)
-    return _Column(name, "I64", [len(ends)], [ends])
-
-
-def _tensors(name: str, tensors: list[Tensor]) -> _Column:
-    shape = [sum(map(len, tensors)), *tensors[0].shape[1:]]
-    pieces = [tensor.contiguous().flatten().view(torch.uint8).numpy() for tensor in tensors]
-    return _Column(name, NAMES[tensors[0].dtype], shape, pieces)
+def _offsets(rows: Sequence[Sized]) -> Tensor:
+    return torch.tensor([0, *accumulate(map(len, rows))], dtype=torch.int64)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -207,7 +185,7 @@ class RowFile:
             raise BadInput(f"{path}: no such file") from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadInput(f"{path}: damaged: not the shard that was written there") from error
-        if end != size or not PLAIN.keys() <= self._arrays.keys():
+        if end != size or not PLAIN <= self._arrays.keys():
             raise BadInput(f"{path}: damaged: {size} bytes, its header says {end}")
         self.has_states = "features" in self._arrays
 

@@ -39,16 +39,10 @@ class Manifest:
 
     @classmethod
     def of(cls, shards: list[ShardEntry], fields: dict[str, Any]) -> "Manifest":
-        num_tokens, size = sum(shard.num_tokens for shard in shards), sum(shard.bytes for shard in shards)
-        return cls(
-            num_rows=sum(shard.num_rows for shard in shards),
-            num_tokens=num_tokens,
-            num_supervised_tokens=sum(shard.num_supervised_tokens for shard in shards),
-            bytes=size,
-            bytes_per_token=round(size / max(1, num_tokens), 3),
-            fields=fields,
-            shards=shards,
-        )
+        summed = ("num_rows", "num_tokens", "num_supervised_tokens", "bytes")
+        totals = {name: sum(getattr(shard, name) for shard in shards) for name in summed}
+        bytes_per_token = round(totals["bytes"] / max(1, totals["num_tokens"]), 3)
+        return cls(**totals, bytes_per_token=bytes_per_token, fields=fields, shards=shards)
 
     def as_json(self) -> dict[str, Any]:
         totals = asdict(self)
@@ -75,7 +69,8 @@ class ShardWriter:
         try:
             (self.folder / PROGRESS).mkdir(parents=True, exist_ok=True)
             self._check_same()
-            self.done = {number: entry for number, entry in self._progress() if self._is_whole(entry)}
+            sizes = {path.name: path.stat().st_size for path in self.folder.glob("shard_*")}
+            self.done = {number: entry for number, entry in self._progress() if sizes.get(entry.file) == entry.bytes}
         except OSError as error:
             raise BadInput(f"{folder}: {error.strerror}") from error
         self._number = next(n for n in range(len(self.done) + 1) if n not in self.done)
@@ -111,8 +106,7 @@ class ShardWriter:
     def _flush(self) -> None:
         self.write(self._number, self._rows)
         self.num_rows += len(self._rows)
-        self._rows, self._num_bytes = [], 0
-        self._number += 1
+        self._rows, self._num_bytes, self._number = [], 0, self._number + 1
 
     def _check_same(self) -> None:
         path = self.folder / PROGRESS / "fields.json"
@@ -127,10 +121,6 @@ class ShardWriter:
     def _progress(self) -> Iterator[tuple[int, ShardEntry]]:
         for path in sorted((self.folder / PROGRESS).glob("[0-9]*.json")):
             yield int(path.stem), ShardEntry(**_read_json(path))
-
-    def _is_whole(self, entry: ShardEntry) -> bool:
-        path = self.folder / entry.file
-        return path.is_file() and path.stat().st_size == entry.bytes
 
 
 class Shards(Sequence[StoredSample]):

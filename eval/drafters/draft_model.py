@@ -8,7 +8,7 @@ from torch import Tensor
 from ...configs.errors import BadInput
 from ...heads.base import Proposal
 from ...heads.draft_lm import comes_with_tokenizer, differing_word
-from ...heads.drafter import ChainDrafter, Reading
+from ...heads.drafter import Drafter, Reading
 from ...heads.nn.cache import SlotCache
 from ...heads.target import Target
 
@@ -23,7 +23,7 @@ class DraftModelState:
     hidden: Tensor  # [B, 1, D] the draft model's last state there
 
 
-class DraftModelDrafter(ChainDrafter):
+class DraftModelDrafter(Drafter):
     """K greedy steps of a model with the target's tokenizer, from the pending token on.
 
     Vocabularies may differ in padding: ids that only one of the two has are never drafted, and ids that the draft

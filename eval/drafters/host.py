@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from ...heads.base import Proposal
-from ...heads.drafter import ChainDrafter, Reading
+from ...heads.drafter import Drafter, Reading
 
 
 def committed_tokens(read: Reading) -> list[list[int]]:
@@ -34,13 +34,13 @@ class RowText(Protocol):
 
 @dataclass
 class TextState:
-    """rows: the texts. active: rows that still grow."""
+    """rows: the texts, with `extend`, and with `draft` if `TextDrafter` proposes. active: rows that still grow."""
 
-    rows: list[RowText]
+    rows: list[Any]
     active: list[bool] = field(default_factory=list)
 
 
-class TextDrafter(ChainDrafter):
+class TextDrafter(Drafter):
     """What drafters on the host share; a subclass makes the rows."""
 
     on_host = True
@@ -59,8 +59,6 @@ class TextDrafter(ChainDrafter):
 
     def propose(self, state: TextState, *, num_draft_tokens: int) -> Proposal:
         nothing = [0] * num_draft_tokens
-        drafts = [
-            row.draft(num_draft_tokens) if active else nothing
-            for row, active in zip(state.rows, state.active, strict=True)
-        ]
+        rows = zip(state.rows, state.active, strict=True)
+        drafts = [row.draft(num_draft_tokens) if active else nothing for row, active in rows]
         return Proposal(torch.tensor(drafts))  # [B, K]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...configs.errors import BadInput
 from ...heads.base import Proposal
-from ...heads.drafter import ChainDrafter, Reading
+from ...heads.drafter import Drafter, Reading
 from ...heads.nn.cache import SlotCache, SlotLayer, hiding
 from ...heads.target import Target
 
@@ -138,7 +138,7 @@ class SparseState:
     position: Tensor  # [B] its position
 
 
-class SparseSelfDrafter(ChainDrafter):
+class SparseSelfDrafter(Drafter):
     """K greedy steps of the target itself, each over `budget` keys per layer and key head instead of all.
 
     Keys keep the rotation of their true positions. A round copies the keys and values of what was committed from the

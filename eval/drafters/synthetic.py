@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...configs.errors import BadInput
 from ...heads.base import Proposal
-from ...heads.drafter import ChainDrafter, Drafter, Reading
+from ...heads.drafter import Drafter, Reading
 from ...heads.target import Target
 from ..generate import generate
 
@@ -27,7 +27,7 @@ def expected_length(rates: Sequence[float], num_draft_tokens: int) -> float:
     return length
 
 
-class BlankDrafter(ChainDrafter):
+class BlankDrafter(Drafter):
     """Drafts token 0 at no cost: to time rounds that do nothing but verify."""
 
     def begin(self, *, batch_size: int, max_length: int) -> list[Reading]:
@@ -50,7 +50,7 @@ class SyntheticState:
     inner: Any = None  # the state of the drafter whose time counts
 
 
-class SyntheticDrafter(ChainDrafter):
+class SyntheticDrafter(Drafter):
     """Drafts the target's own next tokens, draft position k with probability rates[k], else a wrong one.
 
     The engine verifies them as it does any draft, so the text stays the target's, and acceptance_rate[k] comes out as

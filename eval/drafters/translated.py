@@ -13,16 +13,15 @@ together, a first word may lose its space. Where text cannot be aligned, filler 
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...heads.base import Proposal
-from ...heads.drafter import ChainDrafter, Reading
 from ...heads.nn.cache import SlotCache
 from ...heads.target import Target
-from .host import committed_tokens
+from .host import TextDrafter, TextState
 
 INCOMPLETE = "\ufffd"  # what decoders write for bytes that are no character yet
 KEEP_TOKENS, KEEP_CHARACTERS = 16, 64  # how much of a text's end is translated again, at least
@@ -163,22 +162,18 @@ class TranslatedRow:
 
 
 @dataclass
-class TranslatedState:
+class TranslatedState(TextState):
     """What is kept between rounds."""
 
-    rows: list[TranslatedRow]
     cache: SlotCache | None = None  # of the draft model; None until the first draft
-    live: list[bool] = field(default_factory=list)  # rows that still grow
 
 
-class TranslatedDrafter(ChainDrafter):
+class TranslatedDrafter(TextDrafter):
     """What a draft model of any vocabulary writes behind the text, in the target's tokens; a drafter on the host.
 
     A draft costs about as many forwards as K tokens of the target take in tokens of the draft model, measured on the
     text so far. Of a new text the draft model reads only what differs from what its cache holds, drafts included.
     """
-
-    on_host = True
 
     def __init__(self, model: Target, target: Target):
         self.model = model
@@ -187,15 +182,10 @@ class TranslatedDrafter(ChainDrafter):
     def begin(self, *, batch_size: int, max_length: int) -> TranslatedState:
         return TranslatedState([TranslatedRow(self.target, self.draft) for _ in range(batch_size)])
 
-    def commit(self, state: TranslatedState, read: Reading) -> None:
-        news = committed_tokens(read)
-        for row, new in zip(state.rows, news, strict=True):
-            row.extend(new)
-        state.live = [bool(new) for new in news]
-
     @torch.no_grad()
-    def propose(self, state: TranslatedState, *, num_draft_tokens: int) -> Proposal:
-        live = [is_live and len(row.tokens) > 0 for row, is_live in zip(state.rows, state.live, strict=True)]
+    def propose(self, state: TextState, *, num_draft_tokens: int) -> Proposal:
+        assert isinstance(state, TranslatedState)
+        live = [is_live and len(row.tokens) > 0 for row, is_live in zip(state.rows, state.active, strict=True)]
         ratios = [len(row.tokens) / row.num_tokens for row, is_live in zip(state.rows, live, strict=True) if is_live]
         num_steps = math.ceil(num_draft_tokens * min(max(ratios, default=0.0), STEPS_PER_TOKEN))
         room = self.model.max_positions - num_steps

@@ -1,6 +1,5 @@
 """What a decode step must read from memory, and how much of the machine's bandwidth the baseline makes of it."""
 
-import os
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -24,7 +23,7 @@ def copy_bandwidth(device: torch.device) -> float:
     """
     size = COPY_BYTES.get(device.type, COPY_BYTES["cpu"])
     if device.type == "cuda":
-        size = min(size, free_memory(device) // 4)
+        size = min(size, torch.cuda.mem_get_info(device)[0] // 4)  # free bytes, torch's own unused blocks not counted
     source = torch.ones(size, dtype=torch.uint8, device=device)
     copy = torch.empty_like(source)
     watch, seconds = Stopwatch(device), []
@@ -33,13 +32,6 @@ def copy_bandwidth(device: torch.device) -> float:
         copy.copy_(source)
         seconds.append(watch.now() - started)
     return 2 * size / statistics.median(seconds[1:])  # the first touches fresh pages
-
-
-def free_memory(device: torch.device) -> int:
-    """Free bytes on the device, torch's own unused blocks not counted."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def weight_bytes(target: Target, *, num_rows: int = 1) -> float:

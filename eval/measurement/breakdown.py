@@ -68,11 +68,6 @@ def segment_label(think_tokens: tuple[int, int] | None) -> Label:
     return label
 
 
-def domain_label(source: PromptSource, text: Sequence[int], num_committed: int) -> str:
-    """What the prompt's row calls its category."""
-    return source.domain or NO_DOMAIN
-
-
 def by_domain(batches: Sequence[MeasuredBatch], *, num_draft_tokens: int) -> dict[str, DomainPart]:
     """Acceptance and speedup of each domain; empty where no row names one.
 
@@ -83,7 +78,7 @@ def by_domain(batches: Sequence[MeasuredBatch], *, num_draft_tokens: int) -> dic
     num_prompts = Counter(name for names in domains for name in names)
     if set(num_prompts) <= {NO_DOMAIN}:
         return {}
-    counted = acceptance_by(batches, domain_label, num_draft_tokens=num_draft_tokens)
+    counted = acceptance_by(batches, lambda source, *_: source.domain or NO_DOMAIN, num_draft_tokens=num_draft_tokens)
     parts = {}
     for name in num_prompts:
         whole = [batch for batch, names in zip(batches, domains, strict=True) if set(names) == {name}]

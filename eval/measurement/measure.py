@@ -60,13 +60,7 @@ def measure(
     batches, failed = measure_batches(target, drafter, suite, config, name=name, on_batch=on_batch, store=store)
     prompts = [prompt for batch in batches for prompt in batch.suite.prompts]
     empty = unmeasured(
-        suite,
-        config,
-        setting,
-        engine=ENGINE,
-        drafter=name,
-        num_prompts=len(prompts),
-        failed=[*suite.failed, *failed],
+        suite, config, setting, engine=ENGINE, drafter=name, num_prompts=len(prompts), failed=[*suite.failed, *failed]
     )
     length, trained_length = setting.num_draft_tokens, training.max_length if training else None
     by_context = acceptance_by(batches, context_label(trained_length), num_draft_tokens=length)
@@ -78,8 +72,8 @@ def measure(
         by_context=by_context,
         by_domain=by_domain(batches, num_draft_tokens=length),
         teacher_forced_acceptance_length=teacher_forced_length(target, drafter, batches, setting),
-        lossless=greedy_check(target, batches) if is_greedy else LosslessReport(),
-        sampling_check=None if is_greedy else sampled_check(target, batches, config),
+        lossless=greedy_check(target, prompts, batches) if is_greedy else LosslessReport(),
+        sampling_check=None if is_greedy else sampled_check(target, prompts, batches, config),
         trained=training,
         beyond_training=beyond_training(training, by_context),
         asked_as_trained=asked_as_trained(training, prompts),
@@ -87,18 +81,18 @@ def measure(
     return result, raw_rounds(result, batches)
 
 
-def greedy_check(target: Target, batches: Sequence[MeasuredBatch]) -> LosslessReport:
+def greedy_check(target: Target, prompts: list[list[int]], batches: Sequence[MeasuredBatch]) -> LosslessReport:
     """The texts of the first repeat, compared with the baseline's."""
     baseline = [new for batch in batches for new in batch.baseline.runs[0].token_ids]
     speculative = [new for batch in batches for new in batch.drafted.runs[0].token_ids]
     numbers = [source.number for batch in batches for source in batch.suite.sources]
-    prompts = [prompt for batch in batches for prompt in batch.suite.prompts]
     return compare_texts(target, prompts, baseline, speculative, numbers=numbers)
 
 
-def sampled_check(target: Target, batches: Sequence[MeasuredBatch], config: MeasureConfig) -> SamplingCheck:
+def sampled_check(
+    target: Target, prompts: list[list[int]], batches: Sequence[MeasuredBatch], config: MeasureConfig
+) -> SamplingCheck:
     """The texts of all repeats, held against the target's distribution."""
-    prompts = [prompt for batch in batches for prompt in batch.suite.prompts]
     drafted = [texts for batch in batches for texts in batch.drafted.texts]
     plain = [texts for batch in batches for texts in batch.baseline.texts]
     return check_sampling(target, prompts, drafted, plain, config.sampling)

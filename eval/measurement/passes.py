@@ -1,7 +1,6 @@
 """How a measurement decodes: passes over batches of prompts, with drafts and without in turn, kept through kills."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 
 import numpy as np
 import torch
@@ -12,10 +11,10 @@ from ...heads.target import Target
 from ..engine import Engine, build_engine
 from ..generate import Generation, check_request, decode
 from ..stopping import Stop
-from ..suites.prompts import FailedPrompt, PromptSource, Suite
+from ..suites.prompts import FailedPrompt, Suite
 from .config import MeasureConfig
 from .result import ENGINE
-from .resume import BatchStore, generations_from, record_of, settings_key
+from .resume import BatchStore, Record, generations_from, kept_in, record_of
 from .summary import MeasuredBatch, Side
 
 Run = Callable[[list[list[int]], Drafter | None, int], Generation]  # a batch, the drafter or None, the seed
@@ -32,59 +31,81 @@ def measure_batches(
     store: BatchStore | None,
 ) -> tuple[list[MeasuredBatch], list[FailedPrompt]]:
     """Both sides of each batch that could be decoded, and the prompts of the others."""
-    key = ""
-    if store is not None:
-        key = settings_key(target, drafter, suite, asdict(config), name=name, engine=ENGINE, store=store)
-    batches: list[MeasuredBatch] = []
-    failed: list[FailedPrompt] = []
+    kept = kept_in(store, target, drafter, suite, config, name=name, engine=ENGINE)
     run = runner(target, drafter, suite.prompts, config)
-    is_warmed_up = False
-    for number, start in enumerate(range(0, len(suite.prompts), config.batch_size)):
-        part = suite.subset(range(start, min(start + config.batch_size, len(suite.prompts))))
-        record = store.get(key, number) if store is not None else None
-        if record is not None:
-            drafted, baseline = (Side(generations_from(side)) for side in record["sides"])
-            batches.append(MeasuredBatch(number, part, drafted, baseline))
-            on_batch()
-            continue
-        try:
-            for which in () if is_warmed_up else (drafter, None):  # not counted; again after a resume
-                run(part.prompts, which, config.seed)
-            is_warmed_up = True
-            drafted, baseline = both_sides(run, part.prompts, drafter, config, number=number)
-        except BadInput:  # of the settings: the prompts have been checked
-            raise
-        except Exception as error:  # out of memory, or a fault in a drafter: the other batches are measured
-            failed += failures(part.sources, error)
-        else:
-            batches.append(MeasuredBatch(number, part, drafted, baseline))
-            if store is not None:
-                store.add(key, number, {"sides": [record_of(side.runs) for side in (drafted, baseline)]})
-        on_batch()
+
+    def warm_up(batch: Suite) -> None:
+        for which in (drafter, None):
+            run(batch.prompts, which, config.seed)
+
+    def decode_both(number: int, batch: Suite) -> Record:
+        return {"sides": list(map(record_of, both_sides(run, batch.prompts, drafter, config, number=number)))}
+
+    rows = range(len(suite.prompts))
+    parts = [suite.subset(rows[start : start + config.batch_size]) for start in rows[:: config.batch_size]]
+    done, failed = measure_parts(parts, decode_both, warm_up, kept=kept, on_part=on_batch)
+    batches = []
+    for number, record in done.items():
+        drafted, baseline = (Side(generations_from(side)) for side in record["sides"])
+        batches.append(MeasuredBatch(number, parts[number], drafted, baseline))
     return batches, failed
+
+
+def measure_parts(
+    parts: Sequence[Suite],
+    measure_part: Callable[[int, Suite], Record],
+    warm_up: Callable[[Suite], object],
+    *,
+    kept: tuple[BatchStore, str] | None,
+    on_part: Callable[[], object],
+    warms_each: bool = False,
+) -> tuple[dict[int, Record], list[FailedPrompt]]:
+    """The records of those parts of a suite that could be decoded, by number, and the prompts of the others.
+
+    Args:
+        warm_up: not counted; before the first part that is measured, after a resume too, or with `warms_each` any.
+        kept: where records are kept, and the key of this measurement there.
+    """
+    done: dict[int, Record] = {}
+    failed: list[FailedPrompt] = []
+    is_warmed_up = False
+    for number, part in enumerate(parts):
+        record = kept[0].get(kept[1], number) if kept else None
+        if record is None:
+            try:
+                if warms_each or not is_warmed_up:
+                    warm_up(part)
+                is_warmed_up = True
+                record = measure_part(number, part)
+            except BadInput:  # of the settings: the prompts have been checked
+                raise
+            except Exception as error:  # out of memory, or a fault in a drafter: the other parts are measured
+                reason = f"{type(error).__name__}: {first_line(error)}"
+                failed += [FailedPrompt(source.number, source.row, reason) for source in part.sources]
+                on_part()
+                continue
+            if kept:
+                kept[0].add(kept[1], number, record)
+        done[number] = record
+        on_part()
+    return done, failed
 
 
 def both_sides(
     run: Run, prompts: list[list[int]], drafter: Drafter, config: MeasureConfig, *, number: int
-) -> tuple[Side, Side]:
+) -> tuple[list[Generation], list[Generation]]:
     """All repeats of speculation and of the baseline, in an order that alternates."""
-    sides = Side(), Side()
+    sides: tuple[list[Generation], list[Generation]] = [], []
     for repeat in range(config.num_repeats):
         order = [(0, drafter), (1, None)]
         for side, which in order if (number + repeat) % 2 == 0 else order[::-1]:
-            sides[side].runs.append(run(prompts, which, seed_of(config.seed, number, repeat)))
+            sides[side].append(run(prompts, which, seed_of(config.seed, number, repeat)))
     return sides
 
 
 def seed_of(seed: int, batch: int, repeat: int) -> int:
     """What a pass samples with: others for each batch and repeat, the same in another measurement."""
     return int(np.random.SeedSequence([seed, batch, repeat]).generate_state(1)[0])
-
-
-def failures(sources: Sequence[PromptSource], error: Exception) -> list[FailedPrompt]:
-    """The prompts that were decoded together when an exception was raised."""
-    reason = f"{type(error).__name__}: {first_line(error)}"
-    return [FailedPrompt(source.number, source.row, reason) for source in sources]
 
 
 def runner(target: Target, drafter: Drafter | None, prompts: list[list[int]], config: MeasureConfig) -> Run:

@@ -3,18 +3,17 @@
 import hashlib
 import json
 import os
-from dataclasses import astuple, fields
+from dataclasses import asdict, astuple, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 from ... import __version__
 from ...configs.errors import BadInput
 from ...configs.files import locked, write_text
-from ...heads.drafting import StaticTree
 from ...heads.target import Target
 from ..generate import Generation, Round
 from ..suites.prompts import Suite
@@ -128,15 +127,19 @@ def settings_key(
         "drafter": store.digest_of(drafter),
         "prompts": suite.digest,
         "settings": settings,
-        "machine": [
-            str(target.dtype),
-            str(target.device),
-            device_name(target.device),
-            torch.get_num_threads(),
-        ],
+        "machine": [str(target.dtype), str(target.device), device_name(target.device), torch.get_num_threads()],
         "versions": [__version__, torch.__version__, transformers.__version__, [part.name for part in fields(Round)]],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def kept_in(
+    store: BatchStore | None, target: Target, drafter: Any, suite: Suite, config: Any, *, name: str, engine: str
+) -> tuple[BatchStore, str] | None:
+    """The store, where there is one, and the key of a measurement in it. Args: config: the settings, a dataclass."""
+    if store is None:
+        return None
+    return store, settings_key(target, drafter, suite, asdict(config), name=name, engine=engine, store=store)
 
 
 def identity(drafter: Any) -> str:
@@ -147,7 +150,7 @@ def identity(drafter: Any) -> str:
         digest.update(repr(getattr(drafter, "config", None)).encode())
         for name, value in sorted(drafter.state_dict().items()):
             digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-            digest.update(raw_bytes(value))
+            digest.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
     for name, value in sorted(getattr(drafter, "__dict__", {}).items()):
         if isinstance(value, Target):
@@ -155,10 +158,6 @@ def identity(drafter: Any) -> str:
         elif isinstance(value, str | int | float | tuple | None):
             digest.update(f"{name} {value!r}".encode())
     return digest.hexdigest()
-
-
-def raw_bytes(value: Tensor) -> bytes:
-    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def record_of(runs: list[Generation]) -> list[list[Any]]:
@@ -169,8 +168,3 @@ def record_of(runs: list[Generation]) -> list[list[Any]]:
 def generations_from(record: list[list[Any]]) -> list[Generation]:
     """The repeats that `record_of` wrote."""
     return [Generation(token_ids, [Round(*done) for done in rounds]) for token_ids, rounds in record]
-
-
-def tree_from(record: Record) -> StaticTree:
-    """The tree whose `asdict` was kept."""
-    return StaticTree(tuple(map(tuple, record["paths"])), record["sampled"])

@@ -43,10 +43,7 @@ def check_sampling(
 
 @torch.no_grad()
 def quantiles(
-    target: Target,
-    prompts: Sequence[Sequence[int]],
-    texts: Sequence[Sequence[Sequence[int]]],
-    sampling: Sampling,
+    target: Target, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[Sequence[int]]], sampling: Sampling
 ) -> Iterable[Tensor]:
     """Of each text the quantile of every new token, [n]: the probability of all more probable tokens, and a random part
     of its own.

@@ -157,12 +157,7 @@ def with_speedup(result: Result, seconds: Sequence[tuple[float, float]]) -> Resu
     shares = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
     p10, median, p90 = map(rounded, ratios.quantile(shares).tolist() if seconds else [None] * 3)
     return replace(
-        result,
-        speedup=speedup,
-        speedup_ci95=interval,
-        speedup_p10=p10,
-        speedup_median=median,
-        speedup_p90=p90,
+        result, speedup=speedup, speedup_ci95=interval, speedup_p10=p10, speedup_median=median, speedup_p90=p90
     )
 
 

@@ -3,13 +3,13 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
 
-from ...configs.errors import BadInput
 from ...heads.drafter import Drafter
 from ...heads.loading import quiet_loading
 from ...heads.target import Target
@@ -18,9 +18,9 @@ from ..drafters.lookup import NgramDrafter
 from ..suites.prompts import FailedPrompt, Suite
 from .config import MeasureConfig, chain
 from .lossless import compare_texts
-from .passes import failures, runner
+from .passes import measure_parts, runner
 from .result import Result
-from .resume import BatchStore, settings_key
+from .resume import BatchStore, Record, kept_in
 from .summary import rounded, speedup_of, unmeasured, with_speedup
 
 Decode = Callable[[list[int]], tuple[list[int], int]]  # a prompt to its new tokens and the number of target forwards
@@ -69,10 +69,7 @@ def compare_transformers(
         num_repeats=config.num_repeats,
         seed=config.seed,
     )
-    kept = None
-    if store is not None:
-        key = settings_key(target, drafter, suite, asdict(config), name=name, engine="transformers", store=store)
-        kept = store, key
+    kept = kept_in(store, target, drafter, suite, config, name=name, engine="transformers")
     with their_decoding(target, drafter, config) as theirs:
         ways = [theirs, *our_decoding(target, drafter, suite.prompts, config)]
         sides, done, failed = interleave(ways, suite, config, on_prompt=on_prompt, kept=kept)
@@ -93,14 +90,11 @@ def our_decoding(
     """Our engine, greedy, one prompt at a time: the baseline, and speculation where there is a drafter."""
     run = runner(target, drafter, prompts, config)
 
-    def decode_with(which: Drafter | None) -> Decode:
-        def decode(prompt: list[int]) -> tuple[list[int], int]:
-            done = run([prompt], which, config.seed)
-            return done.token_ids[0], len(done.rounds)
+    def decode(which: Drafter | None, prompt: list[int]) -> tuple[list[int], int]:
+        done = run([prompt], which, config.seed)
+        return done.token_ids[0], len(done.rounds)
 
-        return decode
-
-    return [decode_with(which) for which in ([None] if drafter is None else [None, drafter])]
+    return [partial(decode, which) for which in ([None] if drafter is None else [None, drafter])]
 
 
 @contextmanager
@@ -166,33 +160,24 @@ def interleave(
 
     Returns: the answers of each way, the indices of the prompts that they are of, and the prompts that failed.
     """
-    sides: list[Answers] = [Answers() for _ in ways]
-    done: list[int] = []
-    failed: list[FailedPrompt] = []
-    is_warmed_up = False
-    for i, prompt in enumerate(suite.prompts):
-        record = kept[0].get(kept[1], i) if kept else None
-        if record is None:
-            try:
-                for way in () if is_warmed_up and config.steps == "eager" else ways:  # not counted
-                    way(prompt)
-                is_warmed_up = True
-                record = {"ways": time_prompt(ways, prompt, number=i, num_repeats=config.num_repeats)}
-            except BadInput:
-                raise
-            except Exception as error:  # as in `measure_batches`: the other prompts are measured
-                failed += failures(suite.sources[i : i + 1], error)
-                on_prompt()
-                continue
-            if kept:
-                kept[0].add(kept[1], i, record)
-        done.append(i)
+
+    def warm_up(part: Suite) -> None:
+        for way in ways:
+            way(part.prompts[0])
+
+    def time_part(number: int, part: Suite) -> Record:
+        return {"ways": time_prompt(ways, part.prompts[0], number=number, num_repeats=config.num_repeats)}
+
+    parts = [suite.subset([i]) for i in range(len(suite.prompts))]
+    warms_each = config.steps != "eager"
+    done, failed = measure_parts(parts, time_part, warm_up, kept=kept, on_part=on_prompt, warms_each=warms_each)
+    sides = [Answers() for _ in ways]
+    for record in done.values():
         for side, (seconds, new, num_forwards) in zip(sides, record["ways"], strict=True):
             side.seconds.append(seconds)
             side.texts.append(new)
             side.num_forwards += num_forwards
-        on_prompt()
-    return sides, done, failed
+    return sides, list(done), failed
 
 
 def time_prompt(ways: Sequence[Decode], prompt: list[int], *, number: int, num_repeats: int) -> list[list[Any]]:

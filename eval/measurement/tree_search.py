@@ -73,11 +73,7 @@ def static_tree(accuracies: Accuracies, *, num_nodes: int) -> StaticTree:
 
 
 def optimal_tree(
-    accuracies: Accuracies,
-    *,
-    verify_ms: Callable[[int], float],
-    draft_ms: Callable[[int], float],
-    max_nodes: int = 63,
+    accuracies: Accuracies, *, verify_ms: Callable[[int], float], draft_ms: Callable[[int], float], max_nodes: int = 63
 ) -> tuple[StaticTree, float]:
     """Sequoia's hardware-aware choice: the size and depth with the least expected time per token.
 

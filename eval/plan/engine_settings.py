@@ -77,7 +77,5 @@ def for_sglang(cells: Sequence[Cell], family: str) -> str | None:
     if best is None or gains[best] <= 1:
         return None
     folder = "" if family == "mtp" else "HEAD"
-    if isinstance(best.tree, DynamicTree):
-        size = best.tree.num_nodes
-        return sglang_flags(family, best.num_draft_tokens, folder=folder, top_k=best.tree.top_k, num_nodes=size)
-    return sglang_flags(family, best.num_draft_tokens, folder=folder)
+    top_k, num_nodes = (best.tree.top_k, best.tree.num_nodes) if isinstance(best.tree, DynamicTree) else (1, 0)
+    return sglang_flags(family, best.num_draft_tokens, folder=folder, top_k=top_k, num_nodes=num_nodes)

@@ -38,8 +38,7 @@ class ServedRequest:
 class Server(Protocol):
     """A server, run or simulated, of which at most max_batch_size rows run together."""
 
-    @property
-    def max_batch_size(self) -> int: ...
+    max_batch_size: int
 
     def join(self, request: ServedRequest) -> tuple[float, float]:
         """Read a prompt and put its row into the batch; seconds until its first token was there, and in all."""
@@ -184,10 +183,8 @@ def simulated_servers(
 
     choices: dict[str, Choice] = {"none": lambda rows: None, fixed.name: lambda rows: always}
     choices |= {"schedule": scheduled} if by_length else {}
-    return {
-        name: SimulatedServer(workload, always.tokens, times, choice, max_batch_size)
-        for name, choice in choices.items()
-    }
+    servers = (SimulatedServer(workload, always.tokens, times, choice, max_batch_size) for choice in choices.values())
+    return dict(zip(choices, servers, strict=True))
 
 
 def load_curve(servers: Mapping[str, Server], num_prompts: int, *, served: str, num_requests: int) -> list[LoadPoint]:

@@ -116,8 +116,7 @@ class ProfileTimes:
     def at(self, setting: DraftSetting | None, *, batch_size: float, context: float) -> StepTime:
         def forward(tokens: float, cached: float) -> float:
             # the cache's time grows with its own ratio, the rest with that of the weights
-            own = self.profile.forward_ms(tokens=tokens, cached=cached * self.cache / self.weights)
-            return self.weights * own
+            return self.weights * self.profile.forward_ms(tokens=tokens, cached=cached * self.cache / self.weights)
 
         num_tokens = 1 + (setting.num_drafted if setting else 0)
         return StepTime.of(

@@ -5,7 +5,8 @@ context; together they give every cell's speedup. Some cells, or all, are then m
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from ...configs.errors import BadInput
 from ...heads.base import DraftHead
@@ -21,6 +22,8 @@ from .machine_profile import MachineProfile, times_on
 from .prediction import (
     Accepted,
     Cell,
+    CheckSummary,
+    Recommendation,
     StepTimes,
     Workload,
     accepted_by,
@@ -30,9 +33,9 @@ from .prediction import (
     recommend,
     shortlist,
 )
-from .result import Plan
 from .server import LiveServer
 
+SCHEMA_VERSION = 1
 CHECKS = ("advice", "all", "none")
 DEFAULT_TREES = ("static:4", "static:8", "static:16", "dynamic:16")
 LARGEST_PROFILED = 256  # batch size up to which a profile is read; a table measured here only as far as it was measured
@@ -62,6 +65,42 @@ class PlanConfig:
             raise BadInput(f"check {self.check}: expected one of {', '.join(CHECKS)}")
 
 
+@dataclass(kw_only=True)
+class Plan:
+    """What `headstart plan` finds. docs/report_schema.md defines every key of plan.json."""
+
+    drafter: str
+    suite: str
+    num_prompts: int
+    max_new_tokens: int
+    temperature: float
+    machine: str | None  # the profile's name, of a plan for another machine
+    acceptance: list[Accepted]
+    step_times: list[StepTime]  # measured here; none for another machine
+    cells: list[Cell]
+    check: CheckSummary
+    recommendation: list[Recommendation]
+    load: list[LoadPoint]
+    vllm_schedule: list[ScheduleRange]
+    sglang_flags: str | None
+    step_time_model: MachineProfile | None = None  # of this machine, fitted to step_times
+
+    def to_json(self) -> dict[str, Any]:
+        """plan.json, but for environment and target."""
+        document = {
+            "schema_version": SCHEMA_VERSION,
+            **vars(self),
+            "acceptance": [accepted.to_json() for accepted in self.acceptance],
+            "step_times": [time.as_json() for time in self.step_times],
+            "cells": [cell.to_json() for cell in self.cells],
+            "check": asdict(self.check),
+            "recommendation": [advice.to_json() for advice in self.recommendation],
+            "load": [asdict(point) for point in self.load],
+            "step_time_model": asdict(self.step_time_model) if self.step_time_model else None,
+        }
+        return {key: value for key, value in document.items() if key != "step_time_model" or value}
+
+
 @dataclass
 class Planner:
     """One drafter on one suite."""
@@ -86,14 +125,8 @@ class Planner:
         if machine is None:
             cells = self.check(cells)
         advice = recommend(cells)
-        max_batch_size = LARGEST_PROFILED if machine else max(config.batch_sizes)
-        ranges = schedule(
-            accepted,
-            times,
-            max_batch_size=max_batch_size,
-            context=self.workload.context,
-            measured=measured_lengths(cells),
-        )
+        most, context = LARGEST_PROFILED if machine else max(config.batch_sizes), self.workload.context
+        ranges = schedule(accepted, times, max_batch_size=most, context=context, measured=measured_lengths(cells))
         return Plan(
             drafter=self.name,
             suite=self.suite.name,
@@ -106,7 +139,7 @@ class Planner:
             cells=cells,
             check=errors(cells),
             recommendation=advice,
-            load=self.load(accepted, times, advice[0].cell.setting, ranges, max_batch_size),
+            load=self.load(accepted, times, advice[0].cell.setting, ranges, most),
             vllm_schedule=ranges,
             sglang_flags=for_sglang(cells, self.family),
         )
@@ -180,32 +213,16 @@ class Planner:
         return checked
 
     def load(
-        self,
-        accepted: Sequence[Accepted],
-        times: StepTimes,
-        fixed: DraftSetting,
-        ranges: Sequence[ScheduleRange],
-        max_batch_size: int,
+        self, accepted: list[Accepted], times: StepTimes, fixed: DraftSetting, ranges: list[ScheduleRange], most: int
     ) -> list[LoadPoint]:
         """What users see of no drafts, of one setting and of the schedule: simulated; of the first two also run."""
         num_prompts, config = len(self.suite.prompts), self.config.measure
-        simulated = simulated_servers(
-            accepted, self.workload, times, fixed=fixed, schedule=ranges, max_batch_size=max_batch_size
-        )
+        simulated = simulated_servers(accepted, self.workload, times, fixed=fixed, schedule=ranges, max_batch_size=most)
         points = load_curve(simulated, num_prompts, served="simulated", num_requests=NUM_SIMULATED)
         if self.config.machine is not None or self.config.check == "none":
             return points
         live = {
-            name: LiveServer(
-                self.target,
-                self.drafter,
-                drafted,
-                self.suite.prompts,
-                max_new_tokens=config.max_new_tokens,
-                max_batch_size=max_batch_size,
-                sampling=config.sampling,
-                steps=config.steps,
-            )
+            name: LiveServer(self.target, self.drafter, drafted, self.suite.prompts, config, max_batch_size=most)
             for name, drafted in (("none", None), (fixed.name, fixed))
         }
         tick = self.bar(1, f"requests at a rate, {self.name}")

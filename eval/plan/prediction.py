@@ -3,14 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from ...configs.errors import BadInput
 from ...heads.drafter import Drafter
 from ...heads.target import Target
-from ..generate import Generation
 from ..measurement.config import DraftSetting, MeasureConfig
 from ..measurement.metrics import Acceptance, acceptance
 from ..measurement.passes import runner
@@ -53,6 +52,14 @@ class Accepted:
         """acceptance_length; 1 where no round was needed."""
         return self.counted.length or 1.0
 
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "setting": self.setting.name,
+            "acceptance_length": round(self.length, 4),
+            "acceptance_rate": [None if rate is None else round(rate, 4) for rate in self.counted.rate],
+            "num_rounds": self.counted.num_rounds,
+        }
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -71,6 +78,15 @@ class Cell:
         """The measured one where there is one."""
         return self.measured_speedup or self.predicted_speedup
 
+    def to_json(self) -> dict[str, Any]:
+        setting = {
+            "setting": self.setting.name,
+            "tree": self.setting.tree_name,
+            "num_draft_tokens": self.setting.num_draft_tokens,
+            "num_drafted": self.setting.num_drafted,
+        }
+        return {**setting, **{key: value for key, value in vars(self).items() if key != "setting"}}
+
 
 @dataclass(frozen=True)
 class Recommendation:
@@ -78,6 +94,12 @@ class Recommendation:
 
     cell: Cell
     is_off: bool
+
+    def to_json(self) -> dict[str, Any]:
+        cell = self.cell.to_json()
+        del cell["measured_ci95"]
+        condition = {key: cell.pop(key) for key in ("batch_size", "context", "load")}
+        return {**condition, "off": self.is_off, **cell}
 
 
 @dataclass(frozen=True)
@@ -124,17 +146,14 @@ def accepted_by(
         texts = [run(prompts[i : i + size], drafter, config.seed) for i in range(0, len(prompts), size)]
         rounds = (each for text in texts for each in text.rounds)
         counted = acceptance(rounds, num_draft_tokens=setting.num_draft_tokens)
-        accepted.append(Accepted(setting, counted, [row for text in texts for row in emitted_by_row(text)]))
+        emitted = [
+            [each.num_emitted[row] for each in text.rounds[1:] if each.num_committed[row]]  # the prefill left out
+            for text in texts
+            for row in range(len(text.token_ids))
+        ]
+        accepted.append(Accepted(setting, counted, emitted))
         on_setting()
     return accepted
-
-
-def emitted_by_row(text: Generation) -> list[list[int]]:
-    """The tokens that each row's rounds gave until it ended, the prefill left out."""
-    return [
-        [each.num_emitted[row] for each in text.rounds[1:] if each.num_committed[row]]
-        for row in range(len(text.token_ids))
-    ]
 
 
 @dataclass(frozen=True)

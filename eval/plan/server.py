@@ -5,20 +5,20 @@ smallest of several engines (1, 2, 4, ... rows) that holds it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...heads.drafter import Drafter, Reading
+from ...heads.nn.cache import SlotCache
 from ...heads.target import Target, TargetOutput
 from ..engine import DecodeState, Engine, build_engine
 from ..generate import Stopwatch, Texts, prefill, run_round
-from ..measurement.config import DraftSetting
-from ..sampling import Sampling
+from ..measurement.config import DraftSetting, MeasureConfig
 from ..stopping import Stop
 from .load import ServedRequest
-from .rows import take_row
 
 
 @dataclass(eq=False)
@@ -54,19 +54,17 @@ class LiveServer:
         drafter: Drafter | None,
         setting: DraftSetting | None,
         prompts: Sequence[list[int]],
+        config: MeasureConfig,
         *,
-        max_new_tokens: int,
         max_batch_size: int,
         stop: Stop | None = None,
-        sampling: Sampling | None = None,
-        steps: str = "eager",
     ):
         """Args: as of `Engine`. prompts: what requests ask, by their numbers. setting: None to draft nothing."""
-        self.target, self.prompts, self.max_new_tokens = target, prompts, max_new_tokens
+        self.target, self.prompts, self.max_new_tokens = target, prompts, config.max_new_tokens
         self.stop, self.max_batch_size = stop or Stop.of(target), max_batch_size
         self.watch = Stopwatch(target.device)
-        draws = sampling is not None and sampling.temperature > 0
-        generator = torch.Generator(target.device).manual_seed(0) if draws else None
+        generator = torch.Generator(target.device).manual_seed(0) if config.temperature > 0 else None
+        length = max(map(len, prompts)) + config.max_new_tokens
 
         def new_engine(batch_size: int) -> Engine:
             return build_engine(
@@ -74,9 +72,9 @@ class LiveServer:
                 drafter,
                 setting,
                 batch_size=batch_size,
-                max_length=max(map(len, prompts)) + max_new_tokens,
-                sampling=sampling,
-                steps=steps,
+                max_length=length,
+                sampling=config.sampling,
+                steps=config.steps,
                 generator=generator,
             )
 
@@ -145,9 +143,38 @@ def stacked(rows: Sequence[tuple[Reading, int]], *, num_rows: int) -> Reading:
     start, num_valid = rows[0][0].start.new_zeros(2, num_rows)
     for row, (read, source_row) in enumerate(rows):
         start[row], num_valid[row] = read.start[source_row], read.num_valid[source_row]
-    output = TargetOutput(
-        stack([read.output.features[row] for read, row in rows]),
-        stack([read.output.post_norm[row] for read, row in rows]),
-    )
+    features = stack([read.output.features[row] for read, row in rows])
+    output = TargetOutput(features, stack([read.output.post_norm[row] for read, row in rows]))
     tokens = stack([read.tokens[row] for read, row in rows])
     return Reading(tokens, stack([read.next_tokens[row] for read, row in rows]), output, start, num_valid)
+
+
+def take_row(into: Any, row: int, source: Any, source_row: int) -> None:
+    """Copy a row of a state into a row of another that was made for the same lengths.
+
+    States are as `Drafter.begin` has them. Rows of a tensor lie along the dimension in which the two differ (the first,
+    where they do not). Tensors of other shapes are set by every commit, and left.
+    """
+    if isinstance(into, SlotCache):
+        into.take_row(row, source, source_row)
+    elif is_dataclass(into):
+        for field in fields(into):
+            to_value, from_value = getattr(into, field.name), getattr(source, field.name)
+            if isinstance(to_value, list):
+                to_value[row : row + 1] = from_value[source_row : source_row + 1]
+            elif isinstance(to_value, Tensor) and isinstance(from_value, Tensor):
+                take_tensor_row(to_value, row, from_value, source_row)
+            else:
+                take_row(to_value, row, from_value, source_row)
+
+
+def take_tensor_row(into: Tensor, row: int, source: Tensor, source_row: int) -> None:
+    """Copy one row; nothing where shapes differ in more than one dimension, or a tensor has not that many rows."""
+    if into.ndim != source.ndim or into.ndim == 0:
+        return
+    differ = [i for i in range(into.ndim) if into.shape[i] != source.shape[i]]
+    if len(differ) > 1:
+        return
+    dim = differ[0] if differ else 0
+    if row < into.shape[dim] and source_row < source.shape[dim]:
+        into.select(dim, row).copy_(source.select(dim, source_row))

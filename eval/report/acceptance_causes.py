@@ -76,13 +76,9 @@ def other_domain(case: Case) -> Finding | None:
     if wrong_template(case):
         return None
     result = case.result
-    better = [
-        peer
-        for peer in case.alike
-        if peer.suite != result.suite
-        and (peer.tree, peer.num_draft_tokens) == (result.tree, result.num_draft_tokens)
-        and is_lower(result, peer)
-    ]
+    drafts = result.tree, result.num_draft_tokens
+    same = [peer for peer in case.alike if (peer.tree, peer.num_draft_tokens) == drafts and peer.suite != result.suite]
+    better = [peer for peer in same if is_lower(result, peer)]
     if better and not beyond_training(case):
         best = max(better, key=length_of)
         advice = (
@@ -108,13 +104,10 @@ def other_dtype(case: Case) -> Finding | None:
     trained, target = case.trained, case.target
     if trained.target_dtype is None or target is None or target.dtype is None:
         return None
-    pairs = {
-        "dtype": (target.dtype, trained.target_dtype),
-        "quantization": (target.quantization, trained.target_quantization),
-    }
+    dtypes, quantizations = (target.dtype, trained.target_dtype), (target.quantization, trained.target_quantization)
     differences = [
         f"{name} {here or 'none'}, in training {there or 'none'}"
-        for name, (here, there) in pairs.items()
+        for name, (here, there) in (("dtype", dtypes), ("quantization", quantizations))
         if here != there
     ]
     less = None if case.result.temperature or rendered_differently(case) else below_validation(case)
@@ -198,12 +191,11 @@ def beyond_training(case: Case) -> Finding | None:
     within, beyond = merged([part for _, part in short]), merged([part for _, part in long])
     if beyond is None:
         return None
-    if within is None:
-        less = None if case.result.temperature or rendered_differently(case) else below_validation(case, beyond)
-    elif is_lower(beyond, within):
+    less = None
+    if within is not None and is_lower(beyond, within):
         less = f"from {range_start(long[0][0]):,} tokens on {tokens(beyond)}, below that {tokens(within)}"
-    else:
-        less = None
+    elif within is None and not case.result.temperature and not rendered_differently(case):
+        less = below_validation(case, beyond)
     if less is None:
         return None
     advice = "Contexts longer than any training row are drafted worse: train on longer rows (data.max_length)."

@@ -1,10 +1,11 @@
 """Sections of a page: acceptance by position, suite, segment, context and domain, and the trees that were drafted."""
 
 from collections.abc import Sequence
+from dataclasses import astuple
 
 from ..measurement.result import AcceptancePart, DomainPart, FixedTreeShape, Result
 from .charts import Bar, Series, bar_chart, line_chart, tree_chart
-from .recommendation import interval_of, label, number, setting_of, speedup_words
+from .recommendation import grouped, interval_of, label, number, setting_of, speedup_words
 from .sections import Figure, Section, by_suite, name_of
 
 
@@ -21,9 +22,8 @@ def acceptance_section(ours: Sequence[Result]) -> Section:
     positions = [str(k + 1) for k in range(deepest)]
     rows = []
     for result in distinct:
-        rates = [number(rate) for rate in result.acceptance_rate]
-        missing = ["-"] * (deepest - len(rates))
-        rows.append([name_of(result), result.suite, number(result.acceptance_length), *rates, *missing])
+        rates = [*result.acceptance_rate, *[None] * (deepest - len(result.acceptance_rate))]
+        rows.append([name_of(result), result.suite, *map(number, (result.acceptance_length, *rates))])
     columns = ["setting", "suite", "length", *(f"position {k}" for k in positions)]
     section.add_table("Acceptance by suite and draft position", columns, rows)
     suites = by_suite(distinct)
@@ -99,12 +99,9 @@ def domains_section(ours: Sequence[Result]) -> Section:
 def trees_section(ours: Sequence[Result]) -> Section:
     """Trees of fixed shape drawn, each once; the limits of dynamic ones."""
     section = Section("trees")
-    shapes: dict[str, list[Result]] = {}
-    for result in ours:
-        if result.tree_shape:
-            shapes.setdefault(str(result.tree_shape), []).append(result)
     rows = []
-    for results in shapes.values():
+    shaped = [result for result in ours if result.tree_shape]
+    for results in grouped(shaped, lambda result: str(result.tree_shape)).values():
         shape = results[0].tree_shape
         settings = "; ".join(dict.fromkeys(f"{name_of(result)}, {result.suite}" for result in results))
         if isinstance(shape, FixedTreeShape):
@@ -133,18 +130,11 @@ def forced_section(ours: Sequence[Result]) -> Section:
 def conventions_section(ours: Sequence[Result]) -> Section:
     """The same counts in other engines' words."""
     section = Section("conventions")
-    rows = [
-        [
-            name_of(result),
-            result.suite,
-            number(result.acceptance_length),
-            number(result.conventions.vllm_mean_acceptance_length),
-            " ".join(map(number, result.conventions.vllm_per_position)),
-            number(result.conventions.sglang_accept_length),
-            " ".join(map(number, result.conventions.eagle_n_alpha)),
-        ]
-        for result in once_per_batch_size(ours)
-    ]
+    rows = []
+    for result in once_per_batch_size(ours):
+        figures = (result.acceptance_length, *astuple(result.conventions))
+        words = (" ".join(map(number, each)) if isinstance(each, list) else number(each) for each in figures)
+        rows.append([name_of(result), result.suite, *words])
     columns = ["setting", "suite", "ours, EAGLE's tau", "vLLM mean acceptance length", "vLLM per position",
                "SGLang accept_length", "EAGLE n-alpha"]  # fmt: skip
     section.add_table("Acceptance in other engines' conventions", columns, rows)

@@ -173,18 +173,16 @@ def text_at(x: float, y: float, text: str, *, css: str | None = None) -> Markup:
 def element(name: str, inside: Markup | None = None, *, css: str | None = None, **attributes: float | str) -> Markup:
     """An SVG element. Args: css: its classes, of chart_style.css.j2. Attributes are escaped."""
     values: dict[str, float | str] = ({"class": css} if css else {}) | attributes
-    written = [
-        Markup(' {}="{}"').format(key, value if isinstance(value, str) else fixed(value))
-        for key, value in values.items()
-    ]
+    texts = {key: value if isinstance(value, str) else fixed(value) for key, value in values.items()}
+    written = [Markup(' {}="{}"').format(key, value) for key, value in texts.items()]
     return Markup("<{}{}>{}</{}>").format(name, Markup("").join(written), inside or Markup(""), name)
 
 
 def svg(title: str, height: float, elements: Sequence[Markup]) -> Markup:
     """The picture, with a name for screen readers. A page scales it; without a page it is WIDTH wide."""
     inside = element("title", escape(title)) + Markup("").join(elements)
-    whole = Markup('<svg viewBox="0 0 {} {}" width="{}" height="{}" role="img" aria-label="{}">{}</svg>')
-    return whole.format(WIDTH, fixed(height), WIDTH, fixed(height), title, inside)
+    size = {"viewBox": f"0 0 {WIDTH} {fixed(height)}", "width": WIDTH, "height": height}
+    return element("svg", inside, **size, role="img", **{"aria-label": title})
 
 
 def round_steps(most: float) -> list[float]:

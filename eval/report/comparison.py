@@ -9,6 +9,7 @@ from ..measurement.result import Result
 from .document import Report, read_report, short_name
 from .recommendation import (
     FEW_TIMED,
+    grouped,
     interval_of,
     is_faster,
     is_lossless,
@@ -17,7 +18,6 @@ from .recommendation import (
     num_timed,
     number,
     speedup_words,
-    upper_end,
 )
 
 TARGET_KEYS = ("fingerprint", "dtype", "quantization", "is_adapted")
@@ -69,11 +69,8 @@ class Standing:
 
 def standings(evaluations: Sequence[Evaluation]) -> list[Standing]:
     """By suite, batch size and temperature."""
-    kinds: dict[tuple[str, int, float], list[tuple[str, Result]]] = {}
-    for evaluation in evaluations:
-        for result in evaluation.results:
-            kind = result.suite, result.batch_size, result.temperature
-            kinds.setdefault(kind, []).append((evaluation.name, result))
+    measured = [(evaluation.name, result) for evaluation in evaluations for result in evaluation.results]
+    kinds = grouped(measured, lambda item: (item[1].suite, item[1].batch_size, item[1].temperature))
     return [
         standing(f"{suite}, batch {size}, temperature {temperature:g}", results)
         for (suite, size, temperature), results in kinds.items()
@@ -90,13 +87,11 @@ def standing(traffic: str, results: Sequence[tuple[str, Result]]) -> Standing:
     if not ranked:
         return Standing(traffic, [], None, "nothing lossless was timed")
     name, first = ranked[0]
-    words = in_words(first)
-    if not is_faster(first):
-        words += ", which is not shown to be faster than no drafts"
+    words = in_words(first) + ("" if is_faster(first) else ", which is not shown to be faster than no drafts")
     if len(ranked) == 1:
         return Standing(traffic, ranked, None, f"only {words}")
-    near, highest = max(((result, upper_end(result)) for _, result in ranked[1:]), key=lambda item: item[1])
-    is_clear = lower_end(first) > highest
+    near = max((result for _, result in ranked[1:]), key=lambda result: (interval_of(result) or (0.0, 0.0))[1])
+    is_clear = lower_end(first) > (interval_of(near) or (0.0, 0.0))[1]
     words += f"; then {in_words(near)}; the intervals {'do not overlap' if is_clear else 'overlap'}"
     return Standing(traffic, ranked, name if is_clear else None, words)
 
@@ -139,8 +134,7 @@ def unlike(evaluations: Sequence[Evaluation]) -> list[str]:
         settings = {name: settings_of(results) for name, results in measured.items()}
         lines += [line for key in SUITE_KEYS for line in differing(f"{key} on {suite}", key, settings)]
         lines += unequal_baselines(suite, measured)
-    few = sorted({name for name, results in by_name.items() for result in results if num_timed(result) < FEW_TIMED})
-    if few:
+    if few := sorted({name for name, results in by_name.items() if any(num_timed(r) < FEW_TIMED for r in results)}):
         lines.append(f"fewer than {FEW_TIMED} prompts or batches were timed in {', '.join(few)}: intervals too narrow")
     return lines
 
@@ -165,13 +159,11 @@ def unequal_baselines(suite: str, measured: Mapping[str, Sequence[Result]]) -> l
     for size in sorted({result.batch_size for results in measured.values() for result in results}):
         speeds: dict[str, float] = {}
         for name, results in measured.items():
-            known = [r.baseline_tokens_per_second for r in results if r.batch_size == size]
-            known = [speed for speed in known if speed]
+            known = [speed for r in results if r.batch_size == size and (speed := r.baseline_tokens_per_second)]
             if known:
                 speeds[name] = sum(known) / len(known)
         if speeds and max(speeds.values()) > LEAST_APART * min(speeds.values()):
             words = "; ".join(f"{name} {speed:.1f}" for name, speed in speeds.items())
-            lines.append(
-                f"the baseline on {suite}, batch {size}, in tokens per second: {words}. Not equally fast machines"
-            )
+            where = f"the baseline on {suite}, batch {size}, in tokens per second"
+            lines.append(f"{where}: {words}. Not equally fast machines")
     return lines

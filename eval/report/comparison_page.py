@@ -1,7 +1,7 @@
 """compare.html: heads or runs side by side: which is ahead, where, whether that is proved, and the curves."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,13 @@ from .charts import WIDTH, Series, line_chart, thinned
 from .comparison import Evaluation, headline, standings, unlike
 from .page import page_template
 from .recommendation import number
-from .sections import Figure, Section, cell, settings_section, speed_section, time_section
+from .sections import Figure, Section, cell, environment_section, settings_section, speed_section, time_section
 
 MOST_POINTS = 120  # of a curve
-
-
 RUN_COLUMNS = ("steps", "loss", "tokens/s", "best", "at", "last", "decoded")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TrainingRun:
     """A run folder as read."""
 
@@ -98,7 +96,7 @@ def render(evaluations: Sequence[Evaluation], runs: Sequence[TrainingRun]) -> st
             time_section(results),
             settings_section(results),
             conventions_section(results),
-            surroundings_section(evaluations),
+            environment_section({evaluation.name: evaluation.report for evaluation in evaluations}),
         ]
     return page_template("compare.html.j2").render(
         names=[each.name for each in (*evaluations, *runs)],
@@ -137,16 +135,4 @@ def runs_section(runs: Sequence[TrainingRun]) -> Section:
     section.add_table("What came of each run", ["run", *RUN_COLUMNS], rows, 1)
     rows = [[key, *map(cell, values)] for key, values in differing_settings(runs).items()]
     section.add_table("Settings that differ", ["setting", *(run.name for run in runs)], rows, len(runs) + 1)
-    return section
-
-
-def surroundings_section(evaluations: Sequence[Evaluation]) -> Section:
-    """Target and environment of each, side by side."""
-    section = Section("environment")
-    names = [evaluation.name for evaluation in evaluations]
-    targets = [asdict(evaluation.report.target) for evaluation in evaluations]
-    environments = [asdict(evaluation.report.environment) for evaluation in evaluations]
-    for caption, sides in (("Target", targets), ("Environment", environments)):
-        rows = [[key.replace("_", " "), *(cell(side[key]) for side in sides)] for key in sides[0]]
-        section.add_table(caption, ["key", *names], rows, num_labels=len(names) + 1)
     return section

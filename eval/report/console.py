@@ -17,16 +17,14 @@ LEGEND = (
 def show(report: Report, console: Any) -> None:
     """Print the table on a rich console, and under it what the columns mean and what else was measured."""
     from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    from rich.table import Column, Table
 
     target, environment = report.target, report.environment
     name = f"{target.name} with the head's adapters" if target.is_adapted else target.name
     console.print(f"{name} ({target.dtype}) on {environment.device}, {environment.num_threads} threads")
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0))
-    for column in ("drafter", "suite", "tree"):
-        table.add_column(column)
-    for column in ("T/B/K", "length", "tok/s", "base", "speedup [95 %]", "lossless"):
-        table.add_column(column, justify="right", no_wrap=True)
+    figures = ("T/B/K", "length", "tok/s", "base", "speedup [95 %]", "lossless")
+    columns = ["drafter", "suite", "tree", *(Column(title, justify="right", no_wrap=True) for title in figures)]
+    table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0))
     for result in report.results:
         table.add_row(
             result.drafter if result.engine == ENGINE else f"{result.engine}: {result.drafter}",

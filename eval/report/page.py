@@ -13,7 +13,7 @@ from . import acceptance_sections, sections
 from .diagnosis import diagnose
 from .document import Report, short_name
 from .findings import Case
-from .recommendation import best_of, label, lossless_evidence, recommend, speedup_words
+from .recommendation import best_of, grouped, label, lossless_evidence, recommend, speedup_words
 from .sections import Table, cell, name_of
 
 MOST_DIVERGENCES = 20  # shown; report.json has all
@@ -47,7 +47,7 @@ def render(report: Report) -> str:
         acceptance_sections.forced_section(ours),
         acceptance_sections.conventions_section(ours),
         sections.engines_section(report.results),
-        sections.environment_section(report),
+        sections.environment_section({"value": report}, report.results),
     ]
     return page_template("report.html.j2").render(
         target=replace(report.target, name=short_name(report.target.name)),
@@ -64,11 +64,8 @@ def render(report: Report) -> str:
 
 def where_table(ours: Sequence[Result]) -> Table | None:
     """The best setting for each kind of traffic; None where there is only one kind."""
-    traffic: dict[tuple[str, int], list[Result]] = {}
-    for result in ours:
-        traffic.setdefault((result.suite, result.batch_size), []).append(result)
     rows = []
-    for (suite, size), results in traffic.items():
+    for (suite, size), results in grouped(ours, lambda result: (result.suite, result.batch_size)).items():
         best = best_of(results)
         setting, speedup = (name_of(best), speedup_words(best)) if best else ("no drafts", "-")
         rows.append([suite, setting, str(size), speedup])
@@ -105,8 +102,7 @@ def findings_by_cause(report: Report) -> dict[tuple[str, str], dict[str, str]]:
 
 def settings_words(results: Sequence[Result], *, with_suite: bool) -> str:
     """Several settings in a few words: batch sizes of one drafter and suite together."""
-    sizes: dict[str, list[str]] = {}
-    for result in results:
-        name = name_of(result) + (f", {result.suite}" if with_suite else "")
-        sizes.setdefault(name, []).append(str(result.batch_size))
-    return "; ".join(f"{name}, batch {' and '.join(batch_sizes)}" for name, batch_sizes in sizes.items())
+    names = grouped(results, lambda result: name_of(result) + (f", {result.suite}" if with_suite else ""))
+    return "; ".join(
+        f"{name}, batch {' and '.join(str(result.batch_size) for result in same)}" for name, same in names.items()
+    )

@@ -1,8 +1,8 @@
 """What to deploy, in words: which of the measured settings is proved to be faster than no drafts at all."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ..measurement.result import ENGINE, DomainPart, Result
 from ..measurement.sampling_check import SMALLEST_P
@@ -11,18 +11,32 @@ from ..verify import ACCEPT_RULES
 FEW_TIMED = 8  # prompts or batches below which a bootstrap interval is too narrow to trust
 LOW_BANDWIDTH = 0.3  # share of a copy's bandwidth below which the baseline's time goes elsewhere
 Interval = tuple[float, float]
+Item = TypeVar("Item")
+Key = TypeVar("Key")
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Items by a key of theirs, in the order in which the keys come."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """best: the setting to deploy or, where there is none, the one that came nearest. figure: its speedup."""
+    """best: the setting to deploy or, where there is none, the one that came nearest."""
 
     is_deployable: bool
     headline: str
-    figure: str
     reasons: list[str] = field(default_factory=list)
     cautions: list[str] = field(default_factory=list)
     best: Result | None = None
+
+    @property
+    def figure(self) -> str:
+        """Its speedup."""
+        return speedup_words(self.best) if self.best else "-"
 
 
 # One result
@@ -70,11 +84,6 @@ def interval_of(part: Result | DomainPart) -> Interval | None:
 def lower_end(part: Result) -> float:
     """Of the speedup's interval; 0 where nothing was timed."""
     return (interval_of(part) or (0.0, 0.0))[0]
-
-
-def upper_end(part: Result) -> float:
-    """Of the speedup's interval; 0 where nothing was timed."""
-    return (interval_of(part) or (0.0, 0.0))[1]
 
 
 def has_lossless_rule(result: Result) -> bool:
@@ -129,17 +138,18 @@ def approval(best: Result, ours: Sequence[Result]) -> Recommendation:
         f"{speedup_words(result)}, not shown to be above 1."
         for result in slow
     ]
-    for result in (result for result in same if not is_lossless(result)):
-        problem = f"{result.lossless.unexplained} texts differ from the target's own there."
-        if deviates(result):
-            problem = "the texts sampled there are not distributed as the target's own."
-        cautions.append(f"Not on {result.suite} at batch {result.batch_size} before this is understood: {problem}")
+    for result in same:
+        if not is_lossless(result):
+            problem = f"{result.lossless.unexplained} texts differ from the target's own there."
+            if deviates(result):
+                problem = "the texts sampled there are not distributed as the target's own."
+            cautions.append(f"Not on {result.suite} at batch {result.batch_size} before this is understood: {problem}")
     if len(ours) > 1:
         cautions.append(f"The best of {len(ours)} results looks a little better than it is; measure it again alone.")
     headline = f"Deploy {label(best)}"
     if any(result.suite != best.suite for result in slow):
         headline += f", for traffic like {best.suite}"
-    return Recommendation(True, headline, speedup_words(best), reasons, cautions + doubts(best, unit), best)
+    return Recommendation(True, headline, reasons, cautions + doubts(best, unit), best)
 
 
 def doubts(best: Result, unit: str) -> list[str]:
@@ -162,7 +172,7 @@ def refusal(ours: Sequence[Result]) -> Recommendation:
     """Why nothing is to be deployed, by the result that came nearest."""
     timed = [result for result in ours if interval_of(result)]
     if not timed:
-        return Recommendation(False, "Do not deploy: nothing was timed", "-", ["No answer had a token to speed up."])
+        return Recommendation(False, "Do not deploy: nothing was timed", ["No answer had a token to speed up."])
     nearest = max(timed, key=lambda result: (is_lossless(result), lower_end(result)))
     low, high = interval_of(nearest) or (0.0, 0.0)
     where = f"{label(nearest)}, on {nearest.suite}"
@@ -184,8 +194,7 @@ def refusal(ours: Sequence[Result]) -> Recommendation:
         reason = f"Even the best, {where}, is slower than no drafts: the whole interval lies below 1."
     else:
         reason = f"The best, {where}, is not shown to be faster than no drafts: its interval reaches down to {low:.2f}."
-    headline = "Do not deploy any setting that was measured"
-    return Recommendation(False, headline, speedup_words(nearest), [reason], [], nearest)
+    return Recommendation(False, "Do not deploy any setting that was measured", [reason], best=nearest)
 
 
 # Losslessness

@@ -1,8 +1,8 @@
 """The parts of a page (`Section`, `Table`, `Figure`), and the sections on speed, time, settings and surroundings."""
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
 from markupsafe import Markup
@@ -11,7 +11,7 @@ from ..measurement.result import ENGINE, Result
 from .charts import Bar, Series, bar_chart, line_chart
 from .console import lossless_words
 from .document import Report
-from .recommendation import interval_of, label, number, setting_of, speedup_words
+from .recommendation import grouped, interval_of, label, number, setting_of, speedup_words
 
 MOST_FAILED = 20  # shown; report.json has all
 SETTINGS_SHOWN = ("temperature", "top_k", "top_p", "accept", "steps", "max_new_tokens", "num_repeats",
@@ -45,9 +45,7 @@ class Section:
     figures: list[Figure] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
 
-    def add_table(
-        self, caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], num_labels: int = 2
-    ) -> None:
+    def add_table(self, caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], num_labels: int = 2):
         """Add a table, if it has rows."""
         if rows:
             self.tables.append(Table(caption, columns, rows, num_labels))
@@ -55,10 +53,7 @@ class Section:
 
 def by_suite(results: Sequence[Result]) -> dict[str, list[Result]]:
     """Results by suite, in the report's order."""
-    suites: dict[str, list[Result]] = {}
-    for result in results:
-        suites.setdefault(result.suite, []).append(result)
-    return suites
+    return grouped(results, lambda result: result.suite)
 
 
 def name_of(result: Result) -> str:
@@ -116,11 +111,8 @@ def speed_section(ours: Sequence[Result]) -> Section:
         sizes = sorted({result.batch_size for result in results})
         if len(sizes) < 2:
             continue
-        settings: dict[Any, list[Result]] = {}
-        for result in results:
-            settings.setdefault(setting_of(result), []).append(result)
         lines = []
-        for same in settings.values():
+        for same in grouped(results, setting_of).values():
             timed = [result for result in sorted(same, key=lambda r: r.batch_size) if result.speedup is not None]
             points = [(float(sizes.index(result.batch_size)), result.speedup or 0.0) for result in timed]
             lines.append(Series(name_of(same[0]), points, list(map(interval_of, timed))))
@@ -136,29 +128,18 @@ def time_section(ours: Sequence[Result]) -> Section:
     timed = [result for result in ours if result.timing.draft_ms is not None]
     for suite, results in by_suite(timed).items():
         bars: list[Bar] = []
-        for result in results:
-            timing = result.timing
+        for timing, result in ((result.timing, result) for result in results):
             parts = [timing.draft_ms or 0.0, timing.verify_ms or 0.0, timing.overhead_ms or 0.0]
             bars.append(Bar(label(result), parts, f"{sum(parts):.2f} ms"))
             base = timing.baseline_ms or 0.0
             bars.append(Bar("its baseline, one step", [0, 0, 0, base], f"{base:.2f} ms"))
-        caption = f"A round on {suite}, and a step of its baseline."
         chart = bar_chart(f"Milliseconds per round on {suite}", bars)
-        section.figures.append(Figure(caption, chart, ("draft", "verify", "rest", "baseline step")))
-    rows = [
-        [
-            label(result),
-            result.suite,
-            number(result.timing.draft_ms),
-            number(result.timing.verify_ms),
-            number(result.timing.overhead_ms),
-            number(result.timing.baseline_ms),
-            number(result.timing.formula_speedup),
-            number(result.speedup),
-            percent(result.baseline_bandwidth.share_of_copy),
-        ]
-        for result in timed
-    ]
+        legend = ("draft", "verify", "rest", "baseline step")
+        section.figures.append(Figure(f"A round on {suite}, and a step of its baseline.", chart, legend))
+    rows = []
+    for result in timed:
+        figures = map(number, (*astuple(result.timing), result.speedup))
+        rows.append([label(result), result.suite, *figures, percent(result.baseline_bandwidth.share_of_copy)])
     columns = ["setting", "suite", "draft, ms", "verify, ms", "rest, ms", "baseline step, ms", "formula's speedup",
                "measured", "base, of a copy's bandwidth"]  # fmt: skip
     section.add_table("Milliseconds per round, and the speedup they explain", columns, rows)
@@ -190,16 +171,15 @@ def failed_section(results: Sequence[Result]) -> Section:
     return section
 
 
-def environment_section(report: Report) -> Section:
-    """Where and of what this was measured."""
+def environment_section(reports: Mapping[str, Report], results: Sequence[Result] = ()) -> Section:
+    """Where and of what the reports were measured, by their names; and how the results were, where there are some."""
     section = Section("environment")
-    for caption, values in (("Target", report.target), ("Environment", report.environment)):
-        rows = [[key.replace("_", " "), cell(value)] for key, value in asdict(values).items()]
-        section.add_table(caption, ["key", "value"], rows)
-    entries = [result.to_json() for result in report.results]
-    rows = [
-        [key.replace("_", " "), ", ".join(dict.fromkeys(cell(entry[key]) for entry in entries))]
-        for key in SETTINGS_SHOWN
-    ]
+    targets = [asdict(report.target) for report in reports.values()]
+    environments = [asdict(report.environment) for report in reports.values()]
+    for caption, sides in (("Target", targets), ("Environment", environments)):
+        rows = [[key.replace("_", " "), *(cell(side[key]) for side in sides)] for key in sides[0]]
+        section.add_table(caption, ["key", *reports], rows, len(reports) + 1)
+    shown = {key: dict.fromkeys(cell(result.to_json()[key]) for result in results) for key in SETTINGS_SHOWN}
+    rows = [[key.replace("_", " "), ", ".join(values)] for key, values in shown.items() if values]
     section.add_table("Settings", ["key", "value"], rows)
     return section

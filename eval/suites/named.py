@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ...configs.errors import BadInput, first_line
-from ...configs.jsonl import iter_jsonl
 from ...heads.target import Target
-from .prompts import DEFAULT_CHAT, ChatOptions, NoUsablePrompt, Row, Suite, build_suite
+from .prompts import DEFAULT_CHAT, ChatOptions, Row, Suite, build_suite, file_rows
 
 Rows = Iterator[tuple[str, Row]]  # with their origins
 
@@ -103,9 +102,7 @@ SUITES: dict[str, NamedSuite] = {
         HubDataset("json", split="train", url=SPEC_BENCH_URL),
     ),
     "mt-bench": NamedSuite(
-        ("mt_bench.jsonl", "mt_bench/question.jsonl"),
-        mt_bench_prompt,
-        HubDataset("philschmid/mt-bench", split="train"),
+        ("mt_bench.jsonl", "mt_bench/question.jsonl"), mt_bench_prompt, HubDataset("philschmid/mt-bench", split="train")
     ),
     "humaneval": NamedSuite(  # the start of a Python function, to be completed
         ("humaneval.jsonl", "HumanEval.jsonl"),
@@ -164,13 +161,8 @@ def load_named(
     for name, rows in suite_rows(spec, Path(folder)):
         pairs = ((origin, named.to_prompt(row, origin)) for origin, row in rows)
         kept = ((origin, row) for origin, row in pairs if row is not None)
-        try:
-            suite = build_suite(
-                name, kept, target, max_new_tokens=max_new_tokens, limit=limit, chat=chat, version=named.version
-            )
-        except NoUsablePrompt as error:
-            suite = error.suite
-        suites.append(suite)
+        asked = {"max_new_tokens": max_new_tokens, "limit": limit, "chat": chat}
+        suites.append(build_suite(name, kept, target, **asked, version=named.version))
     return suites
 
 
@@ -198,10 +190,6 @@ def speed_bench_files(spec: SuiteSpec, folder: Path) -> list[Path]:
             "or give --suite speed-bench=FOLDER"
         )
     return files
-
-
-def file_rows(path: Path) -> Rows:
-    return ((f"{path}:{line}", row) for line, row in iter_jsonl(path))
 
 
 def hub_rows(name: str, folder: Path) -> Rows:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -159,21 +159,23 @@ def ready_ids(row: Row, *, origin: str) -> list[int]:
     return ids[:length]
 
 
+def file_rows(path: str | Path) -> Iterator[tuple[str, Row]]:
+    """The rows of a file, with their origins."""
+    return ((f"{path}:{line}", row) for line, row in iter_jsonl(path))
+
+
 def load_suite(
-    path: str | Path,
-    target: Target,
-    *,
-    max_new_tokens: int,
-    limit: int | None = None,
-    chat: ChatOptions = DEFAULT_CHAT,
+    path: str | Path, target: Target, *, max_new_tokens: int, limit: int | None = None, chat: ChatOptions = DEFAULT_CHAT
 ) -> Suite:
     """Read a prompt file; rows that give no prompt for this target go to the suite's `failed`.
 
     Raises: BadInput on malformed rows; NoUsablePrompt, a BadInput, where no prompt is left.
     """
-    rows = ((f"{path}:{line}", row) for line, row in iter_jsonl(path))
     name = Path(path).name.split(".")[0]
-    return build_suite(name, rows, target, max_new_tokens=max_new_tokens, limit=limit, chat=chat)
+    suite = build_suite(name, file_rows(path), target, max_new_tokens=max_new_tokens, limit=limit, chat=chat)
+    if not suite.prompts:
+        raise NoUsablePrompt(suite)
+    return suite
 
 
 def build_suite(
@@ -186,7 +188,8 @@ def build_suite(
     chat: ChatOptions = DEFAULT_CHAT,
     version: int | None = None,
 ) -> Suite:
-    """A suite of rows with their origins. Raises as `load_suite`."""
+    """A suite of rows with their origins; where none gives a prompt, it names the reasons in `failed`. Raises BadInput
+    on malformed rows, and where there are none."""
     tokenizer = target.tokenizer
     suite = Suite(name, [], think_tokens(tokenizer), chat=chat, version=version)
     for number, (origin, row) in enumerate(islice(rows, limit)):
@@ -203,8 +206,6 @@ def build_suite(
         suite.sources.append(PromptSource(number, Path(origin).name, domain_of(row, origin=origin)))
     if not suite.prompts and not suite.failed:
         raise BadInput(f"{name}: no row of it is in the file")
-    if not suite.prompts:
-        raise NoUsablePrompt(suite)
     return suite
 
 

@@ -48,10 +48,8 @@ def check_folder(folder: str | Path) -> Checked:
     word = switching_word(folder.absolute(), family)
     if word is not None:
         problems.append(f"the path has `{word}` in it: vLLM takes the head for another method")
-    problems += compared(contract, stored, config)
-    problems += dtype_problems(family, config, stored)
-    problems += value_problems(contract, stored, config)
-    return Checked(contract.layout, problems)
+    problems += compared(contract, stored, config) + dtype_problems(family, config, stored)
+    return Checked(contract.layout, problems + value_problems(contract, stored, config))
 
 
 def recognised(config: dict[str, Any], stored: TensorFiles) -> str | None:
@@ -104,13 +102,12 @@ def compared(contract: Contract, stored: TensorFiles, config: dict[str, Any]) ->
 
 def dtype_problems(family: str, config: dict[str, Any], stored: TensorFiles) -> list[str]:
     """Weights are floating point, all alike, as config.json says; maps of the draft vocabulary are whole numbers."""
-    problems, mapping = [], {"d2t": INTEGERS, "t2d": ("BOOL",)}
-    for name, allowed in mapping.items():
-        if name in stored.dtypes and stored.dtypes[name] not in allowed:
-            problems.append(f"tensor {name}: of dtype {stored.dtypes[name]}, expected {allowed[0]}")
+    dtypes, mapping = stored.dtypes, {"d2t": INTEGERS, "t2d": ("BOOL",)}
+    wrong = [name for name, allowed in mapping.items() if name in dtypes and dtypes[name] not in allowed]
+    problems = [f"tensor {name}: of dtype {dtypes[name]}, expected {mapping[name][0]}" for name in wrong]
     if family == "mtp":  # a target's checkpoint may mix dtypes as it likes
         return problems
-    weights = {name: dtype for name, dtype in stored.dtypes.items() if name not in mapping}
+    weights = {name: dtype for name, dtype in dtypes.items() if name not in mapping}
     odd = sorted(name for name, dtype in weights.items() if dtype not in TORCH_NAMES)
     if odd:
         problems.append(f"tensor {odd[0]}: of dtype {weights[odd[0]]}, expected floating point of 16 or 32 bits")
@@ -139,10 +136,8 @@ def value_problems(contract: Contract, stored: TensorFiles, config: dict[str, An
     for one, other in contract.equal:
         if one in stored.files and other in stored.files and not torch.equal(stored.read(one), stored.read(other)):
             problems.append(f"tensor {other}: differs from {one}: SGLang reads the first, vLLM the second")
-    if "d2t" in contract.shapes and stored.shapes.get("d2t") == contract.shapes["d2t"]:
-        if stored.dtypes["d2t"] in INTEGERS:
-            problems += map_problems(stored, config)
-    return problems
+    has_map = "d2t" in contract.shapes and stored.shapes.get("d2t") == contract.shapes["d2t"]
+    return problems + map_problems(stored, config) if has_map and stored.dtypes["d2t"] in INTEGERS else problems
 
 
 def map_problems(stored: TensorFiles, config: dict[str, Any]) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 from .folder import PROVENANCE
 
 Shapes = dict[str, tuple[int, ...]]
+FEATURE_IDS = "eagle_aux_hidden_state_layer_ids"
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 PORTABLE_OPTIONS = {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "hidden_act": "silu"}
 
@@ -29,18 +30,26 @@ class Contract:
     zero: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
+    def report(self, is_wrong: object, problem: str) -> None:
+        """Takes in a problem where there is one."""
+        if is_wrong:
+            self.problems.append(problem)
+
     def want(self, config: Mapping[str, Any], key: str, value: Any, why: str) -> None:
-        if config.get(key) != value:
-            self.problems.append(f"{key}: expected {value!r}, found {config.get(key)!r}: {why}")
+        self.report(config.get(key) != value, f"{key}: expected {value!r}, found {config.get(key)!r}: {why}")
 
 
 def sizes_of(config: Mapping[str, Any], contract: Contract, keys: Iterable[str] = SIZES) -> dict[str, int] | None:
     """Counts that shapes follow from; None, with the problem, where one is not there."""
-    found = {key: config.get(key) for key in keys}
-    for key, value in found.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            contract.problems.append(f"{key}: expected a count, found {value!r}")
-    return None if contract.problems else {key: int(value) for key, value in found.items()}  # pyright: ignore
+    found: dict[str, Any] = {key: config.get(key) for key in keys}
+    wrong = [key for key, value in found.items() if type(value) is not int or value < 1]
+    contract.problems += [f"{key}: expected a count, found {found[key]!r}" for key in wrong]
+    return None if wrong else found
+
+
+def trained_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The head's own config, where ours wrote the folder."""
+    return config.get(PROVENANCE, config.get("headstart", {})).get("head", {})
 
 
 def decoder_layer(place: str, sizes: Mapping[str, int], *, in_size: int, norms: Iterable[str]) -> Shapes:
@@ -65,46 +74,41 @@ def llama_keys(config: Mapping[str, Any], contract: Contract) -> None:
     contract.want(config, "model_type", "llama", "both engines have the draft as a Llama")
     for key, value in PORTABLE_OPTIONS.items():
         contract.want(config, key, value, "engines would compute another layer")
-    if config.get("bias"):
-        contract.problems.append("bias: vLLM takes it for a bias of the attention")
+    contract.report(config.get("bias"), "bias: vLLM takes it for a bias of the attention")
+    default = "missing; engines would take a default that is not the target's"
     for key in ("rms_norm_eps", "max_position_embeddings"):
-        if not config.get(key):
-            contract.problems.append(f"{key}: missing; engines would take a default that is not the target's")
-    rope = config.get("rope_parameters") or {}
-    scaling = config.get("rope_scaling") or {}
+        contract.report(not config.get(key), f"{key}: {default}")
+    rope, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     thetas = [value for value in (config.get("rope_theta"), rope.get("rope_theta")) if value is not None]
-    if not thetas:
-        contract.problems.append("rope_theta: missing; engines would take a default that is not the target's")
+    contract.report(not thetas, f"rope_theta: {default}")
     if len(set(thetas)) > 1:
         contract.problems.append(f"rope_theta: {thetas[0]}, but rope_parameters.rope_theta {thetas[1]}")
     kinds = [part.get("rope_type", part.get("type", "default")) for part in (rope, scaling)]
-    if rope and kinds[0] != kinds[1]:
-        contract.problems.append(f"rope_scaling: of type {kinds[1]}, but rope_parameters of type {kinds[0]}")
+    differs = rope and kinds[0] != kinds[1]
+    contract.report(differs, f"rope_scaling: of type {kinds[1]}, but rope_parameters of type {kinds[0]}")
+    why = "a plain layer has no such rotation; vLLM refuses it or rotates otherwise"
     for key in ("mrope_section", "partial_rotary_factor"):
-        if key in rope or key in scaling or key in config:
-            contract.problems.append(f"{key}: a plain layer has no such rotation; vLLM refuses it or rotates otherwise")
+        contract.report(key in rope or key in scaling or key in config, f"{key}: {why}")
 
 
 def eagle(config: Mapping[str, Any], names: Iterable[str]) -> Contract:
     contract = Contract("eagle")
     architectures = config.get("architectures") or []
-    if architectures[:1] != ["LlamaForCausalLMEagle"] or "LlamaForCausalLM" not in architectures:
-        contract.problems.append(
-            f"architectures: found {architectures}: SGLang reads LlamaForCausalLMEagle from the first place, and vLLM "
-            "loads it only with LlamaForCausalLM behind it"
-        )
+    contract.report(
+        architectures[:1] != ["LlamaForCausalLMEagle"] or "LlamaForCausalLM" not in architectures,
+        f"architectures: found {architectures}: SGLang reads LlamaForCausalLMEagle from the first place, and vLLM "
+        "loads it only with LlamaForCausalLM behind it",
+    )
     llama_keys(config, contract)
-    sizes = sizes_of(config, Contract("eagle", problems=[]), (*SIZES, "num_hidden_layers"))
+    sizes = sizes_of(config, contract, (*SIZES, "num_hidden_layers"))
     if sizes is None:
-        sizes_of(config, contract, (*SIZES, "num_hidden_layers"))
         return contract
     hidden = sizes["hidden_size"]
     contract.shapes = {"fc.weight": (hidden, 2 * hidden), "fc.bias": (hidden,)}
     for i in range(sizes["num_hidden_layers"]):
         norms = ["post_attention_layernorm"] if i == 0 else ["input_layernorm", "post_attention_layernorm"]
         contract.shapes |= decoder_layer(f"layers.{i}", sizes, in_size=hidden, norms=norms)
-    is_biased = config.get(PROVENANCE, config.get("headstart", {})).get("head", {}).get("bias", False)
-    contract.zero = [] if is_biased else ["fc.bias"]
+    contract.zero = [] if trained_config(config).get("bias") else ["fc.bias"]
     contract.forbidden = {
         "layers.0.input_layernorm.weight": "the first layer does not normalise what it reads",
         "norm.weight": "there is no norm behind the last layer",
@@ -120,60 +124,50 @@ def eagle3(config: Mapping[str, Any], names: Iterable[str]) -> Contract:
     llama_keys(config, contract)
     feature_ids(config, contract)
     nested = config.get("eagle_config") or {}
-    ids = config.get("eagle_aux_hidden_state_layer_ids")
-    if ids is not None or "eagle_aux_hidden_state_layer_ids" in nested:
+    ids = config.get(FEATURE_IDS)
+    if ids is not None or FEATURE_IDS in nested:
         wanted = [i - 1 for i in ids] if isinstance(ids, list) and all(isinstance(i, int) for i in ids) else None
-        if nested.get("eagle_aux_hidden_state_layer_ids") != wanted:
-            contract.problems.append(
-                f"eagle_config.eagle_aux_hidden_state_layer_ids: {nested.get('eagle_aux_hidden_state_layer_ids')}, "
-                f"expected {wanted}: SGLang counts outputs of layers, one less than vLLM's {ids}"
-            )
+        found = nested.get(FEATURE_IDS)
+        counted = f"expected {wanted}: SGLang counts outputs of layers, one less than vLLM's {ids}"
+        contract.report(found != wanted, f"eagle_config.{FEATURE_IDS}: {found}, {counted}")
         contract.want(nested, "use_aux_hidden_state", True, "SGLang reads no features without it")
     if "norm_before_fc" in nested and bool(nested["norm_before_fc"]) != bool(config.get("norm_before_fc")):
         contract.problems.append("eagle_config.norm_before_fc: differs from norm_before_fc")
-    if "draft_vocab_size" not in config:
-        contract.problems.append("draft_vocab_size: missing; SGLang needs the key")
+    contract.report("draft_vocab_size" not in config, "draft_vocab_size: missing; SGLang needs the key")
     return eagle3_tensors(config, config, contract, names)
 
 
 def speculators(config: Mapping[str, Any], names: Iterable[str]) -> Contract:
     contract = Contract("speculators")
     layer = config.get("transformer_layer_config") or {}
-    contract.want(
-        config, "speculators_model_type", "eagle3", "the one of our families that vLLM serves from this format"
-    )
+    only = "the one of our families that vLLM serves from this format"
+    contract.want(config, "speculators_model_type", "eagle3", only)
+    alike = "must be there and in transformer_layer_config alike; vLLM starts from that"
     for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
-        if key not in config or layer.get(key) != config[key]:
-            contract.problems.append(
-                f"{key}: must be there and in transformer_layer_config alike; vLLM starts from that"
-            )
-    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
-    if not verifier.get("name_or_path"):
-        contract.problems.append("speculators_config.verifier.name_or_path: missing; vLLM finds the target by it")
-    if not (config.get("speculators_config") or {}).get("proposal_methods"):
-        contract.problems.append("speculators_config.proposal_methods: missing; vLLM reads the draft's length there")
+        contract.report(key not in config or layer.get(key) != config[key], f"{key}: {alike}")
+    how, opening = config.get("speculators_config") or {}, "speculators_config."
+    name = (how.get("verifier") or {}).get("name_or_path")
+    contract.report(not name, f"{opening}verifier.name_or_path: missing; vLLM finds the target by it")
+    methods = how.get("proposal_methods")
+    contract.report(not methods, f"{opening}proposal_methods: missing; vLLM reads the draft's length there")
     llama_keys(layer, contract)
     feature_ids({**config, "num_aux_hidden_states": layer.get("num_aux_hidden_states")}, contract)
-    if "draft_vocab_size" not in config:
-        contract.problems.append("draft_vocab_size: missing")
+    contract.report("draft_vocab_size" not in config, "draft_vocab_size: missing")
     return eagle3_tensors(config, layer, contract, names)
 
 
 def feature_ids(config: Mapping[str, Any], contract: Contract) -> None:
     """Feature layers ascend, are as many as said, and are those that the head was trained with."""
-    ids, key = config.get("eagle_aux_hidden_state_layer_ids"), "eagle_aux_hidden_state_layer_ids"
+    ids, key, num_features = config.get(FEATURE_IDS), FEATURE_IDS, config.get("num_aux_hidden_states")
     if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and i >= 0 for i in ids):
         contract.problems.append(f"{key}: expected layer numbers at the top, where vLLM reads them, found {ids!r}")
         return
-    if ids != sorted(set(ids)):
-        contract.problems.append(f"{key}: {ids} do not ascend; vLLM sorts them, and fc reads features in order")
-    if config.get("num_aux_hidden_states") != len(ids):
-        contract.problems.append(
-            f"num_aux_hidden_states: {config.get('num_aux_hidden_states')!r} for {len(ids)} ids; vLLM sizes fc by it"
-        )
-    trained = config.get(PROVENANCE, config.get("headstart", {})).get("head", {}).get("feature_layers")
-    if trained is not None and trained != ids:
-        contract.problems.append(f"{key}: {ids}, but the head was trained on {trained}")
+    is_sorted = ids == sorted(set(ids))
+    contract.report(not is_sorted, f"{key}: {ids} do not ascend; vLLM sorts them, and fc reads features in order")
+    sized = f"{num_features!r} for {len(ids)} ids; vLLM sizes fc by it"
+    contract.report(num_features != len(ids), f"num_aux_hidden_states: {sized}")
+    trained = trained_config(config).get("feature_layers")
+    contract.report(trained not in (None, ids), f"{key}: {ids}, but the head was trained on {trained}")
 
 
 def eagle3_tensors(
@@ -183,15 +177,11 @@ def eagle3_tensors(
     contract.want(config, "norm_before_residual", False, "SGLang has no such layer")
     if "target_hidden_size" in config and not isinstance(config["target_hidden_size"], int):
         contract.problems.append("target_hidden_size: must be a number or not there; engines multiply by it")
-    sized = Contract("")
-    sizes = sizes_of(layer, sized, (*SIZES, "num_hidden_layers", "num_aux_hidden_states"))
-    vocab = config.get("draft_vocab_size")
+    sizes = sizes_of(layer, contract, (*SIZES, "num_hidden_layers", "num_aux_hidden_states"))
     if sizes is None:
-        contract.problems += sized.problems
         return contract
     hidden, num_features, num_layers = sizes["hidden_size"], sizes["num_aux_hidden_states"], sizes["num_hidden_layers"]
-    if vocab is None:
-        vocab = sizes["vocab_size"]
+    vocab = sizes["vocab_size"] if config.get("draft_vocab_size") is None else config["draft_vocab_size"]
     if not isinstance(vocab, int) or not 1 <= vocab <= sizes["vocab_size"]:
         contract.problems.append(f"draft_vocab_size: {vocab!r}, expected 1 to vocab_size {sizes['vocab_size']}")
         return contract
@@ -238,12 +228,10 @@ def medusa(config: Mapping[str, Any], names: Iterable[str]) -> Contract:
             contract.problems.append(f"{theirs}: {config[theirs]}, but {ours} {sizes[ours]}")
     hidden, vocab, num_blocks = sizes["hidden_size"], sizes["vocab_size"], sizes["num_hidden_layers"]
     is_biased = any(name.endswith(".bias") for name in names)
-    if is_biased and not config.get("medusa_fc_bias"):
-        contract.problems.append("medusa_fc_bias: must be true; vLLM drops the blocks' biases without it")
-    if "truncated_vocab_size" in config and config["truncated_vocab_size"] not in (None, vocab):
-        contract.problems.append(
-            f"truncated_vocab_size: {config['truncated_vocab_size']}: heads draft all {vocab} tokens"
-        )
+    is_dropped = is_biased and not config.get("medusa_fc_bias")
+    contract.report(is_dropped, "medusa_fc_bias: must be true; vLLM drops the blocks' biases without it")
+    cut = config.get("truncated_vocab_size")
+    contract.report(cut not in (None, vocab), f"truncated_vocab_size: {cut}: heads draft all {vocab} tokens")
     for k in range(sizes["num_heads"]):
         for j in range(num_blocks):
             place = f"blocks.{k}.layers.{j}" if is_blocks else f"{k}.{j}.linear"

@@ -13,7 +13,7 @@ from ...configs.errors import BadInput, first_line
 from ...configs.files import write_json
 from ..adapters import WEIGHTS as ADAPTER_WEIGHTS
 from ..folder import HeadRecord, read_head_config
-from ..loading import read_model_config, torch_dtype
+from ..loading import TargetConfig, read_model_config, torch_dtype
 from ..mtp_checkpoint import tensor_locations
 
 PROVENANCE = "headstart_export"  # the key under which an exported config.json keeps the head's own config
@@ -67,7 +67,7 @@ def read_folder(path: str | Path, *, target: str | None = None, dtype: str | Non
     name = target or record.target_name
     target_config = None
     try:
-        whole = read_model_config(name)
+        whole = read_model_config(TargetConfig(path=name))
         # a model of several parts keeps its dtype outside its text part
         target_config = {**whole.get_text_config().to_dict(), "dtype": str(whole.dtype).removeprefix("torch.")}
     except BadInput:

@@ -25,8 +25,8 @@ def draft_model(folder: Path, config: Mapping[str, Any], stored: TensorFiles) ->
     if "auto_map" in config:
         contract.problems.append("auto_map: asks engines to run code of the folder")
         return contract
-    if not any(folder.glob("tokenizer*")):
-        contract.problems.append("tokenizer.json: missing; engines compare it with the target's")
+    has_tokenizer = any(folder.glob("tokenizer*"))
+    contract.report(not has_tokenizer, "tokenizer.json: missing; engines compare it with the target's")
     try:
         with quiet_loading(), torch.device("meta"):
             made = AutoConfig.from_pretrained(folder)
@@ -34,15 +34,12 @@ def draft_model(folder: Path, config: Mapping[str, Any], stored: TensorFiles) ->
     except Exception as error:  # whatever a config class raises
         contract.problems.append(f"config.json: transformers makes no model of it: {first_line(error)}")
         return contract
-    if config.get("architectures") != [type(model).__name__]:
-        contract.problems.append(
-            f"architectures: found {config.get('architectures')}, expected {[type(model).__name__]}"
-        )
+    found, own = config.get("architectures"), [type(model).__name__]
+    contract.report(found != own, f"architectures: found {found}, expected {own}")
     tied = set(getattr(model, "all_tied_weights_keys", {})) if made.get_text_config().tie_word_embeddings else set()
-    state = {name: value for name, value in model.state_dict().items() if name not in tied}
-    where = stored.files
-    contract.shapes = {name: tuple(value.shape) for name, value in views_on_disk(state, where).items()}
-    contract.optional = {name: tuple(value.shape) for name, value in model.state_dict().items() if name in tied}
+    state = model.state_dict()
+    contract.optional = {name: tuple(state.pop(name).shape) for name in tied if name in state}
+    contract.shapes = {name: tuple(value.shape) for name, value in views_on_disk(state, stored.files).items()}
     return contract
 
 
@@ -60,15 +57,15 @@ def mtp(config: Mapping[str, Any], stored: TensorFiles) -> Contract:
     if len(counts) != 1:
         contract.problems.append(f"{layout.count_key}: expected the number of modules, found {sorted(counts) or None}")
     sizes = sizes_of(inner, contract, ("hidden_size", "vocab_size", "num_hidden_layers"))
-    if sizes is None:
+    if sizes is None or contract.problems:
         return contract
     hidden, num_layers = sizes["hidden_size"], sizes["num_hidden_layers"]
     last = last_attending(stored, num_layers)
     for i in range(num_layers):
-        if not any(re.search(rf"\.layers\.{i}\.", key) for key in stored.shapes):
-            contract.problems.append(
-                f"layer {i} of the target: no tensor of it: MTP modules are served within the target"
-            )
+        is_there = any(f".layers.{i}." in key for key in stored.shapes)
+        contract.report(
+            not is_there, f"layer {i} of the target: no tensor of it: MTP modules are served within the target"
+        )
     if not last:
         return contract
     for k in range(counts.pop()):
@@ -80,8 +77,8 @@ def mtp(config: Mapping[str, Any], stored: TensorFiles) -> Contract:
             for table in ("embed_tokens", "shared_head.head"):
                 contract.shapes[f"{place['block']}.{table}.weight"] = (sizes["vocab_size"], hidden)
     is_tied = inner.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
-    if not is_tied and not any(key.endswith("lm_head.weight") for key in stored.shapes):
-        contract.problems.append("lm_head.weight: missing in the target")
+    has_output = any(key.endswith("lm_head.weight") for key in stored.shapes)
+    contract.report(not is_tied and not has_output, "lm_head.weight: missing in the target")
     return contract
 
 

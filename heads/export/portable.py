@@ -1,11 +1,14 @@
-"""EAGLE-1, EAGLE-2 and EAGLE-3 in one folder that vLLM and SGLang both load.
+"""EAGLE-1, EAGLE-2 and EAGLE-3 in one folder that vLLM and SGLang both load; EAGLE-3 also as speculators has it.
 
 The two engines count feature layers differently and read different keys, so both are written (eagle3.py); they name the
 norm of further layers differently, so it is written twice; SGLang's EAGLE-1 has a bias that vLLM leaves out, so it is
-zeros. Embedding and, of EAGLE-1, output layer are the target's and not in the file.
+zeros. Embedding and, of EAGLE-1, output layer are the target's and not in the file. A folder of the speculators library
+names its target, so `vllm serve FOLDER` is all.
 """
 
+import re
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -13,15 +16,21 @@ from ...configs.errors import BadInput
 from .folder import HeadFolder, write_config, write_tensors
 
 COUNTS_FROM_ONE = ("deepseek_v2", "glm4_moe_lite")  # targets for which SGLang adds 1 to ids only if the first is 1
+VERSION = "0.9.0"  # of speculators, whose layout this is
+LAYER_KEYS = (
+    "model_type hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim num_hidden_layers "
+    "rms_norm_eps max_position_embeddings hidden_act rope_parameters rope_theta rope_scaling vocab_size bos_token_id "
+    "eos_token_id attention_bias mlp_bias tie_word_embeddings torch_dtype"
+).split()
+OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 def write_eagle(head: HeadFolder, folder: Path, *, to: str) -> None:
     """fc, layers.{i}. Raises BadInput on a trained bias for vLLM, which would leave it out."""
     check_target(head)
     if to == "vllm" and head.tensors["fc.bias"].any():
-        raise BadInput(
-            f"head {head.path}: fc.bias is trained and vLLM leaves it out: export to sglang, or head.bias false"
-        )
+        why = "fc.bias is trained and vLLM leaves it out: export to sglang, or head.bias false"
+        raise BadInput(f"head {head.path}: {why}")
     write_config(folder, {**head.config, **head.provenance})
     write_tensors(folder, head.tensors)
 
@@ -30,17 +39,49 @@ def write_eagle3(head: HeadFolder, folder: Path, *, to: str) -> None:
     """fc, midlayer or layers.{i}, norm, lm_head, d2t and t2d. Raises BadInput on what SGLang computes otherwise."""
     check_target(head)
     if to == "sglang" and head.config["norm_before_residual"]:
-        raise BadInput(
-            f"head {head.path}: norm_before_residual: SGLang has no such layer: export to vllm or speculators"
-        )
+        why = "SGLang has no such layer: export to vllm or speculators"
+        raise BadInput(f"head {head.path}: norm_before_residual: {why}")
     ids = head.config["eagle_aux_hidden_state_layer_ids"]
     kind = (head.target_config or {}).get("model_type")
     if to == "sglang" and kind in COUNTS_FROM_ONE and ids[0] != 2:
-        raise BadInput(
-            f"head {head.path}: of a {kind} target SGLang reads feature layers {ids} as other ones; start at 2"
-        )
+        why = f"of a {kind} target SGLang reads feature layers {ids} as other ones; start at 2"
+        raise BadInput(f"head {head.path}: {why}")
     write_config(folder, {**head.config, **head.provenance})
     write_tensors(folder, with_both_norms(head))
+
+
+def write_speculators(head: HeadFolder, folder: Path, *, to: str) -> None:
+    """layers.{i}, fc, norm, lm_head, d2t and t2d. Raises BadInput where the target is not there to be named."""
+    check_target(head)
+    if head.target_config is None:
+        raise BadInput(f"target {head.target}: no config.json there; name it with --target: the folder serves itself")
+    config = head.config
+    options: dict[str, Any] = {key: config[key] for key in OPTIONS}
+    how = {"proposal_type": "greedy", "speculative_tokens": head.own["num_depths"]}
+    how |= {"accept_tolerance": 0.0, "verifier_accept_k": 1}
+    served = {
+        "architectures": ["Eagle3DraftModel"],
+        "model_type": "speculator_model",
+        "speculators_model_type": "eagle3",
+        "speculators_version": VERSION,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [how],
+            "verifier": {"name_or_path": head.target, "architectures": head.target_config.get("architectures") or []},
+        },
+        # vLLM starts from this part and takes few keys from outside it, so those that it needs are here too
+        "transformer_layer_config": {key: config[key] for key in (*LAYER_KEYS, *OPTIONS, "num_aux_hidden_states")},
+        "draft_vocab_size": config["draft_vocab_size"],
+        "eagle_aux_hidden_state_layer_ids": config["eagle_aux_hidden_state_layer_ids"],
+        **options,
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": config["torch_dtype"],
+    }
+    tensors = {re.sub(r"^midlayer\.", "layers.0.", name): value for name, value in with_both_norms(head).items()}
+    write_config(folder, {**served, **head.provenance})
+    write_tensors(folder, tensors)
 
 
 def with_both_norms(head: HeadFolder) -> dict[str, Tensor]:

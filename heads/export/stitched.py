@@ -28,9 +28,8 @@ def write_stitched(head: HeadFolder, folder: Path, *, to: str) -> None:
     Raises: BadInput where the target is no local folder, or no engine loads modules of this layout with it.
     """
     if not Path(head.target).is_dir():
-        raise BadInput(
-            f"target {head.target}: no local folder; name one with --target: the modules go into a copy of it"
-        )
+        why = "no local folder; name one with --target: the modules go into a copy of it"
+        raise BadInput(f"target {head.target}: {why}")
     tensors = {name: value for name, value in head.tensors.items() if name not in ("d2t", "t2d")}
     where = tensor_locations(head.target)
     layout = LAYOUTS[head.own["layout"]]

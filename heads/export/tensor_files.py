@@ -73,14 +73,12 @@ def check_index(folder: Path, stored: TensorFiles) -> None:
     except (ValueError, KeyError, TypeError) as error:
         stored.problems.append(f"{path.name}: no index of tensors: {first_line(error)}")
         return
-    for file in sorted(set(index.values())):
-        if not (folder / file).is_file():
-            stored.problems.append(f"{path.name}: names {file}, which is not there")
-    for name in sorted(index.keys() & stored.files.keys()):
-        if index[name] != stored.files[name].name:
-            stored.problems.append(f"{path.name}: has {name} in {index[name]}, it is in {stored.files[name].name}")
-    for name in sorted(stored.files.keys() - index.keys()):
-        stored.problems.append(f"{path.name}: lacks {name}, so engines do not load it")
-    for name in sorted(index.keys() - stored.files.keys()):
-        if (folder / index[name]).is_file():
-            stored.problems.append(f"{path.name}: names {name}, which {index[name]} does not hold")
+    held = {name: file.name for name, file in stored.files.items()}
+    missing = [file for file in sorted(set(index.values())) if not (folder / file).is_file()]
+    moved = [name for name in sorted(index.keys() & held.keys()) if index[name] != held[name]]
+    unheld = [name for name in sorted(index.keys() - held.keys()) if index[name] not in missing]
+    problems = [f"names {file}, which is not there" for file in missing]
+    problems += [f"has {name} in {index[name]}, it is in {held[name]}" for name in moved]
+    problems += [f"lacks {name}, so engines do not load it" for name in sorted(held.keys() - index.keys())]
+    problems += [f"names {name}, which {index[name]} does not hold" for name in unheld]
+    stored.problems += [f"{path.name}: {problem}" for problem in problems]

@@ -1,16 +1,32 @@
 """Which layout each family is exported in for which engine, and the export itself."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from ...configs.errors import BadInput
 from ...configs.files import new_folder
-from .folder import HeadFolder, read_folder, switching_word
+from .folder import HeadFolder, read_folder, switching_word, write_config, write_tensors
 from .medusa import ADAPTER_FOLDER, write_blocks, write_published
-from .plain import write_plain
-from .portable import write_eagle, write_eagle3
-from .speculators import write_speculators
+from .portable import write_eagle, write_eagle3, write_speculators
 from .stitched import write_stitched
+
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.tiktoken")
+CHAT_FILES = ("chat_template*", "generation_config.json")
+
+
+def write_plain(head: HeadFolder, folder: Path, *, to: str) -> None:
+    """A draft model and the target's tokenizer as a plain folder. Raises BadInput where the target is not local."""
+    source = Path(head.target)
+    if not source.is_dir():
+        raise BadInput(f"target {head.target}: no local folder; name one with --target: its tokenizer files are copied")
+    write_config(folder, {**head.config, **head.provenance})
+    write_tensors(folder, head.tensors)
+    for pattern in (*TOKENIZER_FILES, "*.model", *CHAT_FILES):
+        for path in sorted(source.glob(pattern)):
+            if path.is_file():
+                shutil.copyfile(path, folder / path.name)
+
 
 ENGINES = ("vllm", "sglang", "speculators", "hf")
 WRITERS: dict[str, dict[str, Callable[..., None]]] = {
@@ -43,9 +59,8 @@ def export_head(
         raise BadInput(f"head {source}: {to} loads no {head.family} heads; expected --to {' or '.join(writers)}")
     word = switching_word(Path(output).absolute(), head.family)
     if word is not None:
-        raise BadInput(
-            f"{output}: `{word}` in its path makes vLLM take {head.family} for another method; name it otherwise"
-        )
+        why = f"`{word}` in its path makes vLLM take {head.family} for another method; name it otherwise"
+        raise BadInput(f"{output}: {why}")
     with new_folder(output) as folder:
         writers[to](head, folder, to=to)
     return head
@@ -58,9 +73,8 @@ def notes(head: HeadFolder) -> list[str]:
     """What serving a head asks for beyond its folder, or what an engine does otherwise than `headstart eval`."""
     lines = []
     if head.has_adapter:
-        lines.append(
-            f"it drafts for the target with {ADAPTER_FOLDER}/ on it: merge that into the target that you serve"
-        )
+        merge = "merge that into the target that you serve"
+        lines.append(f"it drafts for the target with {ADAPTER_FOLDER}/ on it: {merge}")
     if head.family == "mtp" and head.own["draft_vocab_size"]:
         lines.append("engines draft the whole vocabulary from MTP modules: draft_vocab_size has no effect there")
     if head.family == "mtp" and head.own["feedback"] == "pre_norm":

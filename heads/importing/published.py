@@ -62,18 +62,17 @@ def architecture_of(config: dict[str, Any], target: Target) -> dict[str, Any]:
     found["head_dim"] = config.get("head_dim") or ours["hidden_size"] // heads
     found["rope_parameters"] = rotary_of(config)
     problems = [
-        (config.get("model_type", "llama") != "llama", f"model_type {config.get('model_type')}: expected llama"),
-        (config.get("hidden_act", "silu") != "silu", f"hidden_act {config.get('hidden_act')}: expected silu"),
-        (bool(config.get("attention_bias")), "attention_bias: expected none"),
-        (bool(config.get("mlp_bias")), "mlp_bias: expected none"),
-        (bool(config.get("sliding_window")), f"sliding_window {config.get('sliding_window')}: expected none"),
+        f"{key} {config[key]}: expected {kind}"
+        for key, kind in (("model_type", "llama"), ("hidden_act", "silu"))
+        if config.get(key, kind) != kind
     ]
-    for key in ("hidden_size", "target_hidden_size"):
-        size = config.get(key) or target.hidden_size
-        problems.append((size != target.hidden_size, f"{key} {size}: {target.name} has {target.hidden_size}"))
-    for is_wrong, what in problems:
-        if is_wrong:
-            raise BadInput(what)
+    problems += [f"{key}: expected none" for key in ("attention_bias", "mlp_bias") if config.get(key)]
+    if config.get("sliding_window"):
+        problems.append(f"sliding_window {config['sliding_window']}: expected none")
+    size, sizes = target.hidden_size, {key: config.get(key) for key in ("hidden_size", "target_hidden_size")}
+    problems += [f"{key} {other}: {target.name} has {size}" for key, other in sizes.items() if (other or size) != size]
+    if problems:
+        raise BadInput(problems[0])
     return {key: value for key, value in found.items() if not same(value, ours[key])}
 
 

@@ -7,7 +7,7 @@ at once, so that backward has only to scale them (as fused linear cross entropy 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -56,9 +56,26 @@ def plan_rows(chains: Tensor, is_scored: Tensor, *, size: int) -> Plan:
     return Plan(positions, chains[:, positions], totals.tolist(), size)
 
 
+class Scoring(torch.autograd.Function):
+    """Takes gradients in forward; backward scales them, once."""
+
+    @staticmethod
+    def forward(ctx: Any, drafts: "Drafts", *tensors: Tensor) -> Tensor:
+        ctx.grads = drafts.gradients()
+        return (drafts.sums * drafts.coefficients).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        grads, ctx.grads = ctx.grads, None  # no other reference, so that autograd need not copy them
+        if grads is None:
+            raise RuntimeError("the loss of drafts can be differentiated once")
+        torch._foreach_mul_([x for x in grads if x is not None], grad)  # pyright: ignore[reportPrivateImportUsage]
+        return None, *grads
+
+
 @dataclass(kw_only=True)
 class Drafts:
-    """The drafts of K depths, and what they are scored against."""
+    """The drafts of K depths, what they are scored against, and the scores."""
 
     hidden: Sequence[Tensor]  # per depth [N, D] what the output layer reads, by chain
     specs: Sequence[LossSpec]  # per depth
@@ -70,69 +87,30 @@ class Drafts:
     parameters: Sequence[nn.Parameter] = ()  # all that `draft_logits` and `predicted_state` use
     has_one_output: bool = False  # whether `draft_logits` is the same for all depths
     align_top_k: int | None = None  # as in HeadConfig
-    num_guesses: int = 1  # most probable tokens to return, or align_top_k if that is more
-
-
-@dataclass
-class Scored:
-    """The loss, and its figures by depth."""
-
-    loss: Tensor  # scalar
-    sums: Tensor  # [K] of the losses, times the weights of their rows, without gradient
-    guesses: Tensor  # [K, N, num_guesses] the most probable target ids; -1 where a chain is not scored
-
-
-def score(drafts: Drafts) -> Scored:
-    """The losses of drafts, with gradients to `hidden` and `parameters` where they are recorded."""
-    pass_ = Pass(drafts, with_gradients=torch.is_grad_enabled())
-    loss: Tensor = Scoring.apply(pass_, *drafts.hidden, *drafts.parameters)  # pyright: ignore[reportAssignmentType]
-    return Scored(loss, pass_.sums, pass_.guesses)
-
-
-class Scoring(torch.autograd.Function):
-    """Takes gradients in forward; backward scales them, once."""
-
-    @staticmethod
-    def forward(ctx: Any, pass_: "Pass", *tensors: Tensor) -> Tensor:
-        ctx.grads = pass_.run()
-        return (pass_.sums * pass_.drafts.coefficients).sum()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        grads, ctx.grads = ctx.grads, None  # no other reference, so that autograd need not copy them
-        if grads is None:
-            raise RuntimeError("the loss of drafts can be differentiated once")
-        torch._foreach_mul_([x for x in grads if x is not None], grad)  # pyright: ignore[reportPrivateImportUsage]
-        return None, *grads
-
-
-@dataclass
-class Pass:
-    """One pass over the chunks."""
-
-    drafts: Drafts
-    with_gradients: bool
-    sums: Tensor = field(init=False)
-    guesses: Tensor = field(init=False)
+    num_guesses: int = 1  # most probable tokens to return; align_top_k if that is more
 
     def __post_init__(self) -> None:
-        drafts, shape = self.drafts, (len(self.drafts.hidden), len(self.drafts.hidden[0]))
-        self.sums = drafts.coefficients.new_zeros(len(drafts.hidden))
-        num_guesses = max(drafts.num_guesses, drafts.align_top_k or 1)
-        self.guesses = drafts.labels.new_full((*shape, num_guesses), -1)
+        self.with_gradients = torch.is_grad_enabled()
+        self.num_guesses = max(self.num_guesses, self.align_top_k or 1)
+        self.sums = self.coefficients.new_zeros(len(self.hidden))  # [K] losses times the weights of their rows
+        # [K, N, num_guesses] the most probable target ids; -1 where a chain is not scored
+        self.guesses = self.labels.new_full((len(self.hidden), len(self.hidden[0]), self.num_guesses), -1)
         self.aligned = torch.ones_like(self.guesses[0, :, 0], dtype=torch.bool)  # [N]
-        self.hidden_grads = [torch.zeros_like(states) for states in drafts.hidden] if self.with_gradients else []
-        self.parameter_grads: list[Tensor | None] = [None] * len(drafts.parameters)
+        self.hidden_grads = [torch.zeros_like(states) for states in self.hidden] if self.with_gradients else []
+        self.parameter_grads: list[Tensor | None] = [None] * len(self.parameters)
 
-    def run(self) -> list[Tensor | None]:
-        """The gradients of `hidden` and `parameters`; fills sums and guesses."""
-        drafts, plan = self.drafts, self.drafts.plan
-        depths = list(range(len(drafts.hidden)))
+    def score(self) -> Tensor:
+        """The loss, with gradients to `hidden` and `parameters` where they are recorded; fills sums and guesses."""
+        return Scoring.apply(self, *self.hidden, *self.parameters)  # pyright: ignore[reportReturnType]
+
+    def gradients(self) -> list[Tensor | None]:
+        """The gradients of `hidden` and `parameters`, in one pass over the chunks."""
+        plan, depths = self.plan, list(range(len(self.hidden)))
         for i, sizes in enumerate(plan.sizes):
             first = i * plan.size
             positions = plan.positions[first : first + sizes[0]]  # [n]
-            target = TargetRows(drafts.specs[0], drafts.teacher_hidden[positions])
-            for group in [depths] if drafts.has_one_output else [[k] for k in depths]:
+            target = TargetRows(self.specs[0], self.teacher_hidden[positions])
+            for group in [depths] if self.has_one_output else [[k] for k in depths]:
                 if i == 0 or sizes[group[0]]:
                     chains = [plan.chains[k, first : first + sizes[k]] for k in group]  # [n_k] each
                     self._score(group, chains, positions, target)
@@ -140,29 +118,28 @@ class Pass:
 
     def _score(self, depths: list[int], chains: list[Tensor], positions: Tensor, target: TargetRows) -> None:
         """Score depths that share an output layer on the positions of a chunk."""
-        drafts, ends = self.drafts, list(accumulate(map(len, chains)))
-        hidden = torch.cat([drafts.hidden[k][rows] for k, rows in zip(depths, chains, strict=True)])  # [n, D]
+        ends = list(accumulate(map(len, chains)))
+        hidden = torch.cat([self.hidden[k][rows] for k, rows in zip(depths, chains, strict=True)])  # [n, D]
         with torch.set_grad_enabled(self.with_gradients):
             hidden = hidden.detach().requires_grad_(self.with_gradients)
-            logits = drafts.specs[depths[0]].draft_logits(hidden)  # [n, Vd]
+            logits = self.specs[depths[0]].draft_logits(hidden)  # [n, Vd]
         grads = torch.empty_like(logits) if self.with_gradients else None
         by_state: Tensor | None = None  # [n, D] gradients of losses of the predicted state
         for k, rows, end in zip(depths, chains, ends, strict=True):
             here, where = slice(end - len(rows), end), positions[: len(rows)]
-            labels = drafts.labels[where]
-            scored = Rows(drafts.specs[k], hidden[here], labels, target)
+            labels = self.labels[where]
+            scored = Rows(self.specs[k], hidden[here], labels, target)
             raw = logits[here].detach()  # [n_k, Vd]
-            counted = None if drafts.weights is None else drafts.weights[where].float()
-            if drafts.align_top_k is not None:
+            counted = None if self.weights is None else self.weights[where].float()
+            if self.align_top_k is not None:
                 aligned = self.aligned[rows].float()
                 counted = aligned if counted is None else counted * aligned
-            scale = drafts.coefficients[k] if counted is None else counted * drafts.coefficients[k]
-            num_guesses = self.guesses.shape[-1]
+            scale = self.coefficients[k] if counted is None else counted * self.coefficients[k]
             if grads is not None and all(name in CLOSED for name in scored.spec.mix):
-                values, best = closed_mix(scored, raw, scale, num_guesses=num_guesses, out=grads[here])
+                values, best = closed_mix(scored, raw, scale, num_guesses=self.num_guesses, out=grads[here])
             else:
                 scored.__dict__["draft_logits"] = raw.float()
-                best = best_of(scored.draft_logits, num_guesses)
+                best = best_of(scored.draft_logits, self.num_guesses)
                 if grads is None:
                     values = mix_of(scored)
                 else:
@@ -171,9 +148,12 @@ class Pass:
                         by_state = torch.zeros_like(hidden) if by_state is None else by_state
                         by_state[here] = of_state
             self.sums[k] += (values if counted is None else values * counted).sum()
-            self._note(k, rows, labels, best)
+            vocabulary = scored.spec.vocabulary
+            self.guesses[k, rows] = best = best if vocabulary is None else vocabulary.to_target[best]
+            if self.align_top_k is not None:  # whether the chains still align with the data's tokens
+                self.aligned[rows] &= (best == labels[:, None]).any(-1)
         if grads is not None:
-            inputs = [hidden, *edges_of(drafts.parameters, logits)]
+            inputs = [hidden, *edges_of(self.parameters, logits)]
             of_hidden, *of_parameters = torch.autograd.grad(logits, inputs, grads, allow_unused=True)
             self._add(of_parameters)
             of_hidden = of_hidden if by_state is None else of_hidden + by_state
@@ -187,7 +167,7 @@ class Pass:
         with torch.enable_grad():
             values = mix_of(rows)
             of_logits, of_hidden, *of_parameters = torch.autograd.grad(
-                (values * scale).sum(), [*leaves, *self.drafts.parameters], allow_unused=True, materialize_grads=False
+                (values * scale).sum(), [*leaves, *self.parameters], allow_unused=True, materialize_grads=False
             )
         self._add(of_parameters)
         return values.detach(), 0.0 if of_logits is None else of_logits, of_hidden
@@ -198,15 +178,6 @@ class Pass:
             total = self.parameter_grads[i]
             if gradient is not None:
                 self.parameter_grads[i] = gradient.float() if total is None else total.add_(gradient)
-
-    def _note(self, depth: int, chains: Tensor, labels: Tensor, guesses: Tensor) -> None:
-        """The guesses of chains [n] at a depth, and whether they still align with the data's tokens."""
-        vocabulary = self.drafts.specs[0].vocabulary
-        if vocabulary is not None:
-            guesses = vocabulary.to_target[guesses]
-        self.guesses[depth, chains] = guesses
-        if self.drafts.align_top_k is not None:
-            self.aligned[chains] &= (guesses == labels[:, None]).any(-1)
 
 
 def edges_of(parameters: Sequence[nn.Parameter], logits: Tensor) -> list[Any]:
@@ -244,26 +215,18 @@ def summed_loss(
 ) -> tuple[Tensor, Tensor]:
     """The mix summed over rows of one depth, and the draft's best guesses; the output layer gets no gradient.
 
-    Args:
-        hidden: [N, D] what the draft's output layer reads.
-        labels: [N] target ids to be predicted.
-        teacher_hidden: [N, D] the target's post-norm state that predicts `labels`.
-        weights: [N] of the rows; None: all 1.
-        size: rows of a chunk, see `chunk_size`.
-
+    Args: as of `Drafts`, N rows each. size: rows of a chunk, see `chunk_size`.
     Returns: the sum (scalar, fp32) and [N, num_guesses] target ids, the most probable first.
     """
     rows = torch.arange(len(hidden), device=hidden.device)[None]
-    scored = score(
-        Drafts(
-            hidden=[hidden],
-            specs=[spec],
-            coefficients=torch.ones(1, device=hidden.device),
-            teacher_hidden=teacher_hidden,
-            labels=labels,
-            weights=weights,
-            plan=plan_rows(rows, torch.ones_like(rows, dtype=torch.bool), size=size),
-            num_guesses=num_guesses,
-        )
+    drafts = Drafts(
+        hidden=[hidden],
+        specs=[spec],
+        coefficients=torch.ones(1, device=hidden.device),
+        teacher_hidden=teacher_hidden,
+        labels=labels,
+        weights=weights,
+        plan=plan_rows(rows, torch.ones_like(rows, dtype=torch.bool), size=size),
+        num_guesses=num_guesses,
     )
-    return scored.loss, scored.guesses[0]
+    return drafts.score(), drafts.guesses[0]

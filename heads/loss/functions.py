@@ -1,6 +1,6 @@
 """Losses of drafts against the target, by name and in mixes, on supervised positions only and never all logits at once.
 
-A loss is a function of `Rows` and a line in `LOSSES`. What several losses of a mix read, such as log-probabilities of
+A loss is a function of `Rows` that `LOSSES` lists. What several losses of a mix read, such as log-probabilities of
 the draft, is computed once per chunk, on first use.
 """
 
@@ -222,18 +222,8 @@ def feature(rows: Rows) -> Tensor:
 
 
 LOSSES: dict[str, Callable[[Rows], Tensor]] = {
-    "hard_ce": hard_ce,
-    "hard_gce": hard_gce,
-    "greedy_gce": greedy_gce,
-    "soft_ce": soft_ce,
-    "kl": kl,
-    "reverse_kl": reverse_kl,
-    "topk_ce": topk_ce,
-    "tv": tv,
-    "l1": l1,
-    "lk_alpha": lk_alpha,
-    "lk_lambda": lk_lambda,
-    "feature": feature,
+    loss.__name__: loss
+    for loss in (hard_ce, hard_gce, greedy_gce, soft_ce, kl, reverse_kl, topk_ce, tv, l1, lk_alpha, lk_lambda, feature)
 }
 
 

@@ -102,10 +102,34 @@ class SlotCache(Cache):
         if seen is None:
             return visibility_mask(positions, extent=self.extent, dtype=dtype, window=window)
         root, drafted = positions[:, 0], positions[:, 1:]
-        extent = self.extent
-        return tree_mask(
-            root, seen, positions=positions, extent=extent, dtype=dtype, window=window, drafted_positions=drafted
-        )
+        return self.tree_mask(positions, root, seen, dtype=dtype, window=window, drafted=drafted)
+
+    def tree_mask(
+        self,
+        positions: Tensor,
+        root: Tensor,
+        seen: Tensor,
+        *,
+        dtype: torch.dtype,
+        window: int | None = None,
+        drafted: Tensor | None = None,
+    ) -> Tensor:
+        """`mask` of drafted nodes: each sees what is committed, and of the drafted slots those of `seen`.
+
+        Args:
+            root: [B] position (and slot) of the last committed token; drafted node i lies in slot root + 1 + i.
+            seen: [B, Q, n] bool, which of n drafted nodes each query attends to: its ancestors and itself.
+            window, drafted: for a sliding window, and the positions [B, n] of the nodes.
+        """
+        mask = visibility_mask(root[:, None].expand_as(positions), extent=self.extent, dtype=dtype)
+        if window is not None:
+            assert drafted is not None
+            slots = torch.arange(self.extent, device=root.device)
+            mask.masked_fill_(slots <= positions[:, None, :, None] - window, torch.finfo(dtype).min)
+            seen = seen & (drafted[:, None, :] > positions[:, :, None] - window)
+        slots = root[:, None] + 1 + torch.arange(seen.shape[-1], device=root.device)  # [B, n]
+        values = hiding(~seen, dtype=dtype)
+        return mask.scatter_(-1, slots[:, None, None].expand(-1, 1, seen.shape[1], -1), values[:, None])
 
     def move(self, source: Tensor, destination: Tensor) -> None:
         """Copy slots within each row: the accepted nodes of a tree move up behind the committed tokens.
@@ -151,37 +175,6 @@ def visibility_mask(positions: Tensor, *, extent: int, dtype: torch.dtype, windo
 def hiding(hidden: Tensor, *, dtype: torch.dtype) -> Tensor:
     """The additive mask of hidden positions (bool, any shape): the dtype's minimum where hidden, else 0."""
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min)
-
-
-def tree_mask(
-    root: Tensor,
-    seen: Tensor,
-    *,
-    positions: Tensor,
-    extent: int,
-    dtype: torch.dtype,
-    window: int | None = None,
-    drafted_positions: Tensor | None = None,
-) -> Tensor:
-    """The additive mask of drafted nodes: each sees what is committed, and of the drafted slots those of `seen`.
-
-    Args:
-        root: [B] position (and slot) of the last committed token; drafted node i lies in slot root + 1 + i.
-        seen: [B, Q, n] bool, which of n drafted nodes each query attends to: its ancestors and itself.
-        positions: [B, Q] positions of the queries, root + depth.
-        window, drafted_positions [B, n]: for a sliding window over positions.
-
-    Returns: [B, 1, Q, extent].
-    """
-    mask = visibility_mask(root[:, None].expand_as(positions), extent=extent, dtype=dtype)
-    if window is not None:
-        assert drafted_positions is not None
-        slots = torch.arange(extent, device=root.device)
-        mask.masked_fill_(slots <= positions[:, None, :, None] - window, torch.finfo(dtype).min)
-        seen = seen & (drafted_positions[:, None, :] > positions[:, :, None] - window)
-    slots = root[:, None] + 1 + torch.arange(seen.shape[-1], device=root.device)  # [B, n]
-    values = hiding(~seen, dtype=dtype)
-    return mask.scatter_(-1, slots[:, None, None].expand(-1, 1, seen.shape[1], -1), values[:, None])
 
 
 def seen_by_children(seen: Tensor, parents: Tensor) -> Tensor:

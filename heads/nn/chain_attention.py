@@ -113,7 +113,7 @@ class ChainAttention(torch.autograd.Function):
         grad_key, grad_value = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (key, value))
         for block in ctx.blocks:
             saved = (grad, query, key, value, out, lse, mask)
-            for_query, for_key, for_value = shared_backward(block, *saved, scale=ctx.scale)
+            for_query, for_key, for_value = shared_backward(block, saved, scale=ctx.scale)
             grad_query[:, :, block.start : block.stop] = for_query
             grad_key[:, :, : block.extent] += for_key
             grad_value[:, :, : block.extent] += for_value
@@ -165,19 +165,12 @@ def shared_forward(
     return mixed.flatten(1, 2), lse.flatten(1, 2)
 
 
-def shared_backward(
-    block: Block,
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor,
-    *,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a block's queries, and of the keys and values it can see, given the merged output and its lse."""
+def shared_backward(block: Block, saved: Sequence[Tensor], *, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a block's queries, and of the keys and values it can see.
+
+    Args: saved: the gradient of the output, queries, keys, values, the merged output, its log-sum-exps and the mask.
+    """
+    grad, query, key, value, out, lse, mask = saved
     grad, query, out, lse = (x[:, :, block.start : block.stop] for x in (grad, query, out, lse))
     mask = mask[:, :, block.start : block.stop, : block.extent]
     key, value = key[:, :, : block.extent], value[:, :, : block.extent]

@@ -108,7 +108,10 @@ class LayerDriver:
         self.window: int | None = getattr(self.config, "sliding_window", None) if is_sliding else None
         accepted = inspect.signature(target.layers[self.index].forward).parameters
         self.cache_name = "layer_past" if "layer_past" in accepted else "past_key_values"
-        self.rotary_kind = {"layer_type": self.kind} if self._takes_layer_type() else {}
+        takes_kind = "layer_type" in inspect.signature(type(self.rotary).forward).parameters
+        self.rotary_kind = {"layer_type": self.kind} if takes_kind else {}
+        name = type(target.layers[self.index]).__name__
+        self.refusal = f"target {target.name}: mtp cannot drive its layer {self.index} ({name}) alone"
         if target.device.type == "meta":  # shapes without weights: nothing to compare
             return
         try:
@@ -116,7 +119,7 @@ class LayerDriver:
         except BadInput:
             raise
         except Exception as error:  # the code of an unknown layer may raise anything
-            raise BadInput(f"{self._refusal()}: {first_line(error)}") from error
+            raise BadInput(f"{self.refusal}: {first_line(error)}") from error
 
     def new_layer(self, slot: int = 0) -> nn.Module:
         """A layer with its family's random weights, which writes its keys to layer `slot` of the cache."""
@@ -148,13 +151,6 @@ class LayerDriver:
             **{self.cache_name: cache},
         )
         return out[0] if isinstance(out, tuple) else out
-
-    def _takes_layer_type(self) -> bool:
-        return "layer_type" in inspect.signature(type(self.rotary).forward).parameters
-
-    def _refusal(self) -> str:
-        name = type(self.target.layers[self.index]).__name__
-        return f"target {self.target.name}: mtp cannot drive its layer {self.index} ({name}) alone"
 
     @torch.no_grad()
     def _check(self) -> None:
@@ -188,4 +184,4 @@ class LayerDriver:
         wanted = wanted.float() - x.float()
         error = ((got - wanted).norm() / wanted.norm()).item()
         if len(cache.written) != 2 or not error < 0.1:
-            raise BadInput(f"{self._refusal()}: its output differs by {error:.0%}")
+            raise BadInput(f"{self.refusal}: its output differs by {error:.0%}")

@@ -115,30 +115,8 @@ class Attention(nn.Module):
         keys = rotate(self._split(self.k_proj(x), self.num_kv_heads), rotary)
         return keys, self._split(self.v_proj(x), self.num_kv_heads)
 
-    def group(self, queries: Tensor) -> Tensor:
-        """[B, N, Q, H] -> [B, Nkv, N/Nkv * Q, H]: queries that share a key head, so that keys need no copy."""
-        return queries.reshape(len(queries), self.num_kv_heads, -1, self.head_dim)
-
-    def output(self, mixed: Tensor, num_queries: int) -> Tensor:
-        """[B, Nkv, N/Nkv * Q, H] -> [B, Q, D]."""
-        heads = mixed.reshape(len(mixed), self.num_heads, num_queries, self.head_dim)  # [B, N, Q, H]
-        return self.o_proj(heads.transpose(1, 2).reshape(len(mixed), num_queries, -1))
-
     def _split(self, x: Tensor, num: int) -> Tensor:
         return x.view(*x.shape[:2], num, self.head_dim).transpose(1, 2)  # [B, num, Q, H]
-
-
-class GatedMLP(nn.Module):
-    """down(silu(gate x) * up x) (Shazeer 2020)."""
-
-    def __init__(self, config: LlamaConfig):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 def llama_config(target_config: Any, architecture: dict[str, Any] | None = None) -> LlamaConfig:

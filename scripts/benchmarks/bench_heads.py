@@ -33,6 +33,7 @@ from ...train.config import RunConfig, TrainConfig
 from ...train.tracking import read_rows
 from ...train.trainer import train
 from .bench_results import Entry, bench_names, read_bench, read_results, render_readme, table, write_results
+from .store import picked
 
 RESULTS = Path("docs/results/heads.json")
 QUICKSTART = Path("runs/quickstart")
@@ -145,12 +146,8 @@ def measured(bench: Bench, name: str, folder: Path, target: Target, seed: int, p
     """What a trained head saves: greedy chains, one row at a time, interleaved with the baseline."""
     head = load_head(folder / "final", target)
     suite = load_suite(bench.prompts, target, max_new_tokens=bench.max_new_tokens, limit=bench.limit)
-    config = MeasureConfig(
-        setting=chain(read_bench(name).num_draft_tokens),
-        max_new_tokens=bench.max_new_tokens,
-        steps="eager" if target.device.type == "cpu" else "graph",
-        num_repeats=bench.num_repeats,
-    )
+    steps, setting = "eager" if target.device.type == "cpu" else "graph", chain(read_bench(name).num_draft_tokens)
+    config = MeasureConfig(setting=setting, steps=steps, **picked(bench, "max_new_tokens num_repeats"))
     result, _ = measure(target, head, suite, config, name=name)
     timing = result.timing
     assert result.acceptance_length and result.speedup and timing.draft_ms and timing.baseline_ms, result.failed
@@ -161,23 +158,12 @@ def measured(bench: Bench, name: str, folder: Path, target: Target, seed: int, p
         parameters=parameters,
         optimizer_steps=bench.steps,
         train_tokens_per_second=training_speed(folder),
-        acceptance_length=result.acceptance_length,
-        acceptance_rate=result.acceptance_rate,
-        num_draft_tokens=result.num_draft_tokens,
-        speedup=result.speedup,
-        speedup_ci95=result.speedup_ci95,
-        num_prompts=result.num_prompts,
-        max_new_tokens=result.max_new_tokens,
-        temperature=result.temperature,
+        **picked(result, "acceptance_length acceptance_rate num_draft_tokens speedup speedup_ci95 num_prompts"),
+        **picked(result, "max_new_tokens temperature"),
         draft_ms=timing.draft_ms,
         baseline_ms=timing.baseline_ms,
         loss=head.config.loss,
-        lossless={
-            "checked": result.lossless.checked,
-            "identical": result.lossless.identical,
-            "explained": result.lossless.explained,
-            "unexplained": result.lossless.unexplained,
-        },
+        lossless=picked(result.lossless, "checked identical explained unexplained"),
         device=target.device.type,
         num_threads=torch.get_num_threads(),
         date=date.today().isoformat(),

@@ -22,23 +22,14 @@ from ...eval.measurement.environment import device_name
 from ...heads.loading import default_device
 from ...heads.registry import HEADS
 from . import store
-from .step_memory import Shape, estimated_peak
-from .step_speed import TrainingStep
 from .store import CellStore, Figures
+from .training_step import Shape, TrainingStep, estimated_peak
 
 RESULTS = Path("docs/results/train.json")
 TOY = Shape(head="eagle3", hidden=64, intermediate=172, num_heads=8, num_kv_heads=4, vocabulary=512, context=64)
 SMALL = replace(TOY, hidden=256, intermediate=704, vocabulary=4096, context=256, batch_size=4)
-LARGE = Shape(
-    head="eagle3",
-    hidden=4096,
-    intermediate=14336,
-    num_heads=32,
-    num_kv_heads=8,
-    vocabulary=152064,
-    context=4096,
-    dtype="bf16",
-)
+LARGE = replace(TOY, hidden=4096, intermediate=14336, num_heads=32, num_kv_heads=8, vocabulary=152064, context=4096)
+LARGE = replace(LARGE, dtype="bf16")
 DEPTHS = {"medusa": 4, "hydra": 4, "mtp": 3, "draft_lm": 5, "eagle": 5, "eagle3": 7}
 SUITE = ("eagle3", "mtp", "medusa")  # the families of the GPU suite
 

@@ -25,6 +25,7 @@ from . import store
 NUM_DRAFT = 5
 MAIN = "eagle3"  # the family whose chain is timed at every batch size and context, and with eager and compiled steps
 CONTEXT_ROOM = 2048  # positions behind the longest context
+PARTS = "draft_ms verify_ms overhead_ms round_ms reading_ms"  # of a round, and what reading the prompt takes
 EMBEDDING_SCALE = 5000.0  # of a token's embedding, over what it is initialised to
 
 
@@ -32,12 +33,7 @@ EMBEDDING_SCALE = 5000.0  # of a token's embedding, over what it is initialised 
 class Size:
     """A Llama target's sizes, and how much is measured on it."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    vocab_size: int
+    llama: dict[str, int]
     dtype: str
     contexts: tuple[int, ...]  # tokens before the timed rounds; the first is the usual one
     batch_sizes: tuple[int, ...]  # at the usual context
@@ -54,33 +50,30 @@ class Size:
 
     @property
     def config(self) -> LlamaConfig:
-        return LlamaConfig(
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_hidden_layers=self.num_hidden_layers,
-            num_attention_heads=self.num_attention_heads,
-            num_key_value_heads=self.num_key_value_heads,
-            vocab_size=self.vocab_size,
-            max_position_embeddings=max(self.contexts) + CONTEXT_ROOM,
-            tie_word_embeddings=False,
-            eos_token_id=None,
-        )
+        room: dict[str, Any] = {"max_position_embeddings": max(self.contexts) + CONTEXT_ROOM}
+        return LlamaConfig(**self.llama, **room, tie_word_embeddings=False, eos_token_id=None)
 
     def prompts(self, count: int, *, length: int) -> list[list[int]]:
         """Prompts of random tokens."""
         generator = torch.Generator().manual_seed(1)
-        return torch.randint(0, self.vocab_size, (count, length), generator=generator).tolist()
+        return torch.randint(0, self.llama["vocab_size"], (count, length), generator=generator).tolist()
 
 
 SIZES = {
     "toy": Size(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=128, dtype="float32", contexts=(16, 48), batch_sizes=(1, 3), long_batch_sizes=(1, 2),
+        llama={
+            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "vocab_size": 128,
+        },
+        dtype="float32", contexts=(16, 48), batch_sizes=(1, 3), long_batch_sizes=(1, 2),
         verified=(1, 2, 64), num_passes=2, num_prompts=2, num_new=24, num_repeats=1,
     ),
     "8b": Size(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-        vocab_size=128256, dtype="bfloat16", contexts=(512, 2048, 4096, 8192, 16384),
+        llama={
+            "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "vocab_size": 128256,
+        },
+        dtype="bfloat16", contexts=(512, 2048, 4096, 8192, 16384),
         batch_sizes=(1, 2, 4, 8, 16, 32, 64), long_batch_sizes=(1, 8), verified=(1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64),
         num_passes=4, num_prompts=4, num_new=128, num_repeats=2,
     ),
@@ -105,7 +98,7 @@ def random_target(size: Size, device: torch.device) -> Target:
         model.lm_head.weight.copy_(model.model.embed_tokens.weight.roll(1, 0))
         model.model.embed_tokens.weight.mul_(EMBEDDING_SCALE)
     model.generation_config.eos_token_id = None
-    return Target(model, name=f"random Llama, hidden {size.hidden_size}", fingerprint="random")
+    return Target(model, name=f"random Llama, hidden {size.config.hidden_size}", fingerprint="random")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,15 +157,8 @@ class Workbench:
         """Rounds, each pass beside baseline steps."""
         drafter, settings = self.drafted(cell)
         check_room(self.target, [cell.context], settings)
-        timer = TimedCell(
-            self.target,
-            drafter,
-            settings,
-            batch_size=cell.batch_size,
-            context=cell.context,
-            text=self.text,
-            steps=cell.steps,
-        )
+        how = store.picked(cell, "batch_size context steps")
+        timer = TimedCell(self.target, drafter, settings, text=self.text, **how)
         for _ in range(cell.num_passes):
             timer.run(reads_again=cell.batch_size == 1 and cell.context == self.size.context)  # cheap there alone
         return timed_figures(timer)
@@ -181,10 +167,7 @@ class Workbench:
         """Texts with drafts that are right at the cell's rates, and without. The head's time counts, not its drafts."""
         head, (setting,) = self.drafted(cell)
         config = MeasureConfig(
-            setting=setting,
-            max_new_tokens=self.size.num_new,
-            num_repeats=cell.num_passes,
-            steps=cell.steps,
+            setting=setting, max_new_tokens=self.size.num_new, num_repeats=cell.num_passes, steps=cell.steps
         )
         suite = Suite(name="random tokens", prompts=self.prompts)
         result, _ = measure(self.target, self.synthetic.around(head, cell.rates), suite, config, name=cell.name)
@@ -194,15 +177,8 @@ class Workbench:
             "num_draft_tokens": setting.num_draft_tokens,
             "given_rates": list(cell.rates),
             "given_acceptance_length": round(expected_length(cell.rates, setting.num_draft_tokens), 4),
-            "num_prompts": result.num_prompts,
-            "num_tokens": result.num_tokens,
-            "num_rounds": result.num_rounds,
-            "acceptance_length": result.acceptance_length,
-            "acceptance_rate": result.acceptance_rate,
-            "speedup": result.speedup,
-            "speedup_ci95": result.speedup_ci95,
-            "tokens_per_second": result.tokens_per_second,
-            "baseline_tokens_per_second": result.baseline_tokens_per_second,
+            **store.picked(result, "num_prompts num_tokens num_rounds acceptance_length acceptance_rate speedup"),
+            **store.picked(result, "speedup_ci95 tokens_per_second baseline_tokens_per_second"),
             "identical_texts": result.lossless.identical,
         }
 
@@ -242,11 +218,7 @@ def timed_figures(timer: TimedCell) -> store.Figures:
     for time, (setting, passes) in zip(timer.rounds, timer.drafted.items(), strict=True):  # passes: in baseline steps
         figures |= {
             "num_draft_tokens": setting.num_draft_tokens,
-            "draft_ms": round(time.draft_ms, 4),
-            "verify_ms": round(time.verify_ms, 4),
-            "overhead_ms": round(time.overhead_ms, 4),
-            "round_ms": round(time.round_ms, 4),
-            "reading_ms": round(time.reading_ms, 4),
+            **{key: round(ms, 4) for key, ms in store.picked(time, PARTS).items()},
             "draft_in_baseline_steps": spread(each.draft_ms for each in passes),
             "verify_in_baseline_steps": spread(each.verify_ms + each.overhead_ms for each in passes),
             "round_in_baseline_steps": spread(each.round_ms for each in passes),
@@ -257,8 +229,5 @@ def timed_figures(timer: TimedCell) -> store.Figures:
 
 def spread(values: Iterable[float]) -> dict[str, float]:
     ordered = sorted(values)
-    return {
-        "median": round(statistics.median(ordered), 4),
-        "least": round(ordered[0], 4),
-        "most": round(ordered[-1], 4),
-    }
+    found = {"median": statistics.median(ordered), "least": ordered[0], "most": ordered[-1]}
+    return {key: round(value, 4) for key, value in found.items()}

@@ -31,7 +31,7 @@ from ...eval.suites.prompts import Suite, prompt_ids
 from ...heads.drafter import Drafter
 from ...heads.loading import default_device
 from ...heads.target import Target
-from .store import Figures, describe
+from .store import Figures, describe, picked
 
 SPARSE = "sparse-self"
 NEARNESS = 1.5  # of the random target's attention
@@ -41,14 +41,9 @@ def random_target(device: str) -> Target:
     """Queries and keys share a constant part, which the rotary embedding turns away with distance."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        vocab_size=512,
-        max_position_embeddings=2**17,
-        attention_bias=True,
-    )
+        hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8, vocab_size=512,
+        max_position_embeddings=2**17, attention_bias=True,
+    )  # fmt: skip
     model: Any = LlamaForCausalLM(config)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -96,10 +91,7 @@ def measured(target: Target, drafter: Drafter, suite: Suite, config: MeasureConf
     step = mean_ms("baseline", "seconds")
     return {
         "drafter": name,
-        "num_draft_tokens": result.num_draft_tokens,
-        "acceptance_length": result.acceptance_length,
-        "speedup": result.speedup,
-        "speedup_ci95": result.speedup_ci95,
+        **picked(result, "num_draft_tokens acceptance_length speedup speedup_ci95"),
         "draft_ms": round(draft, 3),
         "verify_ms": round(verify, 3),
         "baseline_ms": round(step, 3),
@@ -118,12 +110,8 @@ def sweep(target: Target, options: argparse.Namespace) -> Iterator[Figures]:
             suite = Suite(str(context), prompts_of(rows, length=context, count=size * options.num_batches))
             for name, drafter in drafters:
                 for length in options.num_draft_tokens:
-                    config = MeasureConfig(
-                        setting=chain(length),
-                        max_new_tokens=options.max_new_tokens,
-                        batch_size=size,
-                        num_repeats=options.repeats,
-                    )
+                    how = {"max_new_tokens": options.max_new_tokens, "num_repeats": options.repeats}
+                    config = MeasureConfig(setting=chain(length), batch_size=size, **how)
                     figures = measured(target, drafter, suite, config, name=name)
                     yield {"context": context, "batch_size": size, **figures}
 
@@ -167,11 +155,10 @@ def main() -> None:
     for cell in sweep(target, options):
         cells.append(cell)
         print(describe(cell), flush=True)
-    keys = ("contexts", "batch_sizes", "budget", "max_new_tokens", "num_batches", "repeats")
     document = {
         "environment": asdict(Environment.of(target)),
         "target": {"name": target.name, "num_parameters": sum(p.numel() for p in target.model.parameters())},
-        "settings": {key: getattr(options, key) for key in keys},
+        "settings": picked(options, "contexts batch_sizes budget max_new_tokens num_batches repeats"),
         "crossover": crossover(cells),
         "cells": cells,
     }

@@ -99,6 +99,11 @@ def describe(figures: Figures) -> str:
     return ", ".join(f"{key} {f'{value:.4g}' if isinstance(value, float) else value}" for key, value in singles)
 
 
+def picked(record: object, keys: str) -> Figures:
+    """Some attributes of a record, named in a text, by name."""
+    return {key: getattr(record, key) for key in keys.split()}
+
+
 def as_json(value: Any) -> Any:
     """The value as a JSON file gives it back."""
     return json.loads(json.dumps(value))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...configs.errors import BadInput
+from ..overrides import Overrides
 
 if TYPE_CHECKING:
     from ...data_pipelines.storage.features import Reads
@@ -17,9 +18,7 @@ if TYPE_CHECKING:
 def extract(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A run YAML: its target, head and data count.")],
     output: Annotated[Path, typer.Option(help="The folder to write; the same command goes on with it.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="key=value ...", help="Dotted keys that win over the YAML.")
-    ] = None,
+    overrides: Overrides = None,
     storage_dtype: Annotated[str, typer.Option(help="float32, bfloat16 or 8bit.")] = "8bit",
     batch_tokens: Annotated[int, typer.Option(help="Of one target forward, with padding.")] = 8192,
     shard_bytes: Annotated[int, typer.Option(help="Of one shard, about.")] = 512 * 2**20,

@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..overrides import Overrides
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
@@ -18,9 +20,7 @@ BRACKETS = {"prompt": "‹›", "think": "⟦⟧", "answer": "«»"}
 
 def inspect(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A run YAML: its target and data sections count.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="key=value ...", help="Dotted keys that win over the YAML.")
-    ] = None,
+    overrides: Overrides = None,
     row: Annotated[int | None, typer.Option(min=0, help="Show this row alone, counted from 0.")] = None,
     num_rows: Annotated[int, typer.Option(min=0, help="Show so many rows from the beginning.")] = 2,
     color: Annotated[

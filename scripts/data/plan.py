@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..overrides import Overrides
+
 if TYPE_CHECKING:
     from ...data_pipelines.plan import Comparison
 
 
 def plan(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A run YAML: its target, head and data count.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="key=value ...", help="Dotted keys that win over the YAML.")
-    ] = None,
+    overrides: Overrides = None,
     disk: Annotated[Path, typer.Option(help="A folder on the disk that features would lie on.")] = Path("."),
     num_sampled: Annotated[int, typer.Option(help="Rows that are measured.")] = 64,
     num_processes: Annotated[int, typer.Option(help="Processes that would share the work.")] = 1,

@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..overrides import Overrides
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -12,9 +14,7 @@ if TYPE_CHECKING:
 
 def prepare(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="E.g. configs/data/prepare.yaml.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="key=value ...", help="Dotted keys that win over the YAML.")
-    ] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Mix, filter, deduplicate and split rows; prints what was kept and dropped, and why.
 

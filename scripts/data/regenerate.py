@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from ..overrides import Overrides
+
 if TYPE_CHECKING:
     from ...data_pipelines.answers.conversations import Answer, ChatRequest, Failure
     from ...data_pipelines.answers.regenerate import Answers, RegenerateConfig, RunProgress
@@ -18,10 +20,7 @@ if TYPE_CHECKING:
 
 def regenerate(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML, e.g. configs/data/regenerate_server.yaml.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="key=value ...", help="Dotted keys that win over the YAML."),
-    ] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Have the target answer the prompts of a data set itself: what a head learns from should be what it will draft.
 

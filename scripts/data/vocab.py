@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
+from ..overrides import Overrides
+
 SIZES = (4096, 8192, 16384, 32768)
 
 
 def vocab(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A run YAML: its target and data sections count.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="key=value ...", help="Dotted keys that win over the YAML.")
-    ] = None,
+    overrides: Overrides = None,
     output: Annotated[Path | None, typer.Option(help="A new folder for vocab.json and coverage.svg.")] = None,
 ) -> None:
     """Count the supervised tokens and show what a draft vocabulary of each size covers.

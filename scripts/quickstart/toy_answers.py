@@ -14,6 +14,8 @@ from ...eval.suites.prompts import prompt_ids
 from ...heads.target import Target
 
 BATCH_SIZE = 64
+NUM_VALIDATION = 64  # rows
+MAX_NEW_TOKENS = 224
 
 
 def answer(target: Target, prompts: list[list[int]], *, max_new_tokens: int) -> list[list[int]]:
@@ -35,8 +37,6 @@ def main() -> None:
     parser.add_argument("prompts", help="JSONL of prompts")
     parser.add_argument("output", type=Path, help="JSONL of training rows to write; kept where it is there already")
     parser.add_argument("--validation", type=Path, required=True, help="JSONL for the last rows")
-    parser.add_argument("--num-validation", type=int, default=64)
-    parser.add_argument("--max-new-tokens", type=int, default=224)
     arguments = parser.parse_args()
     if arguments.output.is_file():
         print(f"{arguments.output} is there already")
@@ -44,12 +44,12 @@ def main() -> None:
     target = Target.load(arguments.target, dtype="float32")
     rows = read_jsonl(arguments.prompts)
     prompts = [prompt_ids(row, target.tokenizer, origin=arguments.prompts) for row in rows]
-    answers = answer(target, prompts, max_new_tokens=arguments.max_new_tokens)
+    answers = answer(target, prompts, max_new_tokens=MAX_NEW_TOKENS)
     lines = []
     for prompt, new in zip(prompts, answers, strict=True):
         text = target.tokenizer.decode(prompt + new)
         lines.append(json.dumps({"input_ids": prompt + new, "prompt_length": len(prompt), "text": text}) + "\n")
-    split = len(lines) - arguments.num_validation
+    split = len(lines) - NUM_VALIDATION
     for path, part in ((arguments.validation, lines[split:]), (arguments.output, lines[:split])):
         write_text(path, "".join(part))
     print(f"{len(lines)} answers, {sum(map(len, answers))} tokens, in {arguments.output} and {arguments.validation}")

@@ -111,21 +111,12 @@ def new_target(
 ) -> Any:
     """An untrained fp32 model, deep rather than wide."""
     config = config_class(
-        vocab_size=len(tokenizer),
-        hidden_size=width,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=width // heads,
-        max_position_embeddings=max_positions,
+        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=width // heads, tie_word_embeddings=True,
+        max_position_embeddings=max_positions, rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
         initializer_range=0.5 * width**-0.5,
-        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
     model: Any = AutoModelForCausalLM.from_config(config)
     for layer in model.model.layers:  # every layer starts as the identity: the token's own signal reaches the top
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
@@ -221,18 +212,15 @@ def build_target(folder: Path, *, recipe: Recipe) -> dict:
     num_chats = recipe.steps * (recipe.rows - recipe.code_rows) * recipe.row_tokens // 80 + recipe.rows
     num_chars = min(1_000_000, 50_000 + 4 * recipe.steps * recipe.code_rows * recipe.row_tokens)
     problems, sources = reasoning_problems(num_chats, recipe.seed), python_sources(recipe.seed, num_chars=num_chars)[0]
-    chats = [message["content"] for problem in problems[:3000] for message in problem["messages"]]
-    tokenizer = train_tokenizer([*chats, *sources[:60]], vocab_size=recipe.vocab_size)
+    texts = [message["content"] for problem in problems[:3000] for message in problem["messages"]]
+    tokenizer = train_tokenizer([*texts, *sources[:60]], vocab_size=recipe.vocab_size)
     torch.manual_seed(recipe.seed)
     model = new_target(tokenizer, layers=recipe.layers, width=recipe.width, intermediate=3 * recipe.width)
     print(f"target of {model.num_parameters() / 1e6:.1f} M parameters, {len(tokenizer)} tokens in its vocabulary")
     started = time.perf_counter()
-    train_target(
-        model,
-        chat_rows(tokenizer, problems, row_tokens=recipe.row_tokens),
-        code_rows(tokenizer, sources, row_tokens=recipe.row_tokens),
-        recipe=recipe,
-    )
+    chats = chat_rows(tokenizer, problems, row_tokens=recipe.row_tokens)
+    codes = code_rows(tokenizer, sources, row_tokens=recipe.row_tokens)
+    train_target(model, chats, codes, recipe=recipe)
     seconds = time.perf_counter() - started
     held_out = reasoning_problems(recipe.eval_prompts, recipe.seed, held_out=True)
     quality = {**measure(model, tokenizer, problems=held_out), "train_seconds": round(seconds, 1)}

@@ -14,7 +14,7 @@ from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.eval.generate import generate
 from headstart.eval.measurement.tree_search import sampled_chain
-from headstart.heads.drafter import ChainDrafter
+from headstart.heads.drafter import Drafter
 from headstart.heads.drafting import Draws, DynamicTree, Proposal, StaticTree
 from headstart.heads.registry import HEADS, build_head
 
@@ -58,7 +58,7 @@ def test_sparse_drafts_do_not_change_the_law(small, chi_square):
     assert chi_square(small, SparseSelfDrafter(small, 32), **HOWS[0]) < 1.5
 
 
-class SampledChain(ChainDrafter):
+class SampledChain(Drafter):
     """A head whose chains are drawn at random, with their draft probabilities."""
 
     def __init__(self, head, draws):

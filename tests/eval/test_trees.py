@@ -5,7 +5,7 @@ import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.generate import generate
 from headstart.eval.measurement.metrics import acceptance
-from headstart.heads.drafter import ChainDrafter, Reading
+from headstart.heads.drafter import Drafter, Reading
 from headstart.heads.drafting import (
     DynamicTree,
     Proposal,
@@ -118,7 +118,7 @@ def test_greedy_trees_are_lossless(head_type, family, tree, tiny_target):
 def test_a_tree_that_holds_the_targets_own_path_is_accepted_whole(target):
     """A head that scores as the target does, so that its best path stands: D + 1 tokens in every round."""
 
-    class Oracle(ChainDrafter):
+    class Oracle(Drafter):
         default_draft_tokens, drafts_trees = 4, True
 
         def begin(self, *, batch_size, max_length):

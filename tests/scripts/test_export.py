@@ -9,8 +9,7 @@ from headstart.configs.errors import BadInput
 from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.registry import build_head, save_head
 from headstart.heads.target import Target
-from headstart.scripts.check_command import check
-from headstart.scripts.export_command import export
+from headstart.scripts.export_command import check, export
 
 
 @pytest.fixture

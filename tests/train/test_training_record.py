@@ -6,10 +6,11 @@ import pytest
 from headstart.data_pipelines.storage.samples import Sample
 from headstart.data_pipelines.storage.shard_file import StoredSample
 from headstart.data_pipelines.storage.shards import Shards, ShardWriter
+from headstart.eval.measurement.result import AnswerSettings
 from headstart.heads.export.write import export_head
 from headstart.heads.registry import head_record
 from headstart.train.tracking import read_rows
-from headstart.train.training_record import AnswerSampling, answer_settings, common_ending
+from headstart.train.training_record import answer_settings, common_ending
 
 
 def test_a_head_carries_its_last_or_best_validation_and_the_form_of_its_rows(run, world, tmp_path):
@@ -62,6 +63,6 @@ def test_a_later_piece_of_a_trace_is_no_prompt(tmp_path):
 def test_how_answers_were_sampled_is_read_beside_them(tmp_path):
     way = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "max_tokens": 9, "seed": 0, "num_samples": 1, "thinking": True}
     (tmp_path / "manifest.json").write_text(json.dumps({"settings": {"sampling": {"x.jsonl": way, "y.jsonl": way}}}))
-    expected = [AnswerSampling(temperature=0.7, top_p=1.0, top_k=0, thinking=True)]
+    expected = [AnswerSettings(temperature=0.7, top_p=1.0, top_k=0, thinking=True)]
     assert answer_settings(str(tmp_path / "answers.jsonl")) == expected
     assert answer_settings([str(tmp_path / "answers.jsonl"), "owner/name"]) is None

@@ -8,13 +8,14 @@ import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.generate import generate
 from headstart.eval.measurement.metrics import acceptance
+from headstart.eval.measurement.result import AcceptancePart
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.registry import load_head
 from headstart.heads.target import Target
 from headstart.train.checkpoint import Best
 from headstart.train.speed import Operations, Speed, StepSpeed
 from headstart.train.tracking import read_rows
-from headstart.train.validation import Figures, Validation, ValidationResult
+from headstart.train.validation import Validation, ValidationResult
 from safetensors.torch import load_file
 
 
@@ -68,7 +69,7 @@ def test_decoding_can_be_left_out_and_is_where_a_target_cannot(validated, monkey
 
 def test_the_best_head_is_kept(run, world, monkeypatch):
     lengths = iter([1.5, 2.0, 1.8])
-    monkeypatch.setattr(Validation, "measure", lambda self: ValidationResult(3, Figures(9, next(lengths), [])))
+    monkeypatch.setattr(Validation, "measure", lambda self: ValidationResult(3, AcceptancePart(9, next(lengths), [])))
     how = ("train.validate_every=2", f"data.validation={world / 'rows.jsonl'}", "train.checkpoint_every=4")
     folder = run("medusa", "a", *how)
     best, final = (load_file(folder / name / "model.safetensors") for name in ("best", "final"))

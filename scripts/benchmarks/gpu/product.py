@@ -124,12 +124,9 @@ def answer(suite: Suite) -> Figures:
     counts = json.loads((output / "manifest.json").read_text())["counts"]
     features = json.loads((suite.features / "manifest.json").read_text())
     kept = ("num_rows", "num_tokens", "num_supervised_tokens", "bytes_per_token", "storage_dtype")
-    return {
-        "seconds": seconds,
-        "counts": counts,
-        "tokens_per_second": round(counts["completion_tokens"] / seconds, 1),
-        "features": {"seconds": extract_seconds, **{key: features[key] for key in kept}},
-    }
+    rate = round(counts["completion_tokens"] / seconds, 1)
+    stored = {"seconds": extract_seconds, **{key: features[key] for key in kept}}
+    return {"seconds": seconds, "counts": counts, "tokens_per_second": rate, "features": stored}
 
 
 def run_of(suite: Suite, family: str, **train: object) -> list[str]:
@@ -230,12 +227,9 @@ def worst(figures: Iterable[tuple[str, float | None]]) -> float | None:
 def sampled(suite: Suite) -> Figures:
     """At temperature 1, chains and sampled trees: every text must follow the target's distribution."""
     results = evaluated(suite, "sampled", ("code",), "--temperature", 1, "--tree", "chain", "--tree", "sampled")
-    figures = {"results_that_deviate": sum(map(deviates, results))}
-    return {
-        "results": [result.to_json() for result in results],
-        "figures": figures,
-        "holds": figures["results_that_deviate"] == 0,
-    }
+    num_deviating = sum(map(deviates, results))
+    figures = {"results_that_deviate": num_deviating}
+    return {"results": [result.to_json() for result in results], "figures": figures, "holds": num_deviating == 0}
 
 
 def conditions(suite: Suite) -> Figures:

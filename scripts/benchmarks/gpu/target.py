@@ -31,7 +31,7 @@ from ....heads.loading import default_device
 from ....train.speed import matmul_rate, synchronize
 from ...quickstart.toy_corpus import reasoning_problems
 from ...quickstart.toy_target import new_target, train, train_tokenizer
-from ..store import Figures
+from ..store import Figures, picked
 from .corpus import Chat, Corpus, completions, installed_texts
 
 # transformers writes the causal mask out where code is compiled, and flash attention takes no mask; rows here are full
@@ -97,17 +97,9 @@ def packed(tokenizer: Any, texts: list[str], *, row_tokens: int) -> Tensor:
 
 def new_model(shape: str, size: Size, tokenizer: Any) -> Any:
     """An untrained model of one of SHAPES."""
-    return new_target(
-        tokenizer,
-        layers=size.layers,
-        width=size.width,
-        intermediate=8 * size.width // 3 // 32 * 32,
-        heads=size.heads,
-        kv_heads=size.kv_heads,
-        max_positions=MAX_POSITIONS,
-        rope_theta=500000.0,
-        config_class=SHAPES[shape],
-    )
+    sizes = {**picked(size, "layers width heads kv_heads"), "intermediate": 8 * size.width // 3 // 32 * 32}
+    kind: Any = {"config_class": SHAPES[shape], "max_positions": MAX_POSITIONS, "rope_theta": 500000.0}
+    return new_target(tokenizer, **sizes, **kind)
 
 
 def timed_batches(rows: Tensor, size: Size, device: str) -> Iterator[tuple[Tensor, float]]:

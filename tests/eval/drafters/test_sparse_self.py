@@ -8,7 +8,7 @@ from headstart.configs.errors import BadInput
 from headstart.eval.drafters.sparse_self import NUM_OBSERVED, NUM_SINKS, SparseSelfDrafter
 from headstart.eval.engine import Engine
 from headstart.eval.generate import Stopwatch, Texts, decode, generate, prefill
-from headstart.eval.measurement.config import DraftSetting
+from headstart.eval.measurement.config import DraftSetting, MeasureConfig
 from headstart.eval.measurement.metrics import acceptance
 from headstart.eval.plan.load import ServedRequest
 from headstart.eval.plan.server import LiveServer
@@ -173,7 +173,8 @@ def test_a_long_prompt_is_read_in_chunks_as_at_once(tiny_target, monkeypatch):
 
 def test_a_row_that_joins_a_batch_keeps_its_keys_and_its_ring(target):
     drafter, rows, stop = SparseSelfDrafter(target, 32), prompts(90, 60, 25), Stop(frozenset())
-    server = LiveServer(target, drafter, DraftSetting("K 3", 3), rows, max_new_tokens=9, max_batch_size=4, stop=stop)
+    setting, config = DraftSetting("K 3", 3), MeasureConfig(max_new_tokens=9)
+    server = LiveServer(target, drafter, setting, rows, config, max_batch_size=4, stop=stop)
     wanted = []
     for number, row in enumerate(rows):
         engine = Engine(target, drafter, batch_size=1, max_length=99, num_draft_tokens=3)

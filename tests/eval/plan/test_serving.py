@@ -6,7 +6,7 @@ from headstart.eval.drafters.lookup import NgramDrafter, SuffixDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.eval.engine import Engine
 from headstart.eval.generate import Stopwatch, Texts, generate, prefill, run_round
-from headstart.eval.measurement.config import DraftSetting
+from headstart.eval.measurement.config import DraftSetting, MeasureConfig
 from headstart.eval.plan.load import ServedRequest, serve
 from headstart.eval.plan.server import LiveServer
 from headstart.eval.stopping import Stop
@@ -28,9 +28,8 @@ def drafter_of(name, target, tiny_target):
 
 def served(target, drafter, setting, requests, *, size=4, eos=frozenset({2})):
     """The mean number of rows; the answers stand in the requests."""
-    server = LiveServer(
-        target, drafter, setting, PROMPTS, max_new_tokens=LENGTHS, max_batch_size=size, stop=Stop(frozenset(eos))
-    )
+    config, stop = MeasureConfig(max_new_tokens=LENGTHS), Stop(frozenset(eos))
+    server = LiveServer(target, drafter, setting, PROMPTS, config, max_batch_size=size, stop=stop)
     return serve(server, requests)
 
 
@@ -57,9 +56,8 @@ def test_drafts_are_those_of_a_request_alone(name, target):
         engine = Engine(target, head, batch_size=1, max_length=40, num_draft_tokens=3)
         texts = Texts([prompt], 20, Stop(frozenset()))
         alone.append(drafts(engine, texts, prefill(engine, texts, watch).state, watch))
-    server = LiveServer(
-        target, head, DraftSetting("K 3", 3), PROMPTS, max_new_tokens=20, max_batch_size=3, stop=Stop(frozenset())
-    )
+    setting, config, stop = DraftSetting("K 3", 3), MeasureConfig(max_new_tokens=20), Stop(frozenset())
+    server = LiveServer(target, head, setting, PROMPTS, config, max_batch_size=3, stop=stop)
     for number in range(1, 4):
         server.join(ServedRequest(number, 0.0))
     crowd = drafts(server.batch.engine, server.batch.texts, server.batch.state, watch)

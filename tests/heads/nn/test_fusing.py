@@ -8,7 +8,7 @@ from headstart.heads import recurrent
 from headstart.heads.loss import chunked as depth_loss
 from headstart.heads.nn import chain_attention
 from headstart.heads.nn.fusing import Fusable, fused
-from headstart.scripts.benchmarks.step_memory import Shape, build_step, run_step
+from headstart.scripts.benchmarks.training_step import Shape, build_step, run_step
 from headstart.train.speed import Operations
 
 SHAPE = Shape(

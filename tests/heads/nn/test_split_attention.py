@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from headstart.eval.generate import generate
-from headstart.heads import recurrent
 from headstart.heads.drafting import StaticTree
 from headstart.heads.nn import attention, split_attention
 from headstart.heads.nn.split_attention import PART, attention_in_parts, masked_attention, reads_in_parts
@@ -75,7 +74,6 @@ def test_texts_are_the_same(head_type, tree, target, monkeypatch):
         return attention_in_parts(query, key, value, mask, scale=scale)
 
     monkeypatch.setattr(split_attention, "PART", 16)
-    for module in (attention, recurrent):
-        monkeypatch.setattr(module, "masked_attention", in_parts)
+    monkeypatch.setattr(attention, "masked_attention", in_parts)
     assert generate(target, head, prompts, **how).token_ids == wanted
     assert len(read) > 100 and max(read) >= 64

@@ -197,4 +197,4 @@ def test_the_random_target_counts(toy):
     size = SIZES["toy"]
     for prompt in size.prompts(2, length=5):
         new = generate(toy, None, prompt, max_new_tokens=20).token_ids[0]
-        assert new == [(prompt[-1] + 1 + i) % size.vocab_size for i in range(20)]
+        assert new == [(prompt[-1] + 1 + i) % size.llama["vocab_size"] for i in range(20)]

@@ -5,7 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 from headstart.heads import recurrent
-from headstart.scripts.benchmarks.step_memory import LiveBytes, Shape, build_step, estimated_peak, peak_bytes, run_step
+from headstart.scripts.benchmarks.training_step import (
+    LiveBytes,
+    Shape,
+    build_step,
+    estimated_peak,
+    peak_bytes,
+    run_step,
+)
 
 TOY = Shape(
     head="eagle3",
