@@ -1,4 +1,4 @@
-"""Continuous batching of answers: a row that ends makes room at once for the next prompt, which is read alone and joins."""
+"""Continuous batching of answers: a row that ends makes room for the next prompt, which is read alone and joins."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ class _Pass:
 
     def run(self, waiting: deque[Asked]) -> Iterator[tuple[str, list[int]]]:
         while True:
-            for row, key in enumerate(self.keys):
+            for row in range(len(self.keys)):
                 while self.keys[row] is None and (asked := self._next(waiting)) is not None:
                     self._join(row, asked)
                     if self.texts.ended[row]:  # at its first token

@@ -1,4 +1,4 @@
-"""Reading a target from disk or the hub: its path, config, dtype and device, and the fingerprint of its weights."""
+"""Reading a target from disk or the hub: path, config, dtype, device, fingerprint; and where a model's parts are."""
 
 import gc
 import hashlib
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from ..configs.errors import BadInput, first_line
@@ -158,3 +158,93 @@ def load_model(target: TargetConfig, *, device: str | torch.device | None = None
         for parameter in model.parameters():  # not the buffers: rotary frequencies stay in fp32
             parameter.data = parameter.data.to(wanted)
     return model, fingerprint
+
+
+LAYER_LISTS = ("layers", "h", "blocks")  # names of the list of decoder layers in Hugging Face models
+
+
+class FrozenModel:
+    """A Hugging Face causal language model in evaluation mode, and where its parts are."""
+
+    def __init__(self, model: Any, *, name: str, fingerprint: str, tokenizer: Any = None):
+        """Raises BadInput where no decoder layers are found."""
+        self.model = model.eval().requires_grad_(False)
+        self.name, self.fingerprint = name, fingerprint
+        self._tokenizer = tokenizer
+        self.config = model.config.get_text_config()
+        self.hidden_size: int = self.config.hidden_size
+        self.num_layers: int = self.config.num_hidden_layers
+        self.base = model.base_model
+        lists = (getattr(self.base, attribute, None) for attribute in LAYER_LISTS)
+        layers = next((modules for modules in lists if isinstance(modules, nn.ModuleList)), None)
+        if layers is None:
+            raise BadInput(f"target {name}: no decoder layers found under {', '.join(LAYER_LISTS)}")
+        self.layers: nn.ModuleList = layers
+        norms = (module for key, module in self.base.named_children() if "norm" in key or key == "ln_f")
+        self.final_norm: nn.Module | None = next(norms, None)
+        self.output_layer: nn.Linear = model.get_output_embeddings()
+        self.input_embedding: nn.Module = model.get_input_embeddings()
+        self.vocab_size: int = self.output_layer.weight.shape[0]
+        has_window = "sliding_attention" in (self.layer_types or ["sliding_attention"])
+        self._window: int | None = getattr(self.config, "sliding_window", None) if has_window else None
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's own tokenizer, loaded on first use."""
+        if self._tokenizer is None:
+            try:
+                self._tokenizer = AutoTokenizer.from_pretrained(self.name)
+            except Exception as error:
+                raise BadInput(f"tokenizer of {self.name}: {first_line(error)}") from error
+        return self._tokenizer
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether its layers are on several devices, or come from host memory or a disk when they are used."""
+        return len(set(getattr(self.model, "hf_device_map", {}).values())) > 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where its inputs and outputs are, also for a target on several devices."""
+        if not self.is_spread:
+            return self.output_layer.weight.device
+        devices = [device for device in self.model.hf_device_map.values() if device not in ("cpu", "disk")]
+        return torch.device(devices[0] if devices else "cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.output_layer.weight.dtype
+
+    @property
+    def max_positions(self) -> int:
+        """The context window in tokens."""
+        return getattr(self.config, "max_position_embeddings", None) or 2**31 - 1
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The tokens that end an answer, from the generation config, else the model config."""
+        for config in (self.model.generation_config, self.config):
+            eos = getattr(config, "eos_token_id", None)
+            if eos is not None:
+                return frozenset(eos if isinstance(eos, list) else [eos])
+        return frozenset()
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The attention type of each layer in Hugging Face's words; empty where all are alike."""
+        return getattr(self.config, "layer_types", None) or []
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether rejected drafts can be taken back: not where layers keep a recurrent state."""
+        return "linear_attention" not in self.layer_types
+
+    def window_of(self, layer: int) -> int | None:
+        """Tokens that a layer's queries see at most, themselves included; None: all before them."""
+        return self._window if not self.layer_types or self.layer_types[layer] == "sliding_attention" else None
+
+    def to(self, device: str | torch.device) -> Self:
+        """Move the weights, unless they are spread over devices; returns itself."""
+        if not self.is_spread:
+            self.model.to(device)
+        return self

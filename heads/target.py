@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer
 
-from ..configs.errors import BadInput, first_line
-from .loading import TargetConfig, found_path, load_model
+from ..configs.errors import BadInput
+from .loading import FrozenModel, TargetConfig, found_path, load_model
 from .nn.attention import NAME as GROUPED_ATTENTION
 from .nn.attention import Watch
 from .nn.cache import SlotCache
@@ -19,7 +18,6 @@ from .nn.packed_decoder import PackedDecoder
 
 WindowMask = Callable[[int | None], Tensor]  # the additive mask [B, 1, Q, P] for a sliding window, or None
 MOST_PACKED = 256  # positions whose logits are computed by the packed output layer
-LAYER_LISTS = ("layers", "h", "blocks")  # names of the list of decoder layers in Hugging Face models
 
 
 @dataclass
@@ -35,8 +33,8 @@ class TargetOutput:
         return TargetOutput(self.features[rows, positions][:, None], self.post_norm[rows, positions][:, None])
 
 
-class Target:
-    """A Hugging Face causal language model, frozen, in evaluation mode.
+class Target(FrozenModel):
+    """What heads read of a frozen causal language model: states of its layers, embeddings, logits.
 
     Layer indices are those of HF `hidden_states`: i in 0..num_layers-1 is the residual stream that enters layer i.
     Index num_layers is refused: Hugging Face puts the post-norm state there and vLLM the pre-norm one, so the
@@ -45,27 +43,9 @@ class Target:
 
     def __init__(self, model: Any, *, name: str, fingerprint: str, tokenizer: Any = None):
         """Raises BadInput where the model's outputs cannot be reproduced."""
-        self.model = model.eval().requires_grad_(False)
-        self.name, self.fingerprint = name, fingerprint
-        self._tokenizer = tokenizer
-        self.config = model.config.get_text_config()
+        super().__init__(model, name=name, fingerprint=fingerprint, tokenizer=tokenizer)
         if self.config._attn_implementation == "sdpa":
             model.set_attn_implementation(GROUPED_ATTENTION)
-        self.hidden_size: int = self.config.hidden_size
-        self.num_layers: int = self.config.num_hidden_layers
-        self.base = model.base_model
-        lists = (getattr(self.base, attribute, None) for attribute in LAYER_LISTS)
-        layers = next((modules for modules in lists if isinstance(modules, nn.ModuleList)), None)
-        if layers is None:
-            raise BadInput(f"target {name}: no decoder layers found under {', '.join(LAYER_LISTS)}")
-        self.layers: nn.ModuleList = layers
-        norms = (module for key, module in self.base.named_children() if "norm" in key or key == "ln_f")
-        self.final_norm: nn.Module | None = next(norms, None)
-        self.output_layer: nn.Linear = model.get_output_embeddings()
-        self.input_embedding: nn.Module = model.get_input_embeddings()
-        self.vocab_size: int = self.output_layer.weight.shape[0]
-        has_window = "sliding_attention" in (self.layer_types or ["sliding_attention"])
-        self._window: int | None = getattr(self.config, "sliding_window", None) if has_window else None
         self._captured: dict[int, Tensor] = {}  # by layer, the residual stream that entered it in the last forward
         self._watched: set[int] = set()
         self.is_adapted = False  # whether it computes with a head's adapters, see adapters.TargetAdapter
@@ -97,81 +77,15 @@ class Target:
         return cls(model, name=config.path, fingerprint=fingerprint)
 
     @property
-    def tokenizer(self) -> Any:
-        """The target's own tokenizer, loaded on first use."""
-        if self._tokenizer is None:
-            try:
-                self._tokenizer = AutoTokenizer.from_pretrained(self.name)
-            except Exception as error:
-                raise BadInput(f"tokenizer of {self.name}: {first_line(error)}") from error
-        return self._tokenizer
-
-    @property
-    def is_spread(self) -> bool:
-        """Whether its layers are on several devices, or come from host memory or a disk when they are used."""
-        return len(set(getattr(self.model, "hf_device_map", {}).values())) > 1
-
-    @property
-    def device(self) -> torch.device:
-        """Where its inputs and outputs are, also for a target on several devices."""
-        if not self.is_spread:
-            return self.output_layer.weight.device
-        devices = [device for device in self.model.hf_device_map.values() if device not in ("cpu", "disk")]
-        return torch.device(devices[0] if devices else "cpu")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.output_layer.weight.dtype
-
-    @property
-    def max_positions(self) -> int:
-        """The context window in tokens."""
-        return getattr(self.config, "max_position_embeddings", None) or 2**31 - 1
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """The tokens that end an answer, from the generation config, else the model config."""
-        for config in (self.model.generation_config, self.config):
-            eos = getattr(config, "eos_token_id", None)
-            if eos is not None:
-                return frozenset(eos if isinstance(eos, list) else [eos])
-        return frozenset()
-
-    @property
-    def layer_types(self) -> list[str]:
-        """The attention type of each layer in Hugging Face's words; empty where all are alike."""
-        return getattr(self.config, "layer_types", None) or []
-
-    @property
-    def can_decode(self) -> bool:
-        """Whether rejected drafts can be taken back: not where layers keep a recurrent state."""
-        return "linear_attention" not in self.layer_types
-
-    def window_of(self, layer: int) -> int | None:
-        """Tokens that a layer's queries see at most, themselves included; None: all before them."""
-        return self._window if not self.layer_types or self.layer_types[layer] == "sliding_attention" else None
-
-    @property
-    def _can_pack(self) -> bool:
-        takes = not self.is_spread and self._window is None
-        return takes and PackedDecoder.takes(self.layers, self.config, self.output_layer.weight)
-
-    @property
     def packed(self) -> PackedDecoder | None:
         """The same layers for decoding in bf16 on a CPU; None where they are of an unknown kind, or adapted."""
-        if torch.compiler.is_compiling():
+        if self.is_adapted or self.is_spread or self._window is not None or torch.compiler.is_compiling():
             return None
-        if self._packed is None and self._can_pack:
+        weight = self.output_layer.weight
+        if self._packed is None and PackedDecoder.takes(self.layers, self.config, weight):
             assert self.final_norm is not None
-            weight = self.output_layer.weight
             self._packed = PackedDecoder(self.base, self.layers, self.final_norm, self.config, weight)
-        return None if self.is_adapted else self._packed
-
-    def to(self, device: str | torch.device) -> "Target":
-        """Move the weights, unless they are spread over devices; returns itself."""
-        if not self.is_spread:
-            self.model.to(device)
-        return self
+        return self._packed
 
     def new_cache(self, max_length: int) -> SlotCache:
         """An empty cache with `max_length` slots (tokens) per row.

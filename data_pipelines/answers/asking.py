@@ -1,5 +1,5 @@
-"""Ways to have many conversations answered: by threads (servers), and in this process in batches (sampled answers, which
-share a stream of random numbers) or with rows that join and leave (greedy ones)."""
+"""Ways to have many conversations answered: by threads (servers), and in this process in batches (sampled answers,
+which share a stream of random numbers) or with rows that join and leave (greedy ones)."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator

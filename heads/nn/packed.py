@@ -15,7 +15,7 @@ _library.define("packed_linear(Tensor x, Tensor weight) -> Tensor")
 
 
 def multiplies_bf16() -> bool:
-    """Whether this machine's processor has instructions for products of bf16 (AVX512-BF16, AMX), and torch uses them."""
+    """Whether this processor has instructions for products of bf16 (AVX512-BF16, AMX), and torch uses them."""
     has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return bool(has_instructions and torch.backends.mkldnn.is_available())
 
@@ -31,7 +31,7 @@ def packed_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Let the linear layers within a module in bf16 on a CPU compute with packed weights, wherever no gradient is asked.
+    """Let the linear layers within a module in bf16 on a CPU compute with packed weights, where no gradient is asked.
 
     The weights themselves stay as they are, and must stay so: what is packed is a copy. Nothing happens elsewhere.
     """

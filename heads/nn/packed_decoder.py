@@ -1,4 +1,4 @@
-"""The layers of a Llama-shaped target for decoding on a CPU: packed weights, few operations, one compiled layer for all.
+"""The layers of a Llama-shaped target for decoding on a CPU: packed weights, few operations, one layer compiled for all.
 
 A step of one token reads every weight once; what is not reading weights is kept small. Queries, keys and values are one
 product, as are gate and up; what lies between products is compiled, once for all layers.
@@ -25,7 +25,7 @@ COMPILES_FROM = "2.11"  # earlier torch cannot compile ahead of time
 
 
 class LayerWeights(NamedTuple):
-    """One layer's: norms as they are, products packed. bias [out], query_norm and key_norm [H] where the family has them."""
+    """One layer's: norms as they are, products packed; bias [out], query_norm and key_norm [H] of families with them."""
 
     attention_norm: Tensor  # [D]
     qkv: Tensor  # [(N + 2 Nkv) H, D]
@@ -75,7 +75,7 @@ class PackedDecoder:
 
     @staticmethod
     def takes(layers: nn.ModuleList, config: Any, weight: Tensor) -> bool:
-        """Whether this decoder computes what these layers do, faster: known layers in bf16 on a CPU that multiplies it."""
+        """Whether this decoder computes what these layers do: of a known class, in bf16, on a CPU that multiplies it."""
         is_known = type(layers[0]).__name__ in KNOWN_LAYERS and config.hidden_act == "silu"
         return is_known and weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and multiplies_bf16()
 
@@ -137,7 +137,9 @@ def decoder_layer(x: Tensor, w: LayerWeights, keys: Tensor, values: Tensor, shar
     projected = product(rms_norm(x, w.attention_norm, eps), w.qkv)
     if w.bias is not None:
         projected = projected + w.bias
-    heads = projected.view(num_rows, num_queries, num_heads + 2 * num_kv, head_dim).transpose(1, 2)  # [B, N + 2 Nkv, Q, H]
+    heads = projected.view(num_rows, num_queries, num_heads + 2 * num_kv, head_dim).transpose(
+        1, 2
+    )  # [B, N + 2 Nkv, Q, H]
     queries, new_keys, new_values = heads.split([num_heads, num_kv, num_kv], 1)
     if w.query_norm is not None and w.key_norm is not None:
         queries, new_keys = rms_norm(queries, w.query_norm, eps), rms_norm(new_keys, w.key_norm, eps)
@@ -195,7 +197,7 @@ def can_compile() -> bool:
 def compiled_layer(
     x: Tensor, weights: LayerWeights, keys: Tensor, values: Tensor, shared: Round, sizes: Sizes
 ) -> Layer:
-    """`decoder_layer` compiled for rows and queries as of these arguments, any number of slots, and any layer's weights."""
+    """`decoder_layer` compiled for rows and queries as here, any number of slots, and any layer's weights."""
 
     def layer(x: Tensor, *rest: Any) -> Tensor:
         num = len(LayerWeights._fields)

@@ -81,8 +81,8 @@ def by_engine(config: "RegenerateConfig") -> tuple["Answers", str]:
 class EngineAnswers:
     """A target that answers requests, decoding without a drafter.
 
-    Called with a batch, one stream of random numbers serves it, seeded by all its requests: the same batch gets the same
-    answers. Greedy answers need no batch of their own: see `joining`.
+    Called with a batch, one stream of random numbers serves it, seeded by all its requests: the same batch gets the
+    same answers. Greedy answers need no batch of their own: see `joining`.
     """
 
     def __init__(self, target: "Target", *, batch_size: int = 32):
@@ -124,34 +124,29 @@ class EngineAnswers:
         answered = iter(texts)
         return [prompt if isinstance(prompt, Failure) else self.answer(prompt, next(answered)) for prompt in prompts]
 
-    def joining(
-        self, waiting: "deque[tuple[str, ChatRequest]]"
-    ) -> "Iterator[tuple[str, Answer | Failure]]":
+    def joining(self, waiting: "deque[tuple[str, ChatRequest]]") -> "Iterator[tuple[str, Answer | Failure]]":
         """Greedy answers as they end, of requests with equal sampling; more may be appended meanwhile."""
         from ...data_pipelines.answers.conversations import Failure
         from ...eval.continuous import Asked, answer_continuously
 
         asked: deque[Asked] = deque()
-        while waiting:
-            limit = waiting[0][1].sampling.max_tokens
+        prompts: dict[str, list[int]] = {}
+        limit = waiting[0][1].sampling.max_tokens
 
-            def take() -> Iterator[tuple[str, Failure]]:
-                while waiting:
-                    key, request = waiting.popleft()
-                    prompt = self.prompt(request)
-                    if isinstance(prompt, Failure):
-                        yield key, prompt
-                    else:
-                        prompts[key] = prompt
-                        asked.append(Asked(key, prompt))
+        def take() -> "Iterator[tuple[str, Failure]]":
+            while waiting:
+                key, request = waiting.popleft()
+                prompt = self.prompt(request)
+                if isinstance(prompt, Failure):
+                    yield key, prompt
+                else:
+                    prompts[key] = prompt
+                    asked.append(Asked(key, prompt))
 
-            prompts: dict[str, list[int]] = {}
-            yield from take()
-            for key, tokens in answer_continuously(
-                self.target, asked, batch_size=self.batch_size, max_new_tokens=limit
-            ):
-                yield key, self.answer(prompts[key], tokens)
-                yield from take()
+        yield from take()
+        for key, tokens in answer_continuously(self.target, asked, batch_size=self.batch_size, max_new_tokens=limit):
+            yield key, self.answer(prompts[key], tokens)
+            yield from take()  # the next turn of this conversation
 
     def prompt(self, request: "ChatRequest") -> "list[int] | Failure":
         """Token ids up to where the assistant answers."""
