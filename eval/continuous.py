@@ -8,8 +8,7 @@ import torch
 
 from ..heads.target import Target
 from .engine import DecodeState, Engine
-from .generate import Stopwatch, Texts, prefill, run_round
-from .stopping import Stop
+from .generate import Stop, Stopwatch, Texts, prefill, run_round
 
 
 @dataclass(frozen=True)

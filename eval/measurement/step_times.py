@@ -11,9 +11,8 @@ from ...configs.errors import BadInput
 from ...heads.drafter import Drafter
 from ...heads.target import Target
 from ..engine import Engine, build_engine
-from ..generate import Stopwatch, Texts, prefill, run_round
+from ..generate import Stop, Stopwatch, Texts, prefill, run_round
 from ..sampling import Sampling
-from ..stopping import Stop
 from .config import DraftSetting
 
 NUM_ROUNDS = 8  # timed per cell and pass

@@ -15,9 +15,8 @@ from ...heads.drafter import Drafter, Reading
 from ...heads.nn.cache import SlotCache
 from ...heads.target import Target, TargetOutput
 from ..engine import DecodeState, Engine, build_engine
-from ..generate import Stopwatch, Texts, prefill, run_round
+from ..generate import Stop, Stopwatch, Texts, prefill, run_round
 from ..measurement.config import DraftSetting, MeasureConfig
-from ..stopping import Stop
 from .load import ServedRequest
 
 

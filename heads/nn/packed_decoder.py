@@ -1,4 +1,4 @@
-"""The layers of a Llama-shaped target for decoding on a CPU: packed weights, few operations, one layer compiled for all.
+"""The layers of a Llama-shaped target for decoding on a CPU: packed weights, few operations, one compilation for all.
 
 A step of one token reads every weight once; what is not reading weights is kept small. Queries, keys and values are one
 product, as are gate and up; what lies between products is compiled, once for all layers.
@@ -25,7 +25,7 @@ COMPILES_FROM = "2.11"  # earlier torch cannot compile ahead of time
 
 
 class LayerWeights(NamedTuple):
-    """One layer's: norms as they are, products packed; bias [out], query_norm and key_norm [H] of families with them."""
+    """One layer's: norms as they are, products packed; bias [out], query_norm and key_norm [H] where there are any."""
 
     attention_norm: Tensor  # [D]
     qkv: Tensor  # [(N + 2 Nkv) H, D]
@@ -75,7 +75,7 @@ class PackedDecoder:
 
     @staticmethod
     def takes(layers: nn.ModuleList, config: Any, weight: Tensor) -> bool:
-        """Whether this decoder computes what these layers do: of a known class, in bf16, on a CPU that multiplies it."""
+        """Whether this decoder computes what these layers do: of a known class, in bf16, on a CPU that has it."""
         is_known = type(layers[0]).__name__ in KNOWN_LAYERS and config.hidden_act == "silu"
         return is_known and weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and multiplies_bf16()
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.engine import Engine
-from headstart.eval.generate import decode, generate
+from headstart.eval.generate import Stop, decode, generate
 from headstart.eval.sampling import Sampling
-from headstart.eval.stopping import Stop
 from headstart.heads.drafter import Drafter
 from headstart.heads.drafting import StaticTree
 from headstart.heads.registry import HEADS, build_head

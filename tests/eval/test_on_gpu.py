@@ -6,12 +6,11 @@ import torch.nn.functional as F
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.eval.drafters.synthetic import BlankDrafter, SyntheticDrafter
 from headstart.eval.engine import Engine
-from headstart.eval.generate import decode, generate
+from headstart.eval.generate import Stop, decode, generate
 from headstart.eval.measurement.config import chains
 from headstart.eval.measurement.metrics import acceptance
 from headstart.eval.measurement.step_times import TimedCell
 from headstart.eval.sampling import Sampling
-from headstart.eval.stopping import Stop
 from headstart.heads.base import DraftBatch
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.nn.split_attention import masked_attention, reads_in_parts

@@ -12,9 +12,8 @@ from headstart.eval import replay
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.eval.drafters.synthetic import BlankDrafter, SyntheticDrafter
 from headstart.eval.engine import Engine
-from headstart.eval.generate import decode, generate
+from headstart.eval.generate import Stop, decode, generate
 from headstart.eval.sampling import Sampling
-from headstart.eval.stopping import Stop
 from headstart.heads.drafting import DynamicTree, StaticTree, levels
 from headstart.heads.registry import HEADS, build_head
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -2,8 +2,7 @@
 
 import pytest
 from headstart.configs.errors import BadInput
-from headstart.eval.generate import generate
-from headstart.eval.stopping import Stop
+from headstart.eval.generate import Stop, generate
 from headstart.heads.target import Target
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast

@@ -11,9 +11,8 @@ import pytest
 import torch
 import yaml
 from headstart.eval.engine import Engine
-from headstart.eval.generate import decode, generate
+from headstart.eval.generate import Stop, decode, generate
 from headstart.eval.sampling import Sampling
-from headstart.eval.stopping import Stop
 from headstart.heads.export.check import check_folder
 from headstart.heads.export.write import export_head
 from headstart.heads.registry import load_head
