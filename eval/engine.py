@@ -97,9 +97,8 @@ class Engine:
         # one query that sees all there is needs no mask; shapes that grow by one each step cost nothing on a CPU
         self.is_newest = drafter is None and batch_size == 1 and steps == "eager" and target.device.type == "cpu"
         self.extent = 0  # slots that this round's attention reads
-        self.history: TokenHistory | None = None
-        if self.sampling.repetition_penalty != 1:
-            self.history = TokenHistory(batch_size, target.vocab_size, target.device)
+        is_penalised = self.sampling.repetition_penalty != 1
+        self.history = TokenHistory(batch_size, target.vocab_size, target.device) if is_penalised else None
         self.offsets = torch.arange(max(self.num_slots, self.num_drafted + 1), device=target.device)
         self.no_tokens = torch.zeros(batch_size, 0, dtype=torch.long, device=target.device)
 
@@ -196,10 +195,8 @@ class Engine:
         accepted, committed, tokens, features, post_norm = cast(tuple[Tensor, ...], results)
         return Verified(accepted, committed, tokens, TargetOutput(features, post_norm))
 
-    # the two steps: tensors in, tensors out, no host read
-
     def _draft(self, *tensors: Tensor | None) -> Tensors:
-        """From the six tensors of a Reading to those of a Proposal."""
+        """From the six tensors of a Reading to those of a Proposal; like `_verify` without a host read."""
         assert self.drafter is not None
         tokens, next_tokens, features, post_norm, start, num_valid = cast(tuple[Tensor, ...], tensors)
         output = TargetOutput(features, post_norm)

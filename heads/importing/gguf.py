@@ -47,12 +47,12 @@ def dequantise(path: Path, output: Path) -> None:
     Raises: BadInput on a file that is no GGUF, or of an architecture or quantisation that transformers cannot read.
     """
     check_gguf(path)
-    where: dict[str, Any] = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    parent, name = str(path.parent), path.name
     packed = hasattr(transformers, "GgufConfig")  # transformers that would otherwise keep the weights packed
-    whole = {"quantization_config": transformers.GgufConfig(dequantize=True)} if packed else {}
+    whole: dict[str, Any] = {"quantization_config": transformers.GgufConfig(dequantize=True)} if packed else {}
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(**where, **whole, dtype=precision(path))
-        tokenizer: Any = AutoTokenizer.from_pretrained(**where)
+        model: Any = AutoModelForCausalLM.from_pretrained(parent, gguf_file=name, dtype=precision(path), **whole)
+        tokenizer: Any = AutoTokenizer.from_pretrained(parent, gguf_file=name)
     except ImportError as error:
         raise BadInput(f"target {path}: needs the package gguf (pip install gguf): {first_line(error)}") from error
     except Exception as error:  # transformers and gguf each raise several kinds

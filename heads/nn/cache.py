@@ -145,7 +145,7 @@ class SlotCache(Cache):
     @property
     def is_filled(self) -> bool:
         """Whether anything was written yet: keys and values have no size before."""
-        return all(layer.is_initialized for layer in self.layers)
+        return all(layer.is_initialized for layer in cast(list[SlotLayer], self.layers))
 
     def take_row(self, row: int, source: "SlotCache", source_row: int) -> None:
         """Copy a row of another cache of the same layers and length, all its slots."""

@@ -39,7 +39,7 @@ def pack_linears(module: nn.Module) -> None:
         return
     for linear in module.modules():
         if type(linear) is nn.Linear and linear.weight.dtype == torch.bfloat16 and linear.weight.device.type == "cpu":
-            linear.forward = _packed_forward(linear)
+            linear.forward = _packed_forward(linear)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _packed_forward(linear: nn.Linear) -> Callable[[Tensor], Tensor]:

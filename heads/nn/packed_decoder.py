@@ -201,7 +201,8 @@ def compiled_layer(
 
     def layer(x: Tensor, *rest: Any) -> Tensor:
         num = len(LayerWeights._fields)
-        return decoder_layer(x, LayerWeights(*rest[:num]), *rest[num : num + 2], Round(*rest[num + 2 :]), sizes)
+        keys, values, *shared = rest[num:]
+        return decoder_layer(x, LayerWeights(*rest[:num]), keys, values, Round(*shared), sizes)
 
     for tensor in (keys, values):
         torch._dynamo.mark_dynamic(tensor, 2)

@@ -65,7 +65,8 @@ def by_servers(config: "RegenerateConfig") -> tuple["Answers", None]:
 def by_engine(config: "RegenerateConfig") -> tuple["Answers", str]:
     """Answers of the target in this process, and the fingerprint of its weights."""
     from ...data_pipelines.answers.asking import in_batches, joining
-    from ...data_pipelines.answers.regenerate import source_samplings
+    from ...data_pipelines.answers.regenerate import AskedSource, source_samplings
+    from ...data_pipelines.sources import read_sources
     from ...heads.loading import default_device
     from ...heads.target import Target
 
@@ -73,7 +74,8 @@ def by_engine(config: "RegenerateConfig") -> tuple["Answers", str]:
     device = engine.device or default_device()
     target = Target.load(config.target, dtype=engine.dtype, device=device, revision=engine.revision)
     answer = EngineAnswers(target, batch_size=engine.batch_size)
-    if all(sampling.temperature == 0 for sampling in source_samplings(config).values()):
+    samplings = source_samplings(read_sources(config.sources, AskedSource), config.sampling)
+    if all(sampling.temperature == 0 for sampling in samplings.values()):
         return partial(joining, answers=answer.joining, batch_size=engine.batch_size), target.fingerprint
     return partial(in_batches, answer=answer, batch_size=engine.batch_size), target.fingerprint
 
