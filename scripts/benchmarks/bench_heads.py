@@ -36,7 +36,7 @@ from .bench_results import Entry, bench_names, read_bench, read_results, render_
 from .store import picked
 
 RESULTS = Path("docs/results/heads.json")
-QUICKSTART = Path("runs/quickstart")
+QUICKSTART = Path("runs/smoke")
 TOLERANCE = 0.25  # how far a head's size may be from the budget
 # of a run's configuration, what its figures do not depend on: no validation is run
 IRRELEVANT = "output_dir device log_every checkpoint_every keep_checkpoints wandb_project tensorboard".split()
@@ -180,14 +180,14 @@ def training_speed(folder: Path) -> float:
 
 
 def bench_of(options: argparse.Namespace) -> Bench:
-    """The bench that is asked for, by default of what the quickstart left. Raises BadInput."""
+    """The bench that is asked for, by default of what the smoke run left. Raises BadInput."""
     paths = {name: getattr(options, name) for name in ("target", "train", "prompts")}
     if not any(paths.values()):
         files = {"target": "target", "train": "data/train.jsonl", "prompts": "data/reasoning.jsonl"}
         paths = {name: str(QUICKSTART / part) for name, part in files.items()}
         for path in paths.values():
             if not Path(path).exists():
-                raise BadInput(f"{path}: not there: run make quickstart first, or give --target, --train and --prompts")
+                raise BadInput(f"{path}: not there: run make smoke first, or give --target, --train and --prompts")
     if not all(paths.values()):
         raise BadInput("give all of --target, --train and --prompts, or none")
     others = {name: getattr(options, name) for name in ("steps", "seeds", "limit", "budget", "output")}
@@ -198,7 +198,7 @@ def bench_of(options: argparse.Namespace) -> Bench:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 1 where a greedy text was not the target's own, 2 on bad input."""
     parser = argparse.ArgumentParser(prog="python -m headstart.scripts.benchmarks.bench_heads", description=__doc__)
-    parser.add_argument("--target", metavar="PATH", help="[default: what make quickstart left]")
+    parser.add_argument("--target", metavar="PATH", help="[default: what make smoke left]")
     parser.add_argument("--train", metavar="ROWS.jsonl", help="what heads learn from")
     parser.add_argument("--prompts", metavar="PROMPTS.jsonl", help="what they are measured on")
     parser.add_argument("--steps", type=int, default=240, help="optimizer steps [default: 240]")

@@ -1,1 +1,3 @@
-"""The parts of `make quickstart`: a small target, its corpus and its answers. Not in the wheel."""
+"""`make quickstart` (quickstart.sh, prompts.py): a real target, its answers, two heads, a report. `make smoke` (smoke.sh,
+toy_*.py): the same story on a small target of its own, without network. Not in the wheel.
+"""

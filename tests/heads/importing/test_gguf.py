@@ -27,9 +27,10 @@ def gguf_file(tmp_path_factory):
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(s["vocab"])
     writer.add_tokenizer_model("gpt2")
-    tokens = [*(f"<|{i}|>" for i in range(4)), *(chr(0x100 + i) for i in range(s["vocab"] - 4))]
+    tokens = [*(f"<|{i}|>" for i in range(4)), *(chr(0x61 + i) for i in range(26)), "ab"]
+    tokens += [chr(0x100 + i) for i in range(s["vocab"] - len(tokens))]
     writer.add_token_list(tokens)
-    writer.add_token_merges([])
+    writer.add_token_merges(["a b"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_chat_template("{% for m in messages %}{{ m.content }}{% endfor %}")

@@ -48,9 +48,7 @@ def test_states_features_and_logits_are_the_models_own(targets, split):
     assert narrow._packed is not None, "the packed layers were used"
     theirs = narrow.model(ids, output_hidden_states=True)
     their_features = torch.stack([theirs.hidden_states[i] for i in (1, 3)], 2)
-    for true, packed, plain in zip(
-        exact, ours, (theirs.hidden_states[-1], their_features, theirs.logits), strict=True
-    ):
+    for true, packed, plain in zip(exact, ours, (theirs.hidden_states[-1], their_features, theirs.logits), strict=True):
         error, usual = (packed.float() - true).norm(), (plain.float() - true).norm()
         assert error <= 1.5 * usual + 1e-3, "no further from fp32 than the model in bf16"
 

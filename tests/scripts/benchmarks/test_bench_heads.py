@@ -186,7 +186,7 @@ def test_the_readme_says_what_was_measured():
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ([], "runs/quickstart/target: not there: run make quickstart first"),
+        ([], "runs/smoke/target: not there: run make smoke first"),
         (["--target", "a"], "give all of --target, --train and --prompts, or none"),
         (
             ["--target", "./gone", "--train", "{x}", "--prompts", "{x}", "--heads", "eagel"],

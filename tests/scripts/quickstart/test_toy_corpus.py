@@ -1,4 +1,4 @@
-"""The quickstart's corpus keeps its promises: checkable answers, disjoint splits, the same text for the same seed."""
+"""The smoke run's corpus keeps its promises: checkable answers, disjoint splits, the same text for the same seed."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""The quickstart's target keeps its promises: an exact tokenizer, a loadable folder, nothing after an interruption."""
+"""The smoke run's target keeps its promises: an exact tokenizer, a loadable folder, nothing after an interruption."""
 
 import json
 import sys

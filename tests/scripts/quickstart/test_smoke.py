@@ -1,4 +1,4 @@
-"""`make quickstart` as a newcomer runs it: its report, its heads, and the bars they have to clear."""
+"""`make smoke` as a newcomer runs it: its report, its heads, and the bars they have to clear."""
 
 import json
 import subprocess
@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-RUN = ROOT / "runs" / "quickstart"
+RUN = ROOT / "runs" / "smoke"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_quickstart_clears_its_bars():
-    done = subprocess.run(["make", "quickstart"], cwd=ROOT, capture_output=True, text=True)
+def test_the_smoke_run_clears_its_bars():
+    done = subprocess.run(["make", "smoke"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert all((RUN / name / "final" / "model.safetensors").is_file() for name in ("eagle3", "medusa"))
 
