@@ -14,7 +14,7 @@ from ..heads.target import Target, TargetOutput
 from .measurement.config import DraftSetting, draft_length
 from .replay import Replay, Tensors
 from .sampling import Sampling, TokenHistory, choose
-from .verify import ACCEPT_RULES, AcceptedPath, AcceptRule, Candidates, accept_rule
+from .verify import AcceptedPath, AcceptRule, Candidates, accept_rule
 
 SLOT_STEP = 64  # slots of a cache come in multiples of it, so that rows of a mask stay aligned
 PREFILL_CHUNK = 2048  # prompt tokens per forward: a mask over all of a long prompt at once would be its length squared
@@ -151,9 +151,10 @@ class Engine:
         self.extent = min(extent, self.num_slots)
 
     def rehearse(self, state: DecodeState) -> None:
-        """Record this round's steps, unless they are, by running them; nothing is committed, no random number used."""
+        """Record or compile this round's steps, unless they are, by running them; nothing is committed, none drawn."""
         steps = ("draft", "verify") if self.drafter is not None and not self.drafts_on_host else ("verify",)
-        if all(self.replay.has((step, self.extent)) for step in steps):
+        is_ready = self.target.is_ready(self.batch_size, self.num_drafted + 1)
+        if is_ready and all(self.replay.has((step, self.extent)) for step in steps):
             return
         generator_state = None if self.generator is None else self.generator.get_state()
         proposal = Proposal(self.no_tokens.new_zeros(self.batch_size, self.num_drafted))

@@ -87,6 +87,11 @@ class Target(FrozenModel):
             self._packed = PackedDecoder(self.base, self.layers, self.final_norm, self.config, weight)
         return self._packed
 
+    def is_ready(self, batch_size: int, num_tokens: int) -> bool:
+        """Whether rounds that read num_tokens of so many rows run without being compiled first."""
+        packed = self.packed
+        return packed is None or packed.is_ready(batch_size, num_tokens)
+
     def new_cache(self, max_length: int) -> SlotCache:
         """An empty cache with `max_length` slots (tokens) per row.
 

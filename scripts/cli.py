@@ -35,7 +35,7 @@ app = typer.Typer(
     name="headstart",
     help=(
         "Train draft heads for speculative decoding on a frozen target, measure what they save, and export them.\n\n"
-        "A first run, without network:  make quickstart\n\n"
+        "A first run, on a real model:  make quickstart\n\n"
         "On your own target and data (headstart doctor checks the machine):\n\n\b\n"
         "  headstart train runs/eagle3.yaml target.path=MODEL data.train=CHATS.jsonl train.output_dir=runs/mine\n"
         "  headstart eval --target MODEL --head runs/mine/final --prompts PROMPTS.jsonl --output runs/mine/eval"

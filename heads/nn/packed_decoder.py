@@ -14,12 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
+from ...configs.errors import first_line
 from .cache import SlotCache, SlotLayer
 from .layers import rotate
 from .packed import multiplies_bf16, pack, packed_linear
 
 # decoder layers of transformers that compute what `decoder_layer` does
 KNOWN_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+FEWEST_COMPILED = 2**24  # weights: compiling takes seconds, in which a smaller target writes its texts
 FEWEST_ROWS = 4  # that a product is faster with than with fewer
 COMPILES_FROM = "2.11"  # earlier torch cannot compile ahead of time
 
@@ -71,7 +73,8 @@ class PackedDecoder:
         self.output = pack(output)
         self.rotary: Any = model.rotary_emb
         self.compiled: dict[tuple[int, int, bool], Layer] = {}
-        self.compiles = can_compile()
+        num_weights = sum(weight.numel() for weight in model.parameters())
+        self.compiles = num_weights >= FEWEST_COMPILED and can_compile()
 
     @staticmethod
     def takes(layers: nn.ModuleList, config: Any, weight: Tensor) -> bool:
@@ -110,6 +113,10 @@ class PackedDecoder:
             x = layer(x, weights, keys, values, shared, self.sizes)
         return rms_norm(x, self.final_norm, self.sizes.eps), kept
 
+    def is_ready(self, batch_size: int, num_queries: int) -> bool:
+        """Whether rounds of this shape run without being compiled first."""
+        return not self.compiles or any(key[:2] == (batch_size, num_queries) for key in self.compiled)
+
     def logits(self, post_norm: Tensor) -> Tensor:
         """[..., D] -> [..., V] bf16."""
         return product(post_norm, self.output)
@@ -126,7 +133,12 @@ class PackedDecoder:
     ) -> Tensor:
         key = (x.shape[0], x.shape[1], shared.mask is None)
         if key not in self.compiled:
-            self.compiled[key] = compiled_layer(x, weights, keys, values, shared, sizes)
+            try:
+                self.compiled[key] = compiled_layer(x, weights, keys, values, shared, sizes)
+            except Exception as error:  # of dynamo, inductor or the C++ compiler
+                warnings.warn(f"decoding uncompiled, and slower: {first_line(error)}", stacklevel=2)
+                self.compiles = False
+                return decoder_layer(x, weights, keys, values, shared, sizes)
         return self.compiled[key](x, *weights, keys, values, *shared)
 
 

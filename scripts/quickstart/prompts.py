@@ -8,9 +8,7 @@ from pathlib import Path
 
 from ...configs.files import write_text
 
-NAMES = (
-    "Anna Ben Carla David Elena Felix Greta Hugo Irene Jonas Karin Leon Maria Nils Olga Paul Rosa Tina".split()
-)
+NAMES = "Anna Ben Carla David Elena Felix Greta Hugo Irene Jonas Karin Leon Maria Nils Olga Paul Rosa Tina".split()
 SURNAMES = "Weber Rossi Novak Jensen Dubois Silva Kowalski Larsen Bauer Costa Lindgren Moreau".split()
 CITIES = "Berlin Oslo Madrid Vienna Prague Lisbon Warsaw Dublin Geneva Milan Bergen Lyon".split()
 COLOURS = "blue red green black white yellow grey brown".split()
