@@ -26,7 +26,6 @@ from .nn.layers import Attention, RMSNorm, Rotary, llama_config, serving_keys
 from .recurrent import Context, LlamaLayer, RecurrentHead
 from .target import Target, TargetOutput
 
-
 # the gain of the output norm is so many times the target's at the start, and the rows of lm_head are as much smaller:
 # the same logits, but rows that start small learn what they read so much faster (docs/LOG.md)
 OUTPUT_GAIN = 3.0
