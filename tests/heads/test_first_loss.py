@@ -45,8 +45,7 @@ def scaled_target(model: Any, *, states: float, gain: float) -> Target:
         for name, parameter in model.named_parameters():
             if name.endswith(GEMMA_WRITERS if is_gemma else WRITERS):
                 parameter.copy_((parameter + offset) * states - offset)
-        norm = Target(model, name="before", fingerprint="").final_norm
-        assert norm is not None
+        norm: Any = Target(model, name="before", fingerprint="").final_norm
         norm.weight.copy_((norm.weight + offset) * gain - offset)
     return Target(model, name="scaled", fingerprint=fingerprint_of(model))
 
