@@ -26,6 +26,10 @@ from .nn.layers import Attention, RMSNorm, Rotary, llama_config, serving_keys
 from .recurrent import Context, LlamaLayer, RecurrentHead
 from .target import Target, TargetOutput
 
+# the gain of the output norm is so many times the target's at the start, and the rows of lm_head are as much smaller:
+# the same logits, but rows that start small learn what they read so much faster (docs/LOG.md)
+OUTPUT_GAIN = 3.0
+
 
 @dataclass(kw_only=True)
 class Eagle3Config(HeadConfig):
@@ -116,10 +120,15 @@ class Eagle3Head(RecurrentHead):
         self.norm = RMSNorm(size, eps=eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size or target.vocab_size, bias=False)
         self.rotary = Rotary(self.llama)
+        # a feature loss takes what is behind the output norm for the target's own state, in its size
+        gain = 1.0 if any("feature" in mix for mix in (config.loss, *(config.loss_by_depth or ()))) else OUTPUT_GAIN
         with torch.no_grad():  # start from the target's own output: final norm gain and the drafted rows of lm_head
-            self.norm.weight.copy_(target.final_norm_scale())
+            self.norm.weight.copy_(gain * target.final_norm_scale())
             rows = target.output_layer.weight
-            self.lm_head.weight.copy_(rows if self.vocabulary is None else rows[self.vocabulary.to_target])
+            self.lm_head.weight.copy_((rows if self.vocabulary is None else rows[self.vocabulary.to_target]) / gain)
+
+    def scale_logits(self, factors: Tensor) -> None:
+        self.lm_head.weight.mul_(factors.min())
 
     def serving_config(self) -> dict[str, Any]:
         layers = self.feature_layers
