@@ -79,8 +79,8 @@ class Engine:
             raise BadInput(f"{type(drafter).__name__} drafts chains, not trees")
         self.target, self.drafter, self.tree = target, drafter, tree
         self.sampling, self.generator = sampling or Sampling(), generator
-        rule = accept_rule(accept)
-        self.rule = rule if drafter is not None else ACCEPT_RULES["exact"]  # the baseline has nothing to accept
+        rule, exact = accept_rule(accept), accept_rule("exact")
+        self.rule = exact if drafter is None else rule  # the baseline has nothing to accept
         if steps == "compile" and self.sampling.temperature > 0:
             raise BadInput("steps compile: greedy only; sampling draws from a generator that compiled code cannot read")
         self.batch_size, self.max_length = batch_size, max_length
@@ -97,8 +97,7 @@ class Engine:
         # one query that sees all there is needs no mask; shapes that grow by one each step cost nothing on a CPU
         self.is_newest = drafter is None and batch_size == 1 and steps == "eager" and target.device.type == "cpu"
         self.extent = 0  # slots that this round's attention reads
-        is_penalised = self.sampling.repetition_penalty != 1
-        self.history = TokenHistory(batch_size, target.vocab_size, target.device) if is_penalised else None
+        self.history = TokenHistory.of(self.sampling, batch_size, target.vocab_size, target.device)
         self.offsets = torch.arange(max(self.num_slots, self.num_drafted + 1), device=target.device)
         self.no_tokens = torch.zeros(batch_size, 0, dtype=torch.long, device=target.device)
 

@@ -13,14 +13,14 @@ ascending layer order.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from ..configs.errors import BadInput
+from ..configs.errors import BadInput, first_line
 from .base import HeadConfig
 from .nn.layers import Attention, RMSNorm, Rotary, llama_config, serving_keys
 from .recurrent import Context, LlamaLayer, RecurrentHead
@@ -29,6 +29,7 @@ from .target import Target, TargetOutput
 # the gain of the output norm is so many times the target's at the start, and the rows of lm_head are as much smaller:
 # the same logits, but rows that start small learn what they read so much faster (docs/LOG.md)
 OUTPUT_GAIN = 3.0
+NUM_PROBED = 64  # tokens on which the size of features is measured
 
 
 @dataclass(kw_only=True)
@@ -46,6 +47,9 @@ class Eagle3Config(HeadConfig):
     norm_before_residual: bool = False
     norm_before_fc: bool = False  # one RMSNorm over all features side by side, before they are fused
     architecture: dict[str, Any] = field(default_factory=dict)  # values unlike the target's, by `layers.ARCHITECTURE`
+    start: Literal["random", "target"] = (
+        "random"  # target: the first layer starts as the target's, see start_from_target
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,6 +124,8 @@ class Eagle3Head(RecurrentHead):
         self.norm = RMSNorm(size, eps=eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size or target.vocab_size, bias=False)
         self.rotary = Rotary(self.llama)
+        if config.start == "target" and target.device.type != "meta" and self.fc.weight.device.type != "meta":
+            start_from_target(self)
         # a feature loss takes what is behind the output norm for the target's own state, in its size
         gain = 1.0 if any("feature" in mix for mix in (config.loss, *(config.loss_by_depth or ()))) else OUTPUT_GAIN
         with torch.no_grad():  # start from the target's own output: final norm gain and the drafted rows of lm_head
@@ -128,6 +134,8 @@ class Eagle3Head(RecurrentHead):
             self.lm_head.weight.copy_((rows if self.vocabulary is None else rows[self.vocabulary.to_target]) / gain)
 
     def scale_logits(self, factors: Tensor) -> None:
+        if self.config.start == "target":
+            return
         self.lm_head.weight.mul_(factors.min())
 
     def serving_config(self) -> dict[str, Any]:
@@ -179,3 +187,37 @@ class Eagle3Head(RecurrentHead):
 
     def predicted_state(self, hidden: Tensor, depth: int) -> Tensor:
         return self.norm(hidden)
+
+
+@torch.no_grad()
+def start_from_target(head: Eagle3Head) -> None:
+    """Start a head as the target goes on from its highest feature: `fc` passes that one on, and the first layer is the
+    target's second behind it, which reads the embedding with small random weights besides.
+
+    `fc` also reads the other features, with random weights as small as each feature is large: channels are weighed as
+    the target's own norms weigh them, and so a few huge ones do not drown the rest.
+
+    Raises: BadInput where the target's layers have no parts of a Llama layer, or other shapes.
+    """
+    target, size, layers = head.target, head.target.hidden_size, list(head.feature_layers)
+    behind: Any = target.layers[min(layers[-1] + 1, target.num_layers - 1)]
+    first = cast(Eagle3Layer, head.decoder_layers[0])
+    ids = torch.arange(NUM_PROBED, device=target.device) * (target.vocab_size // NUM_PROBED)
+    states = target.forward(ids[None], feature_layers=tuple(layers)).features[0].float()  # [T, L, D]
+    typical = states.square().mean(-1).sqrt().median(0).values.cpu()  # [L] the first token's state may be huge
+    try:
+        norms = [cast(Any, target.layers[i]).input_layernorm.weight.float().cpu() for i in layers]
+        scale = torch.cat([norm / one for norm, one in zip(norms, typical, strict=True)])  # [L * D]
+        head.fc.weight.mul_(0.1 * typical[-1] * scale / scale.square().mean().sqrt())
+        head.fc.weight[:, -size:] += torch.eye(size)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            weight = getattr(first.self_attn, name).weight  # [out, 2 D]: embedding, hidden
+            weight[:, :size] *= 0.3
+            weight[:, size:] = getattr(behind.self_attn, name).weight
+        first.self_attn.o_proj.weight.copy_(behind.self_attn.o_proj.weight)
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            getattr(first.mlp, name).weight.copy_(getattr(behind.mlp, name).weight)
+        first.hidden_norm.weight.copy_(behind.input_layernorm.weight)
+        first.post_attention_layernorm.weight.copy_(behind.post_attention_layernorm.weight)
+    except (AttributeError, RuntimeError) as error:
+        raise BadInput(f"head.start target: not with the layers of {target.name}: {first_line(error)}") from error

@@ -8,8 +8,8 @@ from .base import DraftHead, HeadConfig
 from .draft_lm import DraftLMHead
 from .eagle import EagleHead
 from .eagle3 import Eagle3Head
-from .first_scale import tame_logits
 from .hydra import HydraHead
+from .loss.first_scale import tame_logits
 from .medusa import MedusaHead
 from .mtp import MtpHead
 from .target import Target

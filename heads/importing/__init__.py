@@ -1,3 +1,3 @@
-"""What others made: `published` finds heads on disk or on the hub, `importers` turns each known layout into one of ours,
-and `gguf` turns the files of llama.cpp into targets.
+"""What others made: `published` finds heads on disk or on the hub, `importers` turns each known layout into one of
+ours, and `gguf` turns the files of llama.cpp into targets.
 """

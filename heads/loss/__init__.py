@@ -1,3 +1,4 @@
 """From chain starts to a scalar: `chains` (where drafts start, what is supervised), `functions` (losses by name),
-`cross_entropy` (its gradient in one pass), `chunked` (all depths, without ever holding all logits).
+`cross_entropy` (its gradient in one pass), `chunked` (all depths, without ever holding all logits), `first_scale`
+(logits of a fresh head no further apart than what it knows is worth).
 """

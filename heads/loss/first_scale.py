@@ -9,8 +9,8 @@ logits is measured on tokens that the target draws itself, no data, and scaled d
 import torch
 from torch import Tensor
 
-from .base import DraftBatch, DraftHead
-from .target import Target
+from ..base import DraftBatch, DraftHead
+from ..target import Target
 
 # standard deviation of a fresh head's logits over the vocabulary: Gaussian logits that know nothing of the label cost
 # SPREAD ** 2 / 2 nats more than guessing evenly
