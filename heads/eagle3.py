@@ -47,9 +47,7 @@ class Eagle3Config(HeadConfig):
     norm_before_residual: bool = False
     norm_before_fc: bool = False  # one RMSNorm over all features side by side, before they are fused
     architecture: dict[str, Any] = field(default_factory=dict)  # values unlike the target's, by `layers.ARCHITECTURE`
-    start: Literal["random", "target"] = (
-        "random"  # target: the first layer starts as the target's, see start_from_target
-    )
+    start: Literal["random", "target"] = "random"  # of the first layer; target: see start_from_target
 
     def __post_init__(self) -> None:
         super().__post_init__()
