@@ -99,7 +99,12 @@ class DraftLMHead(DraftHead):
             raise BadInput(f"head.loss.feature: the draft model's states have another size than the target's: {sizes}")
 
     def scale_logits(self, factors: Tensor) -> None:
-        if self.is_fresh and self.reader.final_norm is not None:
+        if not self.is_fresh:
+            return
+        if not self._tied():  # rows that start small learn faster than a gain that does
+            for parameter in self.reader.output_layer.parameters():
+                parameter.mul_(factors.min())
+        elif self.reader.final_norm is not None:
             scale_norm(self.reader.final_norm, factors.min())
 
     def serving_config(self) -> dict[str, Any]:
