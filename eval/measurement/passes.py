@@ -8,10 +8,13 @@ import torch
 from ...configs.errors import BadInput, first_line
 from ...heads.drafter import Drafter
 from ...heads.target import Target
-from ..engine import Engine, build_engine
+from ..engine import Engine
 from ..generate import Generation, Stop, check_request, decode
 from ..suites.prompts import FailedPrompt, Suite
+from .built_engine import build_engine
 from .config import MeasureConfig
+from .lossless import Unproved
+from .proof import first_unproved
 from .result import ENGINE
 from .resume import BatchStore, Record, generations_from, kept_in, record_of
 from .summary import MeasuredBatch, Side
@@ -116,23 +119,12 @@ def runner(target: Target, drafter: Drafter | None, prompts: list[list[int]], co
     check_request(prompts, target=target, max_new_tokens=config.max_new_tokens)
     stop = Stop.of(target, strings=config.stop_strings)
     generator = torch.Generator(device=target.device) if config.temperature > 0 else None
-    setting = None if drafter is None else config.setting_for(drafter)
     engines: dict[tuple[int, bool], Engine] = {}
 
     def run(batch: list[list[int]], which: Drafter | None, seed: int) -> Generation:
         key = len(batch), which is not None
         if key not in engines:
-            engines[key] = build_engine(
-                target,
-                which,
-                setting if which is not None else None,
-                batch_size=len(batch),
-                max_length=max(map(len, prompts)) + config.max_new_tokens,
-                sampling=config.sampling,
-                accept=config.accept_rule,
-                steps=config.steps,
-                generator=generator,
-            )
+            engines[key] = engine_for(target, which, prompts, config, batch_size=len(batch), generator=generator)
         if generator is not None:
             generator.manual_seed(seed)
         try:
@@ -142,3 +134,41 @@ def runner(target: Target, drafter: Drafter | None, prompts: list[list[int]], co
             raise
 
     return run
+
+
+def engine_for(
+    target: Target,
+    drafter: Drafter | None,
+    prompts: list[list[int]],
+    config: MeasureConfig,
+    *,
+    batch_size: int,
+    generator: torch.Generator | None = None,
+) -> Engine:
+    """The engine that decodes batches of these prompts in the config's setting; without a drafter the baseline."""
+    return build_engine(
+        target,
+        drafter,
+        None if drafter is None else config.setting_for(drafter),
+        batch_size=batch_size,
+        max_length=max(map(len, prompts)) + config.max_new_tokens,
+        sampling=config.sampling,
+        accept=config.accept_rule,
+        steps=config.steps,
+        generator=generator,
+    )
+
+
+class Prover:
+    """Replays batches of these prompts, each in an engine like that which decoded it: see `first_unproved`."""
+
+    def __init__(self, target: Target, drafter: Drafter | None, prompts: list[list[int]], config: MeasureConfig):
+        self.target, self.drafter, self.prompts, self.config = target, drafter, prompts, config
+        self.stop = Stop.of(target, strings=config.stop_strings)
+        self.engine: Engine | None = None  # of the latest batch size
+
+    def __call__(self, batch: list[list[int]], run: Generation) -> Unproved:
+        if self.engine is None or self.engine.batch_size != len(batch):
+            self.engine = None  # its memory first
+            self.engine = engine_for(self.target, self.drafter, self.prompts, self.config, batch_size=len(batch))
+        return first_unproved(self.engine, batch, run, max_new_tokens=self.config.max_new_tokens, stop=self.stop)

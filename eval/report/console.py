@@ -10,7 +10,7 @@ from .recommendation import number, speedup_words
 
 LEGEND = (
     "T temperature, B rows at a time, K drafts deep; length: tokens per target forward;",
-    "lossless: texts that are the target's, or how likely sampled ones are to deviate so far from it",
+    "lossless: texts that are the target's (proved: in equal forward shapes), or how likely sampled ones deviate so",
 )
 
 
@@ -106,6 +106,6 @@ def lossless_words(result: Result) -> str:
     if not lossless.checked:
         return "sampled"
     words = f"{lossless.identical}/{lossless.checked}"
-    if lossless.explained:
-        words += f" +{lossless.explained} rounding"
+    if lossless.proved:
+        words += f" +{lossless.proved} proved"
     return words + (f", {lossless.unexplained} UNEXPLAINED" if lossless.unexplained else "")

@@ -186,7 +186,7 @@ def refusal(ours: Sequence[Result]) -> Recommendation:
     elif not is_lossless(nearest):
         reason = (
             f"Of {where}, {nearest.lossless.unexplained} of {nearest.lossless.checked} texts differ from the target's "
-            "own by more than rounding, and no other setting is without such texts."
+            "own, also in forwards of equal shapes, and no other setting is without such texts."
         )
     elif low > 1:
         reason = f"{where}: a single prompt or batch was timed, so there is no interval. Measure more of them."
@@ -214,11 +214,11 @@ def greedy_evidence(results: Sequence[Result]) -> str:
     if not checked:
         return ""
     identical = sum(result.lossless.identical for result in results)
-    explained = sum(result.lossless.explained for result in results)
+    proved = sum(result.lossless.proved for result in results)
     unexplained = sum(result.lossless.unexplained for result in results)
     words = f"{identical} of {checked} texts equal the target's own, token for token"
-    if explained:
-        words += f"; {explained} differ from where two tokens tie within rounding"
+    if proved:
+        words += f"; {proved} differ by rounding alone, proved: the baseline writes them in forwards of equal shapes"
     words += f"; {unexplained} differ UNEXPLAINED" if unexplained else "; none differs unexplained"
     return words + "."
 

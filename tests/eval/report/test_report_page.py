@@ -84,7 +84,7 @@ def result(**changes) -> Result:
         "time_per_output_token_ms": 6.67,
         "baseline_time_per_output_token_ms": 10.0,
         "beyond_training": None,
-        "lossless": {"checked": 20, "identical": 20, "explained": 0, "unexplained": 0, "divergences": []},
+        "lossless": {"checked": 20, "identical": 20, "proved": 0, "unexplained": 0, "divergences": []},
         "sampling_check": None,
     }
     assert set(changes) <= {*entry, *THEIRS}
@@ -104,8 +104,8 @@ def slow(**changes):
 
 
 def unexplained(**changes):
-    lossless: dict = {"checked": 20, "identical": 19, "explained": 0, "unexplained": 1}
-    lossless["divergences"] = [{"prompt": 4, "position": 17, "gap_ulp": 900.0}]
+    lossless: dict = {"checked": 20, "identical": 19, "proved": 0, "unexplained": 1}
+    lossless["divergences"] = [{"prompt": 4, "position": 17, "unproved": 19}]
     return result(**{"lossless": lossless, **changes})
 
 
@@ -200,8 +200,8 @@ def test_names_from_users_are_text_and_nothing_else():
 
 def test_the_page_stays_small_and_beside_the_report(tmp_path):
     """Its size follows the settings, not the prompts; 500 texts that differ are not all listed."""
-    lossless: dict = {"checked": 500, "identical": 0, "explained": 0, "unexplained": 500}
-    lossless["divergences"] = [{"prompt": i, "position": i, "gap_ulp": None} for i in range(500)]
+    lossless: dict = {"checked": 500, "identical": 0, "proved": 0, "unexplained": 500}
+    lossless["divergences"] = [{"prompt": i, "position": i, "unproved": i} for i in range(500)]
     entries = [
         slow(drafter=f"drafter{i}", batch_size=size, suite=suite, num_prompts=500, lossless=lossless)
         for i in range(4)
@@ -275,7 +275,7 @@ def test_the_recommendation_warns_of_few_prompts_and_of_a_slow_baseline():
 def test_losslessness_is_reported_as_it_was_checked():
     assert lossless_evidence([result(), unexplained()]).startswith("39 of 40 texts equal")
     assert "1 differ UNEXPLAINED" in lossless_evidence([unexplained()])
-    sampled = {"checked": 0, "identical": 0, "explained": 0, "unexplained": 0, "divergences": []}
+    sampled = {"checked": 0, "identical": 0, "proved": 0, "unexplained": 0, "divergences": []}
     check = {"num_tokens": 900, "p_value": 0.31, "baseline_p_value": 0.8}
     drawn = result(temperature=1.0, lossless=sampled, sampling_check=check)
     assert lossless_evidence([drawn]).endswith("tested token by token: p is 0.31 in the worst of 1 result.")
