@@ -21,6 +21,7 @@ from .breakdown import (
     segment_label,
 )
 from .config import DraftSetting, MeasureConfig
+from .disturbance import disturbance, step_medians
 from .lossless import LosslessReport, compare_texts
 from .metrics import expected_acceptance
 from .passes import Prover, measure_batches
@@ -68,6 +69,8 @@ def measure(
     is_greedy = config.temperature == 0
     result = replace(
         with_figures(empty, target, batches),
+        step_medians=step_medians(batches, num_draft_tokens=length),
+        disturbance=disturbance(batches),
         draft_vocabulary=draft_vocabulary(drafter, batches),
         by_segment=acceptance_by(batches, segment_label(suite.think_tokens), num_draft_tokens=length),
         by_context=by_context,

@@ -13,6 +13,7 @@ from ..generate import Generation, Stop, check_request, decode
 from ..suites.prompts import FailedPrompt, Suite
 from .built_engine import build_engine
 from .config import MeasureConfig
+from .disturbance import MOST_AGAIN, SHARE_AGAIN, ProcessorMeter, passes_disturbed
 from .lossless import Unproved
 from .proof import first_unproved
 from .result import ENGINE
@@ -40,16 +41,28 @@ def measure_batches(
         for which in (drafter, None):
             run(batch.prompts, which, config.seed)
 
-    def decode_both(number: int, batch: Suite) -> Record:
-        return {"sides": list(map(record_of, both_sides(run, batch.prompts, drafter, config, number=number)))}
-
     rows = range(len(suite.prompts))
     parts = [suite.subset(rows[start : start + config.batch_size]) for start in rows[:: config.batch_size]]
+    left = [max(1, len(parts) // SHARE_AGAIN)]  # batches that may still be measured again
+
+    def decode_both(number: int, batch: Suite) -> Record:
+        def once() -> tuple[Side, Side]:
+            return both_sides(run, batch.prompts, drafter, config, number=number)
+
+        sides, num_again = least_disturbed(once, most_again=MOST_AGAIN if left[0] else 0)
+        left[0] -= num_again > 0
+        return {
+            "sides": [record_of(side.runs) for side in sides],
+            "others": [side.others for side in sides],
+            "num_again": num_again,
+        }
+
     done, failed = measure_parts(parts, decode_both, warm_up, kept=kept, on_part=on_batch)
     batches = []
     for number, record in done.items():
-        drafted, baseline = (Side(generations_from(side)) for side in record["sides"])
-        batches.append(MeasuredBatch(number, parts[number], drafted, baseline))
+        both = zip(record["sides"], record["others"], strict=True)
+        drafted, baseline = (Side(generations_from(side), others) for side, others in both)
+        batches.append(MeasuredBatch(number, parts[number], drafted, baseline, record["num_again"]))
     return batches, failed
 
 
@@ -95,14 +108,32 @@ def measure_parts(
 
 def both_sides(
     run: Run, prompts: list[list[int]], drafter: Drafter, config: MeasureConfig, *, number: int
-) -> tuple[list[Generation], list[Generation]]:
+) -> tuple[Side, Side]:
     """All repeats of speculation and of the baseline, in an order that alternates."""
-    sides: tuple[list[Generation], list[Generation]] = [], []
+    sides = Side(), Side()
     for repeat in range(config.num_repeats):
         order = [(0, drafter), (1, None)]
         for side, which in order if (number + repeat) % 2 == 0 else order[::-1]:
-            sides[side].append(run(prompts, which, seed_of(config.seed, number, repeat)))
+            meter = ProcessorMeter()
+            sides[side].runs.append(run(prompts, which, seed_of(config.seed, number, repeat)))
+            sides[side].others.append(meter.others())
     return sides
+
+
+def least_disturbed(once: Callable[[], tuple[Side, Side]], *, most_again: int) -> tuple[tuple[Side, Side], int]:
+    """A batch's passes, measured again as long as some are disturbed, at most so often: the attempt with the fewest
+    disturbed passes, the first of several, and how often they were measured again."""
+    attempts = [once()]
+    counts = [num_disturbed(attempts[0])]
+    while counts[-1] and len(attempts) <= most_again:
+        attempts.append(once())
+        counts.append(num_disturbed(attempts[-1]))
+    return attempts[counts.index(min(counts))], len(attempts) - 1
+
+
+def num_disturbed(sides: tuple[Side, Side]) -> int:
+    """How many passes of a batch are."""
+    return sum(map(bool, passes_disturbed(*sides)))
 
 
 def seed_of(seed: int, batch: int, repeat: int) -> int:
