@@ -11,7 +11,7 @@ from ..heads.drafter import Drafter, Reading
 from ..heads.drafting import Draws, Proposal, StaticTree, Tree, ancestors
 from ..heads.nn.cache import SlotCache
 from ..heads.target import Target, TargetOutput
-from .measurement.config import DraftSetting, draft_length
+from .measurement.config import draft_length
 from .replay import Replay, Tensors
 from .sampling import Sampling, TokenHistory, choose
 from .verify import AcceptedPath, AcceptRule, Candidates, accept_rule
@@ -35,12 +35,14 @@ class DecodeState:
 
 class Verified(NamedTuple):
     """num_accepted: [B]. committed: [B, D + 1], of which the first num_accepted + 1 are committed, bonus token last.
-    tokens: [B, D + 1] what the target read along the accepted path, and output its states there."""
+    tokens: [B, D + 1] what the target read along the accepted path, and output its states there. path: [B, D] of a
+    tree, the node at each depth, of which the first num_accepted are accepted."""
 
     num_accepted: Tensor
     committed: Tensor
     tokens: Tensor
     output: TargetOutput
+    path: Tensor | None
 
 
 class Engine:
@@ -192,8 +194,22 @@ class Engine:
     def _run_verify(self, state: DecodeState, proposal: Proposal) -> Verified:
         arguments = (state.last, proposal.tokens, proposal.parents, proposal.draft_probs, state.start)
         results = self.replay(("verify", self.extent), self._verify, *arguments)
-        accepted, committed, tokens, features, post_norm = cast(tuple[Tensor, ...], results)
-        return Verified(accepted, committed, tokens, TargetOutput(features, post_norm))
+        *results, path = results
+        accepted, committed, tokens, features, post_norm = cast(list[Tensor], results)
+        return Verified(accepted, committed, tokens, TargetOutput(features, post_norm), path)
+
+    @torch.no_grad()
+    def choose_behind(self, last: Tensor, nodes: Tensor, parents: Tensor | None, start: Tensor) -> Tensor:
+        """[B, S + 1] the target's own choices at `last` and behind each of S nodes: the forward of `verify`, no rule.
+
+        Args: last, start: as of `DecodeState`. nodes [B, S], parents: as of a Proposal that this engine drafts.
+        """
+
+        def step(*tensors: Tensor | None) -> Tensors:
+            *_, logits = self._read_nodes(*cast(tuple[Tensor, Tensor, Tensor | None, Tensor], tensors))
+            return (choose(logits, sampling=self.sampling, generator=self.generator),)
+
+        return cast(Tensor, self.replay(("choose", self.extent), step, last, nodes, parents, start)[0])
 
     def _draft(self, *tensors: Tensor | None) -> Tensors:
         """From the six tensors of a Reading to those of a Proposal; like `_verify` without a host read."""
@@ -215,18 +231,11 @@ class Engine:
     ) -> Tensors:
         if self.rule.needs_draft_probs and draft_probs is None:
             raise BadInput("this accept rule needs draft probabilities, and the drafter gives none")
-        tokens = torch.cat([last, drafted], 1)  # [B, S + 1]
-        positions, mask = start[:, None] + self.offsets[: tokens.shape[1]], None
-        if parents is not None:
-            mask = ancestors(parents, self.depth)  # [B, S, S]
-            mask = torch.cat([torch.zeros_like(mask[:, :1]), mask], 1)  # [B, S + 1, S]: the root attends to no node
-            positions = start[:, None] + mask.sum(-1)
-        output = self._forward(tokens, positions, mask, is_round=True)
-        logits = self.target.logits(output.post_norm)  # [B, S + 1, V]
+        tokens, mask, output, logits = self._read_nodes(last, drafted, parents, start)
         history = None if self.history is None else self.history.at(tokens, mask)
         if self.num_drafted == 0:
             chosen = choose(logits, sampling=self.sampling, history=history, generator=self.generator)  # [B, 1]
-            return torch.zeros_like(start), chosen, tokens, output.features, output.post_norm
+            return torch.zeros_like(start), chosen, tokens, output.features, output.post_norm, None
         candidates = Candidates(
             tokens=drafted,
             parents=(self.offsets[: self.num_drafted] - 1).expand_as(drafted) if parents is None else parents,
@@ -240,7 +249,7 @@ class Engine:
         )
         accepted = self.rule.function(candidates)
         if parents is None:
-            return accepted.num_accepted, with_bonus(tokens, accepted), tokens, output.features, output.post_norm
+            return accepted.num_accepted, with_bonus(tokens, accepted), tokens, output.features, output.post_norm, None
         return self._keep_path(accepted, tokens, output, start)
 
     def _keep_path(self, accepted: AcceptedPath, tokens: Tensor, output: TargetOutput, start: Tensor) -> Tensors:
@@ -251,7 +260,21 @@ class Engine:
         kept = torch.cat([torch.zeros_like(accepted.path[:, :1]), accepted.path + 1], 1)  # [B, D + 1]
         tokens = tokens[rows, kept]
         committed = with_bonus(tokens, accepted)
-        return accepted.num_accepted, committed, tokens, output.features[rows, kept], output.post_norm[rows, kept]
+        features, post_norm = output.features[rows, kept], output.post_norm[rows, kept]
+        return accepted.num_accepted, committed, tokens, features, post_norm, accepted.path
+
+    def _read_nodes(
+        self, last: Tensor, nodes: Tensor, parents: Tensor | None, start: Tensor
+    ) -> tuple[Tensor, Tensor | None, TargetOutput, Tensor]:
+        """The tokens read [B, S + 1], of a tree their mask [B, S + 1, S], the states, and logits [B, S + 1, V]."""
+        tokens, mask = torch.cat([last, nodes], 1), None
+        positions = start[:, None] + self.offsets[: tokens.shape[1]]
+        if parents is not None:
+            mask = ancestors(parents, self.depth)  # [B, S, S]
+            mask = torch.cat([torch.zeros_like(mask[:, :1]), mask], 1)  # [B, S + 1, S]: the root attends to no node
+            positions = start[:, None] + mask.sum(-1)
+        output = self._forward(tokens, positions, mask, is_round=True)
+        return tokens, mask, output, self.target.logits(output.post_norm)
 
     def _forward(
         self, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None, *, is_round: bool = False
@@ -271,30 +294,3 @@ class Engine:
 def with_bonus(path: Tensor, accepted: AcceptedPath) -> Tensor:
     """[B, D + 1] the last committed token and the accepted path to what is committed, the bonus token last."""
     return path.roll(-1, 1).scatter(1, accepted.num_accepted[:, None], accepted.bonus[:, None])
-
-
-def build_engine(
-    target: Target,
-    drafter: Drafter | None,
-    setting: DraftSetting | None,
-    *,
-    batch_size: int,
-    max_length: int,
-    sampling: Sampling | None = None,
-    accept: str | AcceptRule = "exact",
-    steps: str = "eager",
-    generator: torch.Generator | None = None,
-) -> Engine:
-    """The engine of a draft setting, or the baseline where that is None. Args: as of `Engine`."""
-    return Engine(
-        target,
-        drafter if setting else None,
-        batch_size=batch_size,
-        max_length=max_length,
-        num_draft_tokens=setting.num_draft_tokens if setting and not setting.tree else None,
-        tree=setting.tree if setting else None,
-        sampling=sampling,
-        accept=accept,
-        steps=steps,
-        generator=generator,
-    )

@@ -5,7 +5,7 @@ The baseline is this same loop without a drafter: one token per round, same cach
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -71,6 +71,7 @@ class Round:
     num_emitted: list[int]  # those of them within max_new_tokens
     draft_seconds: float = 0.0  # the drafter's share: taking in what was committed, and drafting
     verify_seconds: float = 0.0  # the target's share: its forward, logits and choice of tokens
+    paths: list[list[int]] = field(default_factory=list)  # of trees: each row's accepted nodes, by index
 
 
 class Generation(NamedTuple):
@@ -203,6 +204,13 @@ def decode(engine: Engine, rows: list[list[int]], *, max_new_tokens: int, stop: 
     return Generation(texts.new, rounds)
 
 
+def right_padded(rows: Sequence[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows of any lengths as a tensor [B, T], and their lengths [B]."""
+    longest = max(map(len, rows))
+    tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
+    return tokens, torch.tensor([len(row) for row in rows], device=device)
+
+
 class Prefilled(NamedTuple):
     """round: the target's part, which gives each row's first token. commit_seconds: the drafter's, reading prompts."""
 
@@ -213,13 +221,11 @@ class Prefilled(NamedTuple):
 
 def prefill(engine: Engine, texts: Texts, watch: "Stopwatch") -> Prefilled:
     """Read the prompts, right-padded: the target, which chooses each row's first token, then the drafter."""
-    rows, device, started = texts.prompts, engine.target.device, watch.now()
-    longest = texts.num_committed
-    tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)  # [B, T]
-    num_valid = torch.tensor([len(row) for row in rows], device=device)
+    started = watch.now()
+    tokens, num_valid = right_padded(texts.prompts, engine.target.device)
     output, last = engine.prefill(tokens, num_valid)  # last [B, 1]: committed, not yet read
     next_tokens = torch.cat([tokens[:, 1:], last], 1).scatter(1, num_valid[:, None] - 1, last)  # [B, T]
-    done = texts.commit([0] * len(rows), last.tolist(), num_drafted=0)
+    done = texts.commit([0] * len(last), last.tolist(), num_drafted=0)
     done.seconds = done.verify_seconds = watch.now() - started
     prefilled = watch.now()
     read = engine.commit_prompts(Reading(tokens, next_tokens, output, torch.zeros_like(num_valid), num_valid))
@@ -239,18 +245,22 @@ def run_round(engine: Engine, texts: Texts, state: DecodeState, watch: "Stopwatc
     proposal = engine.draft(state.read)
     marks.append(watch.mark())
     # Verify: one forward over the last committed token and the drafted ones
-    accepted, committed, tokens, output = engine.verify(state, proposal)
+    accepted, committed, tokens, output, path = engine.verify(state, proposal)
     marks.append(watch.mark())
-    results = torch.cat([accepted[:, None], state.start[:, None], committed, tokens], 1).cpu()  # the host read
+    nodes = engine.no_tokens if path is None else path
+    results = torch.cat([accepted[:, None], state.start[:, None], committed, tokens, nodes], 1).cpu()  # the host read
     # Commit
     read, width = state.read, committed.shape[1]
     done = texts.commit(results[:, 0].tolist(), results[:, 2 : 2 + width].tolist(), num_drafted=engine.num_drafted)
+    if path is not None:
+        paths = results[:, 2 + 2 * width :].tolist()
+        done.paths = [nodes[:num] for nodes, num in zip(paths, done.num_accepted, strict=True)]
     num_valid = accepted + 1
     if any(texts.ended):
         num_valid = num_valid * torch.tensor([not ended for ended in texts.ended], device=accepted.device)
     if engine.drafts_on_host:
         grows = torch.tensor([not ended for ended in texts.ended])
-        on_host = results[:, 2 + width :], results[:, 2 : 2 + width]
+        on_host = results[:, 2 + width : 2 + 2 * width], results[:, 2 : 2 + width]
         read = Reading(*on_host, output, results[:, 1], (results[:, 0] + 1) * grows)
     elif engine.drafter is not None:
         read = Reading(tokens, committed, output, state.start, num_valid)

@@ -95,8 +95,8 @@ def evaluate(
       headstart eval --target MODEL --drafter ngram --drafter draft-model:SMALLER --compare transformers ...
 
     Baseline and speculation run interleaved over the same prompts. The same command again continues a measurement that
-    was killed. Exit code 1 where a greedy text differs from the target's own beyond rounding, or sampled ones are not
-    distributed as the target's; the report says where.
+    was killed. Exit code 1 where a greedy text differs from the target's own, also in forwards of equal shapes, or
+    sampled ones are not distributed as the target's; the report says where.
     """
     from ..eval.measurement.config import MeasureConfig, chain
     from ..eval.measurement.resume import BatchStore

@@ -1,93 +1,78 @@
-"""Is the speculative text the target's own? Token by token, and where it is not, whether rounding explains it."""
+"""Is the speculative text the target's own? Token by token, and where it is not, whether a replay proves that it is."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
-from ...heads.target import Target
-
-MAX_ULPS = 4  # two logits this close may swap when the same sum is taken in another order
+Unproved = list[int | None]  # of each row the first token that a replay does not confirm; None: it confirms them all
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """A text that differs: of which prompt, where it first differs, and how far the two tokens' logits lie apart."""
+    """A text that differs from the baseline's, and what a replay says of it.
+
+    position: where it first differs; None: one text is the start of the other. unproved: the first token that the
+    replay does not choose; None: the replay is the speculative text.
+    """
 
     prompt: int
-    position: int | None  # None: one text is the start of the other
-    gap_ulp: float | None
+    position: int | None
+    unproved: int | None
 
     @property
-    def is_explained(self) -> bool:
-        """Whether the two tokens' logits lie so close that rounding may swap them."""
-        return self.gap_ulp is not None and self.gap_ulp <= MAX_ULPS
+    def is_proved(self) -> bool:
+        """Whether the baseline writes this very text in forwards of the verification's shape."""
+        return self.unproved is None
 
 
 @dataclass(frozen=True)
 class LosslessReport:
-    """checked texts = identical + explained + unexplained; divergences: of the texts that differ."""
+    """checked texts = identical + proved + unexplained; divergences: of the texts that differ."""
 
     checked: int = 0
     identical: int = 0
-    explained: int = 0
+    proved: int = 0
     unexplained: int = 0
     divergences: list[Divergence] = field(default_factory=list)
 
-
-def ulp(value: float, dtype: torch.dtype) -> float:
-    """The spacing of a dtype's numbers at |value|."""
-    return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(max(abs(value), torch.finfo(dtype).tiny)))
-
-
-@torch.no_grad()
-def gap_in_ulps(target: Target, prefix: Sequence[int], pair: tuple[int, int]) -> float:
-    """How far the worse of two tokens lies below the best logit after a prefix, in ulp of the target's dtype.
-
-    The smaller gap of two ways to compute it: one forward over the prefix, and its last token over a cache, as
-    decoding does.
-    """
-    ids = torch.tensor([list(prefix)], device=target.device)  # [1, T]
-    hidden = [target.forward(ids).post_norm[:, -1]]  # [1, D]
-    if len(prefix) > 1:
-        cache, positions = target.new_cache(len(prefix)), torch.arange(len(prefix), device=target.device)[None]
-        target.forward(ids[:, :-1], cache=cache, positions=positions[:, :-1], extent=len(prefix))
-        step = target.forward(ids[:, -1:], cache=cache, positions=positions[:, -1:], extent=len(prefix))
-        hidden.append(step.post_norm[:, -1])
-    gaps = []
-    for state in hidden:
-        logits = target.logits(state)[0]  # [V]
-        best = float(logits.max())
-        gaps.append((best - float(logits[list(pair)].min())) / ulp(best, target.dtype))
-    return min(gaps)
+    def __add__(self, other: "LosslessReport") -> "LosslessReport":
+        """Of both together."""
+        return LosslessReport(
+            self.checked + other.checked,
+            self.identical + other.identical,
+            self.proved + other.proved,
+            self.unexplained + other.unexplained,
+            self.divergences + other.divergences,
+        )
 
 
 def compare_texts(
-    target: Target,
-    prompts: Sequence[Sequence[int]],
     baseline: Sequence[Sequence[int]],
     speculative: Sequence[Sequence[int]],
+    replay: Callable[[], Unproved],
     *,
     numbers: Sequence[int] | None = None,
 ) -> LosslessReport:
-    """Compare new tokens of both runs, prompt by prompt; after a first divergence texts may differ and are not read.
+    """Compare the new tokens of a batch, row by row, with the baseline's.
 
-    Args: numbers: what divergences call the prompts; None: by their index.
+    Args: replay: of all rows, as `proof.first_unproved` gives it; called where a text differs. numbers: what
+        divergences call the prompts; None: by their index.
     """
-    divergences, num_explained = [], 0
-    numbers = numbers or range(len(prompts))
-    for number, prompt, ours, theirs in zip(numbers, prompts, speculative, baseline, strict=True):
-        if list(ours) == list(theirs):
-            continue
-        at = next((j for j, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
-        gap = math.inf if at is None else gap_in_ulps(target, [*prompt, *theirs[:at]], (ours[at], theirs[at]))
-        num_explained += gap <= MAX_ULPS
-        divergences.append(Divergence(number, at, None if math.isinf(gap) else round(gap, 2)))
+    differ = [
+        row for row, texts in enumerate(zip(baseline, speculative, strict=True)) if list(texts[0]) != list(texts[1])
+    ]
+    unproved = replay() if differ else []
+    numbers = numbers or range(len(baseline))
+    divergences = []
+    for row in differ:
+        pairs = enumerate(zip(speculative[row], baseline[row], strict=False))
+        at = next((position for position, (ours, theirs) in pairs if ours != theirs), None)
+        divergences.append(Divergence(numbers[row], at, unproved[row]))
+    num_proved = sum(divergence.is_proved for divergence in divergences)
+    num_checked = len(baseline)
     return LosslessReport(
-        checked=len(prompts),
-        identical=len(prompts) - len(divergences),
-        explained=num_explained,
-        unexplained=len(divergences) - num_explained,
+        checked=num_checked,
+        identical=num_checked - len(differ),
+        proved=num_proved,
+        unexplained=len(differ) - num_proved,
         divergences=divergences,
     )

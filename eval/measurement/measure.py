@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,10 @@ from .breakdown import (
     segment_label,
 )
 from .config import DraftSetting, MeasureConfig
+from .disturbance import disturbance, step_medians
 from .lossless import LosslessReport, compare_texts
 from .metrics import expected_acceptance
-from .passes import measure_batches
+from .passes import Prover, measure_batches
 from .result import ENGINE, Result, TrainingRecord
 from .resume import BatchStore
 from .sampling_check import SamplingCheck, check_sampling
@@ -67,12 +69,16 @@ def measure(
     is_greedy = config.temperature == 0
     result = replace(
         with_figures(empty, target, batches),
+        step_medians=step_medians(batches, num_draft_tokens=length),
+        disturbance=disturbance(batches),
         draft_vocabulary=draft_vocabulary(drafter, batches),
         by_segment=acceptance_by(batches, segment_label(suite.think_tokens), num_draft_tokens=length),
         by_context=by_context,
         by_domain=by_domain(batches, num_draft_tokens=length),
         teacher_forced_acceptance_length=teacher_forced_length(target, drafter, batches, setting),
-        lossless=greedy_check(target, prompts, batches) if is_greedy else LosslessReport(),
+        lossless=greedy_check(batches, Prover(target, drafter, suite.prompts, config))
+        if is_greedy
+        else LosslessReport(),
         sampling_check=None if is_greedy else sampled_check(target, prompts, batches, config),
         trained=training,
         beyond_training=beyond_training(training, by_context),
@@ -81,12 +87,14 @@ def measure(
     return result, raw_rounds(result, batches)
 
 
-def greedy_check(target: Target, prompts: list[list[int]], batches: Sequence[MeasuredBatch]) -> LosslessReport:
-    """The texts of the first repeat, compared with the baseline's."""
-    baseline = [new for batch in batches for new in batch.baseline.runs[0].token_ids]
-    speculative = [new for batch in batches for new in batch.drafted.runs[0].token_ids]
-    numbers = [source.number for batch in batches for source in batch.suite.sources]
-    return compare_texts(target, prompts, baseline, speculative, numbers=numbers)
+def greedy_check(batches: Sequence[MeasuredBatch], prover: Prover) -> LosslessReport:
+    """The texts of the first repeat, compared with the baseline's; those that differ are replayed."""
+    whole = LosslessReport()
+    for batch in batches:
+        run, numbers = batch.drafted.runs[0], [source.number for source in batch.suite.sources]
+        replay = partial(prover, batch.suite.prompts, run)
+        whole += compare_texts(batch.baseline.runs[0].token_ids, run.token_ids, replay, numbers=numbers)
+    return whole
 
 
 def sampled_check(

@@ -8,10 +8,14 @@ import torch
 from ...configs.errors import BadInput, first_line
 from ...heads.drafter import Drafter
 from ...heads.target import Target
-from ..engine import Engine, build_engine
+from ..engine import Engine
 from ..generate import Generation, Stop, check_request, decode
 from ..suites.prompts import FailedPrompt, Suite
+from .built_engine import build_engine
 from .config import MeasureConfig
+from .disturbance import MOST_AGAIN, SHARE_AGAIN, ProcessorMeter, passes_disturbed
+from .lossless import Unproved
+from .proof import first_unproved
 from .result import ENGINE
 from .resume import BatchStore, Record, generations_from, kept_in, record_of
 from .summary import MeasuredBatch, Side
@@ -37,16 +41,28 @@ def measure_batches(
         for which in (drafter, None):
             run(batch.prompts, which, config.seed)
 
-    def decode_both(number: int, batch: Suite) -> Record:
-        return {"sides": list(map(record_of, both_sides(run, batch.prompts, drafter, config, number=number)))}
-
     rows = range(len(suite.prompts))
     parts = [suite.subset(rows[start : start + config.batch_size]) for start in rows[:: config.batch_size]]
+    left = [max(1, len(parts) // SHARE_AGAIN)]  # batches that may still be measured again
+
+    def decode_both(number: int, batch: Suite) -> Record:
+        def once() -> tuple[Side, Side]:
+            return both_sides(run, batch.prompts, drafter, config, number=number)
+
+        sides, num_again = least_disturbed(once, most_again=MOST_AGAIN if left[0] else 0)
+        left[0] -= num_again > 0
+        return {
+            "sides": [record_of(side.runs) for side in sides],
+            "others": [side.others for side in sides],
+            "num_again": num_again,
+        }
+
     done, failed = measure_parts(parts, decode_both, warm_up, kept=kept, on_part=on_batch)
     batches = []
     for number, record in done.items():
-        drafted, baseline = (Side(generations_from(side)) for side in record["sides"])
-        batches.append(MeasuredBatch(number, parts[number], drafted, baseline))
+        both = zip(record["sides"], record["others"], strict=True)
+        drafted, baseline = (Side(generations_from(side), others) for side, others in both)
+        batches.append(MeasuredBatch(number, parts[number], drafted, baseline, record["num_again"]))
     return batches, failed
 
 
@@ -92,14 +108,32 @@ def measure_parts(
 
 def both_sides(
     run: Run, prompts: list[list[int]], drafter: Drafter, config: MeasureConfig, *, number: int
-) -> tuple[list[Generation], list[Generation]]:
+) -> tuple[Side, Side]:
     """All repeats of speculation and of the baseline, in an order that alternates."""
-    sides: tuple[list[Generation], list[Generation]] = [], []
+    sides = Side(), Side()
     for repeat in range(config.num_repeats):
         order = [(0, drafter), (1, None)]
         for side, which in order if (number + repeat) % 2 == 0 else order[::-1]:
-            sides[side].append(run(prompts, which, seed_of(config.seed, number, repeat)))
+            meter = ProcessorMeter()
+            sides[side].runs.append(run(prompts, which, seed_of(config.seed, number, repeat)))
+            sides[side].others.append(meter.others())
     return sides
+
+
+def least_disturbed(once: Callable[[], tuple[Side, Side]], *, most_again: int) -> tuple[tuple[Side, Side], int]:
+    """A batch's passes, measured again as long as some are disturbed, at most so often: the attempt with the fewest
+    disturbed passes, the first of several, and how often they were measured again."""
+    attempts = [once()]
+    counts = [num_disturbed(attempts[0])]
+    while counts[-1] and len(attempts) <= most_again:
+        attempts.append(once())
+        counts.append(num_disturbed(attempts[-1]))
+    return attempts[counts.index(min(counts))], len(attempts) - 1
+
+
+def num_disturbed(sides: tuple[Side, Side]) -> int:
+    """How many passes of a batch are."""
+    return sum(map(bool, passes_disturbed(*sides)))
 
 
 def seed_of(seed: int, batch: int, repeat: int) -> int:
@@ -116,23 +150,12 @@ def runner(target: Target, drafter: Drafter | None, prompts: list[list[int]], co
     check_request(prompts, target=target, max_new_tokens=config.max_new_tokens)
     stop = Stop.of(target, strings=config.stop_strings)
     generator = torch.Generator(device=target.device) if config.temperature > 0 else None
-    setting = None if drafter is None else config.setting_for(drafter)
     engines: dict[tuple[int, bool], Engine] = {}
 
     def run(batch: list[list[int]], which: Drafter | None, seed: int) -> Generation:
         key = len(batch), which is not None
         if key not in engines:
-            engines[key] = build_engine(
-                target,
-                which,
-                setting if which is not None else None,
-                batch_size=len(batch),
-                max_length=max(map(len, prompts)) + config.max_new_tokens,
-                sampling=config.sampling,
-                accept=config.accept_rule,
-                steps=config.steps,
-                generator=generator,
-            )
+            engines[key] = engine_for(target, which, prompts, config, batch_size=len(batch), generator=generator)
         if generator is not None:
             generator.manual_seed(seed)
         try:
@@ -142,3 +165,41 @@ def runner(target: Target, drafter: Drafter | None, prompts: list[list[int]], co
             raise
 
     return run
+
+
+def engine_for(
+    target: Target,
+    drafter: Drafter | None,
+    prompts: list[list[int]],
+    config: MeasureConfig,
+    *,
+    batch_size: int,
+    generator: torch.Generator | None = None,
+) -> Engine:
+    """The engine that decodes batches of these prompts in the config's setting; without a drafter the baseline."""
+    return build_engine(
+        target,
+        drafter,
+        None if drafter is None else config.setting_for(drafter),
+        batch_size=batch_size,
+        max_length=max(map(len, prompts)) + config.max_new_tokens,
+        sampling=config.sampling,
+        accept=config.accept_rule,
+        steps=config.steps,
+        generator=generator,
+    )
+
+
+class Prover:
+    """Replays batches of these prompts, each in an engine like that which decoded it: see `first_unproved`."""
+
+    def __init__(self, target: Target, drafter: Drafter | None, prompts: list[list[int]], config: MeasureConfig):
+        self.target, self.drafter, self.prompts, self.config = target, drafter, prompts, config
+        self.stop = Stop.of(target, strings=config.stop_strings)
+        self.engine: Engine | None = None  # of the latest batch size
+
+    def __call__(self, batch: list[list[int]], run: Generation) -> Unproved:
+        if self.engine is None or self.engine.batch_size != len(batch):
+            self.engine = None  # its memory first
+            self.engine = engine_for(self.target, self.drafter, self.prompts, self.config, batch_size=len(batch))
+        return first_unproved(self.engine, batch, run, max_new_tokens=self.config.max_new_tokens, stop=self.stop)

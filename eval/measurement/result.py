@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from ...configs.errors import BadInput
 from ..suites.prompts import FailedPrompt
@@ -94,6 +94,40 @@ class Timing:
     overhead_ms: float | None = None
     baseline_ms: float | None = None
     formula_speedup: float | None = None
+
+
+@dataclass(frozen=True)
+class StepMedians:
+    """Median milliseconds of a whole round, of its verification, and of a baseline step, whole and its target's part;
+    and the speedup that they give with the acceptance length."""
+
+    LEAST_VERIFY: ClassVar[float] = 0.9  # baseline steps that reading more tokens takes at least, where all is well
+
+    round_ms: float | None = None
+    verify_ms: float | None = None
+    baseline_ms: float | None = None
+    baseline_verify_ms: float | None = None
+    speedup: float | None = None
+    speedup_ci95: list[float | None] = field(default_factory=lambda: [None, None])
+
+    @property
+    def is_impossible(self) -> bool:
+        """Whether verifying several tokens is said to be faster than reading one."""
+        if self.verify_ms is None or self.baseline_verify_ms is None:
+            return False
+        return self.verify_ms < self.LEAST_VERIFY * self.baseline_verify_ms
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """Passes that were timed, those that stayed disturbed and why, how often a batch was measured again, and the mean
+    share of the processor that other processes used; None: not known."""
+
+    num_passes: int = 0
+    num_disturbed: int = 0
+    num_again: int = 0
+    reasons: list[str] = field(default_factory=list)
+    others_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -190,6 +224,8 @@ class Result:
     baseline_time_per_output_token_ms: float | None = None
     baseline_bandwidth: Bandwidth = field(default_factory=Bandwidth)
     timing: Timing = field(default_factory=Timing)
+    step_medians: StepMedians = field(default_factory=StepMedians)
+    disturbance: Disturbance = field(default_factory=Disturbance)
     by_segment: dict[str, AcceptancePart] = field(default_factory=dict)
     by_context: dict[str, AcceptancePart] = field(default_factory=dict)
     by_domain: dict[str, DomainPart] = field(default_factory=dict)

@@ -10,9 +10,10 @@ import torch
 from ...configs.errors import BadInput
 from ...heads.drafter import Drafter
 from ...heads.target import Target
-from ..engine import Engine, build_engine
+from ..engine import Engine
 from ..generate import Stop, Stopwatch, Texts, prefill, run_round
 from ..sampling import Sampling
+from .built_engine import build_engine
 from .config import DraftSetting
 
 NUM_ROUNDS = 8  # timed per cell and pass

@@ -24,6 +24,7 @@ class Side:
     """Everything one side (speculation or baseline) did with one batch of prompts, a generation per repeat."""
 
     runs: list[Generation] = field(default_factory=list)
+    others: list[float | None] = field(default_factory=list)  # of each, the other processes' share of the processor
 
     @property
     def prefill_seconds(self) -> float:
@@ -53,6 +54,7 @@ class MeasuredBatch:
     suite: Suite  # with these prompts alone
     drafted: Side
     baseline: Side
+    num_again: int = 0  # times that it was measured again, because passes were disturbed
 
     @property
     def seconds(self) -> tuple[float, float]:

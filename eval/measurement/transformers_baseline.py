@@ -17,8 +17,8 @@ from ..drafters.draft_model import DraftModelDrafter
 from ..drafters.lookup import NgramDrafter
 from ..suites.prompts import FailedPrompt, Suite
 from .config import MeasureConfig, chain
-from .lossless import compare_texts
-from .passes import measure_parts, runner
+from .lossless import LosslessReport, Unproved, compare_texts
+from .passes import Prover, measure_parts, runner
 from .result import Result
 from .resume import BatchStore, Record, kept_in
 from .summary import rounded, speedup_of, unmeasured, with_speedup
@@ -74,7 +74,8 @@ def compare_transformers(
         ways = [theirs, *our_decoding(target, drafter, suite.prompts, config)]
         sides, done, failed = interleave(ways, suite, config, on_prompt=on_prompt, kept=kept)
     suite = replace(suite.subset(done), failed=[*suite.failed, *failed])
-    return result_of(target, suite, config, [sides[0], sides[1], sides[-1]], name=name)
+    lossless = text_check(target, drafter, suite, config, sides[0].texts, sides[-1].texts)
+    return result_of(suite, config, [sides[0], sides[1], sides[-1]], lossless, name=name)
 
 
 def has_counterpart(target: Target, drafter: Drafter | None) -> bool:
@@ -194,7 +195,30 @@ def time_prompt(ways: Sequence[Decode], prompt: list[int], *, number: int, num_r
     return records
 
 
-def result_of(target: Target, suite: Suite, config: MeasureConfig, sides: Sequence[Answers], *, name: str) -> Result:
+def text_check(
+    target: Target,
+    drafter: Drafter | None,
+    suite: Suite,
+    config: MeasureConfig,
+    theirs: Sequence[list[int]],
+    ours: Sequence[list[int]],
+) -> LosslessReport:
+    """Our texts compared with theirs. Ours that differ are decoded again, for their rounds, and replayed."""
+    run, prover = runner(target, drafter, suite.prompts, config), Prover(target, drafter, suite.prompts, config)
+    report = LosslessReport()
+
+    def replay(prompt: list[int], text: list[int]) -> Unproved:
+        again = run([prompt], drafter, config.seed)
+        return prover([prompt], again) if again.token_ids == [text] else [0]  # texts that do not repeat prove nothing
+
+    for prompt, source, their_text, text in zip(suite.prompts, suite.sources, theirs, ours, strict=True):
+        report += compare_texts([their_text], [text], partial(replay, prompt, text), numbers=[source.number])
+    return report
+
+
+def result_of(
+    suite: Suite, config: MeasureConfig, sides: Sequence[Answers], lossless: LosslessReport, *, name: str
+) -> Result:
     """The result of transformers' decoding. Args: sides: its own, our baseline's, and ours, which may be the same."""
     theirs, texts = sides[0], sides[0].texts
     num_tokens = sum(map(len, texts))
@@ -229,13 +253,7 @@ def result_of(target: Target, suite: Suite, config: MeasureConfig, sides: Sequen
         end_to_end_speedup=result.speedup,
         time_per_output_token_ms=per_token_ms(their_seconds),
         baseline_time_per_output_token_ms=per_token_ms(base_seconds),
-        lossless=compare_texts(
-            target,
-            suite.prompts,
-            baseline=texts,
-            speculative=sides[-1].texts,
-            numbers=[source.number for source in suite.sources],
-        ),
+        lossless=lossless,
         ours_tokens_per_second=per_second(our_seconds),
         ours_over_theirs=over_theirs,
         ours_over_theirs_ci95=over_theirs_interval,

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from ...configs.errors import BadInput
 from ...heads.drafter import Drafter, Reading
 from ...heads.target import Target
-from ..engine import build_engine
 from ..measurement.bandwidth import cache_bytes, weight_bytes
+from ..measurement.built_engine import build_engine
 from ..measurement.config import DraftSetting
 from ..measurement.step_times import StepTime
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from ...heads.drafter import Drafter, Reading
 from ...heads.nn.cache import SlotCache
 from ...heads.target import Target, TargetOutput
-from ..engine import DecodeState, Engine, build_engine
+from ..engine import DecodeState, Engine
 from ..generate import Stop, Stopwatch, Texts, prefill, run_round
+from ..measurement.built_engine import build_engine
 from ..measurement.config import DraftSetting, MeasureConfig
 from .load import ServedRequest
 

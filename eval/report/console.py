@@ -6,11 +6,11 @@ from typing import Any
 from ..measurement.result import ENGINE, Result
 from ..measurement.sampling_check import SMALLEST_P
 from .document import Report
-from .recommendation import number, speedup_words
+from .recommendation import disturbance_words, number, speedup_words
 
 LEGEND = (
     "T temperature, B rows at a time, K drafts deep; length: tokens per target forward;",
-    "lossless: texts that are the target's, or how likely sampled ones are to deviate so far from it",
+    "lossless: texts that are the target's (proved: in equal forward shapes), or how likely sampled ones deviate so",
 )
 
 
@@ -41,7 +41,7 @@ def show(report: Report, console: Any) -> None:
     for line in LEGEND:
         console.print(line, soft_wrap=True)
     console.print(bandwidth_words(report))
-    for line in failure_words(report.results):
+    for line in (*failure_words(report.results), *disturbance_lines(report.results)):
         console.print(line, markup=False)
     for result in report.results:
         console.print(details(result))
@@ -57,6 +57,7 @@ def details(result: Result) -> str:
     return (
         f"{result.drafter} {result.tree} on {result.suite}: "
         f"speedup per {'prompt' if result.batch_size == 1 else 'batch'} {spread} (p10/median/p90); "
+        f"by medians of steps {speedup_words(result.step_medians)}; "
         f"rate by position {' '.join(map(number, result.acceptance_rate))}"
         + ("" if forced is None else f"; teacher-forced acceptance length {forced:.2f}")
     )
@@ -88,6 +89,15 @@ def failure_words(results: Iterable[Result]) -> list[str]:
     return lines
 
 
+def disturbance_lines(results: Iterable[Result]) -> list[str]:
+    """A line for each result that was disturbed: by what."""
+    return [
+        f"! {result.drafter} {result.tree} on {result.suite}, batch {result.batch_size}: {words}"
+        for result in results
+        if (words := disturbance_words(result))
+    ]
+
+
 def bandwidth_words(report: Report) -> str:
     """A line: what the baselines read per second, beside what a copy reaches on this machine."""
     shares: Sequence[float] = sorted(
@@ -106,6 +116,6 @@ def lossless_words(result: Result) -> str:
     if not lossless.checked:
         return "sampled"
     words = f"{lossless.identical}/{lossless.checked}"
-    if lossless.explained:
-        words += f" +{lossless.explained} rounding"
+    if lossless.proved:
+        words += f" +{lossless.proved} proved"
     return words + (f", {lossless.unexplained} UNEXPLAINED" if lossless.unexplained else "")

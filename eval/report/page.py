@@ -74,14 +74,14 @@ def where_table(ours: Sequence[Result]) -> Table | None:
 
 
 def divergences(ours: Sequence[Result]) -> Table | None:
-    """Texts that differ from the target's own by more than rounding."""
+    """Texts that differ from the target's own, also in forwards of equal shapes."""
     rows = [
-        [label(result), result.suite, cell(text.prompt), cell(text.position), cell(text.gap_ulp)]
+        [label(result), result.suite, cell(text.prompt), cell(text.position), cell(text.unproved)]
         for result in ours
         for text in result.lossless.divergences
-        if not text.is_explained
+        if not text.is_proved
     ]
-    columns = ["setting", "suite", "prompt", "position", "logit gap, ulp"]
+    columns = ["setting", "suite", "prompt", "differs from", "replay differs from"]
     caption = f"Unexplained differences, {min(len(rows), MOST_DIVERGENCES)} of {len(rows)}"
     return Table(caption, columns, rows[:MOST_DIVERGENCES], num_labels=2) if rows else None
 

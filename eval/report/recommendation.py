@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ..measurement.result import ENGINE, DomainPart, Result
+from ..measurement.result import ENGINE, DomainPart, Result, StepMedians
 from ..measurement.sampling_check import SMALLEST_P
 from ..verify import ACCEPT_RULES
 
@@ -69,13 +69,14 @@ def number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def speedup_words(part: Result | DomainPart) -> str:
-    """`1.92 [1.81, 2.03]`."""
+def speedup_words(part: Result | DomainPart | StepMedians) -> str:
+    """`1.92 [1.81, 2.03]`; with a `!` behind it where the result was disturbed."""
     low, high = part.speedup_ci95
-    return f"{number(part.speedup)} [{number(low)}, {number(high)}]"
+    mark = " !" if isinstance(part, Result) and is_doubtful(part) else ""
+    return f"{number(part.speedup)} [{number(low)}, {number(high)}]{mark}"
 
 
-def interval_of(part: Result | DomainPart) -> Interval | None:
+def interval_of(part: Result | DomainPart | StepMedians) -> Interval | None:
     """The 95 % interval of the speedup; None where nothing was timed."""
     low, high = part.speedup_ci95
     return None if low is None or high is None else (low, high)
@@ -103,8 +104,40 @@ def deviates(result: Result) -> bool:
 
 
 def is_faster(result: Result) -> bool:
-    """Whether the speedup's interval, drawn from more than one prompt or batch, lies above 1."""
-    return lower_end(result) > 1 and num_timed(result) > 1
+    """Whether the speedup's interval, drawn from more than one prompt or batch, lies above 1, and can be true."""
+    return lower_end(result) > 1 and num_timed(result) > 1 and not result.step_medians.is_impossible
+
+
+def is_doubtful(result: Result) -> bool:
+    """Whether passes were disturbed, also when they were measured again, or figures cannot be true."""
+    return result.disturbance.num_disturbed > 0 or result.step_medians.is_impossible
+
+
+def disturbance_words(result: Result) -> str:
+    """What disturbed a result; empty where nothing did."""
+    found, medians = result.disturbance, result.step_medians
+    words = []
+    if found.num_disturbed:
+        share = (
+            "" if found.others_share is None else f"; other processes used {found.others_share:.0%} of the processor"
+        )
+        words.append(
+            f"{found.num_disturbed} of {found.num_passes} passes disturbed ({', '.join(found.reasons)}{share})"
+        )
+    if medians.is_impossible:
+        words.append(
+            f"verifying takes {number(medians.verify_ms)} ms and a baseline step {number(medians.baseline_verify_ms)} "
+            "ms, medians, which cannot be"
+        )
+    return "; ".join(words)
+
+
+def medians_disagree(result: Result) -> bool:
+    """Whether the speedup and that from medians of steps have intervals that do not meet."""
+    ours, theirs = interval_of(result), interval_of(result.step_medians)
+    if ours is None or theirs is None or num_timed(result) < 2:
+        return False
+    return ours[1] < theirs[0] or theirs[1] < ours[0]
 
 
 # All of them
@@ -149,6 +182,8 @@ def approval(best: Result, ours: Sequence[Result]) -> Recommendation:
     headline = f"Deploy {label(best)}"
     if any(result.suite != best.suite for result in slow):
         headline += f", for traffic like {best.suite}"
+    if 2 * best.disturbance.num_disturbed >= max(1, best.disturbance.num_passes):
+        headline += "; but most of its measurement was disturbed"
     return Recommendation(True, headline, reasons, cautions + doubts(best, unit), best)
 
 
@@ -157,6 +192,14 @@ def doubts(best: Result, unit: str) -> list[str]:
     cautions = []
     if best.failed:
         cautions.append(f"{len(best.failed)} prompts of {best.suite} could not be measured, and are left out.")
+    if is_doubtful(best):
+        cautions.append(f"Measure again on a quiet machine: {disturbance_words(best)}.")
+    if medians_disagree(best):
+        medians = best.step_medians
+        cautions.append(
+            f"Medians of steps give a speedup of {speedup_words(medians)}, which does not meet {speedup_words(best)}: "
+            "some steps took far longer than others."
+        )
     if num_timed(best) < FEW_TIMED:
         cautions.append(f"Only {num_timed(best)} {unit} were timed: the interval is likely too narrow.")
     share = best.baseline_bandwidth.share_of_copy
@@ -186,7 +229,11 @@ def refusal(ours: Sequence[Result]) -> Recommendation:
     elif not is_lossless(nearest):
         reason = (
             f"Of {where}, {nearest.lossless.unexplained} of {nearest.lossless.checked} texts differ from the target's "
-            "own by more than rounding, and no other setting is without such texts."
+            "own, also in forwards of equal shapes, and no other setting is without such texts."
+        )
+    elif nearest.step_medians.is_impossible:
+        reason = (
+            f"The figures of {where}, cannot be true: {disturbance_words(nearest)}. Measure again on a quiet machine."
         )
     elif low > 1:
         reason = f"{where}: a single prompt or batch was timed, so there is no interval. Measure more of them."
@@ -214,11 +261,11 @@ def greedy_evidence(results: Sequence[Result]) -> str:
     if not checked:
         return ""
     identical = sum(result.lossless.identical for result in results)
-    explained = sum(result.lossless.explained for result in results)
+    proved = sum(result.lossless.proved for result in results)
     unexplained = sum(result.lossless.unexplained for result in results)
     words = f"{identical} of {checked} texts equal the target's own, token for token"
-    if explained:
-        words += f"; {explained} differ from where two tokens tie within rounding"
+    if proved:
+        words += f"; {proved} differ by rounding alone, proved: the baseline writes them in forwards of equal shapes"
     words += f"; {unexplained} differ UNEXPLAINED" if unexplained else "; none differs unexplained"
     return words + "."
 

@@ -11,7 +11,7 @@ from ..measurement.result import ENGINE, Result
 from .charts import Bar, Series, bar_chart, line_chart
 from .console import lossless_words
 from .document import Report
-from .recommendation import grouped, interval_of, label, number, setting_of, speedup_words
+from .recommendation import disturbance_words, grouped, interval_of, label, number, setting_of, speedup_words
 
 MOST_FAILED = 20  # shown; report.json has all
 SETTINGS_SHOWN = ("temperature", "top_k", "top_p", "accept", "steps", "max_new_tokens", "num_repeats",
@@ -143,6 +143,15 @@ def time_section(ours: Sequence[Result]) -> Section:
     columns = ["setting", "suite", "draft, ms", "verify, ms", "rest, ms", "baseline step, ms", "formula's speedup",
                "measured", "base, of a copy's bandwidth"]  # fmt: skip
     section.add_table("Milliseconds per round, and the speedup they explain", columns, rows)
+    rows = []
+    for result in timed:
+        medians = result.step_medians
+        figures = (medians.round_ms, medians.verify_ms, medians.baseline_ms, medians.baseline_verify_ms)
+        words = disturbance_words(result) or "-"
+        rows.append([label(result), result.suite, *map(number, figures), speedup_words(medians), words])
+    columns = ["setting", "suite", "round, ms", "verify, ms", "baseline step, ms", "its forward, ms",
+               "speedup by medians [95 %]", "disturbed"]  # fmt: skip
+    section.add_table("Medians of steps, and what disturbed them", columns, rows)
     return section
 
 

@@ -163,7 +163,7 @@ def measured(bench: Bench, name: str, folder: Path, target: Target, seed: int, p
         draft_ms=timing.draft_ms,
         baseline_ms=timing.baseline_ms,
         loss=head.config.loss,
-        lossless=picked(result.lossless, "checked identical explained unexplained"),
+        lossless=picked(result.lossless, "checked identical proved unexplained"),
         device=target.device.type,
         num_threads=torch.get_num_threads(),
         date=date.today().isoformat(),

@@ -57,7 +57,7 @@ def test_train_then_eval(head_type, headstart, config, saved_target, prompts, tm
         assert set(keys.split()) <= set(entry)
         assert (entry["drafter"], entry["suite"], entry["num_prompts"]) == (head_type, "prompts", 3)
         assert entry["trained"]["max_length"] == 256 and entry["tree_shape"] is entry["draft_vocabulary"] is None
-        assert {"checked", "identical", "explained", "unexplained"} <= set(entry["lossless"])
+        assert {"checked", "identical", "proved", "unexplained"} <= set(entry["lossless"])
         assert entry["lossless"]["checked"] == entry["lossless"]["identical"] == 3
     assert len(read_jsonl(output / "rounds.jsonl")) == 2 * (3 + 2)
 

@@ -72,11 +72,11 @@ def test_divergences_keep_the_number_of_their_prompt(target, monkeypatch):
     from headstart.eval.measurement.lossless import Divergence, LosslessReport
 
     def compared(*_, numbers):
-        return LosslessReport(3, 2, 0, 1, [Divergence(numbers[1], 4, 9.0)])
+        return LosslessReport(1, 0, 0, 1, [Divergence(numbers[0], 4, 4)])
 
     monkeypatch.setattr(module, "compare_texts", compared)
     entry, _ = run(target, RuntimeError("planted"))
-    assert entry.lossless.divergences[0].prompt == 2, "the second that was measured is the suite's third"
+    assert entry.lossless.divergences[1].prompt == 2, "the second that was measured is the suite's third"
 
 
 def test_where_all_fail_the_entry_is_empty_and_still_a_report(target):

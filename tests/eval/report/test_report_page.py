@@ -7,6 +7,7 @@ from headstart.eval.measurement.environment import Environment, TargetInfo
 from headstart.eval.measurement.result import AcceptancePart, Result
 from headstart.eval.report.acceptance_causes import ACCEPTANCE_RULES
 from headstart.eval.report.charts import Bar, Series, bar_chart, line_chart, round_steps, tree_chart
+from headstart.eval.report.console import disturbance_lines
 from headstart.eval.report.diagnosis import TIME_RULES, costs_more_than_it_saves, diagnose
 from headstart.eval.report.document import Report
 from headstart.eval.report.findings import Case, is_lower
@@ -69,6 +70,8 @@ def result(**changes) -> Result:
         },
         "timing": {"draft_ms": 1.0, "verify_ms": 12.0, "overhead_ms": 0.5, "baseline_ms": 10.0, "formula_speedup": 2.0},
         "baseline_bandwidth": {"gigabytes_per_second": 7.0, "share_of_copy": 0.7},
+        "step_medians": medians(),
+        "disturbance": {"num_passes": 6, "num_disturbed": 0, "num_again": 0, "reasons": [], "others_share": 0.02},
         "by_segment": {"answer": counted(2.72)},
         "by_context": {"0-127": counted(2.72)},
         "by_domain": {},
@@ -84,7 +87,7 @@ def result(**changes) -> Result:
         "time_per_output_token_ms": 6.67,
         "baseline_time_per_output_token_ms": 10.0,
         "beyond_training": None,
-        "lossless": {"checked": 20, "identical": 20, "explained": 0, "unexplained": 0, "divergences": []},
+        "lossless": {"checked": 20, "identical": 20, "proved": 0, "unexplained": 0, "divergences": []},
         "sampling_check": None,
     }
     assert set(changes) <= {*entry, *THEIRS}
@@ -103,9 +106,15 @@ def slow(**changes):
     return result(**{"speedup": 0.8, "speedup_ci95": [0.7, 0.9], **changes})
 
 
+def medians(verify=11.0, speedup=(1.5, 1.4, 1.6)):
+    ratio, *interval = speedup
+    times = {"round_ms": 13.0, "verify_ms": verify, "baseline_ms": 10.0, "baseline_verify_ms": 9.5}
+    return {**times, "speedup": ratio, "speedup_ci95": interval}
+
+
 def unexplained(**changes):
-    lossless: dict = {"checked": 20, "identical": 19, "explained": 0, "unexplained": 1}
-    lossless["divergences"] = [{"prompt": 4, "position": 17, "gap_ulp": 900.0}]
+    lossless: dict = {"checked": 20, "identical": 19, "proved": 0, "unexplained": 1}
+    lossless["divergences"] = [{"prompt": 4, "position": 17, "unproved": 19}]
     return result(**{"lossless": lossless, **changes})
 
 
@@ -200,8 +209,8 @@ def test_names_from_users_are_text_and_nothing_else():
 
 def test_the_page_stays_small_and_beside_the_report(tmp_path):
     """Its size follows the settings, not the prompts; 500 texts that differ are not all listed."""
-    lossless: dict = {"checked": 500, "identical": 0, "explained": 0, "unexplained": 500}
-    lossless["divergences"] = [{"prompt": i, "position": i, "gap_ulp": None} for i in range(500)]
+    lossless: dict = {"checked": 500, "identical": 0, "proved": 0, "unexplained": 500}
+    lossless["divergences"] = [{"prompt": i, "position": i, "unproved": i} for i in range(500)]
     entries = [
         slow(drafter=f"drafter{i}", batch_size=size, suite=suite, num_prompts=500, lossless=lossless)
         for i in range(4)
@@ -272,10 +281,46 @@ def test_the_recommendation_warns_of_few_prompts_and_of_a_slow_baseline():
     assert recommend([result()]).cautions == []
 
 
+def disturbed(num, **changes):
+    found = {"num_passes": 6, "num_disturbed": num, "num_again": 2, "reasons": ["other processes"], "others_share": 0.4}
+    return result(disturbance=found, **changes)
+
+
+def test_a_disturbed_result_is_marked_and_doubted():
+    [caution] = recommend([disturbed(1)]).cautions
+    assert caution == (
+        "Measure again on a quiet machine: 1 of 6 passes disturbed (other processes; other processes used 40% of the "
+        "processor)."
+    )
+    assert recommend([disturbed(1)]).figure == "1.50 [1.40, 1.60] !"
+    [line] = disturbance_lines([result(), disturbed(1)])
+    assert line.startswith("! eagle3 chain on chat, batch 1: 1 of 6 passes disturbed")
+    assert "disturbed" not in recommend([disturbed(2)]).headline
+    assert recommend([disturbed(3)]).headline.endswith("; but most of its measurement was disturbed")
+
+
+def test_medians_that_do_not_meet_the_measured_speedup_are_a_caution():
+    [caution] = recommend([result(step_medians=medians(speedup=(2.0, 1.9, 2.1)))]).cautions
+    assert "2.00 [1.90, 2.10], which does not meet 1.50 [1.40, 1.60]" in caution
+    assert recommend([result(step_medians=medians(speedup=(1.7, 1.6, 1.8)))]).cautions == []
+
+
+def test_figures_that_cannot_be_true_are_never_deployed():
+    """A verification of 8 ms beside a baseline's forward of 9.5."""
+    alone = recommend([result(step_medians=medians(verify=8.0))])
+    assert not alone.is_deployable and alone.headline.startswith("Do not deploy")
+    assert "cannot be true: verifying takes 8.00 ms and a baseline step 9.50 ms" in alone.reasons[0]
+    slower = result(
+        drafter="ngram", speedup=1.2, speedup_ci95=[1.1, 1.3], step_medians=medians(speedup=(1.2, 1.1, 1.3))
+    )
+    beside = recommend([result(step_medians=medians(verify=8.0)), slower])
+    assert beside.is_deployable and beside.best is slower
+
+
 def test_losslessness_is_reported_as_it_was_checked():
     assert lossless_evidence([result(), unexplained()]).startswith("39 of 40 texts equal")
     assert "1 differ UNEXPLAINED" in lossless_evidence([unexplained()])
-    sampled = {"checked": 0, "identical": 0, "explained": 0, "unexplained": 0, "divergences": []}
+    sampled = {"checked": 0, "identical": 0, "proved": 0, "unexplained": 0, "divergences": []}
     check = {"num_tokens": 900, "p_value": 0.31, "baseline_p_value": 0.8}
     drawn = result(temperature=1.0, lossless=sampled, sampling_check=check)
     assert lossless_evidence([drawn]).endswith("tested token by token: p is 0.31 in the worst of 1 result.")

@@ -56,7 +56,7 @@ def entry(head, *, seed=1, target="small", **changes):
     figures |= {"baseline_ms": 4.0, "train_tokens_per_second": 1000.0, "loss": {"soft_ce": 1.0}, "num_prompts": 24}
     figures |= {"acceptance_rate": [0.5], "num_draft_tokens": 1, "speedup_ci95": [1.0, 2.0], "temperature": 0.0}
     where = {"max_new_tokens": 96, "device": "cpu", "num_threads": 2, "date": "2026-01-31", "settings": "0"}
-    lossless = {"checked": 24, "identical": 24, "explained": 0, "unexplained": 0}
+    lossless = {"checked": 24, "identical": 24, "proved": 0, "unexplained": 0}
     return Entry(target=target, head=head, seed=seed, **{**figures, **where, "lossless": lossless, **changes})
 
 
@@ -67,7 +67,7 @@ def test_it_trains_measures_and_goes_on_where_it_stopped(bench, quiet, monkeypat
     assert read_results(bench.output) == sorted(entries, key=lambda one: one.head)
     for one in entries:
         assert one.optimizer_steps == 2 and one.train_tokens_per_second > 0 and one.draft_ms > 0
-        assert one.lossless == {"checked": 2, "identical": 2, "explained": 0, "unexplained": 0}
+        assert one.lossless == {"checked": 2, "identical": 2, "proved": 0, "unexplained": 0}
         assert one.num_draft_tokens == (4 if one.head == "medusa" else 5) == len(one.acceptance_rate)
     assert str(bench.output.parent.parent) not in bench.output.read_text(), "no path of this machine"
 

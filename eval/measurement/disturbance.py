@@ -1,0 +1,126 @@
+"""What else happened while passes were timed, and the speedup by medians, which single slow steps do not move."""
+
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from .metrics import acceptance, bootstrap_ratio
+from .result import Disturbance, StepMedians
+from .summary import MeasuredBatch, Side, rounded
+
+OTHERS = "other processes"
+UNEVEN = "uneven steps"
+IMPOSSIBLE = "verifying faster than a baseline step"
+MOST_OTHERS = 0.1  # share of the processor
+MOST_LOST = 0.1  # share of a pass that steps beyond FAR medians may take longer than that
+FAR = 2.0
+LEAST_STEPS = 8  # of a pass, below which its median says little
+LEAST_SECONDS = 0.5  # of a pass, below which the system's clock ticks (1/100 s) are too coarse
+MOST_AGAIN = 2  # times that a batch is measured again
+SHARE_AGAIN = 4  # of a suite every fourth batch may be, one at least
+
+
+class ProcessorMeter:
+    """The share of the processor that other processes use, from when it is made. On Linux; elsewhere unknown."""
+
+    def __init__(self):
+        self.started, self.before = time.perf_counter(), processor_seconds()
+
+    def others(self) -> float | None:
+        """Their share of all cores, 0 to 1; None where it is not known, or the time was short."""
+        now = processor_seconds()
+        if self.before is None or now is None or time.perf_counter() - self.started < LEAST_SECONDS:
+            return None
+        busy, whole, own = (after - before for after, before in zip(now, self.before, strict=True))
+        return min(max(busy - own, 0.0) / whole, 1.0) if whole > 0 else None
+
+
+def processor_seconds() -> tuple[float, float, float] | None:
+    """Seconds of all cores together since the start of the machine: in use, in all; and of this process, its threads
+    included. Time that a hypervisor took away counts as in use."""
+    stat = Path("/proc/stat")
+    if not stat.is_file():
+        return None
+    name, *ticks = stat.read_text().splitlines()[0].split()
+    if name != "cpu" or len(ticks) < 8:
+        return None
+    user, nice, system, idle, waiting, *rest = (int(tick) / os.sysconf("SC_CLK_TCK") for tick in ticks[:8])
+    busy = user + nice + system + sum(rest)
+    return busy, busy + idle + waiting, time.process_time()
+
+
+def passes_disturbed(drafted: Side, baseline: Side) -> list[tuple[str, ...]]:
+    """Of each pass of a batch, speculative and baseline by turns, what disturbed it; empty where nothing did."""
+    found = []
+    for repeat, (fast, plain) in enumerate(zip(drafted.runs, baseline.runs, strict=True)):
+        is_faster = False
+        if min(len(fast.rounds), len(plain.rounds)) > LEAST_STEPS:
+            verify, step = (statistics.median(one.verify_seconds for one in run.rounds[1:]) for run in (fast, plain))
+            is_faster = verify < StepMedians.LEAST_VERIFY * step
+        for side, run in ((drafted, fast), (baseline, plain)):
+            others = side.others[repeat] if side.others else None
+            reasons = {
+                OTHERS: others is not None and others > MOST_OTHERS,
+                UNEVEN: is_uneven([one.seconds for one in run.rounds[1:]]),
+                IMPOSSIBLE: is_faster and side is drafted,
+            }
+            found.append(tuple(reason for reason, holds in reasons.items() if holds))
+    return found
+
+
+def is_uneven(seconds: Sequence[float]) -> bool:
+    """Whether steps far beyond the median step cost a pass much of its time. Its first step may read the prompt."""
+    steps = seconds[1:]
+    if len(steps) < LEAST_STEPS:
+        return False
+    limit = FAR * statistics.median(steps)
+    return sum(max(step - limit, 0.0) for step in steps) > MOST_LOST * sum(steps)
+
+
+def disturbance(batches: Sequence[MeasuredBatch]) -> Disturbance:
+    """What stayed disturbed, over all batches."""
+    found = [reasons for batch in batches for reasons in passes_disturbed(batch.drafted, batch.baseline)]
+    sides = [side for batch in batches for side in (batch.drafted, batch.baseline)]
+    shares = [share for side in sides for share in side.others if share is not None]
+    return Disturbance(
+        num_passes=len(found),
+        num_disturbed=sum(map(bool, found)),
+        num_again=sum(batch.num_again for batch in batches),
+        reasons=[name for name in (OTHERS, UNEVEN, IMPOSSIBLE) if any(name in reasons for reasons in found)],
+        others_share=rounded(statistics.fmean(shares)) if shares else None,
+    )
+
+
+def step_medians(batches: Sequence[MeasuredBatch], *, num_draft_tokens: int) -> StepMedians:
+    """Median milliseconds of each kind of step, and the speedup that they give with the acceptance length.
+
+    The speedup is taken batch by batch, so that a drift of the machine meets both sides: the sum of committed tokens x
+    the batch's median baseline step, over that of rounds x its median round.
+    """
+    rounds = [done for batch in batches for run in batch.drafted.runs for done in run.rounds[1:]]
+    steps = [done for batch in batches for run in batch.baseline.runs for done in run.rounds[1:]]
+    if not rounds or not steps:
+        return StepMedians()
+    pairs = []
+    for batch in batches:
+        fast = [done for run in batch.drafted.runs for done in run.rounds[1:]]
+        plain = [done.seconds for run in batch.baseline.runs for done in run.rounds[1:]]
+        counted = acceptance(fast, num_draft_tokens=num_draft_tokens)
+        if fast and plain:
+            step, whole = statistics.median(plain), statistics.median(done.seconds for done in fast)
+            pairs.append((counted.num_committed * step, counted.num_rounds * whole))
+    speedup, interval = bootstrap_ratio(*zip(*pairs, strict=True)) if pairs else (None, [None, None])
+
+    def median_ms(seconds: list[float]) -> float:
+        return round(1000 * statistics.median(seconds), 4)
+
+    return StepMedians(
+        round_ms=median_ms([done.seconds for done in rounds]),
+        verify_ms=median_ms([done.verify_seconds for done in rounds]),
+        baseline_ms=median_ms([done.seconds for done in steps]),
+        baseline_verify_ms=median_ms([done.verify_seconds for done in steps]),
+        speedup=rounded(speedup),
+        speedup_ci95=[rounded(end) for end in interval],
+    )

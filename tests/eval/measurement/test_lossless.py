@@ -1,0 +1,157 @@
+"""A text that differs is proved by a decoding in forwards of equal shapes, or it is unexplained; no fault is proved."""
+
+from dataclasses import replace
+from functools import lru_cache
+
+import pytest
+import torch
+from headstart.eval.drafters.draft_model import DraftModelDrafter
+from headstart.eval.drafters.lookup import NgramDrafter
+from headstart.eval.generate import Generation
+from headstart.eval.measurement import measure as measuring
+from headstart.eval.measurement.config import DraftSetting, MeasureConfig, chain
+from headstart.eval.measurement.lossless import Divergence, LosslessReport, compare_texts
+from headstart.eval.measurement.measure import measure
+from headstart.eval.suites.prompts import Suite
+from headstart.eval.verify import ACCEPT_RULES, AcceptRule, exact
+from headstart.heads.drafter import Drafter
+from headstart.heads.drafting import Proposal, StaticTree
+from headstart.heads.nn import cache as caches
+from headstart.heads.target import Target
+
+PROMPTS = [[1, 5 + i, 9, (14 + 3 * i) % 61, 33, *range(20, 20 + i)] for i in range(16)]
+PATHS = StaticTree(((0,), (1,), (1, 0), (1, 1), (1, 1, 0)))
+
+
+class Oracle(Drafter):
+    """The target drafts for itself, and its tokens lie in the tree PATHS on the nodes 1, 3, 4, wrong ones beside."""
+
+    default_draft_tokens, drafts_trees = 3, True
+
+    def __init__(self, target):
+        self.inner = DraftModelDrafter(target)
+
+    def begin(self, **sizes):
+        return self.inner.begin(**sizes)
+
+    def commit(self, state, read):
+        self.inner.commit(state, read)
+
+    def propose(self, state, *, num_draft_tokens):
+        return self.inner.propose(state, num_draft_tokens=num_draft_tokens)
+
+    def propose_tree(self, state, tree, *, draws=None):
+        best = self.inner.propose(state, num_draft_tokens=3).tokens  # [B, 3]
+        wrong = (best + 1) % 61
+        tokens = torch.stack([wrong[:, 0], best[:, 0], wrong[:, 1], best[:, 1], best[:, 2]], 1)
+        return Proposal(tokens, torch.tensor(PATHS.parents).expand(len(best), -1))
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def dtype(request):
+    return getattr(torch, request.param)
+
+
+@pytest.fixture(scope="module")
+def target_in(tiny_model):
+    """target_in(dtype): one whose best logits often lie close together, so that half precision decides by rounding."""
+
+    @lru_cache
+    def make(dtype):
+        model = tiny_model("llama")
+        with torch.no_grad():
+            model.lm_head.weight[31:] = model.lm_head.weight[:30] * 1.002
+        return Target(model.to(dtype), name="tiny", fingerprint="")
+
+    return make
+
+
+def checked(target, *, tree=None, batch_size=1, prompts=PROMPTS, drafter=None):
+    setting = chain(3) if tree is None else DraftSetting("static", tree.depth, tree)
+    config = MeasureConfig(setting=setting, max_new_tokens=24, num_repeats=1, batch_size=batch_size)
+    return measure(target, drafter or Oracle(target), Suite("many", prompts), config, name="oracle")[0].lossless
+
+
+@pytest.mark.parametrize("tree", [None, PATHS], ids=["chain", "tree"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_in_float32_every_text_is_identical(tree, batch_size, target_in):
+    report = checked(target_in(torch.float32), tree=tree, batch_size=batch_size)
+    assert report == LosslessReport(checked=16, identical=16)
+
+
+@pytest.mark.parametrize(("tree", "batch_size"), [(None, 1), (PATHS, 1), (PATHS, 3)])
+def test_in_half_precision_every_difference_is_proved(tree, batch_size, target_in):
+    report = checked(target_in(torch.bfloat16), tree=tree, batch_size=batch_size)
+    assert report.checked == 16 and report.unexplained == 0, report.divergences
+    if batch_size == 1:
+        assert report.proved >= 3, "there is something to prove"
+    assert all(divergence.is_proved for divergence in report.divergences)
+
+
+def second_best(drafted):
+    """Accepts as the exact rule does, and its bonus is the target's second choice."""
+    accepted = exact(drafted)
+    rows = torch.arange(len(drafted.tokens))
+    return replace(accepted, bonus=drafted.logits[rows, accepted.num_accepted].topk(2).indices[:, 1])
+
+
+def takes_anything(drafted):
+    """Accepts the whole draft."""
+    accepted = exact(drafted)
+    return replace(accepted, num_accepted=torch.full_like(accepted.num_accepted, drafted.depth))
+
+
+@pytest.mark.parametrize("rule", [second_best, takes_anything])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_lossy_rule_is_caught(rule, batch_size, dtype, target_in, monkeypatch):
+    monkeypatch.setitem(ACCEPT_RULES, "exact", AcceptRule(rule, is_lossless=True))
+    report = checked(target_in(dtype), batch_size=batch_size, drafter=NgramDrafter())
+    assert report.unexplained == report.checked, report
+
+
+def leaking(positions, *, extent, dtype, window=None):
+    """Each query sees the next one too."""
+    return VISIBILITY(positions + 1, extent=extent, dtype=dtype, window=window)
+
+
+VISIBILITY = caches.visibility_mask
+
+
+@pytest.mark.parametrize("tree", [None, PATHS], ids=["chain", "tree"])
+def test_a_fault_that_the_replay_shares_is_not_proved(tree, dtype, target_in, monkeypatch):
+    """Masks and moves in the cache are the same code on both sides, but what they wrongly let through differs."""
+    target = target_in(dtype)
+    if tree is None:
+        monkeypatch.setattr(caches, "visibility_mask", leaking)
+    else:
+        monkeypatch.setattr(caches.SlotCache, "move", lambda *_: None)
+    report = checked(target, tree=tree, drafter=None if tree else NgramDrafter())
+    assert report.unexplained >= 8, report
+
+
+# The comparison
+
+
+def test_only_batches_with_a_difference_are_replayed():
+    def never():
+        raise AssertionError
+
+    assert compare_texts([[1, 2]], [[1, 2]], never) == LosslessReport(1, 1)
+    report = compare_texts([[1, 2], [3], [4, 5]], [[1, 2], [4], [4, 6]], lambda: [None, None, 1], numbers=[5, 6, 7])
+    assert report == LosslessReport(3, 1, 1, 1, [Divergence(6, 0, None), Divergence(7, 1, 1)])
+    assert (report + report).divergences == report.divergences * 2 and (report + report).checked == 6
+
+
+def test_a_text_that_ends_early_is_unexplained(target, monkeypatch):
+    whole = measuring.measure_batches
+
+    def shorter(*args, **kwargs):
+        batches, failed = whole(*args, **kwargs)
+        run = batches[0].drafted.runs[0]
+        kept = len(run.token_ids[0]) - run.rounds[-1].num_emitted[0]
+        batches[0].drafted.runs[0] = Generation([run.token_ids[0][:kept]], run.rounds[:-1])
+        return batches, failed
+
+    monkeypatch.setattr(measuring, "measure_batches", shorter)
+    report = checked(target, prompts=PROMPTS[:1])
+    assert report.unexplained == 1 and report.divergences[0].position is None
