@@ -24,11 +24,11 @@ step "3. Train an EAGLE-3 head on those answers; the target stays frozen"
 test -f $run/eagle3/final/config.json || "$python" -m headstart.train configs/runs/quickstart_eagle3.yaml
 
 step "4. Evaluate on held-out orders, and on general requests as a contrast; beside it, drafts looked up in the text"
-headstart eval --target $run/target --head $run/eagle3/final --drafter suffix --num-draft-tokens 4 --max-new-tokens 96 \
+headstart eval --target $run/target --head $run/eagle3/final --drafter suffix --num-draft-tokens 3 --max-new-tokens 96 \
     --prompts $run/data/orders.jsonl --prompts $run/data/contrast.jsonl --output $run/greedy --repeats 1
 
 step "5. The same with sampled answers, at temperature 0.7"
-headstart eval --target $run/target --head $run/eagle3/final --num-draft-tokens 4 --max-new-tokens 96 \
+headstart eval --target $run/target --head $run/eagle3/final --num-draft-tokens 3 --max-new-tokens 96 \
     --prompts $run/data/orders.jsonl --temperature 0.7 --output $run/sampled --repeats 1
 
 step "Done. The reports: $run/greedy/report.html, $run/sampled/report.html; the head: $run/eagle3/final"
