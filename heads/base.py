@@ -150,10 +150,6 @@ class DraftHead(nn.Module, Drafter, Expands):
 
     # training
 
-    def scale_logits(self, factors: Tensor) -> None:
-        """Multiply the logits of a fresh head by factors [K], one per depth; those of the least where depths share
-        their output. Called without gradients, before training. A head that knows something as it starts ignores it."""
-
     def learning_rate_scales(self, step: int) -> dict[str, float]:
         """Factors on the learning rate at a step, by the beginning of parameters' names; 1 for all others."""
         return {}

@@ -24,7 +24,6 @@ from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
 from .drafter import Reading
 from .loading import quiet_loading
 from .nn.cache import SlotCache, newest_slots, seen_by_children
-from .nn.layers import scale_norm
 from .target import Target
 
 PADDING = 0.01  # sizes of one family's vocabularies differ by this share at most, for padding
@@ -83,7 +82,6 @@ class DraftLMHead(DraftHead):
         self.reads_post_norm = False
         model = build_model(config, target)
         self.reader = Target(model, name=config.path or "draft_lm", fingerprint="")  # reads the model over a cache
-        self.is_fresh = config.path is None and config.architecture is None
         architecture = json.loads(model.config.to_json_string(use_diff=False))
         if config.lora_rank and config.architecture is None:
             rank, alpha = config.lora_rank, config.lora_alpha
@@ -97,15 +95,6 @@ class DraftLMHead(DraftHead):
         if self.reader.hidden_size != target.hidden_size and any("feature" in mix for mix in mixes):
             sizes = f"{self.reader.hidden_size} against {target.hidden_size}"
             raise BadInput(f"head.loss.feature: the draft model's states have another size than the target's: {sizes}")
-
-    def scale_logits(self, factors: Tensor) -> None:
-        if not self.is_fresh:
-            return
-        if not self._tied():  # rows that start small learn faster than a gain that does
-            for parameter in self.reader.output_layer.parameters():
-                parameter.mul_(factors.min())
-        elif self.reader.final_norm is not None:
-            scale_norm(self.reader.final_norm, factors.min())
 
     def serving_config(self) -> dict[str, Any]:
         architecture = self.config.architecture or {}

@@ -71,15 +71,6 @@ class EagleHead(RecurrentHead):
         self.layers = nn.ModuleList(LlamaLayer(self.llama, normalises_input=i > 0) for i in range(config.num_layers))
         self.rotary = Rotary(self.llama)
 
-    def scale_logits(self, factors: Tensor) -> None:
-        """Each part that writes to the residual stream: behind a norm its own weight, else what comes in."""
-        factor = factors.min()
-        self.fc.weight.mul_(factor)
-        for i, layer in enumerate(self.decoder_layers):
-            layer.mlp.down_proj.weight.mul_(factor)
-            if i > 0:
-                layer.self_attn.o_proj.weight.mul_(factor)
-
     def serving_config(self) -> dict[str, Any]:
         return {
             # SGLang reads the first; vLLM, told `method: eagle`, finds the second

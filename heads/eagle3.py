@@ -26,9 +26,6 @@ from .nn.layers import Attention, RMSNorm, Rotary, llama_config, serving_keys
 from .recurrent import Context, LlamaLayer, RecurrentHead
 from .target import Target, TargetOutput
 
-# the gain of the output norm is so many times the target's at the start, and the rows of lm_head are as much smaller:
-# the same logits, but rows that start small learn what they read so much faster (docs/LOG.md)
-OUTPUT_GAIN = 3.0
 NUM_PROBED = 64  # tokens on which the size of features is measured
 
 
@@ -124,17 +121,10 @@ class Eagle3Head(RecurrentHead):
         self.rotary = Rotary(self.llama)
         if config.start == "target" and target.device.type != "meta" and self.fc.weight.device.type != "meta":
             start_from_target(self)
-        # a feature loss takes what is behind the output norm for the target's own state, in its size
-        gain = 1.0 if any("feature" in mix for mix in (config.loss, *(config.loss_by_depth or ()))) else OUTPUT_GAIN
         with torch.no_grad():  # start from the target's own output: final norm gain and the drafted rows of lm_head
-            self.norm.weight.copy_(gain * target.final_norm_scale())
+            self.norm.weight.copy_(target.final_norm_scale())
             rows = target.output_layer.weight
-            self.lm_head.weight.copy_((rows if self.vocabulary is None else rows[self.vocabulary.to_target]) / gain)
-
-    def scale_logits(self, factors: Tensor) -> None:
-        if self.config.start == "target":
-            return
-        self.lm_head.weight.mul_(factors.min())
+            self.lm_head.weight.copy_(rows if self.vocabulary is None else rows[self.vocabulary.to_target])
 
     def serving_config(self) -> dict[str, Any]:
         layers = self.feature_layers

@@ -9,7 +9,6 @@ from .draft_lm import DraftLMHead
 from .eagle import EagleHead
 from .eagle3 import Eagle3Head
 from .hydra import HydraHead
-from .loss.first_scale import tame_logits
 from .medusa import MedusaHead
 from .mtp import MtpHead
 from .target import Target
@@ -32,18 +31,11 @@ def head_class(name: str) -> type[DraftHead]:
 
 
 def build_head(
-    config: HeadConfig,
-    target: Target,
-    *,
-    draft_token_ids: Tensor | None = None,
-    seed: int = 0,
-    is_loaded: bool = False,
+    config: HeadConfig, target: Target, *, draft_token_ids: Tensor | None = None, seed: int = 0
 ) -> DraftHead:
     """A fresh head for a target, on its device, in fp32; the same seed gives the same weights.
 
-    Args:
-        draft_token_ids: [Vd] ascending target ids, where config.draft_vocab_size is set.
-        is_loaded: weights are loaded into it next, so it need not be fit to learn.
+    Args: draft_token_ids: [Vd] ascending target ids, where config.draft_vocab_size is set.
 
     Raises: BadInput where another head has put its adapters on this target.
     """
@@ -53,6 +45,4 @@ def build_head(
         torch.manual_seed(seed)
         head = head_class(config.type)(config, target, draft_token_ids).to(target.device)
     target.check_layers(head.feature_layers)
-    if not is_loaded:
-        tame_logits(head)
     return head

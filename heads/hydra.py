@@ -13,7 +13,7 @@ No serving engine known to us loads Hydra heads: names of tensors and config key
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,13 +74,6 @@ class HydraHead(BlocksHead):
             self.blocks.append(nn.Sequential(*[ResidualBlock(size, in_size=width) for width in widths]))
             if config.output == "own":
                 self.lm_heads.append(self.new_output_layer())
-
-    def scale_logits(self, factors: Tensor) -> None:
-        for k, factor in enumerate(factors):
-            own = self.config.output == "own"
-            part = self.lm_heads[k] if own else cast(Any, self.blocks[k])[0].skip
-            for parameter in part.parameters():
-                parameter.mul_(factor)
 
     def serving_config(self) -> dict[str, Any]:
         return {

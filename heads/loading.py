@@ -93,7 +93,10 @@ def default_dtype(path: str | Path, device: str) -> str:
     in 16 bits and the processor multiplies bf16."""
     if device != "cpu":
         return "auto"
-    is_narrow = read_model_config(TargetConfig(path=str(path))).get_text_config().dtype in (torch.bfloat16, torch.float16)
+    is_narrow = read_model_config(TargetConfig(path=str(path))).get_text_config().dtype in (
+        torch.bfloat16,
+        torch.float16,
+    )
     return "bfloat16" if is_narrow and multiplies_bf16() else "float32"
 
 

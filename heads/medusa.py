@@ -134,12 +134,6 @@ class MedusaHead(BlocksHead):
         if self.adapts_target:
             self.adapter = TargetAdapter(target, rank=config.target_lora_rank, alpha=config.target_lora_alpha)
 
-    def scale_logits(self, factors: Tensor) -> None:
-        if self.config.output == "own":  # else heads are identities before the target's own output layer
-            for k, factor in enumerate(factors):
-                for parameter in self._parts(k)[-1].parameters():
-                    parameter.mul_(factor)
-
     def serving_config(self) -> dict[str, Any]:
         return {
             "model_type": "medusa",

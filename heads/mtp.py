@@ -25,7 +25,6 @@ from .drafter import Reading
 from .mtp_checkpoint import LAYOUTS, Layout, read_modules
 from .nn.cache import SlotCache, newest_slots, seen_by_children
 from .nn.decoder_layer import ChainKeys, LayerCache, LayerDriver
-from .nn.layers import scale_norm
 from .target import Target
 
 INITS = ("last_layer", "random", "checkpoint")
@@ -79,8 +78,7 @@ class MtpModule(nn.Module):
     @torch.no_grad()
     def start_from_target(self) -> None:
         """The target's last layer and final norm, behind a projection that adds up both halves. hnorm takes the gain of
-        the final norm out again and the projection puts back its size, so that the layer reads the residual stream in
-        the direction and scale that it did there: else what the layer adds would drown it."""
+        the final norm out again, so that the layer reads the direction of the residual stream, as it did there."""
         target = self.driver.target
         self.block.load_state_dict(target.layers[self.driver.index].state_dict())
         self.norm.load_state_dict(self.driver.final_norm.state_dict())
@@ -88,9 +86,7 @@ class MtpModule(nn.Module):
         smallest = 0.1 * gain.abs().mean()  # channels that the final norm nearly drops stay small
         inverse = 1 / torch.where(gain.abs() < smallest, smallest, gain)
         cast(Tensor, self.hnorm.weight).add_(inverse - 1)  # its gain is 1 before, stored as 1 or as 0
-        eye = torch.eye(len(inverse))
-        halves = [eye, eye * self.driver.residual_scale]
-        self.eh_proj.weight.copy_(torch.cat(halves[::-1] if self.hidden_first else halves, 1))
+        self.eh_proj.weight.copy_(torch.eye(len(inverse)).repeat(1, 2))
 
 
 @dataclass
@@ -130,12 +126,6 @@ class MtpHead(DraftHead):
         elif config.init == "last_layer":
             for k in range(num_modules):
                 self._lane(k).start_from_target()
-
-    def scale_logits(self, factors: Tensor) -> None:
-        if self.config.init != "checkpoint":
-            factors = factors if self.config.independent else factors.min()[None]
-            for k, factor in enumerate(factors):
-                scale_norm(cast(nn.Module, self._lane(k).norm), factor)
 
     def serving_config(self) -> dict[str, Any]:
         """The target's own config with the number of modules: engines read them as part of its checkpoint."""

@@ -42,7 +42,7 @@ def read_head(folder: str | Path, target: Target) -> DraftHead:
     if unknown:
         raise BadInput(f"head {folder}: config keys of another version of Headstart: {sorted(unknown)}")
     tensors, draft_token_ids = read_tensors(folder)
-    head = build_head(config_class(**record.head), target, draft_token_ids=draft_token_ids, is_loaded=True)
+    head = build_head(config_class(**record.head), target, draft_token_ids=draft_token_ids)
     load_weights(head, tensors, folder)
     return head.to(target.dtype).eval().requires_grad_(False)
 
@@ -59,7 +59,7 @@ def start_head(config: HeadConfig, target: Target, folder: str | Path, *, seed: 
     size = None if draft_token_ids is None else len(draft_token_ids)
     if size != config.draft_vocab_size:
         raise BadInput(f"head {folder}: its draft_vocab_size is {size}, not {config.draft_vocab_size}")
-    head = build_head(config, target, draft_token_ids=draft_token_ids, seed=seed, is_loaded=True)
+    head = build_head(config, target, draft_token_ids=draft_token_ids, seed=seed)
     if adapted_layers(head):
         raise BadInput(
             f"head {folder}: a head with adapters of its own cannot start from it; train.lora_rank adds them"

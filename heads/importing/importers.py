@@ -62,7 +62,7 @@ def import_head(folder: str | Path, target: Target) -> DraftHead:
     folder = local_folder(folder)
     with naming(folder):
         imported = read_imported(folder, target)
-        head = build_head(imported.config, target, draft_token_ids=imported.draft_token_ids, is_loaded=True)
+        head = build_head(imported.config, target, draft_token_ids=imported.draft_token_ids)
         load_weights(head, imported.tensors, folder)
     return head.to(target.dtype).eval().requires_grad_(False)
 
@@ -273,14 +273,14 @@ def import_mtp(folder: Path, config: dict[str, Any], stored: TensorFiles, target
     is_many = num > 1 and LAYOUTS[name].has_many
     options: dict[str, Any] = {"num_depths": num} if is_many else {}
     made = MtpConfig(layout=name, init="random", independent=is_many, **options)
-    return Imported(made, read_modules(folder, build_head(made, target, is_loaded=True).state_dict()))
+    return Imported(made, read_modules(folder, build_head(made, target).state_dict()))
 
 
 def import_draft_model(folder: Path, config: dict[str, Any], stored: TensorFiles, target: Target) -> Imported:
     made = own_config(config, plain=head_class("draft_lm").config_class)
     if made is not None:
         return Imported(made, {name: stored.read(name) for name in stored.files})
-    head = build_head(DraftLMConfig(path=str(folder)), target, is_loaded=True)
+    head = build_head(DraftLMConfig(path=str(folder)), target)
     return Imported(head.config, head.state_dict())
 
 

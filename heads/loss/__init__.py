@@ -1,4 +1,3 @@
 """From chain starts to a scalar: `chains` (where drafts start, what is supervised), `functions` (losses by name),
-`cross_entropy` (its gradient in one pass), `chunked` (all depths, without ever holding all logits), `first_scale`
-(logits of a fresh head no further apart than what it knows is worth).
+`cross_entropy` (its gradient in one pass), `chunked` (all depths, without ever holding all logits).
 """

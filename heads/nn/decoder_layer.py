@@ -112,7 +112,6 @@ class LayerDriver:
         self.rotary_kind = {"layer_type": self.kind} if takes_kind else {}
         name = type(target.layers[self.index]).__name__
         self.refusal = f"target {target.name}: mtp cannot drive its layer {self.index} ({name}) alone"
-        self.residual_scale = 1.0  # root mean square of the residual stream that enters that layer of the target
         if target.device.type == "meta":  # shapes without weights: nothing to compare
             return
         try:
@@ -170,8 +169,6 @@ class LayerDriver:
         finally:
             handle.remove()
         x, wanted = captured
-        # many targets blow up the first token's state
-        self.residual_scale = x[:, 1:].float().square().mean(-1).sqrt().median().item()
         layer = self.new_layer().to(x).eval()
         layer.load_state_dict(original.state_dict())
         positions = torch.arange(4, device=x.device)[None]

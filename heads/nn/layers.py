@@ -61,21 +61,6 @@ class Normalise(torch.autograd.Function):
         return None if for_x is None else for_x.view_as(x), for_weight, None
 
 
-@torch.no_grad()
-def scale_norm(norm: Any, factor: Tensor) -> None:
-    """Multiply a norm's gain, and its bias if any, by a factor []; also where the gain is stored as 1 + w.
-
-    Args: norm: of any kind in transformers, with a weight [D].
-    """
-    weight, bias = norm.weight, getattr(norm, "bias", None)
-    gain = weight.clone()
-    out = norm(weight.zero_() + torch.arange(1.0, 1 + len(weight), device=weight.device))  # [D]
-    offset = 0.0 if torch.allclose(out, torch.zeros_like(out) if bias is None else bias) else 1.0
-    weight.copy_((gain + offset) * factor - offset)
-    if bias is not None:
-        bias.mul_(factor)
-
-
 class Rotary:
     """Cosine and sine tables of the target's rotary embedding, by position (Su et al. 2021).
 
