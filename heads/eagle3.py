@@ -26,6 +26,7 @@ from .nn.layers import Attention, RMSNorm, Rotary, llama_config, serving_keys
 from .recurrent import Context, LlamaLayer, RecurrentHead
 from .target import Target, TargetOutput
 
+OUTPUT_GAIN = 3.0  # of a head that starts as the target, see start_from_target
 NUM_PROBED = 64  # tokens on which the size of features is measured
 
 
@@ -119,12 +120,12 @@ class Eagle3Head(RecurrentHead):
         self.norm = RMSNorm(size, eps=eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size or target.vocab_size, bias=False)
         self.rotary = Rotary(self.llama)
-        if config.start == "target" and target.device.type != "meta" and self.fc.weight.device.type != "meta":
-            start_from_target(self)
         with torch.no_grad():  # start from the target's own output: final norm gain and the drafted rows of lm_head
             self.norm.weight.copy_(target.final_norm_scale())
             rows = target.output_layer.weight
             self.lm_head.weight.copy_(rows if self.vocabulary is None else rows[self.vocabulary.to_target])
+        if config.start == "target" and target.device.type != "meta" and self.fc.weight.device.type != "meta":
+            start_from_target(self)
 
     def serving_config(self) -> dict[str, Any]:
         layers = self.feature_layers
@@ -183,7 +184,8 @@ def start_from_target(head: Eagle3Head) -> None:
     target's second behind it, which reads the embedding with small random weights besides.
 
     `fc` also reads the other features, with random weights as small as each feature is large: channels are weighed as
-    the target's own norms weigh them, and so a few huge ones do not drown the rest.
+    the target's own norms weigh them, and so a few huge ones do not drown the rest. The output norm's gain is larger and
+    the rows of `lm_head` as much smaller than the target's: the same logits, of rows that learn faster.
 
     Raises: BadInput where the target's layers have no parts of a Llama layer, or other shapes.
     """
@@ -207,5 +209,7 @@ def start_from_target(head: Eagle3Head) -> None:
             getattr(first.mlp, name).weight.copy_(getattr(behind.mlp, name).weight)
         first.hidden_norm.weight.copy_(behind.input_layernorm.weight)
         first.post_attention_layernorm.weight.copy_(behind.post_attention_layernorm.weight)
+        head.norm.weight.mul_(OUTPUT_GAIN)
+        head.lm_head.weight.div_(OUTPUT_GAIN)
     except (AttributeError, RuntimeError) as error:
         raise BadInput(f"head.start target: not with the layers of {target.name}: {first_line(error)}") from error
