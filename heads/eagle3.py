@@ -184,8 +184,8 @@ def start_from_target(head: Eagle3Head) -> None:
     target's second behind it, which reads the embedding with small random weights besides.
 
     `fc` also reads the other features, with random weights as small as each feature is large: channels are weighed as
-    the target's own norms weigh them, and so a few huge ones do not drown the rest. The output norm's gain is larger and
-    the rows of `lm_head` as much smaller than the target's: the same logits, of rows that learn faster.
+    the target's own norms weigh them, and so a few huge ones do not drown the rest. The output norm's gain is larger,
+    and rows of `lm_head` as much smaller, than the target's: the same logits, of rows that learn faster.
 
     Raises: BadInput where the target's layers have no parts of a Llama layer, or other shapes.
     """
