@@ -187,10 +187,10 @@ def test_config_keys_named_in_the_text_exist():
 def test_commands_and_options_named_in_the_text_exist():
     commands = get_command(app).commands  # type: ignore[attr-defined]
     for page, code in in_text():
-        found = re.match(r"headstart (data \w+|\w+)(.*)$", code)
+        found = re.match(r"headstart (data \w+|target get|\w+)(.*)$", code)
         if found:
-            verb, _, of_data = found[1].partition(" ")
-            command = commands[verb].commands[of_data] if of_data and verb == "data" else commands[verb]
+            verb, _, of_group = found[1].partition(" ")
+            command = commands[verb].commands[of_group] if of_group else commands[verb]
             options = {"--help"} | {option for one in getattr(command, "params", []) for option in one.opts}
             assert set(re.findall(r"--[a-z-]+", found[2])) <= options, (page, code)
 

@@ -23,11 +23,11 @@ def test_every_make_word_is_a_target():
 
 
 def test_every_option_of_a_shown_command_exists():
-    shown = re.findall(r"^\s*headstart (data \w+|\w+)(.*)$", TEXT, re.M)
+    shown = re.findall(r"^\s*headstart (data \w+|target get|\w+)(.*)$", TEXT, re.M)
     assert {name for name, _ in shown} >= {"train", "eval", "data prepare", "data extract"}
     for name, rest in shown:
-        verb, _, of_data = name.partition(" ")
-        command = COMMANDS[verb].commands[of_data] if of_data else COMMANDS[verb]
+        verb, _, of_group = name.partition(" ")
+        command = COMMANDS[verb].commands[of_group] if of_group else COMMANDS[verb]
         options = {option for parameter in command.params for option in parameter.opts}
         assert set(re.findall(r"--[a-z-]+", rest)) <= options, (name, rest)
 

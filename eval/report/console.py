@@ -10,7 +10,8 @@ from .recommendation import disturbance_words, number, speedup_words
 
 LEGEND = (
     "T temperature, B rows at a time, K drafts deep; length: tokens per target forward;",
-    "lossless: texts that are the target's (proved: in equal forward shapes), or how likely sampled ones deviate so",
+    "lossless: texts that are the target's, or how likely sampled ones deviate so far from it;",
+    "proved: they are, in forwards of equal shapes",
 )
 
 

@@ -1,6 +1,7 @@
 """EAGLE-3's options: several layers, any features, the norms of EAGLE 3.1."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -181,9 +182,9 @@ def test_it_looks_deeper_than_it_was_trained_and_leaves_its_config(target, head,
 
 
 def test_a_head_may_start_as_the_targets_own_layer(target):
-    fresh = build_head(Eagle3Config(feature_layers=[1, 2], num_depths=2), target)
-    head = build_head(Eagle3Config(feature_layers=[1, 2], num_depths=2, start="target"), target)
-    own = target.layers[3]
+    fresh: Any = build_head(Eagle3Config(feature_layers=[1, 2], num_depths=2), target)
+    head: Any = build_head(Eagle3Config(feature_layers=[1, 2], num_depths=2, start="target"), target)
+    own: Any = target.layers[3]
     size = target.hidden_size
     assert torch.equal(head.midlayer.mlp.down_proj.weight, own.mlp.down_proj.weight)
     assert torch.equal(head.midlayer.self_attn.q_proj.weight[:, size:], own.self_attn.q_proj.weight)
