@@ -187,17 +187,18 @@ def start_from_target(head: Eagle3Head) -> None:
     the target's own norms weigh them, and so a few huge ones do not drown the rest. The output norm's gain is larger,
     and rows of `lm_head` as much smaller, than the target's: the same logits, of rows that learn faster.
 
-    Raises: BadInput where the target's layers have no parts of a Llama layer, or other shapes.
+    Source: our own; measured in docs/LOG.md, 2026-11-22. Raises: BadInput where the target's layers have no parts of a
+    Llama layer, or other shapes.
     """
     target, size, layers = head.target, head.target.hidden_size, list(head.feature_layers)
     behind: Any = target.layers[min(layers[-1] + 1, target.num_layers - 1)]
     first = cast(Eagle3Layer, head.decoder_layers[0])
     ids = torch.arange(NUM_PROBED, device=target.device) * (target.vocab_size // NUM_PROBED)
     states = target.forward(ids[None], feature_layers=tuple(layers)).features[0].float()  # [T, L, D]
-    typical = states.square().mean(-1).sqrt().median(0).values.cpu()  # [L] the first token's state may be huge
+    typical = states.square().mean(-1).sqrt().median(0).values.cpu()  # [L] rms; the first token's may be huge
     try:
         norms = [cast(Any, target.layers[i]).input_layernorm.weight.float().cpu() for i in layers]
-        scale = torch.cat([norm / one for norm, one in zip(norms, typical, strict=True)])  # [L * D]
+        scale = torch.cat([norm / size_of for norm, size_of in zip(norms, typical, strict=True)])  # [L * D]
         head.fc.weight.mul_(0.1 * typical[-1] * scale / scale.square().mean().sqrt())
         head.fc.weight[:, -size:] += torch.eye(size)
         for name in ("q_proj", "k_proj", "v_proj"):

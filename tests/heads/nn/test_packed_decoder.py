@@ -74,6 +74,22 @@ def test_other_layers_and_other_precisions_are_left_to_the_model(tiny_model):
 
 
 @needs_bf16
+@pytest.mark.parametrize("biases", [{"attention_bias": True}, {"mlp_bias": True}], ids=str)
+@torch.no_grad()
+def test_biases_that_it_does_not_add_are_left_to_the_model(tiny_model, biases):
+    """Llama's attention_bias is of the output product, too."""
+    model = tiny_model("llama", **biases)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_()
+    target = Target(model.to(torch.bfloat16), name="biased", fingerprint="")
+    ids = torch.randint(3, 61, (1, 9), generator=torch.Generator().manual_seed(2))
+    _, _, logits = read(target, ids, (9,))
+    assert target._packed is None
+    assert torch.allclose(logits, target.model(ids).logits.float(), rtol=0.05, atol=0.1)
+
+
+@needs_bf16
 def test_packed_linears_give_the_same_product_and_leave_gradients_alone():
     layers = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 48, bias=False)).to(torch.bfloat16)
     x = torch.randn(5, 64, dtype=torch.bfloat16)
