@@ -22,8 +22,8 @@ def test_a_changed_loss_is_told_apart_and_an_equal_checkout_is_not(tmp_path):
     shutil.copytree(ROOT, changed, symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv*", "runs", "build"))
     path = changed / "heads" / "base.py"
     text = path.read_text()
-    assert text.count("return LossOutput(scored.loss,") == 1
-    path.write_text(text.replace("return LossOutput(scored.loss,", "return LossOutput(1.0001 * scored.loss,"))
+    assert text.count("return LossOutput(loss,") == 1
+    path.write_text(text.replace("return LossOutput(loss,", "return LossOutput(1.0001 * loss,"))
     same = compare(ROOT, ROOT)
     assert same.returncode == 0, same.stdout[-2000:] + same.stderr[-2000:]
     different = compare(ROOT, changed)
