@@ -8,7 +8,8 @@ import torch
 
 from ..heads.target import Target
 from .engine import DecodeState, Engine
-from .generate import Stop, Stopwatch, Texts, prefill, run_round
+from .generate import Stop, Texts, prefill, run_round
+from .replay import Stopwatch
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ The baseline is this same loop without a drafter: one token per round, same cach
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from ..heads.drafter import Drafter, Reading
 from ..heads.drafting import Tree
 from ..heads.target import Target
 from .engine import DecodeState, Engine
+from .replay import Stopwatch
 from .sampling import Sampling
 from .verify import AcceptRule
 
@@ -189,19 +189,49 @@ def generate(
     return decode(engine, rows, max_new_tokens=max_new_tokens, stop=stop)
 
 
-@torch.no_grad()
 def decode(engine: Engine, rows: list[list[int]], *, max_new_tokens: int, stop: Stop) -> Generation:
     """One batch of checked prompts through an engine of that batch size; see `generate`."""
-    texts, watch = Texts(rows, max_new_tokens, stop), Stopwatch(engine.target.device)
-    first, state, commit_seconds = prefill(engine, texts, watch)
-    rounds = [first]
-    while not all(texts.ended):
-        done, state = run_round(engine, texts, state, watch)
-        rounds.append(done)
-    if len(rounds) > 1:  # the first token was out before the drafter read: part of the first round
-        rounds[1].seconds += commit_seconds
-        rounds[1].draft_seconds += commit_seconds
-    return Generation(texts.new, rounds)
+    decoding = Decoding(engine, rows, max_new_tokens=max_new_tokens, stop=stop)
+    while not decoding.is_done:
+        decoding.advance()
+    return decoding.generation
+
+
+class Decoding:
+    """One batch of checked prompts on its way through an engine of that batch size, a round at a time."""
+
+    def __init__(self, engine: Engine, rows: list[list[int]], *, max_new_tokens: int, stop: Stop):
+        self.engine, self.watch = engine, Stopwatch(engine.target.device)
+        self.texts = Texts(rows, max_new_tokens, stop)
+        self.rounds: list[Round] = []
+        self.state: DecodeState | None = None
+        self.commit_seconds = 0.0  # the drafter's, reading the prompts
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self.rounds) and all(self.texts.ended)
+
+    @property
+    def num_new(self) -> int:
+        """New tokens of that row, of those that have not ended, which has the fewest."""
+        rows = zip(self.texts.new, self.texts.ended, strict=True)
+        return min((len(new) for new, ended in rows if not ended), default=self.texts.max_new_tokens)
+
+    @property
+    def generation(self) -> Generation:
+        return Generation(self.texts.new, self.rounds)
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Read the prompts, or decode another round."""
+        if self.state is None:
+            done, self.state, self.commit_seconds = prefill(self.engine, self.texts, self.watch)
+        else:
+            done, self.state = run_round(self.engine, self.texts, self.state, self.watch)
+            done.seconds += self.commit_seconds  # the first token was out before: part of the first round
+            done.draft_seconds += self.commit_seconds
+            self.commit_seconds = 0.0
+        self.rounds.append(done)
 
 
 def right_padded(rows: Sequence[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -219,7 +249,7 @@ class Prefilled(NamedTuple):
     commit_seconds: float
 
 
-def prefill(engine: Engine, texts: Texts, watch: "Stopwatch") -> Prefilled:
+def prefill(engine: Engine, texts: Texts, watch: Stopwatch) -> Prefilled:
     """Read the prompts, right-padded: the target, which chooses each row's first token, then the drafter."""
     started = watch.now()
     tokens, num_valid = right_padded(texts.prompts, engine.target.device)
@@ -232,7 +262,7 @@ def prefill(engine: Engine, texts: Texts, watch: "Stopwatch") -> Prefilled:
     return Prefilled(done, DecodeState(read, last, num_valid), watch.now() - prefilled)
 
 
-def run_round(engine: Engine, texts: Texts, state: DecodeState, watch: "Stopwatch") -> tuple[Round, DecodeState]:
+def run_round(engine: Engine, texts: Texts, state: DecodeState, watch: Stopwatch) -> tuple[Round, DecodeState]:
     """One propose-verify-commit of all rows; rows that have ended take part and stay where they are.
 
     Returns: what the round did, and the state of the next one.
@@ -268,31 +298,3 @@ def run_round(engine: Engine, texts: Texts, state: DecodeState, watch: "Stopwatc
     done.draft_seconds, done.verify_seconds = watch.between(*marks)
     done.seconds = time.perf_counter() - started
     return done, DecodeState(read, last, state.start + num_valid)
-
-
-class Stopwatch:
-    """Time on the device between points in its stream, read when it has been waited for anyway."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-
-    def now(self) -> float:
-        """Seconds, after all that the device was given is done."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-    def mark(self) -> Any:
-        """A point in the device's stream."""
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def between(self, *marks: Any) -> list[float]:
-        """Seconds from each mark to the next, all of them passed."""
-        if self.device.type != "cuda":
-            return [after - before for before, after in pairwise(marks)]
-        marks[-1].synchronize()
-        return [before.elapsed_time(after) / 1000 for before, after in pairwise(marks)]

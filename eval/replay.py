@@ -1,7 +1,9 @@
-"""How the engine runs its steps of fixed shape: as they are, compiled, or replayed as CUDA graphs."""
+"""How the engine runs its steps of fixed shape (as they are, compiled, or replayed as CUDA graphs), and times them."""
 
+import time
 import warnings
 from collections.abc import Callable, Hashable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -103,3 +105,31 @@ class Graph:
                 own.copy_(given)
         self.graph.replay()
         return self.outputs
+
+
+class Stopwatch:
+    """Time on the device between points in its stream, read when it has been waited for anyway."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def now(self) -> float:
+        """Seconds, after all that the device was given is done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def mark(self) -> Any:
+        """A point in the device's stream."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, *marks: Any) -> list[float]:
+        """Seconds from each mark to the next, all of them passed."""
+        if self.device.type != "cuda":
+            return [after - before for before, after in pairwise(marks)]
+        marks[-1].synchronize()
+        return [before.elapsed_time(after) / 1000 for before, after in pairwise(marks)]

@@ -12,9 +12,10 @@ from rich.progress import track
 from ..configs.errors import BadInput
 from ..eval.drafters.registry import build_drafters, parse_drafter, training_record
 from ..eval.measurement.config import DraftSetting, MeasureConfig
-from ..eval.measurement.measure import Row, measure
+from ..eval.measurement.measure import Row, measure_all
 from ..eval.measurement.result import Result, TrainingRecord
 from ..eval.measurement.resume import TREE, BatchStore, settings_key
+from ..eval.measurement.runner import Contender
 from ..eval.measurement.transformers_baseline import compare_transformers
 from ..eval.measurement.tree_search import TREE_NAMES, named_tree
 from ..eval.report.console import show, training_warnings
@@ -137,27 +138,30 @@ class EvalRun:
         """The results, and the rows of rounds.jsonl."""
         if kept := len(self.store):
             warn(f"{self.store.path}: {kept} batches of an unfinished measurement; those of these settings are kept")
-        results, rounds = [], []
         configs = [replace(self.config, batch_size=size) for size in self.batch_sizes]
-        for named, suite, config, tree in product(self.drafters, self.suites, configs, self.drafts.trees):
-            if tree != "chain" and not named.drafter.drafts_trees:
-                continue  # another drafter drafts them: `WantedDrafts.load`
-            config = replace(config, setting=self.setting(named, suite, config, tree))
-            tick = progress(-(-len(suite.prompts) // config.batch_size), f"{named.name} on {suite.name}")
-            result, rows = measure(
-                self.target,
-                named.drafter,
-                suite,
-                config,
-                name=named.name,
-                training=named.training,
-                on_batch=tick,
-                store=self.store,
-            )
+        # a tree that a drafter does not draft, another one does: `WantedDrafts.load`
+        drafts = [
+            (named, tree)
+            for named in self.drafters
+            for tree in self.drafts.trees
+            if tree == "chain" or named.drafter.drafts_trees
+        ]
+        measured = {}
+        for suite, config in product(self.suites, configs):
+            contenders = [
+                Contender(named.name, named.drafter, self.setting(named, suite, config, tree), named.training)
+                for named, tree in drafts
+            ]
+            names = ", ".join(dict.fromkeys(contender.name for contender in contenders))
+            tick = progress(-(-len(suite.prompts) // config.batch_size), f"{names} on {suite.name}")
+            results = measure_all(self.target, contenders, suite, config, on_batch=tick, store=self.store)
             tick()
-            results.append(result)
-            rounds += rows
-        return results, rounds
+            for draft, result in zip(drafts, results, strict=True):
+                measured[draft[0].name, id(suite), config.batch_size, draft[1]] = result
+        order = product(self.drafters, self.suites, configs, self.drafts.trees)
+        keys = [(named.name, id(suite), config.batch_size, tree) for named, suite, config, tree in order]
+        whole = [measured[key] for key in keys if key in measured]
+        return [result for result, _ in whole], [row for _, rows in whole for row in rows]
 
     def setting(self, named: NamedDrafter, suite: Suite, config: MeasureConfig, tree_name: str) -> DraftSetting:
         """With the tree that a killed measurement began with, where there was one: step times shape some trees."""

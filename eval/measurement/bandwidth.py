@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ...heads.target import Target
-from ..generate import Generation, Stopwatch
+from ..generate import Generation
+from ..replay import Stopwatch
 from .result import Bandwidth, Result
 
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}  # far beyond caches

@@ -23,17 +23,30 @@ SHARE_AGAIN = 4  # of a suite every fourth batch may be, one at least
 
 
 class ProcessorMeter:
-    """The share of the processor that other processes use, from when it is made. On Linux; elsewhere unknown."""
+    """The share of the processor that other processes use in `with` blocks, all together. On Linux; elsewhere
+    unknown."""
 
     def __init__(self):
+        self.seconds = 0.0
+        self.used: list[float] | None = [0.0, 0.0, 0.0]  # as `processor_seconds`, in the blocks
+
+    def __enter__(self) -> "ProcessorMeter":
         self.started, self.before = time.perf_counter(), processor_seconds()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        now = processor_seconds()
+        self.seconds += time.perf_counter() - self.started
+        if now is None or self.before is None or self.used is None:
+            self.used = None
+        else:
+            self.used = [sum + after - before for sum, after, before in zip(self.used, now, self.before, strict=True)]
 
     def others(self) -> float | None:
         """Their share of all cores, 0 to 1; None where it is not known, or the time was short."""
-        now = processor_seconds()
-        if self.before is None or now is None or time.perf_counter() - self.started < LEAST_SECONDS:
+        if self.used is None or self.seconds < LEAST_SECONDS:
             return None
-        busy, whole, own = (after - before for after, before in zip(now, self.before, strict=True))
+        busy, whole, own = self.used
         return min(max(busy - own, 0.0) / whole, 1.0) if whole > 0 else None
 
 

@@ -1,4 +1,4 @@
-"""One drafter on one suite: speculation and baseline interleaved in the same engine, over the same prompts."""
+"""Drafters on one suite: speculation and one baseline interleaved in the same engine, over the same prompts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -10,7 +10,7 @@ import torch
 from ...heads.base import DraftBatch, DraftHead
 from ...heads.drafter import Drafter
 from ...heads.target import Target
-from ..suites.prompts import Suite
+from ..suites.prompts import FailedPrompt, Suite
 from .breakdown import (
     acceptance_by,
     asked_as_trained,
@@ -24,9 +24,10 @@ from .config import DraftSetting, MeasureConfig
 from .disturbance import disturbance, step_medians
 from .lossless import LosslessReport, compare_texts
 from .metrics import expected_acceptance
-from .passes import Prover, measure_batches
+from .passes import measure_batches
 from .result import ENGINE, Result, TrainingRecord
 from .resume import BatchStore
+from .runner import Contender, Runner
 from .sampling_check import SamplingCheck, check_sampling
 from .summary import MeasuredBatch, rounded, unmeasured, with_figures
 
@@ -44,30 +45,71 @@ def measure(
     on_batch: Callable[[], object] = lambda: None,
     store: BatchStore | None = None,
 ) -> tuple[Result, list[Row]]:
-    """Measure a drafter on a suite.
-
-    Passes alternate within every batch of prompts (speculation first in one repeat, baseline first in the next), so
-    that a machine whose speed drifts slows both. Both sides emit the same number of tokens at temperature 0. A batch
-    in which an exception was raised is left out of all figures and named in the result's `failed`.
+    """`measure_all` of one drafter, in the config's setting.
 
     Args:
         name: what the report calls the drafter. training: the head's record of its training.
+    """
+    contender = Contender(name, drafter, config.setting_for(drafter), training)
+    return measure_all(target, [contender], suite, config, on_batch=on_batch, store=store)[0]
+
+
+def measure_all(
+    target: Target,
+    contenders: Sequence[Contender],
+    suite: Suite,
+    config: MeasureConfig,
+    *,
+    on_batch: Callable[[], object] = lambda: None,
+    store: BatchStore | None = None,
+) -> list[tuple[Result, list[Row]]]:
+    """Measure drafters on a suite, over one baseline.
+
+    Within every batch of prompts all sides take turns, some tokens each, so that a machine whose speed drifts slows all
+    of them, and further drafters cost their own time only. All sides emit the same number of tokens at temperature 0. A
+    batch in which a drafter raised an exception is left out of all its figures and named in its result's `failed`.
+
+    Args:
+        config: its `setting` is not read: each contender has one.
         on_batch: called after each batch, for a progress bar.
         store: batches that are in it are not measured again, and those measured are put there.
 
-    Returns: the result, and the rows of rounds.jsonl, one per batch, side and repeat.
+    Returns: of each contender the result, and the rows of rounds.jsonl, one per batch, side and repeat.
     """
-    setting = config.setting_for(drafter)
-    config = replace(config, setting=setting)
-    batches, failed = measure_batches(target, drafter, suite, config, name=name, on_batch=on_batch, store=store)
+    config = replace(config, setting=None)
+    measured = measure_batches(target, contenders, suite, config, on_batch=on_batch, store=store)
+    results = []
+    for contender, (batches, failed) in zip(contenders, measured, strict=True):
+        result = result_of(target, contender, suite, config, batches, failed=failed)
+        results.append((result, raw_rounds(result, batches)))
+    return results
+
+
+def result_of(
+    target: Target,
+    contender: Contender,
+    suite: Suite,
+    config: MeasureConfig,
+    batches: Sequence[MeasuredBatch],
+    *,
+    failed: Sequence[FailedPrompt],
+) -> Result:
+    """What a contender's batches say, its texts checked."""
+    drafter, setting, training = contender.drafter, contender.setting, contender.training
     prompts = [prompt for batch in batches for prompt in batch.suite.prompts]
     empty = unmeasured(
-        suite, config, setting, engine=ENGINE, drafter=name, num_prompts=len(prompts), failed=[*suite.failed, *failed]
+        suite,
+        config,
+        setting,
+        engine=ENGINE,
+        drafter=contender.name,
+        num_prompts=len(prompts),
+        failed=[*suite.failed, *sorted(failed, key=lambda prompt: prompt.prompt)],
     )
     length, trained_length = setting.num_draft_tokens, training.max_length if training else None
     by_context = acceptance_by(batches, context_label(trained_length), num_draft_tokens=length)
     is_greedy = config.temperature == 0
-    result = replace(
+    return replace(
         with_figures(empty, target, batches),
         step_medians=step_medians(batches, num_draft_tokens=length),
         disturbance=disturbance(batches),
@@ -76,7 +118,7 @@ def measure(
         by_context=by_context,
         by_domain=by_domain(batches, num_draft_tokens=length),
         teacher_forced_acceptance_length=teacher_forced_length(target, drafter, batches, setting),
-        lossless=greedy_check(batches, Prover(target, drafter, suite.prompts, config))
+        lossless=greedy_check(batches, contender.runner(target, suite.prompts, config))
         if is_greedy
         else LosslessReport(),
         sampling_check=None if is_greedy else sampled_check(target, prompts, batches, config),
@@ -84,15 +126,14 @@ def measure(
         beyond_training=beyond_training(training, by_context),
         asked_as_trained=asked_as_trained(training, prompts),
     )
-    return result, raw_rounds(result, batches)
 
 
-def greedy_check(batches: Sequence[MeasuredBatch], prover: Prover) -> LosslessReport:
+def greedy_check(batches: Sequence[MeasuredBatch], runner: Runner) -> LosslessReport:
     """The texts of the first repeat, compared with the baseline's; those that differ are replayed."""
     whole = LosslessReport()
     for batch in batches:
         run, numbers = batch.drafted.runs[0], [source.number for source in batch.suite.sources]
-        replay = partial(prover, batch.suite.prompts, run)
+        replay = partial(runner.replay, batch.suite.prompts, run)
         whole += compare_texts(batch.baseline.runs[0].token_ids, run.token_ids, replay, numbers=numbers)
     return whole
 

@@ -1,69 +1,76 @@
-"""How a measurement decodes: passes over batches of prompts, with drafts and without in turn, kept through kills."""
+"""How a measurement decodes: passes over batches of prompts, all drafters and their one baseline by turns, kept through
+kills."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 import numpy as np
-import torch
 
 from ...configs.errors import BadInput, first_line
-from ...heads.drafter import Drafter
 from ...heads.target import Target
-from ..engine import Engine
-from ..generate import Generation, Stop, check_request, decode
+from ..generate import Decoding
 from ..suites.prompts import FailedPrompt, Suite
-from .built_engine import build_engine
 from .config import MeasureConfig
 from .disturbance import MOST_AGAIN, SHARE_AGAIN, ProcessorMeter, passes_disturbed
-from .lossless import Unproved
-from .proof import first_unproved
 from .result import ENGINE
-from .resume import BatchStore, Record, generations_from, kept_in, record_of
+from .resume import BatchStore, Record, generations_from, record_of, settings_key
+from .runner import Contender, Runner
 from .summary import MeasuredBatch, Side
 
-Run = Callable[[list[list[int]], Drafter | None, int], Generation]  # a batch, the drafter or None, the seed
+PORTION = 32  # new tokens per row that a side decodes before it is another's turn
+Measured = tuple[list[MeasuredBatch], list[FailedPrompt]]  # batches that could be decoded, and the prompts of others
 
 
 def measure_batches(
     target: Target,
-    drafter: Drafter,
+    contenders: Sequence[Contender],
     suite: Suite,
     config: MeasureConfig,
     *,
-    name: str,
     on_batch: Callable[[], object],
     store: BatchStore | None,
-) -> tuple[list[MeasuredBatch], list[FailedPrompt]]:
-    """Both sides of each batch that could be decoded, and the prompts of the others."""
-    kept = kept_in(store, target, drafter, suite, config, name=name, engine=ENGINE)
-    run = runner(target, drafter, suite.prompts, config)
-
-    def warm_up(batch: Suite) -> None:
-        for which in (drafter, None):
-            run(batch.prompts, which, config.seed)
-
+) -> list[Measured]:
+    """Of each contender its batches, all with the same baseline, and the prompts of batches that failed."""
+    kept = None
+    if store is not None:
+        drafts = [[each.name, store.digest_of(each.drafter), asdict(each.setting)] for each in contenders]
+        settings = {**asdict(config), "drafts": drafts}
+        kept = store, settings_key(target, None, suite, settings, name="", engine=ENGINE, store=store)
+    runners = [Runner(target, None, suite.prompts, config)]
+    runners += [each.runner(target, suite.prompts, config) for each in contenders]
     rows = range(len(suite.prompts))
     parts = [suite.subset(rows[start : start + config.batch_size]) for start in rows[:: config.batch_size]]
     left = [max(1, len(parts) // SHARE_AGAIN)]  # batches that may still be measured again
 
-    def decode_both(number: int, batch: Suite) -> Record:
-        def once() -> tuple[Side, Side]:
-            return both_sides(run, batch.prompts, drafter, config, number=number)
+    def warm_up(batch: Suite) -> None:
+        decode_by_turns(runners, batch.prompts, config.seed)
+
+    def decode_all(number: int, batch: Suite) -> Record:
+        def once() -> list[Side | Exception]:
+            return all_sides(runners, batch.prompts, config, number=number)
 
         sides, num_again = least_disturbed(once, most_again=MOST_AGAIN if left[0] else 0)
         left[0] -= num_again > 0
         return {
-            "sides": [record_of(side.runs) for side in sides],
-            "others": [side.others for side in sides],
+            "sides": [None if isinstance(side, Exception) else record_of(side.runs) for side in sides],
+            "others": [None if isinstance(side, Exception) else side.others for side in sides],
             "num_again": num_again,
+            "failed": [reason_of(side) if isinstance(side, Exception) else "" for side in sides],
         }
 
-    done, failed = measure_parts(parts, decode_both, warm_up, kept=kept, on_part=on_batch)
-    batches = []
+    done, failed = measure_parts(parts, decode_all, warm_up, kept=kept, on_part=on_batch)
+    measured: list[Measured] = [([], list(failed)) for _ in contenders]
     for number, record in done.items():
-        both = zip(record["sides"], record["others"], strict=True)
-        drafted, baseline = (Side(generations_from(side), others) for side, others in both)
-        batches.append(MeasuredBatch(number, parts[number], drafted, baseline, record["num_again"]))
-    return batches, failed
+        plain, *drafted = [
+            None if runs is None else Side(generations_from(runs), others)
+            for runs, others in zip(record["sides"], record["others"], strict=True)
+        ]
+        for side, reason, (batches, failures) in zip(drafted, record["failed"][1:], measured, strict=True):
+            if side is None:
+                failures += failures_of(parts[number], reason)
+            else:
+                batches.append(MeasuredBatch(number, parts[number], side, plain, record["num_again"]))
+    return measured
 
 
 def measure_parts(
@@ -78,6 +85,7 @@ def measure_parts(
     """The records of those parts of a suite that could be decoded, by number, and the prompts of the others.
 
     Args:
+        measure_part: its record is kept unless something in it `failed`.
         warm_up: not counted; before the first part that is measured, after a resume too, or with `warms_each` any.
         kept: where records are kept, and the key of this measurement there.
     """
@@ -94,33 +102,94 @@ def measure_parts(
                 record = measure_part(number, part)
             except BadInput:  # of the settings: the prompts have been checked
                 raise
-            except Exception as error:  # out of memory, or a fault in a drafter: the other parts are measured
-                reason = f"{type(error).__name__}: {first_line(error)}"
-                failed += [FailedPrompt(source.number, source.row, reason) for source in part.sources]
+            except Exception as error:  # out of memory, or a fault: the other parts are measured
+                failed += failures_of(part, reason_of(error))
                 on_part()
                 continue
-            if kept:
+            if kept and not any(record.get("failed", ())):
                 kept[0].add(kept[1], number, record)
         done[number] = record
         on_part()
     return done, failed
 
 
-def both_sides(
-    run: Run, prompts: list[list[int]], drafter: Drafter, config: MeasureConfig, *, number: int
-) -> tuple[Side, Side]:
-    """All repeats of speculation and of the baseline, in an order that alternates."""
-    sides = Side(), Side()
+def failures_of(part: Suite, reason: str) -> list[FailedPrompt]:
+    """All prompts of a part."""
+    return [FailedPrompt(source.number, source.row, reason) for source in part.sources]
+
+
+def reason_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+class Turn:
+    """One side's pass over a batch, in portions; what was raised in it, with the engine dropped, ends it."""
+
+    def __init__(self, runner: Runner, prompts: list[list[int]], seed: int):
+        self.runner, self.prompts, self.seed = runner, prompts, seed
+        self.meter = ProcessorMeter()
+        self.decoding: Decoding | None = None
+        self.error: Exception | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.error is not None or (self.decoding is not None and self.decoding.is_done)
+
+    def decode(self, num_new: int) -> None:
+        """On until each row has so many new tokens, or has ended. Raises BadInput, of settings."""
+        if self.is_done:
+            return
+        try:
+            with self.meter:
+                decoding = self.decoding = self.decoding or self.runner.begin(self.prompts, self.seed)
+                while not decoding.is_done and decoding.num_new < num_new:
+                    decoding.advance()
+        except BadInput:
+            raise
+        except Exception as error:  # out of memory, or a fault in a drafter
+            self.error, self.decoding = error, None
+            self.runner.drop(len(self.prompts))
+
+
+def decode_by_turns(runners: Sequence[Runner], prompts: list[list[int]], seed: int, *, first: int = 0) -> list[Turn]:
+    """One pass of every side over a batch, a portion of tokens each at a time, so that a machine whose speed drifts
+    slows all of them. Args: first: which begins; the order is reversed with every portion."""
+    turns = [Turn(runner, prompts, seed) for runner in runners]
+    order = turns[first:] + turns[:first]
+    num_new = 0
+    while not all(turn.is_done for turn in turns):
+        num_new += PORTION
+        for turn in order:
+            turn.decode(num_new)
+        order.reverse()
+    return turns
+
+
+def all_sides(
+    runners: Sequence[Runner], prompts: list[list[int]], config: MeasureConfig, *, number: int
+) -> list[Side | Exception]:
+    """All repeats of the baseline, which is the first, and of every contender; of one that failed what it raised.
+
+    Raises what the baseline raised.
+    """
+    sides = [Side() for _ in runners]
+    errors: dict[int, Exception] = {}
     for repeat in range(config.num_repeats):
-        order = [(0, drafter), (1, None)]
-        for side, which in order if (number + repeat) % 2 == 0 else order[::-1]:
-            meter = ProcessorMeter()
-            sides[side].runs.append(run(prompts, which, seed_of(config.seed, number, repeat)))
-            sides[side].others.append(meter.others())
-    return sides
+        seed, first = seed_of(config.seed, number, repeat), (number + repeat) % len(runners)
+        for i, turn in enumerate(decode_by_turns(runners, prompts, seed, first=first)):
+            if turn.error is not None or turn.decoding is None:
+                errors.setdefault(i, turn.error or RuntimeError("nothing was decoded"))
+                continue
+            sides[i].runs.append(turn.decoding.generation)
+            sides[i].others.append(turn.meter.others())
+    if 0 in errors:
+        raise errors[0]
+    return [errors.get(i, side) for i, side in enumerate(sides)]
 
 
-def least_disturbed(once: Callable[[], tuple[Side, Side]], *, most_again: int) -> tuple[tuple[Side, Side], int]:
+def least_disturbed(
+    once: Callable[[], list[Side | Exception]], *, most_again: int
+) -> tuple[list[Side | Exception], int]:
     """A batch's passes, measured again as long as some are disturbed, at most so often: the attempt with the fewest
     disturbed passes, the first of several, and how often they were measured again."""
     attempts = [once()]
@@ -131,75 +200,12 @@ def least_disturbed(once: Callable[[], tuple[Side, Side]], *, most_again: int) -
     return attempts[counts.index(min(counts))], len(attempts) - 1
 
 
-def num_disturbed(sides: tuple[Side, Side]) -> int:
-    """How many passes of a batch are."""
-    return sum(map(bool, passes_disturbed(*sides)))
+def num_disturbed(sides: Sequence[Side | Exception]) -> int:
+    """How many passes of a batch are, the baseline's beside each contender's."""
+    plain, *drafted = (side for side in sides if isinstance(side, Side))
+    return sum(sum(map(bool, passes_disturbed(side, plain))) for side in drafted)
 
 
 def seed_of(seed: int, batch: int, repeat: int) -> int:
     """What a pass samples with: others for each batch and repeat, the same in another measurement."""
     return int(np.random.SeedSequence([seed, batch, repeat]).generate_state(1)[0])
-
-
-def runner(target: Target, drafter: Drafter | None, prompts: list[list[int]], config: MeasureConfig) -> Run:
-    """A function that decodes a batch of these prompts with the drafter, in the config's setting, or without.
-
-    One engine per side and batch size serves all batches, so that recorded steps are recorded once. An engine in which
-    an exception was raised is not used again.
-    """
-    check_request(prompts, target=target, max_new_tokens=config.max_new_tokens)
-    stop = Stop.of(target, strings=config.stop_strings)
-    generator = torch.Generator(device=target.device) if config.temperature > 0 else None
-    engines: dict[tuple[int, bool], Engine] = {}
-
-    def run(batch: list[list[int]], which: Drafter | None, seed: int) -> Generation:
-        key = len(batch), which is not None
-        if key not in engines:
-            engines[key] = engine_for(target, which, prompts, config, batch_size=len(batch), generator=generator)
-        if generator is not None:
-            generator.manual_seed(seed)
-        try:
-            return decode(engines[key], batch, max_new_tokens=config.max_new_tokens, stop=stop)
-        except Exception:
-            del engines[key]  # whatever state it is in, and its memory
-            raise
-
-    return run
-
-
-def engine_for(
-    target: Target,
-    drafter: Drafter | None,
-    prompts: list[list[int]],
-    config: MeasureConfig,
-    *,
-    batch_size: int,
-    generator: torch.Generator | None = None,
-) -> Engine:
-    """The engine that decodes batches of these prompts in the config's setting; without a drafter the baseline."""
-    return build_engine(
-        target,
-        drafter,
-        None if drafter is None else config.setting_for(drafter),
-        batch_size=batch_size,
-        max_length=max(map(len, prompts)) + config.max_new_tokens,
-        sampling=config.sampling,
-        accept=config.accept_rule,
-        steps=config.steps,
-        generator=generator,
-    )
-
-
-class Prover:
-    """Replays batches of these prompts, each in an engine like that which decoded it: see `first_unproved`."""
-
-    def __init__(self, target: Target, drafter: Drafter | None, prompts: list[list[int]], config: MeasureConfig):
-        self.target, self.drafter, self.prompts, self.config = target, drafter, prompts, config
-        self.stop = Stop.of(target, strings=config.stop_strings)
-        self.engine: Engine | None = None  # of the latest batch size
-
-    def __call__(self, batch: list[list[int]], run: Generation) -> Unproved:
-        if self.engine is None or self.engine.batch_size != len(batch):
-            self.engine = None  # its memory first
-            self.engine = engine_for(self.target, self.drafter, self.prompts, self.config, batch_size=len(batch))
-        return first_unproved(self.engine, batch, run, max_new_tokens=self.config.max_new_tokens, stop=self.stop)

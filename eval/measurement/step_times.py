@@ -11,10 +11,11 @@ from ...configs.errors import BadInput
 from ...heads.drafter import Drafter
 from ...heads.target import Target
 from ..engine import Engine
-from ..generate import Stop, Stopwatch, Texts, prefill, run_round
+from ..generate import Stop, Texts, prefill, run_round
+from ..replay import Stopwatch
 from ..sampling import Sampling
-from .built_engine import build_engine
 from .config import DraftSetting
+from .runner import build_engine
 
 NUM_ROUNDS = 8  # timed per cell and pass
 NUM_PASSES = 4  # over all cells, in alternating order: a cell's passes lie apart in time

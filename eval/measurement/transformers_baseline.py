@@ -18,9 +18,10 @@ from ..drafters.lookup import NgramDrafter
 from ..suites.prompts import FailedPrompt, Suite
 from .config import MeasureConfig, chain
 from .lossless import LosslessReport, Unproved, compare_texts
-from .passes import Prover, measure_parts, runner
+from .passes import measure_parts
 from .result import Result
 from .resume import BatchStore, Record, kept_in
+from .runner import Runner
 from .summary import rounded, speedup_of, unmeasured, with_speedup
 
 Decode = Callable[[list[int]], tuple[list[int], int]]  # a prompt to its new tokens and the number of target forwards
@@ -89,13 +90,13 @@ def our_decoding(
     target: Target, drafter: Drafter | None, prompts: list[list[int]], config: MeasureConfig
 ) -> list[Decode]:
     """Our engine, greedy, one prompt at a time: the baseline, and speculation where there is a drafter."""
-    run = runner(target, drafter, prompts, config)
 
-    def decode(which: Drafter | None, prompt: list[int]) -> tuple[list[int], int]:
-        done = run([prompt], which, config.seed)
+    def decode(run: Runner, prompt: list[int]) -> tuple[list[int], int]:
+        done = run([prompt], config.seed)
         return done.token_ids[0], len(done.rounds)
 
-    return [partial(decode, which) for which in ([None] if drafter is None else [None, drafter])]
+    sides = [None] if drafter is None else [None, drafter]
+    return [partial(decode, Runner(target, which, prompts, config)) for which in sides]
 
 
 @contextmanager
@@ -204,12 +205,13 @@ def text_check(
     ours: Sequence[list[int]],
 ) -> LosslessReport:
     """Our texts compared with theirs. Ours that differ are decoded again, for their rounds, and replayed."""
-    run, prover = runner(target, drafter, suite.prompts, config), Prover(target, drafter, suite.prompts, config)
+    run = Runner(target, drafter, suite.prompts, config)
     report = LosslessReport()
 
     def replay(prompt: list[int], text: list[int]) -> Unproved:
-        again = run([prompt], drafter, config.seed)
-        return prover([prompt], again) if again.token_ids == [text] else [0]  # texts that do not repeat prove nothing
+        again = run([prompt], config.seed)
+        # a text that does not repeat proves nothing
+        return run.replay([prompt], again) if again.token_ids == [text] else [0]
 
     for prompt, source, their_text, text in zip(suite.prompts, suite.sources, theirs, ours, strict=True):
         report += compare_texts([their_text], [text], partial(replay, prompt, text), numbers=[source.number])

@@ -15,8 +15,8 @@ from ...configs.errors import BadInput
 from ...heads.drafter import Drafter, Reading
 from ...heads.target import Target
 from ..measurement.bandwidth import cache_bytes, weight_bytes
-from ..measurement.built_engine import build_engine
 from ..measurement.config import DraftSetting
+from ..measurement.runner import build_engine
 from ..measurement.step_times import StepTime
 
 PROFILE_VERSION = 1

@@ -12,7 +12,7 @@ from ...heads.drafter import Drafter
 from ...heads.target import Target
 from ..measurement.config import DraftSetting, MeasureConfig
 from ..measurement.metrics import Acceptance, acceptance
-from ..measurement.passes import runner
+from ..measurement.runner import Runner
 from ..measurement.step_times import StepTime
 from ..measurement.tree_search import TREE_NAMES, named_tree
 
@@ -142,8 +142,8 @@ def accepted_by(
     """Decode the prompts once per setting, config.batch_size at a time. Acceptance does not depend on that size."""
     size, accepted = config.batch_size, []
     for setting in settings:
-        run = runner(target, drafter, prompts, replace(config, setting=setting))
-        texts = [run(prompts[i : i + size], drafter, config.seed) for i in range(0, len(prompts), size)]
+        run = Runner(target, drafter, prompts, replace(config, setting=setting))
+        texts = [run(prompts[i : i + size], config.seed) for i in range(0, len(prompts), size)]
         rounds = (each for text in texts for each in text.rounds)
         counted = acceptance(rounds, num_draft_tokens=setting.num_draft_tokens)
         emitted = [

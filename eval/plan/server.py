@@ -15,9 +15,10 @@ from ...heads.drafter import Drafter, Reading
 from ...heads.nn.cache import SlotCache
 from ...heads.target import Target, TargetOutput
 from ..engine import DecodeState, Engine
-from ..generate import Stop, Stopwatch, Texts, prefill, run_round
-from ..measurement.built_engine import build_engine
+from ..generate import Stop, Texts, prefill, run_round
 from ..measurement.config import DraftSetting, MeasureConfig
+from ..measurement.runner import build_engine
+from ..replay import Stopwatch
 from .load import ServedRequest
 
 

@@ -5,7 +5,7 @@ import shlex
 import sys
 
 import pytest
-from headstart.eval.measurement import passes
+from headstart.eval.measurement.runner import Runner
 from headstart.scripts import cli
 from transformers import AutoTokenizer
 
@@ -96,22 +96,22 @@ def test_where_nothing_is_left_the_command_refuses(asked, tmp_path, monkeypatch)
     def broken(*_, **__):
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(passes, "decode", broken)
+    monkeypatch.setattr(Runner, "begin", broken)
     code, err, report, _ = asked("--suite spec-bench")
     assert code == 2 and err.endswith("nothing could be measured: spec_bench.jsonl:1: RuntimeError: planted\n")
     assert report is None and not (tmp_path / "out").exists()
 
 
 def test_the_same_command_goes_on_after_a_kill(asked, tmp_path, monkeypatch):
-    decode, calls = passes.decode, []
+    begin, calls = Runner.begin, []
 
-    def stopping(*arguments, **how):
+    def stopping(*arguments):
         calls.append(1)
         if len(calls) == 8:  # two for the warm-up, two for each batch
             raise KeyboardInterrupt
-        return decode(*arguments, **how)
+        return begin(*arguments)
 
-    monkeypatch.setattr(passes, "decode", stopping)
+    monkeypatch.setattr(Runner, "begin", stopping)
     code, *_ = asked("--suite spec-bench")
     assert code == 130
     assert len((tmp_path / "out" / "measured.jsonl").read_text().splitlines()) == 2

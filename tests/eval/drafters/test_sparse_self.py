@@ -7,11 +7,12 @@ import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.drafters.sparse_self import NUM_OBSERVED, NUM_SINKS, SparseSelfDrafter
 from headstart.eval.engine import Engine
-from headstart.eval.generate import Stop, Stopwatch, Texts, decode, generate, prefill
+from headstart.eval.generate import Stop, Texts, decode, generate, prefill
 from headstart.eval.measurement.config import DraftSetting, MeasureConfig
 from headstart.eval.measurement.metrics import acceptance
 from headstart.eval.plan.load import ServedRequest
 from headstart.eval.plan.server import LiveServer
+from headstart.eval.replay import Stopwatch
 from headstart.heads.nn.cache import SlotCache
 from headstart.heads.target import Target
 

@@ -146,11 +146,11 @@ def test_a_text_that_ends_early_is_unexplained(target, monkeypatch):
     whole = measuring.measure_batches
 
     def shorter(*args, **kwargs):
-        batches, failed = whole(*args, **kwargs)
+        [(batches, failed)] = whole(*args, **kwargs)
         run = batches[0].drafted.runs[0]
         kept = len(run.token_ids[0]) - run.rounds[-1].num_emitted[0]
         batches[0].drafted.runs[0] = Generation([run.token_ids[0][:kept]], run.rounds[:-1])
-        return batches, failed
+        return [(batches, failed)]
 
     monkeypatch.setattr(measuring, "measure_batches", shorter)
     report = checked(target, prompts=PROMPTS[:1])

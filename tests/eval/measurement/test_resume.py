@@ -19,6 +19,7 @@ from headstart.eval.measurement import measure, passes
 from headstart.eval.measurement import transformers_baseline as comparators
 from headstart.eval.measurement.config import MeasureConfig, chain
 from headstart.eval.measurement.resume import BatchStore, identity
+from headstart.eval.measurement.runner import Runner
 from headstart.eval.measurement.transformers_baseline import compare_transformers
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.registry import HEADS, build_head
@@ -70,13 +71,13 @@ def killed_after(count):
 def decoded(monkeypatch):
     """The prompts of every batch that is decoded, in order, repeats and sides included."""
     seen = []
-    decode = passes.decode
+    begin = Runner.begin
 
-    def counting(engine, rows, **how):
+    def counting(runner, rows, seed):
         seen.append(copy.deepcopy(rows))
-        return decode(engine, rows, **how)
+        return begin(runner, rows, seed)
 
-    monkeypatch.setattr(passes, "decode", counting)
+    monkeypatch.setattr(Runner, "begin", counting)
     return seen
 
 

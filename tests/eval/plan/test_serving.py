@@ -5,10 +5,11 @@ from headstart.eval.drafters.draft_model import DraftModelDrafter
 from headstart.eval.drafters.lookup import NgramDrafter, SuffixDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.eval.engine import Engine
-from headstart.eval.generate import Stop, Stopwatch, Texts, generate, prefill, run_round
+from headstart.eval.generate import Stop, Texts, generate, prefill, run_round
 from headstart.eval.measurement.config import DraftSetting, MeasureConfig
 from headstart.eval.plan.load import ServedRequest, serve
 from headstart.eval.plan.server import LiveServer
+from headstart.eval.replay import Stopwatch
 from headstart.heads.drafting import DynamicTree
 from headstart.heads.registry import HEADS, build_head
 

@@ -1,0 +1,117 @@
+"""The engine of a draft setting, and how a measurement decodes batches of prompts in it, to time or to replay them."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...heads.drafter import Drafter
+from ...heads.target import Target
+from ..engine import Engine
+from ..generate import Decoding, Generation, Stop, check_request
+from ..sampling import Sampling
+from ..verify import AcceptRule
+from .config import DraftSetting, MeasureConfig
+from .lossless import Unproved
+from .proof import first_unproved
+from .result import TrainingRecord
+
+
+def build_engine(
+    target: Target,
+    drafter: Drafter | None,
+    setting: DraftSetting | None,
+    *,
+    batch_size: int,
+    max_length: int,
+    sampling: Sampling | None = None,
+    accept: str | AcceptRule = "exact",
+    steps: str = "eager",
+    generator: torch.Generator | None = None,
+) -> Engine:
+    """The engine of a draft setting, or the baseline where that is None. Args: as of `Engine`."""
+    return Engine(
+        target,
+        drafter if setting else None,
+        batch_size=batch_size,
+        max_length=max_length,
+        num_draft_tokens=setting.num_draft_tokens if setting and not setting.tree else None,
+        tree=setting.tree if setting else None,
+        sampling=sampling,
+        accept=accept,
+        steps=steps,
+        generator=generator,
+    )
+
+
+class Runner:
+    """Decodes batches of these prompts with a drafter, in the config's setting, or without one: the baseline.
+
+    One engine per batch size serves all batches, so that recorded steps are recorded once. An engine in which an
+    exception was raised is to be dropped.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter | None, prompts: list[list[int]], config: MeasureConfig):
+        """Raises BadInput on prompts that cannot be decoded, as `generate` does."""
+        check_request(prompts, target=target, max_new_tokens=config.max_new_tokens)
+        self.target, self.drafter, self.config = target, drafter, config
+        self.max_length = max(map(len, prompts), default=0) + config.max_new_tokens
+        self.stop = Stop.of(target, strings=config.stop_strings)
+        self.generator = torch.Generator(device=target.device) if config.temperature > 0 else None
+        self.engines: dict[int, Engine] = {}
+
+    def engine(self, batch_size: int) -> Engine:
+        """The engine for batches of that size."""
+        if batch_size not in self.engines:
+            config = self.config
+            self.engines[batch_size] = build_engine(
+                self.target,
+                self.drafter,
+                None if self.drafter is None else config.setting_for(self.drafter),
+                batch_size=batch_size,
+                max_length=self.max_length,
+                sampling=config.sampling,
+                accept=config.accept_rule,
+                steps=config.steps,
+                generator=self.generator,
+            )
+        return self.engines[batch_size]
+
+    def begin(self, batch: list[list[int]], seed: int) -> Decoding:
+        """A decoding of this batch that has not read it yet. Args: seed: of what is drawn, at temperature > 0."""
+        if self.generator is not None:
+            self.generator.manual_seed(seed)
+        return Decoding(self.engine(len(batch)), batch, max_new_tokens=self.config.max_new_tokens, stop=self.stop)
+
+    def drop(self, batch_size: int) -> None:
+        """Let an engine go: whatever state it is in, and its memory."""
+        self.engines.pop(batch_size, None)
+
+    def __call__(self, batch: list[list[int]], seed: int) -> Generation:
+        """Decode a batch in one go."""
+        try:
+            decoding = self.begin(batch, seed)
+            while not decoding.is_done:
+                decoding.advance()
+        except Exception:
+            self.drop(len(batch))
+            raise
+        return decoding.generation
+
+    def replay(self, batch: list[list[int]], run: Generation) -> Unproved:
+        """What the baseline does not write of what was decoded, in forwards of equal shapes: see `first_unproved`."""
+        limit = self.config.max_new_tokens
+        return first_unproved(self.engine(len(batch)), batch, run, max_new_tokens=limit, stop=self.stop)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A drafter in a setting, to be measured beside others over one baseline."""
+
+    name: str  # what the report calls the drafter
+    drafter: Drafter
+    setting: DraftSetting
+    training: TrainingRecord | None = None  # a head's record of its training
+
+    def runner(self, target: Target, prompts: list[list[int]], config: MeasureConfig) -> Runner:
+        """Decodes as the config says, in this setting."""
+        return Runner(target, self.drafter, prompts, replace(config, setting=self.setting))
