@@ -171,12 +171,16 @@ class Engine:
         if self.drafter is None or read is None:
             return Proposal(self.no_tokens)
         if self.drafts_on_host:
-            self.drafter.commit(self.state, read)
-            drafted = self.drafter.propose(self.state, num_draft_tokens=self.num_drafted)
+            self.drafter.commit(self.state, replace(read, extent=self.extent, cache=self.cache))
+            if self.tree is not None:
+                drafted = self.drafter.propose_tree(self.state, self.tree)
+            else:
+                drafted = self.drafter.propose(self.state, num_draft_tokens=self.num_drafted)
+            parents = None if drafted.parents is None else drafted.parents.to(self.target.device)
             probs = None if drafted.draft_probs is None else drafted.draft_probs.to(self.target.device)
             if probs is not None and self.replay.steps != "eager":
                 raise BadInput(f"steps {self.replay.steps}: not with draft probabilities from the host; eager works")
-            return Proposal(drafted.tokens.to(self.target.device), None, probs)
+            return Proposal(drafted.tokens.to(self.target.device), parents, probs)
         output = read.output
         arguments = (read.tokens, read.next_tokens, output.features, output.post_norm, read.start, read.num_valid)
         tokens, parents, draft_probs = self.replay(("draft", self.extent), self._draft, *arguments)

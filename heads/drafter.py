@@ -19,7 +19,7 @@ class Reading:
     target's states. start: [B] the first position. num_valid: [B]; what lies beyond was rejected or is padding. 0 in
     rows that had ended. extent: no position of this round, drafts included, lies at or beyond it; 0: not known.
     follows_draft: it is what became of the drafter's last proposal, a chain, so accepted drafts are nothing new to it.
-    cache: the target's own, with these positions in it, to be read only; None for drafters on the host.
+    cache: the target's own, with these positions in it, to be read only.
     """
 
     tokens: Tensor

@@ -17,7 +17,7 @@ from ..eval.measurement.result import Result, TrainingRecord
 from ..eval.measurement.resume import TREE, BatchStore, settings_key
 from ..eval.measurement.runner import Contender
 from ..eval.measurement.transformers_baseline import compare_transformers
-from ..eval.measurement.tree_search import TREE_NAMES, named_tree
+from ..eval.measurement.tree_search import TREE_NAMES, drafts_tree, named_tree
 from ..eval.report.console import show, training_warnings
 from ..eval.report.document import build_report, write_report
 from ..eval.report.page import write_page
@@ -116,9 +116,10 @@ class WantedDrafts:
             NamedDrafter(name, drafter, None if record is None else TrainingRecord.from_json(record, where=name))
             for (name, drafter), record in zip(built, records, strict=True)
         ]
-        if self.trees != ["chain"] and not any(named.drafter.drafts_trees for named in drafters):
-            names = ", ".join(named.name for named in drafters)
-            raise BadInput(f"--tree {' '.join(self.trees)}: {names} draft chains only")
+        for tree in self.trees:
+            if not any(drafts_tree(named.drafter, tree) for named in drafters):
+                names = ", ".join(named.name for named in drafters)
+                raise BadInput(f"--tree {tree}: not drafted by {names}")
         return drafters
 
 
@@ -141,10 +142,7 @@ class EvalRun:
         configs = [replace(self.config, batch_size=size) for size in self.batch_sizes]
         # a tree that a drafter does not draft, another one does: `WantedDrafts.load`
         drafts = [
-            (named, tree)
-            for named in self.drafters
-            for tree in self.drafts.trees
-            if tree == "chain" or named.drafter.drafts_trees
+            (named, tree) for named in self.drafters for tree in self.drafts.trees if drafts_tree(named.drafter, tree)
         ]
         measured = {}
         for suite, config in product(self.suites, configs):

@@ -43,7 +43,8 @@ def evaluate(
     drafter: Annotated[
         list[str] | None,
         DRAFTS(
-            help="ngram[:MAX], suffix, sparse-self[:BUDGET], draft-model:PATH, or head:PATH, as --head. Repeatable."
+            help="ngram[:MAX], suffix, sparse-self[:BUDGET], draft-model:PATH, hybrid:HEAD (with look-ups), or "
+            "head:PATH, as --head. Repeatable."
         ),
     ] = None,
     num_draft_tokens: Annotated[int | None, DRAFTS(help="K; default: the head's own.")] = None,

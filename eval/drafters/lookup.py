@@ -91,12 +91,22 @@ class SuffixTrie:
         """At each step, the most frequent token behind the longest context that any token followed."""
         tokens: list[int] = []
         for _ in range(num_tokens):
-            best = next(self.best[node] for node in reversed(contexts) if self.best[node])
-            token = self.token[best]
-            tokens.append(token)
-            reached = (self.child.get((node, token)) for node in contexts)
-            contexts = [0, *(node for node in reached if node is not None)][: self.max_depth + 1]
+            tokens.append(self.guess(contexts)[0])
+            contexts = self.follow(contexts, tokens[-1])
         return tokens
+
+    def guess(self, contexts: list[int]) -> tuple[int, int]:
+        """The most frequent token behind the longest context that any token followed, and how long that is; token 0
+        where there is no text."""
+        for length in range(len(contexts) - 1, -1, -1):
+            if best := self.best[contexts[length]]:
+                return self.token[best], length
+        return 0, 0
+
+    def follow(self, contexts: list[int], token: int) -> list[int]:
+        """The contexts behind a token that is not counted."""
+        reached = (self.child.get((node, token)) for node in contexts)
+        return [0, *(node for node in reached if node is not None)][: self.max_depth + 1]
 
 
 class SuffixRow:

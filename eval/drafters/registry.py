@@ -12,6 +12,7 @@ from ...heads.drafter import Drafter
 from ...heads.registry import head_record, load_head
 from ...heads.target import Target
 from .draft_model import DraftModelDrafter, has_tokenizer_of, load_draft_model
+from .hybrid import HybridDrafter
 from .lookup import NgramDrafter, SuffixDrafter
 from .sparse_self import SparseSelfDrafter
 from .translated import TranslatedDrafter
@@ -43,9 +44,13 @@ DRAFTERS = {
         lambda target, keys: SparseSelfDrafter(target, int(keys)) if keys else SparseSelfDrafter(target), "BUDGET"
     ),
     "draft-model": NamedDrafter(draft_model, "PATH"),
+    "hybrid": NamedDrafter(lambda target, path: HybridDrafter(load_head(path, target)), "PATH"),
     "head": NamedDrafter(lambda target, path: load_head(path, target), "PATH"),
 }
 SPECS = [spec for name, drafter in DRAFTERS.items() for spec in drafter.specs(name)]  # what `--drafter` takes
+
+
+HEADS_BEHIND = ("head", "hybrid")  # whose argument is a head's folder
 
 
 def parse_drafter(spec: str) -> tuple[str, str]:
@@ -61,7 +66,7 @@ def parse_drafter(spec: str) -> tuple[str, str]:
         raise BadInput(f"drafter {spec!r}: expected {DRAFTERS[name].specs(name)[-1]}")
     if argument and wanted != "PATH" and not (argument.isdecimal() and int(argument) > 0):
         raise BadInput(f"drafter {spec!r}: {wanted} should be a whole number from 1 on")
-    if name == "head":
+    if name in HEADS_BEHIND:
         head_record(argument)
     return name, argument
 
@@ -98,4 +103,4 @@ def build_drafters(specs: Sequence[str], target: Target) -> list[tuple[str, Draf
 def training_record(spec: str) -> dict[str, Any] | None:
     """What a head's folder says of its training, as docs/run_folder.md has it; None: nothing, or it is no head."""
     name, argument = parse_drafter(spec)
-    return head_record(argument).training if name == "head" else None
+    return head_record(argument).training if name in HEADS_BEHIND else None

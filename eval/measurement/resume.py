@@ -153,7 +153,9 @@ def identity(drafter: Any) -> str:
             digest.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
     for name, value in sorted(getattr(drafter, "__dict__", {}).items()):
-        if isinstance(value, Target):
+        if isinstance(value, nn.Module):
+            digest.update(f"{name} {identity(value)}".encode())
+        elif isinstance(value, Target):
             digest.update(f"{name} {value.fingerprint} {value.dtype} {value.config.to_dict()}".encode())
         elif isinstance(value, str | int | float | tuple | None):
             digest.update(f"{name} {value!r}".encode())

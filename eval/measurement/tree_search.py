@@ -128,6 +128,11 @@ TREE_NAMES = ("chain", "static", "dynamic", "optimal", "sampled", "sampled-chain
 NUM_CALIBRATION = 8  # prompts whose texts shape the measured trees
 
 
+def drafts_tree(drafter: Drafter, name: str) -> bool:
+    """Whether a drafter drafts the tree of that name; other trees than dynamic ones are shaped by a head's ranks."""
+    return name == "chain" or (drafter.drafts_trees and (name == "dynamic" or isinstance(drafter, DraftHead)))
+
+
 def named_tree(
     name: str,
     target: Target,
@@ -144,19 +149,21 @@ def named_tree(
     NUM_CALIBRATION prompts; optimal also by step times measured here, with at most num_nodes nodes. sampled-chain is
     one path of num_draft_tokens, as many as chain has.
 
-    Raises: BadInput on an unknown name, for a drafter that drafts chains only, and on a num_draft_tokens beyond it.
+    Raises: BadInput on an unknown name, for a drafter that does not draft it, and on a num_draft_tokens beyond it.
     """
     if name not in TREE_NAMES:
         raise BadInput(f"--tree {name}: expected one of {', '.join(TREE_NAMES)}")
     if name == "chain":
         return None
-    if not isinstance(drafter, DraftHead):
-        raise BadInput(f"--tree {name}: {type(drafter).__name__} drafts chains only")
-    if name == "sampled-chain":
-        return sampled_chain(draft_length(drafter, num_draft_tokens))
+    if not drafts_tree(drafter, name):
+        what = "chains and dynamic trees" if drafter.drafts_trees else "chains"
+        raise BadInput(f"--tree {name}: {type(drafter).__name__} drafts {what} only")
     if name == "dynamic":
         depth = draft_length(drafter, None)
         return DynamicTree(num_nodes=num_nodes, depth=depth, top_k=max(4, round(num_nodes**0.5)))
+    assert isinstance(drafter, DraftHead)
+    if name == "sampled-chain":
+        return sampled_chain(draft_length(drafter, num_draft_tokens))
     prompts = list(prompts[:NUM_CALIBRATION])
     texts = generate(target, None, prompts, max_new_tokens=max_new_tokens).token_ids
     accuracies = rank_accuracies(target, drafter, list(zip(prompts, texts, strict=True)))

@@ -15,6 +15,7 @@ from ...heads.target import Target
 from ..measurement.config import DraftSetting, MeasureConfig, chains
 from ..measurement.measure import measure
 from ..measurement.step_times import NUM_PASSES, StepTable, StepTime, measure_step_times, most_tokens
+from ..measurement.tree_search import drafts_tree
 from ..suites.prompts import Suite
 from .engine_settings import ScheduleRange, for_sglang, measured_lengths, schedule
 from .load import NUM_SERVED, NUM_SIMULATED, LoadPoint, load_curve, simulated_servers
@@ -157,7 +158,7 @@ class Planner:
         """Chains and trees to consider."""
         names = self.config.trees
         if names is None:
-            names = DEFAULT_TREES if self.drafter.drafts_trees else ()
+            names = [name for name in DEFAULT_TREES if drafts_tree(self.drafter, name.partition(":")[0])]
         new = self.config.measure.max_new_tokens
         trees = named_trees(names, self.target, self.drafter, self.suite.prompts, max_new_tokens=new)
         return [*chains(self.drafter, self.config.lengths), *trees]

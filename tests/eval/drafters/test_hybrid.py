@@ -1,0 +1,134 @@
+"""A head with look-ups: the text stays the target's, each is trusted as far as it was right, and a tree holds both."""
+
+import pytest
+import torch
+from headstart.configs.errors import BadInput
+from headstart.eval.drafters.hybrid import MATCH_RATES, Guess, HybridDrafter, HybridRow, filled
+from headstart.eval.drafters.lookup import SuffixDrafter, SuffixTrie
+from headstart.eval.generate import generate
+from headstart.eval.measurement.config import MeasureConfig, chain
+from headstart.eval.measurement.measure import measure
+from headstart.eval.measurement.resume import identity
+from headstart.eval.measurement.sampling_check import check_sampling
+from headstart.eval.suites.prompts import Suite
+from headstart.heads.drafting import DynamicTree, StaticTree
+from headstart.heads.registry import HEADS, build_head
+
+PROMPTS = [[1, 5, 9, 7, 5, 9, 7, 5, 9], [1, 7, 8, 3]]
+TREE = DynamicTree(num_nodes=9, depth=3, top_k=4)
+
+
+def build(name, target):
+    return build_head(HEADS[name].config_class(type=name, num_depths=3), target, seed=1).eval()
+
+
+@pytest.fixture
+def head(target, head_type):
+    return build(head_type, target)
+
+
+def row_of(*text, latest=()):
+    row = HybridRow(SuffixTrie(max_depth=8, max_nodes=1000))
+    row.read_prompt(text)
+    return row
+
+
+def guesses(*depths):
+    """A head's chain: per depth (token, probability) pairs, the best first."""
+    return [[Guess(*pair) for pair in depth] for depth in depths]
+
+
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+def test_the_text_is_the_targets_with_every_family(target, head, tree):
+    plain = generate(target, None, PROMPTS, max_new_tokens=16).token_ids
+    drafted = generate(
+        target, HybridDrafter(head), PROMPTS, max_new_tokens=16, tree=tree, num_draft_tokens=None if tree else 2
+    )
+    assert drafted.token_ids == plain
+    assert all(done.num_drafted == (9 if tree else 2) for done in drafted.rounds[1:])
+
+
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+def test_sampled_texts_follow_the_targets_distribution(target, tree):
+    drafter = HybridDrafter(build("medusa", target))
+    config = MeasureConfig(temperature=1.0, max_new_tokens=12, num_repeats=1)
+    generator = torch.Generator().manual_seed(0)
+    prompts = PROMPTS * 20
+    drafted, plain = (
+        [
+            [text]
+            for text in generate(
+                target,
+                which,
+                prompts,
+                max_new_tokens=12,
+                temperature=1.0,
+                generator=generator,
+                **({"tree": tree} if tree and which else {}),
+            ).token_ids
+        ]
+        for which in (drafter, None)
+    )
+    assert check_sampling(target, prompts, drafted, plain, config.sampling).p_value > 1e-3
+
+
+def test_a_sure_head_is_followed_and_a_match_behind_its_guess_is_copied():
+    row = row_of(3, 4, 5, 6, 7, 8, 2, 9)
+    sure = guesses([(3, 0.99)], [(40, 0.05)], [(41, 0.05)])
+    assert row.chain(sure, 3) == [3, 4, 5], "behind 3 the text goes on with 4 5, which the head does not know"
+
+
+def test_a_long_match_is_copied_where_the_head_is_not_sure():
+    row = row_of(*range(2, 20), *range(2, 18))
+    unsure = guesses([(50, 0.1)], [(51, 0.1)])
+    assert row.chain(unsure, 2) == [18, 19]
+
+
+def test_what_was_never_right_is_trusted_less():
+    row = row_of(3, 4, 5, 6)
+    before = row.copied.at(1)
+    for _ in range(30):  # 3 was followed by 4 once, and never is again
+        row.extend([3, 30])
+    assert before == pytest.approx(MATCH_RATES[1]) and row.copied.at(2) > row.copied.at(0)
+    head = guesses([(9, 0.9)])
+    rate = row.guessed.at(0.9)
+    for _ in range(20):
+        row.chain(head, 1)
+        row.extend([8])
+    assert row.guessed.at(0.9) < 0.4 * rate
+
+
+def test_guesses_behind_a_wrong_one_are_not_counted():
+    row = row_of(3, 4, 5)
+    totals = sum(row.guessed.totals)
+    row.chain(guesses([(9, 0.9)], [(9, 0.5)], [(9, 0.5)]), 3)
+    row.extend([9, 8, 7])
+    assert sum(row.guessed.totals) == totals + 2
+
+
+def test_a_tree_holds_the_heads_chain_its_other_guesses_and_copies():
+    row = row_of(*range(2, 20), *range(2, 18))
+    head = guesses([(50, 0.6), (51, 0.3)], [(60, 0.6), (61, 0.2)])
+    paths = row.tree(head, num_nodes=6, depth=2)
+    assert {(18,), (18, 19), (50,), (50, 60), (51,)} <= set(paths)
+    assert paths == sorted(paths, key=len) and all(path[:-1] in {(), *paths} for path in paths)
+    tokens, parents = filled(paths, DynamicTree(num_nodes=20, depth=2, top_k=8))
+    assert len(tokens) == len(parents) == 20 and all(parent < i for i, parent in enumerate(parents))
+
+
+def test_a_head_that_knows_nothing_costs_a_round_or_two_over_look_ups_alone(target):
+    """While its guesses are found out."""
+    suite = Suite("loop", [[1, 5, 9] * 6])
+    config = MeasureConfig(setting=chain(3), max_new_tokens=48, num_repeats=1)
+    drafters = SuffixDrafter(), HybridDrafter(build("eagle3", target))
+    alone, both = (measure(target, drafter, suite, config, name="d")[0] for drafter in drafters)
+    assert alone.acceptance_length > 2 and both.num_rounds <= alone.num_rounds + 2
+
+
+def test_fixed_trees_are_refused_and_the_head_decides_what_it_is(target):
+    head, other = build("eagle3", target), build("eagle3", target)
+    with pytest.raises(BadInput, match="chains and dynamic trees"):
+        generate(target, HybridDrafter(head), PROMPTS[0], max_new_tokens=4, tree=StaticTree(((0,), (1,))))
+    with torch.no_grad():
+        next(other.parameters()).add_(1)
+    assert identity(HybridDrafter(head)) != identity(HybridDrafter(other))
