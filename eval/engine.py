@@ -158,7 +158,8 @@ class Engine:
         if is_ready and all(self.replay.has((step, self.extent)) for step in steps):
             return
         generator_state = None if self.generator is None else self.generator.get_state()
-        proposal = Proposal(self.no_tokens.new_zeros(self.batch_size, self.num_drafted))
+        nothing = self.no_tokens.new_zeros(self.batch_size, self.num_drafted)
+        proposal = Proposal(nothing, None if self.tree is None else nothing - 1)
         if state.read is not None and not self.drafts_on_host:
             proposal = self.draft(state.read)
         self._run_verify(state, proposal)
@@ -172,10 +173,9 @@ class Engine:
             return Proposal(self.no_tokens)
         if self.drafts_on_host:
             self.drafter.commit(self.state, replace(read, extent=self.extent, cache=self.cache))
-            if self.tree is not None:
-                drafted = self.drafter.propose_tree(self.state, self.tree)
-            else:
-                drafted = self.drafter.propose(self.state, num_draft_tokens=self.num_drafted)
+            tree, size = self.tree, self.num_drafted
+            propose, propose_tree = self.drafter.propose, self.drafter.propose_tree
+            drafted = propose_tree(self.state, tree) if tree else propose(self.state, num_draft_tokens=size)
             parents = None if drafted.parents is None else drafted.parents.to(self.target.device)
             probs = None if drafted.draft_probs is None else drafted.draft_probs.to(self.target.device)
             if probs is not None and self.replay.steps != "eager":
