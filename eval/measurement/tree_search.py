@@ -146,8 +146,8 @@ def named_tree(
     """The tree of that name for a drafter; None for a chain.
 
     static, optimal and sampled are shaped by the head's accuracies on what the target writes behind the first
-    NUM_CALIBRATION prompts; optimal also by step times measured here, with at most num_nodes nodes. dynamic is as deep as
-    num_draft_tokens, and sampled-chain one path of as many as chain has.
+    NUM_CALIBRATION prompts; optimal also by step times measured here, with at most num_nodes nodes. dynamic is
+    num_draft_tokens deep, and sampled-chain one path of as many as chain has.
 
     Raises: BadInput on an unknown name, for a drafter that does not draft it, and on a num_draft_tokens beyond it.
     """
