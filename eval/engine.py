@@ -12,7 +12,7 @@ from ..heads.drafting import Draws, Proposal, StaticTree, Tree, ancestors
 from ..heads.nn.cache import SlotCache
 from ..heads.target import Target, TargetOutput
 from .measurement.config import draft_length
-from .replay import Replay, Tensors
+from .replay import Replay, Tensors, on_device
 from .sampling import Sampling, TokenHistory, choose
 from .verify import AcceptedPath, AcceptRule, Candidates, accept_rule
 
@@ -103,7 +103,7 @@ class Engine:
         self.offsets = torch.arange(max(self.num_slots, self.num_drafted + 1), device=target.device)
         self.no_tokens = torch.zeros(batch_size, 0, dtype=torch.long, device=target.device)
 
-    @torch.no_grad()
+    @on_device
     def prefill(self, tokens: Tensor, num_valid: Tensor) -> tuple[TargetOutput, Tensor]:
         """Read right-padded prompts [B, T] of num_valid [B] tokens: the states, and each row's first token [B, 1]."""
         if self.drafts_on_host and self.drafter is not None:  # which keeps the texts of the last batch
@@ -121,7 +121,7 @@ class Engine:
         history = None if self.history is None else self.history.committed[:, None]
         return output, choose(logits, sampling=self.sampling, history=history, generator=self.generator)
 
-    @torch.no_grad()
+    @on_device
     def commit_prompts(self, read: Reading) -> Reading | None:
         """Let the drafter read the prompts; returns what its first round reads, of the shape that all rounds have.
 
@@ -165,7 +165,7 @@ class Engine:
         if generator_state is not None and self.generator is not None:
             self.generator.set_state(generator_state)
 
-    @torch.no_grad()
+    @on_device
     def draft(self, read: Reading | None) -> Proposal:
         """Commit to the drafter what was read, and draft behind it; nothing without a drafter."""
         if self.drafter is None or read is None:
@@ -183,7 +183,7 @@ class Engine:
         assert tokens is not None
         return Proposal(tokens, parents, draft_probs)
 
-    @torch.no_grad()
+    @on_device
     def verify(self, state: DecodeState, proposal: Proposal) -> Verified:
         """One forward over each row's last committed token and everything drafted behind it."""
         verified = self._run_verify(state, proposal)
@@ -198,7 +198,7 @@ class Engine:
         accepted, committed, tokens, features, post_norm = cast(list[Tensor], results)
         return Verified(accepted, committed, tokens, TargetOutput(features, post_norm), path)
 
-    @torch.no_grad()
+    @on_device
     def choose_behind(self, last: Tensor, nodes: Tensor, parents: Tensor | None, start: Tensor) -> Tensor:
         """[B, S + 1] the target's own choices at `last` and behind each of S nodes: the forward of `verify`, no rule.
 

@@ -2,7 +2,9 @@
 
 import warnings
 from collections.abc import Callable, Hashable
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +14,8 @@ from ..configs.errors import BadInput, first_line
 
 Tensors = tuple[Tensor | None, ...]
 Step = Callable[..., Tensors]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 STEPS = ("eager", "graph", "compile")
 COMPILES_FROM = "2.11"  # earlier torch cannot trace the steps
@@ -29,6 +33,22 @@ def check_steps(steps: str, device: torch.device) -> str:
     return steps
 
 
+def current_gpu(device: torch.device) -> AbstractContextManager[Any]:
+    """Within, a GPU is the current one: streams, events and graphs are made on that."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def on_device(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """A method of something with a `target`: without gradients, and with the target's GPU as the current one."""
+
+    @wraps(method)
+    def run(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.no_grad(), current_gpu(self.target.device):
+            return method(self, *args, **kwargs)
+
+    return run
+
+
 class Replay:
     """Records steps under keys, and runs the recorded ones.
 
@@ -39,7 +59,8 @@ class Replay:
     def __init__(self, steps: str, device: torch.device, generator: torch.Generator | None = None):
         """Args: generator: what steps draw from; CUDA graphs must know it."""
         self.steps, self.device, self.generator = check_steps(steps, device), device, generator
-        self.recorded: dict[Hashable, Step] = {}
+        self.recorded: dict[Hashable, Step | None] = {}  # None: it could not be recorded, and runs as it is
+        self.has_warned = False
 
     def has(self, key: Hashable) -> bool:
         """Whether a step of that key would run without being recorded first."""
@@ -48,22 +69,40 @@ class Replay:
     def __call__(self, key: Hashable, step: Step, *arguments: Tensor | None) -> Tensors:
         """Run a step. key: of everything but the tensors' values that the step depends on, shapes included.
 
-        Results may be overwritten by the next run under the same key. Raises BadInput where a step cannot be recorded.
+        Results may be overwritten by the next run under the same key. A step that cannot be recorded runs eagerly, and
+        one line says so. Raises torch.OutOfMemoryError where memory is what recording lacks.
         """
         if self.steps == "eager":
             return step(*arguments)
-        if key not in self.recorded:
-            try:
-                recorded = compiled(step, arguments) if self.steps == "compile" else step
-                on_gpu = self.device.type == "cuda"
-                self.recorded[key] = Graph(recorded, arguments, self.generator) if on_gpu else recorded
-            except BadInput:
-                raise
-            except Exception as error:  # dynamo, inductor, the C++ compiler and CUDA each raise their own
-                raise BadInput(
-                    f"steps {self.steps}: this target or drafter cannot be recorded ({first_line(error)}); eager works"
-                ) from error
-        return self.recorded[key](*arguments)
+        with current_gpu(self.device):
+            if key not in self.recorded:
+                self.recorded[key] = self._record(step, arguments)
+            return (self.recorded[key] or step)(*arguments)
+
+    def _record(self, step: Step, arguments: Tensors) -> Step | None:
+        try:
+            recorded = compiled(step, arguments) if self.steps == "compile" else step
+            return Graph(recorded, arguments, self) if self.device.type == "cuda" else recorded
+        except BadInput:
+            raise
+        except Exception as error:  # dynamo, inductor, the C++ compiler and CUDA each raise their own
+            if lack := lack_of_memory(error):
+                raise torch.OutOfMemoryError(lack) from error
+            if not self.has_warned:
+                why = f"steps {self.steps}: this target or drafter cannot be recorded ({first_line(error)})"
+                warnings.warn(f"{why}: it decodes with eager steps, and slower", stacklevel=4)
+            self.has_warned = True
+            return None
+
+
+def lack_of_memory(error: BaseException | None) -> str:
+    """What an allocator said that is behind an exception; empty where none is. The end of a CUDA graph's capture raises
+    an error of its own while the allocator's is on its way."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "out of memory" in str(error):
+            return first_line(error)
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 def compiled(step: Step, arguments: Tensors, *, backend: str = "inductor") -> Step:
@@ -83,18 +122,18 @@ def compiled(step: Step, arguments: Tensors, *, backend: str = "inductor") -> St
 class Graph:
     """A step as one CUDA graph: a single launch per run, instead of one per kernel."""
 
-    def __init__(self, step: Step, arguments: Tensors, generator: torch.Generator | None):
+    def __init__(self, step: Step, arguments: Tensors, replay: Replay):
         self.inputs = [None if argument is None else argument.clone() for argument in arguments]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
+        stream, current = torch.cuda.Stream(replay.device), torch.cuda.current_stream(replay.device)
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
                 step(*self.inputs)
-        torch.cuda.current_stream().wait_stream(stream)
+        current.wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        if generator is not None:
-            self.graph.register_generator_state(generator)
-        with torch.cuda.graph(self.graph):
+        if replay.generator is not None:
+            self.graph.register_generator_state(replay.generator)
+        with torch.cuda.graph(self.graph, stream=stream):  # unnamed, it is one for all devices, of the first's
             self.outputs = step(*self.inputs)
 
     def __call__(self, *arguments: Tensor | None) -> Tensors:

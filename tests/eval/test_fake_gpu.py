@@ -155,7 +155,7 @@ def test_what_cannot_be_recorded_runs_eagerly_and_says_so(target, monkeypatch):
 def test_a_target_whose_rope_reads_the_device_decodes_all_the_same(tiny_target):
     """transformers asks for the longest position where frequencies depend on it: no step of it can be recorded."""
     rope = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}
-    target = tiny_target("llama", rope_parameters=rope, max_position_embeddings=64)
+    target = tiny_target("qwen3", rope_parameters=rope, max_position_embeddings=64)
     how: dict[str, Any] = {"max_new_tokens": 12}
     wanted = generate(target, None, [PROMPTS[1]], eos_token_ids=[], **how).token_ids
     engine = Engine(target, None, batch_size=1, max_length=24, steps="compile")
