@@ -133,7 +133,8 @@ class Engine:
         if self.drafts_on_host:
             start, num_valid = read.start.cpu(), read.num_valid.cpu()
             return Reading(read.tokens.cpu(), read.next_tokens.cpu(), read.output, start, num_valid)
-        self.drafter.commit(self.state, replace(read, extent=self.extent + self.num_spare, cache=self.cache))
+        prompts = replace(read, extent=self.extent + self.num_spare, cache=self.cache)
+        self.drafter.commit_prompts(self.state, prompts, most=PREFILL_CHUNK)
         last, width = read.last[:, None], self.depth + 1
         tail = read.output.at(read.last)
         return Reading(
@@ -151,9 +152,10 @@ class Engine:
             extent = max(SMALLEST_BUCKET, 1 << (extent - 1).bit_length())
         self.extent = min(extent, self.num_slots)
 
+    @on_device
     def rehearse(self, state: DecodeState) -> None:
         """Record or compile this round's steps, unless they are, by running them; nothing is committed, none drawn."""
-        steps = ("draft", "verify") if self.drafter is not None and not self.drafts_on_host else ("verify",)
+        steps = ("verify",) if self.drafter is None or self.drafts_on_host else ("draft", "verify")
         is_ready = self.target.is_ready(self.batch_size, self.num_drafted + 1)
         if is_ready and all(self.replay.has((step, self.extent)) for step in steps):
             return
@@ -204,12 +206,11 @@ class Engine:
 
         Args: last, start: as of `DecodeState`. nodes [B, S], parents: as of a Proposal that this engine drafts.
         """
+        return cast(Tensor, self.replay(("choose", self.extent), self._choose, last, nodes, parents, start)[0])
 
-        def step(*tensors: Tensor | None) -> Tensors:
-            *_, logits = self._read_nodes(*cast(tuple[Tensor, Tensor, Tensor | None, Tensor], tensors))
-            return (choose(logits, sampling=self.sampling, generator=self.generator),)
-
-        return cast(Tensor, self.replay(("choose", self.extent), step, last, nodes, parents, start)[0])
+    def _choose(self, last: Tensor, nodes: Tensor, parents: Tensor | None, start: Tensor) -> Tensors:
+        *_, logits = self._read_nodes(last, nodes, parents, start)
+        return (choose(logits, sampling=self.sampling, generator=self.generator),)
 
     def _draft(self, *tensors: Tensor | None) -> Tensors:
         """From the six tensors of a Reading to those of a Proposal; like `_verify` without a host read."""

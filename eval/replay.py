@@ -1,9 +1,12 @@
 """How the engine runs its steps of fixed shape: as they are, compiled, or replayed as CUDA graphs."""
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
+from types import MethodType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -81,6 +84,7 @@ class Replay:
 
     def _record(self, step: Step, arguments: Tensors) -> Step | None:
         try:
+            step = weakly(step) if isinstance(step, MethodType) else step
             recorded = compiled(step, arguments) if self.steps == "compile" else step
             return Graph(recorded, arguments, self) if self.device.type == "cuda" else recorded
         except BadInput:
@@ -93,6 +97,12 @@ class Replay:
                 warnings.warn(f"{why}: it decodes with eager steps, and slower", stacklevel=4)
             self.has_warned = True
             return None
+
+
+def weakly(step: MethodType) -> Step:
+    """A method without a hold on its object: that holds what is recorded, and would not go before a collection."""
+    owner, function = weakref.ref(step.__self__), step.__func__
+    return lambda *tensors: function(owner(), *tensors)
 
 
 def lack_of_memory(error: BaseException | None) -> str:
@@ -116,7 +126,9 @@ def compiled(step: Step, arguments: Tensors, *, backend: str = "inductor") -> St
     with warnings.catch_warnings(), before_2_13:
         warnings.simplefilter("ignore")  # dynamo's, of caches in transformers that it looks through
         ahead: Any = torch.compile(whole, fullgraph=True, dynamic=False, options=options, backend=backend)
-        return ahead.aot_compile((arguments, {}))
+        recorded = ahead.aot_compile((arguments, {}))
+    gc.collect()  # dynamo's own state of the tracing, circles which hold all that it saw
+    return recorded
 
 
 class Graph:
