@@ -42,9 +42,7 @@ class Reading:
         output = TargetOutput(self.output.features[:, first:end], self.output.post_norm[:, first:end])
         num_valid = (self.num_valid - first).clamp(0, tokens.shape[1])
         start = self.start + first
-        return replace(
-            self, tokens=tokens, next_tokens=next_tokens, output=output, start=start, num_valid=num_valid
-        )
+        return replace(self, tokens=tokens, next_tokens=next_tokens, output=output, start=start, num_valid=num_valid)
 
 
 class Drafter:

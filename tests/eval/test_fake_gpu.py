@@ -266,7 +266,7 @@ def test_drafters_that_need_the_whole_prompt_get_it(target, monkeypatch):
 
 @pytest.mark.parametrize("drafted", [True, False])
 def test_a_server_has_recorded_all_its_steps_before_the_first_request(drafted, tiny_target, monkeypatch):
-    """Requests that grow from 128 slots into 512, in a batch of every size: nothing is recorded while they are timed."""
+    """Requests that grow from 128 slots into 512, in batches of all sizes: nothing is recorded while they are timed."""
     target, recorded = tiny_target("llama", max_position_embeddings=512), []
 
     def record(step: Any, arguments: Any) -> Any:
