@@ -9,14 +9,14 @@ from torch import Tensor
 from ..configs.errors import BadInput
 from ..heads.drafter import Drafter, Reading
 from ..heads.drafting import Draws, Proposal, StaticTree, Tree, ancestors
-from ..heads.nn.cache import SlotCache
+from ..heads.nn.cache import EXTENT_STEP, SlotCache
+from ..heads.nn.split_attention import whole_parts
 from ..heads.target import Target, TargetOutput
 from .measurement.config import draft_length
 from .replay import Replay, Tensors, on_device
 from .sampling import Sampling, TokenHistory, choose
 from .verify import AcceptedPath, AcceptRule, Candidates, accept_rule
 
-SLOT_STEP = 64  # slots of a cache come in multiples of it, so that rows of a mask stay aligned
 PREFILL_CHUNK = 2048  # prompt tokens per forward: a mask over all of a long prompt at once would be its length squared
 SMALLEST_BUCKET = 128  # recorded steps read a power of two of slots, this many at least
 
@@ -91,7 +91,8 @@ class Engine:
         self.layers = drafter.feature_layers if drafter else ()
         # slots that one round may touch behind the committed tokens, the drafter's own expansions included
         self.num_spare = 1 + max(self.num_drafted, tree.num_expanded + 1 if tree else 0)
-        self.num_slots = -(-(max_length + 1 + self.num_spare) // SLOT_STEP) * SLOT_STEP
+        num_slots = -(-(max_length + 1 + self.num_spare) // EXTENT_STEP) * EXTENT_STEP
+        self.num_slots = whole_parts(num_slots, target.device)
         self.cache: SlotCache = target.new_cache(self.num_slots)
         self.replay = Replay(steps, target.device, generator)
         self.drafts_on_host = drafter is not None and drafter.on_host
@@ -247,6 +248,7 @@ class Engine:
             sampling=self.sampling,
             history=history,
             generator=self.generator,
+            tries=self.tree.most_children if isinstance(self.tree, StaticTree) else None,
         )
         accepted = self.rule.function(candidates)
         if parents is None:

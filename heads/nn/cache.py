@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from .split_attention import whole_parts
+
 EXTENT_STEP = 64  # attention reads a multiple of this many slots, so that few different shapes occur
 
 
@@ -112,7 +114,8 @@ class SlotCache(Cache):
         self.positions = positions
         if len(self.rows) != len(positions) or self.rows.device != positions.device:
             self.rows = torch.arange(len(positions), device=positions.device)[:, None]  # [B, 1]
-        self.extent = extent if is_exact else min(-(-extent // EXTENT_STEP) * EXTENT_STEP, self.max_length)
+        in_steps = whole_parts(-(-extent // EXTENT_STEP) * EXTENT_STEP, positions.device)
+        self.extent = extent if is_exact else min(in_steps, self.max_length)
 
     def mask(
         self, positions: Tensor, *, dtype: torch.dtype, window: int | None = None, seen: Tensor | None = None
