@@ -9,14 +9,14 @@ from torch import Tensor
 from ..configs.errors import BadInput
 from ..heads.drafter import Drafter, Reading
 from ..heads.drafting import Draws, Proposal, StaticTree, Tree, ancestors
-from ..heads.nn.cache import SlotCache
+from ..heads.nn.cache import EXTENT_STEP, SlotCache
+from ..heads.nn.split_attention import whole_parts
 from ..heads.target import Target, TargetOutput
 from .measurement.config import draft_length
-from .replay import Replay, Tensors
+from .replay import Replay, Tensors, on_device
 from .sampling import Sampling, TokenHistory, choose
 from .verify import AcceptedPath, AcceptRule, Candidates, accept_rule
 
-SLOT_STEP = 64  # slots of a cache come in multiples of it, so that rows of a mask stay aligned
 PREFILL_CHUNK = 2048  # prompt tokens per forward: a mask over all of a long prompt at once would be its length squared
 SMALLEST_BUCKET = 128  # recorded steps read a power of two of slots, this many at least
 
@@ -91,7 +91,8 @@ class Engine:
         self.layers = drafter.feature_layers if drafter else ()
         # slots that one round may touch behind the committed tokens, the drafter's own expansions included
         self.num_spare = 1 + max(self.num_drafted, tree.num_expanded + 1 if tree else 0)
-        self.num_slots = -(-(max_length + 1 + self.num_spare) // SLOT_STEP) * SLOT_STEP
+        num_slots = -(-(max_length + 1 + self.num_spare) // EXTENT_STEP) * EXTENT_STEP
+        self.num_slots = whole_parts(num_slots, target.device)
         self.cache: SlotCache = target.new_cache(self.num_slots)
         self.replay = Replay(steps, target.device, generator)
         self.drafts_on_host = drafter is not None and drafter.on_host
@@ -103,7 +104,7 @@ class Engine:
         self.offsets = torch.arange(max(self.num_slots, self.num_drafted + 1), device=target.device)
         self.no_tokens = torch.zeros(batch_size, 0, dtype=torch.long, device=target.device)
 
-    @torch.no_grad()
+    @on_device
     def prefill(self, tokens: Tensor, num_valid: Tensor) -> tuple[TargetOutput, Tensor]:
         """Read right-padded prompts [B, T] of num_valid [B] tokens: the states, and each row's first token [B, 1]."""
         if self.drafts_on_host and self.drafter is not None:  # which keeps the texts of the last batch
@@ -121,7 +122,7 @@ class Engine:
         history = None if self.history is None else self.history.committed[:, None]
         return output, choose(logits, sampling=self.sampling, history=history, generator=self.generator)
 
-    @torch.no_grad()
+    @on_device
     def commit_prompts(self, read: Reading) -> Reading | None:
         """Let the drafter read the prompts; returns what its first round reads, of the shape that all rounds have.
 
@@ -133,7 +134,8 @@ class Engine:
         if self.drafts_on_host:
             start, num_valid = read.start.cpu(), read.num_valid.cpu()
             return Reading(read.tokens.cpu(), read.next_tokens.cpu(), read.output, start, num_valid)
-        self.drafter.commit(self.state, replace(read, extent=self.extent + self.num_spare, cache=self.cache))
+        prompts = replace(read, extent=self.extent + self.num_spare, cache=self.cache)
+        self.drafter.commit_prompts(self.state, prompts, most=PREFILL_CHUNK)
         last, width = read.last[:, None], self.depth + 1
         tail = read.output.at(read.last)
         return Reading(
@@ -151,9 +153,10 @@ class Engine:
             extent = max(SMALLEST_BUCKET, 1 << (extent - 1).bit_length())
         self.extent = min(extent, self.num_slots)
 
+    @on_device
     def rehearse(self, state: DecodeState) -> None:
         """Record or compile this round's steps, unless they are, by running them; nothing is committed, none drawn."""
-        steps = ("draft", "verify") if self.drafter is not None and not self.drafts_on_host else ("verify",)
+        steps = ("verify",) if self.drafter is None or self.drafts_on_host else ("draft", "verify")
         is_ready = self.target.is_ready(self.batch_size, self.num_drafted + 1)
         if is_ready and all(self.replay.has((step, self.extent)) for step in steps):
             return
@@ -166,16 +169,14 @@ class Engine:
         if generator_state is not None and self.generator is not None:
             self.generator.set_state(generator_state)
 
-    @torch.no_grad()
+    @on_device
     def draft(self, read: Reading | None) -> Proposal:
         """Commit to the drafter what was read, and draft behind it; nothing without a drafter."""
         if self.drafter is None or read is None:
             return Proposal(self.no_tokens)
         if self.drafts_on_host:
             self.drafter.commit(self.state, replace(read, extent=self.extent, cache=self.cache))
-            tree, size = self.tree, self.num_drafted
-            propose, propose_tree = self.drafter.propose, self.drafter.propose_tree
-            drafted = propose_tree(self.state, tree) if tree else propose(self.state, num_draft_tokens=size)
+            drafted = self.drafter.draft(self.state, self.num_drafted, self.tree)
             parents = None if drafted.parents is None else drafted.parents.to(self.target.device)
             probs = None if drafted.draft_probs is None else drafted.draft_probs.to(self.target.device)
             if probs is not None and self.replay.steps != "eager":
@@ -187,7 +188,7 @@ class Engine:
         assert tokens is not None
         return Proposal(tokens, parents, draft_probs)
 
-    @torch.no_grad()
+    @on_device
     def verify(self, state: DecodeState, proposal: Proposal) -> Verified:
         """One forward over each row's last committed token and everything drafted behind it."""
         verified = self._run_verify(state, proposal)
@@ -202,18 +203,17 @@ class Engine:
         accepted, committed, tokens, features, post_norm = cast(list[Tensor], results)
         return Verified(accepted, committed, tokens, TargetOutput(features, post_norm), path)
 
-    @torch.no_grad()
+    @on_device
     def choose_behind(self, last: Tensor, nodes: Tensor, parents: Tensor | None, start: Tensor) -> Tensor:
         """[B, S + 1] the target's own choices at `last` and behind each of S nodes: the forward of `verify`, no rule.
 
         Args: last, start: as of `DecodeState`. nodes [B, S], parents: as of a Proposal that this engine drafts.
         """
+        return cast(Tensor, self.replay(("choose", self.extent), self._choose, last, nodes, parents, start)[0])
 
-        def step(*tensors: Tensor | None) -> Tensors:
-            *_, logits = self._read_nodes(*cast(tuple[Tensor, Tensor, Tensor | None, Tensor], tensors))
-            return (choose(logits, sampling=self.sampling, generator=self.generator),)
-
-        return cast(Tensor, self.replay(("choose", self.extent), step, last, nodes, parents, start)[0])
+    def _choose(self, last: Tensor, nodes: Tensor, parents: Tensor | None, start: Tensor) -> Tensors:
+        *_, logits = self._read_nodes(last, nodes, parents, start)
+        return (choose(logits, sampling=self.sampling, generator=self.generator),)
 
     def _draft(self, *tensors: Tensor | None) -> Tensors:
         """From the six tensors of a Reading to those of a Proposal; like `_verify` without a host read."""
@@ -222,12 +222,9 @@ class Engine:
         output = TargetOutput(features, post_norm)
         read = Reading(tokens, next_tokens, output, start, num_valid, self.extent, self.tree is None, self.cache)
         self.drafter.commit(self.state, read)
-        if self.tree is None:
-            proposal = self.drafter.propose(self.state, num_draft_tokens=self.num_drafted)
-            return proposal.tokens, None, proposal.draft_probs
         is_greedy = self.sampling.temperature == 0
         draws = None if is_greedy else Draws(self.sampling.temperature, self.target.vocab_size, self.generator)
-        proposal = self.drafter.propose_tree(self.state, self.tree, draws=draws)
+        proposal = self.drafter.draft(self.state, self.num_drafted, self.tree, draws=draws)
         return proposal.tokens, proposal.parents, proposal.draft_probs
 
     def _verify(
@@ -250,6 +247,7 @@ class Engine:
             sampling=self.sampling,
             history=history,
             generator=self.generator,
+            tries=self.tree.most_children if isinstance(self.tree, StaticTree) else None,
         )
         accepted = self.rule.function(candidates)
         if parents is None:

@@ -1,10 +1,15 @@
 """How the engine runs its steps of fixed shape (as they are, compiled, or replayed as CUDA graphs), and times them."""
 
+import gc
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from itertools import pairwise
-from typing import Any
+from types import MethodType
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +19,8 @@ from ..configs.errors import BadInput, first_line
 
 Tensors = tuple[Tensor | None, ...]
 Step = Callable[..., Tensors]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 STEPS = ("eager", "graph", "compile")
 COMPILES_FROM = "2.11"  # earlier torch cannot trace the steps
@@ -31,6 +38,22 @@ def check_steps(steps: str, device: torch.device) -> str:
     return steps
 
 
+def current_gpu(device: torch.device) -> AbstractContextManager[Any]:
+    """Within, a GPU is the current one: streams, events and graphs are made on that."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def on_device(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """A method of something with a `target`: without gradients, and with the target's GPU as the current one."""
+
+    @wraps(method)
+    def run(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.no_grad(), current_gpu(self.target.device):
+            return method(self, *args, **kwargs)
+
+    return run
+
+
 class Replay:
     """Records steps under keys, and runs the recorded ones.
 
@@ -41,7 +64,8 @@ class Replay:
     def __init__(self, steps: str, device: torch.device, generator: torch.Generator | None = None):
         """Args: generator: what steps draw from; CUDA graphs must know it."""
         self.steps, self.device, self.generator = check_steps(steps, device), device, generator
-        self.recorded: dict[Hashable, Step] = {}
+        self.recorded: dict[Hashable, Step | None] = {}  # None: it could not be recorded, and runs as it is
+        self.has_warned = False
 
     def has(self, key: Hashable) -> bool:
         """Whether a step of that key would run without being recorded first."""
@@ -50,22 +74,47 @@ class Replay:
     def __call__(self, key: Hashable, step: Step, *arguments: Tensor | None) -> Tensors:
         """Run a step. key: of everything but the tensors' values that the step depends on, shapes included.
 
-        Results may be overwritten by the next run under the same key. Raises BadInput where a step cannot be recorded.
+        Results may be overwritten by the next run under the same key. A step that cannot be recorded runs eagerly, and
+        one line says so. Raises torch.OutOfMemoryError where memory is what recording lacks.
         """
         if self.steps == "eager":
             return step(*arguments)
-        if key not in self.recorded:
-            try:
-                recorded = compiled(step, arguments) if self.steps == "compile" else step
-                on_gpu = self.device.type == "cuda"
-                self.recorded[key] = Graph(recorded, arguments, self.generator) if on_gpu else recorded
-            except BadInput:
-                raise
-            except Exception as error:  # dynamo, inductor, the C++ compiler and CUDA each raise their own
-                raise BadInput(
-                    f"steps {self.steps}: this target or drafter cannot be recorded ({first_line(error)}); eager works"
-                ) from error
-        return self.recorded[key](*arguments)
+        with current_gpu(self.device):
+            if key not in self.recorded:
+                self.recorded[key] = self._record(step, arguments)
+            return (self.recorded[key] or step)(*arguments)
+
+    def _record(self, step: Step, arguments: Tensors) -> Step | None:
+        try:
+            step = weakly(step) if isinstance(step, MethodType) else step
+            recorded = compiled(step, arguments) if self.steps == "compile" else step
+            return Graph(recorded, arguments, self) if self.device.type == "cuda" else recorded
+        except BadInput:
+            raise
+        except Exception as error:  # dynamo, inductor, the C++ compiler and CUDA each raise their own
+            if lack := lack_of_memory(error):
+                raise torch.OutOfMemoryError(lack) from error
+            if not self.has_warned:
+                why = f"steps {self.steps}: this target or drafter cannot be recorded ({first_line(error)})"
+                warnings.warn(f"{why}: it decodes with eager steps, and slower", stacklevel=4)
+            self.has_warned = True
+            return None
+
+
+def weakly(step: MethodType) -> Step:
+    """A method without a hold on its object: that holds what is recorded, and would not go before a collection."""
+    owner, function = weakref.ref(step.__self__), step.__func__
+    return lambda *tensors: function(owner(), *tensors)
+
+
+def lack_of_memory(error: BaseException | None) -> str:
+    """What an allocator said that is behind an exception; empty where none is. The end of a CUDA graph's capture raises
+    an error of its own while the allocator's is on its way."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "out of memory" in str(error):
+            return first_line(error)
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 def compiled(step: Step, arguments: Tensors, *, backend: str = "inductor") -> Step:
@@ -79,24 +128,26 @@ def compiled(step: Step, arguments: Tensors, *, backend: str = "inductor") -> St
     with warnings.catch_warnings(), before_2_13:
         warnings.simplefilter("ignore")  # dynamo's, of caches in transformers that it looks through
         ahead: Any = torch.compile(whole, fullgraph=True, dynamic=False, options=options, backend=backend)
-        return ahead.aot_compile((arguments, {}))
+        recorded = ahead.aot_compile((arguments, {}))
+    gc.collect()  # dynamo's own state of the tracing, circles which hold all that it saw
+    return recorded
 
 
 class Graph:
     """A step as one CUDA graph: a single launch per run, instead of one per kernel."""
 
-    def __init__(self, step: Step, arguments: Tensors, generator: torch.Generator | None):
+    def __init__(self, step: Step, arguments: Tensors, replay: Replay):
         self.inputs = [None if argument is None else argument.clone() for argument in arguments]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
+        stream, current = torch.cuda.Stream(replay.device), torch.cuda.current_stream(replay.device)
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
                 step(*self.inputs)
-        torch.cuda.current_stream().wait_stream(stream)
+        current.wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        if generator is not None:
-            self.graph.register_generator_state(generator)
-        with torch.cuda.graph(self.graph):
+        if replay.generator is not None:
+            self.graph.register_generator_state(replay.generator)
+        with torch.cuda.graph(self.graph, stream=stream):  # unnamed, it is one for all devices, of the first's
             self.outputs = step(*self.inputs)
 
     def __call__(self, *arguments: Tensor | None) -> Tensors:
@@ -124,7 +175,7 @@ class Stopwatch:
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
     def between(self, *marks: Any) -> list[float]:

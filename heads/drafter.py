@@ -1,6 +1,6 @@
 """The contract of a drafter: what the engine gives it, and what it gives back. Heads are drafters that are trained."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -36,6 +36,14 @@ class Reading:
         """[B] index, among the Q, of the last committed position."""
         return (self.num_valid - 1).clamp(min=0)
 
+    def part(self, first: int, end: int) -> "Reading":
+        """Positions first..end-1 of the Q; num_valid is 0 in rows that end before."""
+        tokens, next_tokens = self.tokens[:, first:end], self.next_tokens[:, first:end]
+        output = TargetOutput(self.output.features[:, first:end], self.output.post_norm[:, first:end])
+        num_valid = (self.num_valid - first).clamp(0, tokens.shape[1])
+        start = self.start + first
+        return replace(self, tokens=tokens, next_tokens=next_tokens, output=output, start=start, num_valid=num_valid)
+
 
 class Drafter:
     """Anything that proposes tokens to the engine. `state` is the drafter's own and opaque to everyone else.
@@ -68,6 +76,14 @@ class Drafter:
         """Take in what the target has read since the last call: drafted states are replaced by true ones."""
         raise NotImplementedError
 
+    def commit_prompts(self, state: Any, read: Reading, *, most: int) -> None:
+        """`commit` of whole prompts, `most` positions at a time: a mask over all at once would be their length squared.
+
+        The first round behind them reads each prompt's last position again, and sets all but caches anew.
+        """
+        for first in range(0, read.tokens.shape[1], most):
+            self.commit(state, read.part(first, first + most))
+
     def propose(self, state: Any, *, num_draft_tokens: int) -> Proposal:
         """Draft a chain that follows the last committed token.
 
@@ -78,3 +94,9 @@ class Drafter:
     def propose_tree(self, state: Any, tree: Tree, *, draws: Draws | None = None) -> Proposal:
         """Draft a tree that follows the last committed token. draws: at temperature > 0, for trees of sampled nodes."""
         raise BadInput(f"{type(self).__name__} drafts chains, not trees")
+
+    def draft(self, state: Any, num_draft_tokens: int, tree: Tree | None, *, draws: Draws | None = None) -> Proposal:
+        """The tree, or without one a chain of that length."""
+        if tree is None:
+            return self.propose(state, num_draft_tokens=num_draft_tokens)
+        return self.propose_tree(state, tree, draws=draws)

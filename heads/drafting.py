@@ -4,6 +4,7 @@ A tree is flat: S nodes in an order where parents precede their children, and `p
 committed token, the root.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -65,6 +66,12 @@ class StaticTree:
     def is_chain(self) -> bool:
         """Whether this is one path of best guesses, which needs no tree attention."""
         return not self.sampled and all(path == (0,) * i for i, path in enumerate(self.paths, 1))
+
+    @property
+    def most_children(self) -> list[int]:
+        """By depth, the most children of one node."""
+        children = Counter(path[:-1] for path in self.paths)
+        return [max(num for path, num in children.items() if len(path) == depth) for depth in range(self.depth)]
 
     @property
     def parents(self) -> list[int]:

@@ -25,6 +25,7 @@ from .drafter import Reading
 from .mtp_checkpoint import LAYOUTS, Layout, read_modules
 from .nn.cache import SlotCache, newest_slots, seen_by_children
 from .nn.decoder_layer import ChainKeys, LayerCache, LayerDriver
+from .nn.split_attention import whole_parts
 from .target import Target
 
 INITS = ("last_layer", "random", "checkpoint")
@@ -170,7 +171,7 @@ class MtpHead(DraftHead):
 
     def begin(self, *, batch_size: int, max_length: int) -> MtpState:
         num_lanes, weight = len(self.lanes), self._lane(0).eh_proj.weight
-        num_slots = max_length + num_lanes - 1
+        num_slots = whole_parts(max_length + num_lanes - 1, weight.device)
         cache = SlotCache(num_layers=num_lanes, max_length=num_slots)
         committed = weight.new_zeros(num_lanes, batch_size, self.num_depths + 2, len(weight))
         root = torch.zeros(batch_size, dtype=torch.long, device=weight.device)

@@ -1,5 +1,7 @@
 """What a run trains on: its rows, encoded once into the run folder, or extracted features; and batches of them."""
 
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -7,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from rich.console import Console
@@ -27,6 +30,10 @@ from ..data_pipelines.vocab import always_kept, count_supervised, coverage, draf
 from ..heads.base import DraftHead
 from ..heads.target import Target
 from .config import Inputs, RunConfig
+
+HEARTBEAT_SECONDS = 60.0
+LONGEST_WAIT_SECONDS = 24 * 3600.0
+turns: Counter[int] = Counter()  # by process, how often it waited for the main one, or was it
 
 
 @dataclass
@@ -138,13 +145,36 @@ def removed_on_failure(folder: Path) -> Iterator[None]:
 
 
 def on_main(accelerator: Accelerator, work: Callable[[], None]) -> None:
-    """Does the work in the main process; a BadInput there is raised in all of them."""
+    """Does the work in the main process, however long it takes; a BadInput there is raised in all of them."""
     problem: list[str | None] = [None]
+    key = f"headstart/main/{turns[accelerator.process_index]}"
+    turns[accelerator.process_index] += 1
     if accelerator.is_main_process:
         try:
             work()
         except BadInput as error:
             problem = [str(error)]
+        finally:
+            if accelerator.num_processes > 1:
+                dist.distributed_c10d._get_default_store().set(key, "done")
+    else:
+        wait_for(key, says_so=accelerator.process_index == 1)
     broadcast_object_list(problem)
     if problem[0] is not None:
         raise BadInput(problem[0])
+
+
+def wait_for(key: str, *, says_so: bool) -> None:
+    """Wait until the processes' store has a key: not in a collective, which gives up after ten minutes (NCCL's).
+
+    Args: says_so: a line each HEARTBEAT_SECONDS. Raises BadInput after LONGEST_WAIT_SECONDS.
+    """
+    store, began, lines = dist.distributed_c10d._get_default_store(), time.monotonic(), 0
+    while not store.check([key]):
+        waited = time.monotonic() - began
+        if waited > LONGEST_WAIT_SECONDS:
+            raise BadInput(f"the main process has not been done with its data for {waited / 3600:.0f} hours")
+        if says_so and waited > HEARTBEAT_SECONDS * (lines + 1):
+            lines += 1
+            print(f"waiting for the main process, which prepares data: {waited / 60:.0f} min", file=sys.stderr)
+        time.sleep(min(1.0, HEARTBEAT_SECONDS))

@@ -23,6 +23,7 @@ PROBABILITIES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 PROBABILITY_RATES = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.94, 0.985)
 WEIGHT = 6.0
 NUM_RANKS = 4  # guesses of the head that a tree may hold behind each node of its chain
+MOST_READ = 2048  # positions of a prompt that the head reads at a time
 SURE = 0.8  # expected share of a copied chain that is accepted, from which on the head is not asked
 
 
@@ -179,9 +180,8 @@ class HybridDrafter(Drafter):
         tokens, following, start, num_valid = (
             tensor.to(device) for tensor in (read.tokens, read.next_tokens, read.start, read.num_valid)
         )
-        self.head.commit(
-            state.head, replace(read, tokens=tokens, next_tokens=following, start=start, num_valid=num_valid)
-        )
+        on_device = replace(read, tokens=tokens, next_tokens=following, start=start, num_valid=num_valid)
+        self.head.commit_prompts(state.head, on_device, most=MOST_READ)
 
     def propose(self, state: HybridState, *, num_draft_tokens: int) -> Proposal:
         copies = [row.copy(row.text.contexts, num_draft_tokens) for row in state.rows]

@@ -73,8 +73,7 @@ class SparseCache(SlotCache):
         recent = recent[:, None].clamp(max=source.max_length - 1)  # beyond a short prompt: not seen before written
         for i, whole, part in self._pairs(source):
             keys, values = cast(Tensor, whole.keys), cast(Tensor, whole.values)
-            if not part.is_initialized:
-                part.lazy_initialization(keys, values)
+            self.layer(i, keys, values)
             chosen = choose(i, latest, self.base)  # [B, Nkv or 1, C]
             index = torch.cat([chosen, recent.expand(-1, chosen.shape[1], -1)], 2)[..., None]  # [B, Nkv or 1, C + R, 1]
             for into, stored in ((part.keys, keys), (part.values, values)):
@@ -169,6 +168,9 @@ class SparseSelfDrafter(Drafter):
             state.cache.refresh(read.cache, read.start[:, None] + offsets)
         else:
             self._read_prompts(state, read, read.cache)
+
+    def commit_prompts(self, state: SparseState, read: Reading, *, most: int) -> None:
+        self.commit(state, read)  # whole: it looks at their last tokens only
 
     @torch.no_grad()
     def propose(self, state: SparseState, *, num_draft_tokens: int) -> Proposal:

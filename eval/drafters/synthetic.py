@@ -100,9 +100,12 @@ class SyntheticDrafter(Drafter):
     def commit(self, state: SyntheticState, read: Reading) -> None:
         if self.inner is not None:
             self.inner.commit(state.inner, read)
-        if not read.follows_draft:  # the prompts
-            self._recall(state, read)
         state.position = read.start + read.num_valid
+
+    def commit_prompts(self, state: SyntheticState, read: Reading, *, most: int) -> None:
+        if self.inner is not None:
+            self.inner.commit_prompts(state.inner, read, most=most)
+        self._recall(state, read)
 
     def propose(self, state: SyntheticState, *, num_draft_tokens: int) -> Proposal:
         if self.inner is not None:

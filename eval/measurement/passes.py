@@ -43,7 +43,9 @@ def measure_batches(
     left = [max(1, len(parts) // SHARE_AGAIN)]  # batches that may still be measured again
 
     def warm_up(batch: Suite) -> None:
-        decode_by_turns(runners, batch.prompts, config.seed)
+        baseline, *_ = decode_by_turns(runners, batch.prompts, config.seed)
+        if baseline.error is not None:
+            raise baseline.error
 
     def decode_all(number: int, batch: Suite) -> Record:
         def once() -> list[Side | Exception]:

@@ -83,7 +83,11 @@ class LiveServer:
         self.reader, self.engines = new_engine(1), {size: new_engine(size) for size in sizes}
         for engine in (self.reader, *self.engines.values()):  # caches come into being, steps are recorded
             texts = Texts([prompts[0]] * engine.batch_size, 4, Stop(frozenset()))
-            run_round(engine, texts, prefill(engine, texts, self.watch).state, self.watch)
+            _, state = run_round(engine, texts, prefill(engine, texts, self.watch).state, self.watch)
+            for num_bits in range(engine.num_slots.bit_length() + 1):  # steps read powers of two of slots
+                engine.begin_round(1 << num_bits)
+                if engine is not self.reader:  # which runs no rounds
+                    engine.rehearse(state)
         self.batch = self.gathered([])
         self.rows: list[Row] = []  # that take part in the next round
 

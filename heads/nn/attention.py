@@ -48,7 +48,8 @@ def grouped_attention(
         watch(module, query, key, attention_mask, scaling)
     num_rows, num_heads, num_queries, head_dim = query.shape
     groups = num_heads // key.shape[1]
-    kernels = sdpa_kernel(ANY_LENGTH) if query.is_cuda and num_queries > MOST_IN_A_ROUND else nullcontext()
+    is_round = num_queries <= MOST_IN_A_ROUND or query.device.type == "cpu"
+    kernels = nullcontext() if is_round else sdpa_kernel(ANY_LENGTH)
     if attention_mask is None or attention_mask.shape[1] != 1 or kwargs.get("position_bias") is not None:
         with kernels:
             return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)

@@ -1,46 +1,44 @@
 """A key/value cache of fixed shape whose rows advance independently, and the masks of what its queries see."""
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from .split_attention import whole_parts
+
 EXTENT_STEP = 64  # attention reads a multiple of this many slots, so that few different shapes occur
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer of `SlotCache`: pre-allocated keys and values, written in place."""
+    """One layer of `SlotCache`, which has no reference back to it: memory goes as soon as its engine goes."""
 
     is_sliding = False
 
-    def __init__(self, owner: "SlotCache"):
+    def __init__(self, max_length: int):
         super().__init__()
-        self.owner = owner
+        self.max_length = max_length
         self.readable: tuple[Tensor, Tensor] | None = None  # the first extent slots of keys and values
         self.extent = -1
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        batch_size, num_heads = key_states.shape[:2]
-        slots = self.owner.max_length
-        # zeros, not empty: a masked slot still takes part in 0 * value, and 0 * nan is nan
-        self.keys = key_states.new_zeros(batch_size, num_heads, slots, key_states.shape[-1])  # [B, Nkv, slots, H]
-        self.values = value_states.new_zeros(batch_size, num_heads, slots, value_states.shape[-1])
-        self.is_initialized = True
+        """Take pre-allocated keys and values [B, Nkv, slots, H], written in place."""
+        self.keys, self.values, self.is_initialized = key_states, value_states, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
-        positions, extent = self.owner.positions, self.owner.extent
+        """Write; args: the cache, which knows where to."""
+        place: SlotCache = args[0]
+        keys, values, positions = cast(Tensor, self.keys), cast(Tensor, self.values), place.positions
         if positions.shape[0] == 1:
             keys.index_copy_(2, positions[0], key_states)
             values.index_copy_(2, positions[0], value_states)
         else:
-            rows = self.owner.rows
+            rows = place.rows
             keys.transpose(1, 2).index_put_((rows, positions), key_states.transpose(1, 2))
             values.transpose(1, 2).index_put_((rows, positions), value_states.transpose(1, 2))
-        return self.readable_slots(extent)
+        return self.readable_slots(place.extent)
 
     def readable_slots(self, extent: int) -> tuple[Tensor, Tensor]:
         """The first `extent` slots of keys and values [B, Nkv, extent, H], as views."""
@@ -50,13 +48,13 @@ class SlotLayer(CacheLayerMixin):
         return self.readable
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.owner.extent, 0
+        return self.extent, 0  # `SlotCache` answers for it
 
     def get_seq_length(self) -> int:
         return 0
 
     def get_max_length(self) -> int:
-        return self.owner.max_length
+        return self.max_length
 
 
 class SlotCache(Cache):
@@ -69,15 +67,41 @@ class SlotCache(Cache):
 
     def __init__(self, *, num_layers: int, max_length: int):
         """Args: max_length: slots per row, in tokens; prompt, new tokens and one round's drafts must fit."""
-        super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
+        super().__init__(layers=[SlotLayer(max_length) for _ in range(num_layers)])
         self.max_length = max_length
         self.positions: Tensor = torch.zeros(1, 0, dtype=torch.long)  # [B, Q]
         self.rows: Tensor = torch.zeros(1, 1, dtype=torch.long)  # [B, 1]
         self.extent = 0
+        # all that is stored, [..., B, Nkv, slots, H] each: one tensor [layers, 2, ...] where layers are alike, so that
+        # rows and slots of all of them move at once; keys and values of other layers by themselves
+        self.stored: list[Tensor] = []
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Write one layer's new keys and values [B, Nkv, Q, H]; returns all that attention may read of the layer."""
-        return cast(SlotLayer, self.layers[layer_idx]).update(key_states, value_states)
+        return self.layer(layer_idx, key_states, value_states).update(key_states, value_states, self)
+
+    def layer(self, index: int, keys: Tensor, values: Tensor) -> SlotLayer:
+        """A layer, with room for such keys and values [B, Nkv, any, H]; its slots come into being with the first."""
+        layer = cast(SlotLayer, self.layers[index])
+        if not layer.is_initialized:
+            layer.lazy_initialization(*self._room(index, keys, values))
+        return layer
+
+    def _room(self, index: int, keys: Tensor, values: Tensor) -> Sequence[Tensor]:
+        shapes = [(*x.shape[:2], self.max_length, x.shape[-1]) for x in (keys, values)]
+        # zeros, not empty: a masked slot still takes part in 0 * value, and 0 * nan is nan
+        if not self.stored and shapes[0] == shapes[1]:
+            self.stored.append(keys.new_zeros(len(self.layers), 2, *shapes[0]))
+        whole = self.stored[0] if self.stored else keys
+        alike = (whole.dtype, whole.device, whole.shape[2:]) == (keys.dtype, keys.device, shapes[0])
+        if alike and shapes[0] == shapes[1]:
+            return whole[index].unbind()
+        own = [x.new_zeros(shape) for x, shape in zip((keys, values), shapes, strict=True)]
+        self.stored += own
+        return own
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.extent, 0
 
     def seek(self, positions: Tensor, *, extent: int, is_exact: bool = False) -> None:
         """Set the slots of the next write.
@@ -90,7 +114,8 @@ class SlotCache(Cache):
         self.positions = positions
         if len(self.rows) != len(positions) or self.rows.device != positions.device:
             self.rows = torch.arange(len(positions), device=positions.device)[:, None]  # [B, 1]
-        self.extent = extent if is_exact else min(-(-extent // EXTENT_STEP) * EXTENT_STEP, self.max_length)
+        in_steps = whole_parts(-(-extent // EXTENT_STEP) * EXTENT_STEP, positions.device)
+        self.extent = extent if is_exact else min(in_steps, self.max_length)
 
     def mask(
         self, positions: Tensor, *, dtype: torch.dtype, window: int | None = None, seen: Tensor | None = None
@@ -137,10 +162,9 @@ class SlotCache(Cache):
         Args: source, destination: [B, n]; all sources are read before anything is written.
         """
         rows = torch.arange(len(source), device=source.device)[:, None]  # [B, 1]
-        for layer in cast(list[SlotLayer], self.layers):
-            for tensor in (layer.keys, layer.values):
-                by_slot = cast(Tensor, tensor).transpose(1, 2)  # [B, slots, Nkv, H]
-                by_slot[rows, destination] = by_slot[rows, source]
+        for tensor in self.stored:
+            by_slot = tensor.movedim((-4, -2), (0, 1))  # [B, slots, ..., Nkv, H]
+            by_slot[rows, destination] = by_slot[rows, source]
 
     @property
     def is_filled(self) -> bool:
@@ -149,9 +173,8 @@ class SlotCache(Cache):
 
     def take_row(self, row: int, source: "SlotCache", source_row: int) -> None:
         """Copy a row of another cache of the same layers and length, all its slots."""
-        for mine, other in zip(cast(list[SlotLayer], self.layers), cast(list[SlotLayer], source.layers), strict=True):
-            for own, copied in ((mine.keys, other.keys), (mine.values, other.values)):
-                cast(Tensor, own)[row] = cast(Tensor, copied)[source_row]
+        for own, copied in zip(self.stored, source.stored, strict=True):
+            own.select(-4, row).copy_(copied.select(-4, source_row))
 
 
 def visibility_mask(positions: Tensor, *, extent: int, dtype: torch.dtype, window: int | None = None) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from ...configs.errors import first_line
-from .cache import SlotCache, SlotLayer
+from .cache import SlotCache
 from .layers import rotate
 from .packed import multiplies_bf16, pack, packed_linear
 
@@ -110,10 +110,11 @@ class PackedDecoder:
             mask = mask.repeat(1, 1, groups, 1)
         shared = Shared(cos[:, None], sin[:, None], cache.rows, cache.positions, mask)
         kept = {}
-        for i, (weights, stored) in enumerate(zip(self.layers, cache.layers, strict=True)):
+        empty = x.new_empty(len(x), self.sizes.num_kv_heads, 0, self.sizes.head_dim)
+        for i, weights in enumerate(self.layers):
             if i in wanted:
                 kept[i] = x
-            keys, values = self._slots(stored, x, cache.extent)
+            keys, values = cache.layer(i, empty, empty).readable_slots(cache.extent)
             layer = self._compiled if is_round and self.compiles else decoder_layer
             x = layer(x, weights, keys, values, shared, self.sizes)
         return rms_norm(x, self.final_norm, self.sizes.eps), kept
@@ -125,13 +126,6 @@ class PackedDecoder:
     def logits(self, post_norm: Tensor) -> Tensor:
         """[..., D] -> [..., V] bf16."""
         return product(post_norm, self.output)
-
-    def _slots(self, stored: Any, x: Tensor, extent: int) -> tuple[Tensor, Tensor]:
-        layer: SlotLayer = stored
-        if not layer.is_initialized:
-            empty = x.new_empty(len(x), self.sizes.num_kv_heads, 0, self.sizes.head_dim)
-            layer.lazy_initialization(empty, empty)
-        return layer.readable_slots(extent)
 
     def _compiled(
         self, x: Tensor, weights: LayerWeights, keys: Tensor, values: Tensor, shared: Shared, sizes: Sizes

@@ -16,6 +16,12 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *,
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
 
+def whole_parts(num_slots: int, device: torch.device) -> int:
+    """So many slots or a few more, which a long cache on a GPU can be read in: whole parts."""
+    is_long = num_slots > 4 * PART and device.type != "cpu"
+    return -(-num_slots // PART) * PART if is_long else num_slots
+
+
 def reads_in_parts(query: Tensor, key: Tensor) -> bool:
     """Whether one block per key head and row would leave most of a GPU idle over a long cache."""
     num_blocks, num_slots = key.shape[0] * key.shape[1], key.shape[2]

@@ -1,0 +1,283 @@
+"""What a GPU would do wrong, seen on a CPU: the current device, failed captures, memory that stays, unread chunks."""
+
+import gc
+import weakref
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from headstart.eval import engine as engine_module
+from headstart.eval import replay
+from headstart.eval.drafters.sparse_self import SparseSelfDrafter
+from headstart.eval.drafters.synthetic import SyntheticDrafter
+from headstart.eval.engine import Engine
+from headstart.eval.generate import Stop, Stopwatch, decode, generate
+from headstart.eval.measurement.config import DraftSetting, MeasureConfig, chain
+from headstart.eval.measurement.measure import measure
+from headstart.eval.plan.load import ServedRequest, serve
+from headstart.eval.plan.server import LiveServer
+from headstart.eval.replay import Replay
+from headstart.eval.suites.prompts import Suite
+from headstart.heads.drafting import DynamicTree, StaticTree
+from headstart.heads.registry import HEADS, build_head
+
+PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
+TREES = {"chain": None, "static": StaticTree(((0,), (1,), (0, 0), (1, 0))), "dynamic": DynamicTree(6, 2, 3)}
+
+
+def head_for(head_type: str, target: Any, **changes: Any) -> Any:
+    return build_head(HEADS[head_type].config_class(type=head_type, **changes), target, seed=1).eval()
+
+
+class FakeCuda:
+    """The parts of torch.cuda that steps use; every stream, event and graph tells the device that it is of."""
+
+    def __init__(self, patch: pytest.MonkeyPatch):
+        self.current, self.used, self.default_capture_stream = 0, [], None
+        for name in ("device", "stream", "graph"):
+            patch.setattr(torch.cuda, name, contextmanager(getattr(self, name)))
+        for name in ("Stream", "CUDAGraph", "Event", "current_stream"):
+            patch.setattr(torch.cuda, name, getattr(self, name))
+
+    def device(self, device: torch.device) -> Any:
+        before, self.current = self.current, device.index
+        yield
+        self.current = before
+
+    def Stream(self, device: torch.device | None = None) -> Any:  # noqa: N802
+        index = self.current if device is None else device.index
+        return SimpleNamespace(device=index, wait_stream=lambda other: self.used.append(other.device))
+
+    current_stream = Stream
+
+    def stream(self, stream: Any) -> Any:
+        self.used.append(stream.device)
+        yield
+
+    def graph(self, graph: Any, stream: Any = None) -> Any:
+        """Where no stream is named, torch takes one for all devices, made on the first that captures."""
+        self.default_capture_stream = self.default_capture_stream or self.Stream(torch.device("cuda:0"))
+        self.used += [self.current, (stream or self.default_capture_stream).device]
+        yield
+
+    def CUDAGraph(self) -> Any:  # noqa: N802
+        return SimpleNamespace(replay=lambda: self.used.append(self.current))
+
+    def Event(self, enable_timing: bool = False) -> Any:  # noqa: N802
+        return SimpleNamespace(record=lambda stream=None: self.used.append((stream or self.current_stream()).device))
+
+
+def test_streams_graphs_and_events_are_of_the_targets_device(monkeypatch):
+    """And not of the current one, which is cuda:0 unless a program says otherwise."""
+    cuda, device = FakeCuda(monkeypatch), torch.device("cuda:1")
+    steps = Replay("graph", device)
+    for _ in range(2):
+        steps("double", lambda x: (x * 2,), torch.ones(2))
+    Stopwatch(device).mark()
+    assert len(cuda.used) > 6 and set(cuda.used) == {1}
+    assert cuda.current == 0, "and the caller's device is as it was"
+
+
+def test_all_of_decoding_runs_with_the_targets_device_as_the_current_one(target, monkeypatch):
+    depth, within = [0], []
+
+    @contextmanager
+    def entered(device: torch.device) -> Any:
+        assert device == target.device
+        depth[0] += 1
+        yield
+        depth[0] -= 1
+
+    monkeypatch.setattr(replay, "current_gpu", entered)
+    forward = target.forward
+
+    def watched(*arguments: Any, **how: Any) -> Any:
+        within.append(depth[0])
+        return forward(*arguments, **how)
+
+    monkeypatch.setattr(target, "forward", watched)
+    generate(target, head_for("eagle3", target), PROMPTS, max_new_tokens=6)
+    assert within and all(within)
+
+
+# Captures that fail
+
+
+def failing(error: BaseException, *, times: int = 1000) -> Any:
+    left = [times]
+
+    def record(step: Any, arguments: Any) -> Any:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise type(error)(*error.args)  # a new one, of which nobody keeps the traceback
+        return step
+
+    return record
+
+
+def test_out_of_memory_in_a_recording_fails_one_batch(target, monkeypatch):
+    """As it does anywhere else: the others are measured, each in an engine that is made anew."""
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    monkeypatch.setattr(replay, "compiled", failing(error, times=1))
+    config = MeasureConfig(setting=chain(3), max_new_tokens=8, steps="compile")
+    entry, _ = measure(target, head_for("eagle3", target), Suite("four", PROMPTS), config, name="eagle3")
+    assert [one.prompt for one in entry.failed] == [0] and entry.num_prompts == 3
+    assert "out of memory" in entry.failed[0].reason
+
+
+def test_out_of_memory_that_a_broken_capture_hides_is_seen(monkeypatch):
+    """The end of a capture raises an error of its own while that of the allocator is on its way."""
+
+    def record(step: Any, arguments: Any) -> Any:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        finally:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(replay, "compiled", record)
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 2 GiB"):
+        Replay("compile", torch.device("cpu"))("key", lambda x: (x,), torch.ones(1))
+
+
+def test_what_cannot_be_recorded_runs_eagerly_and_says_so(target, monkeypatch):
+    head = head_for("eagle3", target)
+    wanted = generate(target, head, PROMPTS, max_new_tokens=20, eos_token_ids=[]).token_ids
+    monkeypatch.setattr(replay, "compiled", failing(RuntimeError("operation not permitted when stream is capturing")))
+    engine = Engine(target, head, batch_size=4, max_length=28, steps="compile")
+    with pytest.warns(UserWarning, match="steps compile: .*not permitted when stream is capturing.* eager") as lines:
+        found = decode(engine, PROMPTS, max_new_tokens=20, stop=Stop.of(target, eos_token_ids=[]))
+    assert found.token_ids == wanted
+    assert len(lines) == 1, "once, and not for every step and length"
+
+
+def test_a_target_whose_rope_reads_the_device_decodes_all_the_same(tiny_target):
+    """transformers asks for the longest position where frequencies depend on it: no step of it can be recorded."""
+    rope = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}
+    target = tiny_target("qwen3", rope_parameters=rope, max_position_embeddings=64)
+    how: dict[str, Any] = {"max_new_tokens": 12}
+    wanted = generate(target, None, [PROMPTS[1]], eos_token_ids=[], **how).token_ids
+    engine = Engine(target, None, batch_size=1, max_length=24, steps="compile")
+    with pytest.warns(UserWarning, match="eager"):
+        found = decode(engine, [PROMPTS[1]], stop=Stop.of(target, eos_token_ids=[]), **how)
+    assert found.token_ids == wanted
+
+
+# Memory
+
+
+@pytest.fixture
+def no_collection() -> Any:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize(("steps", "tree"), [("eager", "chain"), ("compile", "static")])
+def test_keys_and_values_go_with_their_engine(steps, tree, head_type, target, monkeypatch, no_collection):
+    """At once, and not when a collection comes by: the next engine needs the memory."""
+    monkeypatch.setattr(replay, "compiled", lambda step, arguments: lambda *now: step(*now))
+    engine = Engine(target, head_for(head_type, target), batch_size=4, max_length=24, tree=TREES[tree], steps=steps)
+    decode(engine, PROMPTS, max_new_tokens=8, stop=Stop.of(target))
+    kept = [weakref.ref(tensor) for layer in engine.cache.layers for tensor in (layer.keys, layer.values)]
+    kept += [weakref.ref(engine.cache), weakref.ref(engine)]
+    assert all(one() is not None for one in kept)
+    del engine
+    assert not any(one() is not None for one in kept)
+
+
+@pytest.mark.slow
+def test_keys_and_values_go_with_an_engine_that_was_traced(target, monkeypatch, no_collection):
+    """What compiled code keeps of a step is not the engine."""
+    record = replay.compiled
+    monkeypatch.setattr(replay, "compiled", lambda step, arguments: record(step, arguments, backend="eager"))
+    engine = Engine(target, head_for("eagle3", target), batch_size=4, max_length=24, steps="compile")
+    decode(engine, PROMPTS, max_new_tokens=8, stop=Stop.of(target))
+    kept = [weakref.ref(engine.cache.layers[0].keys), weakref.ref(engine)]
+    del engine
+    assert not any(one() is not None for one in kept)
+
+
+def test_an_engine_whose_recording_failed_is_let_go(target, monkeypatch, no_collection):
+    monkeypatch.setattr(replay, "compiled", failing(torch.OutOfMemoryError("CUDA out of memory.")))
+    engine = Engine(target, None, batch_size=4, max_length=24, steps="compile")
+    kept = weakref.ref(engine)
+    with pytest.raises(torch.OutOfMemoryError):
+        decode(engine, PROMPTS, max_new_tokens=8, stop=Stop.of(target))
+    del engine
+    assert kept() is None
+
+
+# Prompts in chunks
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+def test_drafters_read_long_prompts_in_chunks_as_at_once(head_type, tree, target, monkeypatch):
+    """What they draft is the same, and no reading is wider than a chunk: so is no mask."""
+    source = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(3, 61, (length,), generator=source).tolist() for length in (37, 12, 5, 33, 1, 24)]
+    head, widths = head_for(head_type, target), []
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=source))
+    how: dict[str, Any] = {"max_new_tokens": 16, "tree": TREES[tree], "eos_token_ids": []}
+    whole = generate(target, head, prompts, **how)
+    commit = head.commit
+
+    def watched(state: Any, read: Any) -> None:
+        widths.append(read.tokens.shape[1])
+        commit(state, read)
+
+    monkeypatch.setattr(head, "commit", watched)
+    monkeypatch.setattr(engine_module, "PREFILL_CHUNK", 12)
+    parts = generate(target, head, prompts, **how)
+    assert parts.token_ids == whole.token_ids
+    assert [one.num_accepted for one in parts.rounds] == [one.num_accepted for one in whole.rounds]
+    assert max(widths) == 12
+
+
+def test_drafters_that_need_the_whole_prompt_get_it(target, monkeypatch):
+    """The sparse target, which looks at a prompt's end, and drafts by rates, which look a prompt up; a head within
+    these reads in chunks."""
+    prompts = [PROMPTS[1] * 4, PROMPTS[3]]
+    inner = head_for("eagle3", target)
+    synthetic = SyntheticDrafter(target, prompts, [0.7, 0.5], max_new_tokens=16, inner=inner)
+    widths, commit = [], inner.commit
+
+    def watched(state: Any, read: Any) -> None:
+        widths.append(read.tokens.shape[1])
+        commit(state, read)
+
+    for drafter in (SparseSelfDrafter(target, 32), synthetic):
+        how: dict[str, Any] = {"max_new_tokens": 16, "num_draft_tokens": 3, "eos_token_ids": []}
+        whole = generate(target, drafter, prompts, **how)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_module, "PREFILL_CHUNK", 12)
+            patch.setattr(inner, "commit", watched)
+            parts = generate(target, drafter, prompts, **how)
+        assert [one.num_accepted for one in parts.rounds] == [one.num_accepted for one in whole.rounds]
+    assert max(widths) == 12
+
+
+# The live server
+
+
+@pytest.mark.parametrize("drafted", [True, False])
+def test_a_server_has_recorded_all_its_steps_before_the_first_request(drafted, tiny_target, monkeypatch):
+    """Requests that grow from 128 slots into 512, in batches of all sizes: nothing is recorded while they are timed."""
+    target, recorded = tiny_target("llama", max_position_embeddings=512), []
+
+    def record(step: Any, arguments: Any) -> Any:
+        recorded.append(arguments)
+        return lambda *now: step(*now)
+
+    monkeypatch.setattr(replay, "compiled", record)
+    prompts = [[1, *[5] * length] for length in (100, 240, 20)]
+    config = MeasureConfig(max_new_tokens=40, steps="compile")
+    drafter, setting = (head_for("medusa", target), DraftSetting("K 3", 3)) if drafted else (None, None)
+    server = LiveServer(target, drafter, setting, prompts, config, max_batch_size=2, stop=Stop(frozenset()))
+    before = len(recorded)
+    serve(server, [ServedRequest(i, 0.0) for i in range(3)])
+    assert before and len(recorded) == before

@@ -1,0 +1,162 @@
+"""How many kernels steps launch, by operations dispatched, and what attention reads of long caches, without a GPU."""
+
+from typing import Any
+
+import pytest
+import torch
+from headstart.eval.engine import DecodeState, Engine
+from headstart.eval.verify import accept_sampled
+from headstart.heads.drafter import Reading
+from headstart.heads.drafting import StaticTree
+from headstart.heads.fit import build_skeleton_head
+from headstart.heads.nn import attention
+from headstart.heads.nn.split_attention import reads_in_parts
+from headstart.heads.registry import HEADS
+from headstart.heads.target import Target, TargetOutput
+from headstart.scripts.benchmarks.engine_cells import SIZES
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+VIEWS = {"view", "reshape", "transpose", "permute", "expand", "slice", "select", "unsqueeze", "squeeze", "t", "split",
+         "split_with_sizes", "unbind", "as_strided", "detach", "alias", "_unsafe_view", "unflatten", "chunk",
+         "_reshape_alias", "movedim", "empty", "empty_like", "new_empty", "lift_fresh"}  # fmt: skip
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that run something: neither views nor allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name not in VIEWS:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+# Rejection
+
+
+def tree_of(*widths: int) -> StaticTree:
+    """So many nodes at each depth, those of the best parents first, three children at most but for the root's."""
+    levels: list[list[tuple[int, ...]]] = [[()]]
+    for width in widths:
+        ranks = range(width if len(levels) == 1 else 3)
+        levels.append(sorted((path + (r,) for path in levels[-1] for r in ranks), key=sum)[:width])
+    return StaticTree(tuple(sorted((path for level in levels[1:] for path in level), key=lambda p: (len(p), p))))
+
+
+TREE = tree_of(8, 9, 7, 4, 3)
+
+
+def sampled_inputs(tree: StaticTree, num_rows: int, size: int) -> Any:
+    """Targets, drafts that are like them, children drawn without replacement, and parents."""
+    source = torch.Generator().manual_seed(7)
+    logits = torch.randn(num_rows, tree.num_nodes + 1, size, generator=source)
+    probs = logits.softmax(-1)
+    draft = (logits + torch.randn(logits.shape, generator=source)).softmax(-1)
+    left, drafted = draft.clone(), []
+    for node, parent in enumerate(tree.parents):
+        token = torch.multinomial(left[:, parent + 1], 1, generator=source)
+        left[:, parent + 1].scatter_(1, token, 0.0)
+        drafted.append(token)
+        assert node >= parent
+    return probs, draft, torch.cat(drafted, 1), torch.tensor(tree.parents).expand(num_rows, -1)
+
+
+def test_rejection_walks_by_depth_with_fewer_kernels():
+    """Node by node, 31 of them took 1,279, most of these over the whole vocabulary."""
+    assert TREE.num_nodes == 31
+    inputs = sampled_inputs(TREE, 2, 16)
+    with Launches() as launched:
+        accept_sampled(*inputs, depth=TREE.depth, tries=TREE.most_children)
+    assert len(launched.names) < 0.6 * 1279
+
+
+@pytest.mark.parametrize("tree", [TREE, tree_of(1, 1, 1), tree_of(4), tree_of(2, 5, 1)])
+def test_walks_by_depth_and_by_node_accept_the_same_to_the_bit(tree):
+    inputs = sampled_inputs(tree, 500, 12)
+    found = []
+    for tries in (None, tree.most_children):
+        source = torch.Generator().manual_seed(3)
+        result = accept_sampled(*inputs, depth=tree.depth, tries=tries, generator=source)
+        inside = torch.arange(tree.depth) < result.num_accepted[:, None]
+        found.append((result.num_accepted, result.path * inside, result.bonus))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert set(found[0][0].tolist()) == set(range(tree.depth + 1))
+
+
+# Long caches: a target of the 8B's heads, and layers of few channels, on no device
+
+
+@pytest.fixture(scope="module")
+def skeleton() -> Target:
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 128, **heads}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(max_position_embeddings=20000, **sizes))
+        return Target(model, name="skeleton", fingerprint="")
+
+
+def attended(skeleton: Target, monkeypatch: pytest.MonkeyPatch, context: int, head_type: str | None, **how: Any) -> Any:
+    """Queries and keys of every masked attention of a round behind so many tokens; steps: eager or as captured."""
+    seen, plain = [], attention.masked_attention
+
+    def watched(query: Any, key: Any, *others: Any, **more: Any) -> Any:
+        seen.append((query, key))
+        return plain(query, key, *others, **more)
+
+    changes: dict[str, Any] = {"independent": True, "layout": "deepseek_v3"} if head_type == "mtp" else {}
+    drafter = (
+        build_skeleton_head(HEADS[head_type].config_class(type=head_type, **changes), skeleton) if head_type else None
+    )
+    engine = Engine(skeleton, drafter, batch_size=1, max_length=context + 60, **how)
+    engine.replay.steps, record = "graph", engine.replay
+    monkeypatch.setattr(record, "_record", lambda step, arguments: step)
+    for steps in ("eager", "graph"):
+        engine.replay.steps = steps
+        engine.begin_round(context)
+        with torch.device("meta"):
+            tokens, start = torch.zeros(1, 1, dtype=torch.long), torch.full((1,), context)
+        read = None
+        if drafter is not None:
+            width = engine.depth + 1
+            states = [torch.zeros(1, width, *size, device="meta") for size in ((len(engine.layers), 64), (64,))]
+            ids = tokens.expand(1, width)
+            read = Reading(ids, ids, TargetOutput(*states), start, torch.ones_like(start))
+        monkeypatch.setattr(attention, "masked_attention", watched)
+        engine.verify(DecodeState(read, tokens, start), engine.draft(read))
+    return seen
+
+
+@pytest.mark.parametrize("context", [*SIZES["8b"].contexts[1:], 1100, 5000])
+@pytest.mark.parametrize("head_type", [None, "eagle3", "mtp"])
+def test_rounds_over_long_caches_read_them_in_parts(context, head_type, skeleton, monkeypatch):
+    """At every context of the engine's benchmark and between, of target and heads, eager and as captured."""
+    seen = attended(skeleton, monkeypatch, context, head_type)
+    assert len(seen) >= 8 and all(reads_in_parts(query, key) for query, key in seen)
+
+
+def test_no_prompt_is_read_through_kernels_that_are_planned_anew_for_its_length(skeleton, monkeypatch):
+    """cuDNN's, which take up to half a second for each new shape: of the target and of heads."""
+    allowed = []
+    plain = attention.masked_attention
+
+    def watched(query: Any, *others: Any, **more: Any) -> Any:
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return plain(query, *others, **more)
+
+    monkeypatch.setattr(attention, "masked_attention", watched)
+    for head_type in ("eagle", "eagle3", "hydra", "mtp", "draft_lm"):
+        head = build_skeleton_head(HEADS[head_type].config_class(type=head_type), skeleton)
+        engine = Engine(skeleton, head, batch_size=1, max_length=300)
+        with torch.device("meta"):
+            tokens, num_valid = torch.zeros(1, 200, dtype=torch.long), torch.full((1,), 200)
+        output, last = engine.prefill(tokens, num_valid)
+        before = len(allowed)
+        engine.commit_prompts(Reading(tokens, tokens, output, torch.zeros_like(num_valid), num_valid))
+        assert head_type == "hydra" or len(allowed) > before
+        assert last.shape == (1, 1)
+    assert allowed and not any(allowed)
