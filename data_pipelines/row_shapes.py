@@ -13,7 +13,7 @@ from .sources import Row
 
 SHAPES = (
     "`messages` (role, content), `conversations` (from, value), `prompt` + `response` or `completion`, "
-    "`instruction` + `output` or `response`, `text`"
+    "`instruction` + `output` or `response`, `question` + `answer`, `text`; a source's `columns` renames other keys"
 )
 
 
@@ -72,7 +72,7 @@ def conversation_of(row: Row, *, as_messages: bool = True) -> Conversation:
     turns. A text under `system` becomes the first turn. BadInput, which opens with the row's origin: another shape, an
     unknown role, content that is not text.
     """
-    data = {key: value for key, value in row.data.items() if value is not None}
+    data = known_keys(row.data)
     answer = answer_in(data)
     if "messages" in data or "conversations" in data:
         kept = _messages(data.get("messages", data.get("conversations")), data, row.origin)
@@ -89,6 +89,15 @@ def conversation_of(row: Row, *, as_messages: bool = True) -> Conversation:
         raise BadInput(f"{row.origin}: unknown row shape with keys {', '.join(data) or '(none)'}; known are {known}")
     truncated = data.get("truncated") is True or data.get("finish_reason") == "length"
     return Conversation(kept, list(_turns(kept, row.origin)), truncated)
+
+
+def known_keys(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A row without its empty keys; `question` and `answer`, where it has no other shape, are prompt and response."""
+    data = {key: value for key, value in data.items() if value is not None}
+    others = ("messages", "conversations", "prompt", "instruction", "text", "input_ids")
+    if {"question", "answer"} <= data.keys() and not any(key in data for key in others):
+        data |= {"prompt": data.pop("question"), "response": data.pop("answer")}
+    return data
 
 
 def answer_in(data: Mapping[str, Any]) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 from ...configs.errors import BadInput
 from ..config import check_at_least_one
 from ..masks.messages import Message, normalise
+from ..row_shapes import known_keys
 from ..sources import Row
 
 PROMPT_SHAPES = "`messages`, `conversations`, `turns`, `prompt` or `instruction`"
@@ -122,7 +123,7 @@ def exchanges(row: Row, sampling: SamplingConfig, *, turns: str) -> Iterator[Exc
 
     BadInput, which opens with the row's origin: no prompt in it, messages of another form, no user turn.
     """
-    data = {key: value for key, value in row.data.items() if value is not None}
+    data = known_keys(row.data)
     script = ask(_messages(data, row.origin), turns=turns)
     if None not in script:
         raise BadInput(f"{row.origin}: no user turn to answer")

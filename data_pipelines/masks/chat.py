@@ -12,7 +12,7 @@ import numpy as np
 from ...configs.errors import BadInput, first_line
 from ..config import DataConfig
 from ..parallel import in_order
-from ..row_shapes import SHAPES, answer_in, instruction_in
+from ..row_shapes import SHAPES, answer_in, instruction_in, known_keys
 from ..sources import Row
 from ..storage.samples import SEGMENTS, Sample
 from .assistant_masks import Chat
@@ -50,7 +50,7 @@ def encode_row(row: Row, tokenizer: "PreTrainedTokenizerBase", config: DataConfi
     The first of these shapes that the row has is taken; keys whose value is None count as absent:
       `input_ids` + `prompt_length`    ready tokens; the first prompt_length are not supervised
       `messages` or `conversations`    the tokenizer's chat template, with `tools`; the assistant turns are supervised
-      `prompt` + `response` or `completion`, `instruction` (+ `input`) + `output` or `response`
+      `prompt` + `response` or `completion`, `instruction` (+ `input`) + `output` or `response`, `question` + `answer`
                                        plain text, the response and its eos supervised; no chat template. An
                                        instruction, its input and its output are set apart by blank lines
       `text`                           every token supervised but a leading bos
@@ -98,7 +98,7 @@ def _markers(table: TokenTable, config: DataConfig) -> tuple[str, str] | None:
 def _encode_whole(row: Row, table: TokenTable, config: DataConfig) -> tuple[list[int], list[Span]]:
     """The row's tokens, and [start, end) of what the target is to write, in order."""
     tokenizer = table.tokenizer
-    data = {key: value for key, value in row.data.items() if value is not None}
+    data = known_keys(row.data)
     answer = answer_in(data)
     if "input_ids" in data and "prompt_length" in data:
         return _check_tokens(data["input_ids"], data["prompt_length"], row.origin, vocab_size=len(tokenizer))

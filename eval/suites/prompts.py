@@ -60,6 +60,7 @@ class Suite:
     chat: ChatOptions = DEFAULT_CHAT
     template_hash: str | None = None  # of the chat template that rows went through; None: through none
     version: int | None = None  # of a named suite
+    calibration: list[list[int]] = field(default_factory=list)  # prompts that shape trees, and are not measured
 
     def __post_init__(self) -> None:
         if len(self.sources) != len(self.prompts):
@@ -159,6 +160,36 @@ def ready_ids(row: Row, *, origin: str) -> list[int]:
     return ids[:length]
 
 
+def distinct_names(candidates: Sequence[Sequence[str]]) -> list[str]:
+    """One name of each, the shortest by which all differ. Args: candidates: of each its names, the shortest first.
+
+    Raises BadInput where two have the same names only.
+    """
+    levels = [0] * len(candidates)
+    while True:
+        names = [each[level] for each, level in zip(candidates, levels, strict=True)]
+        alike = [i for i, name in enumerate(names) if names.count(name) > 1]
+        if not alike:
+            return names
+        longer = [i for i in alike if levels[i] + 1 < len(candidates[i])]
+        if not longer:
+            raise BadInput(f"{names[alike[0]]}: is given twice")
+        for i in longer:
+            levels[i] += 1
+
+
+def file_names(path: str | Path) -> list[str]:
+    """What a prompt file's suite may be called: `gsm8k`, `gsm8k.test`, and with more and more of its folders."""
+    folders, name = Path(path).absolute().parts[:-1], Path(path).name
+    whole = name.removesuffix(".gz").removesuffix(".jsonl")
+    return [name.split(".")[0], whole, name, *("/".join((*folders[i:], name)) for i in reversed(range(len(folders))))]
+
+
+def filled(count: int, batch_size: int) -> list[int]:
+    """Indices of so many rows, repeated from the first on until the last batch is full."""
+    return [i % count for i in range(-(-count // batch_size) * batch_size)]
+
+
 def file_rows(path: str | Path) -> Iterator[tuple[str, Row]]:
     """The rows of a file, with their origins."""
     return ((f"{path}:{line}", row) for line, row in iter_jsonl(path))
@@ -171,8 +202,9 @@ def load_suite(
 
     Raises: BadInput on malformed rows; NoUsablePrompt, a BadInput, where no prompt is left.
     """
-    name = Path(path).name.split(".")[0]
-    suite = build_suite(name, file_rows(path), target, max_new_tokens=max_new_tokens, limit=limit, chat=chat)
+    suite = build_suite(
+        file_names(path)[0], file_rows(path), target, max_new_tokens=max_new_tokens, limit=limit, chat=chat
+    )
     if not suite.prompts:
         raise NoUsablePrompt(suite)
     return suite

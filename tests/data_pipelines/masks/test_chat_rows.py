@@ -215,7 +215,7 @@ def test_rows_are_encoded_one_at_a_time() -> None:
         ({"prompt": turns("hi"), "completion": "ok"}, "prompt and response should be text; give a chat as `messages`"),
         ({"instruction": 3, "output": "ok"}, "`instruction` and `input` should be text"),
         ({"text": ["a"]}, "`text` should be text, got list"),
-        ({"question": "a", "answer": "b"}, "unknown row shape with keys question, answer; known are `messages`"),
+        ({"query": "a", "answer": "b"}, "unknown row shape with keys query, answer; known are `messages`"),
         ({"prompt": "a", "response": None}, "a prompt without an answer to train on; `headstart data regenerate`"),
         ({"instruction": "a"}, "a prompt without an answer to train on; `headstart data regenerate`"),
         ({}, "unknown row shape with keys (none); known are `messages`"),
@@ -223,6 +223,14 @@ def test_rows_are_encoded_one_at_a_time() -> None:
 )
 def test_a_bad_row_is_named_by_origin_and_fault(row: dict[str, Any], message: str) -> None:
     assert problem(row, make_tokenizer(CHATML)).startswith(message)
+
+
+def test_a_question_with_its_answer_is_a_prompt_with_its_response() -> None:
+    tokenizer, row = make_tokenizer(CHATML), {"question": "1 + 2?", "answer": "3"}
+    assert encode(row, tokenizer) == encode({"prompt": "1 + 2?", "response": "3"}, tokenizer)
+    assert "`columns`" in problem({"query": "a", "answer": "b"}, tokenizer), "what to do about other keys"
+    both = {**row, "text": "of another shape"}
+    assert encode(both, tokenizer) == encode({"text": "of another shape"}, tokenizer)
 
 
 def test_a_row_without_supervised_tokens_shows_at_most_80_characters() -> None:

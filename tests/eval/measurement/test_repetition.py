@@ -1,4 +1,4 @@
-"""Texts that repeat themselves are told from those that do not, and the figures without them are of the others alone."""
+"""Texts that repeat themselves are told from those that do not; the figures without them are of the others alone."""
 
 import pytest
 from headstart.eval.generate import Generation, Round
