@@ -8,6 +8,7 @@ from hashlib import blake2b
 from typing import Any
 
 from ..configs.errors import BadInput
+from ..configs.jsonl import loads
 from .masks.messages import normalise
 from .sources import Row
 
@@ -120,7 +121,7 @@ def _messages(turns: Any, data: Mapping[str, Any], origin: str) -> dict[str, Any
         messages.insert(0, {"role": "system", "content": system})
     tools = data.get("tools")
     try:
-        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
+        tools = loads(tools) if isinstance(tools, str) and tools.strip() else tools
     except ValueError as error:
         raise BadInput(f"{origin}: `tools` is text, but no JSON: {error}") from error
     return {"messages": messages, **({"tools": tools} if tools else {})}

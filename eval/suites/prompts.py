@@ -11,7 +11,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from ...configs.errors import BadInput, first_line
-from ...configs.jsonl import iter_jsonl
+from ...configs.jsonl import iter_jsonl, naming_faults
 from ...heads.loading import quiet_loading
 from ...heads.reasoning import template_hash, think_tokens
 from ...heads.target import Target
@@ -202,9 +202,8 @@ def load_suite(
 
     Raises: BadInput on malformed rows; NoUsablePrompt, a BadInput, where no prompt is left.
     """
-    suite = build_suite(
-        file_names(path)[0], file_rows(path), target, max_new_tokens=max_new_tokens, limit=limit, chat=chat
-    )
+    name = file_names(path)[0]
+    suite = build_suite(name, file_rows(path), target, max_new_tokens=max_new_tokens, limit=limit, chat=chat)
     if not suite.prompts:
         raise NoUsablePrompt(suite)
     return suite
@@ -226,7 +225,7 @@ def build_suite(
     suite = Suite(name, [], think_tokens(tokenizer), chat=chat, version=version)
     for number, (origin, row) in enumerate(islice(rows, limit)):
         try:
-            with quiet_loading():  # transformers warns of prompts beyond the context, which are named here
+            with naming_faults(row, origin), quiet_loading():  # of prompts beyond the context, which are named here
                 ids = prompt_ids(row, tokenizer, origin=origin, chat=chat)
             check_ids(ids, target, max_new_tokens=max_new_tokens, origin=origin)
         except UnusablePrompt as error:
