@@ -194,14 +194,15 @@ def show(planned: "Plan", console: Console) -> None:
 def proof_text(advice: "Recommendation") -> str:
     """What a recommendation goes by: an interval, or less."""
     from ..eval.measurement.metrics import LEAST_TIMED
+    from ..eval.report.one_result import counted_words
 
-    cell, unit = advice.cell, "prompts" if advice.cell.batch_size == 1 else "batches"
+    cell, unit = advice.cell, "prompt" if advice.cell.batch_size == 1 else "batch"
     low, high = cell.measured_ci95
     if advice.is_proved:
-        return f", 95 % interval [{low:.2f}, {high:.2f}] over {cell.num_timed} {unit}"
+        return f", 95 % interval [{low:.2f}, {high:.2f}] over {counted_words(cell.num_timed or 0, unit)}"
     if cell.measured_speedup is None:
         return "; predicted, not measured"
-    return f"; not proved: {cell.num_timed or 0} {unit} were timed, {LEAST_TIMED} are needed"
+    return f"; not proved: {counted_words(cell.num_timed or 0, unit)} timed, {LEAST_TIMED} are needed"
 
 
 def show_load(load: "list[LoadPoint]", console: Console) -> None:

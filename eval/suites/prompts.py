@@ -180,9 +180,10 @@ def distinct_names(candidates: Sequence[Sequence[str]]) -> list[str]:
 
 def file_names(path: str | Path) -> list[str]:
     """What a prompt file's suite may be called: `gsm8k`, `gsm8k.test`, and with more and more of its folders."""
-    folders, name = Path(path).absolute().parts[:-1], Path(path).name
-    whole = name.removesuffix(".gz").removesuffix(".jsonl")
-    return [name.split(".")[0], whole, name, *("/".join((*folders[i:], name)) for i in reversed(range(len(folders))))]
+    place = Path(path).absolute()
+    folders, name = place.parts[1:-1], place.name.removesuffix(".gz").removesuffix(".jsonl")
+    longer = ["/".join((*folders[i:], name)) for i in reversed(range(len(folders)))]
+    return [name.split(".")[0], name, *longer, str(place)]
 
 
 def filled(count: int, batch_size: int) -> list[int]:
