@@ -3,7 +3,8 @@
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -37,6 +38,40 @@ def iter_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise BadInput(f"{path}: empty file")
 
 
+def loads(text: str | bytes) -> Any:
+    """`json.loads`, with a ValueError of one line on whatever it does not take."""
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    except ValueError as error:  # Python's own limit, of 4,300
+        raise ValueError("a number of too many digits") from error
+
+
+@contextmanager
+def naming_faults(row: Mapping[str, Any], origin: str) -> Iterator[None]:
+    """Makes of an exception BadInput that opens with the origin, where the row holds what no text can."""
+    try:
+        yield
+    except Exception as error:
+        fault = _fault(row)
+        if fault is None:
+            raise
+        raise BadInput(f"{origin}: {fault}") from error
+
+
+def _fault(row: Mapping[str, Any]) -> str | None:
+    try:
+        json.dumps(row, ensure_ascii=False, default=str).encode()
+    except RecursionError:
+        return "nested too deeply"
+    except UnicodeEncodeError:
+        return "half of a character, a lone surrogate, which UTF-8 cannot write"
+    return None
+
+
 def _open(path: Path) -> BinaryIO:
     if path.is_dir():
         raise BadInput(f"{path}: a folder, not a file")
@@ -50,11 +85,13 @@ def _open(path: Path) -> BinaryIO:
 
 def _parse(line: bytes, *, where: str) -> dict[str, Any]:
     try:
-        data = json.loads(line.decode("utf-8-sig"))
+        data = loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise BadInput(f"{where}: not UTF-8: {error.reason} at byte {error.start + 1} of the line") from error
     except json.JSONDecodeError as error:
         raise BadInput(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
+    except ValueError as error:
+        raise BadInput(f"{where}: not JSON that can be read: {error}") from error
     if not isinstance(data, dict):
         raise BadInput(f"{where}: not a JSON object but {json.dumps(data)[:60]}")
     return data

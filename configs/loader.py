@@ -110,7 +110,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise BadInput(f"{path}:{line}: not YAML: {error.problem}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:  # of numbers too long, nesting too deep
         raise BadInput(f"{path}: cannot be read: {_one_line(error)}") from error
     if config is None:
         return {}
@@ -126,7 +126,7 @@ def _apply_override(config: dict[str, Any], override: str) -> None:
         raise BadInput(f"override {override!r}: should be key=value or key.sub=value")
     try:
         value = yaml.load(text, Loader=_OneKeyOnceLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise BadInput(f"override {override!r}: the value is not YAML: {_one_line(error)}") from error
     for depth, key in enumerate(keys[:-1], start=1):
         inner = {} if config.get(key) is None else config[key]

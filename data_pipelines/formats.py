@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..configs.errors import BadInput
-from ..configs.jsonl import iter_jsonl
+from ..configs.jsonl import iter_jsonl, loads
 
 LOCAL_FORMATS = ".jsonl, .jsonl.gz, .json (a list), .parquet, .arrow"
 ROWS_AT_A_TIME = 256  # of a column format
@@ -43,12 +43,14 @@ def _jsonl_rows(path: Path) -> LocatedRows:
 
 def _json_rows(path: Path) -> LocatedRows:
     try:
-        items = json.loads(path.read_text(encoding="utf-8-sig"))
+        items = loads(path.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
         raise BadInput(f"{path}: not UTF-8: {error.reason} at byte {error.start + 1}") from error
     except json.JSONDecodeError as error:
         hint = "; a file with one object per line should be named .jsonl" if error.msg == "Extra data" else ""
         raise BadInput(f"{path}:{error.lineno}: not JSON: {error.msg}{hint}") from error
+    except ValueError as error:
+        raise BadInput(f"{path}: not JSON that can be read: {error}") from error
     if not isinstance(items, list):
         raise BadInput(f"{path}: should be a list of objects, got {type(items).__name__}")
     if not items:

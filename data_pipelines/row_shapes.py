@@ -8,12 +8,13 @@ from hashlib import blake2b
 from typing import Any
 
 from ..configs.errors import BadInput
+from ..configs.jsonl import loads
 from .masks.messages import normalise
 from .sources import Row
 
 SHAPES = (
     "`messages` (role, content), `conversations` (from, value), `prompt` + `response` or `completion`, "
-    "`instruction` + `output` or `response`, `text`"
+    "`instruction` + `output` or `response`, `question` + `answer`, `text`; a source's `columns` renames other keys"
 )
 
 
@@ -72,7 +73,7 @@ def conversation_of(row: Row, *, as_messages: bool = True) -> Conversation:
     turns. A text under `system` becomes the first turn. BadInput, which opens with the row's origin: another shape, an
     unknown role, content that is not text.
     """
-    data = {key: value for key, value in row.data.items() if value is not None}
+    data = known_keys(row.data)
     answer = answer_in(data)
     if "messages" in data or "conversations" in data:
         kept = _messages(data.get("messages", data.get("conversations")), data, row.origin)
@@ -89,6 +90,15 @@ def conversation_of(row: Row, *, as_messages: bool = True) -> Conversation:
         raise BadInput(f"{row.origin}: unknown row shape with keys {', '.join(data) or '(none)'}; known are {known}")
     truncated = data.get("truncated") is True or data.get("finish_reason") == "length"
     return Conversation(kept, list(_turns(kept, row.origin)), truncated)
+
+
+def known_keys(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A row without its empty keys; `question` and `answer`, where it has no other shape, are prompt and response."""
+    data = {key: value for key, value in data.items() if value is not None}
+    others = ("messages", "conversations", "prompt", "instruction", "text", "input_ids")
+    if {"question", "answer"} <= data.keys() and not any(key in data for key in others):
+        data |= {"prompt": data.pop("question"), "response": data.pop("answer")}
+    return data
 
 
 def answer_in(data: Mapping[str, Any]) -> Any:
@@ -111,7 +121,7 @@ def _messages(turns: Any, data: Mapping[str, Any], origin: str) -> dict[str, Any
         messages.insert(0, {"role": "system", "content": system})
     tools = data.get("tools")
     try:
-        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
+        tools = loads(tools) if isinstance(tools, str) and tools.strip() else tools
     except ValueError as error:
         raise BadInput(f"{origin}: `tools` is text, but no JSON: {error}") from error
     return {"messages": messages, **({"tools": tools} if tools else {})}

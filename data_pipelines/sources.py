@@ -53,6 +53,9 @@ class Source:
         if self.weight is not None and not 0 < self.weight < float("inf"):
             raise BadInput(f"weight {self.weight}: expected above 0")
         check_at_least_one(num_rows=self.num_rows, epochs=self.epochs)
+        for ours in self.columns.values():
+            if list(self.columns.values()).count(ours) > 1:
+                raise BadInput(f"columns: two keys are to become {ours!r}")
 
     @property
     def called(self) -> str:
@@ -79,10 +82,11 @@ class Source:
     def rows(self, *, epoch: int = 0) -> Iterator[Row]:
         """Its rows, one in memory at a time. BadInput as `iter_rows`."""
         for data, origin in islice(self._located_rows(), self.num_rows):
-            for theirs, ours in self.columns.items():
+            for theirs in self.columns:
                 if theirs not in data:
                     raise BadInput(f"{origin}: columns: no key {theirs!r}; there are {', '.join(data)}")
-                data[ours] = data.pop(theirs)
+            kept = {key: value for key, value in data.items() if key not in self.columns}
+            data = kept | {ours: data[theirs] for theirs, ours in self.columns.items()}  # at once: two may swap
             yield Row(data, origin, self.called, epoch)
 
     def all_rows(self) -> Iterator[Row]:

@@ -1,6 +1,5 @@
 """A head's own folder: config.json, model.safetensors and, of some, an adapter of the target (peft)."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 from .. import __version__
 from ..configs.errors import BadInput, first_line
 from ..configs.files import replacing_folder, restore_folder, write_json
+from ..configs.jsonl import loads
 from .adapters import merged_state, read_adapter, write_adapter
 from .base import DraftHead
 from .target import Target
@@ -88,10 +88,10 @@ def read_head_config(folder: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise BadInput(f"head {folder}: {'no config.json in it' if Path(folder).is_dir() else 'no such folder'}")
     try:
-        config = json.loads(path.read_text())
+        config = loads(path.read_text())
     except ValueError as error:
         raise BadInput(f"{path}: not JSON: {error}") from error
-    if "headstart" not in config:
+    if not isinstance(config, dict) or "headstart" not in config:
         raise BadInput(f"{path}: no `headstart` key: not a head trained by Headstart")
     return config
 
@@ -105,7 +105,7 @@ def is_head_folder(folder: str | Path) -> bool:
     """Whether `save_head` wrote it; else it is an export, a head that others trained, or a hub id."""
     restore_folder(folder)
     try:
-        return "headstart" in json.loads(Path(folder, "config.json").read_text())
+        return "headstart" in loads(Path(folder, "config.json").read_text())
     except (OSError, ValueError, TypeError):
         return False
 

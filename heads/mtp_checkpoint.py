@@ -4,7 +4,6 @@ transformers drops these tensors when it loads a target, and a model saved by it
 written to the safetensors files themselves.
 """
 
-import json
 import re
 import shutil
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..configs.errors import BadInput, first_line
+from .export.tensor_files import read_weight_map
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def stitch(state: dict[str, Tensor], folder: str | Path, output_folder: str | Pa
 def tensor_locations(folder: str | Path) -> dict[str, Path]:
     """In which safetensors file of a checkpoint folder each tensor is. Raises BadInput where there is none."""
     index = Path(folder, "model.safetensors.index.json")
-    names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+    names = set(read_weight_map(index).values()) if index.is_file() else {"model.safetensors"}
     found: dict[str, Path] = {}
     for file in sorted(names):
         try:

@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperGroup
 
 from .. import __version__
-from ..configs.errors import BadInput
+from ..configs.errors import BadInput, writing_into
 from .compare import compare
 from .data.data_command import data
 from .doctor import doctor
@@ -65,7 +65,9 @@ def train(
     from ..train.config import load_run
     from ..train.trainer import train as run_training
 
-    run_training(load_run(config, overrides or ()))
+    run = load_run(config, overrides or ())
+    with writing_into(run.train.output_dir):
+        run_training(run)
 
 
 app.command(name="eval", cls=PanelledCommand)(evaluate)

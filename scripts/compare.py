@@ -48,7 +48,7 @@ def compare(
     if output is not None and output.exists():
         raise BadInput(f"--output {output}: exists already")
     names = dict(zip(folders, short_names(folders), strict=True))
-    runs = [read_run(folder) for folder in folders if not is_evaluation(folder)]
+    runs = [read_run(folder, names[folder]) for folder in folders if not is_evaluation(folder)]
     evaluations = [read_evaluation(folder, names[folder]) for folder in folders if is_evaluation(folder)]
     document = [*run_entries(runs), *(evaluation.summary() for evaluation in evaluations)]
     if as_json:
@@ -65,19 +65,22 @@ def is_evaluation(folder: Path) -> bool:
 
 
 def short_names(folders: list[Path]) -> list[str]:
-    """Of each path the parts that are not common to all at its start or end. Raises BadInput where two are the same."""
-    paths = [list(folder.absolute().parts) for folder in folders]
-    for end in (0, -1):
-        while min(map(len, paths)) > 1 and len({parts[end] for parts in paths}) == 1:
-            for parts in paths:
-                parts.pop(end)
-    names = ["/".join(parts) for parts in paths]
-    if len(set(names)) < len(names):
+    """Of each path so many of its last parts as tell it from the others, those left out that all have at their end.
+
+    Raises BadInput where two are the same.
+    """
+    from ..eval.suites.prompts import distinct_names
+
+    paths = [list(folder.resolve().parts) for folder in folders]
+    if len(set(map(tuple, paths))) < len(paths):
         raise BadInput("compare: the same folder is given twice")
-    return names
+    while min(map(len, paths)) > 1 and len({parts[-1] for parts in paths}) == 1:
+        for parts in paths:
+            parts.pop()
+    return distinct_names([["/".join(parts[i:]) for i in reversed(range(len(parts)))] for parts in paths])
 
 
-def read_run(folder: Path) -> "TrainingRun":
+def read_run(folder: Path, name: str) -> "TrainingRun":
     """Raises BadInput where it is no run folder, or nothing was logged yet."""
     from ..configs.loader import read_config
     from ..eval.report.comparison_page import TrainingRun
@@ -96,7 +99,7 @@ def read_run(folder: Path) -> "TrainingRun":
     losses = [(row["step"], row["loss"]) for row in steps]
     speed = round(statistics.median(row["tokens_per_second"] for row in steps), 1)
     finished = (folder / "final").is_dir()
-    return TrainingRun(folder.name, str(folder), finished, settings, speed, losses, taught, decoded)
+    return TrainingRun(name, str(folder), finished, settings, speed, losses, taught, decoded)
 
 
 def run_entries(runs: "list[TrainingRun]") -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -37,7 +38,7 @@ class LocalMachine:
 class LaunchConfig:
     """A YAML of configs/accelerate."""
 
-    name: str
+    path: Path
     kind: str  # a key of SHARDING
     num_processes: int  # on all nodes
     num_nodes: int
@@ -67,12 +68,17 @@ def doctor(
     paths = [find(config)] if config else shipped_configs()
     console.print(facts_table(machine))
     table, problems = Table("launch config", "what", "processes", "runs here", "missing"), []
-    for launch in map(read, paths):
+    launches = [read(path) for path in paths]
+    for launch in launches:
         problems = missing(launch, machine, num_processes=num_processes, cpu=cpu)
         nodes = f" on {launch.num_nodes} nodes" if launch.num_nodes > 1 else ""
         processes = f"{num_processes or launch.num_processes}{nodes}"
-        table.add_row(launch.name, SHARDING[launch.kind], processes, "no" if problems else "yes", "\n".join(problems))
+        table.add_row(
+            launch.path.stem, SHARDING[launch.kind], processes, "no" if problems else "yes", "\n".join(problems)
+        )
     console.print(table)
+    for command in filter(None, (cpu_command(launch, machine) for launch in launches)):
+        console.print(f"without GPUs: {command}", soft_wrap=True, highlight=False, markup=False)
     if config and problems:
         raise typer.Exit(1)
 
@@ -101,7 +107,7 @@ def read(path: Path) -> LaunchConfig:
     if kind not in SHARDING:
         raise BadInput(f"{path}: distributed_type {kind!r}: expected one of {list(SHARDING)}")
     num_processes, num_nodes = raw.get("num_processes", 1), raw.get("num_machines", 1)
-    return LaunchConfig(path.stem, kind, num_processes, num_nodes, bool(raw.get("use_cpu")))
+    return LaunchConfig(path, kind, num_processes, num_nodes, bool(raw.get("use_cpu")))
 
 
 def missing(
@@ -113,12 +119,11 @@ def missing(
     cores, num_gpus, is_many = machine.num_cores, len(machine.gpus), num_local > 1
     is_zero = launch.kind == "DEEPSPEED"
     compiles = is_zero and on_cpu and not machine.shm_op  # an operation at the first start; none on GPUs
-    instead = "" if launch.kind == "NO" else "; on CPUs: --cpu --num-processes 2"
     no_nccl = machine.cuda is not None and machine.nccl is None
     checks = [
         (on_cpu and num_local > cores, f"{num_local} processes on {cores} cores: --num-processes {cores}"),
         (on_cpu and is_many and not machine.gloo, "torch is built without gloo"),
-        (not on_cpu and num_gpus < num_local, f"{num_local} GPU{'s' * is_many}, here are {num_gpus}{instead}"),
+        (not on_cpu and num_gpus < num_local, f"{num_local} GPU{'s' * is_many}, here are {num_gpus}"),
         (not on_cpu and machine.cuda is None, "torch is built without CUDA"),
         (not on_cpu and is_many and no_nccl, "torch is built without NCCL"),
         (is_zero and not machine.versions["deepspeed"], "deepspeed is not installed: pip install deepspeed"),
@@ -126,6 +131,17 @@ def missing(
         (compiles and not machine.ninja, "no ninja on PATH: pip install ninja, with its folder on PATH"),
     ]
     return problems + [problem for is_missing, problem in checks if is_missing]
+
+
+def cpu_command(launch: LaunchConfig, machine: LocalMachine) -> str:
+    """What starts two processes on CPUs, over gloo, on a machine with too few GPUs; empty where it cannot, or need not.
+
+    Not with `accelerate launch --cpu`, which starts one process.
+    """
+    is_single = launch.kind == "NO" or launch.num_nodes > 1
+    if is_single or len(machine.gpus) or missing(launch, machine, num_processes=2, cpu=True):
+        return ""
+    return f"accelerate launch --config_file {quote(str(launch.path))} --num_processes 2 -m headstart.train CONFIG"
 
 
 def this_machine() -> LocalMachine:

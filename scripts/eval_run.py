@@ -17,12 +17,12 @@ from ..eval.measurement.result import Result, TrainingRecord
 from ..eval.measurement.resume import TREE, BatchStore, settings_key
 from ..eval.measurement.runner import Contender
 from ..eval.measurement.transformers_baseline import compare_transformers
-from ..eval.measurement.tree_search import TREE_NAMES, drafts_tree, named_tree
+from ..eval.measurement.tree_search import SHAPED_TREES, TREE_NAMES, drafts_tree, hold_out, named_tree
 from ..eval.report.console import show, training_warnings
 from ..eval.report.document import build_report, write_report
 from ..eval.report.page import write_page
 from ..eval.suites.named import SuiteSpec, load_named, parse_suite
-from ..eval.suites.prompts import ChatOptions, NoUsablePrompt, Suite, load_suite
+from ..eval.suites.prompts import ChatOptions, NoUsablePrompt, Suite, distinct_names, file_names, load_suite
 from ..heads.drafter import Drafter
 from ..heads.drafting import StaticTree
 from ..heads.target import Target
@@ -53,6 +53,7 @@ class WantedSuites:
         """All of them; those without a prompt that can be asked too, as long as another has one."""
         chat = self.chat
         suites: list[Suite] = []
+        names = [file_names(path) for path in self.prompts]
         for path in self.prompts:
             try:
                 suites.append(load_suite(path, target, max_new_tokens=max_new_tokens, limit=limit, chat=chat))
@@ -62,12 +63,29 @@ class WantedSuites:
             suites += load_named(
                 spec, target, folder=self.folder, max_new_tokens=max_new_tokens, limit=limit, chat=chat
             )
+            given = [f"{spec.name}={spec.path}"] if spec.path else []
+            names += [[suite.name, *given] for suite in suites[len(names) :]]
+        for suite, name in zip(suites, distinct_names(names), strict=True):
+            suite.name = name
         if not any(suite.prompts for suite in suites):
             raise NoUsablePrompt(suites[0])
         template = target.tokenizer.chat_template or ""
         if self.chat.thinking is not None and "enable_thinking" not in str(template):
             warn("the target's chat template does not read enable_thinking: --thinking changes nothing")
         return suites
+
+
+def ready(suites: Sequence[Suite], batch_sizes: Sequence[int], trees: Sequence[str]) -> list[Suite]:
+    """The suites, without the prompts that are to shape trees. Raises BadInput where no batch would be full."""
+    if any(tree in SHAPED_TREES for tree in trees):
+        suites = [hold_out(suite) for suite in suites]
+        for suite in suites:
+            warn(f"{len(suite.calibration)} prompts of {suite.name} shape trees, and are not measured")
+    for suite, size in product(suites, batch_sizes):
+        if suite.prompts and size > len(suite.prompts):
+            what = f"{suite.name} has {len(suite.prompts)} prompts to measure, fewer than a batch"
+            raise BadInput(f"--batch-size {size}: {what}")
+    return list(suites)
 
 
 def warn(problem: str) -> None:
@@ -168,6 +186,7 @@ class EvalRun:
         if not suite.prompts:
             return DraftSetting(tree_name, config.setting_for(named.drafter).num_draft_tokens)
         settings = {**asdict(config), "tree": tree_name, "tree_nodes": self.drafts.tree_nodes}
+        settings["shaped_on"] = suite.calibration
         key = settings_key(
             self.target, named.drafter, suite, settings, name=named.name, engine="tree", store=self.store
         )
@@ -179,7 +198,7 @@ class EvalRun:
             tree_name,
             self.target,
             named.drafter,
-            suite.prompts,
+            suite.calibration,
             max_new_tokens=config.max_new_tokens,
             num_nodes=self.drafts.tree_nodes,
             num_draft_tokens=config.setting.num_draft_tokens if config.setting else None,

@@ -107,9 +107,11 @@ def evaluate(
     from ..eval.verify import ACCEPT_RULES
     from ..heads.loading import default_device, default_dtype
     from ..heads.target import Target
-    from .eval_run import EvalRun, WantedDrafts, WantedSuites, report_all
+    from .eval_run import EvalRun, WantedDrafts, WantedSuites, ready, report_all
 
     check_output(output)
+    if temperature == 0 and (top_k or top_p < 1):
+        raise BadInput("--top-k and --top-p choose what is sampled: they need --temperature above 0")
     check_choices(compare=compare, accept=accept, allow_lossy=allow_lossy, typical=(typical_epsilon, typical_delta))
     wanted = WantedSuites.of(prompts or [], suite or [], suites_dir, system=system, thinking=thinking)
     drafts = WantedDrafts.of(head or [], drafter or [], tree or ["chain"], tree_nodes, temperature=temperature)
@@ -129,7 +131,7 @@ def evaluate(
         seed=seed,
     )
     loaded = Target.load(target, dtype=dtype or default_dtype(target, device), device=device)
-    suites = wanted.load(loaded, max_new_tokens=max_new_tokens, limit=limit)
+    suites = ready(wanted.load(loaded, max_new_tokens=max_new_tokens, limit=limit), batch_size or [1], drafts.trees)
     with BatchStore(output) as store:
         run = EvalRun(loaded, drafts.load(loaded), suites, config, batch_size or [1], drafts, store)
         results, rounds = run.measure()

@@ -17,7 +17,7 @@ from ..configs.loader import PACKAGE_CONFIGS
 if TYPE_CHECKING:
     from ..eval.plan.load import LoadPoint
     from ..eval.plan.planner import Plan
-    from ..eval.plan.prediction import Cell
+    from ..eval.plan.prediction import Cell, Recommendation
     from ..eval.suites.prompts import Suite
     from ..heads.drafter import Drafter
     from ..heads.target import Target
@@ -174,9 +174,9 @@ def show(planned: "Plan", console: Console) -> None:
     for advice in planned.recommendation:
         cell = advice.cell
         busy = ", all rows busy" if cell.load == "steady" else ""
-        what = f"{cell.setting.name}, {speedup_text(cell)} times the speed"
+        what = f"{cell.setting.name}, {speedup_text(cell)} times the speed{proof_text(advice)}"
         if advice.is_off:
-            what = f"leave drafting off: the best, {cell.setting.name}, is {speedup_text(cell)} times the speed"
+            what = f"leave drafting off: the best is {what}"
         console.print(f"batch {cell.batch_size}, {cell.context} tokens of context{busy}: {what}", highlight=False)
     show_load(planned.load, console)
     check = planned.check
@@ -189,6 +189,20 @@ def show(planned: "Plan", console: Console) -> None:
         console.print(f"vLLM, in --speculative-config: {json.dumps(keys)[1:-1]}", highlight=False, soft_wrap=True)
     if planned.sglang_flags:
         console.print(f"SGLang: {planned.sglang_flags}", highlight=False, soft_wrap=True)
+
+
+def proof_text(advice: "Recommendation") -> str:
+    """What a recommendation goes by: an interval, or less."""
+    from ..eval.measurement.metrics import LEAST_TIMED
+    from ..eval.report.one_result import counted_words
+
+    cell, unit = advice.cell, "prompt" if advice.cell.batch_size == 1 else "batch"
+    low, high = cell.measured_ci95
+    if advice.is_proved:
+        return f", 95 % interval [{low:.2f}, {high:.2f}] over {counted_words(cell.num_timed or 0, unit)}"
+    if cell.measured_speedup is None:
+        return "; predicted, not measured"
+    return f"; not proved: {counted_words(cell.num_timed or 0, unit)} timed, {LEAST_TIMED} are needed"
 
 
 def show_load(load: "list[LoadPoint]", console: Console) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 
-from ..configs.errors import BadInput
+from ..configs.errors import BadInput, writing_into
 from .config import load_run
 from .trainer import train
 
@@ -13,7 +13,9 @@ def main(arguments: list[str]) -> int:
         print("usage: accelerate launch -m headstart.train CONFIG [key=value ...]    (see: headstart train --help)")
         return 0 if arguments else 2
     try:
-        train(load_run(arguments[0], arguments[1:]))
+        run = load_run(arguments[0], arguments[1:])
+        with writing_into(run.train.output_dir):
+            train(run)
     except BadInput as error:
         print(f"headstart: {error}", file=sys.stderr)
         return 2

@@ -8,8 +8,10 @@ from itertools import groupby
 from typing import Any
 
 from ...configs.errors import BadInput
+from ...configs.jsonl import loads, naming_faults
 from ..config import check_at_least_one
 from ..masks.messages import Message, normalise
+from ..row_shapes import known_keys
 from ..sources import Row
 
 PROMPT_SHAPES = "`messages`, `conversations`, `turns`, `prompt` or `instruction`"
@@ -122,19 +124,20 @@ def exchanges(row: Row, sampling: SamplingConfig, *, turns: str) -> Iterator[Exc
 
     BadInput, which opens with the row's origin: no prompt in it, messages of another form, no user turn.
     """
-    data = {key: value for key, value in row.data.items() if value is not None}
+    data = known_keys(row.data)
     script = ask(_messages(data, row.origin), turns=turns)
     if None not in script:
         raise BadInput(f"{row.origin}: no user turn to answer")
     tools = data.get("tools") or None
     try:
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-    except json.JSONDecodeError as error:
-        raise BadInput(f"{row.origin}: `tools` is not JSON: {error.msg}") from error
+        tools = loads(tools) if isinstance(tools, str) else tools
+    except ValueError as error:
+        raise BadInput(f"{row.origin}: `tools` is not JSON: {error}") from error
     own_id = data.get("id")
     for number in range(sampling.num_samples):
         sample = row.epoch * sampling.num_samples + number
-        key = _hash([own_id, script, tools, asdict(sampling), sample])
+        with naming_faults(row.data, row.origin):
+            key = _hash([own_id, script, tools, asdict(sampling), sample])
         source_id = row.origin if own_id is None else str(own_id)
         yield Exchange(key, source_id, script, tools, sampling, sample)
 

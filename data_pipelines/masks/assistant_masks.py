@@ -5,6 +5,7 @@ one private character per message, around what the assistant wrote. If that rend
 one, character by character, then the marks are where the answers are: this is proved, not guessed from the template.
 """
 
+import json
 import re
 from itertools import pairwise
 from typing import Any
@@ -34,6 +35,19 @@ class Chat(ChatTemplate):
         except RENDER_ERRORS:  # not proved, or the conversation renders, but not its marked copy or its first prompt
             spans = spans_turn_by_turn(messages, rendering.ids, self)
         return self._with_dropped_trace(messages, rendering.ids, spans)
+
+    def leaves_out_calls(self, messages: list[Message]) -> bool:
+        """Whether a tool call is not in the rendered conversation: its name, with a mark of its own, does not show."""
+        marks, marked = iter(range(FIRST_MARK, FIRST_MARK + NUM_MARKS)), list(messages)
+        for index, message in enumerate(messages):
+            if message["role"] == "assistant" and isinstance(message.get("tool_calls"), list):
+                calls = [_with_marked_name(call, chr(next(marks))) for call in message["tool_calls"]]
+                marked[index] = {**message, "tool_calls": calls}
+        wanted = set(MARKS.findall(json.dumps(marked, ensure_ascii=False, default=str)))
+        try:
+            return bool(wanted - set(MARKS.findall(self.render_text(marked) if wanted else "")))
+        except RENDER_ERRORS:  # of a name that is not one of the tools
+            return False
 
     def _spans_by_template(self, messages: list[Message]) -> tuple[list[int], list[Span]]:
         """The runs of tokens that the template's own `{% generation %}` blocks mark."""

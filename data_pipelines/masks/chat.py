@@ -1,6 +1,5 @@
 """Turns a row (chat, prompt and response, text, or token ids) into token ids, segments and an exact mask."""
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -10,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...configs.errors import BadInput, first_line
+from ...configs.jsonl import loads, naming_faults
 from ..config import DataConfig
 from ..parallel import in_order
-from ..row_shapes import SHAPES, answer_in, instruction_in
+from ..row_shapes import SHAPES, answer_in, instruction_in, known_keys
 from ..sources import Row
 from ..storage.samples import SEGMENTS, Sample
 from .assistant_masks import Chat
@@ -33,8 +33,8 @@ def encode_rows(
     """The samples of rows, in order, a few rows at a time; counts how many rows were `kept` or `dropped`, and of those
     kept how many were `cut` or `split`.
 
-    Dropped are rows of more than `max_length` tokens where that is asked for, and those in which no token is left that
-    is to be supervised. BadInput: as `encode_row`.
+    Dropped are rows of more than `max_length` tokens where that is asked for, those in which no token is left that is
+    to be supervised, and chats whose tool calls the template leaves out. BadInput: as `encode_row`.
     """
     encode = partial(encode_row, tokenizer=tokenizer, config=config)
     for samples in in_order(encode, rows, num_workers=config.num_workers):
@@ -50,7 +50,7 @@ def encode_row(row: Row, tokenizer: "PreTrainedTokenizerBase", config: DataConfi
     The first of these shapes that the row has is taken; keys whose value is None count as absent:
       `input_ids` + `prompt_length`    ready tokens; the first prompt_length are not supervised
       `messages` or `conversations`    the tokenizer's chat template, with `tools`; the assistant turns are supervised
-      `prompt` + `response` or `completion`, `instruction` (+ `input`) + `output` or `response`
+      `prompt` + `response` or `completion`, `instruction` (+ `input`) + `output` or `response`, `question` + `answer`
                                        plain text, the response and its eos supervised; no chat template. An
                                        instruction, its input and its output are set apart by blank lines
       `text`                           every token supervised but a leading bos
@@ -62,7 +62,10 @@ def encode_row(row: Row, tokenizer: "PreTrainedTokenizerBase", config: DataConfi
     refuses, a tokenizer without chat template, a row without an answer.
     """
     table = token_table(tokenizer)
-    input_ids, spans = _encode_whole(row, table, config)
+    with naming_faults(row.data, row.origin):
+        input_ids, spans = _encode_whole(row, table, config)
+    if not input_ids:
+        return []
     if all(start == end for start, end in spans):
         start = " ".join(str(tokenizer.decode(input_ids[:80])).split())[:80]
         raise BadInput(f"{row.origin}: no token is supervised in {start!r}: {NO_ANSWER}")
@@ -98,7 +101,7 @@ def _markers(table: TokenTable, config: DataConfig) -> tuple[str, str] | None:
 def _encode_whole(row: Row, table: TokenTable, config: DataConfig) -> tuple[list[int], list[Span]]:
     """The row's tokens, and [start, end) of what the target is to write, in order."""
     tokenizer = table.tokenizer
-    data = {key: value for key, value in row.data.items() if value is not None}
+    data = known_keys(row.data)
     answer = answer_in(data)
     if "input_ids" in data and "prompt_length" in data:
         return _check_tokens(data["input_ids"], data["prompt_length"], row.origin, vocab_size=len(tokenizer))
@@ -142,16 +145,19 @@ def _encode_answer(prompt: Any, answer: Any, origin: str, table: TokenTable) -> 
 def _encode_chat(
     data: dict[str, Any], origin: str, table: TokenTable, markers: tuple[str, str] | None
 ) -> tuple[list[int], list[Span]]:
-    """The whole conversation rendered once, and where its assistant turns lie."""
+    """The whole conversation rendered once, and where its assistant turns lie; nothing where the template leaves tool
+    calls out, which would teach empty answers."""
     messages = normalise(data.get("messages", data.get("conversations")), origin)
     tokenizer, tools = table.tokenizer, data.get("tools")
     if not getattr(tokenizer, "chat_template", None):
         problem = f"tokenizer of {tokenizer.name_or_path} has no chat template"
         raise BadInput(f"{origin}: {problem}; give plain `text` or `prompt`/`response` rows")
     try:
-        chat = Chat(table, (json.loads(tools) if isinstance(tools, str) else tools) or None, markers)
+        chat = Chat(table, (loads(tools) if isinstance(tools, str) else tools) or None, markers)
         if any("reasoning_content" in message for message in messages):
             place_reasoning(messages, chat.reasoning_key, markers, origin)
+        if chat.leaves_out_calls(messages):
+            return [], []
         return chat.answer_spans(messages)
     except BadInput:
         raise

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...configs.errors import BadInput
+from ...configs.jsonl import loads
 
 Message = dict[str, Any]
 
@@ -83,7 +84,7 @@ def _text_of(part: Any, where: str) -> str:
 def _call_with_object(call: Any) -> Any:
     """OpenAI's API gives tool-call arguments as JSON text, chat templates take objects."""
     try:
-        return {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
+        return {**call, "function": {**call["function"], "arguments": loads(call["function"]["arguments"])}}
     except (KeyError, TypeError, ValueError):
         return call  # an object already, or another form that the template may know
 

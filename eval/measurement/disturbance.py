@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from .metrics import acceptance, bootstrap_ratio
+from .metrics import acceptance, ratio_and_interval
 from .result import Disturbance, StepMedians
 from .summary import MeasuredBatch, Side, rounded
 
@@ -124,7 +124,7 @@ def step_medians(batches: Sequence[MeasuredBatch], *, num_draft_tokens: int) -> 
         if fast and plain:
             step, whole = statistics.median(plain), statistics.median(done.seconds for done in fast)
             pairs.append((counted.num_committed * step, counted.num_rounds * whole))
-    speedup, interval = bootstrap_ratio(*zip(*pairs, strict=True)) if pairs else (None, [None, None])
+    speedup, interval = ratio_and_interval(*zip(*pairs, strict=True)) if pairs else (None, [None, None])
 
     def median_ms(seconds: list[float]) -> float:
         return round(1000 * statistics.median(seconds), 4)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, TypeVar
 from ...configs.errors import BadInput
 from ..suites.prompts import FailedPrompt
 from .lossless import LosslessReport
+from .repetition import Repetition, WithoutLoops
 from .sampling_check import SamplingCheck
 
 T = TypeVar("T")
@@ -201,6 +202,8 @@ class Result:
     batch_size: int
     num_draft_tokens: int
     num_prompts: int
+    num_timed: int | None = None  # entries that the speedup's interval is over: prompts, or batches; None: not known
+    mean_batch_size: float | None = None  # rows of a batch: the last one may not be full
     failed: list[FailedPrompt]
     max_new_tokens: int
     num_repeats: int
@@ -216,6 +219,8 @@ class Result:
     speedup_p10: float | None = None
     speedup_median: float | None = None
     speedup_p90: float | None = None
+    repetition: Repetition = field(default_factory=Repetition)
+    without_loops: WithoutLoops | None = None  # None: no text loops
     conventions: Conventions = field(default_factory=Conventions)
     end_to_end_speedup: float | None = None
     ttft_ms: float | None = None
@@ -253,7 +258,7 @@ class Result:
         or of the wrong type."""
         if not isinstance(entry, dict):
             raise BadInput(f"{where}: expected an object, got {entry!r:.60}")
-        left_out = TYPICAL_KEYS | (OTHER_ENGINES_KEYS if entry.get("engine") == ENGINE else set())
+        left_out = TYPICAL_KEYS | LATER_KEYS | (OTHER_ENGINES_KEYS if entry.get("engine") == ENGINE else set())
         missing = [key.name for key in fields(cls) if key.name not in entry and key.name not in left_out]
         if missing:
             raise BadInput(f"{where}.{missing[0]}: is missing")
@@ -262,6 +267,7 @@ class Result:
         return read_json(cls, {**entry, "trained": raw}, where=where)
 
 
+LATER_KEYS = {"num_timed", "mean_batch_size", "repetition", "without_loops"}  # which older reports do not have
 TYPICAL_KEYS = {"typical_epsilon", "typical_delta"}
 OTHER_ENGINES_KEYS = {"ours_tokens_per_second", "ours_over_theirs", "ours_over_theirs_ci95"}
 

@@ -15,7 +15,8 @@ from ..suites.prompts import FailedPrompt, Suite
 from ..verify import TypicalAcceptance
 from .bandwidth import baseline_bandwidth
 from .config import DraftSetting, MeasureConfig
-from .metrics import Acceptance, acceptance, bootstrap_ratio
+from .metrics import Acceptance, acceptance, ratio_and_interval
+from .repetition import Repetition, TextRepetition, WithoutLoops, text_repetition
 from .result import Conventions, FixedTreeShape, Result, Timing, TreeLimits
 
 
@@ -122,8 +123,10 @@ def with_figures(result: Result, target: Target, batches: Sequence[MeasuredBatch
     spec_whole = sum(batch.drafted.prefill_seconds for batch in batches) + spec_seconds
     base_whole = sum(batch.baseline.prefill_seconds for batch in batches) + base_seconds
     length = rounded(counted.length)
+    texts = repetitions(batches, counted_runs)
     return replace(
         with_speedup(result, timed_seconds(batches)),
+        mean_batch_size=rounded(result.num_prompts / len(batches), 2) if batches else None,
         num_tokens=sum(len(row) for run in runs for row in run.token_ids),
         num_rounds=counted.num_rounds,
         num_committed=counted.num_committed,
@@ -131,6 +134,8 @@ def with_figures(result: Result, target: Target, batches: Sequence[MeasuredBatch
         acceptance_rate=[rounded(rate) for rate in counted.rate],
         tokens_per_second=rounded(num_decoded / spec_seconds if spec_seconds else None, 2),
         baseline_tokens_per_second=rounded(num_decoded / base_seconds if base_seconds else None, 2),
+        repetition=Repetition.of([text for rows in texts for text in rows]),
+        without_loops=without_loops(batches, texts, counted_runs, num_draft_tokens=result.num_draft_tokens),
         conventions=conventions(counted, num_tokens=num_decoded // result.num_repeats * counted_runs),
         end_to_end_speedup=rounded(base_whole / spec_whole if batches else None),
         ttft_ms=first_token_ms(batch.drafted for batch in batches),
@@ -142,6 +147,40 @@ def with_figures(result: Result, target: Target, batches: Sequence[MeasuredBatch
         ),
         timing=timing(batches, length),
     )
+
+
+def repetitions(batches: Iterable[MeasuredBatch], counted_runs: int) -> list[list[TextRepetition]]:
+    """Of each batch and row, how much its texts repeat themselves."""
+    return [
+        [
+            text_repetition(source.number, texts[:counted_runs])
+            for source, texts in zip(batch.suite.sources, batch.drafted.texts, strict=True)
+        ]
+        for batch in batches
+    ]
+
+
+def without_loops(
+    batches: Sequence[MeasuredBatch],
+    texts: Sequence[Sequence[TextRepetition]],
+    counted_runs: int,
+    *,
+    num_draft_tokens: int,
+) -> WithoutLoops | None:
+    """The figures without texts that loop; None where none does. Its speedup is of batches without any such text: rows
+    of a mixed one have no time of their own."""
+    kept = [[not text.is_looping for text in rows] for rows in texts]
+    if all(map(all, kept)):
+        return None
+    counted = Acceptance.nothing(num_draft_tokens)
+    for batch, rows in zip(batches, kept, strict=True):
+        for done in (done for run in batch.drafted.runs[:counted_runs] for done in run.rounds[1:]):
+            for is_kept, accepted, committed in zip(rows, done.num_accepted, done.num_committed, strict=True):
+                if is_kept and committed:
+                    counted.add(accepted, committed)
+    seconds = timed_seconds(batch for batch, rows in zip(batches, kept, strict=True) if all(rows))
+    speedup, interval = speedup_of(seconds)
+    return WithoutLoops(sum(map(sum, kept)), len(seconds), rounded(counted.length), speedup, interval)
 
 
 def timed_seconds(batches: Iterable[MeasuredBatch]) -> list[tuple[float, float]]:
@@ -159,15 +198,22 @@ def with_speedup(result: Result, seconds: Sequence[tuple[float, float]]) -> Resu
     shares = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
     p10, median, p90 = map(rounded, ratios.quantile(shares).tolist() if seconds else [None] * 3)
     return replace(
-        result, speedup=speedup, speedup_ci95=interval, speedup_p10=p10, speedup_median=median, speedup_p90=p90
+        result,
+        num_timed=len(seconds),
+        speedup=speedup,
+        speedup_ci95=interval,
+        speedup_p10=p10,
+        speedup_median=median,
+        speedup_p90=p90,
     )
 
 
 def speedup_of(seconds: Sequence[tuple[float, float]]) -> tuple[float | None, list[float | None]]:
-    """Summed baseline time over summed speculative time, and its 95 % interval; None where nothing was timed."""
+    """Summed baseline time over summed speculative time, and its 95 % interval; None where nothing was timed, of
+    one entry no interval."""
     if not seconds:
         return None, [None, None]
-    ratio, interval = bootstrap_ratio(*zip(*seconds, strict=True))
+    ratio, interval = ratio_and_interval(*zip(*seconds, strict=True))
     return rounded(ratio), [rounded(end) for end in interval]
 
 

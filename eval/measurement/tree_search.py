@@ -11,6 +11,7 @@ from ...heads.drafter import Drafter
 from ...heads.drafting import DynamicTree, StaticTree, Tree
 from ...heads.target import Target
 from ..generate import generate
+from ..suites.prompts import Suite
 from .config import DraftSetting, chains, draft_length
 from .step_times import interpolate, measure_step_times, most_tokens
 
@@ -125,7 +126,20 @@ def costs(
 
 
 TREE_NAMES = ("chain", "static", "dynamic", "optimal", "sampled", "sampled-chain")
-NUM_CALIBRATION = 8  # prompts whose texts shape the measured trees
+SHAPED_TREES = ("static", "optimal", "sampled")  # by the head's accuracies on texts
+NUM_CALIBRATION = 8  # prompts whose texts shape the measured trees, at most
+
+
+def hold_out(suite: Suite) -> Suite:
+    """A suite without the prompts that are to shape trees, which are its `calibration`: a third of them, eight at most,
+    spread over it. Raises BadInput where there is a single prompt."""
+    count = len(suite.prompts)
+    if count == 1:
+        raise BadInput(f"--tree: {suite.name} has one prompt; a tree is shaped on others than it is measured on")
+    num = min(NUM_CALIBRATION, max(1, count // 3))
+    chosen = {i * count // num for i in range(num)} if count else set()
+    rest = suite.subset([i for i in range(count) if i not in chosen])
+    return replace(rest, calibration=[suite.prompts[i] for i in sorted(chosen)])
 
 
 def drafts_tree(drafter: Drafter, name: str) -> bool:

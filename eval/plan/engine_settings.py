@@ -72,7 +72,7 @@ def for_sglang(cells: Sequence[Cell], family: str) -> str | None:
     gains: dict[DraftSetting, float] = {}
     for cell in cells:
         if cell.load == "prompts" and not isinstance(cell.setting.tree, StaticTree):
-            gains[cell.setting] = gains.get(cell.setting, 1.0) * cell.speedup
+            gains[cell.setting] = gains.get(cell.setting, 1.0) * cell.assured_speedup
     best = max(gains, key=lambda setting: gains[setting], default=None)
     if best is None or gains[best] <= 1:
         return None

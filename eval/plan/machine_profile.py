@@ -1,6 +1,5 @@
 """A machine's step times as a linear model in one JSON file, to predict for a GPU that is not at hand."""
 
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...configs.errors import BadInput
+from ...configs.jsonl import loads
 from ...heads.drafter import Drafter, Reading
 from ...heads.target import Target
 from ..measurement.bandwidth import cache_bytes, weight_bytes
@@ -58,7 +58,7 @@ def load_profile(name: str) -> MachineProfile:
         names = ", ".join(sorted(shipped.stem for shipped in PROFILES.glob("*.json")))
         raise BadInput(f"--machine {name}: no such profile; expected a .json file or one of {names}")
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise BadInput(f"{path}: no JSON: {error}") from error
     profile = build(MachineProfile, document, where=str(path))

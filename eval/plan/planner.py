@@ -15,8 +15,8 @@ from ...heads.target import Target
 from ..measurement.config import DraftSetting, MeasureConfig, chains
 from ..measurement.measure import measure
 from ..measurement.step_times import NUM_PASSES, StepTable, StepTime, measure_step_times, most_tokens
-from ..measurement.tree_search import drafts_tree
-from ..suites.prompts import Suite
+from ..measurement.tree_search import SHAPED_TREES, drafts_tree, hold_out
+from ..suites.prompts import Suite, filled
 from .engine_settings import ScheduleRange, for_sglang, measured_lengths, schedule
 from .load import NUM_SERVED, NUM_SIMULATED, LoadPoint, load_curve, simulated_servers
 from .machine_profile import MachineProfile, times_on
@@ -113,6 +113,11 @@ class Planner:
     name: str  # of the drafter
     bar: Callable[[int, str], Callable[[], object]] = no_bar  # makes a progress bar of so many ticks
 
+    def __post_init__(self) -> None:
+        """Raises BadInput where trees are to be shaped and there is a single prompt."""
+        if not self.suite.calibration and any(map(is_shaped, self.trees)):
+            self.suite = hold_out(self.suite)
+
     def plan(self) -> Plan:
         """Raises BadInput on settings that the drafter cannot draft, and on contexts beyond the target's."""
         config, machine = self.config, self.config.machine
@@ -154,13 +159,19 @@ class Planner:
         """The head's type; empty for other drafters."""
         return self.drafter.config.type if isinstance(self.drafter, DraftHead) else ""
 
+    @property
+    def trees(self) -> Sequence[str]:
+        """By name: those asked for, or what can be shaped and drafted."""
+        if self.config.trees is not None:
+            return self.config.trees
+        known = [name for name in DEFAULT_TREES if drafts_tree(self.drafter, name.partition(":")[0])]
+        can_shape = self.suite.calibration or len(self.suite.prompts) > 1
+        return [name for name in known if can_shape or not is_shaped(name)]
+
     def settings(self) -> list[DraftSetting]:
         """Chains and trees to consider."""
-        names = self.config.trees
-        if names is None:
-            names = [name for name in DEFAULT_TREES if drafts_tree(self.drafter, name.partition(":")[0])]
         new = self.config.measure.max_new_tokens
-        trees = named_trees(names, self.target, self.drafter, self.suite.prompts, max_new_tokens=new)
+        trees = named_trees(self.trees, self.target, self.drafter, self.suite.calibration, max_new_tokens=new)
         return [*chains(self.drafter, self.config.lengths), *trees]
 
     def accept(self, settings: Sequence[DraftSetting]) -> list[Accepted]:
@@ -176,8 +187,7 @@ class Planner:
         settings = [each.setting for each in accepted]
         timed = spread([setting for setting in settings if setting.tree is None])
         timed += [setting for setting in settings if setting.tree]
-        sizes = {min(size, len(self.suite.prompts)) for size in self.config.batch_sizes}
-        sizes |= {len(self.suite.prompts) % size for size in sizes} - {0}  # a last batch that is not full
+        sizes = set(self.config.batch_sizes)
         spans = [span for size in sizes for span in self.workload.spans(size, accepted[0].tokens)]
         first, last = min(start for start, _, _ in spans), max(end for _, end, _ in spans)
         room = self.target.max_positions - max(map(most_tokens, timed))
@@ -206,8 +216,14 @@ class Planner:
         for cell in cells:
             if cell in chosen:
                 config = replace(self.config.measure, batch_size=cell.batch_size, setting=cell.setting)
-                result, _ = measure(self.target, self.drafter, self.suite, config, name=self.name)
-                cell = replace(cell, measured_speedup=result.speedup, measured_ci95=result.speedup_ci95)
+                suite = self.suite.subset(filled(len(self.suite.prompts), cell.batch_size))
+                result, _ = measure(self.target, self.drafter, suite, config, name=self.name)
+                cell = replace(
+                    cell,
+                    measured_speedup=result.speedup,
+                    measured_ci95=result.speedup_ci95,
+                    num_timed=result.num_timed,
+                )
                 tick()
             checked.append(cell)
         tick()
@@ -231,6 +247,11 @@ class Planner:
         tick()
         tick()
         return points
+
+
+def is_shaped(tree: str) -> bool:
+    """Whether texts shape a tree of that name, `static:16`."""
+    return tree.partition(":")[0] in SHAPED_TREES
 
 
 def spread(chains: Sequence[DraftSetting]) -> list[DraftSetting]:

@@ -11,10 +11,11 @@ from ...configs.errors import BadInput
 from ...heads.drafter import Drafter
 from ...heads.target import Target
 from ..measurement.config import DraftSetting, MeasureConfig
-from ..measurement.metrics import Acceptance, acceptance
+from ..measurement.metrics import LEAST_TIMED, Acceptance, acceptance
 from ..measurement.runner import Runner
 from ..measurement.step_times import StepTime
 from ..measurement.tree_search import TREE_NAMES, named_tree
+from ..suites.prompts import filled
 
 LEAST_GAIN = 0.01  # a setting that drafts more must be so much faster than one that drafts less
 MOST_FINALISTS = 4  # settings that are measured per batch size
@@ -72,11 +73,22 @@ class Cell:
     predicted_speedup: float
     measured_speedup: float | None = None
     measured_ci95: Sequence[float | None] = (None, None)
+    num_timed: int | None = None  # prompts, or batches, that the interval is over
 
     @property
     def speedup(self) -> float:
         """The measured one where there is one."""
         return self.measured_speedup or self.predicted_speedup
+
+    @property
+    def proved_speedup(self) -> float | None:
+        """The lower end of the measured interval; None where there is none, or it is over too few to hold."""
+        return self.measured_ci95[0] if (self.num_timed or 0) >= LEAST_TIMED else None
+
+    @property
+    def assured_speedup(self) -> float:
+        """What choices go by: the proved one, else the measured, else the predicted."""
+        return self.speedup if self.proved_speedup is None else self.proved_speedup
 
     def to_json(self) -> dict[str, Any]:
         setting = {
@@ -90,14 +102,19 @@ class Cell:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The cell to serve at its batch size, context and load; is_off: not even this one is faster than no drafts."""
+    """The cell to serve at its batch size, context and load; is_off: not even this one is faster than no drafts, or
+    shown to be where it was measured."""
 
     cell: Cell
     is_off: bool
 
+    @property
+    def is_proved(self) -> bool:
+        """Whether it goes by an interval that holds, not by a prediction or too few measurements."""
+        return self.cell.proved_speedup is not None
+
     def to_json(self) -> dict[str, Any]:
-        cell = self.cell.to_json()
-        del cell["measured_ci95"]
+        cell = {**self.cell.to_json(), "proved": self.is_proved}
         condition = {key: cell.pop(key) for key in ("batch_size", "context", "load")}
         return {**condition, "off": self.is_off, **cell}
 
@@ -169,13 +186,15 @@ class Workload:
         return round(sum(self.prompt_lengths) / len(self.prompt_lengths) + self.max_new_tokens / 2)
 
     def spans(self, batch_size: int, tokens: Sequence[int]) -> list[tuple[int, int, float]]:
-        """Of each batch, tokens before a round: at its start, at its end, and on average.
+        """Of each batch, tokens before a round: at its start, at its end, and on average. Prompts repeat until the last
+        batch is full.
 
         Of its longest rows, which set how far attention reads. Args: tokens: new ones of each prompt.
         """
         spans = []
-        for i in range(0, len(self.prompt_lengths), batch_size):
-            rows = list(zip(self.prompt_lengths[i : i + batch_size], tokens[i : i + batch_size], strict=True))
+        order = filled(len(self.prompt_lengths), batch_size)
+        for i in range(0, len(order), batch_size):
+            rows = [(self.prompt_lengths[row], tokens[row]) for row in order[i : i + batch_size]]
             start, end = max(length for length, _ in rows), max(length + new for length, new in rows)
             spans.append((start, end, max(length + new / 2 for length, new in rows)))
         return spans
@@ -188,14 +207,14 @@ def workload_speedup(accepted: Accepted, workload: Workload, times: StepTimes, *
     differ between the two sides; lengths are those of the drafted ones.
     """
     plain = drafted = 0.0
+    order = filled(len(workload.prompt_lengths), batch_size)
     for number, (start, _, context) in enumerate(workload.spans(batch_size, accepted.tokens)):
-        rows = slice(number * batch_size, (number + 1) * batch_size)
-        size = len(accepted.rounds[rows])
-        base = times.at(None, batch_size=size, context=context)
-        spec = times.at(accepted.setting, batch_size=size, context=context)
-        plain += (max(accepted.tokens[rows]) - 1) * base.round_ms
-        drafted += max(accepted.rounds[rows]) * spec.round_ms
-        drafted += times.at(accepted.setting, batch_size=size, context=start).reading_ms
+        rows = order[number * batch_size : (number + 1) * batch_size]
+        base = times.at(None, batch_size=batch_size, context=context)
+        spec = times.at(accepted.setting, batch_size=batch_size, context=context)
+        plain += (max(accepted.tokens[row] for row in rows) - 1) * base.round_ms
+        drafted += max(accepted.rounds[row] for row in rows) * spec.round_ms
+        drafted += times.at(accepted.setting, batch_size=batch_size, context=start).reading_ms
     return plain / drafted if drafted else 1.0
 
 
@@ -246,17 +265,18 @@ def shortlist(cells: Sequence[Cell]) -> list[Cell]:
 def recommend(cells: Sequence[Cell]) -> list[Recommendation]:
     """For each batch size, context and load the fastest cell, or `off` where none is faster than no drafts.
 
-    Where cells were measured, the fastest of those, else the one predicted to be. Of cells within LEAST_GAIN of the
-    fastest, the one that drafts least.
+    Where cells were measured over enough prompts, by the lower ends of their intervals; else the fastest of those that
+    were measured, else the one predicted to be. Of cells within LEAST_GAIN of the fastest, the one that drafts least.
     """
     groups: dict[tuple[int, int, str], list[Cell]] = {}
     for cell in cells:
         groups.setdefault((cell.batch_size, cell.context, cell.load), []).append(cell)
     advice = []
     for _, group in sorted(groups.items()):
-        here = [cell for cell in group if cell.measured_speedup] or group
-        fastest = max(cell.speedup for cell in here)
-        near = [cell for cell in here if cell.speedup >= fastest * (1 - LEAST_GAIN)]
+        proved = [cell for cell in group if cell.proved_speedup is not None]
+        here = proved or [cell for cell in group if cell.measured_speedup] or group
+        fastest = max(cell.assured_speedup for cell in here)
+        near = [cell for cell in here if cell.assured_speedup >= fastest * (1 - LEAST_GAIN)]
         best = min(near, key=lambda cell: (cell.setting.num_drafted, cell.setting.num_draft_tokens))
         advice.append(Recommendation(best, fastest <= 1))
     return advice

@@ -5,10 +5,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..measurement.metrics import LEAST_TIMED
 from ..measurement.result import Result
 from .document import Report, read_report, short_name
-from .recommendation import (
-    FEW_TIMED,
+from .one_result import (
     grouped,
     interval_of,
     is_faster,
@@ -17,7 +17,9 @@ from .recommendation import (
     lower_end,
     num_timed,
     number,
+    rests_on_loops,
     speedup_words,
+    timed_words,
 )
 
 TARGET_KEYS = ("fingerprint", "dtype", "quantization", "is_adapted")
@@ -92,14 +94,18 @@ def standing(traffic: str, results: Sequence[tuple[str, Result]]) -> Standing:
         return Standing(traffic, ranked, None, f"only {words}")
     near = max((result for _, result in ranked[1:]), key=lambda result: (interval_of(result) or (0.0, 0.0))[1])
     is_clear = lower_end(first) > (interval_of(near) or (0.0, 0.0))[1]
-    words += f"; then {in_words(near)}; the intervals {'do not overlap' if is_clear else 'overlap'}"
+    how = "do not overlap" if is_clear else "overlap"
+    if min(num_timed(first), num_timed(near)) < LEAST_TIMED:
+        is_clear, how = False, f"are over too few to hold: {LEAST_TIMED} are needed"
+    words += f"; then {in_words(near)}; the intervals {how}"
     return Standing(traffic, ranked, name if is_clear else None, words)
 
 
 def in_words(result: Result) -> str:
     """A setting and its figures."""
-    length = number(result.acceptance_length)
-    return f"{label(result, with_batch=False)}: speedup {speedup_words(result)}, {length} tokens per forward"
+    figures = f"speedup {speedup_words(result)} over {timed_words(result)}"
+    loops = ", which rests on texts that loop" if is_faster(result) and rests_on_loops(result) else ""
+    return f"{label(result, with_batch=False)}: {figures}{loops}, {number(result.acceptance_length)} tokens per forward"
 
 
 def headline(ranks: Sequence[Standing]) -> str:
@@ -134,8 +140,10 @@ def unlike(evaluations: Sequence[Evaluation]) -> list[str]:
         settings = {name: settings_of(results) for name, results in measured.items()}
         lines += [line for key in SUITE_KEYS for line in differing(f"{key} on {suite}", key, settings)]
         lines += unequal_baselines(suite, measured)
-    if few := sorted({name for name, results in by_name.items() if any(num_timed(r) < FEW_TIMED for r in results)}):
-        lines.append(f"fewer than {FEW_TIMED} prompts or batches were timed in {', '.join(few)}: intervals too narrow")
+    if few := sorted({name for name, results in by_name.items() if any(num_timed(r) < LEAST_TIMED for r in results)}):
+        lines.append(
+            f"fewer than {LEAST_TIMED} prompts or batches were timed in {', '.join(few)}: intervals do not hold"
+        )
     return lines
 
 

@@ -9,8 +9,8 @@ from ...configs.files import write_text
 from .acceptance_sections import acceptance_section, conventions_section
 from .charts import WIDTH, Series, line_chart, thinned
 from .comparison import Evaluation, headline, standings, unlike
+from .one_result import number
 from .page import page_template
-from .recommendation import number
 from .sections import Figure, Section, cell, environment_section, settings_section, speed_section, time_section
 
 MOST_POINTS = 120  # of a curve

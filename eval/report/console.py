@@ -6,7 +6,7 @@ from typing import Any
 from ..measurement.result import ENGINE, Result
 from ..measurement.sampling_check import SMALLEST_P
 from .document import Report
-from .recommendation import disturbance_words, number, speedup_words
+from .one_result import disturbance_words, loop_words, number, speedup_words
 
 LEGEND = (
     "T temperature, B rows at a time, K drafts deep; length: tokens per target forward;",
@@ -42,7 +42,7 @@ def show(report: Report, console: Any) -> None:
     for line in LEGEND:
         console.print(line, soft_wrap=True)
     console.print(bandwidth_words(report))
-    for line in (*failure_words(report.results), *disturbance_lines(report.results)):
+    for line in (*failure_words(report.results), *disturbance_lines(report.results), *loop_lines(report.results)):
         console.print(line, markup=False)
     for result in report.results:
         console.print(details(result))
@@ -96,6 +96,15 @@ def disturbance_lines(results: Iterable[Result]) -> list[str]:
         f"! {result.drafter} {result.tree} on {result.suite}, batch {result.batch_size}: {words}"
         for result in results
         if (words := disturbance_words(result))
+    ]
+
+
+def loop_lines(results: Iterable[Result]) -> list[str]:
+    """A line for each result some of whose texts loop: how many, and the figures without them."""
+    return [
+        f"{result.drafter} {result.tree} on {result.suite}, batch {result.batch_size}: {words}"
+        for result in results
+        if (words := loop_words(result))
     ]
 
 

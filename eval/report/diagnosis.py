@@ -6,7 +6,7 @@ Each rule is a pure function of a case that finds one cause, or None. Here are t
 from ..measurement.result import Timing
 from .acceptance_causes import ACCEPTANCE_RULES
 from .findings import LOW_ACCEPTANCE, Case, Finding, Rule, accepted_share, joint_rates, length_of, tokens
-from .recommendation import interval_of, speedup_words
+from .one_result import interval_of, speedup_words
 
 LEAST_GAIN = 0.02  # expected gain by fewer drafts below which K is left alone
 

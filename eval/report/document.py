@@ -9,6 +9,7 @@ from typing import Any
 
 from ...configs.errors import BadInput
 from ...configs.files import write_json, write_text
+from ...configs.jsonl import loads
 from ...heads.target import Target
 from ..measurement.bandwidth import with_share
 from ..measurement.environment import Environment, TargetInfo
@@ -49,7 +50,7 @@ def build_report(target: Target, results: Iterable[Result]) -> Report:
 def read_report(path: Path) -> Report:
     """Raises BadInput where the file is no report of this schema version."""
     try:
-        document = json.loads(path.read_text())
+        document = loads(path.read_text())
         version, parts = document["schema_version"], [document[key] for key in ("environment", "target", "results")]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInput(f"{path}: no report of headstart eval: {type(error).__name__} {error}") from error

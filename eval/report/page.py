@@ -13,7 +13,8 @@ from . import acceptance_sections, sections
 from .diagnosis import diagnose
 from .document import Report, short_name
 from .findings import Case
-from .recommendation import best_of, grouped, label, lossless_evidence, recommend, speedup_words
+from .one_result import grouped, label, speedup_words
+from .recommendation import best_of, lossless_evidence, recommend
 from .sections import Table, cell, name_of
 
 MOST_DIVERGENCES = 20  # shown; report.json has all

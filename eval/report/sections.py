@@ -11,7 +11,7 @@ from ..measurement.result import ENGINE, Result
 from .charts import Bar, Series, bar_chart, line_chart
 from .console import lossless_words
 from .document import Report
-from .recommendation import disturbance_words, grouped, interval_of, label, number, setting_of, speedup_words
+from .one_result import disturbance_words, grouped, interval_of, label, loop_words, number, setting_of, speedup_words
 
 MOST_FAILED = 20  # shown; report.json has all
 SETTINGS_SHOWN = ("temperature", "top_k", "top_p", "accept", "steps", "max_new_tokens", "num_repeats",
@@ -79,7 +79,7 @@ def settings_section(results: Sequence[Result]) -> Section:
     """Every result in a row."""
     columns = [
         "setting", "suite", "prompts", "length", "speedup [95 %]", "p10 / median / p90", "with prefill",
-        "tok/s, base's", "first token, base's, ms", "lossless",
+        "tok/s, base's", "first token, base's, ms", "lossless", "loops",
     ]  # fmt: skip
     rows = [
         [
@@ -93,6 +93,7 @@ def settings_section(results: Sequence[Result]) -> Section:
             f"{number(result.tokens_per_second, 1)}, {number(result.baseline_tokens_per_second, 1)}",
             f"{number(result.ttft_ms, 1)}, {number(result.baseline_ttft_ms, 1)}",
             lossless_words(result),
+            loop_words(result) or "-",
         ]
         for result in results
     ]

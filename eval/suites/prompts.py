@@ -11,7 +11,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from ...configs.errors import BadInput, first_line
-from ...configs.jsonl import iter_jsonl
+from ...configs.jsonl import iter_jsonl, naming_faults
 from ...heads.loading import quiet_loading
 from ...heads.reasoning import template_hash, think_tokens
 from ...heads.target import Target
@@ -60,6 +60,7 @@ class Suite:
     chat: ChatOptions = DEFAULT_CHAT
     template_hash: str | None = None  # of the chat template that rows went through; None: through none
     version: int | None = None  # of a named suite
+    calibration: list[list[int]] = field(default_factory=list)  # prompts that shape trees, and are not measured
 
     def __post_init__(self) -> None:
         if len(self.sources) != len(self.prompts):
@@ -159,6 +160,37 @@ def ready_ids(row: Row, *, origin: str) -> list[int]:
     return ids[:length]
 
 
+def distinct_names(candidates: Sequence[Sequence[str]]) -> list[str]:
+    """One name of each, the shortest by which all differ. Args: candidates: of each its names, the shortest first.
+
+    Raises BadInput where two have the same names only.
+    """
+    levels = [0] * len(candidates)
+    while True:
+        names = [each[level] for each, level in zip(candidates, levels, strict=True)]
+        alike = [i for i, name in enumerate(names) if names.count(name) > 1]
+        if not alike:
+            return names
+        longer = [i for i in alike if levels[i] + 1 < len(candidates[i])]
+        if not longer:
+            raise BadInput(f"{names[alike[0]]}: is given twice")
+        for i in longer:
+            levels[i] += 1
+
+
+def file_names(path: str | Path) -> list[str]:
+    """What a prompt file's suite may be called: `gsm8k`, `gsm8k.test`, and with more and more of its folders."""
+    place = Path(path).absolute()
+    folders, name = place.parts[1:-1], place.name.removesuffix(".gz").removesuffix(".jsonl")
+    longer = ["/".join((*folders[i:], name)) for i in reversed(range(len(folders)))]
+    return [name.split(".")[0], name, *longer, str(place)]
+
+
+def filled(count: int, batch_size: int) -> list[int]:
+    """Indices of so many rows, repeated from the first on until the last batch is full."""
+    return [i % count for i in range(-(-count // batch_size) * batch_size)]
+
+
 def file_rows(path: str | Path) -> Iterator[tuple[str, Row]]:
     """The rows of a file, with their origins."""
     return ((f"{path}:{line}", row) for line, row in iter_jsonl(path))
@@ -171,7 +203,7 @@ def load_suite(
 
     Raises: BadInput on malformed rows; NoUsablePrompt, a BadInput, where no prompt is left.
     """
-    name = Path(path).name.split(".")[0]
+    name = file_names(path)[0]
     suite = build_suite(name, file_rows(path), target, max_new_tokens=max_new_tokens, limit=limit, chat=chat)
     if not suite.prompts:
         raise NoUsablePrompt(suite)
@@ -194,7 +226,7 @@ def build_suite(
     suite = Suite(name, [], think_tokens(tokenizer), chat=chat, version=version)
     for number, (origin, row) in enumerate(islice(rows, limit)):
         try:
-            with quiet_loading():  # transformers warns of prompts beyond the context, which are named here
+            with naming_faults(row, origin), quiet_loading():  # of prompts beyond the context, which are named here
                 ids = prompt_ids(row, tokenizer, origin=origin, chat=chat)
             check_ids(ids, target, max_new_tokens=max_new_tokens, origin=origin)
         except UnusablePrompt as error:

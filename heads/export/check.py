@@ -1,6 +1,5 @@
 """Everything wrong with an exported head that an engine would load without an error."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 
 from ...configs.errors import BadInput, first_line
+from ...configs.jsonl import loads
 from . import contracts
 from .contracts import Contract
 from .folder import switching_word
@@ -33,7 +33,7 @@ def check_folder(folder: str | Path) -> Checked:
     if not path.is_file():
         raise BadInput(f"{folder}: {'no config.json in it' if folder.is_dir() else 'no such folder'}")
     try:
-        config = json.loads(path.read_text())
+        config = loads(path.read_text())
     except (ValueError, OSError) as error:
         return Checked(None, [f"config.json: not JSON: {first_line(error)}"])
     if not isinstance(config, dict):

@@ -1,13 +1,13 @@
 """The safetensors files of a folder: file, shape and dtype of each tensor, read from the headers alone."""
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ...configs.errors import first_line
+from ...configs.errors import BadInput, first_line
+from ...configs.jsonl import loads
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 INTEGERS = ("I64", "I32", "I16", "I8", "U8")
@@ -63,15 +63,27 @@ def is_pickle(path: Path) -> bool:
     return start.startswith((b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")) or start == b"PK\x03\x04"
 
 
+def read_weight_map(path: Path) -> dict[str, str]:
+    """The file of each tensor, by an index. Raises BadInput where it is none."""
+    try:
+        index = loads(path.read_text())["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInput(f"{path}: no index of tensors: {first_line(error)}") from error
+    wrong = next((name for name in index if not isinstance(index[name], str)), None) if isinstance(index, dict) else ""
+    if wrong is not None:
+        raise BadInput(f"{path}: no index of tensors: weight_map{f'.{wrong}' * bool(wrong)} is no file name")
+    return index
+
+
 def check_index(folder: Path, stored: TensorFiles) -> None:
     """Adds where the index of a folder of several files and its files disagree."""
     path = folder / "model.safetensors.index.json"
     if not path.is_file():
         return
     try:
-        index: dict[str, str] = json.loads(path.read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        stored.problems.append(f"{path.name}: no index of tensors: {first_line(error)}")
+        index = read_weight_map(path)
+    except BadInput as error:
+        stored.problems.append(f"{error}".removeprefix(f"{path.parent}/"))
         return
     held = {name: file.name for name, file in stored.files.items()}
     missing = [file for file in sorted(set(index.values())) if not (folder / file).is_file()]

@@ -1,8 +1,10 @@
 """Which layout each family is exported in for which engine, and the export itself."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 
 from ...configs.errors import BadInput
 from ...configs.files import new_folder
@@ -85,21 +87,23 @@ def notes(head: HeadFolder) -> list[str]:
 
 
 def serve_commands(head: HeadFolder, output: str, *, to: str, target: str | None = None) -> dict[str, str]:
-    """The command of each engine that loads the exported folder, by engine."""
-    name, num = target or head.target, head.own["num_depths"]
+    """The command of each engine that loads the exported folder, by engine; ready for a shell, whatever the names."""
+    if head.family == "medusa" and to == "hf":
+        return {}  # FasterDecoding's layout, which neither engine reads
+    name, num, quoted = quote(target or head.target), head.own["num_depths"], quote(output)
     if head.family == "mtp":
         num = head.config.get("num_nextn_predict_layers", 1)
-        spec = f'{{"method":"mtp","num_speculative_tokens":{num}}}'
+        spec = quote(f'{{"method":"mtp","num_speculative_tokens":{num}}}')
         return {
-            "vllm": f"vllm serve {output} --speculative-config '{spec}'",
-            "sglang": f"python -m sglang.launch_server --model-path {output} {sglang_flags(head.family, num)}",
+            "vllm": f"vllm serve {quoted} --speculative-config {spec}",
+            "sglang": f"python -m sglang.launch_server --model-path {quoted} {sglang_flags(head.family, num)}",
         }
     if to == "speculators":
-        return {"vllm": f"vllm serve {output}"}
+        return {"vllm": f"vllm serve {quoted}"}
     method = {"draft_lm": "draft_model"}.get(head.family, head.family)
-    spec = f'{{"method":"{method}","model":"{output}","num_speculative_tokens":{num}}}'
-    found = {"vllm": f"vllm serve {name} --speculative-config '{spec}'"}
-    flags = sglang_flags(head.family, num, folder=output)
+    spec = quote(f'{{"method":"{method}","model":{json.dumps(output)},"num_speculative_tokens":{num}}}')
+    found = {"vllm": f"vllm serve {name} --speculative-config {spec}"}
+    flags = sglang_flags(head.family, num, folder=quoted)
     if flags is not None:
         found["sglang"] = f"python -m sglang.launch_server --model-path {name} {flags}"
     return found

@@ -1,6 +1,5 @@
 """Folders and hub repositories of heads that others trained: reading them, and what their layers have of their own."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...configs.errors import BadInput, first_line
+from ...configs.jsonl import loads
 from ..export.tensor_files import TensorFiles, read_tensor_files
 from ..nn.layers import llama_config
 from ..target import Target
@@ -38,7 +38,7 @@ def read_all(folder: Path) -> tuple[dict[str, Any], TensorFiles]:
     if not path.is_file():
         raise BadInput(f"head {folder}: no config.json in it")
     try:
-        config = json.loads(path.read_text())
+        config = loads(path.read_text())
     except ValueError as error:
         raise BadInput(f"{path}: not JSON: {error}") from error
     stored = read_tensor_files(folder)

@@ -35,13 +35,14 @@ def regenerate(
     manifest.json (settings, counts), and failed.jsonl where rows could not be answered. The same command again goes on
     where an interrupted run stopped, and asks failed rows again. Exit code 1 where some failed.
     """
+    from ...configs.errors import writing_into
     from ...configs.loader import build, read_config
     from ...data_pipelines.answers.regenerate import RegenerateConfig
     from ...data_pipelines.answers.regenerate import regenerate as run
 
     settings = build(RegenerateConfig, read_config(config, overrides or ()))
     answers, fingerprint = by_servers(settings) if settings.servers else by_engine(settings)
-    with Bar() as bar:
+    with writing_into(settings.output), Bar() as bar:
         summary = run(settings, answers, target_fingerprint=fingerprint, show=bar.show)
     counts = summary.counts
     print(

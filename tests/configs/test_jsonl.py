@@ -40,6 +40,8 @@ def test_blank_lines_are_skipped_but_counted(tmp_path: Path) -> None:
         ('{"a": 1}\n\n{"a": }\n', 3, "not JSON: Expecting value at column 7"),
         ('{"a": 1}\n[1, 2]\n', 2, "not a JSON object but [1, 2]"),
         ('"text"\n', 1, 'not a JSON object but "text"'),
+        ('{"a": 1' + "0" * 5000 + "}\n", 1, "not JSON that can be read: a number of too many digits"),
+        ('{"a": ' + "[" * 100_000 + "}\n", 1, "not JSON that can be read: nested too deeply"),
         (b'{"a": 1}\n{"a": "\xff"}\n', 2, "not UTF-8: invalid start byte at byte 8 of the line"),
     ],
 )

@@ -144,6 +144,10 @@ def test_a_mapping_limits_repeats_names_and_renames(folder: Path) -> None:
     first, second = iter_rows(spec)
     assert first.data == second.data == {"prompt": "1?", "response": "1"}
     assert (first.source, first.epoch, second.epoch) == ("sums", 0, 1)
+    spec["columns"] = {"question": "answer", "answer": "question"}
+    assert next(iter_rows(spec)).data == {"answer": "1?", "question": "1"}, "two columns may change places"
+    spec["columns"] = {"question": "prompt", "answer": "prompt"}
+    assert message(spec).endswith("columns: two keys are to become 'prompt'")
     spec["columns"] = {"query": "prompt"}
     assert message(spec) == "a.jsonl:1: columns: no key 'query'; there are question, answer"
 

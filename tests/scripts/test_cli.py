@@ -1,6 +1,7 @@
 """The two commands do their work, and every bad input is one line, exit code 2 and no folder."""
 
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -208,6 +209,21 @@ def test_train_refuses_in_one_line(arguments, problem, headstart, config, tmp_pa
     names = {**{name: tmp_path / f"{name}.jsonl" for name in files}, "small": tmp_path / "small"}
     result = headstart("train", config(), *(one.format(**names) for one in arguments))
     refused(result, problem.format(**names), outputs=[tmp_path / "run"])
+
+
+@pytest.mark.parametrize("limit", [1, 5000])
+def test_a_full_disk_is_one_line_that_names_the_file(limit, headstart, config, tmp_path):
+    """No file of more bytes can be written, as on a disk that is full: at the first row of metrics, and at the head."""
+    run, allowed = config(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, allowed[1]))
+    try:
+        code, _, err = headstart("train", run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, allowed)
+    line = err.splitlines()[-1]
+    assert code == 2 and "Traceback" not in err
+    assert line.startswith(f"headstart: {tmp_path}/") and line.endswith("File too large")
+    assert not (tmp_path / "run" / "final").exists()
 
 
 def test_train_names_a_config_that_is_missing(headstart):

@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 from headstart.configs.errors import BadInput
-from headstart.scripts.compare import compare
+from headstart.scripts.compare import compare, short_names
 
 
 @pytest.fixture
@@ -39,6 +39,30 @@ def test_what_differs_and_the_best_validation_are_named(make_run, capsys, tmp_pa
     assert first["finished"] and not second["finished"]
     assert json.loads((tmp_path / "out" / "compare.json").read_text()) == [first, second]
     assert "<svg" in (tmp_path / "out" / "compare.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("folders", "names"),
+    [
+        (["x1/m", "x2/m"], ["x1", "x2"]),
+        (["x1/m", "x2/m", "y/k"], ["x1/m", "x2/m", "k"]),
+        (["a/kl-1/eval", "a/kl-2/eval"], ["kl-1", "kl-2"]),
+        (["a/b/c", "d/e/f"], ["c", "f"]),
+    ],
+)
+def test_names_are_the_shortest_that_differ(folders, names, make_run, tmp_path, capsys):
+    assert short_names([tmp_path / folder for folder in folders]) == names
+    with pytest.raises(BadInput, match="the same folder is given twice"):
+        short_names([tmp_path / "a" / ".." / "x", tmp_path / "x"])
+
+
+def test_runs_of_one_name_are_told_apart_on_the_page(make_run, tmp_path, capsys):
+    for side in ("x1", "x2"):
+        (tmp_path / side).mkdir()
+    runs = [make_run("x1/m", lengths=[(3, 2.0)]), make_run("x2/m", seed=2, lengths=[(3, 1.5)])]
+    compare(runs, output=tmp_path / "out")
+    page = (tmp_path / "out" / "compare.html").read_text()
+    assert "x1 reached the best validation" in page and "headstart compare: x1, x2" in page
 
 
 def test_the_table_has_a_line_per_run(make_run, capsys, monkeypatch):

@@ -1,12 +1,13 @@
 """`headstart doctor` says what a machine can launch and what each launch config lacks there; exit 0 only if it can."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import typer
 from headstart.configs.errors import BadInput
 from headstart.scripts import doctor as module
-from headstart.scripts.doctor import LocalMachine, find, missing, read, shipped_configs
+from headstart.scripts.doctor import LocalMachine, cpu_command, find, missing, read, shipped_configs
 from typer.testing import CliRunner
 
 VERSIONS = {"torch": "2.13.0", "transformers": "5.23.0", "accelerate": "1.15.0", "deepspeed": "0.19.8"}
@@ -38,7 +39,7 @@ def test_a_cpu_runs_one_process_and_says_what_the_others_need():
     assert not lacking("cpu", CPU)
     assert lacking("gpu", CPU) == ["1 GPU, here are 0", "torch is built without CUDA"]
     for name in ("ddp", "zero2", "zero3", "fsdp2", "multinode"):
-        assert lacking(name, CPU)[0] == "8 GPUs, here are 0; on CPUs: --cpu --num-processes 2"
+        assert lacking(name, CPU)[0] == "8 GPUs, here are 0"
         assert not lacking(name, CPU, cpu=True, num_processes=4)
     assert lacking("ddp", CPU, cpu=True) == ["8 processes on 4 cores: --num-processes 4"]
 
@@ -46,7 +47,7 @@ def test_a_cpu_runs_one_process_and_says_what_the_others_need():
 @pytest.mark.parametrize(
     ("change", "name", "how", "problem"),
     [
-        ({"gpus": (("A10", 2**30),) * 2}, "fsdp2", {}, "8 GPUs, here are 2; on CPUs: --cpu --num-processes 2"),
+        ({"gpus": (("A10", 2**30),) * 2}, "fsdp2", {}, "8 GPUs, here are 2"),
         ({"nccl": None}, "ddp", {}, "torch is built without NCCL"),
         ({"gloo": False}, "ddp", {"cpu": True}, "torch is built without gloo"),
         ({"compiler": None}, "zero2", {"cpu": True}, "no C++ compiler on PATH: g++ 9 or newer"),
@@ -98,6 +99,15 @@ def test_the_exit_code_is_that_of_the_config_asked_for(headstart, tmp_path):
     assert headstart("zero3", "--cpu", "--num-processes", "2")[0] == 0
     (tmp_path / "mine.yaml").write_text('distributed_type: "NO"\nnum_processes: 1\nuse_cpu: true\n')
     assert headstart(str(tmp_path / "mine.yaml"))[0] == 0
+
+
+def test_the_command_for_cpus_is_whole_and_starts_as_many_processes(headstart):
+    _, out = headstart("configs/accelerate/ddp.yaml")
+    path, start = "configs/accelerate/ddp.yaml", "--num_processes 2 -m headstart.train CONFIG"
+    assert f"without GPUs: accelerate launch --config_file {path} {start}" in out and "--cpu" not in out
+    assert "accelerate launch" not in headstart("cpu")[1]
+    assert not cpu_command(read(find("ddp")), NODE) and not cpu_command(read(find("ddp")), replace(CPU, num_cores=1))
+    assert "'my configs/ddp.yaml'" in cpu_command(replace(read(find("ddp")), path=Path("my configs/ddp.yaml")), CPU)
 
 
 def test_an_unknown_config_is_bad_input(headstart, tmp_path):

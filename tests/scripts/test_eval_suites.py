@@ -75,6 +75,34 @@ def test_suites_and_prompt_files_are_measured_in_one_run(asked, tmp_path):
     assert code == 0 and "does not read enable_thinking: --thinking changes nothing" in err
 
 
+def test_two_files_of_one_stem_keep_their_own_names(asked, tmp_path):
+    for name in ("gsm8k.train", "gsm8k.test"):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "w5 w6"}\n')
+    code, _, report, _ = asked("--prompts gsm8k.train.jsonl --prompts gsm8k.test.jsonl")
+    assert code == 0 and [one["suite"] for one in report["results"]] == ["gsm8k.train", "gsm8k.test"]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("--batch-size 64", "--batch-size 64: spec-bench has 8 prompts to measure, fewer than a batch"),
+        ("--top-p 0.9", "--top-k and --top-p choose what is sampled: they need --temperature above 0"),
+        ("--top-k 5", "--top-k and --top-p choose what is sampled: they need --temperature above 0"),
+        ("--prompts suites/spec_bench.jsonl --prompts suites/spec_bench.jsonl", "spec_bench.jsonl: is given twice"),
+    ],
+)
+def test_what_would_be_ignored_or_misnamed_is_refused(line, problem, asked):
+    code, err, report, _ = asked(f"--suite spec-bench {line}")
+    assert code == 2 and problem in err and report is None
+
+
+def test_the_report_has_the_real_number_of_rows(asked):
+    _, _, report, _ = asked("--suite spec-bench --batch-size 3")
+    [entry] = report["results"]
+    assert (entry["batch_size"], entry["mean_batch_size"], entry["num_timed"]) == (3, 2.67, 3)
+    assert len(entry["repetition"]["texts"]) == 8
+
+
 def test_prompts_that_fail_are_said_and_the_others_measured(asked, tmp_path):
     rows = [{"prompt": "w5"}, {"prompt": "w5 " * 300}, {"prompt": "w6"}]
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

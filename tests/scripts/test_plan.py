@@ -62,6 +62,16 @@ def test_a_head_is_planned_checked_and_told_to_engines(plan, head_folder, tmp_pa
     assert machine["fixed_ms"] >= 0 and machine["target"] == found["target"]["name"]
 
 
+def test_batches_are_as_large_as_they_are_called(plan):
+    """Three prompts repeat until four rows run, where steps are timed and where they are measured."""
+    line = "--max-new-tokens 8 --num-draft-tokens 2 --batch-size 4 --repeats 1 --drafter ngram"
+    code, said, found = plan(f"{line} --check all")
+    assert code == 0 and {one["batch_size"] for one in found["step_times"]} == {4}
+    [cell] = found["cells"]
+    assert cell["batch_size"] == 4 and cell["num_timed"] == 1 and cell["measured_ci95"] == [None, None]
+    assert "not proved: 1 batch timed, 4 are needed" in " ".join(said.split())
+
+
 @pytest.mark.slow
 def test_what_is_recommended_was_measured(plan):
     code, _, found = plan(f"{SMALL} --drafter ngram")

@@ -70,9 +70,12 @@ def shown(row: dict[str, Any], tokenizer: Any) -> str:
     """The rendered text with supervised runs marked: ⟦think⟧ and «answer»."""
     config = DataConfig(train="golden.jsonl", max_length=100_000, think_markers=["<think>", "</think>"])
     try:
-        [sample] = encode_row(Row(row, "golden.jsonl:1"), tokenizer, config)
+        samples = encode_row(Row(row, "golden.jsonl:1"), tokenizer, config)
     except BadInput as error:
         return f"refused: {error}"
+    if not samples:
+        return "dropped: the template leaves the tool call out"
+    [sample] = samples
     parts = []
     tokens = zip(sample.input_ids.tolist(), sample.segments.tolist(), sample.loss_mask.tolist(), strict=True)
     for (segment, supervised), run in groupby(tokens, key=lambda token: token[1:]):

@@ -50,6 +50,15 @@ def turns(*contents: str, system: str | None = None) -> list[dict[str, Any]]:
     return [{"role": "system", "content": system}, *chat] if system is not None else chat
 
 
+def nested(depth: int) -> dict[str, Any]:
+    whole: dict[str, Any] = {}
+    inner = whole
+    for _ in range(depth):
+        inner["a"] = {}
+        inner = inner["a"]
+    return whole
+
+
 def config(**options: Any) -> DataConfig:
     return DataConfig(train="train.jsonl", **options)
 
@@ -215,7 +224,7 @@ def test_rows_are_encoded_one_at_a_time() -> None:
         ({"prompt": turns("hi"), "completion": "ok"}, "prompt and response should be text; give a chat as `messages`"),
         ({"instruction": 3, "output": "ok"}, "`instruction` and `input` should be text"),
         ({"text": ["a"]}, "`text` should be text, got list"),
-        ({"question": "a", "answer": "b"}, "unknown row shape with keys question, answer; known are `messages`"),
+        ({"query": "a", "answer": "b"}, "unknown row shape with keys query, answer; known are `messages`"),
         ({"prompt": "a", "response": None}, "a prompt without an answer to train on; `headstart data regenerate`"),
         ({"instruction": "a"}, "a prompt without an answer to train on; `headstart data regenerate`"),
         ({}, "unknown row shape with keys (none); known are `messages`"),
@@ -223,6 +232,49 @@ def test_rows_are_encoded_one_at_a_time() -> None:
 )
 def test_a_bad_row_is_named_by_origin_and_fault(row: dict[str, Any], message: str) -> None:
     assert problem(row, make_tokenizer(CHATML)).startswith(message)
+
+
+def test_a_question_with_its_answer_is_a_prompt_with_its_response() -> None:
+    tokenizer, row = make_tokenizer(CHATML), {"question": "1 + 2?", "answer": "3"}
+    assert encode(row, tokenizer) == encode({"prompt": "1 + 2?", "response": "3"}, tokenizer)
+    assert "`columns`" in problem({"query": "a", "answer": "b"}, tokenizer), "what to do about other keys"
+    both = {**row, "text": "of another shape"}
+    assert encode(both, tokenizer) == encode({"text": "of another shape"}, tokenizer)
+
+
+CALLS = "{% for call in message.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments }}{% endfor %}"
+
+
+def test_a_chat_whose_tool_calls_the_template_leaves_out_is_dropped_and_counted() -> None:
+    """It would teach an empty answer. The result of the call, and what the assistant says of it, go with it."""
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    said = [turn, {"role": "tool", "content": "3"}, {"role": "assistant", "content": "It is 3."}]
+    chats = [{"messages": [*turns("1 + 2?"), *said]}, {"messages": turns("hi", "ok")}]
+    counts: Counter[str] = Counter()
+    rows = [Row(chat, "x:1") for chat in chats]
+    assert len(list(encode_rows(rows, make_tokenizer(CHATML), config(), counts=counts))) == 1
+    assert counts["dropped"] == 1 and counts["kept"] == 1
+    shown = make_tokenizer(CHATML.replace("+ message.content +", "+ message.content }}" + CALLS + "{{"))
+    assert any("add" in text for text in supervised(encode(chats[0], shown), shown)), "where it shows, it is learned"
+    of_two = CALLS.replace("message.tool_calls or []", "(message.tool_calls or [])[:1]")
+    first = make_tokenizer(CHATML.replace("+ message.content +", "+ message.content }}" + of_two + "{{"))
+    turn["tool_calls"] = [call, call]
+    assert encode_row(rows[0], first, config()) == [], "the second call is left out"
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        ({"text": "half \ud800"}, "half of a character, a lone surrogate"),
+        ({"prompt": "\udc00", "response": "ok"}, "half of a character, a lone surrogate"),
+        ({"messages": turns("hi", "half \ud800")}, "half of a character, a lone surrogate"),
+        ({"messages": turns("hi", "ok"), "tools": [nested(3000)]}, "nested too deeply"),
+    ],
+)
+def test_what_no_text_can_hold_is_named(row: dict[str, Any], fault: str) -> None:
+    template = CHATML + "{{ tools | tojson if tools }}"
+    assert problem(row, make_tokenizer(template)).startswith(fault)
 
 
 def test_a_row_without_supervised_tokens_shows_at_most_80_characters() -> None:

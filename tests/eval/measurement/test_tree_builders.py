@@ -7,7 +7,15 @@ import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.generate import generate
 from headstart.eval.measurement.metrics import acceptance
-from headstart.eval.measurement.tree_search import best_nodes, named_tree, optimal_tree, rank_accuracies, static_tree
+from headstart.eval.measurement.tree_search import (
+    best_nodes,
+    hold_out,
+    named_tree,
+    optimal_tree,
+    rank_accuracies,
+    static_tree,
+)
+from headstart.eval.suites.prompts import Suite
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.registry import HEADS, build_head
 from headstart.scripts.eval_run import WantedDrafts
@@ -80,6 +88,16 @@ def test_named_trees_fit_the_head_and_decode(name, head_type, target):
     text = generate(target, head, prompts, max_new_tokens=16, tree=tree, temperature=warm, generator=source)
     counted = acceptance(text.rounds, num_draft_tokens=tree.depth)
     assert counted.num_committed >= counted.num_rounds > 0
+
+
+@pytest.mark.parametrize(("count", "held"), [(2, 1), (4, 1), (12, 4), (40, 8)])
+def test_trees_are_shaped_on_other_prompts_than_are_measured(count, held):
+    prompts = [[1, number] for number in range(count)]
+    rest = hold_out(Suite("chat", prompts))
+    assert len(rest.calibration) == held and sorted([*rest.calibration, *rest.prompts]) == prompts
+    assert [source.number for source in rest.sources] == [ids[1] for ids in rest.prompts], "rows keep their numbers"
+    with pytest.raises(BadInput, match="chat has one prompt; a tree is shaped on others than it is measured on"):
+        hold_out(Suite("chat", [[1]]))
 
 
 @pytest.mark.parametrize("num_draft", [None, 2])

@@ -94,6 +94,31 @@ def test_what_was_measured_decides():
     assert recommend(measured(cells, 0.9, 0.95, None))[0].is_off
 
 
+def test_the_lower_end_of_the_interval_decides_where_it_holds():
+    """K 1 is slower by its point, but surer; an interval over three prompts decides nothing."""
+    settings = [accepted(1, 1.5), accepted(2, 2)]
+    cells = measured(predict(settings, Workload([5, 5], 13), Times(), batch_sizes=(1,)), 1.4, 1.6)
+    intervals = ([1.2, 1.6], [0.9, 2.8])
+    few, enough = (
+        [replace(cell, measured_ci95=ends, num_timed=num) for cell, ends in zip(cells, intervals, strict=True)]
+        for num in (3, 4)
+    )
+    [advice] = recommend(enough)
+    assert advice.cell.setting.name == "K 1" and advice.is_proved and not advice.is_off
+    assert (advice.to_json()["proved"], advice.to_json()["measured_ci95"]) == (True, [1.2, 1.6])
+    [advice] = recommend(few)
+    assert advice.cell.setting.name == "K 2" and not advice.is_proved
+    [advice] = recommend(enough[1:])
+    assert advice.is_off and advice.is_proved, "1.6 times, but not shown to be above 1"
+
+
+def test_batches_are_full_in_predictions_too():
+    """Of three prompts in twos the first comes again: two batches, each as long as its slowest row."""
+    one = accepted(2, 3, tokens=(13, 7, 10))
+    speedup = workload_speedup(one, Workload([5, 5, 5], 13), Times(), batch_size=2)
+    assert speedup == pytest.approx((12 + 12) * 10 / (4 * 14 + 4 * 14))
+
+
 def test_the_shortlist_has_the_most_promising_of_each_batch_size():
     settings = [accepted(length, 2 + length / 100) for length in range(1, 8)]
     cells = predict(settings, Workload([5, 5], 13), Times(), batch_sizes=(1, 16), contexts=(99,))

@@ -7,7 +7,7 @@ from headstart.eval.measurement.environment import Environment, TargetInfo
 from headstart.eval.measurement.result import AcceptancePart, Result
 from headstart.eval.report.acceptance_causes import ACCEPTANCE_RULES
 from headstart.eval.report.charts import Bar, Series, bar_chart, line_chart, round_steps, tree_chart
-from headstart.eval.report.console import disturbance_lines
+from headstart.eval.report.console import disturbance_lines, loop_lines
 from headstart.eval.report.diagnosis import TIME_RULES, costs_more_than_it_saves, diagnose
 from headstart.eval.report.document import Report
 from headstart.eval.report.findings import Case, is_lower
@@ -25,6 +25,11 @@ def counted(length, rounds=1000, rates=(0.6, 0.6, 0.6)):
 
 def part(length, rounds=1000):
     return AcceptancePart(**counted(length, rounds))
+
+
+def repetition(looping=0, whole=20):
+    texts = [{"prompt": i, "repeated": 0.9 if i < looping else 0.1, "longest_loop": 40} for i in range(whole)]
+    return {"mean_repeated": 0.1, "num_looping": looping, "longest_loop": 40, "texts": texts}
 
 
 def result(**changes) -> Result:
@@ -59,6 +64,10 @@ def result(**changes) -> Result:
         "speedup_p10": 1.3,
         "speedup_median": 1.5,
         "speedup_p90": 1.7,
+        "num_timed": None,
+        "mean_batch_size": None,
+        "repetition": repetition(),
+        "without_loops": None,
         "end_to_end_speedup": 1.4,
         "ttft_ms": 12.0,
         "baseline_ttft_ms": 10.0,
@@ -234,7 +243,10 @@ def test_the_best_proved_setting_is_advised():
     """By the lower end of its interval: 1.4 of the chain beats 1.2 of a tree with the higher speedup."""
     tree = result(tree="dynamic", num_drafted=24, speedup=1.8, speedup_ci95=[1.2, 2.4])
     advised = recommend([tree, result()])
-    assert advised.is_deployable and advised.headline.replace(NBSP, " ") == "Deploy eagle3 · chain · K 3 · batch 1"
+    assert (
+        advised.is_deployable
+        and advised.headline.replace(NBSP, " ") == "Deploy eagle3 · chain · K 3 · batch 1 (20 prompts)"
+    )
     assert advised.figure == "1.50 [1.40, 1.60]" and "1.50 times as fast" in advised.reasons[0]
     assert any("best of 2 results" in one for one in advised.cautions)
     text = Reader(render(report(tree, result()))).text
@@ -249,7 +261,7 @@ def test_the_best_proved_setting_is_advised():
         (result(speedup_ci95=[1.0, 1.9]), "its interval reaches down to 1.00"),
         (unexplained(), "1 of 20 texts differ"),
         (result(accept="typical"), "the text is not the target's"),
-        (result(num_prompts=4, batch_size=4, speedup_ci95=[1.5, 1.5]), "a single prompt or batch was timed"),
+        (result(num_prompts=4, batch_size=4, speedup_ci95=[1.5, 1.5]), "an interval over fewer than 4 does not hold"),
         (result(speedup=None, speedup_ci95=[None, None]), "No answer had a token to speed up"),
     ],
 )
@@ -268,9 +280,9 @@ def test_the_recommendation_names_where_it_does_not_hold():
     advised = recommend([result(), slow(suite="code"), slow(batch_size=8), slow(drafter="ngram")])
     cautions = [one.split(":")[0] for one in advised.cautions if "Not on" in one]
     assert cautions == ["Not on code at batch 1", "Not on chat at batch 8"]
-    assert advised.headline.endswith(", for traffic like chat")
+    assert advised.headline.endswith(", for traffic like chat (20 prompts)")
     everywhere = recommend([result(), result(suite="code"), slow(batch_size=8)])
-    assert everywhere.headline.endswith("batch\xa01")
+    assert everywhere.headline.endswith("batch\xa01 (20 prompts)")
 
 
 def test_the_recommendation_warns_of_few_prompts_and_of_a_slow_baseline():
@@ -315,6 +327,49 @@ def test_figures_that_cannot_be_true_are_never_deployed():
     )
     beside = recommend([result(step_medians=medians(verify=8.0)), slower])
     assert beside.is_deployable and beside.best is slower
+
+
+def looping(speedup, **changes):
+    """Eight of twenty texts loop. Args: speedup: of the others, with its interval."""
+    ratio, *interval = speedup
+    left = {"num_prompts": 12, "num_timed": 12, "acceptance_length": 1.2, "speedup": ratio, "speedup_ci95": interval}
+    return result(repetition=repetition(8), without_loops=left | changes)
+
+
+def test_a_gain_that_rests_on_loops_is_not_deployed_and_says_so_first():
+    for left in (looping((0.97, 0.9, 1.05)), looping((2.0, 1.5, 2.5), num_timed=3), looping((None, None, None))):
+        advised = recommend([left])
+        assert not advised.is_deployable
+        assert advised.headline == "Do not deploy on this alone: the gain rests on texts that loop (20 prompts)"
+        assert "8 of 20 texts repeat more than half of their 4-grams; " in advised.reasons[0]
+    assert "without these 0.97 [0.90, 1.05]" in recommend([looping((0.97, 0.9, 1.05))]).reasons[0]
+    text = Reader(render(report(looping((0.97, 0.9, 1.05)), result(suite="code")))).text
+    assert text.count("8 of 20 texts repeat more than half of their 4-grams") == 1 and "Deploy eagle3" in text
+    [line] = loop_lines([result(), looping((0.97, 0.9, 1.05))])
+    assert line.startswith("eagle3 chain on chat, batch 1: 8 of 20 texts repeat")
+
+
+def test_a_gain_that_stays_without_its_loops_is_deployed_with_both_figures():
+    advised = recommend([looping((1.3, 1.2, 1.4))])
+    assert advised.headline.startswith("Deploy eagle3") and advised.is_deployable
+    assert any("without these 1.30 [1.20, 1.40], 1.20 tokens per forward" in one for one in advised.cautions)
+
+
+@pytest.mark.parametrize(("prompts", "timed", "size"), [(2, None, 1), (20, 3, 1), (24, None, 8), (1, None, 1)])
+def test_below_the_number_at_which_intervals_hold_there_is_no_verdict(prompts, timed, size):
+    few = result(num_prompts=prompts, num_timed=timed, batch_size=size)
+    count, unit = timed or prompts // size, "prompts" if size == 1 else "batches of\xa08"
+    advised = recommend([few])
+    words = f"only {count} {unit} were" if count > 1 else "only 1 prompt was"
+    assert advised.headline == f"Do not deploy on this alone: {words} timed" and not advised.is_deployable
+    slower = slow(num_prompts=prompts, num_timed=timed, batch_size=size)
+    assert recommend([slower]).headline == advised.headline
+    assert recommend([few, result(drafter="ngram")]).headline.startswith("Deploy ngram")
+
+
+def test_batches_that_were_not_full_are_a_caution():
+    [caution] = recommend([result(num_prompts=60, batch_size=8, num_timed=8, mean_batch_size=7.5)]).cautions
+    assert caution == "Batches had 7.5 rows on average: some of chat were not full."
 
 
 def test_losslessness_is_reported_as_it_was_checked():

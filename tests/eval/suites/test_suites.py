@@ -4,7 +4,15 @@ import pytest
 from headstart.configs.errors import BadInput
 from headstart.data_pipelines.config import DataConfig
 from headstart.data_pipelines.storage.features import origin_of
-from headstart.eval.suites.prompts import ChatOptions, NoUsablePrompt, Suite, load_suite
+from headstart.eval.suites.prompts import (
+    ChatOptions,
+    NoUsablePrompt,
+    Suite,
+    distinct_names,
+    file_names,
+    filled,
+    load_suite,
+)
 
 TURNS = {"turns": ["w5 w6", "w7"]}
 CHAT = {"messages": [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}]}
@@ -83,3 +91,18 @@ def test_a_part_of_a_suite_keeps_where_its_prompts_came_from():
     part = Suite("three", [[1], [2], [3]]).subset([2, 0])
     assert part.prompts == [[3], [1]] and [one.number for one in part.sources] == [2, 0]
     assert part.digest != Suite("three", [[1], [3]]).digest
+
+
+def test_names_are_the_shortest_that_differ():
+    one, two, three = map(file_names, ("a/gsm8k.train.jsonl", "a/gsm8k.test.jsonl.gz", "b/chat.jsonl"))
+    assert distinct_names([one, two, three]) == ["gsm8k.train", "gsm8k.test", "chat"]
+    assert distinct_names([one, three]) == ["gsm8k", "chat"]
+    assert distinct_names([["gsm8k"], one]) == ["gsm8k", "gsm8k.train"], "a suite of that name keeps it"
+    assert distinct_names([file_names("a/x.jsonl"), file_names("b/x.jsonl")]) == ["a/x", "b/x"]
+    assert distinct_names([file_names("x.jsonl"), file_names("x.jsonl.gz")])[0].endswith("/x.jsonl")
+    with pytest.raises(BadInput, match="chat.jsonl: is given twice"):
+        distinct_names([three, three])
+
+
+def test_rows_repeat_until_a_batch_is_full():
+    assert filled(4, 16) == [0, 1, 2, 3] * 4 and filled(5, 2) == [0, 1, 2, 3, 4, 0] and filled(4, 2) == [0, 1, 2, 3]

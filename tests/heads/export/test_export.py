@@ -1,6 +1,7 @@
 """Exported heads have the names, shapes and keys that engines read, or nothing is written."""
 
 import json
+import shlex
 import shutil
 from typing import Any
 
@@ -56,12 +57,26 @@ def test_what_is_exported_passes_the_contract(trained, tmp_path, family, to):
     assert check_folder(out).problems == []
     assert head.family == family and notes(head) == []
     commands = serve_commands(head, str(out), to=to)
-    assert commands and all(str(out) in command for command in commands.values())
+    assert all(str(out) in command for command in commands.values())
+    assert bool(commands) == ((family, to) != ("medusa", "hf")), "FasterDecoding's layout is not vLLM's"
     assert ("sglang" in commands) == (family != "medusa" and to != "speculators")
     names = {path.name for path in out.iterdir()}
     weights = "medusa_lm_head.safetensors" if (family, to) == ("medusa", "hf") else "model.safetensors"
     tokenizer = {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
     assert names == {"config.json", weights} | (tokenizer if family == "draft_lm" else set())
+
+
+@pytest.mark.parametrize(("family", "to"), [("eagle3", "vllm"), ("eagle3", "speculators"), ("medusa", "vllm")])
+def test_printed_commands_are_ready_for_a_shell(trained, tmp_path, family, to):
+    """Names with spaces and quotes come out of a shell as they went in."""
+    head = export_head(trained(family), tmp_path / "served", to=to)
+    for name, command in serve_commands(head, "my 'served' head", to=to, target="a target").items():
+        words = shlex.split(command)
+        assert any("my 'served' head" in word for word in words), command
+        assert to == "speculators" or "a target" in words
+        if "--speculative-config" in words:
+            spec = json.loads(words[words.index("--speculative-config") + 1])
+            assert spec["model"] == "my 'served' head", name
 
 
 def test_one_eagle3_folder_is_right_for_both_engines(trained, tmp_path, on_disk):

@@ -137,6 +137,11 @@ def missing_shard(folder, config, tensors):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
 
 
+def numbers_for_files(folder, config, tensors):
+    files = {name: 3 for name in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+
 def no_tokenizer(folder, config, tensors):
     for path in folder.glob("tokenizer*"):
         path.unlink()
@@ -252,6 +257,7 @@ FAULTS = {
     "no weights": ("eagle3", no_weights, "no safetensors file in it"),
     "half a config": ("eagle3", half_a_config, "config.json: not JSON"),
     "another file that engines read": ("medusa", second_file, "base_model.lora_A.weight: must not be there"),
+    "numbers for files": ("eagle3", numbers_for_files, "no index of tensors: weight_map[.][a-z0-9_.]+ is no file name"),
     "missing shard": ("eagle3", missing_shard, "names model-00001-of-00002.safetensors, which is not there"),
 }
 

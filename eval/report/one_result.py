@@ -1,0 +1,152 @@
+"""One result in words, and whether its figures prove that it is faster than no drafts."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from ..measurement.metrics import LEAST_TIMED
+from ..measurement.repetition import WithoutLoops
+from ..measurement.result import ENGINE, DomainPart, Result, StepMedians
+from ..verify import ACCEPT_RULES
+
+Interval = tuple[float, float]
+Figures = Result | DomainPart | StepMedians | WithoutLoops  # whatever has a speedup with its interval
+Item = TypeVar("Item")
+Key = TypeVar("Key")
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Items by a key of theirs, in the order in which the keys come."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+def label(result: Result, *, with_batch: bool = True) -> str:
+    """A setting in a few words: drafter, tree, K, batch size. No line break between a number and its name."""
+    tree = result.tree if "chain" in result.tree else f"{result.tree} tree of\xa0{result.num_drafted}"
+    parts = [result.drafter, tree, f"K\xa0{result.num_draft_tokens}"]
+    if result.engine != ENGINE:
+        parts.insert(0, result.engine)
+    if not has_lossless_rule(result):
+        parts.append(f"{result.accept} (lossy)")
+    return " · ".join([*parts, f"batch\xa0{result.batch_size}"] if with_batch else parts)
+
+
+def setting_of(result: Result) -> tuple[Any, ...]:
+    """What a deployment chooses. Suite and batch size are not of it: they come with the traffic."""
+    r = result
+    return r.drafter, r.tree, r.num_drafted, r.num_draft_tokens, r.accept, r.temperature
+
+
+def num_timed(result: Result) -> int:
+    """Prompts, or batches of them, that the interval is over: those in which there was something to time."""
+    known = result.num_timed
+    return -(-result.num_prompts // result.batch_size) if known is None else known
+
+
+def timed_words(result: Result) -> str:
+    """`20 prompts`, `1 batch of 4`."""
+    count, size = num_timed(result), result.batch_size
+    return counted_words(count, "prompt") if size == 1 else f"{counted_words(count, 'batch')} of\xa0{size}"
+
+
+def counted_words(count: int, unit: str) -> str:
+    """`1 prompt`, `2 batches`."""
+    return f"{count} {unit}" if count == 1 else f"{count} {unit}{'es' if unit == 'batch' else 's'}"
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A figure as text; `-` where there was nothing to measure."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def speedup_words(part: Figures) -> str:
+    """`1.92 [1.81, 2.03]`; with a `!` behind it where the result was disturbed."""
+    low, high = part.speedup_ci95
+    mark = " !" if isinstance(part, Result) and is_doubtful(part) else ""
+    return f"{number(part.speedup)} [{number(low)}, {number(high)}]{mark}"
+
+
+def interval_of(part: Figures) -> Interval | None:
+    """The 95 % interval of the speedup; None where nothing was timed."""
+    low, high = part.speedup_ci95
+    return None if low is None or high is None else (low, high)
+
+
+def lower_end(part: Result) -> float:
+    """Of the speedup's interval; 0 where nothing was timed."""
+    return (interval_of(part) or (0.0, 0.0))[0]
+
+
+def has_lossless_rule(result: Result) -> bool:
+    """Whether the accept rule keeps the target's distribution."""
+    return result.accept in ACCEPT_RULES and ACCEPT_RULES[result.accept].is_lossless
+
+
+def is_lossless(result: Result) -> bool:
+    """Whether the text is the target's own as far as the checks show: a lossless rule, no unexplained difference, and
+    sampled tokens that may be draws from the target's distribution."""
+    return has_lossless_rule(result) and not result.lossless.unexplained and not deviates(result)
+
+
+def deviates(result: Result) -> bool:
+    """Whether sampled texts deviate from the target's distribution by more than chance explains."""
+    return result.sampling_check is not None and not result.sampling_check.holds
+
+
+def is_faster(result: Result) -> bool:
+    """Whether the speedup's interval lies above 1, is over enough prompts or batches to hold, and can be true."""
+    return lower_end(result) > 1 and num_timed(result) >= LEAST_TIMED and not result.step_medians.is_impossible
+
+
+def rests_on_loops(result: Result) -> bool:
+    """Whether it is not shown to be faster without the prompts whose texts loop."""
+    without = result.without_loops
+    return without is not None and not (
+        (without.speedup_ci95[0] or 0.0) > 1 and without.num_timed >= LEAST_TIMED  # as `is_faster`
+    )
+
+
+def loop_words(result: Result) -> str:
+    """How many texts loop, and what the others give; empty where none does."""
+    without, found = result.without_loops, result.repetition
+    if without is None:
+        return ""
+    left = f"without these {speedup_words(without)}, {number(without.acceptance_length)} tokens per forward"
+    if without.speedup is None:
+        left = f"no {'prompt' if result.batch_size == 1 else 'batch'} without these was timed"
+    whole = len(found.texts)
+    return f"{found.num_looping} of {counted_words(whole, 'text')} repeat more than half of their 4-grams; {left}"
+
+
+def is_doubtful(result: Result) -> bool:
+    """Whether passes were disturbed, also when they were measured again, or figures cannot be true."""
+    return result.disturbance.num_disturbed > 0 or result.step_medians.is_impossible
+
+
+def disturbance_words(result: Result) -> str:
+    """What disturbed a result; empty where nothing did."""
+    found, medians = result.disturbance, result.step_medians
+    words = []
+    if found.num_disturbed:
+        share = (
+            "" if found.others_share is None else f"; other processes used {found.others_share:.0%} of the processor"
+        )
+        words.append(
+            f"{found.num_disturbed} of {found.num_passes} passes disturbed ({', '.join(found.reasons)}{share})"
+        )
+    if medians.is_impossible:
+        words.append(
+            f"verifying takes {number(medians.verify_ms)} ms and a baseline step {number(medians.baseline_verify_ms)} "
+            "ms, medians, which cannot be"
+        )
+    return "; ".join(words)
+
+
+def medians_disagree(result: Result) -> bool:
+    """Whether the speedup and that from medians of steps have intervals that do not meet."""
+    ours, theirs = interval_of(result), interval_of(result.step_medians)
+    if ours is None or theirs is None or num_timed(result) < LEAST_TIMED:
+        return False
+    return ours[1] < theirs[0] or theirs[1] < ours[0]
