@@ -120,7 +120,13 @@ def stitch(state: dict[str, Tensor], folder: str | Path, output_folder: str | Pa
 def tensor_locations(folder: str | Path) -> dict[str, Path]:
     """In which safetensors file of a checkpoint folder each tensor is. Raises BadInput where there is none."""
     index = Path(folder, "model.safetensors.index.json")
-    names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+        strange = next((name for name in names if name != Path(name).name), None)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadInput(f"{index}: no index of tensors: {first_line(error)}") from error
+    if strange is not None:
+        raise BadInput(f"{index}: names {strange!r}, which is no file of this folder")
     found: dict[str, Path] = {}
     for file in sorted(names):
         try:

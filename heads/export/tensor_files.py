@@ -74,7 +74,7 @@ def check_index(folder: Path, stored: TensorFiles) -> None:
         stored.problems.append(f"{path.name}: no index of tensors: {first_line(error)}")
         return
     held = {name: file.name for name, file in stored.files.items()}
-    missing = [file for file in sorted(set(index.values())) if not (folder / file).is_file()]
+    missing = [file for file in sorted(set(index.values())) if file != Path(file).name or not (folder / file).is_file()]
     moved = [name for name in sorted(index.keys() & held.keys()) if index[name] != held[name]]
     unheld = [name for name in sorted(index.keys() - held.keys()) if index[name] not in missing]
     problems = [f"names {file}, which is not there" for file in missing]
