@@ -56,6 +56,15 @@ class OwnedFolder:
         self.settings = _plain(settings)
         _mark(self.path, self.command, self.settings)
 
+    def check_settings(self, settings: Mapping[str, Any], *, finished: str, overwrite: bool) -> None:
+        """Raises BadInput where the file `finished` is there, made with other settings, and is not to be replaced."""
+        now, before = _plain(settings), self.settings
+        key = next((key for key in [*now, *before] if now.get(key) != before.get(key)), None)
+        if (self.path / finished).exists() and key is not None and not overwrite:
+            was, would = (json.dumps(values.get(key)) for values in (before, now))
+            problem = f"holds a finished {finished} with {key} {was}, this would be with {would}"
+            raise BadInput(f"{self.path}: {problem}; --overwrite replaces it, or give a new folder")
+
     def close(self) -> None:
         """Lets others have it."""
         with suppress(OSError):

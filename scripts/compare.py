@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..configs.errors import BadInput
-from ..configs.files import write_json
+from ..configs.files import new_folder, write_json
 
 if TYPE_CHECKING:
     from ..eval.report.comparison import Evaluation
@@ -56,8 +56,10 @@ def compare(
     else:
         show(runs, evaluations)
     if output is not None:
-        write_json(output / "compare.json", document)
-        print(f"written to {write_page(output, evaluations, runs)}", file=sys.stderr)
+        with new_folder(output) as folder:
+            write_json(folder / "compare.json", document)
+            page = write_page(folder, evaluations, runs)
+        print(f"written to {output.expanduser() / page.name}", file=sys.stderr)
 
 
 def is_evaluation(folder: Path) -> bool:
