@@ -10,6 +10,7 @@ import typer
 
 from ..configs.errors import BadInput
 from ..configs.files import new_folder, write_json
+from ..configs.terminal import PlainConsole
 
 if TYPE_CHECKING:
     from ..eval.report.comparison import Evaluation
@@ -112,13 +113,12 @@ def run_entries(runs: "list[TrainingRun]") -> list[dict[str, Any]]:
 def show(runs: "list[TrainingRun]", evaluations: "list[Evaluation]") -> None:
     """Both on the screen."""
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Column, Table
 
     from ..eval.report.comparison import headline, standings, unlike
     from ..eval.report.comparison_page import RUN_COLUMNS
 
-    console, lines = Console(), []
+    console, lines = PlainConsole(), []
     if runs:
         columns = [Column("run", no_wrap=True), *(Column(title, justify="right") for title in RUN_COLUMNS)]
         table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False)

@@ -13,6 +13,7 @@ from typer import Option
 
 from ..configs.errors import BadInput
 from ..configs.loader import PACKAGE_CONFIGS
+from ..configs.terminal import PlainConsole
 
 if TYPE_CHECKING:
     from ..eval.plan.load import LoadPoint
@@ -110,7 +111,7 @@ def plan(
         planned = Planner(loaded, chosen, traffic, config, name, bar=progress).plan()
         folder.record(settings)
         write(loaded, planned, folder.path)
-    show(planned, Console())
+    show(planned, PlainConsole())
     print(f"written to {output / 'plan.json'}")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ..configs.terminal import PlainConsole
 from ..data_pipelines.loader import BatchPlan
 from .config import RunConfig
 from .loop import Loop
@@ -32,7 +33,7 @@ def train(run: RunConfig, *, console: Console | None = None) -> Path:
     code after SIGTERM or SIGINT, with a checkpoint of the step that was under way.
     """
     with ExitStack() as holding:
-        return train_in(Path(run.train.output_dir), run, console or Console(stderr=True), holding)
+        return train_in(Path(run.train.output_dir), run, console or PlainConsole(stderr=True), holding)
 
 
 def train_in(folder: Path, run: RunConfig, console: Console, holding: ExitStack) -> Path:

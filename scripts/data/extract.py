@@ -40,10 +40,10 @@ def extract(
     from contextlib import ExitStack
     from dataclasses import replace
 
-    from rich.console import Console
     from rich.progress import Progress
 
     from ...configs.loader import build
+    from ...configs.terminal import PlainConsole
     from ...data_pipelines.plan import estimate
     from ...data_pipelines.storage.extract import TOKENS, ExtractConfig, Extraction, clear, fields_of, is_finished
     from ...data_pipelines.storage.features import origin_of
@@ -61,7 +61,7 @@ def extract(
     data = replace(run.data, max_length=min(run.data.max_length, target.max_positions))
     fields = fields_of(target, reads, settings, origin_of(data, target.tokenizer))
     accelerator = start_accelerator(build(TrainConfig, {"output_dir": str(output), "max_steps": 1, "device": device}))
-    console = Console(stderr=True, quiet=not accelerator.is_main_process)
+    console = PlainConsole(stderr=True, quiet=not accelerator.is_main_process)
     target.to(accelerator.device)
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
 
