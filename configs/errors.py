@@ -8,10 +8,20 @@ from os import strerror
 from pathlib import Path
 
 REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)  # writing, by a full or failing disk
+ACTING = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class BadInput(ValueError):
     """Something the user gave us cannot be used. The message is one line and says where the fault is."""
+
+    def __init__(self, message: object):
+        super().__init__(printable(str(message)))
+
+
+def printable(text: str, *, kept: str = "") -> str:
+    """A text without characters that a terminal acts on, such as those that open an escape sequence; they are written
+    as in a Python string. kept: those that stay."""
+    return ACTING.sub(lambda found: found[0] if found[0] in kept else found[0].encode("unicode_escape").decode(), text)
 
 
 @contextmanager

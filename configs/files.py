@@ -1,4 +1,4 @@
-"""Writes files and folders whole or not at all; the only place that renames, removes or locks what is on disk.
+"""Writes files and folders whole or not at all; with owned.py the only place that renames, removes or locks on disk.
 
 After a kill or a failure at any point the old or the new one is there, complete. What is being written is beside it,
 as `.NAME.PID.unfinished`; what a kill left of that is removed by the next writer of NAME.
@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -41,7 +41,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     Folders that are missing above `path` are made.
     """
     path = Path(path)
-    temporary = _unfinished(path)
+    temporary = unfinished(path)
     try:
         yield temporary
         _sync(temporary)
@@ -64,14 +64,11 @@ def replacing_folder(path: str | Path) -> Iterator[Path]:
     restore_folder(path)
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "a file, not a folder", str(path))
-    temporary = _unfinished(path)
+    temporary = unfinished(path)
     try:
         temporary.mkdir()
         yield temporary
-        for folder, _, names in os.walk(temporary):
-            for name in names:
-                _sync(Path(folder, name))
-            _sync(Path(folder))
+        _sync_folder(temporary)
         if not path.exists():
             os.replace(temporary, path)
         elif not _exchange(temporary, path):
@@ -85,15 +82,28 @@ def replacing_folder(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(path: str | Path) -> Iterator[Path]:
-    """As `replacing_folder`. Raises BadInput where `path` exists, or no folder can be made there."""
-    if Path(path).exists():
+    """A new folder beside `path`, which takes its place at the end, or is removed after an exception.
+
+    Raises: BadInput where `path` exists, before or by then, or no folder can be made there.
+    """
+    path = Path(path).expanduser()
+    if path.exists() or path.is_symlink():
         raise BadInput(f"{path}: exists already")
-    with ExitStack() as stack:
-        try:
-            temporary = stack.enter_context(replacing_folder(path))
-        except OSError as error:
-            raise BadInput(f"{path}: {error.strerror}") from error
+    try:
+        temporary = unfinished(path)
+        temporary.mkdir()
+    except OSError as error:
+        raise BadInput(f"{path}: {error.strerror}") from error
+    try:
         yield temporary
+        _sync_folder(temporary)
+        try:
+            os.rename(temporary, path)  # over nothing, or an empty folder
+        except OSError as error:
+            raise BadInput(f"{path}: {error.strerror}; it was made meanwhile") from error
+        _sync(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def restore_folder(path: str | Path) -> None:
@@ -110,7 +120,7 @@ def remove(path: str | Path) -> None:
     path = Path(path)
     with suppress(FileNotFoundError, NotADirectoryError):
         if path.is_dir() and not path.is_symlink():
-            temporary = _unfinished(path)
+            temporary = unfinished(path)
             os.replace(path, temporary)
             shutil.rmtree(temporary, ignore_errors=True)
         else:
@@ -121,7 +131,7 @@ def remove_unfinished(folder: str | Path, name: str | None = None) -> None:
     """Removes from a folder what killed processes left there unfinished; name: of this file or folder alone."""
     for path in Path(folder).iterdir() if Path(folder).is_dir() else ():
         match = re.fullmatch(r"\.(.+)\.(\d+)\.unfinished", path.name)
-        if match and name in (None, match[1]) and not _is_running(int(match[2])):
+        if match and name in (None, match[1]) and not is_running(int(match[2])):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
@@ -139,8 +149,8 @@ def locked(path: str | Path) -> BinaryIO:
     return file
 
 
-def _unfinished(path: Path) -> Path:
-    """Where this process writes what is to be `path`; nothing is there."""
+def unfinished(path: Path) -> Path:
+    """Where this process writes what is to be `path`; nothing is there. Folders that are missing above it are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_unfinished(path.parent, path.name)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
@@ -155,7 +165,8 @@ def _replaced(path: Path) -> Path:
     return path.with_name(f".{path.name}.replaced")
 
 
-def _is_running(process: int) -> bool:
+def is_running(process: int) -> bool:
+    """Whether a process of this machine has the number."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -163,6 +174,13 @@ def _is_running(process: int) -> bool:
     except (PermissionError, OverflowError):  # another user's, or none of a process number
         return True
     return True
+
+
+def _sync_folder(path: Path) -> None:
+    for folder, _, names in os.walk(path):
+        for name in names:
+            _sync(Path(folder, name))
+        _sync(Path(folder))
 
 
 def _sync(path: Path) -> None:

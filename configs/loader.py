@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from .errors import BadInput
 from .files import write_text
 
 T = TypeVar("T")
+LocalPath = Annotated[str, AfterValidator(os.path.expanduser)]  # of a config: `~` is the home folder
 PACKAGE_CONFIGS = Path(__file__).resolve().parent
 
 
@@ -36,7 +38,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
     BadInput: no such file, a folder, not YAML (with FILE:LINE), a key given twice, a top level that is no mapping, a
     cycle of bases, an override without `=` or through something that is no mapping.
     """
-    config = _read_with_bases(find_config(Path(path)), chain=())
+    config = _read_with_bases(find_config(Path(path).expanduser()), chain=())
     for override in overrides:
         _apply_override(config, override)
     return config

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..configs.errors import BadInput
+from ..configs.loader import LocalPath
 from .storage.samples import SEGMENTS
 
 TURNS = ("all", "last")  # assistant turns of a conversation
@@ -24,7 +25,7 @@ class DataConfig:
     segment_weights: dict[str, float] = field(default_factory=dict)  # of a supervised token in the loss; default: 1
     think_markers: list[str] | None = None  # what opens and closes a trace; None: as in the tokenizer or its template
     layout: str = "padded"  # or `bucketed`, by similar length; or `packed`, several in a row without seeing each other
-    features: str | None = None  # a folder of `headstart data extract` on the same rows; None: the target runs
+    features: LocalPath | None = None  # a folder of `headstart data extract` on the same rows; None: the target runs
     num_workers: int = 1  # processes that render and tokenise rows; the samples do not depend on it
 
     def __post_init__(self) -> None:

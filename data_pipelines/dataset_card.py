@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from ..configs.errors import BadInput
+from ..configs.files import replacing
 
 SPLITS = ("train", "validation")
 SIZE_CATEGORIES = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "100K<n<1M"}
@@ -74,11 +75,8 @@ class SplitFile:
 
 
 def read_card(output: Path) -> Card | None:
-    """The card of a data set that is there; None where there is nothing, or an empty folder.
-
-    BadInput: something else is there.
-    """
-    if not output.exists() or output.is_dir() and not any(output.iterdir()):
+    """The card of a data set that is there; None where there is none. BadInput: it is damaged."""
+    if not (output / "card.json").exists():
         return None
     try:
         data = json.loads((output / "card.json").read_text(encoding="utf-8"))
@@ -86,7 +84,7 @@ def read_card(output: Path) -> Card | None:
         splits = {name: SplitCounts(**counts) for name, counts in data.pop("splits").items()}
         return Card(**data, sources=sources, splits=splits)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadInput(f"{output}: exists and is no prepared data set; give another output") from error
+        raise BadInput(f"{output / 'card.json'}: damaged; give another output") from error
 
 
 def check_unchanged(card: Card, *, config: Mapping[str, Any], files: Mapping[str, int], output: Path) -> None:
@@ -103,9 +101,7 @@ def check_unchanged(card: Card, *, config: Mapping[str, Any], files: Mapping[str
 
 
 def write_card(folder: Path, card: Card, *, name: str) -> None:
-    """card.json, and README.md with the same for people; the hub and `datasets` read its front matter."""
-    text = json.dumps(asdict(card), indent=2, ensure_ascii=False)
-    (folder / "card.json").write_bytes(f"{text}\n".encode("utf-8", "backslashreplace"))
+    """README.md for people, whose front matter the hub and `datasets` read, and then card.json with the same."""
     num_rows = sum(split.rows for split in card.splits.values())
     data_files = [{"split": split, "path": f"{split}.jsonl"} for split in SPLITS if card.splits[split].rows]
     front = {
@@ -135,7 +131,10 @@ def write_card(folder: Path, card: Card, *, name: str) -> None:
         "The config:",
         f"```yaml\n{yaml.safe_dump(card.config, sort_keys=False, allow_unicode=True, width=110)}```",
     ]
-    (folder / "README.md").write_bytes(("\n\n".join(parts) + "\n").encode("utf-8", "backslashreplace"))
+    text = json.dumps(asdict(card), indent=2, ensure_ascii=False)
+    for file, written in (("README.md", "\n\n".join(parts)), ("card.json", text)):
+        with replacing(folder / file) as path:
+            path.write_bytes(f"{written}\n".encode("utf-8", "backslashreplace"))
 
 
 def _table(header: list[str], rows: Sequence[list[Any]]) -> str:

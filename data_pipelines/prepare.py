@@ -3,13 +3,16 @@
 import json
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from ..configs.errors import BadInput
-from ..configs.files import replacing_folder
+from ..configs.files import replacing
+from ..configs.loader import LocalPath
+from ..configs.owned import OwnedFolder, check_owner
 from .config import check_at_least_one, check_choice
 from .dataset_card import SPLITS, Card, RowCounts, SplitCounts, SplitFile, check_unchanged, read_card, write_card
 from .digests import Digests
@@ -20,6 +23,7 @@ from .parallel import ROWS_AT_A_TIME, in_order
 from .row_shapes import conversation_of, digest
 from .sources import Row, iter_rows, read_sources
 
+COMMAND = "headstart data prepare"
 NUM_EXAMPLES = 5  # dropped rows that the card names, for each reason
 
 
@@ -28,7 +32,7 @@ class PrepareConfig:
     """`headstart data prepare`: which rows become which data set."""
 
     sources: str | list[str | dict[str, Any]]  # a `Source` of sources.py, or a list of such
-    output: str  # the folder that is written
+    output: LocalPath  # the folder that is written
     num_rows: int | None = None  # only the first rows of the mixture
     seed: int = 0  # of the mixture
     until: str = "first"  # the mixture ends with the first source, or with `all`
@@ -37,7 +41,7 @@ class PrepareConfig:
     filters: FilterConfig = field(default_factory=FilterConfig)
     once: str = "conversation"  # of equal conversations, or of equal `prompt`s, the first is kept; or `none`
     validation_share: float = 0.01  # of the rows, chosen by their prompts
-    tokenizer: str | None = None  # a folder or hub id, for filters that count tokens
+    tokenizer: LocalPath | None = None  # a folder or hub id, for filters that count tokens
     num_workers: int = 1  # processes that judge rows
 
     def __post_init__(self) -> None:
@@ -90,37 +94,41 @@ def prepare(config: PrepareConfig, *, on_rows: Callable[[int], object] = lambda 
     of rows that have been judged.
     BadInput: as `iter_rows`; an OUTPUT that is anything else; no row left for training.
     """
-    card = prepared_before(config)
-    if card is not None:
-        return card
+    with OwnedFolder(config.output, command=COMMAND, settings=config.recorded()) as folder:
+        try:
+            return prepared_before(config) or _written(config, folder.path, on_rows)
+        except OSError as error:
+            raise BadInput(f"{config.output}: cannot be written: {error.strerror or error}") from error
+
+
+def _written(config: PrepareConfig, folder: Path, on_rows: Callable[[int], object]) -> Card:
+    """The data set, written into the folder, its card last."""
     tally = _Tally([source.called for source in read_sources(config.sources)])
     excluded = _questions_of(config.exclude)
     digests = Digests()
     rows = iter_rows(config.sources, num_rows=config.num_rows, seed=config.seed, until=config.until)
-    try:
-        with replacing_folder(config.output) as folder:
-            files = [SplitFile(folder / f"{split}.jsonl") for split in SPLITS]
-            for row in in_order(partial(judge, config=config), rows, num_workers=config.num_workers):
-                is_validation = int.from_bytes(row.prompt[:8], "big") < config.validation_share * 2**64
-                reason = row.reason or _reason_beside_others(row, config, is_validation, excluded, digests)
-                tally.count(row, reason)
-                if reason is None:
-                    files[is_validation].write(row.line, row.num_turns, row.num_characters, row.num_answer_characters)
-                if tally.num_read % ROWS_AT_A_TIME == 0:
-                    on_rows(tally.num_read)
-            on_rows(tally.num_read)
-            if not files[0].counts.rows:
-                raise BadInput(f"no row is left for training: {tally.in_words()}")
-            splits = {split: file.close() for split, file in zip(SPLITS, files, strict=True)}
-            card = tally.card(splits, config)
-            write_card(folder, card, name=Path(config.output).name)
-    except OSError as error:
-        raise BadInput(f"{config.output}: cannot be written: {error.strerror or error}") from error
+    with ExitStack() as stack:
+        files = [SplitFile(stack.enter_context(replacing(folder / f"{split}.jsonl"))) for split in SPLITS]
+        for row in in_order(partial(judge, config=config), rows, num_workers=config.num_workers):
+            is_validation = int.from_bytes(row.prompt[:8], "big") < config.validation_share * 2**64
+            reason = row.reason or _reason_beside_others(row, config, is_validation, excluded, digests)
+            tally.count(row, reason)
+            if reason is None:
+                files[is_validation].write(row.line, row.num_turns, row.num_characters, row.num_answer_characters)
+            if tally.num_read % ROWS_AT_A_TIME == 0:
+                on_rows(tally.num_read)
+        on_rows(tally.num_read)
+        if not files[0].counts.rows:
+            raise BadInput(f"no row is left for training: {tally.in_words()}")
+        splits = {split: file.close() for split, file in zip(SPLITS, files, strict=True)}
+    card = tally.card(splits, config)
+    write_card(folder, card, name=Path(config.output).name)
     return card
 
 
 def prepared_before(config: PrepareConfig) -> Card | None:
     """The card of an OUTPUT that this config has written before; None: there is none. BadInput as `prepare`."""
+    check_owner(config.output, command=COMMAND)
     card = read_card(Path(config.output))
     if card is not None:
         check_unchanged(card, config=config.recorded(), files=config.files(), output=Path(config.output))

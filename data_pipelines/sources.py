@@ -4,11 +4,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from os.path import expanduser
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..configs.errors import BadInput
-from ..configs.loader import build
+from ..configs.loader import LocalPath, build
 from .config import check_at_least_one, check_choice
 from .formats import LOCAL_FORMATS, is_known, one_line, read_file
 from .mixture import UNTIL, interleave
@@ -37,7 +38,7 @@ class Source:
     .jsonl, .jsonl.gz, .json (a list of objects, read whole), .parquet, .arrow (stream or file).
     """
 
-    source: str
+    source: LocalPath
     name: str | None = None  # in counts and rows; None: `source`
     weight: float | None = None  # its share of a mixture; None: as many rows as it has, or 1 where others have a weight
     num_rows: int | None = None  # only its first rows
@@ -139,7 +140,7 @@ def read_sources(spec: Spec | Sequence[Spec], cls: type[SomeSource] = Source) ->
     if not specs:
         raise BadInput("no data source is given")
     return [
-        cls(source=item) if isinstance(item, str) else build(cls, item, where=f"sources.{index}")
+        cls(source=expanduser(item)) if isinstance(item, str) else build(cls, item, where=f"sources.{index}")
         for index, item in enumerate(specs)
     ]
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ..configs.errors import BadInput, first_line
+from ..configs.loader import LocalPath
 from .adapters import add_adapters
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
 from .drafter import Reading
@@ -37,7 +38,7 @@ class DraftLMConfig(HeadConfig):
     num_depths: int = 5
     # local folder or hub id of a causal language model with the target's vocabulary. None: a fresh one of the target's
     # architecture, whose embedding and output layer start as the target's where sizes match
-    path: str | None = None
+    path: LocalPath | None = None
     num_layers: int = 2  # of a fresh one
     hidden_size: int | None = None  # of a fresh one; None: the target's
     intermediate_size: int | None = None  # of a fresh one; None: in proportion to the target's

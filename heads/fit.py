@@ -39,7 +39,7 @@ def load_skeleton(config: TargetConfig) -> Target:
     try:
         with torch.device("meta"), quiet_loading():
             model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
-            return Target(model, name=config.path, fingerprint="")
+            return Target(model, name=config.path, fingerprint="", source=config)
     except Exception as error:  # whatever the code of an unknown model raises
         raise NoSkeleton(f"target {config.path}: cannot be built without weights: {first_line(error)}") from error
 

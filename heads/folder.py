@@ -1,5 +1,7 @@
 """A head's own folder: config.json, model.safetensors and, of some, an adapter of the target (peft)."""
 
+import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,11 @@ class HeadRecord:
     @property
     def family(self) -> str:
         return self.head["type"]
+
+    @property
+    def head_fingerprint(self) -> str | None:
+        """Of the head's own weights (`fingerprint_of_tensors`), kept by every export and report; None: not recorded."""
+        return (self.training or {}).get("fingerprint")
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "HeadRecord":
@@ -70,6 +77,8 @@ def save_head(
         to_target = head.vocabulary.to_target.cpu()
         tensors["d2t"] = to_target - torch.arange(len(to_target))
         tensors["t2d"] = head.vocabulary.to_draft.cpu() >= 0
+    if training is not None:
+        training = {**training, "fingerprint": fingerprint_of_tensors(tensors)}
     record = HeadRecord(head.config.as_dict(), head.target.name, head.target.fingerprint, training)
     name_of_dtype = str(dtype or next(iter(head.parameters())).dtype).removeprefix("torch.")
     dtypes = {"dtype": name_of_dtype, "torch_dtype": name_of_dtype}
@@ -80,6 +89,15 @@ def save_head(
             write_adapter({name.removeprefix(ADAPTER): tensors.pop(name) for name in names}, head.target, temporary)
         save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
     return Path(folder)
+
+
+def fingerprint_of_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """sha256 over names, shapes and 64 evenly spread values of each tensor: tells heads apart wherever they lie."""
+    digest = hashlib.sha256()
+    for name, value in sorted(tensors.items()):
+        spread = value.flatten()[:: max(1, value.numel() // 64)][:64]
+        digest.update(f"{name} {tuple(value.shape)}".encode() + spread.float().numpy().tobytes())
+    return digest.hexdigest()[:32]
 
 
 def read_head_config(folder: str | Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from ..configs.errors import BadInput, first_line
+from ..configs.loader import LocalPath
 from .importing.gguf import gguf_folder
 from .nn.packed import multiplies_bf16
 
@@ -23,7 +24,7 @@ from .nn.packed import multiplies_bf16
 class TargetConfig:
     """Which frozen model to load."""
 
-    path: str  # local folder, hub id or GGUF file
+    path: LocalPath  # local folder, hub id or GGUF file
     dtype: str = "auto"  # float32, bfloat16, float16, or auto (as stored)
     # for a target that no single GPU holds, as Accelerate takes it: `auto` spreads its layers over all GPUs of the
     # machine and then over host memory, for one process; None: each process has it on a device of its own
@@ -179,11 +180,13 @@ LAYER_LISTS = ("layers", "h", "blocks")  # names of the list of decoder layers i
 class FrozenModel:
     """A Hugging Face causal language model in evaluation mode, and where its parts are."""
 
-    def __init__(self, model: Any, *, name: str, fingerprint: str, tokenizer: Any = None):
-        """Raises BadInput where no decoder layers are found."""
+    def __init__(
+        self, model: Any, *, name: str, fingerprint: str, tokenizer: Any = None, source: TargetConfig | None = None
+    ):
+        """source: what it was loaded by. Raises BadInput where no decoder layers are found."""
         self.model = model.eval().requires_grad_(False)
         self.name, self.fingerprint = name, fingerprint
-        self._tokenizer = tokenizer
+        self._tokenizer, self._source = tokenizer, source or TargetConfig(path=name)
         self.config = model.config.get_text_config()
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
@@ -206,7 +209,8 @@ class FrozenModel:
         """The target's own tokenizer, loaded on first use."""
         if self._tokenizer is None:
             try:
-                self._tokenizer = AutoTokenizer.from_pretrained(self.name)
+                revision, trusted = self._source.revision, self._source.trust_remote_code
+                self._tokenizer = AutoTokenizer.from_pretrained(self.name, revision=revision, trust_remote_code=trusted)
             except Exception as error:
                 raise BadInput(f"tokenizer of {self.name}: {first_line(error)}") from error
         return self._tokenizer

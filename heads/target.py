@@ -41,9 +41,11 @@ class Target(FrozenModel):
     post-norm state has its own name, `post_norm`.
     """
 
-    def __init__(self, model: Any, *, name: str, fingerprint: str, tokenizer: Any = None):
+    def __init__(
+        self, model: Any, *, name: str, fingerprint: str, tokenizer: Any = None, source: TargetConfig | None = None
+    ):
         """Raises BadInput where the model's outputs cannot be reproduced."""
-        super().__init__(model, name=name, fingerprint=fingerprint, tokenizer=tokenizer)
+        super().__init__(model, name=name, fingerprint=fingerprint, tokenizer=tokenizer, source=source)
         if self.config._attn_implementation == "sdpa":
             model.set_attn_implementation(GROUPED_ATTENTION)
         self._captured: dict[int, Tensor] = {}  # by layer, the residual stream that entered it in the last forward
@@ -75,7 +77,7 @@ class Target(FrozenModel):
             trust_remote_code=trust_remote_code,
         )
         model, fingerprint = load_model(config, device=device)
-        return cls(model, name=config.path, fingerprint=fingerprint)
+        return cls(model, name=config.path, fingerprint=fingerprint, source=config)
 
     @property
     def packed(self) -> PackedDecoder | None:

@@ -1,6 +1,8 @@
 """The `headstart` command: prepare data, train a head, measure what it saves, export it."""
 
+import re
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -94,6 +96,8 @@ def options(
 
 def main() -> None:
     """Run the command line; bad input is one line on stderr and exit code 2."""
+    home = Path.home().as_posix()
+    sys.argv[1:] = [re.sub(r"^([\w.:-]+[=:])?~/", rf"\g<1>{home}/", word) for word in sys.argv[1:]]  # as a shell would
     try:
         app()
     except BadInput as error:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..configs.errors import BadInput
-from ..configs.files import write_json
+from ..configs.files import new_folder, write_json
+from ..configs.terminal import PlainConsole
 
 if TYPE_CHECKING:
     from ..eval.report.comparison import Evaluation
@@ -56,8 +57,10 @@ def compare(
     else:
         show(runs, evaluations)
     if output is not None:
-        write_json(output / "compare.json", document)
-        print(f"written to {write_page(output, evaluations, runs)}", file=sys.stderr)
+        with new_folder(output) as folder:
+            write_json(folder / "compare.json", document)
+            page = write_page(folder, evaluations, runs)
+        print(f"written to {output.expanduser() / page.name}", file=sys.stderr)
 
 
 def is_evaluation(folder: Path) -> bool:
@@ -113,13 +116,12 @@ def run_entries(runs: "list[TrainingRun]") -> list[dict[str, Any]]:
 def show(runs: "list[TrainingRun]", evaluations: "list[Evaluation]") -> None:
     """Both on the screen."""
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Column, Table
 
     from ..eval.report.comparison import headline, standings, unlike
     from ..eval.report.comparison_page import RUN_COLUMNS
 
-    console, lines = Console(), []
+    console, lines = PlainConsole(), []
     if runs:
         columns = [Column("run", no_wrap=True), *(Column(title, justify="right") for title in RUN_COLUMNS)]
         table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False)

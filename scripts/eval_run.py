@@ -6,10 +6,11 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 
-from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 
-from ..configs.errors import BadInput
+from ..configs.errors import BadInput, printable
+from ..configs.terminal import PlainConsole
 from ..eval.drafters.registry import build_drafters, parse_drafter, training_record
 from ..eval.measurement.config import DraftSetting, MeasureConfig
 from ..eval.measurement.measure import Row, measure_all
@@ -89,7 +90,7 @@ def ready(suites: Sequence[Suite], batch_sizes: Sequence[int], trees: Sequence[s
 
 
 def warn(problem: str) -> None:
-    print(f"headstart: {problem}", file=sys.stderr)
+    print(f"headstart: {printable(problem)}", file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ def report_all(target: Target, results: list[Result], rounds: list[Row], output:
         raise BadInput(f"nothing could be measured: {first.row}: {first.reason}")
     for problem in training_warnings(results):
         warn(problem)
-    console = Console()
+    console = PlainConsole()
     report = build_report(target, results)
     path = write_report(output, report, rounds)
     page = write_page(output, report)
@@ -242,5 +243,5 @@ def report_all(target: Target, results: list[Result], rounds: list[Row], output:
 
 def progress(total: int, what: str) -> Callable[[], object]:
     """A bar on stderr that each call moves on; one call more than `total` closes it."""
-    bar = iter(track(range(total), what, console=Console(stderr=True)))
+    bar = iter(track(range(total), escape(what), console=PlainConsole(stderr=True)))
     return lambda: next(bar, None)

@@ -87,6 +87,7 @@ def evaluate(
         str, MEASURING(help="`transformers`: also time its own generate, and its own use of these drafters.")
     ] = "",
     output: Annotated[Path, OUTPUT(help="Folder for report.html, report.json and rounds.jsonl.")],
+    overwrite: Annotated[bool, OUTPUT("--overwrite", help="Replace a finished report of other settings.")] = False,
 ) -> None:
     """Measure what drafters save: acceptance, speed against the same engine without drafts, and losslessness.
 
@@ -99,17 +100,18 @@ def evaluate(
     was killed. Exit code 1 where a greedy text differs from the target's own, also in forwards of equal shapes, or
     sampled ones are not distributed as the target's; the report says where.
     """
+    settings = {key: value for key, value in locals().items() if key not in ("output", "overwrite")}
+
+    from ..configs.owned import OwnedFolder
     from ..eval.measurement.config import MeasureConfig, chain
     from ..eval.measurement.resume import BatchStore
     from ..eval.replay import check_steps
-    from ..eval.report.document import check_output
     from ..eval.report.recommendation import is_lossless
     from ..eval.verify import ACCEPT_RULES
     from ..heads.loading import default_device, default_dtype
     from ..heads.target import Target
     from .eval_run import EvalRun, WantedDrafts, WantedSuites, ready, report_all
 
-    check_output(output)
     if temperature == 0 and (top_k or top_p < 1):
         raise BadInput("--top-k and --top-p choose what is sampled: they need --temperature above 0")
     check_choices(compare=compare, accept=accept, allow_lossy=allow_lossy, typical=(typical_epsilon, typical_delta))
@@ -130,15 +132,20 @@ def evaluate(
         num_repeats=repeats,
         seed=seed,
     )
-    loaded = Target.load(target, dtype=dtype or default_dtype(target, device), device=device)
-    suites = ready(wanted.load(loaded, max_new_tokens=max_new_tokens, limit=limit), batch_size or [1], drafts.trees)
-    with BatchStore(output) as store:
-        run = EvalRun(loaded, drafts.load(loaded), suites, config, batch_size or [1], drafts, store)
-        results, rounds = run.measure()
-        if compare:
-            results += run.compare_transformers()
-        report_all(loaded, results, rounds, output)
-        store.finish()
+    with OwnedFolder(output, command="headstart eval", settings=settings) as folder:
+        folder.check_settings(settings, finished="report.json", overwrite=overwrite)
+        loaded = Target.load(target, dtype=dtype or default_dtype(target, device), device=device)
+        suites = wanted.load(loaded, max_new_tokens=max_new_tokens, limit=limit)
+        suites = ready(suites, batch_size or [1], drafts.trees)
+        drafters = drafts.load(loaded)
+        with BatchStore(folder.path, on_first=folder.keep) as store:
+            run = EvalRun(loaded, drafters, suites, config, batch_size or [1], drafts, store)
+            results, rounds = run.measure()
+            if compare:
+                results += run.compare_transformers()
+            folder.record(settings)
+            report_all(loaded, results, rounds, folder.path)
+            store.finish()
     if any(ACCEPT_RULES[result.accept].is_lossless and not is_lossless(result) for result in results):
         raise typer.Exit(1)
 

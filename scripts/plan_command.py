@@ -13,6 +13,7 @@ from typer import Option
 
 from ..configs.errors import BadInput
 from ..configs.loader import PACKAGE_CONFIGS
+from ..configs.terminal import PlainConsole
 
 if TYPE_CHECKING:
     from ..eval.plan.load import LoadPoint
@@ -59,6 +60,7 @@ def plan(
     repeats: Annotated[int, Option(help="Timed passes per side of a check.", min=1)] = 2,
     dtype: Annotated[str, Option(help="As for `headstart eval`.")] = "",
     device: Annotated[str, Option(help="cpu, cuda ...; default: cuda where there is one.")] = "",
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace a finished plan of other settings.")] = False,
 ) -> None:
     """Plan a deployment: expected speedup of each K and tree by batch size and context, and what to serve.
 
@@ -72,16 +74,17 @@ def plan(
     context. The most promising are then measured, chosen from, and the prediction's error shown. With --machine nothing
     is timed: the profile says what steps take there. machine.json is this machine's profile, for use elsewhere.
     """
+    settings = {key: value for key, value in locals().items() if key not in ("output", "overwrite")}
+
+    from ..configs.owned import OwnedFolder
     from ..eval.measurement.config import MeasureConfig
     from ..eval.plan.machine_profile import load_profile
     from ..eval.plan.planner import PlanConfig, Planner
-    from ..eval.report.document import check_output
     from ..heads.loading import default_device, default_dtype
     from ..heads.target import Target
     from .eval_run import WantedSuites, progress
 
     rates = check_choices(head, drafter, synthetic_acceptance, head_type)
-    check_output(output)
     if prompts and suite:
         raise BadInput("give --prompts or --suite, not both: a plan is for one kind of traffic")
     files, named = ([], [suite]) if suite else ([prompts or GENERAL_PROMPTS], [])
@@ -99,13 +102,16 @@ def plan(
     config.measure.steps = "eager" if device == "cpu" else "graph"
     if not (prompts or suite):
         print("headstart: planned on a few general prompts; give --prompts with some of your traffic", file=sys.stderr)
-    loaded = Target.load(target, dtype=dtype or default_dtype(target, device), device=device)
-    traffic = wanted.load(loaded, max_new_tokens=max_new_tokens, limit=limit)[0]
-    spec = f"head:{head}" if head else drafter
-    name, chosen = planned_drafter(loaded, spec, traffic, rates, head_type, max_new_tokens=max_new_tokens)
-    planned = Planner(loaded, chosen, traffic, config, name, bar=progress).plan()
-    write(loaded, planned, output)
-    show(planned, Console())
+    with OwnedFolder(output, command="headstart plan", settings=settings) as folder:
+        folder.check_settings(settings, finished="plan.json", overwrite=overwrite)
+        loaded = Target.load(target, dtype=dtype or default_dtype(target, device), device=device)
+        traffic = wanted.load(loaded, max_new_tokens=max_new_tokens, limit=limit)[0]
+        spec = f"head:{head}" if head else drafter
+        name, chosen = planned_drafter(loaded, spec, traffic, rates, head_type, max_new_tokens=max_new_tokens)
+        planned = Planner(loaded, chosen, traffic, config, name, bar=progress).plan()
+        folder.record(settings)
+        write(loaded, planned, folder.path)
+    show(planned, PlainConsole())
     print(f"written to {output / 'plan.json'}")
 
 
@@ -149,7 +155,6 @@ def write(target: "Target", planned: "Plan", output: Path) -> None:
     from ..eval.plan.machine_profile import fit_profile
 
     here = Environment.of(target)
-    output.mkdir(parents=True, exist_ok=True)
     if planned.step_times:
         source = f"headstart plan, headstart {here.headstart}, torch {here.torch}, {here.num_threads} threads"
         name, device = output.resolve().name, here.device

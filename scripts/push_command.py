@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,14 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import yaml
 
-from ..configs.errors import BadInput, first_line
+from ..configs.errors import BadInput
+from ..configs.files import write_json
 
 if TYPE_CHECKING:
     from ..eval.measurement.result import Result
     from ..eval.report.document import Report
     from ..heads.export.folder import HeadFolder
+    from ..heads.folder import HeadRecord
 
 REPO_ID = r"[\w.-]+/[\w.-]+"
+WITHIN = re.compile(r"(?<![\w/<.~-])(?:~|\.{1,2})?(?:/[^\s/:,;'\"]+)+/([^\s/:,;'\"]+)/?")  # a path of two parts or more
 
 
 def push(
@@ -78,30 +80,31 @@ def prepare(
 
     record, measured = head.record, None
     if report is not None:
-        measured = lossless_report(report, family=head.family, fingerprint=record.fingerprint or "")
+        measured = lossless_report(report, record)
     export_head(head.path, folder, to=to or "hf", target=head.target if head.target_config else None)
     problems = check_folder(folder).problems
     if problems:
         raise BadInput(f"{run}: {problems[0]}; headstart export and check say more")
-    if report is not None:
-        shutil.copyfile(report, folder / "report.json")
-        for plot in sorted([*report.parent.glob("*.svg"), *report.parent.glob("*.png")]):
-            shutil.copyfile(plot, folder / plot.name)
     names = {local: base_model for local in (record.target_name, head.target)}
-    for path in (folder / "config.json", *folder.glob("report.json")):
-        path.write_text(json.dumps(published(json.loads(path.read_text()), names), indent=2) + "\n")
+    if measured is not None:
+        write_json(folder / "report.json", published(measured.to_json(), names))
+    for path in (folder / "config.json", *folder.glob("*/adapter_config.json"), *folder.glob("tokenizer_config.json")):
+        config = json.loads(path.read_text())
+        keys = ("name_or_path",) if path.name == "tokenizer_config.json" else config  # its template is no path
+        write_json(path, config | published({key: config[key] for key in keys if key in config}, names))
     (folder / "README.md").write_text(card(head, repo, to=to, base_model=base_model, report=measured))
 
 
 def published(value: Any, names: Mapping[str, str]) -> Any:
-    """Of a config or a report what is true on other machines too: of local paths their last part, or what names say."""
+    """Of a config or a report what is true on other machines too: of local paths, also within a text, their last part,
+    or what names say."""
     if isinstance(value, dict):
         return {key: published(part, names) for key, part in value.items() if key != "output_dir"}
     if isinstance(value, list):
         return [published(part, names) for part in value]
     if isinstance(value, str):
         is_path = len(value) < 256 and (value.startswith(("/", "~", "./", "../")) or Path(value).exists())
-        return names.get(value, Path(value).name if is_path else value)
+        return names.get(value, Path(value).name if is_path else WITHIN.sub(r"\1", value))
     return value
 
 
@@ -123,13 +126,14 @@ def upload(folder: Path, repo: str, *, private: bool, create_pr: bool, endpoint:
     api = HfApi(endpoint=endpoint)
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     files = [CommitOperationAdd(str(path.relative_to(folder)), path) for path in paths]
+    secrets = "|".join(filter(None, (re.escape(get_token() or ""), r"hf_\w+")))
     message = "Head trained with Headstart"
     try:
         api.create_repo(repo, private=private, exist_ok=True)
         done: Any = api.create_commit(repo, operations=files, commit_message=message, create_pr=create_pr)
     except Exception as error:  # the hub's own, and those of the network; a message may hold the token
-        secrets = "|".join(filter(None, (re.escape(get_token() or ""), r"hf_\w+")))
-        raise BadInput(f"{repo}: the hub refused: {re.sub(secrets, '***', first_line(error))}") from error
+        told = re.sub(secrets, "***", str(error)).strip() or type(error).__name__
+        raise BadInput(f"{repo}: the hub refused: {told.splitlines()[0]}") from None
     return str(done.pr_url or done.commit_url)
 
 
@@ -197,8 +201,8 @@ def table(report: "Report") -> str:
     return "\n".join(rows) + f"\n\n{where} {words}"
 
 
-def lossless_report(path: Path, *, family: str, fingerprint: str) -> "Report":
-    """A report of `headstart eval` with only a head's lossless results.
+def lossless_report(path: Path, head: "HeadRecord") -> "Report":
+    """A report of `headstart eval` with the lossless results of one head alone, told by its weights' fingerprint.
 
     Raises: BadInput where it is no report, of another target, or has no such result.
     """
@@ -206,10 +210,19 @@ def lossless_report(path: Path, *, family: str, fingerprint: str) -> "Report":
     from ..eval.report.recommendation import has_lossless_rule
 
     report = read_report(path)
-    if report.target.fingerprint != fingerprint:
+    if report.target.fingerprint != head.fingerprint:
         name, measured = report.target.name, report.target.fingerprint
         raise BadInput(f"--report {path}: measured on target {name} ({measured[:12]}), not the head's")
-    results = [result for result in report.ours if result.drafter.startswith(family) and has_lossless_rule(result)]
+    own = head.head_fingerprint
+    if own is None:
+        raise BadInput(
+            f"--report {path}: whose figures they are is not known: the head was saved without a fingerprint"
+        )
+    results = [
+        replace(result, drafter=head.family)
+        for result in report.ours
+        if result.trained and result.trained.raw.get("fingerprint") == own and has_lossless_rule(result)
+    ]
     if not results:
-        raise BadInput(f"--report {path}: no lossless result of a {family} head in it")
+        raise BadInput(f"--report {path}: no lossless result of this {head.family} head ({own[:12]}) in it")
     return replace(report, results=results)

@@ -69,7 +69,7 @@ def head_tensors(head: DraftHead) -> dict[str, Tensor]:
 
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
-    return sorted(folder.glob("step_*"))
+    return sorted(folder.glob(f"step_{'[0-9]' * 8}"))  # none that a user copied beside them
 
 
 def read_progress(folder: Path) -> Progress:

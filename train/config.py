@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from ..configs.errors import BadInput
-from ..configs.loader import build, read_config
+from ..configs.loader import LocalPath, build, read_config
 from ..data_pipelines.config import DataConfig
 from ..heads.base import HeadConfig
 from ..heads.loading import TargetConfig
@@ -19,7 +19,7 @@ from ..heads.registry import head_class
 class TrainConfig:
     """How to train, in optimizer steps: each reads batch_size x accumulation rows per process."""
 
-    output_dir: str  # the run folder
+    output_dir: LocalPath  # the run folder
     max_steps: PositiveInt
     batch_size: PositiveInt = 8  # rows per process and forward
     accumulation: PositiveInt = 1  # forwards per step
@@ -43,7 +43,7 @@ class TrainConfig:
     checkpoint_every: int = 0  # 0: only when interrupted
     keep_checkpoints: PositiveInt = 2
     stop_at_step: PositiveInt | None = None  # leave then as if interrupted; the same command without it goes on
-    start_from: str | None = None  # a head of the same family and shapes: a folder or a hub id; None: a fresh one
+    start_from: LocalPath | None = None  # a head of the same family and shapes: a folder or a hub id; None: a fresh one
     lora_rank: NonNegativeInt = 0  # above 0: train adapters of that head's linear layers alone, merged on saving
     lora_alpha: PositiveFloat = 32.0  # adapters are scaled by lora_alpha / lora_rank
     wandb_project: str | None = None  # also log to Weights & Biases, offline where there is no key
@@ -106,10 +106,26 @@ def inputs_of(outline: Outline, path: str | Path) -> Inputs:
     )
 
 
+WITHOUT_EFFECT = {  # on the losses; target and rows are compared by what is in them
+    "target": {"path", "device_map", "revision", "trust_remote_code"},
+    "head": set[str](),
+    "data": {"train", "features", "validation", "num_workers"},
+    "train": {"output_dir", "stop_at_step", "device", "log_every", "validate_every", "decode_prompts", "decode_tokens"}
+    | {"patience", "checkpoint_every", "keep_checkpoints", "wandb_project", "tensorboard"},
+}
+
+
 def differing_key(run: RunConfig, other: dict[str, Any]) -> str | None:
-    """The first key, of those that change a result, in which a resolved config differs from a written one."""
+    """The first key, of those that change the losses, in which a resolved config differs from a written one."""
     for section, values in asdict(run).items():
+        before = other.get(section) or {}
         for key, value in values.items():
-            if key not in ("stop_at_step", "num_workers") and (other.get(section) or {}).get(key) != value:
+            if key not in WITHOUT_EFFECT[section] and not is_same(before.get(key), value):
                 return f"{section}.{key}"
     return None
+
+
+def is_same(value: Any, other: Any) -> bool:
+    """Whether two values of a config are equal, or two ways to write one path."""
+    paths = isinstance(value, str) and isinstance(other, str)
+    return value == other or (paths and Path(value).expanduser().resolve() == Path(other).expanduser().resolve())

@@ -1,12 +1,16 @@
 """What a run trains on: its rows, encoded once into the run folder, or extracted features; and batches of them."""
 
+import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from hashlib import file_digest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -17,15 +21,16 @@ from torch import Tensor
 
 from ..configs.errors import BadInput
 from ..configs.files import remove
+from ..configs.owned import OwnedFolder
 from ..data_pipelines.config import DataConfig
 from ..data_pipelines.loader import BatchPlan, TrainingBatch, collate
 from ..data_pipelines.masks.chat import encode_rows
 from ..data_pipelines.packing import RowSequence
 from ..data_pipelines.parallel import read_ahead
-from ..data_pipelines.sources import iter_rows
-from ..data_pipelines.storage.features import check_features
+from ..data_pipelines.sources import Source, iter_rows, read_sources
+from ..data_pipelines.storage.features import check_features, origin_of
 from ..data_pipelines.storage.shard_file import StoredSample
-from ..data_pipelines.storage.shards import Shards, ShardWriter
+from ..data_pipelines.storage.shards import Shards, ShardWriter, read_manifest
 from ..data_pipelines.vocab import always_kept, count_supervised, coverage, draft_vocabulary
 from ..heads.base import DraftHead
 from ..heads.target import Target
@@ -72,24 +77,33 @@ def load_data(run: RunConfig, target: Target, accelerator: Accelerator, console:
         on_main(accelerator, features.verify)
         return TrainingData(config, features, validation)
     folder = Path(run.train.output_dir, "tokens")
-    on_main(accelerator, lambda: encode_into(folder, config, target, console))
+    is_begun = (folder.parent / "config.yaml").is_file()
+    on_main(accelerator, lambda: encode_into(folder, config, target, console, is_begun=is_begun))
     if not folder.is_dir():
         raise BadInput(f"train.output_dir {run.train.output_dir}: not on a disk that all nodes share")
     return TrainingData(config, Shards(folder), validation)
 
 
-def encode_into(folder: Path, config: DataConfig, target: Target, console: Console) -> None:
-    """Writes the rows of data.train as a folder of samples, unless it is there. Raises BadInput where no token of them
-    can be drafted."""
+def encode_into(folder: Path, config: DataConfig, target: Target, console: Console, *, is_begun: bool) -> None:
+    """Writes the rows of data.train as a folder of samples, unless it is there.
+
+    Raises: BadInput where no token of them can be drafted, or where work that has begun used other rows.
+    """
+    origin = rows_of(config, target.tokenizer)
     if (folder / "manifest.json").is_file():
-        return
+        written = read_manifest(folder).fields
+        key = next((key for key, value in origin.items() if written.get(key) != value), None)
+        if key is None:
+            return
+        if is_begun:
+            raise BadInput(f"{folder.parent}: its rows were encoded from another {key}; choose another folder")
     remove(folder)
     try:
         folder.mkdir(parents=True)
     except OSError as error:
         raise BadInput(f"train.output_dir {folder.parent}: {error.strerror}") from error
     counts: Counter[str] = Counter()
-    can_draft, writer = False, ShardWriter(folder)
+    can_draft, writer = False, ShardWriter(folder, fields=origin)
     rows = iter_rows(config.train, num_rows=config.num_rows)
     for sample in encode_rows(rows, target.tokenizer, config, counts=counts):
         can_draft = can_draft or bool((sample.loss_mask[1:-1] & sample.loss_mask[2:]).any())
@@ -102,6 +116,26 @@ def encode_into(folder: Path, config: DataConfig, target: Target, console: Conso
     writer.finish()
     if counts["dropped"] or counts["split"]:
         console.print(f"data.train: {summary}")
+
+
+def rows_of(config: DataConfig, tokenizer: Any) -> dict[str, Any]:
+    """What decides the encoded rows, wherever their files lie; without `data.train` where these are gone."""
+    origin = origin_of(config, tokenizer)
+    settings = {key: value for key, value in origin.pop("data").items() if key != "train"}
+    origin |= {f"data.{key}": value for key, value in json.loads(json.dumps(settings)).items()}
+    try:
+        return {**origin, "data.train": [source_record(source) for source in read_sources(config.train)]}
+    except (BadInput, OSError):
+        return origin
+
+
+def source_record(source: Source) -> dict[str, Any]:
+    """A source by what is in its files; one on the hub by its name."""
+    settings, files = asdict(source), []
+    for path in source.files():
+        with path.open("rb") as file:
+            files.append([path.name, file_digest(file, "sha256").hexdigest()])
+    return {**settings, "source": files or source.source}
 
 
 def draft_token_ids(run: RunConfig, data: TrainingData, target: Target, console: Console) -> Tensor | None:
@@ -132,16 +166,14 @@ def check_stored_states(data: TrainingData, head: DraftHead, target: Target) -> 
         check_features(data.samples, head, target, data=data.config)
 
 
-@contextmanager
-def removed_on_failure(folder: Path) -> Iterator[None]:
-    """On an exception a folder that was not there before is removed, and so is the one above it if it was not there."""
-    new = [path for path in (folder, folder.parent) if not path.exists()]
-    try:
-        yield
-    except BaseException:
-        for path in new:
-            remove(path)
-        raise
+def held_by_main(
+    accelerator: Accelerator, path: str | Path, *, command: str, settings: Mapping[str, Any], holding: ExitStack
+) -> OwnedFolder | None:
+    """The folder that a command writes, held by the main process until `holding` ends; None in the others."""
+    held: list[OwnedFolder] = []
+    folder = partial(OwnedFolder, path, command=command, settings=settings)
+    on_main(accelerator, lambda: held.append(holding.enter_context(folder())))
+    return next(iter(held), None)
 
 
 def on_main(accelerator: Accelerator, work: Callable[[], None]) -> None:

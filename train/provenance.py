@@ -6,10 +6,12 @@ import subprocess
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from .. import __version__
+from ..configs.errors import BadInput, first_line
 from ..configs.files import write_json
 from ..heads.target import Target
 from .data import TrainingData
@@ -32,7 +34,18 @@ def record_start(path: Path, target: Target, data: TrainingData, *, num_processe
         "target": {"name": target.name, "fingerprint": target.fingerprint},
         "data": {**sizes, "sha256": [shard.sha256 for shard in manifest.shards]},
     }
-    write_json(path, [*(json.loads(path.read_text()) if path.is_file() else []), start])
+    write_json(path, [*read_starts(path), start])
+
+
+def read_starts(path: Path) -> list[dict[str, Any]]:
+    """run.json; empty where there is none. Raises BadInput where it is damaged."""
+    try:
+        starts = json.loads(path.read_text()) if path.is_file() else []
+        for start in starts:
+            start["target"]["fingerprint"], start["data"]["sha256"]
+        return starts
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadInput(f"{path}: damaged ({first_line(error)}); the run goes on where it is removed") from error
 
 
 def git_state(folder: Path) -> dict[str, str | bool] | None:

@@ -1,5 +1,6 @@
 """What a run starts from: target, rows, head and optimizer, of its config or its last checkpoint."""
 
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from ..configs.errors import BadInput
 from ..configs.files import remove_unfinished
 from ..configs.loader import dump_config
+from ..configs.owned import OwnedFolder
 from ..heads.adapters import add_adapters
 from ..heads.base import DraftHead
 from ..heads.fit import check_fit
@@ -21,17 +23,17 @@ from ..heads.target import Target
 from .backend import Backend
 from .checkpoint import Best, Progress, checkpoints, load_checkpoint, read_progress
 from .config import RunConfig, differing_key
-from .data import TrainingData, check_stored_states, draft_token_ids, load_data, removed_on_failure
+from .data import TrainingData, check_stored_states, draft_token_ids, held_by_main, load_data
 from .launch import start_accelerator
 from .optim import build_optimizer
-from .provenance import record_start
+from .provenance import read_starts, record_start
 from .tracking import check_trackers
 from .training_record import TrainingRecord
 
 
 @dataclass
 class Start:
-    """What a run starts from."""
+    """What a run starts from. owned: its folder, in the main process."""
 
     run: RunConfig  # the head's part resolved for the target
     target: Target
@@ -43,14 +45,18 @@ class Start:
     first_step: int
     best: Best
     record: TrainingRecord
+    owned: OwnedFolder | None
 
     @property
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.head.parameters() if p.requires_grad)
 
 
-def find_inputs(run: RunConfig, folder: Path, console: Console) -> Start:
-    """Loads and checks everything that a run needs. Raises BadInput on anything that would stop it later."""
+def find_inputs(run: RunConfig, folder: Path, console: Console, holding: ExitStack) -> Start:
+    """Loads and checks everything that a run needs. Raises BadInput on anything that would stop it later.
+
+    Args: holding: gets the run folder, which is then this run's until it ends.
+    """
     check_fit(run.head, run.target)
     check_trackers(run.train)
     if run.train.patience and not run.data.validation:
@@ -61,19 +67,25 @@ def find_inputs(run: RunConfig, folder: Path, console: Console) -> Start:
     if target.is_spread and accelerator.num_processes > 1:
         raise BadInput("target.device_map: one process has all GPUs of the target: launch one, as headstart train does")
     fuse(run.train.compile, accelerator.device)
-    with removed_on_failure(folder / "tokens"):
-        data = load_data(run, target, accelerator, console)
-        target.to(accelerator.device)
-        head = first_head(run, target, draft_token_ids(run, data, target, console), console)
-        run = replace(run, head=run.head.resolved(target))
-        check_stored_states(data, head, target)
-        optimizer = build_optimizer(head, run.train)
-        checkpoint = next(reversed(checkpoints(folder / "checkpoints")), None)
-        progress = read_progress(checkpoint) if checkpoint else Progress(0, accelerator.num_processes, Best())
-        if (folder / "final").is_dir() or (folder / "config.yaml").is_file():
-            check_same_run(folder, run, before=progress.num_processes, now=accelerator.num_processes)
-    record, first_step, best = TrainingRecord.of(run, target, data), progress.step, progress.best
-    return Start(run, target, accelerator, data, head, optimizer, checkpoint, first_step, best, record)
+    try:
+        command, settings = "headstart train", asdict(run)
+        owned = held_by_main(accelerator, folder, command=command, settings=settings, holding=holding)
+    except BadInput as error:
+        raise BadInput(f"train.output_dir {error}") from error
+    checkpoint = next(reversed(checkpoints(folder / "checkpoints")), None)
+    progress = read_progress(checkpoint) if checkpoint else Progress(0, accelerator.num_processes, Best())
+    resolved, begun = replace(run, head=run.head.resolved(target)), (folder / "config.yaml").is_file()
+    if begun:
+        check_same_run(folder, resolved, before=progress.num_processes, now=accelerator.num_processes)
+    data = load_data(run, target, accelerator, console)
+    if begun:
+        check_same_inputs(folder, target, data)
+    target.to(accelerator.device)
+    head = first_head(run, target, draft_token_ids(run, data, target, console), console)
+    check_stored_states(data, head, target)
+    optimizer, record = build_optimizer(head, run.train), TrainingRecord.of(resolved, target, data)
+    first_step, best = progress.step, progress.best
+    return Start(resolved, target, accelerator, data, head, optimizer, checkpoint, first_step, best, record, owned)
 
 
 def set_up(run: RunConfig, start: Start, folder: Path) -> Backend:
@@ -89,6 +101,8 @@ def set_up(run: RunConfig, start: Start, folder: Path) -> Backend:
             dump_config(run, folder / "config.yaml")
             num_processes = accelerator.num_processes
             record_start(folder / "run.json", start.target, start.data, num_processes=num_processes)
+            if start.owned is not None:
+                start.owned.keep()
         except OSError as error:
             raise BadInput(f"train.output_dir {folder}: {error.strerror}") from error
     return backend
@@ -143,3 +157,13 @@ def check_same_run(folder: Path, run: RunConfig, *, before: int, now: int) -> No
     key = differing_key(run, written)
     if key is not None:
         raise BadInput(f"{folder} holds a run with another {key}; choose another train.output_dir")
+
+
+def check_same_inputs(folder: Path, target: Target, data: TrainingData) -> None:
+    """Raises BadInput where the target's weights, or the rows, are not those that the run was started with."""
+    for start in read_starts(folder / "run.json")[-1:]:
+        if start["target"]["fingerprint"] != target.fingerprint:
+            name = start["target"]["name"]
+            raise BadInput(f"{folder} holds a run on another target, {name}; choose another train.output_dir")
+        if start["data"]["sha256"] != [shard.sha256 for shard in data.samples.manifest.shards]:
+            raise BadInput(f"{folder} holds a run on other rows; choose another train.output_dir")

@@ -1,11 +1,13 @@
 """A training run, from what it begins with to the head that it leaves."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
+from ..configs.terminal import PlainConsole
 from ..data_pipelines.loader import BatchPlan
 from .config import RunConfig
 from .loop import Loop
@@ -30,9 +32,13 @@ def train(run: RunConfig, *, console: Console | None = None) -> Path:
     Raises: BadInput on anything the user can mend, before the run folder is touched; SystemExit with a signal's exit
     code after SIGTERM or SIGINT, with a checkpoint of the step that was under way.
     """
-    console = console or Console(stderr=True)
-    folder = Path(run.train.output_dir)
-    start = find_inputs(run, folder, console)
+    with ExitStack() as holding:
+        return train_in(Path(run.train.output_dir), run, console or PlainConsole(stderr=True), holding)
+
+
+def train_in(folder: Path, run: RunConfig, console: Console, holding: ExitStack) -> Path:
+    """`train`, with the folder held until `holding` ends."""
+    start = find_inputs(run, folder, console, holding)
     run, best, max_steps = start.run, start.best, run.train.max_steps
     if (folder / "final").is_dir():
         console.print(f"{folder} holds this run, finished; nothing to do (another train.output_dir starts anew)")
@@ -77,9 +83,11 @@ def take_steps(
     rows = start.data.validation
     validation = Validation(config, loop.backend, start.target, rows) if rows else None
     result: ValidationResult | None = None
-    is_over = False
+    is_over = count >= config.max_steps or 0 < config.patience <= best.waited  # only the head was still to be written
+    if is_over and validation:
+        result = validation.measure()
     batches = start.data.batches(plan, range(count * config.accumulation, last_step * config.accumulation))
-    for step in range(count, last_step):
+    for step in range(count, last_step) if not is_over else ():
         row = loop.step(step, batches)
         count, loss = step + 1, row["loss"]
         is_last = count == last_step or loop.should_stop

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -75,6 +76,8 @@ class OpenAIClient:
         self._key = os.environ.get(config.api_key_env or "", "").strip()
         if config.api_key_env is not None and not self._key:
             raise BadInput(f"client.api_key_env: no environment variable {config.api_key_env}")
+        if not re.fullmatch(r"[!-~]*", self._key):
+            raise BadInput(f"client.api_key_env: {config.api_key_env} holds a line break, or what else no key can hold")
         self._servers = [Server(url.rstrip("/"), self._connected(url)) for url in urls]
         self._changed = Condition()
         self._last_success = time.monotonic()

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from ...configs.errors import BadInput
-from ...configs.loader import build
+from ...configs.loader import LocalPath, build
 from ..config import TURNS, check_at_least_one, check_choice
 from ..sources import Source, iter_rows, read_sources
 from .asking import Outcome
@@ -59,8 +59,8 @@ class RegenerateConfig:
     """Which prompts are answered, by whom, and how."""
 
     sources: str | list[str | dict[str, Any]]  # an `AskedSource`, or a list of such
-    output: str  # the folder to fill
-    target: str  # the name by which `servers` serve it, or without servers a local folder or hub id
+    output: LocalPath  # the folder to fill
+    target: LocalPath  # the name by which `servers` serve it, or without servers a local folder or hub id
     turns: str = "all"  # `all` assistant turns are asked anew, each with the new answers before it, or the `last`
     num_rows: int | None = None  # the first rows only, over all sources
     sampling: SamplingConfig = field(default_factory=SamplingConfig)

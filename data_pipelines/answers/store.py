@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ...configs.errors import BadInput
-from ...configs.files import locked, remove, replacing, write_text
+from ...configs.files import remove, replacing, write_text
+from ...configs.owned import OwnedFolder
 from .conversations import Exchange
 
 FORMAT = 1
@@ -80,13 +81,7 @@ class AnswerStore:
         self._synced = time.monotonic()
 
     def __enter__(self) -> "AnswerStore":
-        if self.folder.exists() and not self.folder.is_dir():
-            raise BadInput(f"{self.folder}: a file, not a folder")
-        names = {path.name for path in self.folder.glob("[!.]*")}
-        if names and "manifest.json" not in names:
-            raise BadInput(f"{self.folder}: holds other files ({min(names)}); give a new folder")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = locked(self.folder / ".lock")
+        self._owned = OwnedFolder(self.folder, command="headstart data regenerate", settings=self.settings)
         try:
             manifest = self._read_manifest()
             if manifest is None:
@@ -95,14 +90,14 @@ class AnswerStore:
                 check_settings(manifest["settings"], self.settings, folder=self.folder)
             self._file = self._open_part()
         except BaseException:
-            self._lock.close()
+            self._owned.close()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
         self._sync()
         self._file.close()
-        self._lock.close()
+        self._owned.close()
 
     def __contains__(self, key: object) -> bool:
         return key in self._offsets

@@ -219,9 +219,13 @@ def is_finished(output: Path, fields: dict[str, Any]) -> bool:
     for key, value in json.loads(json.dumps(fields)).items():
         if written.get(key) != value:
             raise BadInput(f"{output}: holds samples with {key} {written.get(key)}, not {value}; choose another folder")
+    return True
+
+
+def clear(output: Path) -> None:
+    """Removes what only the extraction needed."""
     clear_progress(output)
     remove(output / TOKENS)
-    return True
 
 
 def disk_free(folder: Path) -> int:

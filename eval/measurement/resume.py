@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict, astuple, fields
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,8 +33,9 @@ class BatchStore:
     process at a time.
     """
 
-    def __init__(self, folder: str | Path):
-        self.path = Path(folder) / FILE
+    def __init__(self, folder: str | Path, *, on_first: Callable[[], object] = lambda: None):
+        """on_first: called when there is a file to go on from."""
+        self.path, self._on_first = Path(folder) / FILE, on_first
         self._file: BinaryIO | None = None
         self._offsets: dict[tuple[str, int], int] = {}  # of each line's first byte
         self._digests: dict[int, str] = {}
@@ -96,6 +98,7 @@ class BatchStore:
         """Positioned after the last whole line; what a kill left behind it is cut off."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = self._file = locked(self.path)
+        self._on_first()
         file.seek(0)
         end = 0
         for number, line in enumerate(file, start=1):

@@ -72,6 +72,9 @@ def read_weight_map(path: Path) -> dict[str, str]:
     wrong = next((name for name in index if not isinstance(index[name], str)), None) if isinstance(index, dict) else ""
     if wrong is not None:
         raise BadInput(f"{path}: no index of tensors: weight_map{f'.{wrong}' * bool(wrong)} is no file name")
+    strange = next((file for file in index.values() if file != Path(file).name), None)
+    if strange is not None:
+        raise BadInput(f"{path}: names {strange!r}, which is no file of this folder")
     return index
 
 
@@ -86,7 +89,7 @@ def check_index(folder: Path, stored: TensorFiles) -> None:
         stored.problems.append(f"{error}".removeprefix(f"{path.parent}/"))
         return
     held = {name: file.name for name, file in stored.files.items()}
-    missing = [file for file in sorted(set(index.values())) if not (folder / file).is_file()]
+    missing = [file for file in sorted(set(index.values())) if file != Path(file).name or not (folder / file).is_file()]
     moved = [name for name in sorted(index.keys() & held.keys()) if index[name] != held[name]]
     unheld = [name for name in sorted(index.keys() - held.keys()) if index[name] not in missing]
     problems = [f"names {file}, which is not there" for file in missing]

@@ -37,57 +37,63 @@ def extract(
     running the target in every epoch, `headstart data plan` says.
     """
     import json
+    from contextlib import ExitStack
     from dataclasses import replace
 
-    from rich.console import Console
     from rich.progress import Progress
 
     from ...configs.loader import build
+    from ...configs.terminal import PlainConsole
     from ...data_pipelines.plan import estimate
-    from ...data_pipelines.storage.extract import TOKENS, ExtractConfig, Extraction, fields_of, is_finished
+    from ...data_pipelines.storage.extract import TOKENS, ExtractConfig, Extraction, clear, fields_of, is_finished
     from ...data_pipelines.storage.features import origin_of
     from ...data_pipelines.storage.shards import Shards, ShardWriter
     from ...heads.target import Target
     from ...train.config import TrainConfig, load_inputs
-    from ...train.data import encode_into, on_main, removed_on_failure
+    from ...train.data import encode_into, held_by_main, on_main
     from ...train.launch import start_accelerator
 
+    output = output.expanduser()
     settings = ExtractConfig(storage_dtype=storage_dtype, batch_tokens=batch_tokens, shard_bytes=shard_bytes)
     run = load_inputs(config, overrides or ())
     target = Target.load(**vars(run.target))
     reads = reads_of(run, target)
     data = replace(run.data, max_length=min(run.data.max_length, target.max_positions))
     fields = fields_of(target, reads, settings, origin_of(data, target.tokenizer))
-    if is_finished(output, fields):
-        print(f"{output}: finished already")
-        return
     accelerator = start_accelerator(build(TrainConfig, {"output_dir": str(output), "max_steps": 1, "device": device}))
-    console = Console(stderr=True, quiet=not accelerator.is_main_process)
+    console = PlainConsole(stderr=True, quiet=not accelerator.is_main_process)
     target.to(accelerator.device)
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
 
     def encode() -> None:
-        ShardWriter(output, fields=fields)  # stops where the folder is of something else
-        encode_into(output / TOKENS, data, target, console)
+        done = ShardWriter(output, fields=fields).done  # stops where the folder is of other features
+        encode_into(output / TOKENS, data, target, console, is_begun=bool(done))
 
     def check() -> None:
         console.print(f"{output}: {estimate(extraction, output, num_ranks=num_ranks)}", soft_wrap=True)
         extraction.check_disk(output)
 
-    with removed_on_failure(output):  # a folder that does not fit is not in the way of the next try
+    with ExitStack() as holding:
+        folder = held_by_main(accelerator, output, command="headstart data extract", settings=fields, holding=holding)
+        if is_finished(output, fields):
+            on_main(accelerator, lambda: clear(output))
+            print(f"{output}: finished already")
+            return
         on_main(accelerator, encode)
         extraction = Extraction(Shards(output / TOKENS), target, reads, config=settings, fields=fields)
         on_main(accelerator, check)
-    with Progress(console=console) as progress:
-        bar = progress.add_task("tokens", total=extraction.num_tokens(rank, num_ranks))
-        extraction.run(output, rank=rank, num_ranks=num_ranks, on_tokens=lambda count: progress.advance(bar, count))
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        manifest = extraction.finish(output)
-        keys = "num_rows num_tokens num_supervised_tokens bytes bytes_per_token layers storage_dtype"
-        entries = manifest.as_json()
-        print(json.dumps({key: entries[key] for key in keys.split()}))
-    accelerator.wait_for_everyone()
+        if folder is not None:
+            folder.keep()  # before, it is removed: one that does not fit is not in the way of the next try
+        with Progress(console=console) as progress:
+            bar = progress.add_task("tokens", total=extraction.num_tokens(rank, num_ranks))
+            extraction.run(output, rank=rank, num_ranks=num_ranks, on_tokens=lambda count: progress.advance(bar, count))
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            manifest = extraction.finish(output)
+            keys = "num_rows num_tokens num_supervised_tokens bytes bytes_per_token layers storage_dtype"
+            entries = manifest.as_json()
+            print(json.dumps({key: entries[key] for key in keys.split()}))
+        accelerator.wait_for_everyone()
 
 
 def reads_of(run: "Inputs", target: "Target") -> "Reads":

@@ -39,10 +39,10 @@ def inspect(
     from collections import Counter
     from dataclasses import replace
 
-    from rich.console import Console
     from rich.text import Text
 
-    from ...configs.errors import BadInput
+    from ...configs.errors import BadInput, printable
+    from ...configs.terminal import PlainConsole
     from ...data_pipelines.masks.chat import encode_row, encode_rows
     from ...data_pipelines.sources import iter_rows
     from ...heads.fit import load_skeleton
@@ -51,7 +51,7 @@ def inspect(
     inputs = load_inputs(config, overrides or ())
     skeleton = load_skeleton(inputs.target)
     data = replace(inputs.data, max_length=min(inputs.data.max_length, skeleton.max_positions))
-    console = Console(force_terminal=color, no_color=color is False, soft_wrap=True, highlight=False)
+    console = PlainConsole(force_terminal=color, no_color=color is False, soft_wrap=True, highlight=False)
     is_coloured = color is not False and console.is_terminal
     last = num_rows if row is None else row + 1
     rows = iter_rows(data.train, num_rows=min(last, data.num_rows or last))
@@ -61,10 +61,10 @@ def inspect(
     for item in shown:
         samples = encode_row(item, skeleton.tokenizer, data)
         if not samples:
-            console.print(Text(f"{item.origin}: dropped\n", style="bold"))
+            console.print(Text(f"{printable(item.origin)}: dropped\n", style="bold"))
         for number, sample in enumerate(samples, start=1):
             piece = f", piece {number} of {len(samples)}" if len(samples) > 1 else ""
-            console.print(Text(f"{item.origin}{piece}: {describe(sample)}", style="bold"))
+            console.print(Text(f"{printable(item.origin)}{piece}: {describe(sample)}", style="bold"))
             console.print(marked_text(sample, skeleton.tokenizer, is_coloured=is_coloured), end="\n\n")
     counts: Counter[str] = Counter()
     counted = iter_rows(data.train, num_rows=min(NUM_COUNTED, data.num_rows or NUM_COUNTED))
@@ -87,12 +87,14 @@ def marked_text(sample: "Sample", tokenizer: Any, *, is_coloured: bool) -> "Text
 
     from rich.text import Text
 
+    from ...configs.errors import printable
     from ...data_pipelines.storage.samples import SEGMENTS
 
     text = Text()
     tokens = zip(sample.input_ids.tolist(), sample.segments.tolist(), sample.loss_mask.tolist(), strict=True)
     for (segment, is_supervised), run in groupby(tokens, key=lambda token: token[1:]):
         part, name = str(tokenizer.decode([token for token, *_ in run])), SEGMENTS[segment]
+        part = printable(part, kept="\n\t")
         if is_coloured:
             text.append(part, style=STYLES[name] if is_supervised else UNSUPERVISED)
         else:

@@ -27,21 +27,21 @@ def prepare(
     nothing. Rows may be chats (OpenAI or ShareGPT), instructions, prompts with responses, prompts alone, or text, in
     .jsonl, .jsonl.gz, .json, .parquet, .arrow, folders of those, or on the hub.
     """
-    from rich.console import Console
     from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
     from ...configs.loader import build, read_config
+    from ...configs.terminal import PlainConsole
     from ...data_pipelines.prepare import PrepareConfig, prepared_before
     from ...data_pipelines.prepare import prepare as prepare_rows
 
     settings = build(PrepareConfig, read_config(config, overrides or ()))
-    console = Console()
+    console = PlainConsole()
     card = prepared_before(settings)
     if card is not None:
         console.print(f"nothing to do: {settings.output} was prepared by this config")
     else:
         columns = TextColumn("{task.completed:,.0f} rows"), TimeElapsedColumn()
-        stderr = Console(stderr=True)
+        stderr = PlainConsole(stderr=True)
         with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
             task = progress.add_task("prepare", total=None)
             card = prepare_rows(settings, on_rows=lambda count: progress.update(task, completed=count))

@@ -26,11 +26,11 @@ def vocab(
     chat template writes are always kept. vocab.json holds the curve and, for head.draft_vocab_size, the ids and the
     offsets `d2t` (target id minus draft id) that engines read.
     """
-    from rich.console import Console
     from rich.table import Table
 
     from ...configs.errors import BadInput
     from ...configs.files import new_folder, write_json, write_text
+    from ...configs.terminal import PlainConsole
     from ...data_pipelines.vocab import always_kept, coverage, coverage_curve, draft_vocabulary
     from ...heads.fit import load_skeleton
     from ...train.config import load_inputs
@@ -50,7 +50,9 @@ def vocab(
     table.add_column("covers", justify="right")
     for size, share in covered.items():
         table.add_row(f"{size:,}{' (all)' if size == vocab_size else ''}", f"{share:.2%}")
-    Console().print(table, f"{(counts > 0).sum():,} of {vocab_size:,} tokens are used; {len(always)} are always kept")
+    PlainConsole().print(
+        table, f"{(counts > 0).sum():,} of {vocab_size:,} tokens are used; {len(always)} are always kept"
+    )
     if output is None:
         return
     curve = coverage_curve(counts, always=always)

@@ -25,6 +25,6 @@ rm -rf $run/eagle3 $run/medusa
 
 step "4. Evaluate on held-out prompts: the domain the heads were trained on, and Python code as contrast"
 "$python" -m headstart.scripts.cli eval --target $run/target --head $run/eagle3/final --head $run/medusa/final \
-    --prompts $run/data/reasoning.jsonl --prompts $run/data/contrast.jsonl --output $run --limit 24 --max-new-tokens 80 --repeats 2
+    --prompts $run/data/reasoning.jsonl --prompts $run/data/contrast.jsonl --output $run/eval --limit 24 --max-new-tokens 80 --repeats 2
 
-step "Done. The report: $run/report.html; its figures: $run/report.json; every round behind it: $run/rounds.jsonl; the heads: $run/*/final"
+step "Done. The report: $run/eval/report.html; its figures: $run/eval/report.json; every round behind it: $run/eval/rounds.jsonl; the heads: $run/*/final"

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import yaml
 from headstart.configs.errors import BadInput
+from headstart.configs.files import replacing
 from headstart.configs.jsonl import read_jsonl
 from headstart.configs.loader import build, read_config
-from headstart.data_pipelines import parallel
+from headstart.configs.owned import LOCK, MARKER
+from headstart.data_pipelines import dataset_card, parallel
 from headstart.data_pipelines.digests import Digests
 from headstart.data_pipelines.prepare import PrepareConfig, prepare, prepared_before
 from headstart.scripts import cli
@@ -180,7 +182,7 @@ def test_an_interrupted_run_leaves_nothing(
     before = set(folder.iterdir())
 
     def fail(count: int) -> None:
-        assert list(Path().glob(".out.*.unfinished/train.jsonl"))
+        assert list(Path("out").glob(".train.jsonl.*.unfinished"))
         raise error
 
     with pytest.raises(error):
@@ -193,18 +195,53 @@ def test_an_interrupted_run_leaves_nothing(
     assert set(folder.iterdir()) == before
 
 
-def test_what_a_killed_run_left_is_no_obstacle(folder: Path) -> None:
-    Path(".out.999999999.unfinished").mkdir()
-    Path(".out.999999999.unfinished/train.jsonl").write_text("half")
-    run()
-    assert sorted(path.name for path in folder.iterdir()) == ["chats.jsonl", "out"]
+def visible(folder: Path | str) -> set[str]:
+    return {path.name for path in Path(folder).iterdir() if path.name not in (MARKER, LOCK)}
+
+
+DATA_SET = {"train.jsonl", "validation.jsonl", "card.json", "README.md"}
+
+
+@pytest.mark.parametrize("last", ["README.md", "card.json"])
+def test_a_killed_run_is_not_taken_for_a_finished_one(last: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kill came when all rows were written, before the card was; another config may then use the folder."""
+    child = os.fork()
+    if not child:
+
+        def killed(path: Path) -> Any:
+            return os._exit(9) if path.name == last else replacing(path)
+
+        monkeypatch.setattr(dataset_card, "replacing", killed)
+        run(validation_share=0.5)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert {"train.jsonl", "validation.jsonl"} <= visible("out")
+    Path("out/.train.jsonl.999999999.unfinished").write_text("half")
+    card = run(validation_share=0.1)
+    assert visible("out") == DATA_SET
+    assert {name: len(split(name)) for name in card["splits"]} == {n: c["rows"] for n, c in card["splits"].items()}
+
+
+def test_two_runs_do_not_share_a_folder() -> None:
+    """The second one says who has it and touches nothing, whatever its config: no card beside another's rows."""
+    inside: list[str] = []
+
+    def second(count: int) -> None:
+        before = {path: path.stat().st_mtime_ns for path in Path("out").iterdir()}
+        with pytest.raises(BadInput, match=f"^out: in use by process {os.getpid()} on .* \\(headstart data prepare, "):
+            run(validation_share=0.5)
+        assert {path: path.stat().st_mtime_ns for path in Path("out").iterdir()} == before
+        inside.append("refused")
+
+    card = prepare(PrepareConfig(sources="chats.jsonl", output="out", validation_share=0.1), on_rows=second)
+    assert inside and card.config["validation_share"] == 0.1 and visible("out") == DATA_SET
 
 
 def test_the_same_config_does_nothing_and_another_one_is_refused() -> None:
     card = run(validation_share=0.1)
-    stamps = {path: path.stat().st_mtime_ns for path in Path("out").iterdir()}
+    stamps = {name: Path("out", name).stat().st_mtime_ns for name in visible("out")}
     assert run(validation_share=0.1, num_workers=2) == card
-    assert {path: path.stat().st_mtime_ns for path in Path("out").iterdir()} == stamps
+    assert {name: Path("out", name).stat().st_mtime_ns for name in visible("out")} == stamps
     with pytest.raises(BadInput, match=r"^out: was prepared with validation_share 0.1, now it is 0.2; give another"):
         run(validation_share=0.2)
     with Path("chats.jsonl").open("a") as file:
@@ -222,9 +259,12 @@ def test_a_folder_of_something_else_is_refused_and_an_empty_one_taken() -> None:
         shutil.rmtree("other", ignore_errors=True)
         Path("other").mkdir()
         Path("other/card.json").write_text(content)
-        with pytest.raises(BadInput, match="^other: exists and is no prepared data set; give another output$"):
+        with pytest.raises(BadInput, match=r"^other: holds other files \(card.json\), not those of headstart data"):
             run(output="other")
-        assert Path("other/card.json").read_text() == content
+        assert Path("other/card.json").read_text() == content and os.listdir("other") == ["card.json"]
+    Path("out/card.json").write_text("{}")
+    with pytest.raises(BadInput, match=r"^out/card.json: damaged; give another output"):
+        run()
     assert prepared_before(PrepareConfig(sources="chats.jsonl", output="new")) is None
 
 
@@ -239,7 +279,7 @@ def test_a_folder_of_something_else_is_refused_and_an_empty_one_taken() -> None:
         ({"num_workers": 0}, "num_workers 0: expected at least 1"),
         ({"filters": {"max_tokens": 5}}, "filters.min_tokens and filters.max_tokens need a tokenizer"),
         ({"filters": {"max_tokens": 5}, "tokenizer": "./gone"}, "tokenizer ./gone: cannot be loaded: "),
-        ({"output": "chats.jsonl"}, "chats.jsonl: exists and is no prepared data set; give another output"),
+        ({"output": "chats.jsonl"}, "chats.jsonl: a file, not a folder"),
         (
             {"filters": {"min_characters": 1000}},
             "no row is left for training: 200 read, 200 short; for example chats.jsonl:1",

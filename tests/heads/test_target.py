@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.heads.loading import torch_dtype
+from headstart.heads import loading
+from headstart.heads.fit import load_skeleton
+from headstart.heads.loading import TargetConfig, torch_dtype
+from headstart.heads.mtp_checkpoint import tensor_locations
 from headstart.heads.target import Target
 from safetensors.torch import load_file, save_file
 
@@ -325,3 +328,29 @@ def test_code_in_a_models_folder_runs_only_where_it_is_trusted(saved_target, tmp
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked instead of refused"))
     message(Target.load, folder)
     assert not (tmp_path / "ran").exists()
+
+
+def test_the_tokenizer_is_loaded_as_its_target_was(saved_target, monkeypatch):
+    """Of the same revision, and with code of its own only where the target may have some."""
+    asked = []
+
+    def load(path, **how):
+        asked.append((path, how))
+
+    monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", load)
+    how = {"revision": "abc", "trust_remote_code": True}
+    _ = Target.load(saved_target, **how).tokenizer
+    _ = load_skeleton(TargetConfig(path=str(saved_target), **how)).tokenizer
+    _ = Target.load(saved_target).tokenizer
+    plain = {"revision": None, "trust_remote_code": False}
+    assert asked == [(str(saved_target), how), (str(saved_target), how), (str(saved_target), plain)]
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/outside.safetensors", "deep/inside.safetensors", 7])
+def test_an_index_names_files_of_its_own_folder_alone(name, tmp_path):
+    (tmp_path / "target").mkdir()
+    save_file({"secret": torch.ones(2)}, tmp_path / "outside.safetensors")
+    index = tmp_path / "target" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"secret": name}}))
+    with pytest.raises(BadInput, match=r"model.safetensors.index.json: n"):
+        tensor_locations(tmp_path / "target")

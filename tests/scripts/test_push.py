@@ -1,8 +1,11 @@
 """`headstart push` against a stand-in of the hub's API: the head arrives, its card, and nothing of the machine."""
 
 import base64
+import getpass
 import hashlib
 import json
+import platform
+import re
 import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,15 +18,15 @@ from headstart.configs.errors import BadInput
 from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.environment import Environment, TargetInfo
 from headstart.eval.measurement.measure import measure
-from headstart.eval.measurement.result import Result
+from headstart.eval.measurement.result import Result, TrainingRecord
 from headstart.eval.report.document import Report
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.export.check import check_folder
 from headstart.heads.importing.importers import import_head
-from headstart.heads.registry import build_head, load_head, save_head
+from headstart.heads.registry import build_head, head_record, load_head, save_head
 from headstart.heads.target import Target
-from headstart.scripts.push_command import push
+from headstart.scripts.push_command import published, push
 
 TOKEN = "hf_" + "notARealTokenOfAnyone"  # in two parts, so that no scanner takes it for one
 OID = "a" * 40
@@ -133,9 +136,11 @@ def run(saved_target, tmp_path):
     """A run folder with its records, and report.json of a measurement on its target."""
     target = Target.load(saved_target)
     ids = torch.arange(3, 51, 2)
-    save_head(
-        build_head(Eagle3Config(draft_vocab_size=24), target, draft_token_ids=ids, seed=2),
-        tmp_path / "run" / "final",
+    for name, seed in (("run", 2), ("other", 3)):
+        head = build_head(Eagle3Config(draft_vocab_size=24), target, draft_token_ids=ids, seed=seed)
+        save_head(head, tmp_path / name / "final", training={"max_length": 64})
+    own, other = (
+        TrainingRecord.from_json(head_record(tmp_path / name / "final").training) for name in ("run", "other")
     )
     recipe = {
         "target": {"path": str(saved_target)},
@@ -147,17 +152,20 @@ def run(saved_target, tmp_path):
     start = {"headstart": "0.1.0", "git": None, "data": {"train": {"fingerprint": "0123abcd", "num_rows": 12}}}
     (tmp_path / "run" / "run.json").write_text(json.dumps([start]))
     entry = Result(
-        engine="headstart", drafter="eagle3", suite="stories", suite_version=None, suite_digest="0f", system=None,
+        engine="headstart", drafter=f"eagle3:{tmp_path}/run/final", trained=own, suite="stories",
+        suite_version=None, suite_digest="0f", system=None,
         thinking=None, template_hash=None, tree="chain", num_drafted=7, temperature=0.0, top_k=0, top_p=1.0,
         accept="exact", steps="eager", batch_size=1, num_draft_tokens=7, num_prompts=8, failed=[], max_new_tokens=64,
         num_repeats=3, acceptance_length=2.34567, speedup=1.5, speedup_ci95=[1.4, 1.6],
     )  # fmt: skip
     environment = Environment(headstart="0.1.0", device="a CPU", torch="2.13", copy_gigabytes_per_second=9.5)
     measured = TargetInfo(name=str(saved_target), fingerprint=target.fingerprint)
-    results = [entry, replace(entry, drafter="ngram"), replace(entry, accept="typical")]
+    others = replace(entry, drafter="eagle3", trained=other, acceptance_length=77.7, suite="foreign")
+    results = [others, entry, replace(entry, drafter="ngram", trained=None), replace(entry, accept="typical")]
     report = Report(environment, measured, results).to_json()
     (tmp_path / "report.json").write_text(json.dumps(report))
-    (tmp_path / "report.svg").write_text("<svg/>")
+    for name in ("report.svg", "holiday.png", "rounds.jsonl"):
+        (tmp_path / name).write_text("<svg/>")
     return tmp_path / "run"
 
 
@@ -171,7 +179,7 @@ def test_what_is_pushed_is_loaded_as_the_same_head(hub, run, tmp_path, saved_tar
     assert said.out == f"{hub.url}/me/mine/commit/{OID}\n"
     assert hub.created[0]["name"] == "mine" and "private" in (hub.created[0].get("visibility"), *hub.created[0])
     files = hub.files["me/mine"]
-    assert set(files) == {"README.md", "config.json", "model.safetensors", "report.json", "report.svg"}
+    assert set(files) == {"README.md", "config.json", "model.safetensors", "report.json"}
     target = Target.load(saved_target)
     head, ours = import_head("me/mine", target), load_head(run / "final", target)
     assert head.config == ours.config
@@ -202,12 +210,31 @@ def test_the_card_says_what_counts(hub, run, tmp_path):
     assert "--speculative-draft-model-path me/mine" in card and "| stories | chain, K 7" in card
 
 
+def test_figures_are_the_heads_own_told_by_its_fingerprint(hub, run, tmp_path):
+    """Another head of the family on the same target is in the report too: its figures go nowhere."""
+    push(run, "me/mine", base_model="org/base", report=tmp_path / "report.json", endpoint=hub.url)
+    files = hub.files["me/mine"]
+    report = json.loads(files["report.json"])
+    assert [(one["drafter"], one["suite"]) for one in report["results"]] == [("eagle3", "stories")]
+    assert report["target"]["name"] == "org/base"
+    assert not re.search(b"77.7|foreign", files["README.md"] + files["report.json"])
+
+
+def test_paths_within_texts_are_shortened_and_other_slashes_stay():
+    told = {"row": "eagle3:/home/me/runs/final", "why": "see ~/data/my.jsonl:7, (/tmp/a/b)"}
+    assert published(told, {}) == {"row": "eagle3:final", "why": "see my.jsonl:7, (b)"}
+    for kept in ("https://hub.example/me/mine", "tokens/s", "</think>/no_think", "a /think b", "owner/name", "1/2/3"):
+        assert published(kept, {}) == kept
+
+
 def test_nothing_of_the_machine_or_the_token_goes_out(hub, run, tmp_path, saved_target, capsys):
     push(run, "me/mine", base_model="org/base", report=tmp_path / "report.json", endpoint=hub.url)
     said = capsys.readouterr()
     for name, content in hub.files["me/mine"].items():
         for secret in (TOKEN, str(saved_target), "/home/somebody", str(tmp_path)):
             assert secret.encode() not in content, (name, secret)
+        words = set(re.findall(rb"[\w.-]+", content)) if name != "model.safetensors" else set()
+        assert not words & {getpass.getuser().encode(), platform.node().encode()}, name
     assert hub.tokens == {f"Bearer {TOKEN}"} and TOKEN not in said.out + said.err
     hub.refuses = 403
     with pytest.raises(BadInput, match="me/mine: the hub refused: ") as caught:
@@ -234,7 +261,7 @@ def test_what_cannot_be_pushed_is_refused_before_anything_is_sent(hub, run, tmp_
     other = json.loads((tmp_path / "report.json").read_text())
     reports = {
         "target": {**other, "target": {"name": "x", "fingerprint": "0" * 32}},
-        "results": {**other, "results": other["results"][1:]},
+        "results": {**other, "results": [other["results"][0], *other["results"][2:]]},
         "none": {},
     }
     for name, content in reports.items():
@@ -245,7 +272,7 @@ def test_what_cannot_be_pushed_is_refused_before_anything_is_sent(hub, run, tmp_
         ({"base_model": ""}, "no hub id; say with --base-model"),
         ({"to": "hf"}, "hf loads no eagle3 heads"),
         ({"report": tmp_path / "target.json"}, "measured on target x"),
-        ({"report": tmp_path / "results.json"}, "no lossless result of a eagle3 head in it"),
+        ({"report": tmp_path / "results.json"}, "no lossless result of this eagle3 head "),
         ({"report": tmp_path / "none.json"}, "no report of headstart eval: KeyError"),
         ({"report": tmp_path / "absent.json"}, "no report of headstart eval: FileNotFoundError"),
         ({"run": tmp_path}, "no config.json in it"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from headstart.configs.errors import BadInput
+from headstart.configs.owned import LOCK
 from headstart.eval.generate import generate
 from headstart.heads.registry import load_head
 from headstart.heads.target import Target
@@ -37,7 +38,8 @@ def weights(folder):
 
 
 def everything(folder):
-    return {p.relative_to(folder): (p.stat().st_mtime_ns, p.read_bytes()) for p in folder.rglob("*") if p.is_file()}
+    files = [p for p in folder.rglob("*") if p.is_file() and p.name != LOCK]
+    return {p.relative_to(folder): (p.stat().st_mtime_ns, p.read_bytes()) for p in files}
 
 
 def said(call, *args):

@@ -365,3 +365,13 @@ def test_servers_need_the_openai_package(configured, monkeypatch):
     monkeypatch.setitem(sys.modules, "openai", None)
     with pytest.raises(BadInput, match=r"needs the openai package: pip install openai$"):
         run(configured("http://localhost:1/v1"))
+
+
+@pytest.mark.parametrize("key", ["sk-secret\nline", "sk-secret line", "sk-secrét"])
+def test_a_key_that_cannot_be_sent_is_refused_without_being_shown(key, configured, monkeypatch):
+    monkeypatch.setenv("THE_KEY", key)
+    with serving() as server:
+        config = configured(server, client={"api_key_env": "THE_KEY"})
+        with pytest.raises(BadInput, match=r"^client.api_key_env: THE_KEY holds a line break") as caught:
+            run(config)
+    assert "secr" not in str(caught.value) and not server.bodies

@@ -14,6 +14,7 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.configs.loader import PACKAGE_CONFIGS
+from headstart.configs.owned import LOCK, MARKER, OwnedFolder
 from headstart.data_pipelines.config import DataConfig
 from headstart.data_pipelines.storage import extract as extract_module
 from headstart.data_pipelines.storage.extract import ExtractConfig, Extraction, batches, fields_of
@@ -222,7 +223,8 @@ def test_killed_at_any_point_it_ends_as_if_it_had_not_been(num_kills, target, tm
     assert num_killed > num_kills // 2
     if not (tmp_path / "cut" / "manifest.json").exists():
         work()
-    extract_module.is_finished(tmp_path / "cut", extraction.fields)  # as every start does
+    assert extract_module.is_finished(tmp_path / "cut", extraction.fields)
+    extract_module.clear(tmp_path / "cut")  # as every start does
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 
@@ -340,7 +342,8 @@ def test_the_command_says_the_size_writes_and_then_has_nothing_to_do(run_yaml, t
     assert json.loads(said.out)["num_rows"] == manifest["num_rows"] == 6
     assert "bytes per token" in said.err and "free" in said.err
     assert manifest["data"]["max_length"] == 24 and manifest["template_hash"] and manifest["tokenizer_hash"]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["manifest.json", "shard_00000.safetensors"]
+    names = sorted(path.name for path in (tmp_path / "out").iterdir() if path.name not in (MARKER, LOCK))
+    assert names == ["manifest.json", "shard_00000.safetensors"]
     extract_command(run_yaml, overrides=["data.max_length=24"], **how)
     assert "finished already" in capsys.readouterr().out
     with pytest.raises(BadInput, match="holds samples with data"):
@@ -356,6 +359,40 @@ def test_a_refused_command_leaves_nothing_behind(run_yaml, tmp_path, monkeypatch
     with pytest.raises(BadInput, match="storage_dtype 'int4': expected float32 or bfloat16 or 8bit"):
         extract_command(run_yaml, output=tmp_path / "out", storage_dtype="int4")
     assert not (tmp_path / "out").exists()
+
+
+def tree(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_late_failure_leaves_the_features_beside_it(run_yaml, tmp_path, monkeypatch):
+    extract_command(run_yaml, output=tmp_path / "feat/a", device="cpu")
+    before = tree(tmp_path / "feat")
+    (tmp_path / "more").mkdir()
+    monkeypatch.setattr(extract_module, "disk_free", lambda _: 10)
+    for output in ("feat/b", "feat/c/d", "more"):
+        with pytest.raises(BadInput, match="of this disk are free"):
+            extract_command(run_yaml, output=tmp_path / output, device="cpu")
+    assert tree(tmp_path / "feat") == before and not (tmp_path / "feat/b").exists()
+    assert (tmp_path / "more").is_dir() and not list((tmp_path / "more").iterdir()), "it was there, and empty"
+
+
+@pytest.mark.parametrize("name", ["progress/mine", "tokens/mine", ".draft.tmp", ".draft.1.unfinished"])
+def test_a_folder_of_the_users_own_is_refused_untouched(name, run_yaml, tmp_path):
+    path = tmp_path / "out" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("mine")
+    with pytest.raises(BadInput, match="out: holds other files"):
+        extract_command(run_yaml, output=tmp_path / "out", device="cpu")
+    assert tree(tmp_path / "out") == {name: b"mine"}
+
+
+def test_two_extractions_do_not_share_a_folder(run_yaml, tmp_path):
+    with OwnedFolder(tmp_path / "out", command="headstart data extract"):
+        before = tree(tmp_path / "out")
+        with pytest.raises(BadInput, match=f"out: in use by process {os.getpid()} on"):
+            extract_command(run_yaml, output=tmp_path / "out", device="cpu")
+        assert tree(tmp_path / "out") == before
 
 
 @pytest.mark.slow

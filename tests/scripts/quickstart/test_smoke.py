@@ -21,9 +21,9 @@ def test_the_smoke_run_clears_its_bars():
     assert quality["right"] >= 0.5, "the target reasons"
     assert quality["repeated_4grams"] <= 0.25 and quality["ended"] >= 0.9, "and does not run in circles"
 
-    page = (RUN / "report.html").read_text()
+    page = (RUN / "eval" / "report.html").read_text()
     assert '<h2 id="recommendation">Deploy' in page and len(page) < 2_000_000
-    report = json.loads((RUN / "report.json").read_text())
+    report = json.loads((RUN / "eval" / "report.json").read_text())
     results = {(entry["drafter"], entry["suite"]): entry for entry in report["results"]}
     assert results.keys() == {(d, s) for d in ("eagle3", "medusa") for s in ("reasoning", "contrast")}
     eagle3, medusa = results["eagle3", "reasoning"], results["medusa", "reasoning"]
