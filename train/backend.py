@@ -60,11 +60,12 @@ class Backend:
         if self.is_zero3:
             from deepspeed.runtime.zero import register_external_parameter
 
-            # gathered for the whole step: ranks differ in how often they call a layer, and would deadlock
             for parameter in head.parameters():
                 register_external_parameter(step, parameter)
         self.autocast = step.autocast
         self.wrapped, self.optimizer = cast(Any, accelerator.prepare(step, optimizer))
+        if self.is_zero3:
+            gather_as_one(step, self.optimizer.optimizer.parameter_offload)
 
     def _check(self) -> None:
         name = actual_launch(self.accelerator).backend
@@ -208,6 +209,19 @@ class Backend:
     def _torch_optimizer(self) -> torch.optim.Optimizer:
         """Behind the wrapper of Accelerate and, under ZeRO, that of DeepSpeed."""
         return self.optimizer.optimizer.optimizer if self.is_zero else self.optimizer.optimizer
+
+
+def gather_as_one(step: Step, offload: Any) -> None:
+    """Has ZeRO-3 gather all weights when a step's forward begins and when its backward does, and at no other time.
+
+    DeepSpeed fetches, prefetches and releases the weights of each module whenever that is called or differentiated, in
+    an order that all ranks must share. How often is a matter of a rank's own rows: chunks of the loss, depths that
+    backward computes again. So only the hooks of the whole stay.
+    """
+    whole = (step._forward_pre_hooks, step._forward_hooks)
+    for hook in [*offload.forward_hooks, *offload.backward_hooks]:
+        if not any(hook.hooks_dict_ref() is hooks for hooks in whole):
+            hook.remove()
 
 
 def without_weights(head: DraftHead) -> DraftHead:
