@@ -5,6 +5,7 @@ for the whole step, and every checkpoint holds whole tensors.
 """
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
@@ -92,10 +93,19 @@ class Backend:
 
     def update(self) -> float:
         """Clips, steps and clears the gradients; returns their norm before. DeepSpeed did all of it in `backward`."""
-        norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), self.config.max_grad_norm)
+        most = self.config.max_grad_norm or math.inf  # 0: not clipped
+        norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), most)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return float(whole_tensor(norm))
+
+    def is_finite(self) -> bool:
+        """Whether all weights, and all of the optimizer's state, are finite in all ranks."""
+        weights = [parameter.ds_tensor if self.is_zero3 else parameter for parameter in self.head.parameters()]
+        state = [value for part in self._torch_optimizer.state.values() for value in part.values()]
+        held = [own_part(value) for value in [*weights, *state] if isinstance(value, Tensor)]
+        is_bad = any(not bool(value.isfinite().all()) for value in held)
+        return not self.total(torch.tensor([float(is_bad)], device=self.accelerator.device)).any()
 
     def total(self, values: Tensor) -> Tensor:
         """The sum over all ranks."""
@@ -237,6 +247,13 @@ def whole_tensor(value: Any) -> Any:
     from torch.distributed.tensor import DTensor
 
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def own_part(value: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    from torch.distributed.tensor import DTensor
+
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def sharded_like(parameter: Any, value: Tensor) -> Tensor:

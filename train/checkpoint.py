@@ -45,9 +45,15 @@ class Progress:
 
 
 def save_checkpoint(
-    folder: Path, weights: Mapping[str, Tensor], optimizer_state: Mapping[str, Tensor], *, progress: Progress, keep: int
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    optimizer_state: Mapping[str, Tensor],
+    *,
+    progress: Progress,
+    keep: int,
+    sound_step: int,
 ) -> Path:
-    """Writes FOLDER/step_N and removes all but the newest `keep`.
+    """Writes FOLDER/step_N and removes all but the newest `keep`, and the newest of a step up to `sound_step`.
 
     Args: weights: `head_tensors`. optimizer_state: `NAME|KEY` of each parameter.
     """
@@ -56,8 +62,11 @@ def save_checkpoint(
         save_file(dict(weights), temporary / "head.safetensors")
         save_file(dict(optimizer_state), temporary / "optimizer.safetensors")
         write_json(temporary / "trainer.json", asdict(progress), indent=None)
-    for old in checkpoints(folder)[:-keep]:
-        remove(old)
+    there = checkpoints(folder)
+    sound = [old for old in there if old.name <= f"step_{sound_step:08d}"][-1:]
+    for old in there[:-keep]:
+        if old not in sound:
+            remove(old)
     return path
 
 

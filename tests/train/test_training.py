@@ -169,7 +169,7 @@ def test_a_target_spread_over_devices_trains_the_same_head(head_type, run):
 
 
 def test_a_cut_draft_vocabulary_keeps_the_end_token(run, world):
-    folder = run("eagle3", "a", "head.draft_vocab_size=20", "train.max_steps=2")
+    folder = run("eagle3", "a", "head.draft_vocab_size=20", "train.max_steps=3")
     head = load_head(folder / "final", Target.load(world / "target"))
     assert head.vocabulary is not None and len(head.vocabulary.to_target) == 20
     assert 2 in head.vocabulary.to_target, "eos"
