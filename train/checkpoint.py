@@ -51,22 +51,20 @@ def save_checkpoint(
     *,
     progress: Progress,
     keep: int,
-    sound_step: int,
+    since: int = 0,
 ) -> Path:
-    """Writes FOLDER/step_N and removes all but the newest `keep`, and the newest of a step up to `sound_step`.
+    """Writes FOLDER/step_N and removes all but the newest `keep`.
 
-    Args: weights: `head_tensors`. optimizer_state: `NAME|KEY` of each parameter.
+    Args: weights: `head_tensors`. optimizer_state: `NAME|KEY` of each parameter. since: checkpoints of earlier steps
+    than this one stay.
     """
     path = folder / f"step_{progress.step:08d}"
     with replacing_folder(path) as temporary:
         save_file(dict(weights), temporary / "head.safetensors")
         save_file(dict(optimizer_state), temporary / "optimizer.safetensors")
         write_json(temporary / "trainer.json", asdict(progress), indent=None)
-    there = checkpoints(folder)
-    sound = [old for old in there if old.name <= f"step_{sound_step:08d}"][-1:]
-    for old in there[:-keep]:
-        if old not in sound:
-            remove(old)
+    for old in [path for path in checkpoints(folder) if path.name >= f"step_{since:08d}"][:-keep]:
+        remove(old)
     return path
 
 

@@ -126,9 +126,8 @@ class Loop:
         weights, state = self.backend.weights(), self.backend.optimizer_state()
         if self.accelerator.is_main_process:
             progress = Progress(step, self.accelerator.num_processes, best)
-            sound = self.trend.sound_step if self.trend.is_diverging else step
-            keep = self.config.keep_checkpoints
-            save_checkpoint(folder, weights, state, progress=progress, keep=keep, sound_step=sound)
+            keep, since = self.config.keep_checkpoints, self.trend.diverges_since
+            save_checkpoint(folder, weights, state, progress=progress, keep=keep, since=since)
         self.accelerator.wait_for_everyone()
 
     def write_head(self, folder: Path, training: TrainingRecord) -> None:

@@ -13,20 +13,20 @@ class Trend:
     def __init__(self) -> None:
         self.first = 0.0
         self.last: deque[float] = deque(maxlen=WINDOW)
-        self.is_diverging = False
-        self.sound_step = 0  # the last step after which the loss had not gone up yet
+        self.diverges_since = 0  # the step at which it was seen; 0: it does not diverge
 
     def take(self, step: int, loss: float) -> bool:
         """Takes in the loss of a step (1-based; 0 where it had nothing supervised); returns whether it begins to
         diverge."""
         if loss == 0:
             return False
-        was_diverging, self.first = self.is_diverging, self.first or loss
+        self.first = self.first or loss
         self.last.append(loss)
-        self.is_diverging = len(self.last) == WINDOW and median(self.last) > FACTOR * self.first
-        if not self.is_diverging:
-            self.sound_step = step - WINDOW + 1  # one of the last three may be the beginning
-        return self.is_diverging and not was_diverging
+        if len(self.last) < WINDOW or median(self.last) <= FACTOR * self.first:
+            self.diverges_since = 0
+            return False
+        self.diverges_since = self.diverges_since or step
+        return self.diverges_since == step
 
     def __str__(self) -> str:
         losses = ", ".join(f"{loss:.4g}" for loss in self.last)
