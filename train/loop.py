@@ -58,6 +58,7 @@ class Loop:
         num_positions = sum(batch.input_ids.numel() for batch in taken)
         with self.speed.counted(num_positions):
             learned = self._learn(step, [batch.to(self.accelerator.device) for batch in taken])
+        self.watchdog.at(f"step {step + 1}: its figures")
         loss, num_ranks = learned["loss"], self.accelerator.num_processes
         if not math.isfinite(loss):
             raise BadInput(f"step {step + 1}: the loss is {loss} ({self.trend}): {ADVICE}")

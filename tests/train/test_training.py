@@ -108,6 +108,11 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(head_type, run, m
     assert figures(half) == figures(whole) and weights(half) == weights(whole)
 
 
+def test_a_gradient_norm_of_0_does_not_clip(run):
+    off, far = (run("medusa", name, f"train.max_grad_norm={most}") for name, most in (("off", 0), ("far", 1e9)))
+    assert figures(off) == figures(far) and weights(off) == weights(far)
+
+
 def test_a_finished_run_is_left_alone(run):
     folder = run("medusa", "a")
     before = everything(folder)
