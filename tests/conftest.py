@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from headstart.eval.generate import generate
+from headstart.eval.measurement import passes
 from headstart.eval.sampling import Sampling, target_probs
 from headstart.heads.base import DraftBatch, Proposal
 from headstart.heads.drafter import Drafter, Reading
@@ -91,6 +92,12 @@ def make_model(family: str, **changes: Any) -> PreTrainedModel:
 def make_target(family: str = "llama", **changes: Any) -> Target:
     model = make_model(family, **changes)
     return Target(model, name=f"tiny-{family}", fingerprint=fingerprint_of(model))
+
+
+@pytest.fixture(autouse=True)
+def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No batch is measured again, however busy the machine that runs the tests: what is tested here is not its speed."""
+    monkeypatch.setattr(passes, "MOST_AGAIN", 0)
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ for the whole step, and every checkpoint holds whole tensors.
 """
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
@@ -60,11 +61,12 @@ class Backend:
         if self.is_zero3:
             from deepspeed.runtime.zero import register_external_parameter
 
-            # gathered for the whole step: ranks differ in how often they call a layer, and would deadlock
             for parameter in head.parameters():
                 register_external_parameter(step, parameter)
         self.autocast = step.autocast
         self.wrapped, self.optimizer = cast(Any, accelerator.prepare(step, optimizer))
+        if self.is_zero3:
+            gather_as_one(step, self.optimizer.optimizer.parameter_offload)
 
     def _check(self) -> None:
         name = actual_launch(self.accelerator).backend
@@ -91,10 +93,19 @@ class Backend:
 
     def update(self) -> float:
         """Clips, steps and clears the gradients; returns their norm before. DeepSpeed did all of it in `backward`."""
-        norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), self.config.max_grad_norm)
+        most = self.config.max_grad_norm or math.inf  # 0: not clipped
+        norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), most)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return float(whole_tensor(norm))
+
+    def is_finite(self) -> bool:
+        """Whether all weights, and all of the optimizer's state, are finite in all ranks."""
+        weights = [parameter.ds_tensor if self.is_zero3 else parameter for parameter in self.head.parameters()]
+        state = [value for part in self._torch_optimizer.state.values() for value in part.values()]
+        held = [own_part(value) for value in [*weights, *state] if isinstance(value, Tensor)]
+        is_bad = any(not bool(value.isfinite().all()) for value in held)
+        return not self.total(torch.tensor([float(is_bad)], device=self.accelerator.device)).any()
 
     def total(self, values: Tensor) -> Tensor:
         """The sum over all ranks."""
@@ -210,6 +221,19 @@ class Backend:
         return self.optimizer.optimizer.optimizer if self.is_zero else self.optimizer.optimizer
 
 
+def gather_as_one(step: Step, offload: Any) -> None:
+    """Has ZeRO-3 gather all weights when a step's forward begins and when its backward does, and at no other time.
+
+    DeepSpeed fetches, prefetches and releases the weights of each module whenever that is called or differentiated, in
+    an order that all ranks must share. How often is a matter of a rank's own rows: chunks of the loss, depths that
+    backward computes again. So only the hooks of the whole stay.
+    """
+    whole = (step._forward_pre_hooks, step._forward_hooks)
+    for hook in [*offload.forward_hooks, *offload.backward_hooks]:
+        if not any(hook.hooks_dict_ref() is hooks for hooks in whole):
+            hook.remove()
+
+
 def without_weights(head: DraftHead) -> DraftHead:
     """A copy of a head for the same target, its parameters empty."""
     copied = copy.deepcopy(head, {id(head.target): head.target})
@@ -223,6 +247,13 @@ def whole_tensor(value: Any) -> Any:
     from torch.distributed.tensor import DTensor
 
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def own_part(value: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    from torch.distributed.tensor import DTensor
+
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def sharded_like(parameter: Any, value: Tensor) -> Tensor:

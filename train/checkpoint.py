@@ -45,18 +45,25 @@ class Progress:
 
 
 def save_checkpoint(
-    folder: Path, weights: Mapping[str, Tensor], optimizer_state: Mapping[str, Tensor], *, progress: Progress, keep: int
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    optimizer_state: Mapping[str, Tensor],
+    *,
+    progress: Progress,
+    keep: int,
+    since: int = 0,
 ) -> Path:
     """Writes FOLDER/step_N and removes all but the newest `keep`.
 
-    Args: weights: `head_tensors`. optimizer_state: `NAME|KEY` of each parameter.
+    Args: weights: `head_tensors`. optimizer_state: `NAME|KEY` of each parameter. since: checkpoints of earlier steps
+    than this one stay.
     """
     path = folder / f"step_{progress.step:08d}"
     with replacing_folder(path) as temporary:
         save_file(dict(weights), temporary / "head.safetensors")
         save_file(dict(optimizer_state), temporary / "optimizer.safetensors")
         write_json(temporary / "trainer.json", asdict(progress), indent=None)
-    for old in checkpoints(folder)[:-keep]:
+    for old in [path for path in checkpoints(folder) if path.name >= f"step_{since:08d}"][:-keep]:
         remove(old)
     return path
 

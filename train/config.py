@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from ..configs.errors import BadInput
 from ..configs.loader import LocalPath, build, read_config
@@ -13,6 +13,12 @@ from ..data_pipelines.config import DataConfig
 from ..heads.base import HeadConfig
 from ..heads.loading import TargetConfig
 from ..heads.registry import head_class
+
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+WARMUP = 50  # steps
 
 
 @dataclass(kw_only=True)
@@ -24,33 +30,39 @@ class TrainConfig:
     batch_size: PositiveInt = 8  # rows per process and forward
     accumulation: PositiveInt = 1  # forwards per step
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for matrices; vectors and output layers stay with AdamW
-    learning_rate: PositiveFloat = 4e-4  # the peak, after warmup_steps; then a cosine down to min_lr_ratio of it
-    matrix_learning_rate: PositiveFloat | None = None  # the peak for Muon's matrices; None: learning_rate
-    warmup_steps: int = 50
-    min_lr_ratio: float = 0.0
-    weight_decay: float = 0.0  # of matrices
-    beta1: float = 0.9  # of AdamW, as beta2; Muon's momentum is 0.95
-    beta2: float = 0.95
-    max_grad_norm: float = 1.0
+    learning_rate: Rate = 4e-4  # the peak, after warmup_steps; then a cosine down to min_lr_ratio of it
+    matrix_learning_rate: Rate | None = None  # the peak for Muon's matrices; None: learning_rate
+    warmup_steps: NonNegativeInt = -1  # fewer than max_steps; not given: 50, or a tenth of a run as short as that
+    min_lr_ratio: Share = 0.0
+    weight_decay: Amount = 0.0  # of matrices
+    beta1: Decay = 0.9  # of AdamW, as beta2; Muon's momentum is 0.95
+    beta2: Decay = 0.95
+    max_grad_norm: Amount = 1.0  # 0: gradients are not clipped
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast; master weights stay fp32
     compile: bool = False  # torch.compile fuses passes over logits and attention scores; results differ by rounding
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     log_every: PositiveInt = 1
-    validate_every: int = 0  # 0: at the end only
+    validate_every: NonNegativeInt = 0  # 0: at the end only
     decode_prompts: NonNegativeInt = 8  # a validation also decodes answers to the prompts of so many rows; 0: to none
     decode_tokens: PositiveInt = 64  # length of those answers
     patience: NonNegativeInt = 0  # ends the run after so many validations without a better acceptance_length; 0: never
-    checkpoint_every: int = 0  # 0: only when interrupted
+    checkpoint_every: NonNegativeInt = 0  # 0: only when interrupted
     keep_checkpoints: PositiveInt = 2
     stop_at_step: PositiveInt | None = None  # leave then as if interrupted; the same command without it goes on
     start_from: LocalPath | None = None  # a head of the same family and shapes: a folder or a hub id; None: a fresh one
     lora_rank: NonNegativeInt = 0  # above 0: train adapters of that head's linear layers alone, merged on saving
-    lora_alpha: PositiveFloat = 32.0  # adapters are scaled by lora_alpha / lora_rank
+    lora_alpha: Rate = 32.0  # adapters are scaled by lora_alpha / lora_rank
     wandb_project: str | None = None  # also log to Weights & Biases, offline where there is no key
     tensorboard: bool = False  # also log to OUTPUT_DIR/tensorboard
     device: Literal["cpu", "cuda"] | None = None  # None: cuda if there is one; CUDA_VISIBLE_DEVICES selects GPUs
 
+    watchdog_minutes: Amount = 20.0  # without any progress that end a process, see watchdog.py; 0: it waits for ever
+
     def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            self.warmup_steps = WARMUP if self.max_steps > WARMUP else self.max_steps // 10
+        if self.warmup_steps >= self.max_steps:
+            raise BadInput(f"warmup_steps {self.warmup_steps}: expected fewer than max_steps, {self.max_steps}")
         if self.patience and not self.validate_every:
             raise BadInput(f"patience {self.patience}: counts validations, so validate_every must be above 0")
         if self.lora_rank and self.start_from is None:
@@ -111,7 +123,7 @@ WITHOUT_EFFECT = {  # on the losses; target and rows are compared by what is in 
     "head": set[str](),
     "data": {"train", "features", "validation", "num_workers"},
     "train": {"output_dir", "stop_at_step", "device", "log_every", "validate_every", "decode_prompts", "decode_tokens"}
-    | {"patience", "checkpoint_every", "keep_checkpoints", "wandb_project", "tensorboard"},
+    | {"patience", "checkpoint_every", "keep_checkpoints", "wandb_project", "tensorboard", "watchdog_minutes"},
 }
 
 

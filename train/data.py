@@ -71,7 +71,11 @@ def load_data(run: RunConfig, target: Target, accelerator: Accelerator, console:
     """
     config = replace(run.data, max_length=min(run.data.max_length, target.max_positions))
     rows = iter_rows(config.validation) if config.validation else ()
-    validation = [StoredSample(sample) for sample in encode_rows(rows, target.tokenizer, config, counts=Counter())]
+    counts: Counter[str] = Counter()
+    validation = [StoredSample(sample) for sample in encode_rows(rows, target.tokenizer, config, counts=counts)]
+    if config.validation and not validation:
+        problem = f"no row has supervised tokens in data.max_length {config.max_length}"
+        raise BadInput(f"data.validation: {problem}: {summary_of(counts)}")
     if config.features is not None:
         features = Shards(Path(config.features))
         on_main(accelerator, features.verify)
@@ -108,7 +112,7 @@ def encode_into(folder: Path, config: DataConfig, target: Target, console: Conso
     for sample in encode_rows(rows, target.tokenizer, config, counts=counts):
         can_draft = can_draft or bool((sample.loss_mask[1:-1] & sample.loss_mask[2:]).any())
         writer.add(StoredSample(sample))
-    summary = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
+    summary = summary_of(counts)
     if not counts["kept"]:
         raise BadInput(f"data.train: no row has supervised tokens in data.max_length {config.max_length}: {summary}")
     if not can_draft:
@@ -136,6 +140,10 @@ def source_record(source: Source) -> dict[str, Any]:
         with path.open("rb") as file:
             files.append([path.name, file_digest(file, "sha256").hexdigest()])
     return {**settings, "source": files or source.source}
+
+
+def summary_of(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items() if count)
 
 
 def draft_token_ids(run: RunConfig, data: TrainingData, target: Target, console: Console) -> Tensor | None:

@@ -4,12 +4,13 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DeepSpeedPlugin, DistributedType
+from accelerate.utils import DeepSpeedPlugin, DistributedType, InitProcessGroupKwargs
 
 from ..configs.errors import BadInput, first_line
 from ..configs.loader import find_config
@@ -89,14 +90,17 @@ def start_accelerator(config: TrainConfig) -> Accelerator:
         raise BadInput(f"{requested.backend} on the CPUs of a machine with GPUs: hide them, with CUDA_VISIBLE_DEVICES=")
     if is_sharded and "LOCAL_RANK" not in os.environ:
         raise BadInput(f"{requested.backend} was asked for but LOCAL_RANK is not set; start with accelerate launch")
+    # collectives outlast the watchdog, whose message says more than theirs
+    patience = timedelta(minutes=max(30.0, config.watchdog_minutes + 5))
     try:
         if is_sharded and on_cpu:
             # otherwise Accelerate finds no GPU and silently takes each process for the only one
-            state = PartialState(backend="gloo")
+            state = PartialState(backend="gloo", timeout=patience)
             if requested.backend == "fsdp2":
                 state.distributed_type = DistributedType.MULTI_GPU
         accelerator = Accelerator(
             cpu=on_cpu and not is_sharded,
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=patience)],
             mixed_precision="no",  # `Backend` casts, in the same way under all of them
             deepspeed_plugin=deepspeed_plugin(config) if requested.backend == "deepspeed" else None,
         )

@@ -25,13 +25,18 @@ from .optim import schedule
 from .speed import Speed
 from .stopping import Stopping
 from .training_record import TrainingRecord
+from .trend import ADVICE, Trend
+from .watchdog import Watchdog
 
 
 class Loop:
     """Optimizer steps, and what is saved after them, over whatever Accelerate runs on."""
 
-    def __init__(self, config: TrainConfig, backend: Backend, target: Target, stopping: Stopping):
-        self.config, self.backend, self.target, self.stopping = config, backend, target, stopping
+    def __init__(
+        self, config: TrainConfig, backend: Backend, target: Target, *, stopping: Stopping, watchdog: Watchdog
+    ):
+        self.config, self.backend, self.target = config, backend, target
+        self.stopping, self.watchdog, self.trend = stopping, watchdog, Trend()
         self.accelerator, self.head, self.optimizer = backend.accelerator, backend.head, backend.optimizer
         self.speed = Speed(self.accelerator.device, torch.bfloat16 if config.precision == "bf16" else torch.float32)
         self.should_stop = False  # some rank received a signal; all of them know it after the same step
@@ -42,6 +47,7 @@ class Loop:
         Denominators are the supervised chains, by their labels' weights, of all ranks and all batches of the step: how
         rows are spread over ranks and batches does not change the gradient.
         """
+        self.watchdog.at(f"step {step + 1}: its batches")
         started = time.perf_counter()
         taken = list(islice(batches, self.config.accumulation))
         waited = time.perf_counter() - started
@@ -51,10 +57,11 @@ class Loop:
             group["lr"] = group["peak"] * share * scales.get(group["part"], 1.0)
         num_positions = sum(batch.input_ids.numel() for batch in taken)
         with self.speed.counted(num_positions):
-            learned = self._learn([batch.to(self.accelerator.device) for batch in taken])
+            learned = self._learn(step, [batch.to(self.accelerator.device) for batch in taken])
+        self.watchdog.at(f"step {step + 1}: its figures")
         loss, num_ranks = learned["loss"], self.accelerator.num_processes
         if not math.isfinite(loss):
-            raise BadInput(f"step {step + 1}: the loss is {loss}; lower train.learning_rate or check the data")
+            raise BadInput(f"step {step + 1}: the loss is {loss} ({self.trend}): {ADVICE}")
         seconds = time.perf_counter() - started
         speed = self.speed.of_step(num_positions=num_positions, seconds=seconds, waited=waited, num_devices=num_ranks)
         return {
@@ -65,8 +72,10 @@ class Loop:
             **asdict(speed),
         }
 
-    def _learn(self, batches: Sequence[TrainingBatch]) -> dict[str, Any]:
+    def _learn(self, step: int, batches: Sequence[TrainingBatch]) -> dict[str, Any]:
         """Forward, backward and update; what they gave, over all ranks."""
+        at = self.watchdog.at
+        at(f"step {step + 1}: the counts of all ranks")
         counts = []  # [2, K] each: of supervised chains, with and without their weights
         for batch in batches:
             starts = self.head.chain_starts(batch.loss_mask)
@@ -75,13 +84,20 @@ class Loop:
         sums, hits = torch.zeros_like(denominators), torch.zeros_like(denominators)
         loss = torch.zeros((), device=self.accelerator.device)
         for i, batch in enumerate(batches):
+            where = f"step {step + 1}, batch {i + 1} of {len(batches)}"
             with self.backend.accumulating(is_last=i == len(batches) - 1):
-                out = self.backend.loss(batch.filled(self._read), denominators)
+                at(f"{where}: the target's forward")
+                batch = batch.filled(self._read)
+                at(f"{where}: the head's forward")
+                out = self.backend.loss(batch, denominators)
+                at(f"{where}: the head's backward")
                 self.backend.backward(out.loss)  # the denominators are those of all ranks already
             loss += out.loss.detach()
             sums += out.depth_loss
             hits += out.hits.sum((0, 1))
+        at(f"step {step + 1}: the update")
         grad_norm = self.backend.update()
+        at(f"step {step + 1}: the figures of all ranks")
         has_signal = loss.new_full((1,), float(self.stopping.received is not None))
         totals = self.backend.total(torch.cat([has_signal, loss[None], sums, hits]))
         self.should_stop, loss, sums, hits = bool(totals[0] > 0), totals[1], *totals[2:].chunk(2)
@@ -97,16 +113,28 @@ class Loop:
         """What the head reads of the live target."""
         return self.target.forward(input_ids, feature_layers=self.head.feature_layers, documents=documents)
 
+    def check_finite(self, step: int) -> None:
+        """Raises BadInput, in all processes, where weights or the optimizer's state are not finite: nothing that is
+        written has such, and the checkpoints before stay."""
+        self.watchdog.at(f"step {step}: checking the weights")
+        if not self.backend.is_finite():
+            raise BadInput(f"step {step}: the weights are not finite any more ({self.trend}): {ADVICE}")
+
     def save(self, folder: Path, *, step: int, best: Best) -> None:
-        """The main process writes a checkpoint of what all of them hold."""
+        """The main process writes a checkpoint of what all of them hold. Raises BadInput as `check_finite`."""
+        self.check_finite(step)
+        self.watchdog.at(f"step {step}: the checkpoint")
         weights, state = self.backend.weights(), self.backend.optimizer_state()
         if self.accelerator.is_main_process:
             progress = Progress(step, self.accelerator.num_processes, best)
-            save_checkpoint(folder, weights, state, progress=progress, keep=self.config.keep_checkpoints)
+            keep, since = self.config.keep_checkpoints, self.trend.diverges_since
+            save_checkpoint(folder, weights, state, progress=progress, keep=keep, since=since)
         self.accelerator.wait_for_everyone()
 
     def write_head(self, folder: Path, training: TrainingRecord) -> None:
-        """The main process writes the head's folder."""
+        """The main process writes the head's folder. Raises BadInput as `check_finite`."""
+        self.check_finite(training.steps)
+        self.watchdog.at(f"step {training.steps}: {folder.name}/")
         with self.backend.whole() as head:
             if self.accelerator.is_main_process:
                 save_head(head, folder, training=training.to_json())

@@ -42,9 +42,10 @@ class Tracker:
         is_shown = is_main and console.is_terminal
         self.progress = Progress(TextColumn("{task.description}"), *columns, console=console, disable=not is_shown)
         self.task = self.progress.add_task("training", total=num_steps, completed=first_step, figures="")
+        path = folder / "metrics.jsonl"
+        kept = [row for row in read_rows(path) if row["step"] <= first_step] if first_step else []
+        self.losses_before = [(int(row["step"]), float(row["loss"])) for row in kept if "loss" in row]
         if is_main:
-            path = folder / "metrics.jsonl"
-            kept = [row for row in read_rows(path) if row["step"] <= first_step] if first_step else []
             write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
             self.file = path.open("a")
 

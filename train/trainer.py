@@ -14,7 +14,9 @@ from .loop import Loop
 from .start import Start, find_inputs, set_up
 from .stopping import Stopping
 from .tracking import Tracker
+from .trend import ADVICE
 from .validation import Validation, ValidationResult
+from .watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,10 @@ def train_in(folder: Path, run: RunConfig, console: Console, holding: ExitStack)
     tracker = Tracker(
         folder, num_steps=max_steps, first_step=start.first_step, is_main=accelerator.is_main_process, console=console
     )
-    with Stopping() as stopping, tracker:
+    watchdog = Watchdog(minutes=config.watchdog_minutes, rank=rank, num_ranks=num_ranks)
+    with watchdog, Stopping() as stopping, tracker:
         tracker.start(run)
-        loop = Loop(run.train, backend, start.target, stopping)
+        loop = Loop(run.train, backend, start.target, stopping=stopping, watchdog=watchdog)
         outcome = take_steps(start, loop, plan, tracker, folder, say)
     if not outcome.is_over:
         why = f"{stopping.received.name}: " if stopping.received else ""
@@ -65,7 +68,8 @@ def train_in(folder: Path, run: RunConfig, console: Console, holding: ExitStack)
         if loop.should_stop:
             raise SystemExit(stopping.exit_code)
         return folder
-    loop.write_head(folder / "final", replace(start.record, steps=outcome.num_steps, validation=outcome.validation))
+    with watchdog:
+        loop.write_head(folder / "final", replace(start.record, steps=outcome.num_steps, validation=outcome.validation))
     if best.step:
         is_early = outcome.num_steps < max_steps
         early = f"no better validation in {best.waited}: ended at step {outcome.num_steps}; " if is_early else ""
@@ -81,20 +85,25 @@ def take_steps(
     config, best, count = start.run.train, start.best, start.first_step
     last_step = min(config.max_steps, config.stop_at_step or config.max_steps)
     rows = start.data.validation
-    validation = Validation(config, loop.backend, start.target, rows) if rows else None
+    validation = Validation(config, loop.backend, start.target, rows, loop.watchdog) if rows else None
     result: ValidationResult | None = None
     is_over = count >= config.max_steps or 0 < config.patience <= best.waited  # only the head was still to be written
     if is_over and validation:
         result = validation.measure()
+    for earlier in tracker.losses_before:
+        loop.trend.take(*earlier)
     batches = start.data.batches(plan, range(count * config.accumulation, last_step * config.accumulation))
     for step in range(count, last_step) if not is_over else ():
         row = loop.step(step, batches)
         count, loss = step + 1, row["loss"]
+        if loop.trend.take(count, loss):
+            say(f"step {count}: the loss diverges ({loop.trend}): {ADVICE}")
         is_last = count == last_step or loop.should_stop
         if count % config.log_every == 0 or is_last:
             epoch = round(plan.epoch(count * config.accumulation), 4)
             tracker.log({**row, "epoch": epoch}, figures=f"loss {loss:.4f}")
         if validation and (is_due(count, config.validate_every) or count == config.max_steps):
+            loop.check_finite(count)
             result = validation.measure()
             tracker.log({"step": count, "validation": result.to_json()})
             say(f"step {count}: loss {loss:.4f}, {result}")

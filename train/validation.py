@@ -19,6 +19,7 @@ from ..heads.nn.documents import Documents
 from ..heads.target import Target, TargetOutput
 from .backend import Backend
 from .config import TrainConfig
+from .watchdog import Watchdog
 
 PLAIN_PROMPT = 8  # tokens of a text without a prompt that the target goes on from
 
@@ -63,7 +64,10 @@ class Validation:
     from; where only the rows' own figure differs, the target would not have written the rows.
     """
 
-    def __init__(self, config: TrainConfig, backend: Backend, target: Target, rows: Sequence[StoredSample]):
+    def __init__(
+        self, config: TrainConfig, backend: Backend, target: Target, rows: Sequence[StoredSample], watchdog: Watchdog
+    ):
+        self.watchdog = watchdog
         accelerator = backend.accelerator
         rank, num_ranks = accelerator.process_index, accelerator.num_processes
         self.config, self.backend, self.target = config, backend, target
@@ -80,11 +84,14 @@ class Validation:
         with self.backend.whole() as head:
             head.eval()
             for start in range(0, len(self.rows), self.config.batch_size):
+                self.watchdog.at(f"validation, row {start + 1} of {len(self.rows)}")
                 batch = collate([[row] for row in self.rows[start : start + self.config.batch_size]])
                 taught += self._taught(head, batch.to(self.backend.accelerator.device).filled(self._read))
+            self.watchdog.at(f"validation, decoding {len(self.prompts)} answers")
             if self.prompts:
                 decoded, decoded_taught = self._decoded(head)
             head.train()
+        self.watchdog.at("validation, the figures of all ranks")
         result = ValidationResult(self.num_draft, self._over_ranks(taught))
         if not self.num_prompts:
             return result

@@ -189,7 +189,7 @@ def run_of(name: str) -> dict[str, Any]:
     if not config.startswith("runs/"):
         config = str(trained(f"heads/{config}").with_suffix(".yaml"))
     common = f"target.path=target data.train=rows.jsonl train.max_steps=8 train.device=cpu train.output_dir=runs/{name}"
-    common += " train.precision=fp32 train.batch_size=2"
+    common += " train.precision=fp32 train.batch_size=2 train.warmup_steps=2"
     for more in (["train.stop_at_step=3"], []) if name == "killed" else ([],):
         command("train", config, *common.split(), *keys, *more)
     return training_of(lambda: Path("runs", name))

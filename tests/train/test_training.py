@@ -110,6 +110,11 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(head_type, run, m
     assert figures(half) == figures(whole) and weights(half) == weights(whole)
 
 
+def test_a_gradient_norm_of_0_does_not_clip(run):
+    off, far = (run("medusa", name, f"train.max_grad_norm={most}") for name, most in (("off", 0), ("far", 1e9)))
+    assert figures(off) == figures(far) and weights(off) == weights(far)
+
+
 def test_a_finished_run_is_left_alone(run):
     folder = run("medusa", "a")
     before = everything(folder)
@@ -171,7 +176,7 @@ def test_a_target_spread_over_devices_trains_the_same_head(head_type, run):
 
 
 def test_a_cut_draft_vocabulary_keeps_the_end_token(run, world):
-    folder = run("eagle3", "a", "head.draft_vocab_size=20", "train.max_steps=2")
+    folder = run("eagle3", "a", "head.draft_vocab_size=20", "train.max_steps=3")
     head = load_head(folder / "final", Target.load(world / "target"))
     assert head.vocabulary is not None and len(head.vocabulary.to_target) == 20
     assert 2 in head.vocabulary.to_target, "eos"
@@ -256,6 +261,17 @@ def test_another_config_in_the_same_folder_is_refused(override, key, finished, r
             "train.matrix_learning_rate: should be greater than 0",
         ),
         (["train.max_steps=0"], "train.max_steps: should be greater than 0, got 0"),
+        (["train.warmup_steps=6"], "train: warmup_steps 6: expected fewer than max_steps, 6"),
+        (["train.seed=-1"], "train.seed: should be greater than or equal to 0, got -1"),
+        (["train.beta2=1.5"], "train.beta2: should be less than 1, got 1.5"),
+        (["train.weight_decay=-1"], "train.weight_decay: should be greater than or equal to 0, got -1"),
+        (["train.learning_rate=.nan"], "train.learning_rate: should be "),
+        (["train.learning_rate=.inf"], "train.learning_rate: should be a finite number, got inf"),
+        (["train.max_grad_norm=-1"], "train.max_grad_norm: should be greater than or equal to 0, got -1"),
+        (
+            ["data.max_length=60", "data.validation={long}"],
+            "data.validation: no row has supervised tokens in data.max_length 60: ",
+        ),
         (["train.device=cuda:1"], "train.device: should be 'cpu' or 'cuda', got 'cuda:1'"),
         (["train.stop_at_step=0"], "train.stop_at_step: should be greater than 0, got 0"),
         (["train.max_step=3"], "train.max_step: unknown key; did you mean train.max_steps?"),
@@ -269,6 +285,7 @@ def test_nothing_is_left_of_a_run_that_cannot_start(overrides, problem, run, tmp
         "bad": '{"input_ids": [1, 2], "prompt_length": 1}\n{"input_ids": [1, 61], "prompt_length": 1}\n',
         "empty": "",
         "short": '{"input_ids": [1, 2, 3], "prompt_length": 2}\n',
+        "long": json.dumps({"input_ids": [3] * 72, "prompt_length": 70}) + "\n",
         "file": "a file where the folder should be",
     }
     for name, text in files.items():

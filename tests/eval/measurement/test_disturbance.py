@@ -108,6 +108,7 @@ def test_a_measurement_on_a_busy_machine_says_so(target, monkeypatch):
         config = MeasureConfig(setting=chain(2), max_new_tokens=8, num_repeats=2)
         return measure(target, NgramDrafter(), suite, config, name="ngram")[0]
 
+    monkeypatch.setattr(passes, "MOST_AGAIN", noticing.MOST_AGAIN)
     monkeypatch.setattr(noticing, "is_uneven", lambda seconds: False)
     quiet = measured()
     monkeypatch.setattr(passes.ProcessorMeter, "others", lambda self: 0.3)

@@ -21,11 +21,6 @@ class Broken(NgramDrafter):
         raise RuntimeError("planted")
 
 
-@pytest.fixture(autouse=True)
-def measured_once(monkeypatch):
-    monkeypatch.setattr(passes, "MOST_AGAIN", 0)
-
-
 def contenders(*drafters):
     return [Contender(type(drafter).__name__, drafter, chain(3)) for drafter in drafters]
 

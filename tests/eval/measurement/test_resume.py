@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from headstart.configs.errors import BadInput
 from headstart.eval.drafters.lookup import NgramDrafter, SuffixDrafter
-from headstart.eval.measurement import measure, passes
+from headstart.eval.measurement import measure
 from headstart.eval.measurement import transformers_baseline as comparators
 from headstart.eval.measurement.config import MeasureConfig, chain
 from headstart.eval.measurement.resume import BatchStore, identity
@@ -29,12 +29,6 @@ CONFIG = MeasureConfig(setting=chain(3), max_new_tokens=16, num_repeats=2)
 TIMES = re.compile(
     r"seconds|_ms$|speedup|bandwidth|copy_|^timing$|tokens_per_second|^ours_over|per_second|step_medians|disturbance"
 )
-
-
-@pytest.fixture(autouse=True)
-def measured_once(monkeypatch):
-    """No batch is measured again, however busy the machine: passes are counted here."""
-    monkeypatch.setattr(passes, "MOST_AGAIN", 0)
 
 
 def without_times(value):

@@ -1,0 +1,47 @@
+"""Ranks whose rows have nothing in common, neither length nor supervised share, train as one process does.
+
+Two processes on CPUs, over gloo. Chunks of the loss and what a depth may keep are made so small that the ranks differ
+in how many chunks they score and in whether backward computes depths again.
+"""
+
+import json
+import random
+
+import pytest
+from headstart.train.tracking import read_rows
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300, func_only=True)]  # not counting the compilation for DeepSpeed
+BACKENDS, PACKED = ("ddp", "zero2", "zero3", "fsdp2"), [("zero3", "packed"), ("fsdp2", "packed")]
+SMALL = {"TESTS_CHUNK": "2000", "TESTS_KEPT": "300000"}
+PLAIN = ("data.validation=null", "train.validate_every=0", "train.learning_rate=1e-3")
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory):
+    """Rows of 4 to 150 tokens, of which 1 to 140 are supervised; of a fourth of them only one, which nothing drafts."""
+    source, path = random.Random(3), tmp_path_factory.mktemp("uneven") / "rows.jsonl"
+    with path.open("w") as file:
+        for number in range(48):
+            prompt, answer = source.choice([3, 10, 60]), 1 if number % 4 == 0 else source.choice([2, 9, 40, 90])
+            ids = [1, *(source.randrange(3, 61) for _ in range(prompt + answer - 1))]
+            file.write(json.dumps({"input_ids": ids, "prompt_length": prompt}) + "\n")
+    return path
+
+
+def rows_of(folder):
+    return [row for row in read_rows(folder / "metrics.jsonl") if "loss" in row]
+
+
+@pytest.mark.parametrize(("backend", "layout"), [*((backend, "padded") for backend in BACKENDS), *PACKED])
+def test_ranks_with_other_rows_never_wait_for_each_other_for_good(
+    backend, layout, head_type, uneven, launching, shared_memory_op, tmp_path
+):
+    steps = 60 if layout == "padded" else 20
+    how = (*PLAIN, f"data.train={uneven}", f"data.layout={layout}", "data.max_length=150", f"train.max_steps={steps}")
+    how += (f"head={{type: {head_type}, num_depths: 3}}", "train.seed=1")
+    processes = launching.start(backend, tmp_path / "two", *how, env=SMALL)
+    codes = launching.wait(processes)
+    assert codes == [0, 0], (tmp_path / "two.log").read_text()[-3000:]
+    two, one = rows_of(tmp_path / "two"), rows_of(launching.alone(tmp_path / "one", *how))
+    assert [row["num_supervised"] for row in two] == [row["num_supervised"] for row in one] and len(two) == steps
+    assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], abs=1e-4)

@@ -1,0 +1,33 @@
+"""Whether the loss of a run goes up instead of down."""
+
+from collections import deque
+from statistics import median
+
+WINDOW, FACTOR = 3, 3.0
+ADVICE = "take a lower train.learning_rate, in another train.output_dir, or check the data"
+
+
+class Trend:
+    """The losses of a run. It diverges where the median of the last three is above three times the first."""
+
+    def __init__(self) -> None:
+        self.first = 0.0
+        self.last: deque[float] = deque(maxlen=WINDOW)
+        self.diverges_since = 0  # the step at which it was seen; 0: it does not diverge
+
+    def take(self, step: int, loss: float) -> bool:
+        """Takes in the loss of a step (1-based; 0 where it had nothing supervised); returns whether it begins to
+        diverge."""
+        if loss == 0:
+            return False
+        self.first = self.first or loss
+        self.last.append(loss)
+        if len(self.last) < WINDOW or median(self.last) <= FACTOR * self.first:
+            self.diverges_since = 0
+            return False
+        self.diverges_since = self.diverges_since or step
+        return self.diverges_since == step
+
+    def __str__(self) -> str:
+        losses = ", ".join(f"{loss:.4g}" for loss in self.last)
+        return f"losses of late {losses}; of the first step {self.first:.4g}" if losses else "no loss before"
