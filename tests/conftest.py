@@ -96,7 +96,7 @@ def make_target(family: str = "llama", **changes: Any) -> Target:
 
 @pytest.fixture(autouse=True)
 def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No batch is measured again, however busy the machine that runs the tests: what is tested here is not its speed."""
+    """No batch is measured again, however busy the machine that runs the tests."""
     monkeypatch.setattr(passes, "MOST_AGAIN", 0)
 
 
