@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...configs.errors import first_line
 from ..loading import quiet_loading
-from ..mtp_checkpoint import LAYOUTS, views_on_disk
+from ..importing.mtp_checkpoint import LAYOUTS, views_on_disk
 from .contracts import Contract, sizes_of
 from .tensor_files import TensorFiles
 

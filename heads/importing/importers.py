@@ -32,7 +32,7 @@ from ..families import build_head, head_class
 from ..folder import ADAPTER, HeadRecord, load_weights
 from ..medusa import MedusaConfig
 from ..mtp import MtpConfig
-from ..mtp_checkpoint import LAYOUTS, read_modules
+from .mtp_checkpoint import LAYOUTS, read_modules
 from ..target import Target
 from .published import architecture_of, local_folder, read_all, same_tensor
 

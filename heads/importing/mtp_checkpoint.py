@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..configs.errors import BadInput, first_line
+from ...configs.errors import BadInput, first_line
 
 
 @dataclass(frozen=True)
