@@ -84,6 +84,7 @@ class DraftBatch:
     # where a row holds several texts; None: one. The first token of each is not supervised, so that no chain runs from
     # one into the next
     documents: Documents | None = None
+    starts: ChainStarts | None = None  # the chains to train on, `training_starts`; None: all that decoding could run
 
     @property
     def row_positions(self) -> Tensor:
@@ -171,11 +172,15 @@ class DraftHead(nn.Module, Drafter, Expands):
         return self.loss(batch, denominators)
 
     def chain_starts(self, loss_mask: Tensor, *, num_depths: int | None = None) -> ChainStarts:
-        """The chains that the head is trained on, of rows with loss_mask [B, T].
-
-        The training loop calls this too, for the denominators of a step: the same mask must give the same chains.
-        """
+        """The chains that decoding could run on rows with loss_mask [B, T]."""
         return chain_starts(loss_mask, num_depths or self.num_depths)
+
+    def training_starts(self, loss_mask: Tensor) -> ChainStarts:
+        """The chains that a step trains on: all, where a family does not draw some with torch's generator.
+
+        The training loop has seeded that by (seed, step, rank), and takes the step's denominators from these chains.
+        """
+        return self.chain_starts(loss_mask)
 
     def loss(
         self, batch: DraftBatch, denominators: Tensor | None = None, *, num_depths: int | None = None
@@ -188,7 +193,7 @@ class DraftHead(nn.Module, Drafter, Expands):
             denominators: [K] `ChainStarts.counts` over all ranks and accumulated batches; None: of this batch.
             num_depths: K, at most max_draft_tokens; None: as many as the head is trained for.
         """
-        starts, config = self.chain_starts(batch.loss_mask, num_depths=num_depths), self.config
+        starts, config = batch.starts or self.chain_starts(batch.loss_mask, num_depths=num_depths), self.config
         depths, counts = range(starts.num_depths), starts.counts(batch.weights)  # [K]
         by_depth = depth_weights_of(config.depth_weights, decay=config.depth_decay, num_depths=len(depths))
         coefficients = mean_of(counts.new_tensor(by_depth), counts if denominators is None else denominators)

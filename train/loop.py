@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -67,16 +67,17 @@ class Loop:
 
     def _learn(self, batches: Sequence[TrainingBatch]) -> dict[str, Any]:
         """Forward, backward and update; what they gave, over all ranks."""
-        counts = []  # [2, K] each: of supervised chains, with and without their weights
-        for batch in batches:
-            starts = self.head.chain_starts(batch.loss_mask)
-            counts.append(torch.stack([starts.counts(batch.weights), starts.counts()]))
+        chains = [self.head.training_starts(batch.loss_mask) for batch in batches]
+        counts = [  # [2, K] each: of supervised chains, with and without their weights
+            torch.stack([starts.counts(batch.weights), starts.counts()])
+            for starts, batch in zip(chains, batches, strict=True)
+        ]
         denominators, num_chains = self.backend.total(torch.stack(counts).sum(0))
         sums, hits = torch.zeros_like(denominators), torch.zeros_like(denominators)
         loss = torch.zeros((), device=self.accelerator.device)
         for i, batch in enumerate(batches):
             with self.backend.accumulating(is_last=i == len(batches) - 1):
-                out = self.backend.loss(batch.filled(self._read), denominators)
+                out = self.backend.loss(replace(batch.filled(self._read), starts=chains[i]), denominators)
                 self.backend.backward(out.loss)  # the denominators are those of all ranks already
             loss += out.loss.detach()
             sums += out.depth_loss

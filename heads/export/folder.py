@@ -13,8 +13,8 @@ from ...configs.errors import BadInput, first_line
 from ...configs.files import write_json
 from ..adapters import WEIGHTS as ADAPTER_WEIGHTS
 from ..folder import HeadRecord, read_head_config
-from ..loading import TargetConfig, read_model_config, torch_dtype
 from ..importing.mtp_checkpoint import tensor_locations
+from ..loading import TargetConfig, read_model_config, torch_dtype
 
 PROVENANCE = "headstart_export"  # the key under which an exported config.json keeps the head's own config
 SWITCHES = ("eagle-", "eagle3", "dflash", "dspark")  # in a path, vLLM takes them for the method

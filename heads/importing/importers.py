@@ -32,8 +32,8 @@ from ..families import build_head, head_class
 from ..folder import ADAPTER, HeadRecord, load_weights
 from ..medusa import MedusaConfig
 from ..mtp import MtpConfig
-from .mtp_checkpoint import LAYOUTS, read_modules
 from ..target import Target
+from .mtp_checkpoint import LAYOUTS, read_modules
 from .published import architecture_of, local_folder, read_all, same_tensor
 
 Tensors = dict[str, Tensor]

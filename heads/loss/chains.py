@@ -16,6 +16,7 @@ class ChainStarts:
 
     positions: Tensor  # [B, S] start t of each chain
     valid: Tensor  # [B, S, K] whether depth k of the chain is supervised
+    widths: Tensor | None = None  # [B, S] how many tokens each chain drafts, for heads that draft a block; None: K
 
     def take(self, values: Tensor, *, offset: int = 0) -> Tensor:
         """values [B, T, ...] at position t + offset of each chain: [B, S, ...]; beyond the end, the last position."""
@@ -87,3 +88,20 @@ def chain_starts(loss_mask: Tensor, num_depths: int) -> ChainStarts:
     depths = torch.arange(num_depths, device=loss_mask.device)
     valid = run.gather(1, positions)[..., None] >= depths + 2  # [B, S, K]
     return ChainStarts(positions, valid)
+
+
+def drawn_starts(starts: ChainStarts, *, most: int, narrow_share: float = 0.0) -> ChainStarts:
+    """`most` chains of each row, drawn without replacement by torch's generator, in order; all of a row with fewer.
+
+    Args: narrow_share: of the chains, which draft 1 to K tokens, drawn evenly, and are supervised no further.
+    """
+    is_start, num_depths = starts.valid[..., 0], starts.num_depths  # [B, S]
+    order = torch.rand(is_start.shape, device=is_start.device).masked_fill(~is_start, 2.0)
+    kept = order.topk(min(most, order.shape[1]), largest=False).indices.sort(1).values  # [B, most]
+    positions, valid = starts.positions.gather(1, kept), starts.valid[torch.arange(len(kept))[:, None], kept]
+    if narrow_share == 0:
+        return ChainStarts(positions, valid)
+    narrow = torch.rand(kept.shape, device=kept.device) < narrow_share
+    widths = torch.randint(1, num_depths + 1, kept.shape, device=kept.device)
+    widths = torch.where(narrow, widths, num_depths)
+    return ChainStarts(positions, valid & (torch.arange(num_depths, device=kept.device) < widths[..., None]), widths)

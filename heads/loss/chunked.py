@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .cross_entropy import CLOSED, best_of, closed_mix
-from .functions import LOSSES, LossSpec, Rows, TargetRows
+from .functions import ALL_LOSSES, LossSpec, Rows, TargetRows
 
 # logits, the target's and the drafts', that exist at a time: few enough for a CPU's cache, many enough for a GPU
 CHUNK = {"cpu": 2**21}
@@ -200,7 +200,7 @@ def edges_of(parameters: Sequence[nn.Parameter], logits: Tensor) -> list[Any]:
 
 def mix_of(rows: Rows) -> Tensor:
     """[n] the weighted sum of the mix."""
-    return sum((weight * LOSSES[name](rows) for name, weight in rows.spec.mix.items()), rows.hidden.new_zeros(()))
+    return sum((weight * ALL_LOSSES[name](rows) for name, weight in rows.spec.mix.items()), rows.hidden.new_zeros(()))
 
 
 def summed_loss(
