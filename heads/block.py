@@ -141,6 +141,7 @@ class BlockHead(DraftHead):
             "layer_types": ["full_attention"] * config.num_layers,
             "use_sliding_window": False,
             "attention_bias": False,
+            "mlp_bias": False,
             "tie_word_embeddings": False,
             "vocab_size": self.target.vocab_size,
             "draft_vocab_size": config.draft_vocab_size or self.target.vocab_size,
