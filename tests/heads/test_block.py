@@ -1,13 +1,17 @@
 """A block drafter serves what it was trained on, learns a text by heart, and trains on blocks that it draws."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.generate import generate
+from headstart.eval.measurement.config import MeasureConfig, chain
+from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.metrics import acceptance
-from headstart.heads.base import DraftBatch
+from headstart.eval.suites.prompts import Suite
+from headstart.heads.base import DraftBatch, DraftHead
 from headstart.heads.block import BlockConfig, default_feature_layers
 from headstart.heads.drafter import Reading
 from headstart.heads.drafting import StaticTree
@@ -194,6 +198,20 @@ def test_blocks_are_drawn_from_the_supervised_without_replacement():
     assert drawn_starts(every, most=8).widths is None
 
 
+def test_a_smaller_k_is_taught_as_it_is_decoded(tiny_target):
+    """The teacher-forced length that a report holds against the decoded one: of a block of that width."""
+    target = tiny_target("llama", vocab_size=9)
+    head, lengths = built(target, num_depths=4, num_layers=1, markov_rank=8), []
+    [text] = generate(target, None, [[1, 5, 3]], max_new_tokens=60, eos_token_ids=[]).token_ids
+    for token in sorted(set(text[8:])):
+        target.model.generation_config.eos_token_id = token
+        config = MeasureConfig(max_new_tokens=60, num_repeats=1, setting=chain(2))
+        entry, _ = measure(target, head, Suite("one", [[1, 5, 3]]), config, name="tiny")
+        assert entry.teacher_forced_acceptance_length == entry.acceptance_length, token
+        lengths.append(entry.acceptance_length or 0)  # a first token that ends the text
+    assert max(lengths) > 1.1, lengths
+
+
 def test_a_step_trains_on_drawn_blocks_and_validation_on_all(target, make_batch):
     head = built(target, num_depths=2, num_blocks=3)
     batch = make_batch(target, head)
@@ -202,6 +220,32 @@ def test_a_step_trains_on_drawn_blocks_and_validation_on_all(target, make_batch)
     out = head.loss(replace(batch, starts=starts))
     assert out.hits.shape == (3, 3, 2) and out.depth_count[0] == 9
     assert head.loss(batch).hits.shape[1] > 3
+
+
+@pytest.mark.parametrize("size", [2, 100], ids=["chunks", "whole"])
+def test_the_loss_of_drawn_blocks_is_that_of_these_blocks(size, target, make_batch, monkeypatch):
+    """Loss and gradients, against plain loops over the blocks; drawn blocks leave gaps, narrow ones end early."""
+    monkeypatch.setattr(DraftHead, "positions_per_chunk", lambda *_: size)
+    head = built(target, num_depths=3, num_layers=1, markov_rank=8, num_blocks=4, narrow_share=0.5, depth_decay=2.0)
+    batch = make_batch(target, head)
+    torch.manual_seed(1)
+    batch.starts = starts = head.training_starts(batch.loss_mask)
+    assert starts.widths is not None and len(set(starts.widths.flatten().tolist())) > 1
+    head.loss(batch).loss.backward()
+    got = {name: parameter.grad for name, parameter in head.named_parameters()}
+    head.zero_grad()
+    losses, counts = [torch.zeros(())] * 3, starts.valid.sum((0, 1))
+    for depth, hidden in enumerate(head.unroll(batch, starts)):
+        for b, s in starts.valid[..., depth].nonzero().tolist():
+            post_norm = batch.output.post_norm[b, starts.positions[b, s] + 1 + depth]
+            teacher = target.logits(post_norm).log_softmax(-1)
+            draft = head.draft_logits(hidden[b, s], depth).log_softmax(-1)
+            losses[depth] = losses[depth] + (teacher.exp() * (teacher - draft)).sum() / counts[depth]
+    loss = sum(math.exp(-k / 2) * part for k, part in enumerate(losses))
+    torch.testing.assert_close(head.loss(batch).loss, loss, rtol=1e-5, atol=1e-6)
+    loss.backward()
+    for name, parameter in head.named_parameters():
+        torch.testing.assert_close(got[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_the_mask_token_is_unused_and_its_embedding_is_not_degenerate(tiny_target):
