@@ -9,7 +9,7 @@ follows n committed tokens starts at t = n - 2, and the first round of an answer
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..configs.errors import BadInput
 from .drafter import Drafter
 from .drafting import Draws, Expands, Proposal, StaticTree, Tree, draft_chain, draft_dynamic, draft_static
-from .loss.chains import ChainStarts, chain_starts, mean_of
+from .loss.chains import ChainStarts, accepted_share, chain_starts, mean_of
 from .loss.chunked import Drafts, chunk_size
 from .loss.functions import DraftVocabulary, LossSpec, check_mix, depth_weights_of
 from .nn.cache import visibility_mask
@@ -35,6 +35,9 @@ class HeadConfig:
     num_depths: int = 4  # how many tokens ahead the head is trained to draft
     depth_weights: str = "geometric"  # weight of the loss at depth k, see `depth_weights_of`
     depth_decay: float = 0.8
+    # D-PACE: a depth of a chain also counts by its share in the chain's expected acceptance, with this smoothing: 0.5,
+    # as published; 0: by what is accepted alone; 1: by how many depths follow. None: not
+    dpace: float | None = None
     loss: dict[str, float] = field(default_factory=lambda: {"soft_ce": 1.0})  # weight of each loss, by name in `LOSSES`
     loss_by_depth: list[dict[str, float]] | None = None  # a mix of losses for each depth instead
     loss_eta: float = 3.0  # how fast `lk_lambda` turns from kl to tv
@@ -48,7 +51,7 @@ class HeadConfig:
 
     def __post_init__(self) -> None:
         self.check_least(1, "num_depths", "loss_top_k", "align_top_k")
-        self.check_least(0, "loss_eta")
+        self.check_least(0, "loss_eta", "dpace")
         if not 0 < self.loss_exponent <= 1:
             raise BadInput(f"loss_exponent {self.loss_exponent}: expected more than 0 and at most 1")
         depth_weights_of(self.depth_weights, decay=self.depth_decay, num_depths=self.num_depths)
@@ -84,6 +87,7 @@ class DraftBatch:
     # where a row holds several texts; None: one. The first token of each is not supervised, so that no chain runs from
     # one into the next
     documents: Documents | None = None
+    starts: ChainStarts | None = None  # the chains to train on, `training_starts`; None: all that decoding could run
 
     @property
     def row_positions(self) -> Tensor:
@@ -171,11 +175,15 @@ class DraftHead(nn.Module, Drafter, Expands):
         return self.loss(batch, denominators)
 
     def chain_starts(self, loss_mask: Tensor, *, num_depths: int | None = None) -> ChainStarts:
-        """The chains that the head is trained on, of rows with loss_mask [B, T].
-
-        The training loop calls this too, for the denominators of a step: the same mask must give the same chains.
-        """
+        """The chains that decoding could run on rows with loss_mask [B, T]."""
         return chain_starts(loss_mask, num_depths or self.num_depths)
+
+    def training_starts(self, loss_mask: Tensor) -> ChainStarts:
+        """The chains that a step trains on: all, where a family does not draw some with torch's generator.
+
+        The training loop has seeded that by (seed, step, rank), and takes the step's denominators from these chains.
+        """
+        return self.chain_starts(loss_mask)
 
     def loss(
         self, batch: DraftBatch, denominators: Tensor | None = None, *, num_depths: int | None = None
@@ -188,7 +196,7 @@ class DraftHead(nn.Module, Drafter, Expands):
             denominators: [K] `ChainStarts.counts` over all ranks and accumulated batches; None: of this batch.
             num_depths: K, at most max_draft_tokens; None: as many as the head is trained for.
         """
-        starts, config = self.chain_starts(batch.loss_mask, num_depths=num_depths), self.config
+        starts, config = batch.starts or self.chain_starts(batch.loss_mask, num_depths=num_depths), self.config
         depths, counts = range(starts.num_depths), starts.counts(batch.weights)  # [K]
         by_depth = depth_weights_of(config.depth_weights, decay=config.depth_decay, num_depths=len(depths))
         coefficients = mean_of(counts.new_tensor(by_depth), counts if denominators is None else denominators)
@@ -208,11 +216,25 @@ class DraftHead(nn.Module, Drafter, Expands):
             has_one_output=self.has_one_output,
             align_top_k=config.align_top_k,
         )
+        labels = torch.stack([starts.take(batch.input_ids, offset=depth + 2) for depth in depths])  # [K, B, S]
+        if config.dpace is not None:
+            valid = starts.valid.flatten(0, 1).T  # [K, B * S]
+            drafts.chain_weights = self._accepted_share(drafts, valid, labels.flatten(1), smoothing=config.dpace)
         loss = drafts.score()
         guesses = drafts.guesses[..., 0].unflatten(1, starts.positions.shape)  # [K, B, S]
-        labels = torch.stack([starts.take(batch.input_ids, offset=depth + 2) for depth in depths])
         hits = (guesses == labels).permute(1, 2, 0) & starts.valid  # [B, S, K]
         return LossOutput(loss, drafts.sums, counts, starts, hits)
+
+    @torch.no_grad()
+    def _accepted_share(self, drafts: Drafts, valid: Tensor, labels: Tensor, *, smoothing: float) -> Tensor:
+        """[K, N] `accepted_share` of chains, of which valid [K, N] are; reads the output layer once more."""
+        mixed = [replace(spec, mix={"hard_ce": 1.0}) for spec in drafts.specs]
+        plain = replace(drafts, specs=mixed, weights=None, align_top_k=None)
+        plain.gradients()
+        probs = (-plain.values).exp()
+        if self.vocabulary is not None:  # the loss of a label that cannot be drafted is 0
+            probs = probs * (self.vocabulary.to_draft[labels] >= 0)
+        return accepted_share(probs, valid, smoothing=smoothing)
 
     def positions_per_chunk(self, num_depths: int) -> int:
         """Positions whose logits exist at a time."""

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ..configs.errors import BadInput
 from .base import DraftHead, HeadConfig
+from .block import BlockHead
 from .draft_lm import DraftLMHead
 from .eagle import EagleHead
 from .eagle3 import Eagle3Head
@@ -20,6 +21,7 @@ HEADS: dict[str, type[DraftHead]] = {
     "hydra": HydraHead,
     "mtp": MtpHead,
     "draft_lm": DraftLMHead,
+    "block": BlockHead,
 }
 
 

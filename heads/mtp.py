@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
 from .drafter import Reading
-from .mtp_checkpoint import LAYOUTS, Layout, read_modules
+from .importing.mtp_checkpoint import LAYOUTS, Layout, read_modules
 from .nn.cache import SlotCache, newest_slots, seen_by_children
 from .nn.decoder_layer import ChainKeys, LayerCache, LayerDriver
 from .nn.split_attention import whole_parts

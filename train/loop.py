@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -76,10 +76,11 @@ class Loop:
         """Forward, backward and update; what they gave, over all ranks."""
         at = self.watchdog.at
         at(f"step {step + 1}: the counts of all ranks")
-        counts = []  # [2, K] each: of supervised chains, with and without their weights
-        for batch in batches:
-            starts = self.head.chain_starts(batch.loss_mask)
-            counts.append(torch.stack([starts.counts(batch.weights), starts.counts()]))
+        chains = [self.head.training_starts(batch.loss_mask) for batch in batches]
+        counts = [  # [2, K] each: of supervised chains, with and without their weights
+            torch.stack([starts.counts(batch.weights), starts.counts()])
+            for starts, batch in zip(chains, batches, strict=True)
+        ]
         denominators, num_chains = self.backend.total(torch.stack(counts).sum(0))
         sums, hits = torch.zeros_like(denominators), torch.zeros_like(denominators)
         loss = torch.zeros((), device=self.accelerator.device)
@@ -87,7 +88,7 @@ class Loop:
             where = f"step {step + 1}, batch {i + 1} of {len(batches)}"
             with self.backend.accumulating(is_last=i == len(batches) - 1):
                 at(f"{where}: the target's forward")
-                batch = batch.filled(self._read)
+                batch = replace(batch.filled(self._read), starts=chains[i])
                 at(f"{where}: the head's forward")
                 out = self.backend.loss(batch, denominators)
                 at(f"{where}: the head's backward")

@@ -9,12 +9,20 @@ import torch
 from ...configs.errors import BadInput, first_line
 from ...configs.jsonl import loads
 from . import contracts
+from .block import contract_of_block, is_block
 from .contracts import Contract
 from .folder import switching_word
 from .model_contracts import COUNT_KEYS, draft_model, is_module, mtp, mtp_layout
 from .tensor_files import INTEGERS, TensorFiles, read_tensor_files
 
-FAMILIES = {"eagle": "eagle", "eagle3": "eagle3", "speculators": "eagle3", "medusa": "medusa", "mtp": "mtp"}
+FAMILIES = {
+    "eagle": "eagle",
+    "eagle3": "eagle3",
+    "speculators": "eagle3",
+    "medusa": "medusa",
+    "mtp": "mtp",
+    "block": "block",
+}
 TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 
 
@@ -55,6 +63,8 @@ def check_folder(folder: str | Path) -> Checked:
 def recognised(config: dict[str, Any], stored: TensorFiles) -> str | None:
     """The layout by config keys and tensor names, whatever else is wrong with them; None: unknown."""
     names, architectures = stored.shapes, str(config.get("architectures") or "").lower()
+    if is_block(config):
+        return "block"
     if "speculators_model_type" in config or "speculators_config" in config:
         return "speculators"
     if config.get("model_type") == "medusa" or "medusa_num_heads" in config or "blocks.0.layers.0.weight" in names:
@@ -76,6 +86,8 @@ def contract_of(layout: str, folder: Path, config: dict[str, Any], stored: Tenso
         return draft_model(folder, config, stored)
     if layout == "mtp":
         return mtp(config, stored)
+    if layout == "block":
+        return contract_of_block(config, list(stored.shapes))
     return getattr(contracts, layout)(config, list(stored.shapes))
 
 

@@ -69,9 +69,9 @@ def decoder_layer(place: str, sizes: Mapping[str, int], *, in_size: int, norms: 
     return {f"{place}.{name}.weight": shape for name, shape in shapes.items()}
 
 
-def llama_keys(config: Mapping[str, Any], contract: Contract) -> None:
+def llama_keys(config: Mapping[str, Any], contract: Contract, *, model_type: str = "llama") -> None:
     """Keys that both engines read of a Llama-like draft."""
-    contract.want(config, "model_type", "llama", "both engines have the draft as a Llama")
+    contract.want(config, "model_type", model_type, f"both engines have the draft as a {model_type.capitalize()}")
     for key, value in PORTABLE_OPTIONS.items():
         contract.want(config, key, value, "engines would compute another layer")
     contract.report(config.get("bias"), "bias: vLLM takes it for a bias of the attention")

@@ -13,8 +13,8 @@ from ...configs.errors import BadInput, first_line
 from ...configs.files import write_json
 from ..adapters import WEIGHTS as ADAPTER_WEIGHTS
 from ..folder import HeadRecord, read_head_config
+from ..importing.mtp_checkpoint import tensor_locations
 from ..loading import TargetConfig, read_model_config, torch_dtype
-from ..mtp_checkpoint import tensor_locations
 
 PROVENANCE = "headstart_export"  # the key under which an exported config.json keeps the head's own config
 SWITCHES = ("eagle-", "eagle3", "dflash", "dspark")  # in a path, vLLM takes them for the method
@@ -93,9 +93,10 @@ def usable(dtype: str | None) -> str:
 def switching_word(where: str | Path, family: str) -> str | None:
     """The word in a path or hub id that makes vLLM take its head for another method; None: there is none.
 
-    Of eagle and eagle3, whose method a path never overrides once it is given, only the last part of it counts.
+    Of eagle, eagle3, dflash and dspark, whose method a path never overrides once it is given, only the last part of it
+    counts.
     """
-    allowed = {"eagle": ("eagle-",), "eagle3": ("eagle3",)}.get(family)
+    allowed = {"eagle": ("eagle-",), "eagle3": ("eagle3",), "block": ("dflash", "dspark")}.get(family)
     text = str(where).lower() if allowed is None else Path(where).name.lower()
     return next((word for word in SWITCHES if word in text and word not in (allowed or ())), None)
 

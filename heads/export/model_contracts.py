@@ -9,8 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...configs.errors import first_line
+from ..importing.mtp_checkpoint import LAYOUTS, views_on_disk
 from ..loading import quiet_loading
-from ..mtp_checkpoint import LAYOUTS, views_on_disk
 from .contracts import Contract, sizes_of
 from .tensor_files import TensorFiles
 

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...configs.errors import BadInput
-from ..mtp_checkpoint import LAYOUTS, stitch, tensor_locations, views_on_disk
+from ..importing.mtp_checkpoint import LAYOUTS, stitch, tensor_locations, views_on_disk
 from .folder import EMBEDDINGS, HeadFolder, write_config
 
 # kinds of target (model_type) that engines load modules of a layout with

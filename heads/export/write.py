@@ -8,6 +8,7 @@ from shlex import quote
 
 from ...configs.errors import BadInput
 from ...configs.files import new_folder
+from .block import method_of, write_block
 from .folder import HeadFolder, read_folder, switching_word, write_config, write_tensors
 from .medusa import ADAPTER_FOLDER, write_blocks, write_published
 from .portable import write_eagle, write_eagle3, write_speculators
@@ -37,6 +38,7 @@ WRITERS: dict[str, dict[str, Callable[..., None]]] = {
     "medusa": {"vllm": write_blocks, "hf": write_published},
     "mtp": {"vllm": write_stitched, "sglang": write_stitched, "hf": write_stitched},
     "draft_lm": {"vllm": write_plain, "sglang": write_plain, "hf": write_plain},
+    "block": {"vllm": write_block, "sglang": write_block},
 }
 
 
@@ -69,6 +71,7 @@ def export_head(
 
 
 SGLANG_ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "draft_lm": "STANDALONE", "mtp": "NEXTN"}
+SGLANG_BLOCKS = {"dflash": "DFLASH", "dspark": "DSPARK"}  # these say only how many tokens are verified
 
 
 def notes(head: HeadFolder) -> list[str]:
@@ -81,6 +84,8 @@ def notes(head: HeadFolder) -> list[str]:
         lines.append("engines draft the whole vocabulary from MTP modules: draft_vocab_size has no effect there")
     if head.family == "mtp" and head.own["feedback"] == "pre_norm":
         lines.append("engines feed the next depth from behind the norm: drafts behind the first differ from training")
+    if head.family == "block" and head.own["output"] == "own" and not head.own["draft_vocab_size"]:
+        lines.append("llama.cpp drafts with the target's output layer: the head's own has no effect there")
     if head.target_config is None:
         lines.append(f"target {head.target} is not there: weights keep their dtype, {head.config['dtype']}")
     return lines
@@ -100,10 +105,11 @@ def serve_commands(head: HeadFolder, output: str, *, to: str, target: str | None
         }
     if to == "speculators":
         return {"vllm": f"vllm serve {quoted}"}
-    method = {"draft_lm": "draft_model"}.get(head.family, head.family)
+    kind = method_of(head.config) if head.family == "block" else head.family
+    method = {"draft_lm": "draft_model"}.get(kind, kind)
     spec = quote(f'{{"method":"{method}","model":{json.dumps(output)},"num_speculative_tokens":{num}}}')
     found = {"vllm": f"vllm serve {name} --speculative-config {spec}"}
-    flags = sglang_flags(head.family, num, folder=quoted)
+    flags = sglang_flags(kind, num, folder=quoted)
     if flags is not None:
         found["sglang"] = f"python -m sglang.launch_server --model-path {name} {flags}"
     return found
@@ -117,10 +123,13 @@ def sglang_flags(
     Args: folder: where the head was exported to; none for modules that are in the target. top_k, num_nodes: of a
         dynamic tree, the nodes expanded per level, and all of them.
     """
+    where = f"--speculative-draft-model-path {folder} " if folder else ""
+    if family in SGLANG_BLOCKS:
+        how = f"--speculative-algorithm {SGLANG_BLOCKS[family]} {where}"
+        return f"{how}--speculative-num-draft-tokens {num_draft_tokens + 1}"
     algorithm = SGLANG_ALGORITHMS.get(family)
     if algorithm is None:
         return None
-    where = f"--speculative-draft-model-path {folder} " if folder else ""
     return (
         f"--speculative-algorithm {algorithm} {where}--speculative-num-steps {num_draft_tokens} "
         f"--speculative-eagle-topk {top_k} --speculative-num-draft-tokens {(num_nodes or num_draft_tokens) + 1}"

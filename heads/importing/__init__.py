@@ -1,3 +1,3 @@
 """What others made: `published` finds heads on disk or on the hub, `importers` turns each known layout into one of
-ours, and `gguf` turns the files of llama.cpp into targets.
+ours, `mtp_checkpoint` reads the modules in a target's checkpoint, and `gguf` turns files of llama.cpp into targets.
 """

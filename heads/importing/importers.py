@@ -10,12 +10,10 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...configs.errors import BadInput
 from ..adapters import read_adapter
@@ -24,7 +22,6 @@ from ..draft_lm import DraftLMConfig
 from ..eagle import EagleConfig
 from ..eagle3 import Eagle3Config
 from ..export.check import FAMILIES, recognised
-from ..export.folder import PROVENANCE
 from ..export.medusa import ADAPTER_FOLDER, from_blocks
 from ..export.model_contracts import COUNT_KEYS, mtp_layout
 from ..export.tensor_files import TensorFiles
@@ -32,25 +29,16 @@ from ..families import build_head, head_class
 from ..folder import ADAPTER, HeadRecord, load_weights
 from ..medusa import MedusaConfig
 from ..mtp import MtpConfig
-from ..mtp_checkpoint import LAYOUTS, read_modules
 from ..target import Target
+from .block import import_block
+from .imported import Imported, Tensors, bare, draft_ids, own_config, provenance, without_tables
+from .mtp_checkpoint import LAYOUTS, read_modules
 from .published import architecture_of, local_folder, read_all, same_tensor
-
-Tensors = dict[str, Tensor]
-
 
 # config keys that change what a head computes and that its tensors do not show: training goes on with the same ones
 COMPUTES = ("feature_layers", "num_layers", "bias", "fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")
 COMPUTES += ("architecture", "num_blocks", "output", "layout", "independent", "feedback", "draft_vocab_size")
-
-
-@dataclass(frozen=True)
-class Imported:
-    """A head of any layout in our terms."""
-
-    config: HeadConfig
-    tensors: Tensors  # by our names
-    draft_token_ids: Tensor | None = None  # [Vd], where it drafts a cut vocabulary
+COMPUTES += ("sample_from_anchor", "markov_rank", "confidence", "has_head_norms", "mask_token_id")
 
 
 def import_head(folder: str | Path, target: Target) -> DraftHead:
@@ -116,27 +104,11 @@ def record_of(folder: str | Path) -> HeadRecord:
     return provenance(config) or HeadRecord({"type": family}, "", None)
 
 
-def provenance(config: dict[str, Any]) -> HeadRecord | None:
-    """The record of the head that our export left in config.json; None where others wrote it."""
-    return HeadRecord.from_json(config[PROVENANCE]) if config.get(PROVENANCE) else None
-
-
 def layout_of(folder: Path, config: dict[str, Any], stored: TensorFiles) -> str:
     layout = recognised(config, stored)
     if layout is None:
         raise BadInput(f"head {folder}: neither its config nor its tensors are those of a head known here")
     return layout
-
-
-def own_config(config: dict[str, Any], *, plain: type[HeadConfig]) -> HeadConfig | None:
-    """The head's config where our export recorded it, else None. `plain`: the config class of the expected family."""
-    record = provenance(config)
-    if record is None:
-        return None
-    unknown = sorted(record.head.keys() - {f.name for f in fields(plain)})
-    if unknown:
-        raise BadInput(f"config keys of another version of Headstart: {unknown}")
-    return plain(**record.head)
 
 
 def import_eagle3(folder: Path, config: dict[str, Any], stored: TensorFiles, target: Target) -> Imported:
@@ -190,18 +162,6 @@ def feature_layers(config: dict[str, Any], layer: dict[str, Any], tensors: Tenso
     return list(found)
 
 
-def draft_ids(tensors: Tensors, target: Target) -> Tensor | None:
-    """[Vd] the target ids of a cut draft vocabulary, whose maps are taken out of the tensors."""
-    offsets = tensors.pop("d2t", None)
-    tensors.pop("t2d", None)
-    if offsets is None or (len(offsets) == target.vocab_size and not offsets.any()):
-        return None
-    ids = offsets.long() + torch.arange(len(offsets))
-    if (ids.diff() <= 0).any() or ids[0] < 0 or ids[-1] >= target.vocab_size:
-        raise BadInput(f"tensor d2t: expected offsets to ascending target tokens below {target.vocab_size}")
-    return ids
-
-
 def import_eagle(folder: Path, config: dict[str, Any], stored: TensorFiles, target: Target) -> Imported:
     tensors = without_tables({bare(name): stored.read(name) for name in stored.files}, keep_output=False)
     bias = tensors.get("fc.bias")
@@ -212,16 +172,6 @@ def import_eagle(folder: Path, config: dict[str, Any], stored: TensorFiles, targ
     )
     tensors.setdefault("fc.bias", torch.zeros(target.hidden_size))
     return Imported(made, tensors)
-
-
-def bare(name: str) -> str:
-    return name.removeprefix("model.")
-
-
-def without_tables(tensors: Tensors, *, keep_output: bool) -> Tensors:
-    """Without the target's own tables, which `check_tables` holds against it, and what is computed."""
-    tables = ("embed_tokens.weight",) if keep_output else ("embed_tokens.weight", "lm_head.weight")
-    return {n: value for n, value in tensors.items() if n not in tables and not n.endswith("rotary_emb.inv_freq")}
 
 
 def check_tables(imported: Imported, stored: TensorFiles, target: Target) -> None:
@@ -291,4 +241,5 @@ IMPORTERS: dict[str, Callable[[Path, dict[str, Any], TensorFiles, Target], Impor
     "medusa": import_medusa,
     "mtp": import_mtp,
     "draft model": import_draft_model,
+    "block": import_block,
 }

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..nn.chain_attention import Block, blocks_of
-from .chunked import Plan, plan_rows
+from .chunked import Plan, plan_gaps, plan_rows
 
 
 @dataclass
@@ -16,6 +16,8 @@ class ChainStarts:
 
     positions: Tensor  # [B, S] start t of each chain
     valid: Tensor  # [B, S, K] whether depth k of the chain is supervised
+    widths: Tensor | None = None  # [B, S] how many tokens each chain drafts, for heads that draft a block; None: K
+    has_gaps: bool = False  # whether chains between them, or last depths of some, are left out
 
     def take(self, values: Tensor, *, offset: int = 0) -> Tensor:
         """values [B, T, ...] at position t + offset of each chain: [B, S, ...]; beyond the end, the last position."""
@@ -49,7 +51,8 @@ class ChainStarts:
         is_scored[rows, self.positions] = self.valid
         chains = torch.stack([index.roll(depth + 1, 1) for depth in range(num_depths)])  # [K, B, T]
         scored = torch.stack([is_scored[..., depth].roll(depth + 1, 1) for depth in range(num_depths)])
-        return plan_rows(chains.flatten(1), scored.flatten(1), size=size)
+        plan = plan_gaps if self.has_gaps else plan_rows
+        return plan(chains.flatten(1), scored.flatten(1), size=size)
 
     def counts(self, weights: Tensor | None = None) -> Tensor:
         """[K] what the loss at each depth is divided by: its supervised chains, or the sum of their labels' weights.
@@ -87,3 +90,35 @@ def chain_starts(loss_mask: Tensor, num_depths: int) -> ChainStarts:
     depths = torch.arange(num_depths, device=loss_mask.device)
     valid = run.gather(1, positions)[..., None] >= depths + 2  # [B, S, K]
     return ChainStarts(positions, valid)
+
+
+def drawn_starts(starts: ChainStarts, *, most: int, narrow_share: float = 0.0) -> ChainStarts:
+    """`most` chains of each row, drawn without replacement by torch's generator, in order; all of a row with fewer.
+
+    Args: narrow_share: of the chains, which draft 1 to K tokens, drawn evenly, and are supervised no further.
+    """
+    is_start, num_depths = starts.valid[..., 0], starts.num_depths  # [B, S]
+    if most >= is_start.shape[1] and narrow_share == 0:
+        return starts
+    order = torch.rand(is_start.shape, device=is_start.device).masked_fill(~is_start, 2.0)
+    kept = order.topk(min(most, order.shape[1]), largest=False).indices.sort(1).values  # [B, most]
+    positions, valid = starts.positions.gather(1, kept), starts.valid[torch.arange(len(kept))[:, None], kept]
+    if narrow_share == 0:
+        return ChainStarts(positions, valid, has_gaps=True)
+    narrow = torch.rand(kept.shape, device=kept.device) < narrow_share
+    widths = torch.randint(1, num_depths + 1, kept.shape, device=kept.device)
+    widths = torch.where(narrow, widths, num_depths)
+    valid = valid & (torch.arange(num_depths, device=kept.device) < widths[..., None])
+    return ChainStarts(positions, valid, widths, has_gaps=True)
+
+
+def accepted_share(probs: Tensor, valid: Tensor, *, smoothing: float) -> Tensor:
+    """[K, N] each depth's share in the expected number of accepted drafts (D-PACE, arXiv 2605.18810).
+
+    With q_k the probability of the data's token and p_k the product of (1 - smoothing) q_j + smoothing over j <= k, it
+    is the sum of p_j over j >= k. Unsmoothed, cross entropies so weighted have the gradient of -sum_k p_k.
+
+    Args: probs: [K, N] q. valid: [K, N] the depths that are supervised, without gaps.
+    """
+    reached = ((1 - smoothing) * probs + smoothing).cumprod(0) * valid
+    return reached.flip(0).cumsum(0).flip(0)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .cross_entropy import CLOSED, best_of, closed_mix
-from .functions import LOSSES, LossSpec, Rows, TargetRows
+from .functions import ALL_LOSSES, LossSpec, Rows, TargetRows
 
 # logits, the target's and the drafts', that exist at a time: few enough for a CPU's cache, many enough for a GPU
 CHUNK = {"cpu": 2**21}
@@ -25,12 +25,19 @@ CHUNK_ELSEWHERE = 2**28
 @dataclass
 class Plan:
     """Which rows are scored together. In a chunk, positions that serve more depths come first: each depth scores the
-    first ones."""
+    first ones; where chains have gaps between them, those of `rows`."""
 
     positions: Tensor  # [M] of the target's states, chunk by chunk
     chains: Tensor  # [K, M] the chain that depth k scores there; where there is none, any
-    sizes: list[list[int]]  # for each chunk, how many of its positions each of K depths scores, in descending order
+    sizes: list[list[int]]  # for each chunk, how many of its positions each of K depths scores
     size: int  # positions in a chunk; the last may have fewer
+    rows: list[list[Tensor]] | None = (
+        None  # for each chunk and depth, which of its positions are scored; None: see above
+    )
+
+    def scored(self, chunk: int, depth: int) -> slice | Tensor:
+        """Which of a chunk's positions a depth scores."""
+        return slice(self.sizes[chunk][depth]) if self.rows is None else self.rows[chunk][depth]
 
 
 def chunk_size(num_logits: int, device: torch.device) -> int:
@@ -54,6 +61,17 @@ def plan_rows(chains: Tensor, is_scored: Tensor, *, size: int) -> Plan:
     totals = torch.zeros(num_chunks, num_depths, dtype=torch.long, device=positions.device)
     totals.index_add_(0, chunks, is_scored[:, positions].T.long())
     return Plan(positions, chains[:, positions], totals.tolist(), size)
+
+
+def plan_gaps(chains: Tensor, is_scored: Tensor, *, size: int) -> Plan:
+    """`plan_rows` of depths that score any positions."""
+    num_depths, positions = len(chains), is_scored.any(0).nonzero()[:, 0]  # [M]
+    num_chunks = max(1, -(-len(positions) // size))
+    depths, at = is_scored[:, positions].nonzero().T  # by depth, then by position
+    totals = torch.bincount(depths * num_chunks + at // size, minlength=num_depths * num_chunks)
+    parts = (at % size).split(totals.tolist())
+    rows = [[parts[depth * num_chunks + i] for depth in range(num_depths)] for i in range(num_chunks)]
+    return Plan(positions, chains[:, positions], [[len(part) for part in chunk] for chunk in rows], size, rows)
 
 
 class Scoring(torch.autograd.Function):
@@ -87,6 +105,7 @@ class Drafts:
     parameters: Sequence[nn.Parameter] = ()  # all that `draft_logits` and `predicted_state` use
     has_one_output: bool = False  # whether `draft_logits` is the same for all depths
     align_top_k: int | None = None  # as in HeadConfig
+    chain_weights: Tensor | None = None  # [K, N] of each depth of each chain in its loss; None: all 1
     num_guesses: int = 1  # most probable tokens to return; align_top_k if that is more
 
     def __post_init__(self) -> None:
@@ -95,6 +114,7 @@ class Drafts:
         self.sums = self.coefficients.new_zeros(len(self.hidden))  # [K] losses times the weights of their rows
         # [K, N, num_guesses] the most probable target ids; -1 where a chain is not scored
         self.guesses = self.labels.new_full((len(self.hidden), len(self.hidden[0]), self.num_guesses), -1)
+        self.values = self.coefficients.new_zeros(len(self.hidden), len(self.hidden[0]))  # [K, N] losses; 0: not scored
         self.aligned = torch.ones_like(self.guesses[0, :, 0], dtype=torch.bool)  # [N]
         self.hidden_grads = [torch.zeros_like(states) for states in self.hidden] if self.with_gradients else []
         self.parameter_grads: list[Tensor | None] = [None] * len(self.parameters)
@@ -108,16 +128,24 @@ class Drafts:
         plan, depths = self.plan, list(range(len(self.hidden)))
         for i, sizes in enumerate(plan.sizes):
             first = i * plan.size
-            positions = plan.positions[first : first + sizes[0]]  # [n]
+            positions = plan.positions[first : first + plan.size]  # [n]
             target = TargetRows(self.specs[0], self.teacher_hidden[positions])
             for group in [depths] if self.has_one_output else [[k] for k in depths]:
-                if i == 0 or sizes[group[0]]:
-                    chains = [plan.chains[k, first : first + sizes[k]] for k in group]  # [n_k] each
-                    self._score(group, chains, positions, target)
+                if i == 0 or any(sizes[k] for k in group):
+                    rows = [plan.scored(i, k) for k in group]
+                    chains = [plan.chains[k, first : first + plan.size][at] for k, at in zip(group, rows, strict=True)]
+                    self._score(group, chains, rows, positions, target)
         return [*self.hidden_grads, *self.parameter_grads]
 
-    def _score(self, depths: list[int], chains: list[Tensor], positions: Tensor, target: TargetRows) -> None:
-        """Score depths that share an output layer on the positions of a chunk."""
+    def _score(
+        self,
+        depths: list[int],
+        chains: list[Tensor],
+        scored: list[slice | Tensor],
+        positions: Tensor,
+        target: TargetRows,
+    ) -> None:
+        """Score depths that share an output layer: chains [n_k] each, at those of a chunk's positions."""
         ends = list(accumulate(map(len, chains)))
         hidden = torch.cat([self.hidden[k][rows] for k, rows in zip(depths, chains, strict=True)])  # [n, D]
         with torch.set_grad_enabled(self.with_gradients):
@@ -125,15 +153,18 @@ class Drafts:
             logits = self.specs[depths[0]].draft_logits(hidden)  # [n, Vd]
         grads = torch.empty_like(logits) if self.with_gradients else None
         by_state: Tensor | None = None  # [n, D] gradients of losses of the predicted state
-        for k, rows, end in zip(depths, chains, ends, strict=True):
-            here, where = slice(end - len(rows), end), positions[: len(rows)]
+        for k, rows, at, end in zip(depths, chains, scored, ends, strict=True):
+            here, where = slice(end - len(rows), end), positions[at]
             labels = self.labels[where]
-            scored = Rows(self.specs[k], hidden[here], labels, target)
+            scored = Rows(self.specs[k], hidden[here], labels, target, at)
             raw = logits[here].detach()  # [n_k, Vd]
             counted = None if self.weights is None else self.weights[where].float()
             if self.align_top_k is not None:
                 aligned = self.aligned[rows].float()
                 counted = aligned if counted is None else counted * aligned
+            if self.chain_weights is not None:
+                of_chains = self.chain_weights[k, rows]
+                counted = of_chains if counted is None else counted * of_chains
             scale = self.coefficients[k] if counted is None else counted * self.coefficients[k]
             if grads is not None and all(name in CLOSED for name in scored.spec.mix):
                 values, best = closed_mix(scored, raw, scale, num_guesses=self.num_guesses, out=grads[here])
@@ -147,6 +178,7 @@ class Drafts:
                     if of_state is not None:
                         by_state = torch.zeros_like(hidden) if by_state is None else by_state
                         by_state[here] = of_state
+            self.values[k, rows] = values.detach()
             self.sums[k] += (values if counted is None else values * counted).sum()
             vocabulary = scored.spec.vocabulary
             self.guesses[k, rows] = best = best if vocabulary is None else vocabulary.to_target[best]
@@ -200,7 +232,7 @@ def edges_of(parameters: Sequence[nn.Parameter], logits: Tensor) -> list[Any]:
 
 def mix_of(rows: Rows) -> Tensor:
     """[n] the weighted sum of the mix."""
-    return sum((weight * LOSSES[name](rows) for name, weight in rows.spec.mix.items()), rows.hidden.new_zeros(()))
+    return sum((weight * ALL_LOSSES[name](rows) for name, weight in rows.spec.mix.items()), rows.hidden.new_zeros(()))
 
 
 def summed_loss(

@@ -21,12 +21,14 @@ def closed_mix(rows: Rows, logits: Tensor, scale: Tensor, *, num_guesses: int, o
     """
     mix, n = rows.spec.mix, len(logits)
     labels = {
-        name: rows.target.best[:n] if name == "greedy_gce" else rows.draft_labels for name in CLOSED[:3] if name in mix
+        name: rows.target.best[rows.at] if name == "greedy_gce" else rows.draft_labels
+        for name in CLOSED[:3]
+        if name in mix
     }
     is_soft = "soft_ce" in mix or "kl" in mix
     probs = rows.target_probs if is_soft else None
-    covered = rows.target.covered[:n] if is_soft else None
-    constant = mix["kl"] * rows.target.negative_entropy[:n] if "kl" in mix else None
+    covered = rows.target.covered[rows.at] if is_soft else None
+    constant = mix["kl"] * rows.target.negative_entropy[rows.at] if "kl" in mix else None
     shares = {name: float(mix[name]) for name in labels}
     soft = float(mix.get("soft_ce", 0.0) + mix.get("kl", 0.0))
     scale = scale.expand(n)

@@ -6,7 +6,7 @@ the draft, is computed once per chunk, on first use.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -40,6 +40,7 @@ class LossSpec:
     draft_logits: TensorMap  # [n, D] hidden -> [n, Vd]
     predicted_state: TensorMap  # [n, D] hidden -> [n, D] the head's estimate of the target's post-norm state
     target_logits: TensorMap  # [n, D] post-norm state -> [n, V]
+    confidence: TensorMap | None = None  # [n, D] hidden -> [n] logits of the probability that a draft is accepted
     vocabulary: DraftVocabulary | None = None
     eta: float = 3.0  # of `lk_lambda`
     top_k: int = 10  # of `topk_ce`
@@ -100,7 +101,8 @@ class Rows:
     spec: LossSpec
     hidden: Tensor  # [n, D] what the draft's output layer reads
     labels: Tensor  # [n] target ids to be predicted
-    target: TargetRows  # of n rows or more, for depths that share it: these are the first
+    target: TargetRows  # of n rows or more, which depths share
+    at: slice | Tensor = field(default_factory=lambda: slice(None))  # which of them these are, [n]
 
     @cached_property
     def draft_logits(self) -> Tensor:
@@ -125,12 +127,12 @@ class Rows:
     @property
     def target_probs(self) -> Tensor:
         """[n, Vd], without gradient."""
-        return self.target.probs[: len(self.labels)]
+        return self.target.probs[self.at]
 
     @property
     def target_log_probs(self) -> Tensor:
         """[n, Vd], without gradient."""
-        return self.target.log_probs[: len(self.labels)]
+        return self.target.log_probs[self.at]
 
     @cached_property
     def overlap(self) -> Tensor:
@@ -157,7 +159,7 @@ def hard_gce(rows: Rows) -> Tensor:
 
 def greedy_gce(rows: Rows) -> Tensor:
     """hard_gce with the target's most probable token as label, which a greedy draft must equal at temperature 0."""
-    labels = rows.target.best[: len(rows.labels)]
+    labels = rows.target.best[rows.at]
     loss = F.nll_loss(rows.draft_log_probs, labels, ignore_index=-1, reduction="none")
     return -torch.expm1(-rows.spec.exponent * loss) / rows.spec.exponent
 
@@ -217,14 +219,24 @@ def lk_lambda(rows: Rows) -> Tensor:
 def feature(rows: Rows) -> Tensor:
     """Smooth L1 between the predicted and the target's own post-norm state, mean over D (EAGLE-1: 1.0 beside
     soft_ce 0.1). Alone it trains no output layer."""
-    predicted, true = rows.spec.predicted_state(rows.hidden), rows.target.teacher_hidden[: len(rows.labels)]
+    predicted, true = rows.spec.predicted_state(rows.hidden), rows.target.teacher_hidden[rows.at]
     return F.smooth_l1_loss(predicted.float(), true.float(), reduction="none").mean(-1)
+
+
+def confidence(rows: Rows) -> Tensor:
+    """Cross entropy of the head's estimate that its draft is accepted, against the probability that a sampled one is
+    (DSpark: 1.0 beside hard_ce 0.1 and l1 0.9)."""
+    assert rows.spec.confidence is not None
+    estimate = rows.spec.confidence(rows.hidden).float()
+    return F.binary_cross_entropy_with_logits(estimate, rows.overlap.detach().clamp(0, 1), reduction="none")
 
 
 LOSSES: dict[str, Callable[[Rows], Tensor]] = {
     loss.__name__: loss
     for loss in (hard_ce, hard_gce, greedy_gce, soft_ce, kl, reverse_kl, topk_ce, tv, l1, lk_alpha, lk_lambda, feature)
 }
+# with what heads that estimate something add to a mix by themselves
+ALL_LOSSES = {**LOSSES, "confidence": confidence}
 
 
 def check_mix(mix: Mapping[str, float], *, key: str) -> None:

@@ -72,15 +72,17 @@ def attend_chains(
     *,
     blocks: Sequence[Block],
     drafted: Sequence[tuple[Tensor, Tensor]] = (),
+    sees_own: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """[B, N, Q, H]: queries [B, N, Q, H] over keys, values [B, Nkv, P, H] and their own ones, [B, Nkv, Q, H] per depth.
 
-    Args: mask: [B, 1, Q, P] additive, of the shared keys. scale: of the scores; None: 1 / sqrt(H).
+    Args: mask: [B, 1, Q, P] additive, of the shared keys. sees_own: [B, Q, depths] bool, which of its own keys a query
+    sees; None: all. scale: of the scores; None: 1 / sqrt(H).
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     own = [part for pair in drafted for part in pair]
-    return ChainAttention.apply(scale, blocks, mask, query, key, value, *own)  # pyright: ignore[reportReturnType]
+    return ChainAttention.apply(scale, blocks, mask, sees_own, query, key, value, *own)  # pyright: ignore[reportReturnType]
 
 
 class ChainAttention(torch.autograd.Function):
@@ -88,7 +90,15 @@ class ChainAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, scale: float, blocks: Sequence[Block], mask: Tensor, query: Tensor, key: Tensor, value: Tensor, *own
+        ctx: Any,
+        scale: float,
+        blocks: Sequence[Block],
+        mask: Tensor,
+        sees_own: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *own: Tensor,
     ) -> Tensor:
         mask = mask.to(query.dtype)
         parts = [shared_forward(block, query, key, value, mask, scale=scale) for block in blocks]
@@ -96,19 +106,21 @@ class ChainAttention(torch.autograd.Function):
         if own:
             num_kv_heads = key.shape[1]
             queries, lse = by_channel(query, num_kv_heads), lse.unflatten(1, (num_kv_heads, -1))
-            scores = [own_scores(queries, by_channel(keys), scale) for keys in own[::2]]  # [B, Nkv, G, Q] each
+            scores = [  # [B, Nkv, G, Q] each
+                own_scores(queries, by_channel(keys), scale, sees_own, i) for i, keys in enumerate(own[::2])
+            ]
             merged = torch.logsumexp(torch.stack([lse, *scores]), 0)
             mixed = by_channel(out, num_kv_heads) * (lse - merged).exp()[..., None, :]  # [B, Nkv, G, H, Q]
             for score, values in zip(scores, own[1::2], strict=True):
                 mixed += by_channel(values) * (score - merged).exp()[..., None, :]
             lse, out = merged.flatten(1, 2), mixed.flatten(1, 2).transpose(-1, -2).to(query.dtype).contiguous()
-        ctx.save_for_backward(mask, query, key, value, out, lse, *own)
+        ctx.save_for_backward(mask, sees_own, query, key, value, out, lse, *own)
         ctx.scale, ctx.blocks = scale, blocks
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        mask, query, key, value, out, lse, *own = ctx.saved_tensors
+        mask, sees_own, query, key, value, out, lse, *own = ctx.saved_tensors
         grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
         grad_key, grad_value = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (key, value))
         for block in ctx.blocks:
@@ -123,15 +135,15 @@ class ChainAttention(torch.autograd.Function):
             queries, grad, out = (by_channel(x, num_kv_heads) for x in (query, grad, out))  # [B, Nkv, G, H, Q]
             lse, delta = lse.unflatten(1, (num_kv_heads, -1)), (grad.float() * out).sum(-2)  # [B, Nkv, G, Q]
             for_query = torch.zeros_like(queries, dtype=torch.float32)
-            for keys, values in zip(own[::2], own[1::2], strict=True):
+            for i, (keys, values) in enumerate(zip(own[::2], own[1::2], strict=True)):
                 keys, values = by_channel(keys), by_channel(values)
-                weights = (own_scores(queries, keys, ctx.scale) - lse).exp()  # [B, Nkv, G, Q]
+                weights = (own_scores(queries, keys, ctx.scale, sees_own, i) - lse).exp()  # [B, Nkv, G, Q]
                 scores = weights * ((values * grad).sum(-2, dtype=torch.float32) - delta) * ctx.scale
                 for_query += scores[..., None, :] * keys
                 for x, weight in ((queries, scores), (grad, weights)):
                     grads.append((weight[..., None, :] * x).sum(2).transpose(-1, -2).to(query.dtype))
             grad_query += for_query.flatten(1, 2).transpose(-1, -2).to(query.dtype)
-        return None, None, None, grad_query, grad_key, grad_value, *grads
+        return None, None, None, None, grad_query, grad_key, grad_value, *grads
 
 
 def laid_out(drafted: Tensor) -> Tensor:
@@ -147,9 +159,10 @@ def by_channel(x: Tensor, num_kv_heads: int | None = None) -> Tensor:
     return x.transpose(-1, -2).contiguous().unflatten(1, (num_kv_heads or x.shape[1], -1))
 
 
-def own_scores(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """[B, Nkv, G, Q] fp32 scores of each query [B, Nkv, G, H, Q] with its own key [B, Nkv, 1, H, Q]."""
-    return (queries * keys).sum(-2, dtype=torch.float32) * scale
+def own_scores(queries: Tensor, keys: Tensor, scale: float, sees_own: Tensor | None, depth: int) -> Tensor:
+    """[B, Nkv, G, Q] fp32 scores of each query [B, Nkv, G, H, Q] with its own key [B, Nkv, 1, H, Q] of a depth."""
+    scores = (queries * keys).sum(-2, dtype=torch.float32) * scale
+    return scores if sees_own is None else scores.masked_fill(~sees_own[:, None, None, :, depth], -torch.inf)
 
 
 def shared_forward(

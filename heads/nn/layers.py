@@ -94,8 +94,9 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 class Attention(nn.Module):
     """The projections of grouped-query attention; the caller joins keys and values as its context needs."""
 
-    def __init__(self, config: LlamaConfig, *, in_size: int | None = None):
-        """Args: in_size: channels that queries, keys and values are made of; None: the hidden size."""
+    def __init__(self, config: LlamaConfig, *, in_size: int | None = None, has_head_norms: bool = False):
+        """Args: in_size: channels that queries, keys and values are made of; None: the hidden size. has_head_norms:
+        each head's queries and keys are normalised, as in Qwen3."""
         super().__init__()
         sizes: Any = config  # transformers leaves some of them optional
         self.num_heads, self.num_kv_heads = sizes.num_attention_heads, sizes.num_key_value_heads
@@ -105,14 +106,17 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(in_size, self.num_kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(in_size, self.num_kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, sizes.hidden_size, bias=False)
+        self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
+        if has_head_norms:
+            self.q_norm, self.k_norm = (RMSNorm(self.head_dim, eps=sizes.rms_norm_eps) for _ in range(2))
 
     def queries(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """[B, Q, in] -> [B, N, Q, H]."""
-        return rotate(self._split(self.q_proj(x), self.num_heads), rotary)
+        return rotate(self.q_norm(self._split(self.q_proj(x), self.num_heads)), rotary)
 
     def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """[B, Q, in] -> two of [B, Nkv, Q, H]."""
-        keys = rotate(self._split(self.k_proj(x), self.num_kv_heads), rotary)
+        keys = rotate(self.k_norm(self._split(self.k_proj(x), self.num_kv_heads)), rotary)
         return keys, self._split(self.v_proj(x), self.num_kv_heads)
 
     def _split(self, x: Tensor, num: int) -> Tensor:

@@ -1,4 +1,7 @@
-"""The promises of every head in HEADS. A family gets all of them by appearing in the table."""
+"""The promises of every head in HEADS. A family gets all of them by appearing in the table.
+
+Of families that compute in several ways, variants.json lists the options, each of which must keep the promises.
+"""
 
 import json
 from pathlib import Path
@@ -16,11 +19,23 @@ from headstart.heads.registry import HEADS, build_head, load_head, save_head
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
 GOLDEN = json.loads(Path(__file__).with_name("golden_names.json").read_text())
+VARIANTS = json.loads(Path(__file__).with_name("variants.json").read_text())
+
+
+CASES = [" ".join([name, *words]) for name in sorted(HEADS) for words in ([], *([v] for v in VARIANTS.get(name, [])))]
+
+
+@pytest.fixture(params=CASES)
+def head_type(request) -> str:
+    """Every family in the registry, and its variants: its name, then `key=value`."""
+    return request.param
 
 
 def fresh(head_type, target, *, trained_looking=False, **changes) -> DraftHead:
     """An untrained head; `trained_looking` perturbs its weights, so that no zero or copied one hides a fault."""
-    head = build_head(HEADS[head_type].config_class(type=head_type, **changes), target, seed=1)
+    family, *words = head_type.split()
+    options = {key: json.loads(value) for key, value in (word.split("=") for word in words)}
+    head = build_head(HEADS[family].config_class(type=family, **options, **changes), target, seed=1)
     if trained_looking:
         source = torch.Generator().manual_seed(3)
         with torch.no_grad():

@@ -11,8 +11,8 @@ from headstart.eval.generate import generate
 from headstart.heads.base import DraftBatch
 from headstart.heads.drafter import Reading
 from headstart.heads.drafting import DynamicTree, StaticTree
+from headstart.heads.importing.mtp_checkpoint import stitch
 from headstart.heads.mtp import MtpConfig
-from headstart.heads.mtp_checkpoint import stitch
 from headstart.heads.registry import build_head, load_head, save_head
 from headstart.heads.target import Target, TargetOutput
 from safetensors.torch import load_file, save_file

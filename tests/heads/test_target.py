@@ -11,8 +11,8 @@ import torch
 from headstart.configs.errors import BadInput
 from headstart.heads import loading
 from headstart.heads.fit import load_skeleton
+from headstart.heads.importing.mtp_checkpoint import tensor_locations
 from headstart.heads.loading import TargetConfig, torch_dtype
-from headstart.heads.mtp_checkpoint import tensor_locations
 from headstart.heads.target import Target
 from safetensors.torch import load_file, save_file
 

@@ -9,8 +9,8 @@ import torch
 from headstart.configs.errors import BadInput
 from headstart.heads.export.check import check_folder
 from headstart.heads.export.write import export_head, notes
+from headstart.heads.importing.mtp_checkpoint import tensor_locations
 from headstart.heads.mtp import MtpConfig
-from headstart.heads.mtp_checkpoint import tensor_locations
 from headstart.heads.registry import build_head, save_head
 from headstart.heads.target import Target
 from safetensors import safe_open

@@ -1,12 +1,14 @@
 """What training counts: every head with every loss, by depth, by weights of tokens, and on aligned chains only."""
 
+import math
+
 import pytest
 import torch
 from headstart.configs.loader import build, read_config, shipped
 from headstart.heads.base import DraftBatch
 from headstart.heads.loss import chunked as depth_loss
 from headstart.heads.loss import functions as losses
-from headstart.heads.loss.chains import chain_starts, mean_of
+from headstart.heads.loss.chains import ChainStarts, chain_starts, mean_of
 from headstart.heads.loss.functions import LOSSES, depth_weights_of
 from headstart.heads.registry import HEADS, build_head, head_class, load_head, save_head
 
@@ -138,6 +140,52 @@ def test_tokens_of_weight_zero_are_as_good_as_absent(head_type, target, make_bat
 def test_a_mean_over_nothing_is_zero():
     got = mean_of(torch.tensor([0.0, 3.0, 1.0]), torch.tensor([0.0, 2.0, 0.25]))
     assert got.tolist() == [0, 1.5, 4]
+
+
+# D-PACE
+
+
+@pytest.mark.parametrize("cut", [None, torch.arange(3, 40)], ids=["whole", "cut"])
+def test_dpace_weighs_a_depth_by_its_share_in_what_is_accepted(cut, target, make_batch):
+    """Its definition in loops; other labels and weights as they are."""
+    head = trained_looking("eagle3", target, ids=cut, num_depths=3, loss={"kl": 1.0}, dpace=0.4, depth_decay=0.7)
+    batch = make_batch(target, head, num_rows=2, length=12)
+    starts, logits = head.teacher_forced_logits(batch)
+    ids = (torch.arange(target.vocab_size) if cut is None else cut).tolist()
+    sums, counts = [0.0] * 3, [0] * 3
+    for row, s in starts.valid[..., 0].nonzero().tolist():
+        at, num = int(starts.positions[row, s]), int(starts.valid[row, s].sum())
+        reached, shares, found = 1.0, [], []
+        for depth in range(num):
+            log_probs = logits[row, s, depth].log_softmax(-1)
+            label = int(batch.input_ids[row, at + 2 + depth])
+            q = math.exp(log_probs[ids.index(label)]) if label in ids else 0.0
+            reached *= 0.6 * q + 0.4
+            shares.append(reached)
+            teacher = target.logits(batch.output.post_norm[row, at + 1 + depth]).log_softmax(-1)[ids]
+            found.append((teacher.exp() * (teacher - log_probs)).sum().item())
+        for depth in range(num):
+            sums[depth] += sum(shares[depth:]) * found[depth]
+            counts[depth] += 1
+    wanted = sum(0.7**k * total / count for k, (total, count) in enumerate(zip(sums, counts, strict=True)))
+    assert head.loss(batch).loss.item() == pytest.approx(wanted, rel=1e-4)
+
+
+def test_unsmoothed_dpace_of_cross_entropy_climbs_the_expected_acceptance(target, make_batch):
+    """Its gradient is that of minus the sum over depths of the probability that all before and there are right."""
+    head = trained_looking("eagle3", target, num_depths=3, loss={"hard_ce": 1.0}, dpace=0.0, depth_decay=1.0)
+    batch = make_batch(target, head)
+    starts = head.chain_starts(batch.loss_mask)  # of these the whole ones, so that the counts of all depths are alike
+    batch.starts = starts = ChainStarts(starts.positions, starts.valid & starts.valid[..., -1:], has_gaps=True)
+    head.loss(batch).loss.backward()
+    got = {name: parameter.grad.clone() for name, parameter in head.named_parameters()}
+    head.zero_grad()
+    labels = torch.stack([starts.take(batch.input_ids, offset=k + 2) for k in range(3)], -1)  # [B, S, K]
+    logits = torch.stack([head.draft_logits(h, k) for k, h in enumerate(head.unroll(batch, starts))], 2)
+    right = logits.softmax(-1).gather(-1, labels[..., None])[..., 0].cumprod(-1)
+    (-(right * starts.valid).sum() / starts.valid[..., 0].sum()).backward()
+    for name, parameter in head.named_parameters():
+        torch.testing.assert_close(got[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
 # Alignment

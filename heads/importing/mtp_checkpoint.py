@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..configs.errors import BadInput, first_line
-from .export.tensor_files import read_weight_map
+from ...configs.errors import BadInput, first_line
+from ..export.tensor_files import read_weight_map
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,283 @@
+"""Block drafters: DFlash (Chen et al. 2026, arXiv 2602.06036) and DSpark, which fill K tokens in one pass.
+
+A chain that starts at t follows the anchor x_{t+1}: the token that the target itself produced and has not read yet. The
+first slot of its block holds the anchor at its own position t + 1, the slots behind it a mask token. What a block sees
+of the text is the target's fused features at positions <= t; how is in nn/block_layer.py. With `sample_from_anchor`
+(DSpark) the anchor's own slot drafts depth 0; without it (DFlash) the slot behind drafts it, and the anchor's is idle.
+
+DSpark's Markov head adds a low-rank score of the token before to each slot's logits: a block is one pass, then a walk
+through K small products, which conditions drafts on each other. Its confidence head estimates what is accepted.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..configs.errors import BadInput
+from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
+from .drafter import Reading
+from .drafting import Draws, Proposal, Tree
+from .loss.chains import drawn_starts
+from .loss.functions import LossSpec
+from .nn.attention import grouped_attention
+from .nn.block_layer import BlockLayer, ConfidenceHead, MarkovHead, attend_blocks
+from .nn.cache import SlotCache
+from .nn.layers import RMSNorm, Rotary, llama_config, serving_keys
+from .nn.mask_token import default_mask_token
+from .target import Target, TargetOutput
+
+FEWEST_LAYERS = 8  # of a target whose tapped layers follow the published rule
+
+
+@dataclass(kw_only=True)
+class BlockConfig(HeadConfig):
+    """A block drafter's keys; feature_layers None: see `default_feature_layers`."""
+
+    type: str = "block"
+    num_depths: int = 7  # tokens of a block that are drafted
+    depth_weights: str = "exponential"
+    depth_decay: float = 4.0
+    loss: dict[str, float] = field(default_factory=lambda: {"kl": 1.0})
+    num_layers: int = 3  # decoder layers
+    sample_from_anchor: bool = True  # the anchor's own slot drafts the token behind it
+    markov_rank: int = 256  # of the Markov head; 0: none, the slots of a block are independent
+    confidence: bool = False  # a confidence head, trained beside `loss` with confidence_weight
+    confidence_weight: float = 1.0
+    has_head_norms: bool = True  # of queries and keys, as in Qwen3 and as engines have it
+    output: str = "shared"  # shared: the target's output layer, frozen; own: one that starts as its drafted rows
+    mask_token_id: int | None = None  # None: see `default_mask_token`
+    # a training step draws so many blocks per row; of these, the share narrow_share is narrower than num_depths, so
+    # that the head drafts well where fewer tokens are asked of it
+    num_blocks: int = 512
+    narrow_share: float = 0.0
+    architecture: dict[str, Any] = field(default_factory=dict)  # values unlike the target's, by `layers.ARCHITECTURE`
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_least(1, "num_layers", "num_blocks")
+        self.check_least(0, "markov_rank", "narrow_share", "mask_token_id", "confidence_weight")
+        if self.narrow_share > 1:
+            raise BadInput(f"narrow_share {self.narrow_share}: expected at most 1")
+        if self.output not in ("own", "shared"):
+            raise BadInput(f"output {self.output!r}: expected own or shared")
+        if self.draft_vocab_size is not None and self.output == "shared":
+            raise BadInput("draft_vocab_size: the shared output layer drafts the whole vocabulary; set output: own")
+
+    def resolved(self, target: Target) -> "BlockConfig":
+        layers = default_feature_layers(target.num_layers) if self.feature_layers is None else self.feature_layers
+        token = default_mask_token(target) if self.mask_token_id is None else self.mask_token_id
+        return replace(self, feature_layers=layers, mask_token_id=token)
+
+
+def default_feature_layers(num_layers: int) -> list[int]:
+    """Five layers' outputs, spread over n target layers as DFlash does: 2 to n - 2 as `hidden_states` counts them."""
+    if num_layers < FEWEST_LAYERS:
+        return sorted({min(1, num_layers - 1), num_layers // 2, num_layers - 1})
+    return sorted({round(2 + i * (num_layers - 4) / 4) for i in range(5)})
+
+
+@dataclass
+class BlockState:
+    """The state of drafting."""
+
+    cache: SlotCache  # keys and values of the context by position, then of the block's slots
+    extent: int  # slots of it in use, at most
+    num_depths: int  # tokens that the next block drafts
+    position: Tensor  # [B] the last position that the target has read
+    anchor: Tensor  # [B, 1] the token behind it
+    logits: Tensor  # [B, K, Vd] of the last block, without what the Markov head adds
+
+
+class BlockHead(DraftHead):
+    """Tensors as vLLM, SGLang and llama.cpp load them: fc, hidden_norm, layers.{i}.*, norm, and with the options
+    markov_head.*, lm_head."""
+
+    config_class = BlockConfig
+    has_one_output = True
+
+    def __init__(self, config: BlockConfig, target: Target, draft_token_ids: Tensor | None = None):
+        config = config.resolved(target)
+        super().__init__(config, target, draft_token_ids)
+        self.config: BlockConfig = config
+        layers = list(self.feature_layers)
+        if not layers or layers != sorted(set(layers)):
+            raise BadInput(f"head.feature_layers: {layers}: must ascend without repeats, as engines read")
+        self.mask_token = cast(int, config.mask_token_id)
+        if self.mask_token >= target.vocab_size:
+            raise BadInput(f"head.mask_token_id {self.mask_token}: the target has {target.vocab_size} tokens")
+        self.max_draft_tokens = self.default_draft_tokens = config.num_depths
+        self.first_slot = 0 if config.sample_from_anchor else 1  # the one that drafts depth 0
+        self.llama = llama_config(target.config, config.architecture)
+        size, eps = target.hidden_size, self.llama.rms_norm_eps
+        self.fc = nn.Linear(len(layers) * size, size, bias=False)
+        self.hidden_norm = RMSNorm(size, eps=eps)
+        self.layers = nn.ModuleList(
+            BlockLayer(self.llama, has_head_norms=config.has_head_norms) for _ in range(config.num_layers)
+        )
+        self.norm = RMSNorm(size, eps=eps)
+        self.rotary = Rotary(self.llama)
+        num_drafted = config.draft_vocab_size or target.vocab_size
+        self.markov_head: MarkovHead | None = None
+        if config.markov_rank:
+            self.markov_head = MarkovHead(target.vocab_size, num_drafted, rank=config.markov_rank)
+        self.confidence_head = ConfidenceHead(size + config.markov_rank) if config.confidence else None
+        with torch.no_grad():
+            self.norm.weight.copy_(target.final_norm_scale())
+            if config.output == "own":
+                self.lm_head = nn.Linear(size, num_drafted, bias=False)
+                rows = target.output_layer.weight
+                self.lm_head.weight.copy_(rows if self.vocabulary is None else rows[self.vocabulary.to_target])
+
+    def serving_config(self) -> dict[str, Any]:
+        config, layers = self.config, list(self.feature_layers)
+        ids = [i - 1 for i in layers]  # of layers' outputs
+        served = {
+            "model_type": "qwen3",
+            **serving_keys(self.llama, num_layers=config.num_layers),
+            "layer_types": ["full_attention"] * config.num_layers,
+            "use_sliding_window": False,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+            "vocab_size": self.target.vocab_size,
+            "draft_vocab_size": config.draft_vocab_size or self.target.vocab_size,
+            "num_target_layers": self.target.num_layers,
+            "block_size": config.num_depths + self.first_slot,
+            "mask_token_id": self.mask_token,
+            "target_layer_ids": ids,
+            "sample_from_anchor": config.sample_from_anchor,
+            "is_causal": False,
+        }
+        if self.markov_head is None:
+            read = {"mask_token_id": self.mask_token, "target_layer_ids": ids, "causal": False}
+            return {"architectures": ["DFlashDraftModel"], **served, "dflash_config": read}
+        return {
+            "architectures": ["Qwen3DSparkModel"],
+            **served,
+            "markov_rank": config.markov_rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": config.confidence,
+            "confidence_head_with_markov": config.confidence,
+        }
+
+    @property
+    def decoder_layers(self) -> list[BlockLayer]:
+        return cast(list[BlockLayer], list(self.layers))
+
+    def features(self, output: TargetOutput) -> Tensor:
+        """[B, T, D] the target's features [B, T, L, D] fused: what all layers make keys and values of."""
+        return self.hidden_norm(self.fc(output.features.to(self.fc.weight.dtype).flatten(2)))
+
+    def slots(self, anchors: Tensor, num_depths: int) -> Tensor:
+        """[B, W * S, D] the slots of blocks behind anchors [B, S], slot by slot."""
+        masks = torch.full_like(anchors, self.mask_token).repeat(1, num_depths + self.first_slot - 1)
+        return self.target.embed(torch.cat([anchors, masks], 1)).to(self.fc.weight.dtype)
+
+    # training
+
+    def training_starts(self, loss_mask: Tensor) -> ChainStarts:
+        config = self.config
+        return drawn_starts(self.chain_starts(loss_mask), most=config.num_blocks, narrow_share=config.narrow_share)
+
+    def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
+        num_slots = starts.num_depths + self.first_slot
+        limit = batch.input_ids.shape[1] + num_slots
+        context = self.features(batch.output)  # [B, T, D]
+        of_context = self.rotary(batch.positions, like=context, num_positions=limit)
+        offsets = torch.arange(num_slots, device=context.device)
+        positions = 1 + starts.take(batch.positions)[:, None] + offsets[:, None]  # [B, W, S]
+        hidden = self.slots(starts.take(batch.input_ids, offset=1), starts.num_depths)  # [B, W * S, D]
+        of_slots = self.rotary(positions.flatten(1), like=hidden, num_positions=limit)
+        sees_slots = None if starts.widths is None else offsets < starts.widths[..., None] + self.first_slot
+        attend = partial(
+            attend_blocks,
+            mask=batch.visibility(starts.positions, dtype=context.dtype),  # [B, 1, S, T]
+            blocks=starts.blocks,
+            sees_slots=sees_slots,
+        )
+        for layer in self.decoder_layers:
+            keys_values = layer.keys_values(context, of_context)
+            hidden = layer(hidden, of_slots, partial(attend, context=keys_values))
+        hidden = self.norm(hidden).unflatten(1, (num_slots, -1))  # [B, W, S, D]
+        for depth in range(starts.num_depths):
+            states = hidden[:, depth + self.first_slot]  # [B, S, D]
+            if self.markov_head is not None:
+                before = self.markov_head.markov_w1(starts.take(batch.input_ids, offset=depth + 1))
+                states = torch.cat([states, before.to(states.dtype)], -1)  # [B, S, D + rank]
+            yield states
+
+    def predicted_state(self, hidden: Tensor, depth: int) -> Tensor:
+        return hidden[..., : self.target.hidden_size]
+
+    def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
+        states, before = hidden.tensor_split([self.target.hidden_size], -1)
+        logits = self._output(states)
+        return logits if self.markov_head is None else logits + self.markov_head.markov_w2(before)
+
+    def loss_spec(self, depth: int) -> LossSpec:
+        spec, estimate = super().loss_spec(depth), self.confidence_head
+        if estimate is None:
+            return spec
+        mix = {**spec.mix, "confidence": self.config.confidence_weight}
+        return replace(spec, mix=mix, confidence=lambda hidden: estimate.proj(hidden)[..., 0])
+
+    def _output(self, hidden: Tensor) -> Tensor:
+        return self.target.logits(hidden) if self.config.output == "shared" else self.lm_head(hidden)
+
+    # drafting
+
+    def begin(self, *, batch_size: int, max_length: int) -> BlockState:
+        cache = SlotCache(num_layers=self.config.num_layers, max_length=max_length)
+        ids = torch.zeros(batch_size, 1, dtype=torch.long, device=self.fc.weight.device)
+        nothing = self.fc.weight.new_zeros(batch_size, 0, 0)
+        return BlockState(cache, max_length, self.num_depths, ids[:, 0], ids, nothing)
+
+    @torch.no_grad()
+    def commit(self, state: BlockState, read: Reading) -> None:
+        context = self.features(read.output)  # [B, Q, D]
+        positions = read.start[:, None] + torch.arange(context.shape[1], device=context.device)  # [B, Q]
+        state.extent = read.extent or state.cache.max_length
+        state.cache.seek(positions, extent=state.extent)
+        rotary = self.rotary(positions, like=context, num_positions=state.cache.max_length)
+        for i, layer in enumerate(self.decoder_layers):
+            state.cache.update(*layer.keys_values(context, rotary), i)
+        state.position = read.start + read.last
+        state.anchor = read.next_tokens.gather(1, read.last[:, None])
+
+    @torch.no_grad()
+    def propose(self, state: BlockState, *, num_draft_tokens: int) -> Proposal:
+        state.num_depths = num_draft_tokens
+        return super().propose(state, num_draft_tokens=num_draft_tokens)
+
+    @torch.no_grad()
+    def propose_tree(self, state: BlockState, tree: Tree, *, draws: Draws | None = None) -> Proposal:
+        state.num_depths = tree.depth
+        return super().propose_tree(state, tree, draws=draws)
+
+    @torch.no_grad()
+    def first_logits(self, state: BlockState) -> Tensor:
+        hidden = self.slots(state.anchor, state.num_depths)  # [B, W, D]
+        positions = state.position[:, None] + 1 + torch.arange(hidden.shape[1], device=hidden.device)  # [B, W]
+        # the slots take the places behind the context until true features are written there
+        state.cache.seek(positions, extent=state.extent)
+        mask = state.cache.mask(positions[:, -1:].expand_as(positions), dtype=hidden.dtype)
+        rotary = self.rotary(positions, like=hidden, num_positions=state.cache.max_length)
+        for i, layer in enumerate(self.decoder_layers):
+
+            def attend(queries: Tensor, keys: Tensor, values: Tensor, i: int = i) -> Tensor:
+                return grouped_attention(self, queries, *state.cache.update(keys, values, i), mask)[0]
+
+            hidden = layer(hidden, rotary, attend)
+        state.logits = self._output(self.norm(hidden)[:, self.first_slot :])
+        return self.expand(state, state.anchor, None, depth=0)[:, 0]
+
+    @torch.no_grad()
+    def expand(self, state: BlockState, tokens: Tensor, parents: Tensor | None, *, depth: int) -> Tensor:
+        logits = state.logits[:, depth : depth + 1]  # [B, 1, Vd]
+        if self.markov_head is None:
+            return logits.expand(-1, tokens.shape[1], -1)
+        return logits + self.markov_head.markov_w2(self.markov_head.markov_w1(tokens))

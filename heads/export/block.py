@@ -1,0 +1,157 @@
+"""Block drafters in the plain layout that vLLM, SGLang and llama.cpp load, and what a folder of it must hold.
+
+Engines differ in what they take where a flag is missing, and a wrong one costs acceptance without a word: whether slots
+see those behind them, which slot drafts first, and how layers are counted. So every flag is written, and asked for.
+DFlash's class drafts from the slot behind the anchor only; DSpark's, which needs a Markov head, either way.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...configs.errors import BadInput
+from .contracts import SIZES, Contract, decoder_layer, llama_keys, sizes_of, trained_config
+from .folder import HeadFolder, write_config, write_tensors
+from .portable import check_target
+
+DFLASH, DSPARK = "DFlashDraftModel", "Qwen3DSparkModel"
+NESTED = ("mask_token_id", "target_layer_ids", "block_size")  # keys that some folders have in dflash_config alone
+NORMS = ["input_layernorm", "post_attention_layernorm"]
+
+
+def write_block(head: HeadFolder, folder: Path, *, to: str) -> None:
+    """Raises BadInput where no engine computes what the head does, or the one that is asked does not."""
+    check_target(head)
+    own, is_dflash = head.own, head.config["architectures"] == [DFLASH]
+    problems = {
+        "sample_from_anchor without a Markov head: engines draft from the anchor with one only": (
+            is_dflash and own["sample_from_anchor"]
+        ),
+        "has_head_norms false: engines normalise queries and keys of heads": not own["has_head_norms"],
+        "output own: SGLang's DFlash drafts with the target's output layer": (
+            to == "sglang" and is_dflash and own["output"] == "own"
+        ),
+    }
+    for problem, is_there in problems.items():
+        if is_there:
+            raise BadInput(f"head {head.path}: {problem}: nothing written")
+    write_config(folder, {**head.config, **head.provenance})
+    write_tensors(folder, head.tensors)
+
+
+def method_of(config: Mapping[str, Any]) -> str:
+    """What engines call it."""
+    return "dflash" if config["architectures"] == [DFLASH] else "dspark"
+
+
+def is_block(config: Mapping[str, Any]) -> bool:
+    """Whether a folder's config is a block drafter's, of either layout."""
+    words = " ".join([*map(str, config.get("architectures") or []), str(config.get("speculators_model_type"))]).lower()
+    return "dflash" in words or "dspark" in words or "dflash_config" in config
+
+
+def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config of either layout with the plain one's keys at the top, and defaults where a flag is missing.
+
+    The speculators library counts inputs of layers, and has the layers' own keys in a config within the config.
+    Raises: BadInput where it does not say what fills a block, its size, or which layers it reads.
+    """
+    layer, nested = dict(config.get("transformer_layer_config") or {}), dict(config.get("dflash_config") or {})
+    found = {**layer, **{key: nested[key] for key in NESTED if key in nested}, **config}
+    if config.get("aux_hidden_state_layer_ids") is not None:
+        found["target_layer_ids"] = [i - 1 for i in config["aux_hidden_state_layer_ids"]]
+    missing = [key for key in NESTED if found.get(key) is None]
+    if missing:
+        raise BadInput(f"{missing[0]}: missing")
+    is_dspark = method_of({"architectures": config.get("architectures") or [DFLASH]}) == "dspark"
+    found.setdefault("sample_from_anchor", is_dspark and not layer)
+    found["causal"] = bool(nested.get("causal", found.get("is_causal", False)))
+    return found
+
+
+def contract_of_block(config: Mapping[str, Any], names: Iterable[str]) -> Contract:
+    contract, nested = Contract("block"), config.get("dflash_config") or {}
+    architectures = config.get("architectures") or [""]
+    is_dflash = architectures == [DFLASH]
+    known = f"architectures: found {architectures}, expected [{DFLASH}], or with a Markov head [{DSPARK}]"
+    contract.report(not is_dflash and architectures != [DSPARK], known)
+    llama_keys(config, contract, model_type="qwen3")
+    sizes = sizes_of(config, contract, (*SIZES, "num_hidden_layers", "num_target_layers", "block_size"))
+    flags(config, contract, is_dflash=is_dflash)
+    ids = config.get("target_layer_ids")
+    if not isinstance(ids, list) or not ids or ids != sorted(set(ids)) or not all(type(i) is int for i in ids):
+        contract.problems.append(f"target_layer_ids: expected layers' outputs in order, found {ids!r}")
+    if sizes is None or contract.problems:
+        return contract
+    token, last = config.get("mask_token_id"), sizes["num_target_layers"] - 1
+    outside = type(token) is not int or not 0 <= token < sizes["vocab_size"]
+    contract.report(outside, f"mask_token_id: {token!r}, expected 0 to {sizes['vocab_size'] - 1}")
+    contract.report(ids[-1] > last or ids[0] < -1, f"target_layer_ids: {ids}, of a target with layers 0 to {last}")
+    for key in ("mask_token_id", "target_layer_ids") if is_dflash else ():
+        differs = f"dflash_config.{key}: {nested.get(key)!r}, but {key} {config.get(key)!r}: engines read either"
+        contract.report(nested.get(key) != config.get(key), differs)
+    as_trained(config, contract)
+    contract.shapes = tensors_of(config, sizes, contract, num_features=len(ids))
+    return contract
+
+
+def flags(config: Mapping[str, Any], contract: Contract, *, is_dflash: bool) -> None:
+    """What engines would take another default for."""
+    kinds = config.get("layer_types")
+    wanted = ["full_attention"] * (config.get("num_hidden_layers") or 0)
+    contract.report(kinds != wanted, f"layer_types: expected full_attention for every layer, found {kinds!r}")
+    why = "the slots of a block see each other, and engines take a missing flag as they like"
+    contract.want(config, "is_causal", False, why)
+    if is_dflash:
+        contract.want(config.get("dflash_config") or {}, "causal", False, why)
+        contract.want(config, "sample_from_anchor", False, "engines' DFlash drafts from the slot behind the anchor")
+        return
+    how = config.get("sample_from_anchor")
+    contract.report(
+        not isinstance(how, bool), f"sample_from_anchor: {how!r}: engines' defaults differ, so it must be said"
+    )
+    contract.want(config, "markov_head_type", "vanilla", "the only one that engines serve")
+    for key in ("enable_confidence_head", "confidence_head_with_markov"):
+        contract.report(not isinstance(config.get(key), bool), f"{key}: missing; engines' defaults differ")
+
+
+def as_trained(config: Mapping[str, Any], contract: Contract) -> None:
+    """Against the head's own config, where ours wrote the folder."""
+    trained = trained_config(config)
+    if not trained:
+        return
+    slots = trained["num_depths"] + (0 if trained["sample_from_anchor"] else 1)
+    wanted = {
+        "block_size": slots,
+        "sample_from_anchor": trained["sample_from_anchor"],
+        "target_layer_ids": [i - 1 for i in trained["feature_layers"]],
+        "mask_token_id": trained["mask_token_id"],
+    }
+    for key, value in wanted.items():
+        contract.want(config, key, value, "the head was trained so")
+
+
+def tensors_of(
+    config: Mapping[str, Any], sizes: Mapping[str, int], contract: Contract, *, num_features: int
+) -> dict[str, tuple[int, ...]]:
+    hidden, vocab, head_dim = sizes["hidden_size"], sizes["vocab_size"], sizes["head_dim"]
+    drafted, rank = config.get("draft_vocab_size") or vocab, config.get("markov_rank") or 0
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, num_features * hidden),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    for i in range(sizes["num_hidden_layers"]):
+        shapes |= decoder_layer(f"layers.{i}", sizes, in_size=hidden, norms=NORMS)
+        shapes |= {f"layers.{i}.self_attn.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
+    if config.get("architectures") == [DSPARK]:
+        contract.report(not rank, "markov_rank: expected a count; engines load this class with a Markov head only")
+        shapes |= {"markov_head.markov_w1.weight": (vocab, rank), "markov_head.markov_w2.weight": (drafted, rank)}
+    if config.get("enable_confidence_head"):
+        wide = hidden + (rank if config.get("confidence_head_with_markov") else 0)
+        shapes |= {"confidence_head.proj.weight": (1, wide), "confidence_head.proj.bias": (1,)}
+    contract.optional = {"embed_tokens.weight": (vocab, hidden), "lm_head.weight": (drafted, hidden)}
+    if drafted < vocab:
+        shapes |= {"lm_head.weight": (drafted, hidden), "d2t": (drafted,), "t2d": (vocab,)}
+    contract.forbidden = {"mask_hidden": "vLLM takes it for P-EAGLE's", "d2t": "the draft vocabulary is the whole one"}
+    return shapes

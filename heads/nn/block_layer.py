@@ -1,0 +1,87 @@
+"""Decoder layers of block drafters: the slots of a block see each other, and the target's features as further keys.
+
+A block drafts K tokens in one pass. Its slots are the token that it follows, the anchor, and mask tokens behind it. In
+every layer a slot attends to all slots of its own block and to keys and values of the target's features before the
+anchor, made by the layer's own projections (DFlash, Chen et al. 2026, arXiv 2602.06036).
+
+In training many blocks of W slots start in each row. Slots lie one behind the other, [B, W * S, ...]: slot j of all S
+blocks, then slot j + 1. For attention they are further heads, so that one mask [B, 1, S, P] serves all of a block.
+"""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from .chain_attention import Block, attend_chains, laid_out
+from .layers import Attention, RMSNorm
+
+# queries [B, N, Q, H], keys and values [B, Nkv, Q, H] of a block's slots -> [B, Q, N, H]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class BlockLayer(nn.Module):
+    """A Llama layer, or with norms of heads a Qwen3 one, whose attention the caller joins with the context."""
+
+    def __init__(self, config: LlamaConfig, *, has_head_norms: bool):
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps=eps)
+        self.self_attn = Attention(config, has_head_norms=has_head_norms)
+        self.post_attention_layernorm = RMSNorm(size, eps=eps)
+        self.mlp = LlamaMLP(config)
+
+    def keys_values(self, context: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """[B, T, D] fused features, which are not normalised again -> two of [B, Nkv, T, H]."""
+        return self.self_attn.keys_values(context, rotary)
+
+    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """The slots of blocks [B, Q, D] -> [B, Q, D]."""
+        x = self.input_layernorm(hidden)
+        mixed = attend(self.self_attn.queries(x, rotary), *self.self_attn.keys_values(x, rotary))
+        hidden = hidden + self.self_attn.o_proj(mixed.flatten(2))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+def attend_blocks(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    context: tuple[Tensor, Tensor],
+    mask: Tensor,
+    blocks: Sequence[Block],
+    sees_slots: Tensor | None = None,
+) -> Tensor:
+    """[B, W * S, N, H]: queries [B, N, W * S, H] of S blocks over the context and the slots of their own block.
+
+    Args:
+        keys, values: [B, Nkv, W * S, H] of the slots. context: keys and values [B, Nkv, P, H].
+        mask: [B, 1, S, P] additive, of the context for each block. blocks: how queries are read, as in `attend_chains`.
+        sees_slots: [B, S, W] bool, the slots that a block has; None: all.
+    """
+    num_blocks, num_heads = mask.shape[2], queries.shape[1]
+    slots = zip(*(map(laid_out, part.split(num_blocks, 2)) for part in (keys, values)), strict=True)
+    queries = queries.unflatten(2, (-1, num_blocks)).flatten(1, 2)  # [B, N * W, S, H]
+    mixed = attend_chains(queries, *context, mask, blocks=blocks, drafted=list(slots), sees_own=sees_slots)
+    return mixed.unflatten(1, (num_heads, -1)).flatten(2, 3).transpose(1, 2)
+
+
+class MarkovHead(nn.Module):
+    """What the token before adds to the logits of a slot: markov_w2(markov_w1[token]), of low rank."""
+
+    def __init__(self, vocab_size: int, num_drafted: int, *, rank: int):
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, num_drafted, bias=False)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.01)
+
+
+class ConfidenceHead(nn.Module):
+    """From what the output layer reads of a slot, and the Markov head's state of the token before, to one logit."""
+
+    def __init__(self, in_size: int):
+        super().__init__()
+        self.proj = nn.Linear(in_size, 1)

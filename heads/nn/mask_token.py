@@ -1,0 +1,32 @@
+"""The token whose embedding stands for what a block drafter has not drafted yet."""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+
+from ...configs.errors import BadInput
+from ..target import Target
+
+PLAIN = (0.2, 5.0)  # lengths of an embedding, in those of the median one, that are neither nearly zero nor huge
+
+
+def default_mask_token(target: Target) -> int:
+    """The tokenizer's mask token, else a row that no token uses, else padding or the end of a text; the first whose
+    embedding is neither nearly zero nor huge."""
+    weight = cast(Tensor, target.input_embedding.weight)  # [V, D]
+    if weight.device.type == "meta":
+        return 0  # which one does not matter there
+    unused = range(0)
+    candidates: list[int | None] = []
+    if "/" in target.name or Path(target.name).is_dir():
+        with suppress(BadInput):  # a folder without a tokenizer
+            tokenizer: Any = target.tokenizer
+            candidates, unused = [tokenizer.mask_token_id], range(len(tokenizer), target.vocab_size)
+    candidates += [*unused, getattr(target.config, "pad_token_id", None), *sorted(target.eos_token_ids)]
+    norms = weight.detach().float().norm(dim=-1)
+    least, most = (share * norms.median() for share in PLAIN)
+    is_plain = ((norms > least) & (norms < most)).tolist()
+    usable = (i for i in [*candidates, *range(target.vocab_size)] if i is not None and 0 <= i < target.vocab_size)
+    return next(i for i in usable if is_plain[i])

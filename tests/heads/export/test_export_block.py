@@ -1,0 +1,198 @@
+"""Block drafters in engines' layouts: every flag is written, heads come back the same, and a wrong flag is found."""
+
+import json
+
+import pytest
+import torch
+from headstart.configs.errors import BadInput
+from headstart.heads.block import BlockConfig
+from headstart.heads.export.check import check_folder
+from headstart.heads.export.write import export_head, serve_commands
+from headstart.heads.registry import build_head, load_head, save_head
+from headstart.heads.target import Target
+from safetensors.torch import load_file, save_file
+
+DFLASH = {"sample_from_anchor": False, "markov_rank": 0}
+KINDS = {
+    "dspark": {},
+    "dspark, fill-in": {"sample_from_anchor": False},
+    "dspark, confidence": {"confidence": True},
+    "dspark, cut": {"draft_vocab_size": 24, "output": "own"},
+    "dflash": DFLASH,
+    "dflash, own": {**DFLASH, "output": "own"},
+}
+
+
+@pytest.fixture(scope="module")
+def on_disk(saved_target):
+    return Target.load(saved_target)
+
+
+@pytest.fixture
+def trained(on_disk, tmp_path):
+    """trained(**options): a head whose every weight is away from its start, and its folder."""
+
+    def make(**options):
+        config = BlockConfig(**{"num_depths": 3, "num_layers": 2, "markov_rank": 8, **options})
+        ids = torch.arange(3, 51, 2) if config.draft_vocab_size else None
+        head = build_head(config, on_disk, draft_token_ids=ids, seed=2)
+        source = torch.Generator().manual_seed(4)
+        with torch.no_grad():
+            for parameter in head.parameters():
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=source))
+        save_head(head, tmp_path / "run" / "final")
+        return head.eval(), tmp_path / "run"
+
+    return make
+
+
+def rewritten(folder, change):
+    """change(config, tensors) on a folder's two files."""
+    config = json.loads((folder / "config.json").read_text())
+    tensors = {name: value.clone() for name, value in load_file(folder / "model.safetensors").items()}
+    change(config, tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+
+
+def same_drafts(head, folder, target, make_batch):
+    loaded, batch = load_head(folder, target), make_batch(target, head)
+    mine, theirs = (each.teacher_forced_logits(batch)[1] for each in (head, loaded))
+    torch.testing.assert_close(theirs, mine)
+    return loaded
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_exported_comes_back_the_same(kind, trained, on_disk, make_batch, tmp_path):
+    head, run = trained(**KINDS[kind])
+    export_head(run, tmp_path / "out", to="vllm")
+    assert check_folder(tmp_path / "out").problems == []
+    assert same_drafts(head, tmp_path / "out", on_disk, make_batch).config == head.config
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_published_head_drafts_as_it_was_trained(kind, trained, on_disk, make_batch, tmp_path):
+    """Without our record, under names with a prefix, and with copies of the target's tables in it."""
+    head, run = trained(**KINDS[kind])
+    export_head(run, tmp_path / "out", to="vllm")
+
+    def publish(config, tensors):
+        del config["headstart_export"]
+        if config["architectures"] == ["DFlashDraftModel"]:
+            for key in ("mask_token_id", "target_layer_ids", "sample_from_anchor", "is_causal"):
+                del config[key]
+        tensors["embed_tokens.weight"] = on_disk.input_embedding.weight.clone()
+        tensors.setdefault("lm_head.weight", on_disk.output_layer.weight.clone())
+        for name in [name for name in tensors if name not in ("d2t", "t2d")]:
+            tensors[f"model.{name}"] = tensors.pop(name)
+
+    rewritten(tmp_path / "out", publish)
+    loaded = same_drafts(head, tmp_path / "out", on_disk, make_batch)
+    assert loaded.config.num_depths == 3 and loaded.feature_layers == head.feature_layers
+
+
+def test_a_head_of_the_speculators_library_is_read(trained, on_disk, make_batch, tmp_path):
+    head, run = trained(sample_from_anchor=False)
+    export_head(run, tmp_path / "out", to="vllm")
+
+    def as_speculators(config, tensors):
+        layer = {key: config.pop(key) for key in list(config) if key not in ("block_size", "mask_token_id")}
+        layer.pop("headstart_export")
+        ids = layer.pop("target_layer_ids")
+        del layer["sample_from_anchor"]  # whose default there is false
+        config |= {
+            "architectures": ["DSparkDraftModel"],
+            "speculators_model_type": "dspark",
+            "speculators_config": {"algorithm": "dspark"},
+            "transformer_layer_config": layer,
+            "aux_hidden_state_layer_ids": [i + 1 for i in ids],
+        }
+
+    rewritten(tmp_path / "out", as_speculators)
+    same_drafts(head, tmp_path / "out", on_disk, make_batch)
+
+
+FAULTS = {
+    "sample_from_anchor left out": ("dspark", "sample_from_anchor", None, "sample_from_anchor"),
+    "the other slot": ("dspark", "sample_from_anchor", False, "sample_from_anchor: expected True"),
+    "a slot more": ("dspark", "block_size", 4, "block_size: expected 3"),
+    "inputs of layers": ("dspark", "target_layer_ids", [1, 2, 3], r"target_layer_ids: expected \[0, 1, 2\]"),
+    "no such layer": ("dspark", "target_layer_ids", [0, 1, 4], "of a target with layers 0 to 3"),
+    "a token beyond": ("dspark", "mask_token_id", 61, "mask_token_id: 61, expected 0 to 60"),
+    "a gate": ("dspark", "markov_head_type", "gated", "markov_head_type: expected 'vanilla'"),
+    "a head that is not there": ("dspark", "enable_confidence_head", True, "confidence_head.proj.weight: missing"),
+    "causal": ("dflash", "dflash_config.causal", True, "causal: expected False"),
+    "causal left out": ("dflash", "dflash_config.causal", None, "causal: expected False"),
+    "another mask": ("dflash", "dflash_config.mask_token_id", 5, "dflash_config.mask_token_id: 5"),
+    "drafts from the anchor": ("dflash", "sample_from_anchor", True, "sample_from_anchor: expected False"),
+    "a window": ("dflash", "layer_types", ["sliding_attention"] * 2, "layer_types"),
+    "another rotation": ("dflash", "partial_rotary_factor", 0.5, "partial_rotary_factor"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_flag_that_costs_acceptance_is_found(fault, trained, tmp_path):
+    kind, key, value, problem = FAULTS[fault]
+    export_head(trained(**KINDS[kind])[1], tmp_path / "out", to="vllm")
+
+    def change(config, tensors):
+        *path, last = key.split(".")
+        for part in path:
+            config = config[part]
+        config.pop(last) if value is None else config.update({last: value})
+
+    rewritten(tmp_path / "out", change)
+    with pytest.raises(AssertionError, match=problem):
+        assert check_folder(tmp_path / "out").problems == []
+
+
+def test_a_tensor_of_another_method_is_found(trained, tmp_path):
+    export_head(trained()[1], tmp_path / "out", to="vllm")
+    rewritten(tmp_path / "out", lambda config, tensors: tensors.update(mask_hidden=torch.zeros(1, 1, 96)))
+    assert any("mask_hidden: must not be there" in problem for problem in check_folder(tmp_path / "out").problems)
+
+
+@pytest.mark.parametrize(
+    ("options", "to", "message"),
+    [
+        ({"markov_rank": 0}, "vllm", "sample_from_anchor without a Markov head"),
+        ({"has_head_norms": False}, "vllm", "has_head_norms false"),
+        ({**DFLASH, "output": "own"}, "sglang", "SGLang's DFlash drafts with the target's output layer"),
+        ({}, "hf", "hf loads no block heads"),
+    ],
+)
+def test_what_no_engine_computes_is_not_written(options, to, message, trained, tmp_path):
+    with pytest.raises(BadInput, match=message):
+        export_head(trained(**options)[1], tmp_path / "out", to=to)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda config, tensors: config.update(is_causal=True), "causal"),
+        (lambda config, tensors: config.update(layer_types=["sliding_attention"] * 2), "layer_types"),
+        (lambda config, tensors: config.update(markov_head_type="rnn"), "markov_head_type rnn"),
+        (lambda config, tensors: config.pop("mask_token_id"), "mask_token_id: missing"),
+        (lambda config, tensors: tensors.pop("fc.weight"), "tensor fc.weight"),
+    ],
+)
+def test_a_block_of_another_kind_is_not_loaded(change, message, trained, on_disk, tmp_path):
+    export_head(trained()[1], tmp_path / "out", to="vllm")
+
+    def both(config, tensors):
+        del config["headstart_export"]
+        change(config, tensors)
+
+    rewritten(tmp_path / "out", both)
+    with pytest.raises(BadInput, match=message):
+        load_head(tmp_path / "out", on_disk)
+
+
+def test_commands_name_the_method_and_the_width(trained, tmp_path):
+    for options, method, flags in (({}, "dspark", "DSPARK"), (DFLASH, "dflash", "DFLASH")):
+        head = export_head(trained(**options)[1], tmp_path / method, to="vllm")
+        commands = serve_commands(head, "served", to="vllm")
+        assert f'"method":"{method}","model":"served","num_speculative_tokens":3' in commands["vllm"]
+        assert f"--speculative-algorithm {flags} " in commands["sglang"]
+        assert commands["sglang"].endswith("--speculative-num-draft-tokens 4")

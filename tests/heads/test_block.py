@@ -1,0 +1,307 @@
+"""A block drafter serves what it was trained on, learns a text by heart, and trains on blocks that it draws."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from headstart.configs.errors import BadInput
+from headstart.eval.generate import generate
+from headstart.eval.measurement.config import MeasureConfig, chain
+from headstart.eval.measurement.measure import measure
+from headstart.eval.measurement.metrics import acceptance
+from headstart.eval.suites.prompts import Suite
+from headstart.heads.base import DraftBatch, DraftHead
+from headstart.heads.block import BlockConfig, default_feature_layers
+from headstart.heads.drafter import Reading
+from headstart.heads.drafting import StaticTree
+from headstart.heads.loss.chains import chain_starts, drawn_starts
+from headstart.heads.nn.block_layer import attend_blocks
+from headstart.heads.nn.chain_attention import blocks_of
+from headstart.heads.nn.documents import Documents
+from headstart.heads.nn.mask_token import default_mask_token
+from headstart.heads.registry import build_head
+from headstart.heads.target import TargetOutput
+
+OPTIONS = [
+    {"sample_from_anchor": anchor, "markov_rank": rank, "num_depths": 3} for anchor in (True, False) for rank in (8, 0)
+]
+
+
+def built(target, **options):
+    """A head whose every weight is away from its start."""
+    head = build_head(BlockConfig(**options), target, seed=1)
+    source = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=source))
+    return head.eval()
+
+
+def packed(target, head, lengths):
+    """One row of several random texts, all supervised but their first tokens."""
+    ids = torch.randint(3, target.vocab_size, (1, sum(lengths)), generator=torch.Generator().manual_seed(2))
+    documents = Documents.of([lengths], num_positions=sum(lengths))
+    output = target.forward(ids, feature_layers=head.feature_layers, documents=documents)
+    return DraftBatch(ids, documents.positions > 0, output, documents=documents)
+
+
+def read_in_steps(head, output, ids, ends):
+    """For each end n, the state behind a text's first n tokens but the last, read in as many steps; between them, a
+    block is drafted and positions that were rejected are written."""
+    state, start = head.begin(batch_size=1, max_length=64), 0
+    for end in ends:
+        num_read = end - 1 - start
+        here = slice(start, min(end + 2, ids.shape[1] - 1))  # what lies behind num_read was rejected
+        part = TargetOutput(output.features[:, here], output.post_norm[:, here])
+        wrong = torch.where(torch.arange(part.features.shape[1])[:, None, None] < num_read, 0.0, 9.0)
+        part = replace(part, features=part.features + wrong)
+        follow = ids[:, 1:][:, here]
+        head.commit(state, Reading(ids[:, here], follow, part, torch.tensor([start]), torch.tensor([num_read])))
+        yield end, state
+        start = end - 1
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_block_served_is_the_block_trained(target, options):
+    """Every anchor of packed rows: under the training mask, and by cached decoding of its text alone."""
+    head, lengths = built(target, **options), [9, 14]
+    batch = packed(target, head, lengths)
+    starts, taught = head.teacher_forced_logits(batch)
+    by_start = {int(t): i for i, t in enumerate(starts.positions[0]) if starts.valid[0, i, 0]}
+    num_checked = 0
+    for first, length in zip((0, lengths[0]), lengths, strict=True):
+        ids = batch.input_ids[:, first : first + length]
+        output = target.forward(ids, feature_layers=head.feature_layers)
+        ends = [2, 3, 5, 6] if length == 9 else [4, 7, 8, 11]
+        for end, state in read_in_steps(head, output, ids, ends):
+            at = by_start[first + end - 2]
+            state.num_depths = 3
+            logits = [head.first_logits(state)]
+            for depth in range(1, 3):
+                token = ids[:, end - 1 + depth : end + depth]
+                logits.append(head.expand(state, token, None, depth=depth)[:, 0])
+            num_valid = int(starts.valid[0, at].sum())
+            served = torch.cat(logits)[:num_valid]
+            torch.testing.assert_close(served, taught[0, at, :num_valid], rtol=1e-5, atol=1e-5)
+            num_checked += num_valid
+    assert num_checked > 20
+
+
+def dense(query, keys, values, context, mask, sees):
+    """Every slot of every block over the context and its block, with one mask over all of it; loops over heads."""
+    num_heads, (_, num_kv, _, dim) = query.shape[1], keys.shape
+    num_blocks = mask.shape[2]
+    width = keys.shape[2] // num_blocks
+    of_block = torch.arange(width * num_blocks) % num_blocks
+    of_slot = torch.arange(width * num_blocks) // num_blocks
+    is_own = (of_block[:, None] == of_block) & sees[:, of_block][:, :, of_slot]  # [B, Q, Q]
+    hidden = torch.cat([mask[:, 0, of_block], torch.where(is_own, 0.0, -torch.inf)], -1)  # [B, Q, P + Q]
+    out = []
+    for n in range(num_heads):
+        kv = n // (num_heads // num_kv)
+        all_keys, all_values = (
+            torch.cat([c[:, kv], own[:, kv]], 1) for c, own in zip(context, (keys, values), strict=True)
+        )
+        scores = query[:, n] @ all_keys.transpose(1, 2) / dim**0.5 + hidden
+        out.append(scores.softmax(-1) @ all_values)
+    return torch.stack(out, 2)  # [B, Q, N, H]
+
+
+def test_blocks_attend_as_under_a_dense_mask():
+    """Output and gradients; blocks of several widths."""
+    source, num_blocks, width, length = torch.Generator().manual_seed(3), 5, 3, 12
+    sizes = [(4, width * num_blocks), (2, width * num_blocks), (2, width * num_blocks), (2, length), (2, length)]
+    inputs = [torch.randn(2, *size, 8, generator=source, requires_grad=True) for size in sizes]
+    query, keys, values, *context = inputs
+    at = torch.tensor([[0, 2, 3, 7, 11], [1, 2, 5, 6, 9]])  # [B, S]
+    mask = torch.where(torch.arange(length) <= at[..., None], 0.0, torch.finfo(torch.float32).min)[:, None]
+    sees = torch.arange(width) < torch.tensor([[3, 1, 2, 3, 3], [2, 3, 3, 1, 3]])[..., None]  # [B, S, W]
+    blocks = blocks_of(at.amax(0).tolist(), at.device)
+    ours = attend_blocks(query, keys, values, context=tuple(context), mask=mask, blocks=blocks, sees_slots=sees)
+    wanted = dense(query, keys, values, context, mask, sees)
+    is_slot = sees.transpose(1, 2).flatten(1)[..., None, None]  # the others are not read
+    torch.testing.assert_close(ours * is_slot, wanted * is_slot, rtol=1e-5, atol=1e-5)
+    grad = torch.randn(ours.shape, generator=source) * is_slot
+    for a, b in zip(*(torch.autograd.grad(out, inputs, grad) for out in (ours, wanted)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sample_from_anchor", [True, False])
+def test_a_text_learned_by_heart_is_drafted_whole(target, sample_from_anchor):
+    prompt = [1, 7, 8, 3]
+    [text] = generate(target, None, [prompt], max_new_tokens=37, eos_token_ids=[]).token_ids
+    config = BlockConfig(
+        num_depths=4, num_layers=1, markov_rank=8, loss={"hard_ce": 1.0}, sample_from_anchor=sample_from_anchor
+    )
+    head = build_head(config, target, seed=1)
+    ids = torch.tensor([prompt + text])
+    batch = DraftBatch(
+        ids, torch.arange(ids.shape[1])[None] >= 4, target.forward(ids, feature_layers=head.feature_layers)
+    )
+    optimizer = torch.optim.AdamW(head.parameters(), lr=2e-2, betas=(0.9, 0.95))
+    for _ in range(80):
+        optimizer.zero_grad()
+        out = head.loss(batch)
+        if bool(out.hits[out.starts.valid].all()):
+            break
+        out.loss.backward()
+        optimizer.step()
+    done = generate(target, head.eval(), [prompt], max_new_tokens=36, eos_token_ids=[])
+    assert done.token_ids[0] == text[:36]
+    assert acceptance(done.rounds, num_draft_tokens=4).length == 5, "K + 1: one forward per five tokens"
+
+
+def test_every_kind_of_target_keeps_its_greedy_text(family, tiny_target):
+    target = tiny_target(family)
+    head, prompts = built(target, num_depths=3, markov_rank=8), [[1, 5, 9], [1, 7, 8, 3, 22, 40]]
+    wanted = generate(target, None, prompts, max_new_tokens=20, eos_token_ids=[]).token_ids
+    assert generate(target, head, prompts, max_new_tokens=20, eos_token_ids=[]).token_ids == wanted
+    tree = StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 0)))
+    assert generate(target, head, prompts, max_new_tokens=20, eos_token_ids=[], tree=tree).token_ids == wanted
+
+
+def test_drafts_drawn_from_a_block_leave_the_targets_distribution(tiny_target, chi_square):
+    target = tiny_target("llama", vocab_size=6, eos_token_id=None)
+    head = built(target, num_depths=2, num_layers=1, markov_rank=8)
+    assert chi_square(target, head, tree=StaticTree(((0,), (1,), (0, 0), (1, 0)), sampled=True)) < 1.5
+
+
+def test_a_narrow_block_in_training_is_the_block_of_a_smaller_k(target, make_batch):
+    head = built(target, num_depths=4, markov_rank=8)
+    batch = make_batch(target, head)
+    starts = head.chain_starts(batch.loss_mask)
+    starts = replace(starts, widths=torch.full_like(starts.positions, 2))
+    narrow = torch.stack([head.draft_logits(h, k) for k, h in enumerate(head.unroll(batch, starts))][:2], 2)
+    small, wanted = head.teacher_forced_logits(batch, num_depths=2)
+    valid = small.valid[..., 0]
+    torch.testing.assert_close(narrow[valid], wanted[valid], rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(narrow[valid], head.teacher_forced_logits(batch)[1][valid][:, :2], atol=1e-3)
+
+
+def test_blocks_are_drawn_from_the_supervised_without_replacement():
+    mask = torch.rand(3, 40, generator=torch.Generator().manual_seed(1)) < 0.9
+    mask[2, 5:] = False
+    every = chain_starts(mask, 4)
+    torch.manual_seed(5)
+    drawn = drawn_starts(every, most=8, narrow_share=0.5)
+    torch.manual_seed(5)
+    again = drawn_starts(every, most=8, narrow_share=0.5)
+    assert torch.equal(drawn.positions, again.positions) and torch.equal(drawn.valid, again.valid)
+    assert drawn.widths is not None and set(drawn.widths.flatten().tolist()) == {1, 2, 3, 4}
+    places = [dict(zip(p.tolist(), v, strict=True)) for p, v in zip(every.positions, every.valid, strict=True)]
+    for row, (positions, valid, widths) in enumerate(zip(drawn.positions, drawn.valid, drawn.widths, strict=True)):
+        kept = positions[valid[:, 0]].tolist()
+        assert len(kept) == min(8, int(every.valid[row, :, 0].sum())) and kept == sorted(set(kept))
+        for at, depths, width in zip(positions.tolist(), valid, widths.tolist(), strict=True):
+            assert torch.equal(depths, places[row][at] & (torch.arange(4) < width))
+    assert drawn_starts(every, most=8).widths is None
+
+
+def test_a_smaller_k_is_taught_as_it_is_decoded(tiny_target):
+    """The teacher-forced length that a report holds against the decoded one: of a block of that width."""
+    target = tiny_target("llama", vocab_size=9)
+    head, lengths = built(target, num_depths=4, num_layers=1, markov_rank=8), []
+    [text] = generate(target, None, [[1, 5, 3]], max_new_tokens=60, eos_token_ids=[]).token_ids
+    for token in sorted(set(text[8:])):
+        target.model.generation_config.eos_token_id = token
+        config = MeasureConfig(max_new_tokens=60, num_repeats=1, setting=chain(2))
+        entry, _ = measure(target, head, Suite("one", [[1, 5, 3]]), config, name="tiny")
+        assert entry.teacher_forced_acceptance_length == entry.acceptance_length, token
+        lengths.append(entry.acceptance_length or 0)  # a first token that ends the text
+    assert max(lengths) > 1.1, lengths
+
+
+def test_a_step_trains_on_drawn_blocks_and_validation_on_all(target, make_batch):
+    head = built(target, num_depths=2, num_blocks=3)
+    batch = make_batch(target, head)
+    starts = head.training_starts(batch.loss_mask)
+    assert starts.positions.shape == (3, 3)
+    out = head.loss(replace(batch, starts=starts))
+    assert out.hits.shape == (3, 3, 2) and out.depth_count[0] == 9
+    assert head.loss(batch).hits.shape[1] > 3
+
+
+@pytest.mark.parametrize("size", [2, 100], ids=["chunks", "whole"])
+def test_the_loss_of_drawn_blocks_is_that_of_these_blocks(size, target, make_batch, monkeypatch):
+    """Loss and gradients, against plain loops over the blocks; drawn blocks leave gaps, narrow ones end early."""
+    monkeypatch.setattr(DraftHead, "positions_per_chunk", lambda *_: size)
+    head = built(target, num_depths=3, num_layers=1, markov_rank=8, num_blocks=4, narrow_share=0.5, depth_decay=2.0)
+    batch = make_batch(target, head)
+    torch.manual_seed(1)
+    batch.starts = starts = head.training_starts(batch.loss_mask)
+    assert starts.widths is not None and len(set(starts.widths.flatten().tolist())) > 1
+    head.loss(batch).loss.backward()
+    got = {name: parameter.grad for name, parameter in head.named_parameters()}
+    head.zero_grad()
+    losses, counts = [torch.zeros(())] * 3, starts.valid.sum((0, 1))
+    for depth, hidden in enumerate(head.unroll(batch, starts)):
+        for b, s in starts.valid[..., depth].nonzero().tolist():
+            post_norm = batch.output.post_norm[b, starts.positions[b, s] + 1 + depth]
+            teacher = target.logits(post_norm).log_softmax(-1)
+            draft = head.draft_logits(hidden[b, s], depth).log_softmax(-1)
+            losses[depth] = losses[depth] + (teacher.exp() * (teacher - draft)).sum() / counts[depth]
+    loss = sum(math.exp(-k / 2) * part for k, part in enumerate(losses))
+    torch.testing.assert_close(head.loss(batch).loss, loss, rtol=1e-5, atol=1e-6)
+    loss.backward()
+    for name, parameter in head.named_parameters():
+        torch.testing.assert_close(got[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_the_mask_token_is_unused_and_its_embedding_is_not_degenerate(tiny_target):
+    target = tiny_target("llama", eos_token_id=2)
+    assert default_mask_token(target) == 0, "padding, where no tokenizer says what is unused"
+    with torch.no_grad():
+        target.input_embedding.weight[0] = 0
+    assert default_mask_token(target) == 2, "a row of zeros tells slots nothing"
+
+
+def test_an_unused_row_comes_before_padding(saved_target, tmp_path):
+    from headstart.heads.target import Target
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(saved_target)
+    model.resize_token_embeddings(64, mean_resizing=True)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[61] = 0
+        model.get_input_embeddings().weight[62].normal_(std=0.25)
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(saved_target).save_pretrained(tmp_path)
+    assert default_mask_token(Target.load(tmp_path)) == 62
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"output": "none"}, "output 'none': expected own or shared"),
+        ({"draft_vocab_size": 9}, "set output: own"),
+        ({"narrow_share": 1.5}, "narrow_share 1.5: expected at most 1"),
+        ({"mask_token_id": 61}, "head.mask_token_id 61: the target has 61 tokens"),
+        ({"feature_layers": [2, 1]}, "must ascend"),
+        ({"loss": {"confidence": 1.0}}, "unknown loss"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(target, make_batch, options, message):
+    with pytest.raises(BadInput, match=message):
+        head = build_head(BlockConfig(**options), target)
+        head.loss(make_batch(target, head))
+
+
+def test_confidence_learns_how_often_drafts_are_accepted(target, make_batch):
+    """Of a head whose drafts stay as they are, it comes to tell sure drafts from others."""
+    head = built(target, num_depths=2, num_layers=1, markov_rank=8, confidence=True)
+    batch, estimate = make_batch(target, head, num_rows=1), head.confidence_head
+    assert estimate is not None
+    optimizer, losses = torch.optim.AdamW(estimate.parameters(), lr=3e-2), []
+    for _ in range(30):
+        out = head.loss(batch)
+        losses.append(out.loss.item())
+        optimizer.zero_grad()
+        out.loss.backward()
+        optimizer.step()
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_features_are_spread_as_published():
+    assert default_feature_layers(36) == [2, 10, 18, 26, 34], "DFlash's layer outputs 1, 9, 17, 25, 33"
+    assert default_feature_layers(5) == [1, 2, 4] and default_feature_layers(1) == [0]
