@@ -16,7 +16,7 @@ from ..measurement.config import DraftSetting, MeasureConfig, chains
 from ..measurement.measure import measure
 from ..measurement.step_times import NUM_PASSES, StepTable, StepTime, measure_step_times, most_tokens
 from ..suites.prompts import Suite
-from .engine_settings import ScheduleRange, for_sglang, measured_lengths, schedule
+from .engine_settings import ScheduleRange, for_llamacpp, for_sglang, measured_lengths, schedule
 from .load import NUM_SERVED, NUM_SIMULATED, LoadPoint, load_curve, simulated_servers
 from .machine_profile import MachineProfile, times_on
 from .prediction import (
@@ -83,6 +83,7 @@ class Plan:
     load: list[LoadPoint]
     vllm_schedule: list[ScheduleRange]
     sglang_flags: str | None
+    llamacpp_flags: str | None
     step_time_model: MachineProfile | None = None  # of this machine, fitted to step_times
 
     def to_json(self) -> dict[str, Any]:
@@ -142,6 +143,7 @@ class Planner:
             load=self.load(accepted, times, advice[0].cell.setting, ranges, most),
             vllm_schedule=ranges,
             sglang_flags=for_sglang(cells, self.family),
+            llamacpp_flags=for_llamacpp(cells, self.family),
         )
 
     @property
