@@ -122,6 +122,7 @@ def check_servable(head: HeadFolder, conversion: Conversion) -> None:
         problems.append("it drafts for its target with an adapter on it: merge that first")
     if problems:
         raise BadInput(f"head {head.path}: llama.cpp cannot serve it: {'; '.join(problems)}")
+    target_folder(head)
 
 
 def eagle3_refusals(config: Mapping[str, Any]) -> list[str]:

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -132,6 +133,22 @@ def test_a_target_whose_graph_hands_out_no_features_is_refused(tiny_target, tmp_
     save_head(head, tmp_path / "run" / "final")
     with pytest.raises(BadInput, match="its graph of a qwen2 target hands out no features"):
         export_head(tmp_path / "run", tmp_path / "out", to="llama.cpp")
+
+
+def test_a_target_that_is_no_local_folder_is_refused_before_anything_is_written(trained, tmp_path, monkeypatch):
+    run = trained("eagle3")
+    at = run / "final" / "config.json"
+    at.write_text(at.read_text().replace(str(json.loads(at.read_text())["headstart"]["target"]["name"]), "OWNER/MODEL"))
+    config = {"model_type": "llama", "dtype": "float32"}
+    monkeypatch.setattr(
+        "headstart.heads.export.folder.read_model_config",
+        lambda named: SimpleNamespace(
+            dtype=torch.float32, get_text_config=lambda: SimpleNamespace(to_dict=config.copy)
+        ),
+    )
+    with pytest.raises(BadInput, match="target OWNER/MODEL: no local folder; name one with --target"):
+        export_head(run, tmp_path / "out", to="llama.cpp")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
