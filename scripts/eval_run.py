@@ -17,6 +17,9 @@ from ..eval.measurement.measure import Row, measure_all
 from ..eval.measurement.result import Result, TrainingRecord
 from ..eval.measurement.resume import TREE, BatchStore, settings_key
 from ..eval.measurement.runner import Contender
+from ..eval.measurement.servers.beside import compare_llama_server
+from ..eval.measurement.servers.llama_server import ServerFiles
+from ..eval.measurement.servers.served import measure_served
 from ..eval.measurement.transformers_baseline import compare_transformers
 from ..eval.measurement.tree_search import SHAPED_TREES, TREE_NAMES, drafts_tree, hold_out, named_tree
 from ..eval.report.console import show, training_warnings
@@ -224,6 +227,55 @@ class EvalRun:
             tick()
             results.append(result)
         return results
+
+    def compare_llama_server(self, files: ServerFiles) -> list[Result]:
+        """llama-server's plain decoding on every suite, beside our baseline and beside each drafter of ours."""
+        results = []
+        drafters = [("no drafts", None), *((f"ours with {named.name}", named.drafter) for named in self.drafters)]
+        for (name, drafter), suite in product(drafters, self.suites):
+            tick = progress(len(suite.prompts), f"llama.cpp, {name}, on {suite.name}")
+            results.append(
+                compare_llama_server(
+                    self.target, drafter, suite, self.config, files, name=name, on_prompt=tick, store=self.store
+                )
+            )
+            tick()
+        return results
+
+
+def measure_server(
+    target: Target,
+    files: ServerFiles,
+    suites: Sequence[Suite],
+    config: MeasureConfig,
+    lengths: Sequence[int],
+    store: BatchStore,
+) -> list[Result]:
+    """A GGUF head in llama-server, on every suite and at every K."""
+    results = []
+    for suite in suites:
+        tick = progress(len(suite.prompts) * len(lengths), f"llama-server on {suite.name}")
+        results += measure_served(target, files, suite, config, lengths, on_prompt=tick, store=store)
+        tick()
+    return results
+
+
+def parse_yardstick(spec: str, target: str) -> ServerFiles | None:
+    """`llama-server:PATH[:TARGET.gguf]` as files; None for `transformers` and for nothing.
+
+    Args: target: `--target`, which is served where it is a GGUF file and the spec names none.
+    Raises: BadInput on anything else, and on files that are not there.
+    """
+    if spec in ("", "transformers"):
+        return None
+    kind, _, rest = spec.partition(":")
+    if kind != "llama-server" or not rest:
+        raise BadInput(f"--compare {spec}: expected transformers or llama-server:PATH[:TARGET.gguf]")
+    binary, file = (rest, target) if not rest.endswith(".gguf") else rest.rsplit(":", 1)
+    if not file.endswith(".gguf"):
+        how = "convert it once with llama.cpp's convert_hf_to_gguf.py, or export with --target-outtype"
+        raise BadInput(f"--compare {spec}: name the target's GGUF file behind it, llama-server:PATH:TARGET.gguf; {how}")
+    return ServerFiles(Path(binary), Path(file))
 
 
 def report_all(target: Target, results: list[Result], rounds: list[Row], output: Path) -> None:

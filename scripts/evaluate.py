@@ -1,5 +1,6 @@
 """`headstart eval`: what drafters save, as a command."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +12,8 @@ from ..configs.errors import BadInput, first_line
 
 if TYPE_CHECKING:
     import torch
+
+    from ..eval.measurement.servers.llama_server import ServerFiles
 
 TARGET, DRAFTS, PROMPTS, DECODING, MEASURING, OUTPUT = (  # an option in this panel of the help
     partial(typer.Option, rich_help_panel=panel)
@@ -84,8 +87,19 @@ def evaluate(
         str, MEASURING(help="eager, graph (CUDA graphs) or compile; default: graph on a GPU, eager on a CPU.")
     ] = "",
     compare: Annotated[
-        str, MEASURING(help="`transformers`: also time its own generate, and its own use of these drafters.")
+        str,
+        MEASURING(
+            help="Time another engine beside ours: transformers, with these drafters too; or "
+            "llama-server:PATH[:TARGET.gguf], without drafts."
+        ),
     ] = "",
+    engine: Annotated[
+        str, MEASURING(help="headstart; or llama-server: the head and the target are GGUF files.")
+    ] = "headstart",
+    server_bin: Annotated[
+        Path | None, MEASURING(envvar="LLAMA_SERVER", help="llama-server's binary, for --engine llama-server.")
+    ] = None,
+    server_args: Annotated[str, MEASURING(help="More flags for it, e.g. '-t 8 -ngl 99'.")] = "",
     output: Annotated[Path, OUTPUT(help="Folder for report.html, report.json and rounds.jsonl.")],
     overwrite: Annotated[bool, OUTPUT("--overwrite", help="Replace a finished report of other settings.")] = False,
 ) -> None:
@@ -95,6 +109,7 @@ def evaluate(
     Examples:
       headstart eval --target MODEL --head runs/a/final --prompts prompts.jsonl --output runs/a/eval
       headstart eval --target MODEL --drafter ngram --drafter draft-model:SMALLER --compare transformers ...
+      headstart eval --engine llama-server --server-bin BIN --target T.gguf --head HEAD.gguf --prompts prompts.jsonl ...
 
     Baseline and speculation run interleaved over the same prompts. The same command again continues a measurement that
     was killed. Exit code 1 where a greedy text differs from the target's own, also in forwards of equal shapes, or
@@ -105,18 +120,24 @@ def evaluate(
     from ..configs.owned import OwnedFolder
     from ..eval.measurement.config import MeasureConfig, chain
     from ..eval.measurement.resume import BatchStore
+    from ..eval.measurement.servers.served import SWEPT
     from ..eval.replay import check_steps
     from ..eval.report.recommendation import is_lossless
     from ..eval.verify import ACCEPT_RULES
     from ..heads.loading import default_device, default_dtype
     from ..heads.target import Target
-    from .eval_run import EvalRun, WantedDrafts, WantedSuites, ready, report_all
+    from .eval_run import EvalRun, WantedDrafts, WantedSuites, measure_server, parse_yardstick, ready, report_all
 
     if temperature == 0 and (top_k or top_p < 1):
         raise BadInput("--top-k and --top-p choose what is sampled: they need --temperature above 0")
-    check_choices(compare=compare, accept=accept, allow_lossy=allow_lossy, typical=(typical_epsilon, typical_delta))
+    check_choices(accept=accept, allow_lossy=allow_lossy, typical=(typical_epsilon, typical_delta))
+    yardstick = parse_yardstick(compare, target)
+    others = bool(drafter or tree or compare or batch_size)
+    served = served_files(engine, server_bin, target, head or [], server_args, others=others)
     wanted = WantedSuites.of(prompts or [], suite or [], suites_dir, system=system, thinking=thinking)
-    drafts = WantedDrafts.of(head or [], drafter or [], tree or ["chain"], tree_nodes, temperature=temperature)
+    drafts = None
+    if not served:
+        drafts = WantedDrafts.of(head or [], drafter or [], tree or ["chain"], tree_nodes, temperature=temperature)
     device = device or default_device()
     config = MeasureConfig(
         setting=None if num_draft_tokens is None else chain(num_draft_tokens),
@@ -136,13 +157,18 @@ def evaluate(
         folder.check_settings(settings, finished="report.json", overwrite=overwrite)
         loaded = Target.load(target, dtype=dtype or default_dtype(target, device), device=device)
         suites = wanted.load(loaded, max_new_tokens=max_new_tokens, limit=limit)
-        suites = ready(suites, batch_size or [1], drafts.trees)
-        drafters = drafts.load(loaded)
+        suites = ready(suites, batch_size or [1], drafts.trees if drafts else [])
+        drafters = drafts.load(loaded) if drafts else []
         with BatchStore(folder.path, on_first=folder.keep) as store:
-            run = EvalRun(loaded, drafters, suites, config, batch_size or [1], drafts, store)
-            results, rounds = run.measure()
-            if compare:
-                results += run.compare_transformers()
+            if drafts is None:
+                assert served is not None
+                lengths = SWEPT if num_draft_tokens is None else [num_draft_tokens]
+                results, rounds = measure_server(loaded, served, suites, config, lengths, store), []
+            else:
+                run = EvalRun(loaded, drafters, suites, config, batch_size or [1], drafts, store)
+                results, rounds = run.measure()
+                if compare:
+                    results += run.compare_llama_server(yardstick) if yardstick else run.compare_transformers()
             folder.record(settings)
             report_all(loaded, results, rounds, folder.path)
             store.finish()
@@ -150,13 +176,35 @@ def evaluate(
         raise typer.Exit(1)
 
 
-def check_choices(*, compare: str, accept: str, allow_lossy: bool, typical: tuple[float | None, float | None]) -> None:
-    """Raises BadInput on an unknown comparator or accept rule, one that is not lossless without --allow-lossy, and
-    parameters of another rule."""
+def served_files(
+    engine: str, binary: Path | None, target: str, heads: Sequence[str], args: str, *, others: bool
+) -> "ServerFiles | None":
+    """What `--engine llama-server` serves; None for our own engine. Raises BadInput on what it cannot be asked for.
+
+    Args: others: whether drafters, trees, batch sizes or engines beside it were asked for.
+    """
+    from ..eval.measurement.servers.llama_server import ServerFiles
+
+    if engine == "headstart":
+        if args:
+            raise BadInput("--server-args: goes with --engine llama-server")
+        return None
+    if engine != "llama-server":
+        raise BadInput(f"--engine {engine}: expected headstart or llama-server")
+    if binary is None:
+        raise BadInput("--engine llama-server: name its binary with --server-bin or in LLAMA_SERVER")
+    if len(heads) != 1 or not heads[0].endswith(".gguf") or not target.endswith(".gguf"):
+        raise BadInput("--engine llama-server: takes --target TARGET.gguf and one --head HEAD.gguf")
+    if others:
+        raise BadInput("--engine llama-server: drafts chains of that head at batch 1, alone")
+    return ServerFiles(binary, Path(target), Path(heads[0]), args)
+
+
+def check_choices(*, accept: str, allow_lossy: bool, typical: tuple[float | None, float | None]) -> None:
+    """Raises BadInput on an unknown accept rule, one that is not lossless without --allow-lossy, and parameters of
+    another rule."""
     from ..eval.verify import ACCEPT_RULES
 
-    if compare not in ("", "transformers"):
-        raise BadInput(f"--compare {compare}: expected transformers")
     if accept not in ACCEPT_RULES:
         raise BadInput(f"--accept {accept}: expected one of {', '.join(ACCEPT_RULES)}")
     if not ACCEPT_RULES[accept].is_lossless and not allow_lossy:

@@ -7,13 +7,20 @@ from typing import Annotated
 
 import typer
 
+from ..configs.errors import BadInput
+
 
 def export(
     source: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or a head's own, RUN/final.")],
     output: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
-    to: Annotated[str, typer.Option(help="vllm, sglang, speculators or hf.")],
+    to: Annotated[str, typer.Option(help="vllm, sglang, speculators, hf or llama.cpp.")],
     target: Annotated[str, typer.Option(help="The target's folder or hub id; default: where it was in training.")] = "",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; default: the target's.")] = "",
+    llama_cpp: Annotated[
+        Path | None, typer.Option(envvar="LLAMA_CPP", help="A checkout of llama.cpp, whose converter makes the files.")
+    ] = None,
+    outtype: Annotated[str, typer.Option(help="Of head.gguf: f32, f16, bf16 or q8_0; default: as --dtype.")] = "",
+    target_outtype: Annotated[str, typer.Option(help="Make target.gguf too, of this type.")] = "",
 ) -> None:
     """Write a trained head as a serving engine loads it, and check it against that engine's contract.
 
@@ -21,34 +28,43 @@ def export(
     Examples:
       headstart export runs/mine served/mine --to vllm
       headstart export runs/mine served/mine --to speculators     then: vllm serve served/mine
+      headstart export runs/mine served/mine --to llama.cpp --llama-cpp ~/llama.cpp --target-outtype bf16
 
     \b
-    eagle, eagle3   vllm, sglang (one folder for both); eagle3 also speculators, which names its target
+    eagle, eagle3   vllm, sglang (one folder for both); eagle3 also speculators, which names its target, and llama.cpp
     medusa          vllm (0.32 at most), hf: FasterDecoding's layout, which TGI reads
-    mtp             vllm, sglang, hf: a copy of the target with the modules in it
-    draft_lm        vllm, sglang, hf: a plain model with the target's tokenizer
+    mtp             vllm, sglang, hf: a copy of the target with the modules in it; llama.cpp, of some targets
+    draft_lm        vllm, sglang, hf, llama.cpp: a plain model with the target's tokenizer
     hydra           none: no engine loads it
 
-    The folder is written whole or not at all. The command that serves it is printed.
+    The folder is written whole or not at all. The command that serves it is printed. For llama.cpp it has head.gguf,
+    and target.gguf where --target-outtype asks for it; without --llama-cpp the conversion is told and left to you.
     """
-    from ..heads.export.check import check_folder
+    from ..heads.export.check import check_export
+    from ..heads.export.llamacpp import Conversion, serve_lines
     from ..heads.export.write import export_head, notes, serve_commands
 
-    head = export_head(source, output, to=to, target=target or None, dtype=dtype or None)
+    is_llamacpp = to == "llama.cpp"
+    if not is_llamacpp and (outtype or target_outtype):
+        raise BadInput(f"--to {to}: --outtype and --target-outtype go with --to llama.cpp")
+    conversion = Conversion(llama_cpp if is_llamacpp else None, outtype or None, target_outtype or None)
+    head = export_head(source, output, to=to, target=target or None, dtype=dtype or None, conversion=conversion)
     for line in notes(head):
         print(f"headstart: {line}", file=sys.stderr)
-    found = check_folder(output)
+    found = check_export(output, to=to)
     for problem in found.problems:
         print(f"headstart: {output}: {problem}", file=sys.stderr)
     print(f"written to {output}: {head.family} for {to} ({found.layout})")
-    for command in serve_commands(head, str(output), to=to).values():
+    commands = serve_commands(head, str(output), to=to).values()
+    for command in serve_lines(head, str(output), conversion) if is_llamacpp else commands:
         print(command)
     if found.problems:
         raise typer.Exit(1)
 
 
 def check(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="An exported head.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="An exported head, or a GGUF file.")],
+    to: Annotated[str, typer.Option(help="llama.cpp: whether it can be converted for that; default: as in it.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout instead of lines.")] = False,
 ) -> None:
     """Find what is wrong with an exported head before an engine serves it without a word.
@@ -57,6 +73,7 @@ def check(
     Examples:
       headstart check served/mine
       headstart check served/mine --json
+      headstart check served/mine/head.gguf
 
     Engines load heads with missing tensors and wrong layer numbers: the text stays right and drafts are no longer
     accepted. Looked at: files, names, shapes and dtypes of tensors, NaN, the draft vocabulary's maps, config keys that
@@ -64,9 +81,12 @@ def check(
 
     Exit code 0: fine; 1: problems, listed; 2: no head's folder.
     """
-    from ..heads.export.check import check_folder
+    from ..heads.export.check import check_export
+    from ..heads.export.write import ENGINES
 
-    found = check_folder(folder)
+    if to not in ("", *ENGINES):
+        raise BadInput(f"--to {to}: expected one of {', '.join(ENGINES)}")
+    found = check_export(folder, to=to)
     if as_json:
         report = {"folder": str(folder), "layout": found.layout, "ok": not found.problems, "problems": found.problems}
         print(json.dumps(report, indent=2))

@@ -194,6 +194,8 @@ def show(planned: "Plan", console: Console) -> None:
         console.print(f"vLLM, in --speculative-config: {json.dumps(keys)[1:-1]}", highlight=False, soft_wrap=True)
     if planned.sglang_flags:
         console.print(f"SGLang: {planned.sglang_flags}", highlight=False, soft_wrap=True)
+    if planned.llamacpp_flags:
+        console.print(f"llama-server: {planned.llamacpp_flags}", highlight=False, soft_wrap=True)
 
 
 def proof_text(advice: "Recommendation") -> str:

@@ -12,6 +12,7 @@ from .sampling_check import SamplingCheck
 
 T = TypeVar("T")
 ENGINE = "headstart"  # the `engine` of results of our own decoding
+SERVER = "llama-server"  # of a head's in that engine, over the same without it
 
 
 @dataclass(frozen=True)
@@ -245,11 +246,16 @@ class Result:
     ours_over_theirs: float | None = None
     ours_over_theirs_ci95: list[float | None] = field(default_factory=lambda: [None, None])
 
+    @property
+    def is_beside(self) -> bool:
+        """Whether it is of an engine that was timed beside ours, and not over itself without drafts."""
+        return self.engine not in (ENGINE, SERVER)
+
     def to_json(self) -> dict[str, Any]:
         """The entry of report.json."""
         entry = asdict(self) | {"trained": self.trained.raw if self.trained else None}
         left_out = {key for key in TYPICAL_KEYS if entry[key] is None}
-        left_out |= OTHER_ENGINES_KEYS if self.engine == ENGINE else set()
+        left_out |= set() if self.is_beside else OTHER_ENGINES_KEYS
         return {key: value for key, value in entry.items() if key not in left_out}
 
     @classmethod
@@ -258,7 +264,9 @@ class Result:
         or of the wrong type."""
         if not isinstance(entry, dict):
             raise BadInput(f"{where}: expected an object, got {entry!r:.60}")
-        left_out = TYPICAL_KEYS | LATER_KEYS | (OTHER_ENGINES_KEYS if entry.get("engine") == ENGINE else set())
+        left_out = (
+            TYPICAL_KEYS | LATER_KEYS | (OTHER_ENGINES_KEYS if entry.get("engine") in (ENGINE, SERVER) else set())
+        )
         missing = [key.name for key in fields(cls) if key.name not in entry and key.name not in left_out]
         if missing:
             raise BadInput(f"{where}.{missing[0]}: is missing")

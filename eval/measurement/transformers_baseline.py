@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -71,12 +71,31 @@ def compare_transformers(
         seed=config.seed,
     )
     kept = kept_in(store, target, drafter, suite, config, name=name, engine="transformers")
-    with their_decoding(target, drafter, config) as theirs:
+    theirs = their_decoding(target, drafter, config)
+    return beside(
+        theirs, target, drafter, suite, config, engine="transformers", name=name, on_prompt=on_prompt, kept=kept
+    )
+
+
+def beside(
+    their_way: AbstractContextManager[Decode],
+    target: Target,
+    drafter: Drafter | None,
+    suite: Suite,
+    config: MeasureConfig,
+    *,
+    engine: str,
+    name: str,
+    on_prompt: Callable[[], object],
+    kept: tuple[BatchStore, str] | None,
+) -> Result:
+    """Another engine's decoding in turns with our baseline and, where there is a drafter, our speculation."""
+    with their_way as theirs:
         ways = [theirs, *our_decoding(target, drafter, suite.prompts, config)]
         sides, done, failed = interleave(ways, suite, config, on_prompt=on_prompt, kept=kept)
     suite = replace(suite.subset(done), failed=[*suite.failed, *failed])
     lossless = text_check(target, drafter, suite, config, sides[0].texts, sides[-1].texts)
-    return result_of(suite, config, [sides[0], sides[1], sides[-1]], lossless, name=name)
+    return result_of(suite, config, [sides[0], sides[1], sides[-1]], lossless, engine=engine, name=name)
 
 
 def has_counterpart(target: Target, drafter: Drafter | None) -> bool:
@@ -219,9 +238,9 @@ def text_check(
 
 
 def result_of(
-    suite: Suite, config: MeasureConfig, sides: Sequence[Answers], lossless: LosslessReport, *, name: str
+    suite: Suite, config: MeasureConfig, sides: Sequence[Answers], lossless: LosslessReport, *, engine: str, name: str
 ) -> Result:
-    """The result of transformers' decoding. Args: sides: its own, our baseline's, and ours, which may be the same."""
+    """Of another engine's decoding. Args: sides: its own, our baseline's, and ours, which may be the same."""
     theirs, texts = sides[0], sides[0].texts
     num_tokens = sum(map(len, texts))
     their_seconds, base_seconds, our_seconds = (side.seconds_for(texts) for side in sides)
@@ -237,7 +256,7 @@ def result_of(
         suite,
         config,
         config.setting,
-        engine="transformers",
+        engine=engine,
         drafter=name,
         num_prompts=len(suite.prompts),
         failed=suite.failed,

@@ -1,9 +1,10 @@
-"""A plan as serving engines take it: vLLM's K by batch size, SGLang's flags."""
+"""A plan as serving engines take it: vLLM's K by batch size, SGLang's and llama-server's flags."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from ...heads.drafting import DynamicTree, StaticTree
+from ...heads.export.llamacpp import server_flags
 from ...heads.export.write import sglang_flags
 from ..measurement.config import DraftSetting
 from .prediction import LEAST_GAIN, Accepted, Cell, StepTimes, recommend, steady_speedup
@@ -69,13 +70,25 @@ def for_sglang(cells: Sequence[Cell], family: str) -> str | None:
 
     Of chains and dynamic trees, which it drafts. None where it does not load the family, or nothing helps.
     """
-    gains: dict[DraftSetting, float] = {}
-    for cell in cells:
-        if cell.load == "prompts" and not isinstance(cell.setting.tree, StaticTree):
-            gains[cell.setting] = gains.get(cell.setting, 1.0) * cell.assured_speedup
-    best = max(gains, key=lambda setting: gains[setting], default=None)
-    if best is None or gains[best] <= 1:
+    best = best_for_all(cells, lambda setting: not isinstance(setting.tree, StaticTree))
+    if best is None:
         return None
     folder = "" if family == "mtp" else "HEAD"
     top_k, num_nodes = (best.tree.top_k, best.tree.num_nodes) if isinstance(best.tree, DynamicTree) else (1, 0)
     return sglang_flags(family, best.num_draft_tokens, folder=folder, top_k=top_k, num_nodes=num_nodes)
+
+
+def for_llamacpp(cells: Sequence[Cell], family: str) -> str | None:
+    """llama-server's flags for the best chain over all batch sizes; None as of SGLang's."""
+    best = best_for_all(cells, lambda setting: setting.tree is None)
+    return best and server_flags(family, best.num_draft_tokens, file="HEAD.gguf")
+
+
+def best_for_all(cells: Sequence[Cell], is_drafted: Callable[[DraftSetting], bool]) -> DraftSetting | None:
+    """The setting of those that an engine drafts with the highest geometric mean speedup; None where none helps."""
+    gains: dict[DraftSetting, float] = {}
+    for cell in cells:
+        if cell.load == "prompts" and is_drafted(cell.setting):
+            gains[cell.setting] = gains.get(cell.setting, 1.0) * cell.assured_speedup
+    best = max(gains, key=lambda setting: gains[setting], default=None)
+    return None if best is None or gains[best] <= 1 else best

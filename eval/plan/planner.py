@@ -17,7 +17,7 @@ from ..measurement.measure import measure
 from ..measurement.step_times import NUM_PASSES, StepTable, StepTime, measure_step_times, most_tokens
 from ..measurement.tree_search import SHAPED_TREES, drafts_tree, hold_out
 from ..suites.prompts import Suite, filled
-from .engine_settings import ScheduleRange, for_sglang, measured_lengths, schedule
+from .engine_settings import ScheduleRange, for_llamacpp, for_sglang, measured_lengths, schedule
 from .load import NUM_SERVED, NUM_SIMULATED, LoadPoint, load_curve, simulated_servers
 from .machine_profile import MachineProfile, times_on
 from .prediction import (
@@ -84,6 +84,7 @@ class Plan:
     load: list[LoadPoint]
     vllm_schedule: list[ScheduleRange]
     sglang_flags: str | None
+    llamacpp_flags: str | None
     step_time_model: MachineProfile | None = None  # of this machine, fitted to step_times
 
     def to_json(self) -> dict[str, Any]:
@@ -148,6 +149,7 @@ class Planner:
             load=self.load(accepted, times, advice[0].cell.setting, ranges, most),
             vllm_schedule=ranges,
             sglang_flags=for_sglang(cells, self.family),
+            llamacpp_flags=for_llamacpp(cells, self.family),
         )
 
     @property

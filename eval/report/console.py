@@ -50,7 +50,7 @@ def show(report: Report, console: Any) -> None:
 
 def details(result: Result) -> str:
     """A line on what the table has no column for."""
-    if result.engine != ENGINE:
+    if result.is_beside:
         ratio = number(result.ours_over_theirs)
         return f"{result.engine}, {result.drafter}, {result.suite}: ours over theirs {ratio}"
     spread = "/".join(map(number, (result.speedup_p10, result.speedup_median, result.speedup_p90)))

@@ -13,7 +13,7 @@ from ...configs.jsonl import loads
 from ...heads.target import Target
 from ..measurement.bandwidth import with_share
 from ..measurement.environment import Environment, TargetInfo
-from ..measurement.result import ENGINE, Result, read_json
+from ..measurement.result import Result, read_json
 
 SCHEMA_VERSION = 1
 
@@ -28,8 +28,8 @@ class Report:
 
     @property
     def ours(self) -> list[Result]:
-        """The results of our engine."""
-        return [result for result in self.results if result.engine == ENGINE]
+        """The results that are over the same engine without drafts: of ours, or of one that was asked for."""
+        return [result for result in self.results if not result.is_beside]
 
     def to_json(self) -> dict[str, Any]:
         return {

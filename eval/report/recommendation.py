@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..measurement.metrics import LEAST_TIMED
-from ..measurement.result import ENGINE, Result
+from ..measurement.result import Result
 from ..measurement.sampling_check import SMALLEST_P
 from .one_result import (
     deviates,
@@ -50,8 +50,8 @@ class Recommendation:
 
 
 def recommend(results: Sequence[Result]) -> Recommendation:
-    """What to deploy of all results of our engine."""
-    ours = [result for result in results if result.engine == ENGINE]
+    """What to deploy of all results that are over the same engine without drafts."""
+    ours = [result for result in results if not result.is_beside]
     best = best_of(ours)
     return refusal(ours) if best is None else approval(best, ours)
 
@@ -172,8 +172,8 @@ def refusal(ours: Sequence[Result]) -> Recommendation:
 
 
 def lossless_evidence(results: Sequence[Result]) -> str:
-    """What the checks of the texts showed, over all results of our engine with a lossless rule."""
-    lossless = [result for result in results if result.engine == ENGINE and has_lossless_rule(result)]
+    """What the checks of the texts showed, over all results of theirs with a lossless rule."""
+    lossless = [result for result in results if not result.is_beside and has_lossless_rule(result)]
     if not lossless:
         return "Every setting was measured with a lossy rule: the text is not the target's."
     return " ".join(filter(None, (greedy_evidence(lossless), sampled_evidence(lossless)))) or "No text was compared."

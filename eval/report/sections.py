@@ -7,7 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from ..measurement.result import ENGINE, Result
+from ..measurement.result import Result
 from .charts import Bar, Series, bar_chart, line_chart
 from .console import lossless_words
 from .document import Report
@@ -161,7 +161,7 @@ def engines_section(results: Sequence[Result]) -> Section:
     section = Section("engines")
     rows = []
     for result in results:
-        if result.engine != ENGINE:
+        if result.is_beside:
             low, high = result.ours_over_theirs_ci95
             ratio = f"{number(result.ours_over_theirs)} [{number(low)}, {number(high)}]"
             speeds = [number(result.tokens_per_second, 1), number(result.ours_tokens_per_second, 1)]

@@ -12,6 +12,8 @@ from . import contracts
 from .block import contract_of_block, is_block
 from .contracts import Contract
 from .folder import switching_word
+from .gguf_check import check_file
+from .llamacpp import SPEC_TYPES
 from .model_contracts import COUNT_KEYS, draft_model, is_module, mtp, mtp_layout
 from .tensor_files import INTEGERS, TensorFiles, read_tensor_files
 
@@ -34,8 +36,28 @@ class Checked:
     problems: list[str]  # a line each
 
 
-def check_folder(folder: str | Path) -> Checked:
-    """Compare a folder with the contract of its layout. Raises BadInput where it is no head's folder at all."""
+def check_export(path: str | Path, *, to: str = "") -> Checked:
+    """Compare a folder, or a GGUF file, with what engines read of it.
+
+    Args: to: the engine; `llama.cpp` is asked of folders with a GGUF file in them too, all others are one.
+    Raises: BadInput where it is no head at all.
+    """
+    path = Path(path)
+    if path.suffix == ".gguf":
+        return Checked(*check_file(path))
+    files = sorted(path.glob("*.gguf"))
+    found = check_folder(path, for_llamacpp=to == "llama.cpp" or bool(files))
+    for file in files:
+        config = loads((path / "config.json").read_text()) if found.layout else None
+        found.problems.extend(f"{file.name}: {problem}" for problem in check_file(file, config)[1])
+    return found
+
+
+def check_folder(folder: str | Path, *, for_llamacpp: bool = False) -> Checked:
+    """Compare a folder with the contract of its layout: vLLM's and SGLang's, or that of llama.cpp's converter.
+
+    Raises: BadInput where it is no head's folder at all.
+    """
     folder = Path(folder)
     path = folder / "config.json"
     if not path.is_file():
@@ -50,10 +72,14 @@ def check_folder(folder: str | Path) -> Checked:
     layout = recognised(config, stored)
     if layout is None:
         raise BadInput(f"{folder}: neither its config nor its tensors are those of a head that an engine serves")
-    contract = contract_of(layout, folder, config, stored)
     family = FAMILIES.get(layout, "draft_lm")
+    if for_llamacpp and layout == "eagle3":
+        layout = "llamacpp"
+    contract = contract_of(layout, folder, config, stored)
     problems = [*stored.problems, *contract.problems]
-    word = switching_word(folder.absolute(), family)
+    if for_llamacpp and family not in SPEC_TYPES:
+        problems.append(f"llama.cpp has no graph for {family} heads")
+    word = None if for_llamacpp else switching_word(folder.absolute(), family)
     if word is not None:
         problems.append(f"the path has `{word}` in it: vLLM takes the head for another method")
     problems += compared(contract, stored, config) + dtype_problems(family, config, stored)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .folder import PROVENANCE
+from .llamacpp import eagle3_refusals
 
 Shapes = dict[str, tuple[int, ...]]
 FEATURE_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -134,6 +135,18 @@ def eagle3(config: Mapping[str, Any], names: Iterable[str]) -> Contract:
     if "norm_before_fc" in nested and bool(nested["norm_before_fc"]) != bool(config.get("norm_before_fc")):
         contract.problems.append("eagle_config.norm_before_fc: differs from norm_before_fc")
     contract.report("draft_vocab_size" not in config, "draft_vocab_size: missing; SGLang needs the key")
+    contract.want(config, "norm_before_residual", False, "SGLang has no such layer")
+    return eagle3_tensors(config, config, contract, names)
+
+
+def llamacpp(config: Mapping[str, Any], names: Iterable[str]) -> Contract:
+    """EAGLE-3 as llama.cpp's converter reads it."""
+    contract = Contract("eagle3")
+    llama_keys(config, contract)
+    feature_ids(config, contract)
+    without = "draft_vocab_size: missing; the converter takes the folder for a whole Llama without it"
+    contract.report("draft_vocab_size" not in config, without)
+    contract.problems += eagle3_refusals(config)
     return eagle3_tensors(config, config, contract, names)
 
 
@@ -153,6 +166,7 @@ def speculators(config: Mapping[str, Any], names: Iterable[str]) -> Contract:
     llama_keys(layer, contract)
     feature_ids({**config, "num_aux_hidden_states": layer.get("num_aux_hidden_states")}, contract)
     contract.report("draft_vocab_size" not in config, "draft_vocab_size: missing")
+    contract.want(config, "norm_before_residual", False, "SGLang has no such layer")
     return eagle3_tensors(config, layer, contract, names)
 
 
@@ -174,7 +188,6 @@ def eagle3_tensors(
     config: Mapping[str, Any], layer: Mapping[str, Any], contract: Contract, names: Iterable[str]
 ) -> Contract:
     """The tensors of EAGLE-3, whose sizes `layer` says."""
-    contract.want(config, "norm_before_residual", False, "SGLang has no such layer")
     if "target_hidden_size" in config and not isinstance(config["target_hidden_size"], int):
         contract.problems.append("target_hidden_size: must be a number or not there; engines multiply by it")
     sizes = sizes_of(layer, contract, (*SIZES, "num_hidden_layers", "num_aux_hidden_states"))

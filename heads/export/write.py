@@ -10,6 +10,7 @@ from ...configs.errors import BadInput
 from ...configs.files import new_folder
 from .block import method_of, write_block
 from .folder import HeadFolder, read_folder, switching_word, write_config, write_tensors
+from .llamacpp import Conversion, check_servable, target_folder
 from .medusa import ADAPTER_FOLDER, write_blocks, write_published
 from .portable import write_eagle, write_eagle3, write_speculators
 from .stitched import write_stitched
@@ -20,9 +21,7 @@ CHAT_FILES = ("chat_template*", "generation_config.json")
 
 def write_plain(head: HeadFolder, folder: Path, *, to: str) -> None:
     """A draft model and the target's tokenizer as a plain folder. Raises BadInput where the target is not local."""
-    source = Path(head.target)
-    if not source.is_dir():
-        raise BadInput(f"target {head.target}: no local folder; name one with --target: its tokenizer files are copied")
+    source = target_folder(head)
     write_config(folder, {**head.config, **head.provenance})
     write_tensors(folder, head.tensors)
     for pattern in (*TOKENIZER_FILES, "*.model", *CHAT_FILES):
@@ -31,25 +30,37 @@ def write_plain(head: HeadFolder, folder: Path, *, to: str) -> None:
                 shutil.copyfile(path, folder / path.name)
 
 
-ENGINES = ("vllm", "sglang", "speculators", "hf")
+ENGINES = ("vllm", "sglang", "speculators", "hf", "llama.cpp")
 WRITERS: dict[str, dict[str, Callable[..., None]]] = {
     "eagle": {"vllm": write_eagle, "sglang": write_eagle},
-    "eagle3": {"vllm": write_eagle3, "sglang": write_eagle3, "speculators": write_speculators},
+    "eagle3": {
+        "vllm": write_eagle3,
+        "sglang": write_eagle3,
+        "speculators": write_speculators,
+        "llama.cpp": write_eagle3,
+    },
     "medusa": {"vllm": write_blocks, "hf": write_published},
-    "mtp": {"vllm": write_stitched, "sglang": write_stitched, "hf": write_stitched},
-    "draft_lm": {"vllm": write_plain, "sglang": write_plain, "hf": write_plain},
+    "mtp": dict.fromkeys(("vllm", "sglang", "hf", "llama.cpp"), write_stitched),
+    "draft_lm": dict.fromkeys(("vllm", "sglang", "hf", "llama.cpp"), write_plain),
     "block": {"vllm": write_block, "sglang": write_block},
 }
 
 
 def export_head(
-    source: str | Path, output: str | Path, *, to: str, target: str | None = None, dtype: str | None = None
+    source: str | Path,
+    output: str | Path,
+    *,
+    to: str,
+    target: str | None = None,
+    dtype: str | None = None,
+    conversion: Conversion | None = None,
 ) -> HeadFolder:
     """Write a trained head in an engine's layout, whole or not at all; returns what was exported.
 
     Args: source: a run or head folder. to: one of ENGINES. target: folder or hub id, where it is not where it was when
-        the head was trained. dtype: as in `read_folder`.
-    Raises: BadInput where no such engine loads the family, the output exists or its path switches vLLM's method.
+        the head was trained. dtype: as in `read_folder`. conversion: to llama.cpp's files.
+    Raises: BadInput where no such engine loads the family or this head, the output exists, its path switches vLLM's
+        method, or a conversion fails.
     """
     if to not in ENGINES:
         raise BadInput(f"--to {to}: expected one of {', '.join(ENGINES)}")
@@ -61,12 +72,17 @@ def export_head(
         raise BadInput(f"head {source}: no serving engine loads {head.family} heads; headstart eval decodes with it")
     if to not in writers:
         raise BadInput(f"head {source}: {to} loads no {head.family} heads; expected --to {' or '.join(writers)}")
+    conversion = conversion or Conversion()
+    if to == "llama.cpp":
+        check_servable(head, conversion)
     word = switching_word(Path(output).absolute(), head.family)
-    if word is not None:
+    if word is not None and to != "llama.cpp":
         why = f"`{word}` in its path makes vLLM take {head.family} for another method; name it otherwise"
         raise BadInput(f"{output}: {why}")
     with new_folder(output) as folder:
         writers[to](head, folder, to=to)
+        if to == "llama.cpp":
+            conversion.run(head, folder, name=Path(output).name)
     return head
 
 
@@ -103,6 +119,8 @@ def serve_commands(head: HeadFolder, output: str, *, to: str, target: str | None
             "vllm": f"vllm serve {quoted} --speculative-config {spec}",
             "sglang": f"python -m sglang.launch_server --model-path {quoted} {sglang_flags(head.family, num)}",
         }
+    if to == "llama.cpp":
+        return {}
     if to == "speculators":
         return {"vllm": f"vllm serve {quoted}"}
     kind = method_of(head.config) if head.family == "block" else head.family

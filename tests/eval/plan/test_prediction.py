@@ -8,7 +8,7 @@ from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.measurement.config import DraftSetting, MeasureConfig, chains
 from headstart.eval.measurement.metrics import Acceptance
 from headstart.eval.measurement.step_times import StepTime
-from headstart.eval.plan.engine_settings import for_sglang, measured_lengths, schedule
+from headstart.eval.plan.engine_settings import for_llamacpp, for_sglang, measured_lengths, schedule
 from headstart.eval.plan.prediction import (
     Accepted,
     CheckSummary,
@@ -168,7 +168,7 @@ def test_errors_are_relative_to_what_was_measured():
     assert errors(cells[3:]) == CheckSummary(0, None, None)
 
 
-def test_sglang_is_told_the_best_chain_or_dynamic_tree():
+def test_sglang_is_told_the_best_chain_or_dynamic_tree_and_llama_cpp_the_best_chain():
     tree = accepted(3, 4, tree=DynamicTree(num_nodes=15, depth=3, top_k=4), name="dynamic:15")
     settings = [accepted(2, 2), tree]
     for free, wanted in (
@@ -178,9 +178,11 @@ def test_sglang_is_told_the_best_chain_or_dynamic_tree():
         cells = predict(settings, Workload([5, 5], 13), Times(free=free), batch_sizes=(1, 2))
         flags = for_sglang(cells, "eagle3")
         assert flags == f"--speculative-algorithm EAGLE3 --speculative-draft-model-path HEAD {wanted}"
-    assert for_sglang(cells, "medusa") is None
+    assert for_sglang(cells, "medusa") is None and for_llamacpp(cells, "medusa") is None
+    llama = "-md HEAD.gguf --spec-type draft-eagle3 --spec-draft-n-max 2 --spec-draft-p-min 0"
+    assert for_llamacpp(cells, "eagle3") == llama, "chains alone"
     useless = predict([accepted(2, 1)], Workload([5, 5], 13), Times(), batch_sizes=(1,))
-    assert for_sglang(useless, "eagle3") is None
+    assert for_sglang(useless, "eagle3") is None and for_llamacpp(useless, "eagle3") is None
 
 
 def test_what_texts_accept_does_not_depend_on_the_batch_size(target):

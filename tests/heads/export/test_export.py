@@ -16,7 +16,7 @@ from headstart.heads.registry import HEADS, build_head, head_class, save_head
 from headstart.heads.target import Target
 from safetensors.torch import load_file
 
-CASES = [(family, to) for family, writers in WRITERS.items() for to in writers if family != "mtp"]
+CASES = [(family, to) for family, writers in WRITERS.items() for to in writers if family != "mtp" and to != "llama.cpp"]
 OPTIONS: dict[str, Any] = {"medusa": {"num_depths": 2}, "eagle3": {"draft_vocab_size": 24}}
 KEPT = "rms_norm_eps max_position_embeddings rope_theta eos_token_id bos_token_id head_dim num_key_value_heads".split()
 

@@ -1,0 +1,61 @@
+"""llama.cpp's plain decoding as an outside yardstick: whole answers of it and of ours, by turns."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ....heads.drafter import Drafter
+from ....heads.target import Target
+from ...suites.prompts import Suite
+from ..config import MeasureConfig, chain
+from ..result import Result
+from ..resume import BatchStore, kept_in
+from ..transformers_baseline import Decode, beside
+from .llama_server import LlamaServer, ServerFiles
+from .served import HEADROOM
+
+ENGINE = "llama.cpp"  # the `engine` of these results
+
+
+def compare_llama_server(
+    target: Target,
+    drafter: Drafter | None,
+    suite: Suite,
+    config: MeasureConfig,
+    files: ServerFiles,
+    *,
+    name: str,
+    on_prompt: Callable[[], object] = lambda: None,
+    store: BatchStore | None = None,
+) -> Result:
+    """A result for llama-server without drafts, greedy, beside our baseline or our speculation with a drafter.
+
+    Args: files: its binary, and the target as it reads it. name: what the report calls what ours drafted with.
+    Raises: BadInput where the server does not come up.
+    """
+    config = MeasureConfig(
+        setting=chain(0) if drafter is None else config.setting_for(drafter),
+        max_new_tokens=config.max_new_tokens,
+        steps=config.steps,
+        num_repeats=config.num_repeats,
+        seed=config.seed,
+    )
+    command = files.command(max_length=max(map(len, suite.prompts)) + config.max_new_tokens + HEADROOM)
+    kept = kept_in(store, target, drafter, suite, config, name=name, engine=" ".join(command))
+    theirs = plain_decoding(target, command, config)
+    return beside(theirs, target, drafter, suite, config, engine=ENGINE, name=name, on_prompt=on_prompt, kept=kept)
+
+
+@contextmanager
+def plain_decoding(target: Target, command: list[str], config: MeasureConfig) -> Iterator[Decode]:
+    """A server as a way to decode; the token that ends a text, which it leaves out, is put back where it is known."""
+    ends = sorted(target.eos_token_ids)
+
+    def decode(prompt: list[int]) -> tuple[list[int], int]:
+        answer = server.answer(prompt, max_new_tokens=config.max_new_tokens)
+        new = list(answer.token_ids)
+        if answer.is_ended and len(ends) == 1 and new[-1:] != ends:
+            new += ends
+        return new, answer.num_tokens
+
+    with LlamaServer(command) as server:
+        yield decode

@@ -1,0 +1,178 @@
+"""llama.cpp's `llama-server` as a process of ours: started, asked for greedy answers with their timings, ended."""
+
+import json
+import shlex
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ....configs.errors import BadInput, first_line
+from ....heads.export.gguf_check import read_gguf
+from ....heads.export.llamacpp import server_flags
+
+START_SECONDS = 600  # for reading the weights
+ANSWER_SECONDS = 3600
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A greedy answer and the server's own count of it. Times are in milliseconds."""
+
+    token_ids: list[int]
+    num_tokens: int  # the end of the text included
+    prompt_ms: float
+    decode_ms: float  # from the first token to the last
+    num_drafted: int = 0
+    num_accepted: int = 0
+    is_ended: bool = False  # by the target, and not by the limit
+
+    def num_rounds(self, num_draft_tokens: int) -> int:
+        """Forwards of the target behind the prefill.
+
+        Each gives its accepted drafts and one more token. Where the target ends the text within accepted drafts, the
+        server counts those behind the end too, so its rounds are taken from the drafts, which are K in each.
+        """
+        if self.is_ended and num_draft_tokens and self.num_drafted % num_draft_tokens == 0:
+            return self.num_drafted // num_draft_tokens
+        return max(0, self.num_tokens - 1 - self.num_accepted)
+
+
+@dataclass(frozen=True)
+class ServerFiles:
+    """binary: llama-server. target, head: GGUF files; a head of MTP modules may be the target's file. args: more flags
+    for every server, as one types them."""
+
+    binary: Path
+    target: Path
+    head: Path | None = None
+    args: str = ""
+
+    def __post_init__(self) -> None:
+        for what, path in (("--server-bin", self.binary), ("--target", self.target), ("--head", self.head)):
+            if path is not None and not path.is_file():
+                raise BadInput(f"{what} {path}: no such file")
+
+    @property
+    def family(self) -> str:
+        """The head's, by its file."""
+        assert self.head is not None
+        file = read_gguf(self.head)
+        if file.problem:
+            raise BadInput(f"--head {self.head}: {file.problem}")
+        if file.architecture == "eagle3":
+            return "eagle3"
+        return "mtp" if file.own("nextn_predict_layers") else "draft_lm"
+
+    def command(self, *, max_length: int, num_draft_tokens: int = 0) -> list[str]:
+        """Of a server of one row, without its address. Args: num_draft_tokens: K; 0: without the head."""
+        line = [
+            str(self.binary.absolute()),
+            "-m",
+            str(self.target),
+            "-c",
+            str(max_length),
+            "-np",
+            "1",
+            *shlex.split(self.args),
+        ]
+        if num_draft_tokens:
+            assert self.head is not None
+            flags = server_flags(self.family, num_draft_tokens, file=str(self.head))
+            line += shlex.split(flags or "")
+            if self.family == "mtp" and self.head != self.target:
+                line += ["-md", str(self.head)]
+        return line
+
+
+class LlamaServer:
+    """One server, from `with` to its end."""
+
+    def __init__(self, command: Sequence[str]):
+        self.command = list(command)
+        self.log = tempfile.TemporaryFile("w+", errors="replace")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> "LlamaServer":
+        """Raises BadInput, with its last words, where it does not come up."""
+        address = ["--host", "127.0.0.1", "--port", str(self.port)]
+        try:
+            self.process = subprocess.Popen([*self.command, *address], stdout=self.log, stderr=self.log, text=True)
+        except OSError as error:
+            raise BadInput(f"--server-bin {self.command[0]}: {error.strerror}") from error
+        try:
+            self.wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self.process is not None:
+            self.process.terminate()
+            try:
+                self.process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+            self.process = None
+
+    def wait_until_ready(self) -> None:
+        until = time.monotonic() + START_SECONDS
+        while time.monotonic() < until:
+            assert self.process is not None
+            if self.process.poll() is not None:
+                raise BadInput(f"{self.command[0]}: ended with code {self.process.returncode}: {self.last_words()}")
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=10):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.05)
+        raise BadInput(f"{self.command[0]}: not ready after {START_SECONDS} s: {self.last_words()}")
+
+    def last_words(self) -> str:
+        """The last line of its log that speaks of an error, else the last."""
+        self.log.seek(0)
+        lines = [line.strip() for line in self.log if line.strip()] or ["it said nothing"]
+        return next((line for line in reversed(lines) if "error" in line.lower()), lines[-1])
+
+    def answer(self, prompt: Sequence[int], *, max_new_tokens: int) -> Answer:
+        """Continues a prompt greedily. Raises RuntimeError, with what it says, where it cannot."""
+        asked: dict[str, Any] = {"prompt": list(prompt), "n_predict": max_new_tokens, "temperature": 0.0}
+        asked |= {"cache_prompt": False, "return_tokens": True, "stream": False}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/completion",
+            data=json.dumps(asked).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as response:
+                said = json.load(response)
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(f"llama-server: {error.read().decode(errors='replace')[:300]}") from error
+        except (urllib.error.URLError, OSError) as error:
+            raise RuntimeError(f"llama-server: {first_line(error)}; its log: {self.last_words()}") from error
+        timings = said["timings"]
+        return Answer(
+            token_ids=said["tokens"],
+            num_tokens=timings["predicted_n"],
+            prompt_ms=timings["prompt_ms"],
+            decode_ms=timings["predicted_ms"],
+            num_drafted=timings.get("draft_n", 0),
+            num_accepted=timings.get("draft_n_accepted", 0),
+            is_ended=said.get("stop_type") == "eos",
+        )

@@ -1,0 +1,160 @@
+"""What a head saves in llama-server: with it and without it, prompt by prompt and by turns, as for our own engine."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ....configs.errors import BadInput
+from ....heads.target import Target
+from ...suites.prompts import Suite
+from ..config import MeasureConfig, chain
+from ..lossless import compare_texts
+from ..passes import measure_parts
+from ..result import SERVER, Result
+from ..resume import BatchStore, Record, kept_in
+from ..summary import rounded, unmeasured, with_speedup
+from .llama_server import Answer, LlamaServer, ServerFiles
+
+SWEPT = (1, 2, 3, 5, 7)  # K, where none is named
+HEADROOM = 16  # positions that the server keeps free beyond a prompt and its answer
+
+
+@dataclass(frozen=True)
+class Served:
+    """A prompt's answers with the head and without it, one per repeat."""
+
+    drafted: list[Answer]
+    plain: list[Answer]
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Of decoding without and with the head, for as many tokens as came with it; prefills left out."""
+        num_tokens, per_token = decoded(self.drafted), decode_seconds(self.plain) / max(1, decoded(self.plain))
+        return per_token * num_tokens, decode_seconds(self.drafted)
+
+
+def decoded(answers: Sequence[Answer]) -> int:
+    """Tokens but the first of each, which the prefill gives."""
+    return sum(max(0, answer.num_tokens - 1) for answer in answers)
+
+
+def decode_seconds(answers: Sequence[Answer]) -> float:
+    return sum(answer.decode_ms for answer in answers) / 1000
+
+
+@dataclass(frozen=True)
+class ServedDrafter:
+    """What stands for a head in the key under which its measurement is kept."""
+
+    command: str
+    changed: tuple[float, ...]  # when the files that it reads were
+
+
+def measure_served(
+    target: Target,
+    files: ServerFiles,
+    suite: Suite,
+    config: MeasureConfig,
+    lengths: Sequence[int],
+    *,
+    on_prompt: Callable[[], object] = lambda: None,
+    store: BatchStore | None = None,
+) -> list[Result]:
+    """A result per K, greedy, batch 1. Two servers are up at a time, of which one works.
+
+    Args: target: what the prompts were tokenised for. lengths: K. on_prompt: called after each prompt and K.
+    Raises: BadInput where a server does not come up, and on settings that it is not asked with.
+    """
+    check_settings(config)
+    max_length = max(map(len, suite.prompts)) + config.max_new_tokens + HEADROOM
+    results = []
+    with LlamaServer(files.command(max_length=max_length)) as plain:
+        for length in lengths:
+            command = files.command(max_length=max_length, num_draft_tokens=length)
+            config = replace(config, setting=chain(length))
+            paths = [path for path in (files.binary, files.target, files.head) if path]
+            drafter = ServedDrafter(" ".join(command), tuple(path.stat().st_mtime for path in paths))
+            name = files.head.name if files.head else "none"
+            kept = kept_in(store, target, drafter, suite, config, name=name, engine=SERVER)
+            with LlamaServer(command) as drafting:
+                results.append(one_length([drafting, plain], suite, config, name, on_prompt=on_prompt, kept=kept))
+    return results
+
+
+def check_settings(config: MeasureConfig) -> None:
+    if config.temperature or config.accept != "exact" or config.stop_strings or config.batch_size != 1:
+        raise BadInput("--engine llama-server: is measured greedily, at batch 1, with no --stop and no other --accept")
+
+
+def one_length(
+    servers: Sequence[LlamaServer],
+    suite: Suite,
+    config: MeasureConfig,
+    name: str,
+    *,
+    on_prompt: Callable[[], object],
+    kept: tuple[BatchStore, str] | None,
+) -> Result:
+    """Both sides of all prompts at one K."""
+
+    def ask(prompt: list[int], which: int) -> Answer:
+        return servers[which].answer(prompt, max_new_tokens=config.max_new_tokens)
+
+    def warm_up(part: Suite) -> None:
+        for which in range(2):
+            ask(part.prompts[0], which)
+
+    def both(number: int, part: Suite) -> Record:
+        found: list[list[dict[str, Any]]] = [[], []]
+        for repeat in range(config.num_repeats):
+            for which in (0, 1) if (number + repeat) % 2 == 0 else (1, 0):
+                found[which].append(asdict(ask(part.prompts[0], which)))
+        return {"sides": found}
+
+    parts = [suite.subset([i]) for i in range(len(suite.prompts))]
+    done, failed = measure_parts(parts, both, warm_up, kept=kept, on_part=on_prompt)
+    answers = [Served(*([Answer(**one) for one in side] for side in record["sides"])) for record in done.values()]
+    suite = replace(suite.subset(list(done)), failed=[*suite.failed, *failed])
+    return result_of(suite, config, answers, name=name)
+
+
+def result_of(suite: Suite, config: MeasureConfig, served: Sequence[Served], *, name: str) -> Result:
+    """The figures that a server's own counts give: those of single rounds and positions stay empty."""
+    setting, num_prompts = config.setting, len(suite.prompts)
+    assert setting is not None
+    empty = unmeasured(
+        suite, config, setting, engine=SERVER, drafter=name, num_prompts=num_prompts, failed=suite.failed
+    )
+    if not served:
+        return empty
+    firsts, length = [one.drafted[0] for one in served], setting.num_draft_tokens
+    num_rounds, num_committed = sum(answer.num_rounds(length) for answer in firsts), decoded(firsts)
+    accepted = (num_committed - num_rounds) / num_rounds if num_rounds else None
+    plain_seconds, seconds = (sum(times) for times in zip(*(one.seconds for one in served), strict=True))
+    num_tokens = sum(decoded(one.drafted) for one in served)
+    prefills = [answer.prompt_ms for one in served for answer in one.drafted]
+    plain_prefills = [answer.prompt_ms for one in served for answer in one.plain]
+    whole, plain_whole = seconds + sum(prefills) / 1000, plain_seconds + sum(plain_prefills) / 1000
+    return replace(
+        with_speedup(empty, [one.seconds for one in served if all(one.seconds)]),
+        num_tokens=sum(answer.num_tokens for answer in firsts),
+        num_rounds=num_rounds,
+        num_committed=num_committed,
+        acceptance_length=None if accepted is None else rounded(1 + accepted),
+        acceptance_rate=[rounded(accepted) if length == 1 else None] * length,
+        tokens_per_second=rounded(num_tokens / seconds if seconds else None, 2),
+        baseline_tokens_per_second=rounded(num_tokens / plain_seconds if plain_seconds else None, 2),
+        end_to_end_speedup=rounded(plain_whole / whole if whole else None),
+        ttft_ms=rounded(statistics.median(prefills), 3),
+        baseline_ttft_ms=rounded(statistics.median(plain_prefills), 3),
+        time_per_output_token_ms=rounded(1000 * seconds / max(1, num_tokens), 3),
+        baseline_time_per_output_token_ms=rounded(1000 * plain_seconds / max(1, num_tokens), 3),
+        # a text that differs cannot be replayed there in forwards of equal shapes, so it stays unexplained
+        lossless=compare_texts(
+            [one.plain[0].token_ids for one in served],
+            [one.drafted[0].token_ids for one in served],
+            lambda: [0] * len(served),
+            numbers=[source.number for source in suite.sources],
+        ),
+    )

@@ -1,0 +1,177 @@
+"""Heads for llama.cpp: what it cannot serve, and the conversion to GGUF by the user's own checkout of it.
+
+Its converter reads the Hugging Face layouts that other engines load, so those are what is written; the permutation of
+q and k, tokenizers and rotary factors are the converter's job and change often. Read in llama.cpp of November 2026.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...configs.errors import BadInput
+from ..importing.gguf import gguf_folder
+from .folder import HeadFolder
+
+SPEC_TYPES = {"eagle3": "draft-eagle3", "draft_lm": "draft-simple", "mtp": "draft-mtp"}  # --spec-type of each family
+OUTTYPES = ("f32", "f16", "bf16", "q8_0")
+OF_DTYPE = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+SCRIPT = "convert_hf_to_gguf.py"
+NUM_TAPS = 3
+ROTATIONS = ("default", "linear", "yarn", "llama3", "longrope")
+# kinds of target (model_type) whose graphs hand out the states that enter their layers; asked for another one's,
+# llama-server aborts
+TAPPED = (
+    "llama mistral mixtral qwen3 qwen3_moe qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text gpt_oss lfm2 "
+    "nemotron_h minimax_m2"
+).split()
+# those whose MTP modules have a graph
+WITH_MODULES = "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text deepseek_v32 glm4_moe".split()
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """How to make GGUF files. llama_cpp: a checkout; None: the command is told, and left to the user. outtype: of the
+    head's weights; None: as exported. target_outtype: the target is converted too, to these weights."""
+
+    llama_cpp: Path | None = None
+    outtype: str | None = None
+    target_outtype: str | None = None
+
+    def __post_init__(self) -> None:
+        for option, kind in (("--outtype", self.outtype), ("--target-outtype", self.target_outtype)):
+            if kind is not None and kind not in OUTTYPES:
+                raise BadInput(f"{option} {kind}: expected one of {', '.join(OUTTYPES)}")
+        if self.llama_cpp is not None and not (self.llama_cpp / SCRIPT).is_file():
+            raise BadInput(f"--llama-cpp {self.llama_cpp}: no {SCRIPT} in it, so it is no checkout of llama.cpp")
+
+    def commands(self, head: HeadFolder, folder: Path, *, name: str) -> list[list[str]]:
+        """What makes the files of an exported folder; the first of each is an interpreter.
+
+        Args: name: what the files are to call the head.
+        """
+        script = str((self.llama_cpp or Path("llama.cpp")) / SCRIPT)
+        python = os.environ.get("LLAMA_CPP_PYTHON") or (sys.executable if self.llama_cpp else "python")
+        kind = self.outtype or OF_DTYPE[head.config["dtype"]]
+        file = folder / file_name(head.family)
+        made = [python, script, str(folder), "--outfile", str(file), "--outtype", kind, "--model-name", name]
+        if head.family == "mtp":
+            return [made]
+        target = str(target_folder(head))
+        if head.family == "eagle3":
+            made += ["--target-model-dir", target]
+        if self.target_outtype is None:
+            return [made]
+        whole = ["--outfile", str(folder / "target.gguf"), "--outtype", self.target_outtype]
+        return [made, [python, script, target, *whole]]
+
+    def run(self, head: HeadFolder, folder: Path, *, name: str) -> None:
+        """Converts, where there is a checkout. Raises BadInput with what the converter says last where it fails."""
+        if self.llama_cpp is None:
+            return
+        for command in self.commands(head, folder, name=name):
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+            except OSError as error:
+                raise BadInput(f"{command[0]}: {error.strerror}: LLAMA_CPP_PYTHON names the interpreter") from error
+            if done.returncode:
+                said = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["no word on why"]
+                hint = ""
+                if "ModuleNotFoundError" in said[-1] or "ImportError" in said[-1]:
+                    hint = " (install it, or name an interpreter that has it in LLAMA_CPP_PYTHON)"
+                raise BadInput(f"{command[1]}: {said[-1]}{hint}")
+
+
+def file_name(family: str) -> str:
+    """The GGUF file of an exported folder: modules are served from the file of the whole target."""
+    return "model.gguf" if family == "mtp" else "head.gguf"
+
+
+def target_folder(head: HeadFolder) -> Path:
+    """Where the target's config and tokenizer are; of a GGUF file, its dequantised folder. Raises BadInput where it is
+    no local folder."""
+    if head.target.endswith(".gguf"):
+        return gguf_folder(head.target)
+    if not Path(head.target).is_dir():
+        raise BadInput(f"target {head.target}: no local folder; name one with --target: its tokenizer is copied")
+    return Path(head.target)
+
+
+def check_servable(head: HeadFolder, conversion: Conversion) -> None:
+    """Raises BadInput, naming everything that llama.cpp cannot serve of a head."""
+    if head.family not in SPEC_TYPES:
+        raise BadInput(f"head {head.path}: llama.cpp has no graph for {head.family} heads")
+    problems = REFUSALS[head.family](head.config)
+    kind = str((head.target_config or {}).get("model_type"))
+    if head.target_config is None:
+        problems.append(f"target {head.target} is not there: name it with --target")
+    elif head.family == "eagle3" and kind not in TAPPED:
+        problems.append(f"its graph of a {kind} target hands out no features")
+    elif head.family == "mtp" and kind not in WITH_MODULES:
+        problems.append(f"it has no graph for MTP modules of a {kind} target, only of {', '.join(WITH_MODULES)}")
+    if head.family == "mtp" and head.target.endswith(".gguf"):
+        problems.append("modules go into a copy of the target's folder, and it is a GGUF file: name the folder")
+    if conversion.target_outtype and (head.family == "mtp" or head.target.endswith(".gguf")):
+        why = "is in the same file as its modules" if head.family == "mtp" else "is a GGUF file already"
+        problems.append(f"--target-outtype: the target {why}")
+    if head.has_adapter:
+        problems.append("it drafts for its target with an adapter on it: merge that first")
+    if problems:
+        raise BadInput(f"head {head.path}: llama.cpp cannot serve it: {'; '.join(problems)}")
+    target_folder(head)
+
+
+def eagle3_refusals(config: Mapping[str, Any]) -> list[str]:
+    """What its graph of EAGLE-3 lacks, by the config of an exported folder."""
+    problems = [f"{key}: it has no such norm" for key in ("fc_norm", "norm_output") if config.get(key)]
+    num_layers, num_taps = config.get("num_hidden_layers"), config.get("num_aux_hidden_states")
+    if num_layers != 1:
+        problems.append(f"num_hidden_layers: {num_layers}, its heads have one layer")
+    if num_taps != NUM_TAPS:
+        problems.append(f"num_aux_hidden_states: {num_taps}, its heads read {NUM_TAPS} features")
+    rotation = (config.get("rope_scaling") or {}).get("rope_type", "default")
+    if rotation not in ROTATIONS:
+        problems.append(f"rope_scaling: of type {rotation}, expected one of {', '.join(ROTATIONS)}")
+    return problems
+
+
+def mtp_refusals(config: Mapping[str, Any]) -> list[str]:
+    """What its graphs of MTP modules lack. One file of several modules of Qwen's layout has one `fc`."""
+    count = config.get("num_nextn_predict_layers", config.get("mtp_num_hidden_layers", 1))
+    is_shared = config.get("model_type") in ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+    return [f"num_nextn_predict_layers: {count}, it reads one module of this layout"] if is_shared and count > 1 else []
+
+
+# a family that llama.cpp learns to draft with gets a line here, in SPEC_TYPES and in write.py's WRITERS
+REFUSALS: dict[str, Callable[[Mapping[str, Any]], list[str]]] = {
+    "eagle3": eagle3_refusals,
+    "draft_lm": lambda config: [],
+    "mtp": mtp_refusals,
+}
+
+
+def server_flags(family: str, num_draft_tokens: int, *, file: str = "") -> str | None:
+    """What tells llama-server to draft so; None for families that it has no graph of. Args: file: the head's, where it
+    is not in the target's."""
+    kind = SPEC_TYPES.get(family)
+    where = "" if family == "mtp" or not file else f"-md {file} "
+    return kind and f"{where}--spec-type {kind} --spec-draft-n-max {num_draft_tokens} --spec-draft-p-min 0"
+
+
+def serve_lines(head: HeadFolder, output: str, conversion: Conversion) -> list[str]:
+    """The conversion where it is left to the user, and the command that serves what it makes."""
+    lines = []
+    if conversion.llama_cpp is None:
+        commands = conversion.commands(head, Path(output), name=Path(output).name)
+        lines += [shlex.join(command) for command in commands]
+    file, num = f"{output}/{file_name(head.family)}", head.own["num_depths"]
+    model = head.target if head.target.endswith(".gguf") else f"{output}/target.gguf"
+    if conversion.target_outtype is None and not head.target.endswith(".gguf"):
+        model = "TARGET.gguf"
+    if head.family == "mtp":
+        model, num = file, head.config.get("num_nextn_predict_layers", 1)
+    return [*lines, f"llama-server -m {model} {server_flags(head.family, num, file=file)}"]

@@ -1,0 +1,338 @@
+"""Heads for llama.cpp: what it cannot serve is refused before anything is written, and damaged files are named."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from headstart.configs.errors import BadInput
+from headstart.heads.export.check import check_export
+from headstart.heads.export.llamacpp import Conversion, serve_lines
+from headstart.heads.export.write import export_head
+from headstart.heads.registry import build_head, head_class, save_head
+from headstart.heads.target import Target
+from headstart.scripts.export_command import check, export
+from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+import gguf_files  # noqa: E402
+
+SOUND = {"eagle3": gguf_files.eagle3, "draft_lm": gguf_files.draft_model, "mtp": gguf_files.with_modules}
+# what stands in for llama.cpp's converter: it writes the sound head, for the folder's own draft vocabulary and layers
+CONVERTER = """
+import json, sys
+sys.path.insert(0, {here!r})
+import gguf_files
+print("a word on the way", file=sys.stderr)
+at = sys.argv
+out, source = at[at.index("--outfile") + 1], at[1]
+if out.endswith("target.gguf"):
+    keys, tensors = gguf_files.draft_model()
+else:
+    keys, tensors = gguf_files.eagle3()
+    config = json.load(open(source + "/config.json"))
+    keys["eagle3.target_layers"] = config["eagle_aux_hidden_state_layer_ids"]
+{then}
+gguf_files.write(out, keys, tensors)
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """checkout(code): a llama.cpp whose converter does that before it writes."""
+
+    def make(then=""):
+        folder = tmp_path / "llama.cpp"
+        folder.mkdir(exist_ok=True)
+        here = str(Path(__file__).parent)
+        (folder / "convert_hf_to_gguf.py").write_text(CONVERTER.format(here=here, then=then))
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def trained(saved_target, tmp_path):
+    """trained("eagle3", **options): the run folder of a head of the saved target."""
+
+    def make(family, **options):
+        config = head_class(family).config_class(**options)
+        ids = torch.arange(3, 51, 2) if config.draft_vocab_size else None
+        save_head(build_head(config, Target.load(saved_target), draft_token_ids=ids), tmp_path / "run" / "final")
+        return tmp_path / "run"
+
+    return make
+
+
+def test_a_head_and_its_target_are_converted_checked_and_their_command_told(
+    trained, checkout, tmp_path, capsys, monkeypatch
+):
+    run, out = trained("eagle3", draft_vocab_size=24, num_depths=5), tmp_path / "eagle3-served"
+    monkeypatch.delenv("LLAMA_CPP_PYTHON", raising=False)
+    export(run, out, to="llama.cpp", llama_cpp=checkout(), target_outtype="bf16")
+    said = capsys.readouterr()
+    flags = "--spec-type draft-eagle3 --spec-draft-n-max 5 --spec-draft-p-min 0"
+    assert said.out.splitlines()[-1] == f"llama-server -m {out}/target.gguf -md {out}/head.gguf {flags}"
+    assert said.err == "" and {path.name for path in out.glob("*.gguf")} == {"head.gguf", "target.gguf"}
+    check(out)
+    check(out / "head.gguf")
+    assert [line.rsplit(": ", 1)[1] for line in capsys.readouterr().out.splitlines()] == ["fine", "fine"]
+
+
+def test_without_a_checkout_the_command_that_is_left_is_told(trained, saved_target, tmp_path):
+    head = export_head(trained("eagle3", num_depths=2), tmp_path / "out", to="llama.cpp")
+    convert, serve = serve_lines(head, "out", Conversion(outtype="q8_0"))
+    assert convert == (
+        "python llama.cpp/convert_hf_to_gguf.py out --outfile out/head.gguf --outtype q8_0 --model-name out "
+        f"--target-model-dir {saved_target}"
+    )
+    assert serve.startswith("llama-server -m TARGET.gguf -md out/head.gguf --spec-type draft-eagle3")
+    assert check_export(tmp_path / "out", to="llama.cpp").problems == []
+
+
+def test_a_draft_model_of_a_target_in_gguf_is_served_beside_that_file(trained, tmp_path, saved_target, monkeypatch):
+    run = trained("draft_lm", num_depths=4)
+    monkeypatch.setattr("headstart.heads.export.llamacpp.gguf_folder", lambda path: saved_target)
+    monkeypatch.setattr("headstart.heads.loading.gguf_folder", lambda path: saved_target)
+    head = export_head(run, tmp_path / "out", to="llama.cpp", target="T-Q4.gguf")
+    convert, serve = serve_lines(head, "out", Conversion())
+    assert "--target-model-dir" not in convert and "--outtype f32" in convert
+    assert serve.startswith("llama-server -m T-Q4.gguf -md out/head.gguf --spec-type draft-simple --spec-draft-n-max 4")
+    with pytest.raises(BadInput, match="the target is a GGUF file already"):
+        export_head(run, tmp_path / "x", to="llama.cpp", target="T.gguf", conversion=Conversion(target_outtype="f16"))
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "problem"),
+    [
+        ("eagle3", {"fc_norm": True}, "fc_norm: it has no such norm"),
+        ("eagle3", {"norm_output": True}, "norm_output: it has no such norm"),
+        ("eagle3", {"num_layers": 2}, "num_hidden_layers: 2, its heads have one layer"),
+        ("eagle3", {"feature_layers": [1, 3]}, "num_aux_hidden_states: 2, its heads read 3 features"),
+        ("medusa", {"num_depths": 2}, "llama.cpp loads no medusa heads"),
+        ("eagle", {}, "llama.cpp loads no eagle heads"),
+        ("hydra", {}, "no serving engine loads hydra heads"),
+        ("mtp", {}, "no graph for MTP modules of a llama target"),
+    ],
+)
+def test_what_llama_cpp_cannot_serve_is_refused_by_name(trained, checkout, tmp_path, family, options, problem):
+    run = trained(family, **options)
+    with pytest.raises(BadInput, match=problem):
+        export_head(run, tmp_path / "out", to="llama.cpp", conversion=Conversion(checkout()))
+    assert not (tmp_path / "out").exists(), "nothing half-written stays"
+
+
+def test_a_target_whose_graph_hands_out_no_features_is_refused(tiny_target, tmp_path):
+    target = tiny_target("qwen2")
+    target.model.save_pretrained(tmp_path / "qwen2")
+    head = build_head(head_class("eagle3").config_class(), Target.load(tmp_path / "qwen2"))
+    save_head(head, tmp_path / "run" / "final")
+    with pytest.raises(BadInput, match="its graph of a qwen2 target hands out no features"):
+        export_head(tmp_path / "run", tmp_path / "out", to="llama.cpp")
+
+
+def test_a_target_that_is_no_local_folder_is_refused_before_anything_is_written(trained, tmp_path, monkeypatch):
+    run = trained("eagle3")
+    at = run / "final" / "config.json"
+    at.write_text(at.read_text().replace(str(json.loads(at.read_text())["headstart"]["target"]["name"]), "OWNER/MODEL"))
+    config = {"model_type": "llama", "dtype": "float32"}
+    monkeypatch.setattr(
+        "headstart.heads.export.folder.read_model_config",
+        lambda named: SimpleNamespace(
+            dtype=torch.float32, get_text_config=lambda: SimpleNamespace(to_dict=config.copy)
+        ),
+    )
+    with pytest.raises(BadInput, match="target OWNER/MODEL: no local folder; name one with --target"):
+        export_head(run, tmp_path / "out", to="llama.cpp")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("then", "problem"),
+    [
+        ("sys.exit('no such architecture')", "convert_hf_to_gguf.py: no such architecture"),
+        ("import nothing_like_it", "No module named 'nothing_like_it' .install it, or name an interpreter"),
+    ],
+)
+def test_a_conversion_that_fails_leaves_nothing(trained, checkout, tmp_path, then, problem):
+    with pytest.raises(BadInput, match=problem):
+        export_head(trained("eagle3"), tmp_path / "out", to="llama.cpp", conversion=Conversion(checkout(then)))
+    assert not (tmp_path / "out").exists()
+
+
+def test_wrong_options_are_refused_before_anything_is_read(tmp_path):
+    for values, problem in (
+        ({"outtype": "q3"}, "--outtype q3: expected one of f32, f16, bf16, q8_0"),
+        ({"target_outtype": "q3"}, "--target-outtype q3"),
+        ({"llama_cpp": tmp_path}, "no convert_hf_to_gguf.py in it"),
+    ):
+        with pytest.raises(BadInput, match=problem):
+            Conversion(**values)
+    with pytest.raises(BadInput, match="go with --to llama.cpp"):
+        export(tmp_path, tmp_path / "out", to="vllm", outtype="f16")
+
+
+def key(name, value):
+    """Sets a key; `...` takes it out."""
+
+    def fault(keys, tensors):
+        keys.pop(name) if value is ... else keys.update({name: value})
+
+    return fault
+
+
+def drop(name):
+    return lambda keys, tensors: tensors.pop(name)
+
+
+def put(name, change):
+    def fault(keys, tensors):
+        tensors[name] = np.ascontiguousarray(change(tensors.get(name)))
+
+    return fault
+
+
+def at_first(value):
+    def change(array):
+        array = array.copy()
+        array.reshape(-1)[0] = value
+        return array
+
+    return change
+
+
+def without_layer(keys, tensors):
+    for name in [name for name in tensors if name.startswith("blk.1.")]:
+        del tensors[name]
+
+
+NARROW = np.zeros((8, 8), np.float32)
+DAMAGED = {
+    # layer ids and flags
+    "no ids": ("eagle3", key("eagle3.target_layers", ...), "target_layers: expected 3 layer numbers, found None"),
+    "two ids": ("eagle3", key("eagle3.target_layers", [1, 3]), "target_layers: expected 3 layer numbers"),
+    "ids of text": ("eagle3", key("eagle3.target_layers", ["1", "2", "3"]), "expected 3 layer numbers"),
+    "ids fall": ("eagle3", key("eagle3.target_layers", [3, 2, 1]), "do not ascend"),
+    "ids repeat": ("eagle3", key("eagle3.target_layers", [1, 1, 2]), "do not ascend"),
+    "ids below 0": ("eagle3", key("eagle3.target_layers", [-1, 1, 2]), "do not ascend from 0"),
+    "a flag of text": ("eagle3", key("eagle3.norm_before_fc", "no"), "norm_before_fc: expected true or false"),
+    "a flag without its norm": ("eagle3", key("eagle3.norm_before_fc", True), "enc.output_norm.weight: missing"),
+    # sizes
+    "two layers": ("eagle3", key("eagle3.block_count", 2), "block_count: 2, its graph has one layer"),
+    "no width": ("eagle3", key("eagle3.embedding_length", ...), "embedding_length: expected a count"),
+    "no heads": ("eagle3", key("eagle3.attention.head_count", 0), "attention.head_count: expected a count"),
+    "a wide target": ("eagle3", key("eagle3.target_hidden_size", 64), "target_hidden_size: 64, but embeddings"),
+    "no target width": ("eagle3", key("eagle3.target_hidden_size", ...), "target_hidden_size: expected a count"),
+    "no epsilon": ("eagle3", key("eagle3.attention.layer_norm_rms_epsilon", ...), "epsilon: missing"),
+    "no rotation": ("eagle3", key("eagle3.rope.freq_base", ...), "rope.freq_base: missing"),
+    "half rotated": ("eagle3", key("eagle3.rope.dimension_count", 4), "rope.dimension_count: 4, heads are 8 wide"),
+    # tokenizer
+    "no tokens": ("eagle3", key("tokenizer.ggml.tokens", ...), "tokenizer.ggml.tokens: missing"),
+    "no tokenizer": ("eagle3", key("tokenizer.ggml.model", ...), "tokenizer.ggml.model: missing"),
+    "other tokens": ("eagle3", key("tokenizer.ggml.tokens", ["a", "b"]), "2 tokens, but eagle3.vocab_size 61"),
+    # draft vocabulary
+    "offsets": ("eagle3", put("d2t", lambda ids: ids - np.arange(len(ids)) // 2 * 2), "absolute ids here, not offsets"),
+    "outside": ("eagle3", put("d2t", at_first(61)), "draft token 0 is target token 61, outside 0..60"),
+    "below 0": ("eagle3", put("d2t", at_first(-1)), "target token -1"),
+    "32 bits": ("eagle3", put("d2t", lambda ids: ids.astype(np.int32)), "d2t: of type I32, expected I64"),
+    "a short map": ("eagle3", put("d2t", lambda ids: ids[:-1]), "output.weight: expected .23, 32., found .24, 32."),
+    "no map": ("eagle3", drop("d2t"), "output.weight: expected .61, 32., found .24, 32."),
+    "a map without an output": ("eagle3", drop("output.weight"), "output.weight: missing"),
+    "t2d": ("eagle3", put("t2d", lambda _: np.zeros(61, np.int8)), "t2d: must not be there: llama.cpp reads no such"),
+    # tensors
+    "no fc": ("eagle3", drop("fc.weight"), "tensor fc.weight: missing, expected .32, 96."),
+    "fc of two": ("eagle3", put("fc.weight", lambda w: w[:, :64]), "fc.weight: expected .32, 96., found .32, 64."),
+    "fc turned": ("eagle3", put("fc.weight", lambda w: w.T), "found .96, 32.: transposed"),
+    "no second norm": ("eagle3", drop("blk.0.attn_norm_2.weight"), "attn_norm_2.weight: missing"),
+    "no output norm": ("eagle3", drop("output_norm.weight"), "output_norm.weight: missing"),
+    "no gate": ("eagle3", drop("blk.0.ffn_gate.weight"), "ffn_gate.weight: missing"),
+    "a plain layer": ("eagle3", put("blk.0.attn_q.weight", lambda w: w[:, :32]), "attn_q.weight: expected .32, 64."),
+    "a query norm": ("eagle3", put("blk.0.attn_q_norm.weight", lambda _: NARROW[0]), "attn_q_norm.weight: must not"),
+    "a bias": ("eagle3", put("blk.0.attn_q.bias", lambda _: NARROW[0]), "attn_q.bias: must not be there"),
+    "a norm of each feature": ("eagle3", put("fc_norm.0.weight", lambda _: NARROW[0]), "fc_norm.0.weight: must not"),
+    "a second layer": ("eagle3", put("blk.1.attn_q.weight", lambda _: NARROW), "blk.1.attn_q.weight: must not"),
+    "own embedding": ("eagle3", put("token_embd.weight", lambda _: NARROW), "token_embd.weight: expected .61, 32."),
+    "a norm in half": (
+        "eagle3",
+        put("blk.0.attn_norm.weight", lambda w: w.astype(np.float16)),
+        "of type F16, norms and biases are F32",
+    ),
+    "NaN": ("eagle3", put("blk.0.attn_v.weight", at_first(np.nan)), "attn_v.weight: 1 values are NaN or infinite"),
+    "infinite": ("eagle3", put("output.weight", at_first(np.inf)), "output.weight: 1 values are NaN or infinite"),
+    # whole models
+    "a layer is missing": ("draft_lm", without_layer, "block 1: no tensor of it, of 2 layers"),
+    "no embedding": ("draft_lm", drop("token_embd.weight"), "token_embd.weight: missing"),
+    "a cut embedding": ("draft_lm", put("token_embd.weight", lambda w: w[:9]), "token_embd.weight: expected .61, 32."),
+    "no layers": ("draft_lm", key("llama.block_count", ...), "llama.block_count: expected a count"),
+    "a model without tokens": ("draft_lm", key("tokenizer.ggml.tokens", ...), "tokenizer.ggml.tokens: missing"),
+    "no join": ("mtp", drop("blk.2.nextn.eh_proj.weight"), "blk.2.nextn.eh_proj.weight: missing, expected .32, 64."),
+    "no norm of hidden": ("mtp", drop("blk.2.nextn.hnorm.weight"), "nextn.hnorm.weight: missing"),
+    "too many modules": ("mtp", key("qwen3next.nextn_predict_layers", 3), "nextn_predict_layers: 3 of 3 blocks"),
+    "NaN in a module": ("mtp", put("blk.2.nextn.enorm.weight", at_first(np.nan)), "enorm.weight: 1 values are NaN"),
+}
+
+
+@pytest.mark.parametrize("kind", SOUND)
+def test_sound_files_have_no_problem(tmp_path, kind):
+    found = check_export(gguf_files.write(tmp_path / "sound.gguf", *SOUND[kind]()))
+    assert found.problems == [] and found.layout
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_each_damage_of_a_gguf_file_is_named(tmp_path, case):
+    kind, fault, problem = DAMAGED[case]
+    keys, tensors = SOUND[kind]()
+    fault(keys, tensors)
+    problems = check_export(gguf_files.write(tmp_path / "bad.gguf", keys, tensors)).problems
+    assert any(re.search(problem, line) for line in problems), problems
+
+
+def test_files_that_are_cut_off_or_no_gguf_are_named(tmp_path):
+    path = gguf_files.write(tmp_path / "cut.gguf", *gguf_files.eagle3())
+    whole = path.read_bytes()
+    for size in (len(whole) - 5000, 400):
+        path.write_bytes(whole[:size])
+        [problem] = check_export(path).problems
+        assert problem.startswith("not a whole GGUF file")
+    (tmp_path / "no.gguf").write_bytes(b"PK..")
+    with pytest.raises(BadInput, match="not a GGUF file"):
+        check_export(tmp_path / "no.gguf")
+    with pytest.raises(BadInput, match="no such file"):
+        check_export(tmp_path / "nowhere.gguf")
+
+
+FOLDERS = {
+    "another layer": ({"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}, "target_layers: .1, 2, 3., but config.json has"),
+    "another norm": ({"norm_before_residual": True}, "norm_before_residual: False, but config.json has"),
+    "fc_norm": ({"fc_norm": True}, "fc_norm: it has no such norm"),
+    "another size": ({"draft_vocab_size": 20}, "24 draft tokens, but draft_vocab_size 20"),
+    "no draft size": ({"draft_vocab_size": ...}, "the converter takes the folder for a whole Llama"),
+    "a bias": ({"attention_bias": True}, "attention_bias: expected False"),
+    "another rotation": ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_scaling: of type dynamic, expected one of"),
+}
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_a_folder_and_the_file_made_of_it_must_agree(trained, checkout, tmp_path, case):
+    changes, problem = FOLDERS[case]
+    run, out = trained("eagle3", draft_vocab_size=24), tmp_path / "out"
+    export_head(run, out, to="llama.cpp", conversion=Conversion(checkout()))
+    config = json.loads((out / "config.json").read_text()) | changes
+    (out / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
+    problems = check_export(out).problems
+    assert any(re.search(problem, line) for line in problems), problems
+
+
+def test_a_folder_for_vllm_is_asked_whether_it_can_be_converted(trained, tmp_path):
+    out = tmp_path / "out"
+    export_head(trained("eagle3", num_layers=2), out, to="vllm")
+    assert check_export(out).problems == []
+    assert any("its heads have one layer" in line for line in check_export(out, to="llama.cpp").problems)
+    tensors = load_file(out / "model.safetensors")
+    tensors["fc.weight"] = tensors["fc.weight"][:, :-1].contiguous()
+    save_file(tensors, out / "model.safetensors")
+    assert any("tensor fc.weight: expected" in line for line in check_export(out, to="llama.cpp").problems)

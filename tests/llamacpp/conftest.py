@@ -1,0 +1,24 @@
+"""Where llama.cpp is, as `make test-llamacpp` has it, and the file that takes down what both engines counted."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--llama-server", help="its binary")
+    parser.addoption("--llama-cpp", help="the checkout that it was built from")
+    parser.addoption("--llama-log", help="a JSON file for what both engines counted")
+
+
+@pytest.fixture(scope="module")
+def figures(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
+    """Of each head, once its test has passed; written down at the end where --llama-log names a file."""
+    found: list[dict[str, Any]] = []
+    yield found
+    path = request.config.getoption("--llama-log", default=None)
+    if path and found:
+        Path(str(path)).write_text(json.dumps(found, indent=2) + "\n")

@@ -1,0 +1,98 @@
+"""Heads of SmolLM2-135M-Instruct in llama-server itself, in F32: the text is the target's, and as many drafts are
+accepted in a round as in our engine."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from headstart.eval.generate import generate
+from headstart.eval.measurement.config import MeasureConfig
+from headstart.eval.measurement.metrics import acceptance
+from headstart.eval.measurement.servers.llama_server import ServerFiles
+from headstart.eval.measurement.servers.served import measure_served
+from headstart.eval.suites.prompts import Suite
+from headstart.heads.export.check import check_export
+from headstart.heads.export.llamacpp import Conversion
+from headstart.heads.export.write import export_head
+from headstart.heads.registry import build_head, head_class, save_head
+from headstart.heads.target import Target
+from headstart.scripts.quickstart.prompts import orders
+from headstart.scripts.target_command import KNOWN, fetch
+
+NUM_PROMPTS, LENGTH, K = 32, 24, 3
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle3, cut vocabulary": ("eagle3", {"start": "target", "num_depths": K, "draft_vocab_size": 1024}),
+    "eagle3, whole vocabulary": ("eagle3", {"start": "target", "num_depths": K}),
+    "the target as its own draft model": ("draft_lm", {"num_depths": K}),
+}
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(scope="module")
+def llamacpp(request: pytest.FixtureRequest) -> tuple[Path, Path]:
+    """The binary and the checkout."""
+    found = [request.config.getoption(option, default=None) for option in ("--llama-server", "--llama-cpp")]
+    if not all(found):
+        pytest.skip("needs llama.cpp: make test-llamacpp")
+    return Path(str(found[0])), Path(str(found[1]))
+
+
+@pytest.fixture(scope="module")
+def world(llamacpp, tmp_path_factory) -> tuple[Target, Suite, list[list[int]]]:
+    """The target in F32, prompts, and its own answers to them."""
+    from headstart.heads.importing.gguf import cache_folder
+
+    folder = cache_folder() / "smollm2-135m-instruct"
+    if not (folder / "config.json").is_file():
+        fetch(KNOWN["smollm2-135m-instruct"], folder, "any")
+    target = Target.load(folder, dtype="float32")
+    chats = [[{"role": "user", "content": text}] for text in orders(NUM_PROMPTS, seed=1, held_out=True)]
+    ids = [target.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True) for chat in chats]
+    suite = Suite("orders", [one["input_ids"] for one in ids])
+    answers = generate(
+        target, None, suite.prompts, max_new_tokens=LENGTH, eos_token_ids=sorted(target.eos_token_ids)
+    ).token_ids
+    return target, suite, answers
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_llama_server_keeps_the_text_and_accepts_as_many_drafts_as_we_do(name, llamacpp, world, tmp_path, figures):
+    (binary, checkout), (target, suite, answers) = llamacpp, world
+    family, options = HEADS[name]
+    if family == "draft_lm":
+        options = options | {"path": target.name}
+    config = head_class(family).config_class(**options)
+    ids = None
+    if config.draft_vocab_size:  # what the target writes, and the first others
+        written = dict.fromkeys(token for answer in answers for token in answer)
+        ids = torch.tensor(sorted(list(dict.fromkeys([*written, *range(2048)]))[: config.draft_vocab_size]))
+    head = build_head(config, target, draft_token_ids=ids)
+    save_head(head, tmp_path / "run" / "final")
+    out, conversion = tmp_path / "out", Conversion(checkout, "f32", "f32")
+    export_head(tmp_path / "run", out, to="llama.cpp", dtype="float32", conversion=conversion)
+    assert check_export(out).problems == []
+
+    measured = MeasureConfig(max_new_tokens=LENGTH, num_repeats=1)
+    files = ServerFiles(binary, out / "target.gguf", out / "head.gguf", args="-t 2")
+    [theirs] = measure_served(target, files, suite, measured, [K])
+    ends = sorted(target.eos_token_ids)
+    runs = [
+        generate(target, head, [prompt], max_new_tokens=LENGTH, eos_token_ids=ends, num_draft_tokens=K)
+        for prompt in suite.prompts
+    ]
+    ours = acceptance((done for run in runs for done in run.rounds), num_draft_tokens=K)
+    assert theirs.lossless.identical == theirs.lossless.checked == NUM_PROMPTS
+    assert ours.length is not None and theirs.acceptance_length is not None
+    assert theirs.acceptance_length - 1 == pytest.approx(ours.length - 1, rel=0.02)
+    figures.append(
+        {
+            "head": name,
+            "K": K,
+            "acceptance_length": round(ours.length, 4),
+            "llama_server_acceptance_length": theirs.acceptance_length,
+            "llama_server_speedup": theirs.speedup,
+            "llama_server_speedup_ci95": theirs.speedup_ci95,
+            "identical_texts": f"{theirs.lossless.identical}/{theirs.lossless.checked}",
+        }
+    )
