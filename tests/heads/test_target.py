@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.heads.loading import torch_dtype
+from headstart.heads import loading
+from headstart.heads.fit import load_skeleton
+from headstart.heads.loading import TargetConfig, torch_dtype
+from headstart.heads.mtp_checkpoint import tensor_locations
 from headstart.heads.target import Target
 from safetensors.torch import load_file, save_file
 
