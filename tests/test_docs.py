@@ -195,6 +195,13 @@ def test_commands_and_options_named_in_the_text_exist():
             assert set(re.findall(r"--[a-z-]+", found[2])) <= options, (page, code)
 
 
+def test_every_promise_names_a_test_that_exists():
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / "reliability.md").read_text())
+    assert len(named) > 20
+    for path, test in named:
+        assert f"def {test}(" in (ROOT / path).read_text(), (path, test)
+
+
 def test_every_page_is_in_the_site():
     listed = re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
     assert sorted(listed) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))

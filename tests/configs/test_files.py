@@ -150,6 +150,13 @@ def test_a_folder_does_not_replace_a_file(tmp_path):
     assert contents(tmp_path) == {"out": "a file", "deep/new/a": "b"}
 
 
+def test_a_new_folder_replaces_nothing_that_was_made_meanwhile(tmp_path):
+    with pytest.raises(BadInput, match="out: .*; it was made meanwhile"), new_folder(tmp_path / "out") as folder:
+        (folder / "a").write_text("second")
+        write_text(tmp_path / "out" / "a", "first")
+    assert contents(tmp_path) == {"out/a": "first"}
+
+
 def test_only_what_a_killed_process_left_is_removed(ended_process, tmp_path):
     dead, alive = ended_process, os.getppid()
     for name in (f".a.{dead}", f".a.{alive}", f".a.b.{dead}", ".a.b", ".a.x"):
