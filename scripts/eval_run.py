@@ -74,17 +74,14 @@ class WantedSuites:
         return suites
 
 
-def ready(suites: Sequence[Suite], batch_sizes: Sequence[int], trees: Sequence[str]) -> list[Suite]:
-    """The suites, without the prompts that are to shape trees. Raises BadInput where no batch would be full."""
-    if any(tree in SHAPED_TREES for tree in trees):
-        suites = [hold_out(suite) for suite in suites]
-        for suite in suites:
-            warn(f"{len(suite.calibration)} prompts of {suite.name} shape trees, and are not measured")
-    for suite, size in product(suites, batch_sizes):
-        if suite.prompts and size > len(suite.prompts):
-            what = f"{suite.name} has {len(suite.prompts)} prompts to measure, fewer than a batch"
-            raise BadInput(f"--batch-size {size}: {what}")
-    return list(suites)
+def held_out(suites: Sequence[Suite], trees: Sequence[str]) -> list[Suite]:
+    """The suites, without the prompts that are to shape trees, where some of these are."""
+    if not any(tree in SHAPED_TREES for tree in trees):
+        return list(suites)
+    rest = [hold_out(suite) for suite in suites]
+    for suite in rest:
+        warn(f"{len(suite.calibration)} prompts of {suite.name} shape trees, and are not measured")
+    return rest
 
 
 def warn(problem: str) -> None:
@@ -165,7 +162,7 @@ class EvalRun:
             result, rows = measure(
                 self.target,
                 named.drafter,
-                suite,
+                suite.filled(config.batch_size),
                 config,
                 name=named.name,
                 training=named.training,

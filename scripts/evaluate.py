@@ -106,7 +106,7 @@ def evaluate(
     from ..eval.verify import ACCEPT_RULES
     from ..heads.loading import default_device, default_dtype
     from ..heads.target import Target
-    from .eval_run import EvalRun, WantedDrafts, WantedSuites, ready, report_all
+    from .eval_run import EvalRun, WantedDrafts, WantedSuites, held_out, report_all
 
     check_output(output)
     if temperature == 0 and (top_k or top_p < 1):
@@ -130,7 +130,7 @@ def evaluate(
         seed=seed,
     )
     loaded = Target.load(target, dtype=dtype or default_dtype(target, device), device=device)
-    suites = ready(wanted.load(loaded, max_new_tokens=max_new_tokens, limit=limit), batch_size or [1], drafts.trees)
+    suites = held_out(wanted.load(loaded, max_new_tokens=max_new_tokens, limit=limit), drafts.trees)
     with BatchStore(output) as store:
         run = EvalRun(loaded, drafts.load(loaded), suites, config, batch_size or [1], drafts, store)
         results, rounds = run.measure()
