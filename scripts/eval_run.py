@@ -79,17 +79,14 @@ class WantedSuites:
         return suites
 
 
-def ready(suites: Sequence[Suite], batch_sizes: Sequence[int], trees: Sequence[str]) -> list[Suite]:
-    """The suites, without the prompts that are to shape trees. Raises BadInput where no batch would be full."""
-    if any(tree in SHAPED_TREES for tree in trees):
-        suites = [hold_out(suite) for suite in suites]
-        for suite in suites:
-            warn(f"{len(suite.calibration)} prompts of {suite.name} shape trees, and are not measured")
-    for suite, size in product(suites, batch_sizes):
-        if suite.prompts and size > len(suite.prompts):
-            what = f"{suite.name} has {len(suite.prompts)} prompts to measure, fewer than a batch"
-            raise BadInput(f"--batch-size {size}: {what}")
-    return list(suites)
+def held_out(suites: Sequence[Suite], trees: Sequence[str]) -> list[Suite]:
+    """The suites, without the prompts that are to shape trees, where some of these are."""
+    if not any(tree in SHAPED_TREES for tree in trees):
+        return list(suites)
+    rest = [hold_out(suite) for suite in suites]
+    for suite in rest:
+        warn(f"{len(suite.calibration)} prompts of {suite.name} shape trees, and are not measured")
+    return rest
 
 
 def warn(problem: str) -> None:
@@ -174,7 +171,9 @@ class EvalRun:
             ]
             names = ", ".join(dict.fromkeys(contender.name for contender in contenders))
             tick = progress(-(-len(suite.prompts) // config.batch_size), f"{names} on {suite.name}")
-            results = measure_all(self.target, contenders, suite, config, on_batch=tick, store=self.store)
+            results = measure_all(
+                self.target, contenders, suite.filled(config.batch_size), config, on_batch=tick, store=self.store
+            )
             tick()
             for draft, result in zip(drafts, results, strict=True):
                 measured[draft[0].name, id(suite), config.batch_size, draft[1]] = result

@@ -126,7 +126,7 @@ def evaluate(
     from ..eval.verify import ACCEPT_RULES
     from ..heads.loading import default_device, default_dtype
     from ..heads.target import Target
-    from .eval_run import EvalRun, WantedDrafts, WantedSuites, measure_server, parse_yardstick, ready, report_all
+    from .eval_run import EvalRun, WantedDrafts, WantedSuites, held_out, measure_server, parse_yardstick, report_all
 
     if temperature == 0 and (top_k or top_p < 1):
         raise BadInput("--top-k and --top-p choose what is sampled: they need --temperature above 0")
@@ -157,7 +157,7 @@ def evaluate(
         folder.check_settings(settings, finished="report.json", overwrite=overwrite)
         loaded = Target.load(target, dtype=dtype or default_dtype(target, device), device=device)
         suites = wanted.load(loaded, max_new_tokens=max_new_tokens, limit=limit)
-        suites = ready(suites, batch_size or [1], drafts.trees if drafts else [])
+        suites = held_out(suites, drafts.trees if drafts else [])
         drafters = drafts.load(loaded) if drafts else []
         with BatchStore(folder.path, on_first=folder.keep) as store:
             if drafts is None:

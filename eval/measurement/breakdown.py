@@ -75,7 +75,8 @@ def by_domain(batches: Sequence[MeasuredBatch], *, num_draft_tokens: int) -> dic
     mixed one have no time of their own.
     """
     domains = [[source.domain or NO_DOMAIN for source in batch.suite.sources] for batch in batches]
-    num_prompts = Counter(name for names in domains for name in names)
+    of_prompt = {source.number: source.domain or NO_DOMAIN for batch in batches for source in batch.suite.sources}
+    num_prompts = Counter(of_prompt.values())
     if set(num_prompts) <= {NO_DOMAIN}:
         return {}
     counted = acceptance_by(batches, lambda source, *_: source.domain or NO_DOMAIN, num_draft_tokens=num_draft_tokens)

@@ -204,7 +204,6 @@ class Result:
     num_draft_tokens: int
     num_prompts: int
     num_timed: int | None = None  # entries that the speedup's interval is over: prompts, or batches; None: not known
-    mean_batch_size: float | None = None  # rows of a batch: the last one may not be full
     failed: list[FailedPrompt]
     max_new_tokens: int
     num_repeats: int
@@ -275,7 +274,7 @@ class Result:
         return read_json(cls, {**entry, "trained": raw}, where=where)
 
 
-LATER_KEYS = {"num_timed", "mean_batch_size", "repetition", "without_loops"}  # which older reports do not have
+LATER_KEYS = {"num_timed", "repetition", "without_loops"}  # which older reports do not have
 TYPICAL_KEYS = {"typical_epsilon", "typical_delta"}
 OTHER_ENGINES_KEYS = {"ours_tokens_per_second", "ours_over_theirs", "ours_over_theirs_ci95"}
 

@@ -126,7 +126,7 @@ def with_figures(result: Result, target: Target, batches: Sequence[MeasuredBatch
     texts = repetitions(batches, counted_runs)
     return replace(
         with_speedup(result, timed_seconds(batches)),
-        mean_batch_size=rounded(result.num_prompts / len(batches), 2) if batches else None,
+        num_prompts=len({source.number for batch in batches for source in batch.suite.sources}),
         num_tokens=sum(len(row) for run in runs for row in run.token_ids),
         num_rounds=counted.num_rounds,
         num_committed=counted.num_committed,
@@ -134,7 +134,7 @@ def with_figures(result: Result, target: Target, batches: Sequence[MeasuredBatch
         acceptance_rate=[rounded(rate) for rate in counted.rate],
         tokens_per_second=rounded(num_decoded / spec_seconds if spec_seconds else None, 2),
         baseline_tokens_per_second=rounded(num_decoded / base_seconds if base_seconds else None, 2),
-        repetition=Repetition.of([text for rows in texts for text in rows]),
+        repetition=Repetition.of(list({text.prompt: text for rows in texts for text in rows}.values())),
         without_loops=without_loops(batches, texts, counted_runs, num_draft_tokens=result.num_draft_tokens),
         conventions=conventions(counted, num_tokens=num_decoded // result.num_repeats * counted_runs),
         end_to_end_speedup=rounded(base_whole / spec_whole if batches else None),
@@ -180,7 +180,8 @@ def without_loops(
                     counted.add(accepted, committed)
     seconds = timed_seconds(batch for batch, rows in zip(batches, kept, strict=True) if all(rows))
     speedup, interval = speedup_of(seconds)
-    return WithoutLoops(sum(map(sum, kept)), len(seconds), rounded(counted.length), speedup, interval)
+    prompts = {text.prompt for rows in texts for text in rows if not text.is_looping}
+    return WithoutLoops(len(prompts), len(seconds), rounded(counted.length), speedup, interval)
 
 
 def timed_seconds(batches: Iterable[MeasuredBatch]) -> list[tuple[float, float]]:

@@ -16,7 +16,7 @@ from ..measurement.config import DraftSetting, MeasureConfig, chains
 from ..measurement.measure import measure
 from ..measurement.step_times import NUM_PASSES, StepTable, StepTime, measure_step_times, most_tokens
 from ..measurement.tree_search import SHAPED_TREES, drafts_tree, hold_out
-from ..suites.prompts import Suite, filled
+from ..suites.prompts import Suite
 from .engine_settings import ScheduleRange, for_llamacpp, for_sglang, measured_lengths, schedule
 from .load import NUM_SERVED, NUM_SIMULATED, LoadPoint, load_curve, simulated_servers
 from .machine_profile import MachineProfile, times_on
@@ -218,7 +218,7 @@ class Planner:
         for cell in cells:
             if cell in chosen:
                 config = replace(self.config.measure, batch_size=cell.batch_size, setting=cell.setting)
-                suite = self.suite.subset(filled(len(self.suite.prompts), cell.batch_size))
+                suite = self.suite.filled(cell.batch_size)
                 result, _ = measure(self.target, self.drafter, suite, config, name=self.name)
                 cell = replace(
                     cell,

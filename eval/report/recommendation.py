@@ -115,8 +115,8 @@ def doubts(best: Result) -> list[str]:
         cautions.append(f"Only {timed_words(best)} were timed: they say little of other traffic.")
     if best.without_loops:
         cautions.append(f"{loop_words(best)}.")
-    if (best.mean_batch_size or best.batch_size) < best.batch_size:
-        cautions.append(f"Batches had {best.mean_batch_size:g} rows on average: some of {best.suite} were not full.")
+    if best.num_prompts % best.batch_size:
+        cautions.append(f"Prompts of {best.suite} were repeated until the last batch was full.")
     share = best.baseline_bandwidth.share_of_copy
     if share is not None and share < LOW_BANDWIDTH:
         cautions.append(

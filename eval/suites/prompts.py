@@ -61,6 +61,7 @@ class Suite:
     template_hash: str | None = None  # of the chat template that rows went through; None: through none
     version: int | None = None  # of a named suite
     calibration: list[list[int]] = field(default_factory=list)  # prompts that shape trees, and are not measured
+    num_repeated: int = 0  # of the prompts the last so many are the first again, so that batches are full
 
     def __post_init__(self) -> None:
         if len(self.sources) != len(self.prompts):
@@ -68,12 +69,19 @@ class Suite:
 
     def subset(self, indices: Sequence[int]) -> "Suite":
         """The same with these prompts alone."""
-        return replace(self, prompts=[self.prompts[i] for i in indices], sources=[self.sources[i] for i in indices])
+        prompts, sources = [self.prompts[i] for i in indices], [self.sources[i] for i in indices]
+        return replace(self, prompts=prompts, sources=sources, num_repeated=0)
+
+    def filled(self, batch_size: int) -> "Suite":
+        """The same with prompts repeated until the last batch is full."""
+        indices = filled(len(self.prompts), batch_size)
+        return replace(self.subset(indices), num_repeated=len(indices) - len(self.prompts))
 
     @property
     def digest(self) -> str:
-        """Which prompts these are: of their token ids, in order."""
-        return hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()[:16]
+        """Which prompts these are: of their token ids, in order, each once."""
+        once = self.prompts[: len(self.prompts) - self.num_repeated]
+        return hashlib.sha256(json.dumps(once).encode()).hexdigest()[:16]
 
 
 class UnusablePrompt(BadInput):

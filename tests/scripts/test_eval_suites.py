@@ -85,7 +85,6 @@ def test_two_files_of_one_stem_keep_their_own_names(asked, tmp_path):
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("--batch-size 64", "--batch-size 64: spec-bench has 8 prompts to measure, fewer than a batch"),
         ("--top-p 0.9", "--top-k and --top-p choose what is sampled: they need --temperature above 0"),
         ("--top-k 5", "--top-k and --top-p choose what is sampled: they need --temperature above 0"),
         ("--prompts suites/spec_bench.jsonl --prompts suites/spec_bench.jsonl", "spec_bench.jsonl: is given twice"),
@@ -96,11 +95,15 @@ def test_what_would_be_ignored_or_misnamed_is_refused(line, problem, asked):
     assert code == 2 and problem in err and report is None
 
 
-def test_the_report_has_the_real_number_of_rows(asked):
-    _, _, report, _ = asked("--suite spec-bench --batch-size 3")
-    [entry] = report["results"]
-    assert (entry["batch_size"], entry["mean_batch_size"], entry["num_timed"]) == (3, 2.67, 3)
-    assert len(entry["repetition"]["texts"]) == 8
+def test_as_many_rows_run_as_the_report_says(asked, tmp_path):
+    """Eight prompts repeat until each batch is full; figures of prompts have each once."""
+    _, _, report, _ = asked("--suite spec-bench --batch-size 3 --batch-size 16")
+    threes, sixteen = report["results"]
+    rounds = [json.loads(line) for line in (tmp_path / "out" / "rounds.jsonl").read_text().splitlines()]
+    assert all(len(one["num_committed"]) == row["batch_size"] for row in rounds for one in row["rounds"])
+    assert [(entry["num_prompts"], entry["num_timed"]) for entry in (threes, sixteen)] == [(8, 3), (8, 1)]
+    assert all(len(entry["repetition"]["texts"]) == 8 for entry in (threes, sixteen))
+    assert threes["suite_digest"] == sixteen["suite_digest"] and threes["by_domain"]["mt_bench"]["num_prompts"] == 4
 
 
 def test_prompts_that_fail_are_said_and_the_others_measured(asked, tmp_path):

@@ -4,7 +4,7 @@ import pytest
 from headstart.eval.generate import Generation, Round
 from headstart.eval.measurement.repetition import longest_loop, repeated_share, text_repetition
 from headstart.eval.measurement.summary import MeasuredBatch, Side, repetitions, timed_seconds, without_loops
-from headstart.eval.suites.prompts import Suite
+from headstart.eval.suites.prompts import PromptSource, Suite
 
 PLAIN, LOOP = list(range(40)), [7, 8, 9] * 13 + [7]
 
@@ -38,7 +38,8 @@ def side(seconds, texts, accepted):
 
 
 def batch(number, texts, *, fast, accepted=(0, 0)):
-    suite = Suite(f"{number}", [[1]] * len(texts))
+    sources = [PromptSource(10 * number + row, "chat:1") for row in range(len(texts))]
+    suite = Suite("chat", [[1]] * len(texts), sources=sources)
     accepted = list(accepted[: len(texts)])
     return MeasuredBatch(number, suite, side(fast, texts, accepted), side(1.0, texts, accepted))
 

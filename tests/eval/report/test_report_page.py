@@ -65,7 +65,6 @@ def result(**changes) -> Result:
         "speedup_median": 1.5,
         "speedup_p90": 1.7,
         "num_timed": None,
-        "mean_batch_size": None,
         "repetition": repetition(),
         "without_loops": None,
         "end_to_end_speedup": 1.4,
@@ -367,9 +366,9 @@ def test_below_the_number_at_which_intervals_hold_there_is_no_verdict(prompts, t
     assert recommend([few, result(drafter="ngram")]).headline.startswith("Deploy ngram")
 
 
-def test_batches_that_were_not_full_are_a_caution():
-    [caution] = recommend([result(num_prompts=60, batch_size=8, num_timed=8, mean_batch_size=7.5)]).cautions
-    assert caution == "Batches had 7.5 rows on average: some of chat were not full."
+def test_prompts_that_were_repeated_are_a_caution():
+    [caution] = recommend([result(num_prompts=60, batch_size=8, num_timed=8)]).cautions
+    assert caution == "Prompts of chat were repeated until the last batch was full."
 
 
 def test_losslessness_is_reported_as_it_was_checked():
