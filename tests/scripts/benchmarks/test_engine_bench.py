@@ -1,7 +1,7 @@
 """The engine's benchmark runs at toy size, goes on where it was, and judges what it found."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
