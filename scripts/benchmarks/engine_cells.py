@@ -43,6 +43,7 @@ class Size:
     num_prompts: int  # of the usual context, decoded where speedups are measured
     num_new: int  # tokens behind each prompt
     num_repeats: int  # passes over the prompts
+    draft_vocabulary: int  # of a head whose output layer is cut, as those of published EAGLE-3 heads are
 
     @property
     def context(self) -> int:
@@ -67,6 +68,7 @@ SIZES = {
         },
         dtype="float32", contexts=(16, 48), batch_sizes=(1, 3), long_batch_sizes=(1, 2),
         verified=(1, 2, 64), num_passes=2, num_prompts=2, num_new=24, num_repeats=1,
+        draft_vocabulary=48,
     ),
     "8b": Size(
         llama={
@@ -75,7 +77,7 @@ SIZES = {
         },
         dtype="bfloat16", contexts=(512, 2048, 4096, 8192, 16384),
         batch_sizes=(1, 2, 4, 8, 16, 32, 64), long_batch_sizes=(1, 8), verified=(1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64),
-        num_passes=4, num_prompts=4, num_new=128, num_repeats=2,
+        num_passes=4, num_prompts=4, num_new=128, num_repeats=2, draft_vocabulary=32000,
     ),
 }  # fmt: skip
 
@@ -110,6 +112,7 @@ class Cell(store.Cell):
     context: int
     num_passes: int
     head: str | None = None  # the family that drafts; None: drafts that cost nothing
+    draft_vocabulary: int | None = None  # of the head; None: the target's
     num_draft_tokens: int = 0  # at most, as far as the family drafts; 0: the baseline alone
     rates: tuple[float, ...] = ()  # of synthetic acceptance, with which texts are decoded; none: rounds are timed
 
@@ -125,6 +128,9 @@ def cells_of(size: Size, steps: str, rates: Mapping[str, Sequence[float]]) -> li
     for family in sorted(HEADS, key=lambda family: family != MAIN):
         drafted = replace(base, name=f"draft {family}", head=family, num_draft_tokens=NUM_DRAFT)
         cells.append(drafted)
+        if family == MAIN:
+            cut = size.draft_vocabulary
+            cells.append(replace(drafted, name=f"draft {family}, {cut} tokens", draft_vocabulary=cut))
         name, repeats = f"synthetic {family}", size.num_repeats
         cells.append(replace(drafted, name=name, num_passes=repeats, rates=tuple(rates[family])))
     main = replace(base, head=MAIN, num_draft_tokens=NUM_DRAFT)
@@ -145,7 +151,7 @@ class Workbench:
 
     def __init__(self, target: Target, size: Size):
         self.target, self.size = target, size
-        self.heads: dict[str, DraftHead] = {}
+        self.heads: dict[tuple[str, int | None], DraftHead] = {}
         self.text = size.prompts(1, length=4 * max(size.contexts))[0]
         self.prompts = size.prompts(size.num_prompts, length=size.context)
 
@@ -186,18 +192,21 @@ class Workbench:
         """The drafter of a cell, and its chain."""
         if not cell.num_draft_tokens:
             return None, []
-        drafter = BlankDrafter() if cell.head is None else self.head(cell.head)
+        drafter = BlankDrafter() if cell.head is None else self.head(cell.head, cell.draft_vocabulary)
         return drafter, chains(drafter, [cell.num_draft_tokens])
 
-    def head(self, family: str) -> DraftHead:
-        """An untrained head, which takes the time of a trained one. That of the last family is dropped."""
-        if family not in self.heads:
+    def head(self, family: str, draft_vocabulary: int | None = None) -> DraftHead:
+        """An untrained head, which takes the time of a trained one. The last one is dropped."""
+        key = family, draft_vocabulary
+        if key not in self.heads:
             self.heads.clear()
             release_memory()
             with torch.device(self.target.device):
-                head = build_head(HEADS[family].config_class(type=family), self.target)
-            self.heads[family] = head.to(self.target.dtype).eval().requires_grad_(False)
-        return self.heads[family]
+                ids = None if draft_vocabulary is None else torch.arange(draft_vocabulary)
+                config = HEADS[family].config_class(type=family, draft_vocab_size=draft_vocabulary)
+                head = build_head(config, self.target, draft_token_ids=ids)
+            self.heads[key] = head.to(self.target.dtype).eval().requires_grad_(False)
+        return self.heads[key]
 
     @cached_property
     def synthetic(self) -> SyntheticDrafter:

@@ -4,14 +4,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from headstart.eval.drafters.synthetic import BlankDrafter
 from headstart.eval.engine import DecodeState, Engine
+from headstart.eval.generate import generate
 from headstart.eval.verify import accept_sampled
 from headstart.heads.drafter import Reading
-from headstart.heads.drafting import StaticTree
+from headstart.heads.drafting import Proposal, StaticTree
 from headstart.heads.fit import build_skeleton_head
-from headstart.heads.nn import attention
+from headstart.heads.nn import attention, packed_decoder
+from headstart.heads.nn.cache import SlotCache
 from headstart.heads.nn.split_attention import reads_in_parts
-from headstart.heads.registry import HEADS
+from headstart.heads.registry import HEADS, build_head
 from headstart.heads.target import Target, TargetOutput
 from headstart.scripts.benchmarks.engine_cells import SIZES
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -160,3 +164,86 @@ def test_no_prompt_is_read_through_kernels_that_are_planned_anew_for_its_length(
         assert head_type == "hydra" or len(allowed) > before
         assert last.shape == (1, 1)
     assert allowed and not any(allowed)
+
+
+# Kernels by layer: a Llama of the 8B's heads on no device, by the difference of two depths
+
+
+def launched_per_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> float:
+    counts = []
+    for num_layers in (2, 6):
+        heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+        sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": num_layers, "vocab_size": 128}
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads), dtype=torch.bfloat16)
+            target = Target(model, name="skeleton", fingerprint="")
+            last, start = torch.zeros(1, 1, dtype=torch.long), torch.full((1,), 9)
+        num = {"baseline": 0, "chain": 5, "tree": 5}[kind]
+        tree = tree_of(3, 2) if kind == "tree" else None
+        drafter = BlankDrafter() if num else None
+        if drafter is not None:
+            drafter.drafts_trees = True
+        engine = Engine(target, drafter, batch_size=1, max_length=200, num_draft_tokens=num or None, tree=tree)
+        parents = torch.zeros(1, num, dtype=torch.long, device="meta") if tree else None
+        proposal = Proposal(torch.zeros(1, num, dtype=torch.long, device="meta"), parents)
+        engine.begin_round(9)
+        engine.verify(DecodeState(None, last, start), proposal)  # caches come into being
+        with Launches() as launched:
+            # one kernel each on a GPU, which a device without kernels takes apart
+            monkeypatch.setattr(F, "scaled_dot_product_attention", lambda query, *_, **__: query.clone())
+            monkeypatch.setattr(F, "rms_norm", lambda x, *_: x.clone())
+            engine.verify(DecodeState(None, last, start), proposal)
+        counts.append(len(launched.names))
+    return (counts[1] - counts[0]) / 4
+
+
+@pytest.mark.parametrize(("kind", "before"), [("baseline", 41), ("chain", 43), ("tree", 47)])
+def test_a_layer_launches_a_third_fewer_kernels_than_it_did(kind, before, monkeypatch):
+    """Queries, keys and values are one product, as are gate and up; norms are one kernel; the mask is tiled once."""
+    assert launched_per_layer(kind, monkeypatch) <= before * 2 / 3
+
+
+@pytest.mark.parametrize("num_layers", [2, 9])
+def test_moving_a_path_takes_as_many_kernels_whatever_the_layers(num_layers):
+    cache, path = SlotCache(num_layers=num_layers, max_length=64), torch.tensor([[5, 9], [7, 8]])
+    cache.seek(torch.arange(16).expand(2, -1), extent=16)
+    source, kept = torch.Generator().manual_seed(1), []
+    for layer in range(num_layers):
+        keys, values = (torch.randn(2, 2, 16, 4, generator=source) for _ in range(2))
+        cache.update(keys, values, layer)
+        kept.append((keys, values))
+    with Launches() as launched:
+        cache.move(path, torch.tensor([[3, 4], [3, 4]]))
+    assert len(launched.names) <= 6
+    for layer, written in zip(cache.layers, kept, strict=True):
+        for held, before in zip((layer.keys, layer.values), written, strict=True):
+            for row in range(2):
+                assert torch.equal(held[row][:, 3:5], before[row][:, path[row]])
+                assert torch.equal(held[row][:, 5:16], before[row][:, 5:])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_joined_layers_decode_what_the_models_own_do(family, tiny_target, monkeypatch):
+    """As on a GPU, here on a CPU: texts, drafts and features; and weights take no memory twice."""
+    target, prompts = tiny_target(family), [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6]]
+    head = build_head(HEADS["eagle3"].config_class(type="eagle3"), target, seed=1).eval()
+    for tree in (None, tree_of(2, 2)):
+        how: dict[str, Any] = {"max_new_tokens": 20, "eos_token_ids": [], "tree": tree}
+        wanted = generate(target, head, prompts, **how)
+        joined = tiny_target(family)
+        monkeypatch.setattr(packed_decoder, "decodes_joined", lambda device: True)
+        head_of_joined = build_head(HEADS["eagle3"].config_class(type="eagle3"), joined, seed=1).eval()
+        found = generate(joined, head_of_joined, prompts, **how)
+        monkeypatch.undo()
+        assert joined.packed is not None and target.packed is None
+        assert found.token_ids == wanted.token_ids
+        assert [one.num_accepted for one in found.rounds] == [one.num_accepted for one in wanted.rounds]
+        layer: Any = joined.layers[1]
+        attention_, mlp = layer.self_attn, layer.mlp
+        assert (
+            attention_.q_proj.weight.untyped_storage().data_ptr()
+            == attention_.v_proj.weight.untyped_storage().data_ptr()
+        )
+        assert mlp.gate_proj.weight.untyped_storage().data_ptr() == mlp.up_proj.weight.untyped_storage().data_ptr()
+        ids = torch.tensor([prompts[1]])
+        assert torch.equal(joined.model(ids).logits, target.model(ids).logits), "and the model computes as before"

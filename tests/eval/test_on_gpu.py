@@ -55,7 +55,10 @@ def test_captured_steps_decode_what_eager_ones_do(head_type, tree, on_gpu):
 
 
 # each compiles for a while; that steps of all heads can be compiled is seen on a CPU, in test_recorded_steps.py
-@pytest.mark.parametrize(("head_type", "tree"), [("medusa", "chain"), ("eagle3", "chain"), ("eagle3", "dynamic")])
+@pytest.mark.parametrize(
+    ("head_type", "tree"),
+    [(head_type, tree) for head_type in ("medusa", "eagle3") for tree in ("chain", "static")] + [("eagle3", "dynamic")],
+)
 def test_compiled_steps_decode_what_eager_ones_do(head_type, tree, on_gpu):
     both_ways(on_gpu, head_for(head_type, on_gpu), steps="compile", tree=TREES[tree])
 

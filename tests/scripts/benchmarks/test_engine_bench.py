@@ -1,7 +1,7 @@
 """The engine's benchmark runs at toy size, goes on where it was, and judges what it found."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -92,6 +92,17 @@ def test_all_that_is_asked_of_the_engine_has_a_cell():
     places = {(cell.batch_size, cell.context) for cell in cells if cell.name.startswith("batch")}
     assert places == {(2**i, 512) for i in range(7)} | {(b, 2**i) for b in (1, 8) for i in range(11, 15)}
     assert [cell.head for cell in cells if cell.steps == "eager"] == ["eagle3"]
+    cut = [(cell.name, cell.head, cell.draft_vocabulary) for cell in cells if cell.draft_vocabulary]
+    assert cut == [("draft eagle3, 32000 tokens", "eagle3", 32000)], "as published heads have it, beside the whole one"
+
+
+def test_a_cut_draft_vocabulary_is_timed_with_an_output_layer_of_that_size():
+    size = SIZES["toy"]
+    [cell] = [cell for cell in cells_of(size, "eager", RATES) if cell.draft_vocabulary]
+    bench = Workbench(random_target(size, torch.device("cpu")), size)
+    head, _ = bench.drafted(cell)
+    assert head.lm_head.out_features == size.draft_vocabulary < bench.target.vocab_size
+    assert bench.time(replace(cell, num_passes=1))["draft_in_baseline_steps"]["median"] > 0
 
 
 def test_a_killed_run_goes_on_where_it_was(tmp_path, few_cells):
