@@ -11,6 +11,7 @@ from ...heads.base import DraftBatch, DraftHead
 from ...heads.drafter import Drafter
 from ...heads.target import Target
 from ..suites.prompts import FailedPrompt, Suite
+from .bandwidth import cache_bytes
 from .breakdown import (
     acceptance_by,
     asked_as_trained,
@@ -77,12 +78,27 @@ def measure_all(
     Returns: of each contender the result, and the rows of rounds.jsonl, one per batch, side and repeat.
     """
     config = replace(config, setting=None)
-    measured = measure_batches(target, contenders, suite, config, on_batch=on_batch, store=store)
     results = []
-    for contender, (batches, failed) in zip(contenders, measured, strict=True):
-        result = result_of(target, contender, suite, config, batches, failed=failed)
-        results.append((result, raw_rounds(result, batches)))
+    size = most_at_once(target, suite, config)
+    for first in range(0, len(contenders), size):
+        group = contenders[first : first + size]
+        measured = measure_batches(
+            target, group, suite, config, on_batch=on_batch if first == 0 else lambda: None, store=store
+        )
+        for contender, (batches, failed) in zip(group, measured, strict=True):
+            result = result_of(target, contender, suite, config, batches, failed=failed)
+            results.append((result, raw_rounds(result, batches)))
     return results
+
+
+def most_at_once(target: Target, suite: Suite, config: MeasureConfig) -> int:
+    """Drafters that share a baseline: each side has a cache of the target's keys and values, and on a GPU all of them
+    should fit into half of the memory that is free. At least one."""
+    if target.device.type != "cuda" or not suite.prompts:
+        return 1000
+    longest = max(map(len, suite.prompts)) + config.max_new_tokens
+    per_side = config.batch_size * cache_bytes(target, longest)
+    return max(1, int(torch.cuda.mem_get_info(target.device)[0] / 2 / per_side) - 1)
 
 
 def result_of(

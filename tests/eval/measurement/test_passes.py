@@ -1,11 +1,14 @@
 """Drafters measured together share one baseline and take turns with it; a fault in one leaves the others alone."""
 
 import pytest
+import torch
 from headstart.eval.drafters.lookup import NgramDrafter, SuffixDrafter
 from headstart.eval.generate import generate
+from headstart.eval.measurement import measure as module
 from headstart.eval.measurement import passes
+from headstart.eval.measurement.bandwidth import cache_bytes
 from headstart.eval.measurement.config import MeasureConfig, chain
-from headstart.eval.measurement.measure import measure, measure_all
+from headstart.eval.measurement.measure import measure, measure_all, most_at_once
 from headstart.eval.measurement.passes import decode_by_turns
 from headstart.eval.measurement.runner import Contender, Runner
 from headstart.eval.suites.prompts import Suite
@@ -76,3 +79,22 @@ def test_a_drafter_that_raises_leaves_the_others_figures_alone(target):
     assert ngram.num_prompts == 3 and not ngram.failed
     assert broken.num_prompts == 0 and [prompt.prompt for prompt in broken.failed] == [0, 1, 2] and not rows
     assert broken.failed[0].reason == "RuntimeError: planted"
+
+
+def test_where_memory_is_short_fewer_share_a_baseline(target, monkeypatch):
+    begun, begin = [], Runner.begin
+    monkeypatch.setattr(Runner, "begin", lambda self, *args: begun.append(self.drafter) or begin(self, *args))
+    monkeypatch.setattr(module, "most_at_once", lambda *_: 1)
+    results = measure_all(target, contenders(NgramDrafter(), SuffixDrafter()), Suite("three", PROMPTS), CONFIG)
+    assert [result.drafter for result, _ in results] == ["NgramDrafter", "SuffixDrafter"]
+    assert sum(drafter is None for drafter in begun) == 2 * (3 * 2 + 1)
+
+
+def test_a_gpu_holds_the_caches_of_all_sides_in_half_of_its_free_memory(target, monkeypatch):
+    config, suite = MeasureConfig(max_new_tokens=16, batch_size=2), Suite("three", PROMPTS)
+    assert most_at_once(target, suite, config) > 100
+    monkeypatch.setattr(type(target), "device", torch.device("cuda"))
+    per_side = 2 * cache_bytes(target, 4 + 16)
+    for free, expected in ((2 * 5 * per_side, 4), (per_side, 1)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 10 * free))
+        assert most_at_once(target, suite, config) == expected
