@@ -176,7 +176,7 @@ class Engine:
             return Proposal(self.no_tokens)
         if self.drafts_on_host:
             self.drafter.commit(self.state, replace(read, extent=self.extent, cache=self.cache))
-            drafted = self.drafter.draft(self.state, self.num_drafted, self.tree)
+            drafted = self.drafter.propose_chain_or_tree(self.state, self.num_drafted, self.tree)
             parents = None if drafted.parents is None else drafted.parents.to(self.target.device)
             probs = None if drafted.draft_probs is None else drafted.draft_probs.to(self.target.device)
             if probs is not None and self.replay.steps != "eager":
@@ -224,7 +224,7 @@ class Engine:
         self.drafter.commit(self.state, read)
         is_greedy = self.sampling.temperature == 0
         draws = None if is_greedy else Draws(self.sampling.temperature, self.target.vocab_size, self.generator)
-        proposal = self.drafter.draft(self.state, self.num_drafted, self.tree, draws=draws)
+        proposal = self.drafter.propose_chain_or_tree(self.state, self.num_drafted, self.tree, draws=draws)
         return proposal.tokens, proposal.parents, proposal.draft_probs
 
     def _verify(

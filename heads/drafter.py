@@ -95,7 +95,9 @@ class Drafter:
         """Draft a tree that follows the last committed token. draws: at temperature > 0, for trees of sampled nodes."""
         raise BadInput(f"{type(self).__name__} drafts chains, not trees")
 
-    def draft(self, state: Any, num_draft_tokens: int, tree: Tree | None, *, draws: Draws | None = None) -> Proposal:
+    def propose_chain_or_tree(
+        self, state: Any, num_draft_tokens: int, tree: Tree | None, *, draws: Draws | None = None
+    ) -> Proposal:
         """The tree, or without one a chain of that length."""
         if tree is None:
             return self.propose(state, num_draft_tokens=num_draft_tokens)

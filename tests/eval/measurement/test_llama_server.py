@@ -125,12 +125,12 @@ def test_an_interrupted_measurement_goes_on(files, target, tmp_path):
 
 
 def test_its_report_and_page_are_those_of_our_engine(files, target, tmp_path):
-    results = measure_served(target, files(), SUITE, CONFIG, [1, 2])
+    results = measure_served(target, files(), Suite("six", [*SUITE.prompts, *SUITE.prompts]), CONFIG, [1, 2])
     report = build_report(target, results)
     write_report(tmp_path, report, [])
     assert read_report(tmp_path / "report.json").results == results and report.ours == results
     page = render(report)
-    assert "Deploy llama-server" in page and "6 of 6 texts equal the target" in page
+    assert "Deploy llama-server" in page and "12 of 12 texts equal the target" in page
 
 
 def test_settings_that_it_is_not_measured_with_are_refused(files, target):
