@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from .storage.shard_file import StoredSample
 from .storage.shards import PROGRESS, Shards, ShardWriter
 
 NUM_SHARDS = 8  # that a measured sample is written in
+PASS_SHARE = 0.4  # of a pass that is the forward of the target alone; extraction and reading have the rest
 
 
 @dataclass
@@ -52,6 +54,21 @@ def survey_samples(samples: Iterable[Sample], reads: Reads, *, hidden_size: int,
     return survey
 
 
+def within(samples: Sequence[Sample], target: Target, *, seconds: float, num_passes: int = 3) -> list[Sample]:
+    """As many of the samples as `measure_rates` takes about that long for, one at least; judged by a timed forward."""
+    read = sorted(samples, key=len)[len(samples) // 2]
+    ids = padded([read], device=target.device)
+    for _ in range(2):  # the first fills caches and compiles
+        started = time.perf_counter()
+        target.forward(ids)
+        if target.device.type == "cuda":
+            torch.cuda.synchronize(target.device)
+        spent = time.perf_counter() - started
+    num_tokens = PASS_SHARE * seconds / (num_passes + 1) * len(read) / spent
+    kept = [sample for sample, end in zip(samples, accumulate(map(len, samples)), strict=True) if end <= num_tokens]
+    return kept or [read]
+
+
 @dataclass
 class Rates:
     """Tokens per second of the target alone, of extraction, and of reading what that wrote."""
@@ -59,6 +76,7 @@ class Rates:
     forward: float
     extraction: float
     reading: float
+    spread: float = 0.0  # of the passes: the largest difference of a forward's or an extraction's time, over its mean
 
     @property
     def ratio(self) -> float:
@@ -80,7 +98,7 @@ def measure_rates(
     They are written in several shards, as a long run writes them: each while the target reads the next. The first pass,
     in which caches fill, is left out.
     """
-    times = {"forward": 0.0, "extraction": 0.0, "reading": 0.0}
+    times: dict[str, list[float]] = {"forward": [], "extraction": [], "reading": []}
     num_tokens = sum(map(len, samples))
     with tempfile.TemporaryDirectory(dir=folder, prefix=".plan.") as temporary:
         writer = ShardWriter(Path(temporary, "tokens"))
@@ -102,8 +120,10 @@ def measure_rates(
                 started = time.perf_counter()
                 work()
                 if number:
-                    times[name] += time.perf_counter() - started
-    return Rates(**{name: num_passes * num_tokens / spent for name, spent in times.items()})
+                    times[name].append(time.perf_counter() - started)
+    spreads = [(max(spent) - min(spent)) / (sum(spent) / num_passes) for spent in list(times.values())[:2]]
+    rates = {name: num_passes * num_tokens / sum(spent) for name, spent in times.items()}
+    return Rates(**rates, spread=max(spreads))
 
 
 def estimate(extraction: Extraction, output: Path, *, num_ranks: int = 1) -> str:
@@ -173,6 +193,8 @@ class Comparison:
     num_supervised_tokens: int
     free_bytes: int
     num_processes: int
+    num_measured: int  # rows
+    spread: float  # of the timed passes, the largest: (slowest - fastest) / mean
     online: Online
     extracted: list[Extracted]
 
@@ -204,4 +226,5 @@ def compare(survey: Survey, rates: dict[str, Rates], *, free_bytes: int, num_pro
             )
         )
     numbers = survey.num_rows, survey.num_tokens, survey.num_supervised_tokens
-    return Comparison(*numbers, free_bytes, num_processes, online, extracted)
+    spread = round(max(rate.spread for rate in rates.values()), 4)
+    return Comparison(*numbers, free_bytes, num_processes, len(survey.drawn), spread, online, extracted)

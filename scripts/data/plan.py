@@ -15,7 +15,10 @@ def plan(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A run YAML: its target, head and data count.")],
     overrides: Overrides = None,
     disk: Annotated[Path, typer.Option(help="A folder on the disk that features would lie on.")] = Path("."),
-    num_sampled: Annotated[int, typer.Option(help="Rows that are measured.")] = 64,
+    num_sampled: Annotated[int, typer.Option(help="Rows that are measured, at most.")] = 64,
+    seconds: Annotated[
+        float, typer.Option(help="For measuring, about; fewer rows where need be.")
+    ] = 60.0,
     num_processes: Annotated[int, typer.Option(help="Processes that would share the work.")] = 1,
     batch_tokens: Annotated[int, typer.Option(help="Of one target forward, with padding.")] = 8192,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
@@ -36,7 +39,7 @@ def plan(
 
     from ...configs.errors import BadInput
     from ...data_pipelines.masks.chat import encode_rows
-    from ...data_pipelines.plan import compare, measure_rates, survey_samples
+    from ...data_pipelines.plan import compare, measure_rates, survey_samples, within
     from ...data_pipelines.sources import iter_rows
     from ...data_pipelines.storage.extract import ExtractConfig, disk_free
     from ...data_pipelines.storage.quantise import STORAGE
@@ -45,7 +48,7 @@ def plan(
     from ...train.config import load_inputs
     from .extract import reads_of
 
-    for name, value in (("--num-sampled", num_sampled), ("--num-processes", num_processes)):
+    for name, value in (("--num-sampled", num_sampled), ("--num-processes", num_processes), ("--seconds", seconds)):
         if value < 1:
             raise BadInput(f"{name} {value}: expected at least 1")
     run = load_inputs(config, overrides or ())
@@ -59,6 +62,7 @@ def plan(
     survey = survey_samples(rows, reads, hidden_size=target.hidden_size, num_drawn=num_sampled)
     if not survey.num_rows:
         raise BadInput(f"data.train: no row has supervised tokens within data.max_length {data.max_length}")
+    survey.drawn = within(survey.drawn, target, seconds=seconds / len(STORAGE))
     rates = {}
     for name in STORAGE:
         settings = ExtractConfig(storage_dtype=name, batch_tokens=batch_tokens)
@@ -97,3 +101,4 @@ def show(comparison: "Comparison", *, title: str) -> None:
     per_epoch = in_hours(online.seconds_per_epoch / 3600)
     console.print(f"online: {per_epoch} of target forwards in each epoch ({online.tokens_per_second:,.0f} tokens/s)")
     console.print(f"{in_bytes(comparison.free_bytes)} of the disk are free")
+    console.print(f"measured on {comparison.num_measured} rows; passes differ by {comparison.spread:.0%} at most")

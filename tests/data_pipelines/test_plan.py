@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 import pytest
 from headstart.configs.errors import BadInput
+from headstart.data_pipelines import plan as plan_module
 from headstart.data_pipelines.plan import (
     Online,
     Rates,
@@ -14,6 +15,7 @@ from headstart.data_pipelines.plan import (
     in_hours,
     measure_rates,
     survey_samples,
+    within,
 )
 from headstart.data_pipelines.storage.extract import ExtractConfig, Extraction, fields_of, in_bytes
 from headstart.data_pipelines.storage.features import Reads
@@ -103,3 +105,21 @@ def test_the_command(tmp_path, saved_target, capsys):
         plan_command(str(path), disk=tmp_path / "nowhere", device="cpu")
     with pytest.raises(BadInput, match="--num-sampled 0"):
         plan_command(str(path), num_sampled=0)
+
+
+def test_the_measured_rows_fit_the_time(target, monkeypatch):
+    """A forward of 14 tokens takes a second here: 80 s for four passes of forward, extraction and reading."""
+    samples = make_samples(60)
+    ticks = iter(range(100))
+    monkeypatch.setattr(plan_module.time, "perf_counter", lambda: float(next(ticks)))
+    kept = within(samples, target, seconds=80)
+    assert kept == samples[: len(kept)] and 0.9 < sum(map(len, kept)) / (0.4 * 80 / 4 * 13) <= 1
+    assert len(within(samples, target, seconds=0.001)) == 1 and len(within(samples, target, seconds=1e6)) == 60
+
+
+def test_rates_say_how_far_passes_differ(target, head):
+    rates = measure_rates(make_samples(8), target, Reads.of(head), config=ExtractConfig(batch_tokens=64))
+    assert 0 <= rates.spread < 3
+    found = survey_samples(make_samples(8), Reads.of(head), hidden_size=32, num_drawn=4)
+    comparison = compare(found, {"float32": Rates(1.0, 1.0, 1.0, 0.125)}, free_bytes=0)
+    assert (comparison.num_measured, comparison.spread) == (4, 0.125)
