@@ -58,6 +58,7 @@ def within(samples: Sequence[Sample], target: Target, *, seconds: float, num_pas
     """As many of the samples as `measure_rates` takes about that long for, one at least; judged by a timed forward."""
     read = sorted(samples, key=len)[len(samples) // 2]
     ids = padded([read], device=target.device)
+    spent = 0.0
     for _ in range(2):  # the first fills caches and compiles
         started = time.perf_counter()
         target.forward(ids)

@@ -67,6 +67,7 @@ def measure_batches(
             None if runs is None else Side(generations_from(runs), others)
             for runs, others in zip(record["sides"], record["others"], strict=True)
         ]
+        assert plain is not None  # or the whole batch failed
         for side, reason, (batches, failures) in zip(drafted, record["failed"][1:], measured, strict=True):
             if side is None:
                 failures += failures_of(parts[number], reason)
@@ -190,8 +191,8 @@ def all_sides(
 
 
 def least_disturbed(
-    once: Callable[[], list[Side | Exception]], *, most_again: int
-) -> tuple[list[Side | Exception], int]:
+    once: Callable[[], Sequence[Side | Exception]], *, most_again: int
+) -> tuple[Sequence[Side | Exception], int]:
     """A batch's passes, measured again as long as some are disturbed, at most so often: the attempt with the fewest
     disturbed passes, the first of several, and how often they were measured again."""
     attempts = [once()]

@@ -156,7 +156,7 @@ class Drafts:
         for k, rows, at, end in zip(depths, chains, scored, ends, strict=True):
             here, where = slice(end - len(rows), end), positions[at]
             labels = self.labels[where]
-            scored = Rows(self.specs[k], hidden[here], labels, target, at)
+            drafted = Rows(self.specs[k], hidden[here], labels, target, at)
             raw = logits[here].detach()  # [n_k, Vd]
             counted = None if self.weights is None else self.weights[where].float()
             if self.align_top_k is not None:
@@ -166,21 +166,21 @@ class Drafts:
                 of_chains = self.chain_weights[k, rows]
                 counted = of_chains if counted is None else counted * of_chains
             scale = self.coefficients[k] if counted is None else counted * self.coefficients[k]
-            if grads is not None and all(name in CLOSED for name in scored.spec.mix):
-                values, best = closed_mix(scored, raw, scale, num_guesses=self.num_guesses, out=grads[here])
+            if grads is not None and all(name in CLOSED for name in drafted.spec.mix):
+                values, best = closed_mix(drafted, raw, scale, num_guesses=self.num_guesses, out=grads[here])
             else:
-                scored.__dict__["draft_logits"] = raw.float()
-                best = best_of(scored.draft_logits, self.num_guesses)
+                drafted.__dict__["draft_logits"] = raw.float()
+                best = best_of(drafted.draft_logits, self.num_guesses)
                 if grads is None:
-                    values = mix_of(scored)
+                    values = mix_of(drafted)
                 else:
-                    values, grads[here], of_state = self._differentiate(scored, scale)
+                    values, grads[here], of_state = self._differentiate(drafted, scale)
                     if of_state is not None:
                         by_state = torch.zeros_like(hidden) if by_state is None else by_state
                         by_state[here] = of_state
             self.values[k, rows] = values.detach()
             self.sums[k] += (values if counted is None else values * counted).sum()
-            vocabulary = scored.spec.vocabulary
+            vocabulary = drafted.spec.vocabulary
             self.guesses[k, rows] = best = best if vocabulary is None else vocabulary.to_target[best]
             if self.align_top_k is not None:  # whether the chains still align with the data's tokens
                 self.aligned[rows] &= (best == labels[:, None]).any(-1)

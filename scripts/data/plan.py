@@ -16,9 +16,7 @@ def plan(
     overrides: Overrides = None,
     disk: Annotated[Path, typer.Option(help="A folder on the disk that features would lie on.")] = Path("."),
     num_sampled: Annotated[int, typer.Option(help="Rows that are measured, at most.")] = 64,
-    seconds: Annotated[
-        float, typer.Option(help="For measuring, about; fewer rows where need be.")
-    ] = 60.0,
+    seconds: Annotated[float, typer.Option(help="For measuring, about; fewer rows where need be.")] = 60.0,
     num_processes: Annotated[int, typer.Option(help="Processes that would share the work.")] = 1,
     batch_tokens: Annotated[int, typer.Option(help="Of one target forward, with padding.")] = 8192,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,

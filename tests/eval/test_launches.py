@@ -97,10 +97,10 @@ def test_walks_by_depth_and_by_node_accept_the_same_to_the_bit(tree):
 
 @pytest.fixture(scope="module")
 def skeleton() -> Target:
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 128, **heads}
+    heads: dict[str, Any] = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 128}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(max_position_embeddings=20000, **sizes))
+        model = AutoModelForCausalLM.from_config(LlamaConfig(max_position_embeddings=20000, **sizes, **heads))
         return Target(model, name="skeleton", fingerprint="")
 
 
@@ -172,8 +172,13 @@ def test_no_prompt_is_read_through_kernels_that_are_planned_anew_for_its_length(
 def launched_per_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> float:
     counts = []
     for num_layers in (2, 6):
-        heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-        sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": num_layers, "vocab_size": 128}
+        heads: dict[str, Any] = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+        sizes: dict[str, Any] = {
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_hidden_layers": num_layers,
+            "vocab_size": 128,
+        }
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads), dtype=torch.bfloat16)
             target = Target(model, name="skeleton", fingerprint="")
@@ -217,6 +222,7 @@ def test_moving_a_path_takes_as_many_kernels_whatever_the_layers(num_layers):
     assert len(launched.names) <= 6
     for layer, written in zip(cache.layers, kept, strict=True):
         for held, before in zip((layer.keys, layer.values), written, strict=True):
+            assert held is not None
             for row in range(2):
                 assert torch.equal(held[row][:, 3:5], before[row][:, path[row]])
                 assert torch.equal(held[row][:, 5:16], before[row][:, 5:])

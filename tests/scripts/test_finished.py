@@ -33,7 +33,7 @@ def command(request, headstart, saved_target, prompts, tmp_path):
         code, _, err = headstart(line)
         return code, err
 
-    call.name, call.output, call.file = request.param, tmp_path / "out", tmp_path / "out" / file
+    call.__dict__.update(name=request.param, output=tmp_path / "out", file=tmp_path / "out" / file)
     return call
 
 

@@ -140,7 +140,7 @@ def run(saved_target, tmp_path):
         head = build_head(Eagle3Config(draft_vocab_size=24), target, draft_token_ids=ids, seed=seed)
         save_head(head, tmp_path / name / "final", training={"max_length": 64})
     own, other = (
-        TrainingRecord.from_json(head_record(tmp_path / name / "final").training) for name in ("run", "other")
+        TrainingRecord.from_json(head_record(tmp_path / name / "final").training or {}) for name in ("run", "other")
     )
     recipe = {
         "target": {"path": str(saved_target)},

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -146,7 +147,8 @@ def test_another_target_under_the_same_name_is_refused(run, world, tmp_path):
     how = f"target.path={tmp_path / 'target'}"
     folder = run("medusa", "half", how, "train.stop_at_step=3")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
-    torch.nn.init.normal_(model.get_output_embeddings().weight)
+    output: Any = model.get_output_embeddings()
+    torch.nn.init.normal_(output.weight)
     model.save_pretrained(tmp_path / "target")
     assert refusal(run, "medusa", "half", how).startswith(f"{folder} holds a run on another target, ")
     assert "another train.learning_rate" in refusal(run, "medusa", "half", "train.learning_rate=1")

@@ -10,12 +10,13 @@ import pytest
 import torch.distributed as dist
 from headstart.configs.errors import BadInput
 from headstart.train import data
+from torch._C._distributed_c10d import HashStore
 
 
 @pytest.fixture
 def rank(monkeypatch):
     """rank(i): an accelerator of two processes that share a store; broadcasts of these tests go through the store."""
-    store, broadcast = dist.HashStore(), {"since": 0.0}
+    store, broadcast = HashStore(), {"since": 0.0}
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(data, "turns", Counter(), raising=False)
 

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from headstart.configs.errors import BadInput
@@ -29,7 +30,7 @@ def files(tmp_path, monkeypatch):
     """files("eagle3"): a stand-in for the server, a head of that architecture and a target; what it was asked goes to
     asked.jsonl."""
     sys.path.insert(0, str(HEADS))
-    import gguf_files
+    import gguf_files  # pyright: ignore[reportMissingImports]
 
     binary, head, target = tmp_path / "llama-server", tmp_path / "head.gguf", tmp_path / "target.gguf"
     binary.write_text(f"#!{sys.executable}\n" + (Path(__file__).parent / "fake_llama_server.py").read_text())
@@ -134,7 +135,8 @@ def test_its_report_and_page_are_those_of_our_engine(files, target, tmp_path):
 
 
 def test_settings_that_it_is_not_measured_with_are_refused(files, target):
-    for values in ({"temperature": 1.0}, {"stop_strings": ("x",)}, {"batch_size": 2}):
+    cases: list[dict[str, Any]] = [{"temperature": 1.0}, {"stop_strings": ("x",)}, {"batch_size": 2}]
+    for values in cases:
         with pytest.raises(BadInput, match="--engine llama-server: is measured greedily, at batch 1"):
             measure_served(target, files(), SUITE, MeasureConfig(**values), [2])
 

@@ -157,11 +157,12 @@ def test_weights_take_the_targets_dtype_or_the_one_asked_for(trained, saved_targ
     shutil.copytree(saved_target, half)
     config = json.loads((half / "config.json").read_text())
     (half / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
-    for how, wanted in (
+    cases: list[tuple[dict[str, Any], torch.dtype]] = [
         ({}, torch.float32),
         ({"target": str(half)}, torch.bfloat16),
         ({"dtype": "fp16"}, torch.float16),
-    ):
+    ]
+    for how, wanted in cases:
         out = tmp_path / str(wanted)
         export_head(run, out, to="vllm", **how)
         config, tensors = read(out)
