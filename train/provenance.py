@@ -42,7 +42,7 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
     try:
         starts = json.loads(path.read_text()) if path.is_file() else []
         for start in starts:
-            start["target"]["fingerprint"], start["data"]["sha256"]
+            _ = start["target"]["fingerprint"], start["data"]["sha256"]
         return starts
     except (ValueError, KeyError, TypeError) as error:
         raise BadInput(f"{path}: damaged ({first_line(error)}); the run goes on where it is removed") from error
