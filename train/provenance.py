@@ -41,7 +41,8 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
     """run.json; empty where there is none. Raises BadInput where it is damaged."""
     try:
         starts = json.loads(path.read_text()) if path.is_file() else []
-        _ = [(start["target"]["fingerprint"], start["data"]["sha256"]) for start in starts]
+        for start in starts:
+            _ = start["target"]["fingerprint"], start["data"]["sha256"]
         return starts
     except (ValueError, KeyError, TypeError) as error:
         raise BadInput(f"{path}: damaged ({first_line(error)}); the run goes on where it is removed") from error

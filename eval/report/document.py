@@ -1,7 +1,6 @@
 """report.json as an object, read and written, and the raw rounds beside it."""
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -61,13 +60,6 @@ def read_report(path: Path) -> Report:
         read_json(TargetInfo, parts[1], where=f"{path}: target"),
         [Result.from_json(entry, where=f"{path}: results.{i}") for i, entry in enumerate(parts[2])],
     )
-
-
-def check_output(folder: str | Path) -> None:
-    """Raises BadInput where a report's folder cannot be made, before hours of measuring. Makes nothing."""
-    nearest = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise BadInput(f"output {folder}: {nearest} is {'not writable' if nearest.is_dir() else 'a file'}")
 
 
 def write_report(folder: str | Path, report: Report, rounds: Iterable[dict[str, Any]]) -> Path:

@@ -17,7 +17,7 @@ from headstart.eval.measurement.metrics import acceptance
 from headstart.eval.measurement.result import ENGINE, FixedTreeShape, TreeLimits
 from headstart.eval.measurement.summary import tree_shape, unmeasured, with_speedup
 from headstart.eval.report.console import show
-from headstart.eval.report.document import build_report, check_output, write_report
+from headstart.eval.report.document import build_report, write_report
 from headstart.eval.suites.prompts import Suite, load_suite
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.registry import HEADS, build_head
@@ -196,15 +196,6 @@ def test_a_failed_write_leaves_the_old_report(target, tmp_path, monkeypatch):
         write_report(tmp_path, report, [{"new": 1}])
     assert path.read_text() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["report.json", "rounds.jsonl"]
-
-
-def test_an_output_that_cannot_be_made_is_refused_and_nothing_is_made(tmp_path):
-    (tmp_path / "file").write_text("")
-    check_output(tmp_path / "new" / "deep")
-    for folder in (tmp_path / "file", tmp_path / "file" / "deep"):
-        with pytest.raises(BadInput, match=f"^output {folder}: {tmp_path / 'file'} is a file$"):
-            check_output(folder)
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_settings_below_one_are_refused():
