@@ -51,24 +51,27 @@ def compare_texts(
     replay: Callable[[], Unproved],
     *,
     numbers: Sequence[int] | None = None,
+    seen: set[int] | None = None,
 ) -> LosslessReport:
     """Compare the new tokens of a batch, row by row, with the baseline's.
 
     Args: replay: of all rows, as `proof.first_unproved` gives it; called where a text differs. numbers: what
-        divergences call the prompts; None: by their index.
+        divergences call the prompts; None: by their index. seen: numbers that were compared before, and are not again;
+        those of this batch are added.
     """
-    differ = [
-        row for row, texts in enumerate(zip(baseline, speculative, strict=True)) if list(texts[0]) != list(texts[1])
-    ]
+    numbers, seen = numbers or range(len(baseline)), set() if seen is None else seen
+    rows = {number: row for row, number in reversed(list(enumerate(numbers))) if number not in seen}
+    seen.update(rows)
+    assert len(baseline) == len(speculative)
+    differ = [row for row in sorted(rows.values()) if list(baseline[row]) != list(speculative[row])]
     unproved = replay() if differ else []
-    numbers = numbers or range(len(baseline))
     divergences = []
     for row in differ:
         pairs = enumerate(zip(speculative[row], baseline[row], strict=False))
         at = next((position for position, (ours, theirs) in pairs if ours != theirs), None)
         divergences.append(Divergence(numbers[row], at, unproved[row]))
     num_proved = sum(divergence.is_proved for divergence in divergences)
-    num_checked = len(baseline)
+    num_checked = len(rows)
     return LosslessReport(
         checked=num_checked,
         identical=num_checked - len(differ),

@@ -146,11 +146,11 @@ def result_of(
 
 def greedy_check(batches: Sequence[MeasuredBatch], runner: Runner) -> LosslessReport:
     """The texts of the first repeat, compared with the baseline's; those that differ are replayed."""
-    whole = LosslessReport()
+    whole, seen = LosslessReport(), set[int]()
     for batch in batches:
         run, numbers = batch.drafted.runs[0], [source.number for source in batch.suite.sources]
         replay = partial(runner.replay, batch.suite.prompts, run)
-        whole += compare_texts(batch.baseline.runs[0].token_ids, run.token_ids, replay, numbers=numbers)
+        whole += compare_texts(batch.baseline.runs[0].token_ids, run.token_ids, replay, numbers=numbers, seen=seen)
     return whole
 
 

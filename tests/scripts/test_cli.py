@@ -211,6 +211,16 @@ def test_train_refuses_in_one_line(arguments, problem, headstart, config, tmp_pa
     refused(result, problem.format(**names), outputs=[tmp_path / "run"])
 
 
+def test_trees_are_measured_on_other_prompts_than_shape_them(headstart, saved_target, head_folder, prompts, tmp_path):
+    file = prompts(*({"prompt": f"w{i} w9"} for i in range(5, 9)))
+    line = f"eval --target {saved_target} --head {head_folder} --prompts {file} --output {tmp_path / 'out'}"
+    code, _, err = headstart(f"{line} --max-new-tokens 6 --repeats 1 --tree chain --tree static --tree-nodes 4")
+    assert code == 0 and "1 prompts of prompts shape trees, and are not measured" in err
+    results = json.loads((tmp_path / "out" / "report.json").read_text())["results"]
+    assert [(one["tree"], one["num_prompts"]) for one in results] == [("chain", 3), ("static", 3)]
+    assert len({one["suite_digest"] for one in results}) == 1, "all settings on the same prompts"
+
+
 @pytest.mark.parametrize("limit", [1, 5000])
 def test_a_full_disk_is_one_line_that_names_the_file(limit, headstart, config, tmp_path):
     """No file of more bytes can be written, as on a disk that is full: at the first row of metrics, and at the head."""
