@@ -4,6 +4,9 @@
 class BadInput(ValueError):
     """Something the user gave us cannot be used. The message is one line and says where the fault is."""
 
+    def __init__(self, message: str):
+        super().__init__(" ".join(message.splitlines()))  # what the user gave may have several
+
 
 def first_line(error: BaseException) -> str:
     """The first line of another library's error message, or its type."""
