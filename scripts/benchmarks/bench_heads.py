@@ -70,7 +70,8 @@ class Bench:
 def training_run(bench: Bench, name: str, *, seed: int, folder: str) -> RunConfig:
     """configs/bench/train.yaml with this target, head and seed."""
     raw = read_config("bench/train.yaml")
-    changes = {"seed": seed, "max_steps": bench.steps, "output_dir": folder}
+    warmup_steps = min(raw["train"]["warmup_steps"], bench.steps // 2)
+    changes = {"seed": seed, "max_steps": bench.steps, "warmup_steps": warmup_steps, "output_dir": folder}
     return RunConfig(
         target=build(TargetConfig, {**raw["target"], "path": bench.target}, where="target"),
         head=read_bench(name).config,

@@ -285,3 +285,14 @@ def test_a_failed_dump_leaves_the_old_file_whole(tmp_path: Path) -> None:
         dump_config(Run(name="a", head=Head(type="eagle3"), extra={"bad": object()}), path)
     assert path.read_text() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+@dataclass
+class Nothing:
+    pass
+
+
+def test_a_key_of_several_lines_is_refused_in_one():
+    with pytest.raises(BadInput) as caught:
+        build(Nothing, {"path\nof": 1}, where="target")
+    assert str(caught.value).startswith("target.path of: unknown key") and "\n" not in str(caught.value)
