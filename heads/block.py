@@ -269,7 +269,8 @@ class BlockHead(DraftHead):
         for i, layer in enumerate(self.decoder_layers):
 
             def attend(queries: Tensor, keys: Tensor, values: Tensor, i: int = i) -> Tensor:
-                return grouped_attention(self, queries, *state.cache.update(keys, values, i), mask)[0]
+                keys, values = state.cache.update(keys, values, i)
+                return grouped_attention(self, queries, keys, values, mask)[0]
 
             hidden = layer(hidden, rotary, attend)
         state.logits = self._output(self.norm(hidden)[:, self.first_slot :])
