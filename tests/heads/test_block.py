@@ -163,6 +163,7 @@ def test_every_kind_of_target_keeps_its_greedy_text(family, tiny_target):
     assert generate(target, head, prompts, max_new_tokens=20, eos_token_ids=[], tree=tree).token_ids == wanted
 
 
+@pytest.mark.slow
 def test_drafts_drawn_from_a_block_leave_the_targets_distribution(tiny_target, chi_square):
     target = tiny_target("llama", vocab_size=6, eos_token_id=None)
     head = built(target, num_depths=2, num_layers=1, markov_rank=8)
