@@ -78,10 +78,11 @@ def contract_of_block(config: Mapping[str, Any], names: Iterable[str]) -> Contra
     llama_keys(config, contract, model_type="qwen3")
     sizes = sizes_of(config, contract, (*SIZES, "num_hidden_layers", "num_target_layers", "block_size"))
     flags(config, contract, is_dflash=is_dflash)
-    ids = config.get("target_layer_ids")
-    if not isinstance(ids, list) or not ids or ids != sorted(set(ids)) or not all(type(i) is int for i in ids):
-        contract.problems.append(f"target_layer_ids: expected layers' outputs in order, found {ids!r}")
-    if sizes is None or not isinstance(ids, list) or contract.problems:
+    found = config.get("target_layer_ids")
+    ids: list[int] = found if isinstance(found, list) and all(type(i) is int for i in found) else []
+    if not ids or ids != sorted(set(ids)):
+        contract.problems.append(f"target_layer_ids: expected layers' outputs in order, found {found!r}")
+    if sizes is None or contract.problems:
         return contract
     token, last = config.get("mask_token_id"), sizes["num_target_layers"] - 1
     outside = type(token) is not int or not 0 <= token < sizes["vocab_size"]

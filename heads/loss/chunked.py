@@ -141,11 +141,11 @@ class Drafts:
         self,
         depths: list[int],
         chains: list[Tensor],
-        scored: list[slice | Tensor],
+        places: list[slice | Tensor],
         positions: Tensor,
         target: TargetRows,
     ) -> None:
-        """Score depths that share an output layer: chains [n_k] each, at those of a chunk's positions."""
+        """Score depths that share an output layer: chains [n_k] each, at those places among a chunk's positions."""
         ends = list(accumulate(map(len, chains)))
         hidden = torch.cat([self.hidden[k][rows] for k, rows in zip(depths, chains, strict=True)])  # [n, D]
         with torch.set_grad_enabled(self.with_gradients):
@@ -153,7 +153,7 @@ class Drafts:
             logits = self.specs[depths[0]].draft_logits(hidden)  # [n, Vd]
         grads = torch.empty_like(logits) if self.with_gradients else None
         by_state: Tensor | None = None  # [n, D] gradients of losses of the predicted state
-        for k, rows, at, end in zip(depths, chains, scored, ends, strict=True):
+        for k, rows, at, end in zip(depths, chains, places, ends, strict=True):
             here, where = slice(end - len(rows), end), positions[at]
             labels = self.labels[where]
             drafted = Rows(self.specs[k], hidden[here], labels, target, at)

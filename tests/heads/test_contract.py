@@ -35,7 +35,7 @@ def fresh(head_type, target, *, trained_looking=False, **changes) -> DraftHead:
     """An untrained head; `trained_looking` perturbs its weights, so that no zero or copied one hides a fault."""
     family, *words = head_type.split()
     options = {key: json.loads(value) for key, value in (word.split("=") for word in words)}
-    head = build_head(HEADS[family].config_class(type=family, **options, **changes), target, seed=1)
+    head = build_head(HEADS[family].config_class(type=family, **{**options, **changes}), target, seed=1)
     if trained_looking:
         source = torch.Generator().manual_seed(3)
         with torch.no_grad():
