@@ -1,10 +1,12 @@
 """Heads for llama.cpp: what it cannot serve is refused before anything is written, and damaged files are named."""
 
+import importlib
 import json
 import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from headstart.scripts.export_command import check, export
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
-import gguf_files  # noqa: E402
+gguf_files: Any = importlib.import_module("gguf_files")
 
 SOUND = {"eagle3": gguf_files.eagle3, "draft_lm": gguf_files.draft_model, "mtp": gguf_files.with_modules}
 # what stands in for llama.cpp's converter: it writes the sound head, for the folder's own draft vocabulary and layers
@@ -129,7 +131,7 @@ def test_what_llama_cpp_cannot_serve_is_refused_by_name(trained, checkout, tmp_p
 def test_a_target_whose_graph_hands_out_no_features_is_refused(tiny_target, tmp_path):
     target = tiny_target("qwen2")
     target.model.save_pretrained(tmp_path / "qwen2")
-    head = build_head(head_class("eagle3").config_class(), Target.load(tmp_path / "qwen2"))
+    head = build_head(head_class("eagle3").config_class(type="eagle3"), Target.load(tmp_path / "qwen2"))
     save_head(head, tmp_path / "run" / "final")
     with pytest.raises(BadInput, match="its graph of a qwen2 target hands out no features"):
         export_head(tmp_path / "run", tmp_path / "out", to="llama.cpp")
@@ -165,11 +167,12 @@ def test_a_conversion_that_fails_leaves_nothing(trained, checkout, tmp_path, the
 
 
 def test_wrong_options_are_refused_before_anything_is_read(tmp_path):
-    for values, problem in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"outtype": "q3"}, "--outtype q3: expected one of f32, f16, bf16, q8_0"),
         ({"target_outtype": "q3"}, "--target-outtype q3"),
         ({"llama_cpp": tmp_path}, "no convert_hf_to_gguf.py in it"),
-    ):
+    ]
+    for values, problem in refused:
         with pytest.raises(BadInput, match=problem):
             Conversion(**values)
     with pytest.raises(BadInput, match="go with --to llama.cpp"):
