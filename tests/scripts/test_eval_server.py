@@ -1,8 +1,10 @@
 """`headstart eval --engine llama-server`, and `--compare llama-server:PATH`; a script stands for the server."""
 
+import importlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,7 @@ TESTS = Path(__file__).parents[1]
 def world(tmp_path, saved_target, monkeypatch):
     """A folder with llama-server, T.gguf, whose dequantised folder is the saved target, HEAD.gguf and two prompts."""
     sys.path.insert(0, str(TESTS / "heads" / "export"))
-    import gguf_files  # pyright: ignore[reportMissingImports]
+    gguf_files: Any = importlib.import_module("gguf_files")
 
     script = (TESTS / "eval" / "measurement" / "fake_llama_server.py").read_text()
     (tmp_path / "llama-server").write_text(f"#!{sys.executable}\n{script}")

@@ -1,6 +1,7 @@
 """A head in llama-server is measured as one in our engine is: in turns, with intervals, its texts compared; and its
 plain decoding is timed beside ours. A small script stands for the server."""
 
+import importlib
 import json
 import os
 import sys
@@ -30,7 +31,7 @@ def files(tmp_path, monkeypatch):
     """files("eagle3"): a stand-in for the server, a head of that architecture and a target; what it was asked goes to
     asked.jsonl."""
     sys.path.insert(0, str(HEADS))
-    import gguf_files  # pyright: ignore[reportMissingImports]
+    gguf_files: Any = importlib.import_module("gguf_files")
 
     binary, head, target = tmp_path / "llama-server", tmp_path / "head.gguf", tmp_path / "target.gguf"
     binary.write_text(f"#!{sys.executable}\n" + (Path(__file__).parent / "fake_llama_server.py").read_text())
@@ -135,8 +136,8 @@ def test_its_report_and_page_are_those_of_our_engine(files, target, tmp_path):
 
 
 def test_settings_that_it_is_not_measured_with_are_refused(files, target):
-    cases: list[dict[str, Any]] = [{"temperature": 1.0}, {"stop_strings": ("x",)}, {"batch_size": 2}]
-    for values in cases:
+    refused: list[dict[str, Any]] = [{"temperature": 1.0}, {"stop_strings": ("x",)}, {"batch_size": 2}]
+    for values in refused:
         with pytest.raises(BadInput, match="--engine llama-server: is measured greedily, at batch 1"):
             measure_served(target, files(), SUITE, MeasureConfig(**values), [2])
 

@@ -1,5 +1,6 @@
 """Heads for llama.cpp: what it cannot serve is refused before anything is written, and damaged files are named."""
 
+import importlib
 import json
 import re
 import sys
@@ -20,7 +21,7 @@ from headstart.scripts.export_command import check, export
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
-import gguf_files  # noqa: E402
+gguf_files: Any = importlib.import_module("gguf_files")
 
 SOUND = {"eagle3": gguf_files.eagle3, "draft_lm": gguf_files.draft_model, "mtp": gguf_files.with_modules}
 # what stands in for llama.cpp's converter: it writes the sound head, for the folder's own draft vocabulary and layers
@@ -166,12 +167,12 @@ def test_a_conversion_that_fails_leaves_nothing(trained, checkout, tmp_path, the
 
 
 def test_wrong_options_are_refused_before_anything_is_read(tmp_path):
-    cases: list[tuple[dict[str, Any], str]] = [
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"outtype": "q3"}, "--outtype q3: expected one of f32, f16, bf16, q8_0"),
         ({"target_outtype": "q3"}, "--target-outtype q3"),
         ({"llama_cpp": tmp_path}, "no convert_hf_to_gguf.py in it"),
     ]
-    for values, problem in cases:
+    for values, problem in refused:
         with pytest.raises(BadInput, match=problem):
             Conversion(**values)
     with pytest.raises(BadInput, match="go with --to llama.cpp"):
