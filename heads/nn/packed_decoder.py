@@ -49,6 +49,7 @@ class Sizes(NamedTuple):
     num_kv_heads: int
     head_dim: int
     eps: float
+    is_packed: bool  # weights are those of `pack`
 
 
 class Shared(NamedTuple):
@@ -74,10 +75,9 @@ class PackedDecoder:
 
     def __init__(self, model: nn.Module, layers: nn.ModuleList, final_norm: nn.Module, config: Any, output: Tensor):
         first: Any = layers[0]
-        self.sizes = Sizes(
-            config.num_attention_heads, config.num_key_value_heads, first.self_attn.head_dim, config.rms_norm_eps
-        )
         self.is_joined = decodes_joined(output.device)
+        heads = config.num_attention_heads, config.num_key_value_heads, first.self_attn.head_dim
+        self.sizes = Sizes(*heads, config.rms_norm_eps, is_packed=not self.is_joined)
         self.layers = [weights_of(layer, is_joined=self.is_joined) for layer in layers]
         self.final_norm: Any = final_norm.weight
         self.output = output.detach() if self.is_joined else pack(output)
@@ -139,7 +139,7 @@ class PackedDecoder:
 
     def logits(self, post_norm: Tensor) -> Tensor:
         """[..., D] -> [..., V] bf16."""
-        return product(post_norm, self.output)
+        return product(post_norm, self.output, self.sizes.is_packed)
 
     def _compiled(
         self, x: Tensor, weights: LayerWeights, keys: Tensor, values: Tensor, shared: Shared, sizes: Sizes
@@ -162,8 +162,8 @@ class PackedDecoder:
 def decoder_layer(x: Tensor, w: LayerWeights, keys: Tensor, values: Tensor, shared: Shared, sizes: Sizes) -> Tensor:
     """One decoder layer over a cache. x: [B, Q, D]. keys, values: [B, Nkv, P, H], to which the new ones are written."""
     num_rows, num_queries, _ = x.shape
-    num_heads, num_kv, head_dim, eps = sizes
-    projected = product(rms_norm(x, w.attention_norm, eps), w.qkv)
+    num_heads, num_kv, head_dim, eps, is_packed = sizes
+    projected = product(rms_norm(x, w.attention_norm, eps), w.qkv, is_packed)
     if w.bias is not None:
         projected = projected + w.bias
     heads = projected.view(num_rows, num_queries, num_heads + 2 * num_kv, head_dim).transpose(
@@ -186,16 +186,16 @@ def decoder_layer(x: Tensor, w: LayerWeights, keys: Tensor, values: Tensor, shar
         with kernels_for(num_queries, x.device):
             mixed = masked_attention(grouped, keys, values, shared.mask)
     mixed = mixed.reshape(num_rows, num_heads, num_queries, head_dim).transpose(1, 2)
-    x = x + product(mixed.reshape(num_rows, num_queries, num_heads * head_dim), w.output)
-    gate, up = product(rms_norm(x, w.mlp_norm, eps), w.gate_up).chunk(2, -1)
-    return x + product(F.silu(gate) * up, w.down)
+    x = x + product(mixed.reshape(num_rows, num_queries, num_heads * head_dim), w.output, is_packed)
+    gate, up = product(rms_norm(x, w.mlp_norm, eps), w.gate_up, is_packed).chunk(2, -1)
+    return x + product(F.silu(gate) * up, w.down, is_packed)
 
 
-def product(x: Tensor, weight: Tensor) -> Tensor:
+def product(x: Tensor, weight: Tensor, is_packed: bool = True) -> Tensor:
     """[B, Q, in] -> [B, Q, out]. Fewer than four rows are filled up, which compiled code does for nothing: oneDNN's
     kernels for so few read weights more slowly."""
     num_rows, num_queries, _ = x.shape
-    if not weight.is_mkldnn:
+    if not is_packed:
         return F.linear(x, weight)
     if num_rows * num_queries >= FEWEST_ROWS:
         return packed_linear(x, weight)
