@@ -95,6 +95,7 @@ class Engine:
         self.num_slots = whole_parts(num_slots, target.device)
         self.cache: SlotCache = target.new_cache(self.num_slots)
         self.replay = Replay(steps, target.device, generator)
+        self.compiles_layers = steps == "graph" or target.device.type == "cpu"  # for shapes that come again
         self.drafts_on_host = drafter is not None and drafter.on_host
         self.state = drafter.begin(batch_size=batch_size, max_length=self.num_slots) if drafter else None
         # one query that sees all there is needs no mask; shapes that grow by one each step cost nothing on a CPU
@@ -275,7 +276,7 @@ class Engine:
             mask = ancestors(parents, self.depth)  # [B, S, S]
             mask = torch.cat([torch.zeros_like(mask[:, :1]), mask], 1)  # [B, S + 1, S]: the root attends to no node
             positions = start[:, None] + mask.sum(-1)
-        output = self._forward(tokens, positions, mask, is_round=True)
+        output = self._forward(tokens, positions, mask, is_round=self.compiles_layers)
         return tokens, mask, output, self.target.logits(output.post_norm)
 
     def _forward(

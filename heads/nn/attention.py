@@ -1,9 +1,10 @@
 """Grouped-query attention of the target over a masked cache, without repeating the cache for every query head."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
@@ -21,6 +22,12 @@ ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBac
 
 # module, query [B, N, Q, H], key [B, Nkv, P, H], additive mask [B, 1, Q, P], scaling
 Watch = Callable[[nn.Module, Tensor, Tensor, Tensor, float | None], None]
+
+
+def kernels_for(num_queries: int, device: torch.device) -> AbstractContextManager[None]:
+    """Within, attention of so many queries is not planned anew for their number."""
+    is_round = num_queries <= MOST_IN_A_ROUND or device.type == "cpu"
+    return nullcontext() if is_round else sdpa_kernel(ANY_LENGTH)
 
 
 def grouped_attention(
@@ -48,8 +55,7 @@ def grouped_attention(
         watch(module, query, key, attention_mask, scaling)
     num_rows, num_heads, num_queries, head_dim = query.shape
     groups = num_heads // key.shape[1]
-    is_round = num_queries <= MOST_IN_A_ROUND or query.device.type == "cpu"
-    kernels = nullcontext() if is_round else sdpa_kernel(ANY_LENGTH)
+    kernels = kernels_for(num_queries, query.device)
     if attention_mask is None or attention_mask.shape[1] != 1 or kwargs.get("position_bias") is not None:
         with kernels:
             return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)

@@ -1,7 +1,8 @@
-"""The layers of a Llama-shaped target for decoding on a CPU: packed weights, few operations, one compilation for all.
+"""The layers of a Llama-shaped target for decoding: joined weights, few operations, one compilation for all.
 
 A step of one token reads every weight once; what is not reading weights is kept small. Queries, keys and values are one
-product, as are gate and up; what lies between products is compiled, once for all layers.
+product, as are gate and up, and the mask is tiled once; what lies between products is compiled, once for all layers. On
+a CPU weights are copied, packed for its kernels; elsewhere the model's own become views of the joined ones.
 """
 
 import shutil
@@ -15,9 +16,11 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from ...configs.errors import first_line
+from .attention import kernels_for
 from .cache import SlotCache
 from .layers import rotate
 from .packed import multiplies_bf16, pack, packed_linear
+from .split_attention import masked_attention
 
 # decoder layers of transformers that compute what `decoder_layer` does
 KNOWN_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
@@ -46,6 +49,7 @@ class Sizes(NamedTuple):
     num_kv_heads: int
     head_dim: int
     eps: float
+    is_packed: bool  # weights are those of `pack`
 
 
 class Shared(NamedTuple):
@@ -61,31 +65,40 @@ class Shared(NamedTuple):
 Layer = Callable[..., Tensor]
 
 
+def decodes_joined(device: torch.device) -> bool:
+    """Whether weights are joined as they are: wherever a launch takes time, so not on a CPU."""
+    return device.type != "cpu"
+
+
 class PackedDecoder:
-    """The packed layers of a target in bf16; its results are the model's own up to rounding."""
+    """The joined layers of a target, on a CPU packed and in bf16; its results are the model's own up to rounding."""
 
     def __init__(self, model: nn.Module, layers: nn.ModuleList, final_norm: nn.Module, config: Any, output: Tensor):
         first: Any = layers[0]
-        self.sizes = Sizes(
-            config.num_attention_heads, config.num_key_value_heads, first.self_attn.head_dim, config.rms_norm_eps
-        )
-        self.layers = [weights_of(layer) for layer in layers]
+        self.is_joined = decodes_joined(output.device)
+        heads = config.num_attention_heads, config.num_key_value_heads, first.self_attn.head_dim
+        self.sizes = Sizes(*heads, config.rms_norm_eps, is_packed=not self.is_joined)
+        self.layers = [weights_of(layer, is_joined=self.is_joined) for layer in layers]
         self.final_norm: Any = final_norm.weight
-        self.output = pack(output)
+        self.output = output.detach() if self.is_joined else pack(output)
         self.rotary: Any = model.rotary_emb
-        self.compiled: dict[tuple[int, int, bool], Layer] = {}
+        self.compiled: dict[tuple[int, int, int | bool], Layer] = {}
         num_weights = sum(weight.numel() for weight in model.parameters())
-        self.compiles = num_weights >= FEWEST_COMPILED and can_compile()
+        self.compiles = num_weights >= FEWEST_COMPILED and can_compile(output.device)
 
     @staticmethod
     def takes(layers: nn.ModuleList, config: Any, weight: Tensor) -> bool:
-        """Whether this decoder computes what these layers do: of a known class, in bf16, on a CPU that has it.
+        """Whether this decoder computes what these layers do: of a known class, frozen, and on a CPU in bf16, where it
+        has that.
 
         Args: weight: [V, D] of the output layer.
         """
         is_known = type(layers[0]).__name__ in KNOWN_LAYERS and config.hidden_act == "silu"
-        is_narrow = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
-        return is_known and is_narrow and multiplies_bf16() and all(map(has_plain_products, layers))
+        if decodes_joined(weight.device):
+            is_taken = not any(parameter.requires_grad for parameter in layers.parameters())
+        else:
+            is_taken = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and multiplies_bf16()
+        return is_known and is_taken and all(has_plain_products(layer, weight.dtype) for layer in layers)
 
     def read(
         self,
@@ -115,25 +128,30 @@ class PackedDecoder:
             if i in wanted:
                 kept[i] = x
             keys, values = cache.layer(i, empty, empty).readable_slots(cache.extent)
-            layer = self._compiled if is_round and self.compiles else decoder_layer
+            layer = self._compiled if is_round and self.compiles else decoder_layer  # one for all layers
             x = layer(x, weights, keys, values, shared, self.sizes)
         return rms_norm(x, self.final_norm, self.sizes.eps), kept
 
     def is_ready(self, batch_size: int, num_queries: int) -> bool:
         """Whether rounds of this shape run without being compiled first."""
-        return not self.compiles or any(key[:2] == (batch_size, num_queries) for key in self.compiled)
+        known = self.is_joined or any(key[:2] == (batch_size, num_queries) for key in self.compiled)
+        return not self.compiles or known  # joined layers compile within steps that are recorded
 
     def logits(self, post_norm: Tensor) -> Tensor:
         """[..., D] -> [..., V] bf16."""
-        return product(post_norm, self.output)
+        return product(post_norm, self.output, self.sizes.is_packed)
 
     def _compiled(
         self, x: Tensor, weights: LayerWeights, keys: Tensor, values: Tensor, shared: Shared, sizes: Sizes
     ) -> Tensor:
-        key = (x.shape[0], x.shape[1], shared.mask is None)
+        key = (x.shape[0], x.shape[1], keys.shape[2] if self.is_joined else shared.mask is None)
         if key not in self.compiled:
             try:
-                self.compiled[key] = compiled_layer(x, weights, keys, values, shared, sizes)
+                self.compiled[key] = compiled_layer(
+                    x, weights, keys, values, shared, sizes, any_length=not self.is_joined
+                )
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:  # of dynamo, inductor or the C++ compiler
                 warnings.warn(f"decoding uncompiled, and slower: {first_line(error)}", stacklevel=2)
                 self.compiles = False
@@ -144,92 +162,122 @@ class PackedDecoder:
 def decoder_layer(x: Tensor, w: LayerWeights, keys: Tensor, values: Tensor, shared: Shared, sizes: Sizes) -> Tensor:
     """One decoder layer over a cache. x: [B, Q, D]. keys, values: [B, Nkv, P, H], to which the new ones are written."""
     num_rows, num_queries, _ = x.shape
-    num_heads, num_kv, head_dim, eps = sizes
-    projected = product(rms_norm(x, w.attention_norm, eps), w.qkv)
+    num_heads, num_kv, head_dim, eps, is_packed = sizes
+    projected = product(rms_norm(x, w.attention_norm, eps), w.qkv, is_packed)
     if w.bias is not None:
         projected = projected + w.bias
     heads = projected.view(num_rows, num_queries, num_heads + 2 * num_kv, head_dim).transpose(
         1, 2
     )  # [B, N + 2 Nkv, Q, H]
     queries, new_keys, new_values = heads.split([num_heads, num_kv, num_kv], 1)
+    rotary = shared.cos, shared.sin
     if w.query_norm is not None and w.key_norm is not None:
         queries, new_keys = rms_norm(queries, w.query_norm, eps), rms_norm(new_keys, w.key_norm, eps)
-    rotary = shared.cos, shared.sin
-    queries, new_keys = rotate(queries, rotary), rotate(new_keys, rotary)
+        queries, new_keys = rotate(queries, rotary), rotate(new_keys, rotary)
+    else:  # side by side as they are
+        queries, new_keys = rotate(heads[:, : num_heads + num_kv], rotary).split([num_heads, num_kv], 1)
     where = shared.rows, shared.slots
     keys.transpose(1, 2).index_put_(where, new_keys.transpose(1, 2))
     values.transpose(1, 2).index_put_(where, new_values.transpose(1, 2))
     grouped = queries.reshape(num_rows, num_kv, num_heads // num_kv * num_queries, head_dim)
-    mixed = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=shared.mask)
+    if shared.mask is None:
+        mixed = F.scaled_dot_product_attention(grouped, keys, values)
+    else:
+        with kernels_for(num_queries, x.device):
+            mixed = masked_attention(grouped, keys, values, shared.mask)
     mixed = mixed.reshape(num_rows, num_heads, num_queries, head_dim).transpose(1, 2)
-    x = x + product(mixed.reshape(num_rows, num_queries, num_heads * head_dim), w.output)
-    gate, up = product(rms_norm(x, w.mlp_norm, eps), w.gate_up).chunk(2, -1)
-    return x + product(F.silu(gate) * up, w.down)
+    x = x + product(mixed.reshape(num_rows, num_queries, num_heads * head_dim), w.output, is_packed)
+    gate, up = product(rms_norm(x, w.mlp_norm, eps), w.gate_up, is_packed).chunk(2, -1)
+    return x + product(F.silu(gate) * up, w.down, is_packed)
 
 
-def product(x: Tensor, weight: Tensor) -> Tensor:
+def product(x: Tensor, weight: Tensor, is_packed: bool = True) -> Tensor:
     """[B, Q, in] -> [B, Q, out]. Fewer than four rows are filled up, which compiled code does for nothing: oneDNN's
     kernels for so few read weights more slowly."""
     num_rows, num_queries, _ = x.shape
+    if not is_packed:
+        return F.linear(x, weight)
     if num_rows * num_queries >= FEWEST_ROWS:
         return packed_linear(x, weight)
     return packed_linear(F.pad(x, (0, 0, 0, FEWEST_ROWS - num_queries)), weight)[:, :num_queries]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As transformers' Llama computes it: normalised in fp32, scaled in x's dtype."""
+    """As transformers' Llama computes it: normalised in fp32, scaled in x's dtype; but on a CPU in one kernel, which
+    scales in fp32."""
+    if x.device.type != "cpu":
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
-def weights_of(layer: Any) -> LayerWeights:
-    """The weights of a known decoder layer, joined and packed."""
+def weights_of(layer: Any, *, is_joined: bool = False) -> LayerWeights:
+    """The weights of a known decoder layer, joined; and packed, or, with is_joined, the module's from now on."""
     attention, mlp = layer.self_attn, layer.mlp
     inputs = attention.q_proj, attention.k_proj, attention.v_proj
     biases = [module.bias for module in inputs]
+    prepared = joined if is_joined else lambda *modules: pack(torch.cat([module.weight for module in modules]))
     return LayerWeights(
         layer.input_layernorm.weight.detach(),
-        pack(torch.cat([module.weight for module in inputs])),
+        prepared(*inputs),
         None if biases[0] is None else torch.cat(biases).detach(),
         attention.q_norm.weight.detach() if hasattr(attention, "q_norm") else None,
         attention.k_norm.weight.detach() if hasattr(attention, "k_norm") else None,
-        pack(attention.o_proj.weight),
+        prepared(attention.o_proj),
         layer.post_attention_layernorm.weight.detach(),
-        pack(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])),
-        pack(mlp.down_proj.weight),
+        prepared(mlp.gate_proj, mlp.up_proj),
+        prepared(mlp.down_proj),
     )
 
 
-def has_plain_products(layer: nn.Module) -> bool:
-    """Whether a known layer's products are plain bf16 ones, not quantised and not wrapped by an adapter, with a bias at
-    most where queries, keys and values are made."""
+def joined(*modules: nn.Linear) -> Tensor:
+    """The weights one below the other, of which the modules' own become views: they take no memory twice."""
+    if len(modules) == 1:
+        return modules[0].weight.detach()
+    whole = torch.cat([module.weight.detach() for module in modules])
+    for module, rows in zip(modules, whole.split([module.out_features for module in modules]), strict=True):
+        module.weight.data = rows
+    return whole
+
+
+def has_plain_products(layer: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether a known layer's products are plain ones of this dtype, not quantised and not wrapped by an adapter, with
+    a bias at most where queries, keys and values are made."""
     products = [(name, module) for name, module in layer.named_modules() if name.endswith("_proj")]
     return len(products) == NUM_PRODUCTS and all(
         type(module) is nn.Linear
-        and module.weight.dtype == torch.bfloat16
+        and module.weight.dtype == dtype
         and (module.bias is None or name.endswith(("q_proj", "k_proj", "v_proj")))
         for name, module in products
     )
 
 
-def can_compile() -> bool:
-    """Whether torch.compile can work here: it needs a C++ compiler."""
-    return TorchVersion(torch.__version__) >= COMPILES_FROM and any(map(shutil.which, ("g++", "clang++")))
+def can_compile(device: torch.device) -> bool:
+    """Whether torch.compile can work here: on a CPU it needs a C++ compiler; elsewhere a trial tells."""
+    has_compiler = device.type == "cuda" or (device.type == "cpu" and any(map(shutil.which, ("g++", "clang++"))))
+    return TorchVersion(torch.__version__) >= COMPILES_FROM and has_compiler
 
 
 def compiled_layer(
-    x: Tensor, weights: LayerWeights, keys: Tensor, values: Tensor, shared: Shared, sizes: Sizes
+    x: Tensor,
+    weights: LayerWeights,
+    keys: Tensor,
+    values: Tensor,
+    shared: Shared,
+    sizes: Sizes,
+    *,
+    any_length: bool = True,
 ) -> Layer:
-    """`decoder_layer` compiled for rows and queries as here, any number of slots, and any layer's weights."""
+    """`decoder_layer` compiled for rows and queries as here, any layer's weights, and any number of slots if asked."""
 
     def layer(x: Tensor, *rest: Any) -> Tensor:
         num = len(LayerWeights._fields)
         keys, values, *shared = rest[num:]
         return decoder_layer(x, LayerWeights(*rest[:num]), keys, values, Shared(*shared), sizes)
 
-    for tensor in (keys, values):
+    for tensor in (keys, values) if any_length else ():
         torch._dynamo.mark_dynamic(tensor, 2)
-    if shared.mask is not None:
+    if shared.mask is not None and any_length:
         torch._dynamo.mark_dynamic(shared.mask, 3)
     options: Any = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
     before_2_13: Any = torch._dynamo.config.patch(enable_aot_compile=True)  # pyright: ignore[reportAttributeAccessIssue]

@@ -130,7 +130,8 @@ def attended(skeleton: Target, monkeypatch: pytest.MonkeyPatch, context: int, he
             states = [torch.zeros(1, width, *size, device="meta") for size in ((len(engine.layers), 64), (64,))]
             ids = tokens.expand(1, width)
             read = Reading(ids, ids, TargetOutput(*states), start, torch.ones_like(start))
-        monkeypatch.setattr(attention, "masked_attention", watched)
+        for module in (attention, packed_decoder):
+            monkeypatch.setattr(module, "masked_attention", watched, raising=False)
         engine.verify(DecodeState(read, tokens, start), engine.draft(read))
     return seen
 
@@ -152,7 +153,8 @@ def test_no_prompt_is_read_through_kernels_that_are_planned_anew_for_its_length(
         allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
         return plain(query, *others, **more)
 
-    monkeypatch.setattr(attention, "masked_attention", watched)
+    for module in (attention, packed_decoder):
+        monkeypatch.setattr(module, "masked_attention", watched, raising=False)
     for head_type in ("eagle", "eagle3", "hydra", "mtp", "draft_lm"):
         head = build_skeleton_head(HEADS[head_type].config_class(type=head_type), skeleton)
         engine = Engine(skeleton, head, batch_size=1, max_length=300)
@@ -253,3 +255,22 @@ def test_joined_layers_decode_what_the_models_own_do(family, tiny_target, monkey
         assert mlp.gate_proj.weight.untyped_storage().data_ptr() == mlp.up_proj.weight.untyped_storage().data_ptr()
         ids = torch.tensor([prompts[1]])
         assert torch.equal(joined.model(ids).logits, target.model(ids).logits), "and the model computes as before"
+
+
+def test_layers_are_compiled_for_captured_rounds_and_not_for_lengths_that_come_once(skeleton, monkeypatch):
+    """Eagerly, attention reads another number of slots every few rounds, and each would be compiled for."""
+    compiled, forward = [], skeleton.forward
+
+    def watched(*arguments: Any, is_round: bool, **how: Any) -> Any:
+        compiled.append(is_round)
+        return forward(*arguments, is_round=is_round, **how)
+
+    monkeypatch.setattr(skeleton, "forward", watched)
+    last, start = torch.zeros(1, 1, dtype=torch.long, device="meta"), torch.full((1,), 9, device="meta")
+    for steps in ("eager", "graph"):
+        monkeypatch.setattr("headstart.eval.replay.check_steps", lambda steps, device: steps)
+        engine = Engine(skeleton, None, batch_size=1, max_length=200, steps=steps)
+        monkeypatch.setattr(engine.replay, "_record", lambda step, arguments: step)
+        engine.begin_round(9)
+        engine.verify(DecodeState(None, last, start), Proposal(last[:, :0]))
+    assert compiled == [False, True]
