@@ -215,7 +215,7 @@ def speedup_of(seconds: Sequence[tuple[float, float]]) -> tuple[float | None, li
     if not seconds:
         return None, [None, None]
     ratio, interval = ratio_and_interval(*zip(*seconds, strict=True))
-    return rounded(ratio), [rounded(end) for end in interval]
+    return rounded(ratio), [None if end is None else max(round(end, 4), 1e-4) for end in interval]  # never 0: a ratio
 
 
 def first_token_ms(sides: Iterable[Side]) -> float | None:

@@ -44,7 +44,7 @@ def test_each_domain_has_the_figures_of_its_prompts_alone(target):
         for key in ("num_prompts", "num_rounds", "acceptance_length", "acceptance_rate"):
             assert getattr(part, key) == getattr(alone, key)
         assert low is not None and part.speedup is not None and high is not None
-        assert 0 <= low <= part.speedup <= high
+        assert 0 < low <= part.speedup <= high
     assert sum(part.num_rounds for part in parts.values()) == measured(target, suite(*"abab")).num_rounds
 
 
