@@ -101,8 +101,8 @@ class Backend:
 
     def is_finite(self) -> bool:
         """Whether all weights, and all of the optimizer's state, are finite in all ranks."""
-        name = "ds_tensor" if self.is_zero3 else "data"  # a rank's own part
-        weights = [getattr(parameter, name) for parameter in self.head.parameters()]
+        parameters = cast(Any, self.head.parameters())
+        weights = [parameter.ds_tensor if self.is_zero3 else parameter for parameter in parameters]
         state = [value for part in self._torch_optimizer.state.values() for value in part.values()]
         held = [own_part(value) for value in [*weights, *state] if isinstance(value, Tensor)]
         is_bad = any(not bool(value.isfinite().all()) for value in held)
