@@ -24,7 +24,7 @@ ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBac
 Watch = Callable[[nn.Module, Tensor, Tensor, Tensor, float | None], None]
 
 
-def kernels_for(num_queries: int, device: torch.device) -> AbstractContextManager[None]:
+def kernels_for(num_queries: int, device: torch.device) -> AbstractContextManager[object]:
     """Within, attention of so many queries is not planned anew for their number."""
     is_round = num_queries <= MOST_IN_A_ROUND or device.type == "cpu"
     return nullcontext() if is_round else sdpa_kernel(ANY_LENGTH)
