@@ -235,7 +235,7 @@ def test_kills_at_random_points_leave_the_report_as_it_would_be(saved_target, tm
     output, kills = tmp_path / "killed", 0
     kept = output / "measured.jsonl"
     while kills < 4:
-        process, wanted = start(output), num_lines(kept) + rng.randint(1, 18)
+        process, wanted = start(output), num_lines(kept) + rng.randint(1, 6)
         while process.poll() is None and num_lines(kept) < wanted:
             time.sleep(0.01)
         if process.poll() is not None:
@@ -246,12 +246,12 @@ def test_kills_at_random_points_leave_the_report_as_it_would_be(saved_target, tm
     assert start(output).wait() == 0 and kills == 4, (tmp_path / "said").read_text()[-2000:]
     measured = counter.read_text().splitlines()
     assert len(measured) == len(set(measured)), "a batch was measured twice"
-    assert len(measured) <= 2 + 8 * (2 * 3 + 2 * 2) and not kept.exists()
+    assert len(measured) <= 2 + 6 * 2 * (1 + 2) and not kept.exists(), "two trees; all of ours at once, two of theirs"
 
     assert start(tmp_path / "whole").wait() == 0
     reports = [json.loads((folder / "report.json").read_text()) for folder in (output, tmp_path / "whole")]
     for one in (one for report in reports for one in report["results"]):
-        assert one["num_prompts"] == 8 and [failed["prompt"] for failed in one["failed"]] == [8]
+        assert one["num_prompts"] == 6 and [failed["prompt"] for failed in one["failed"]] == [8], "two shape the tree"
     # an optimal tree is shaped by step times, so only the chains of two measurements are alike
     chains = [[one for one in report["results"] if one["tree"] == "chain"] for report in reports]
     assert without_times(chains[0]) == without_times(chains[1])
