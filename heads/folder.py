@@ -42,9 +42,17 @@ class HeadRecord:
         return (self.training or {}).get("fingerprint")
 
     @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> "HeadRecord":
-        target = raw["target"]
-        return cls(raw["head"], target["name"], target["fingerprint"], raw.get("training"), raw.get("version", ""))
+    def from_json(cls, raw: Any) -> "HeadRecord":
+        """Raises BadInput where it is none."""
+        try:
+            target, head, training = raw["target"], dict(raw["head"]), raw.get("training")
+            record = cls(head, target["name"], target["fingerprint"], training, raw.get("version", ""))
+            texts = record.family, record.target_name, record.fingerprint or "", record.version
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise BadInput(f"config.json: headstart: damaged: {type(error).__name__}: {first_line(error)}") from error
+        if not all(isinstance(text, str) for text in texts) or not isinstance(training, dict | None):
+            raise BadInput("config.json: headstart: damaged: names are texts, and training is an object")
+        return record
 
     def to_json(self) -> dict[str, Any]:
         target = {"name": self.target_name, "fingerprint": self.fingerprint}
@@ -115,8 +123,11 @@ def read_head_config(folder: str | Path) -> dict[str, Any]:
 
 
 def read_record(folder: str | Path) -> HeadRecord:
-    """The `headstart` part of config.json. Raises BadInput as `read_head_config`."""
-    return HeadRecord.from_json(read_head_config(folder)["headstart"])
+    """The `headstart` part of config.json. Raises BadInput as `read_head_config`, and where that part is damaged."""
+    try:
+        return HeadRecord.from_json(read_head_config(folder)["headstart"])
+    except BadInput as error:
+        raise BadInput(f"head {folder}: {error}") from error
 
 
 def is_head_folder(folder: str | Path) -> bool:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..configs.errors import BadInput
+from ..configs.errors import BadInput, first_line
 from .adapters import adapted_layers
 from .base import DraftHead, HeadConfig
 from .families import HEADS, build_head, head_class
@@ -42,7 +42,10 @@ def read_head(folder: str | Path, target: Target) -> DraftHead:
     if unknown:
         raise BadInput(f"head {folder}: config keys of another version of Headstart: {sorted(unknown)}")
     tensors, draft_token_ids = read_tensors(folder)
-    head = build_head(config_class(**record.head), target, draft_token_ids=draft_token_ids)
+    try:
+        head = build_head(config_class(**record.head), target, draft_token_ids=draft_token_ids)
+    except (TypeError, AttributeError) as error:  # a value of another type than the key has
+        raise BadInput(f"head {folder}: config.json: headstart.head: {first_line(error)}") from error
     load_weights(head, tensors, folder)
     return head.to(target.dtype).eval().requires_grad_(False)
 

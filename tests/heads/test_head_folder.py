@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from headstart.configs import files
+from headstart.configs.errors import BadInput
 from headstart.heads.registry import HEADS, build_head, load_head, save_head
 
 
@@ -29,3 +30,28 @@ def test_a_kill_leaves_the_old_head_or_the_new_one(at_every_call, target, tmp_pa
     at_every_call(save(old, 1), save(new, 2), check)
     assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors"]
     assert os.listdir(tmp_path) == ["best"], "what kills left is gone"
+
+
+DAMAGED = [
+    lambda part: part.pop("target"),
+    lambda part: part.update(target="name"),
+    lambda part: part.update(target={"name": None, "fingerprint": None}),
+    lambda part: part.update(head=None),
+    lambda part: part.update(head=[1]),
+    lambda part: part["head"].pop("type"),
+    lambda part: part["head"].update(type=7),
+    lambda part: part["head"].update(num_depths="three"),
+    lambda part: part["head"].update(feature_layers=5),
+    lambda part: part.update(training=[]),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_record_of_a_head_is_one_line(target, tmp_path, damage):
+    folder = save_head(build_head(HEADS["medusa"].config_class(type="medusa"), target), tmp_path / "head")
+    config = json.loads((folder / "config.json").read_text())
+    damage(config["headstart"])
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadInput, match=r"^head .*config\.json|^head .*head") as caught:
+        load_head(folder, target)
+    assert "\n" not in str(caught.value)
