@@ -52,6 +52,6 @@ def test_a_damaged_record_of_a_head_is_one_line(target, tmp_path, damage):
     config = json.loads((folder / "config.json").read_text())
     damage(config["headstart"])
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(BadInput, match=r"^head .*config\.json|^head .*head") as caught:
+    with pytest.raises(BadInput) as caught:
         load_head(folder, target)
     assert "\n" not in str(caught.value)
