@@ -141,7 +141,12 @@ def commands_of(page: Path) -> list[list[str]]:
     return [line for line in shown(page) if line[0] == "headstart" and "CONFIG" not in line]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if commands_of(page)], ids=lambda page: page.stem)
+RUN = [
+    pytest.param(page, marks=[] if page.stem == "README" else pytest.mark.slow) for page in PAGES if commands_of(page)
+]
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
 def test_the_commands_of_a_page_run(page, here):
     for words in commands_of(page):
         if words[1] == "train":

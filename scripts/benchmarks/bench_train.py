@@ -30,7 +30,7 @@ TOY = Shape(head="eagle3", hidden=64, intermediate=172, num_heads=8, num_kv_head
 SMALL = replace(TOY, hidden=256, intermediate=704, vocabulary=4096, context=256, batch_size=4)
 LARGE = replace(TOY, hidden=4096, intermediate=14336, num_heads=32, num_kv_heads=8, vocabulary=152064, context=4096)
 LARGE = replace(LARGE, dtype="bf16")
-DEPTHS = {"medusa": 4, "hydra": 4, "mtp": 3, "draft_lm": 5, "eagle": 5, "eagle3": 7}
+DEPTHS = {"medusa": 4, "hydra": 4, "mtp": 3, "draft_lm": 5, "eagle": 5, "eagle3": 7, "block": 7}
 SUITE = ("eagle3", "mtp", "medusa")  # the families of the GPU suite
 
 # what is asked of EAGLE-3 with 7 depths at 8B shape, one row of 4096 tokens, the whole vocabulary of 152,064

@@ -53,6 +53,7 @@ def test_a_file_is_the_old_or_the_new_one(at_every_call, tmp_path):
     assert os.listdir(tmp_path / "deep") == ["a.json"], "what kills left is gone"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_a_folder_is_the_old_or_the_new_one(at_every_call, tmp_path, monkeypatch, can_exchange):
     if not can_exchange:
@@ -67,6 +68,7 @@ def test_a_folder_is_the_old_or_the_new_one(at_every_call, tmp_path, monkeypatch
     assert contents(tmp_path) == NEW and os.listdir(tmp_path) == ["out"], "what kills left is gone"
 
 
+@pytest.mark.slow
 def test_a_first_folder_is_there_complete_or_not_at_all(at_every_call, tmp_path):
     def check():
         assert contents(tmp_path) in ({}, NEW)

@@ -9,6 +9,7 @@ from headstart.heads.registry import HEADS, build_head
 TREE = pytest.param(DynamicTree(num_nodes=8, depth=3, top_k=3), marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
 def test_64_ragged_rows_equal_single_rows(head_type, tree, target):
     """Prompts of 1 to 64 tokens, rows that accept different lengths and end at different times."""

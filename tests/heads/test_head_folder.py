@@ -10,6 +10,7 @@ from headstart.configs.errors import BadInput
 from headstart.heads.registry import HEADS, build_head, load_head, save_head
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_a_kill_leaves_the_old_head_or_the_new_one(at_every_call, target, tmp_path, monkeypatch, can_exchange):
     if not can_exchange:

@@ -22,7 +22,7 @@ FINISHED = {
 }
 
 
-@pytest.fixture(params=FINISHED)
+@pytest.fixture(params=["eval", pytest.param("plan", marks=pytest.mark.slow)])
 def command(request, headstart, saved_target, prompts, tmp_path):
     """command("--option value"): the exit code and the error; .name, .output and .file."""
     file, options = FINISHED[request.param]

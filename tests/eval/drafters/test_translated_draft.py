@@ -190,6 +190,7 @@ def test_sampled_texts_follow_the_targets_distribution(tiny_model, chi_square):
 # What is drafted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", sorted(TOKENIZERS))
 @pytest.mark.parametrize("source", sorted(TOKENIZERS))
 def test_a_model_that_knows_the_text_is_accepted(source, draft):

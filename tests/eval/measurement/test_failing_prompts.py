@@ -71,7 +71,7 @@ def test_divergences_keep_the_number_of_their_prompt(target, monkeypatch):
     from headstart.eval.measurement import measure as module
     from headstart.eval.measurement.lossless import Divergence, LosslessReport
 
-    def compared(*_, numbers):
+    def compared(*_, numbers, seen):
         return LosslessReport(1, 0, 0, 1, [Divergence(numbers[0], 4, 4)])
 
     monkeypatch.setattr(module, "compare_texts", compared)

@@ -117,6 +117,7 @@ def leaking(positions, *, extent, dtype, window=None):
 VISIBILITY = caches.visibility_mask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", [None, PATHS], ids=["chain", "tree"])
 def test_a_fault_that_the_replay_shares_is_not_proved(tree, dtype, target_in, monkeypatch):
     """Masks and moves in the cache are the same code on both sides, but what they wrongly let through differs."""

@@ -107,6 +107,7 @@ def test_training_and_decoding_agree_exactly_on_texts_that_end(head_type, tiny_t
         assert entry.teacher_forced_acceptance_length == entry.acceptance_length, token
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("head_type", "num_depths"), [("eagle", 1), ("mtp", 1), ("eagle3", 2), ("draft_lm", 1)])
 def test_they_agree_where_a_head_drafts_deeper_than_it_was_trained(head_type, num_depths, tiny_target):
     """Of nine tokens an untrained head guesses many."""

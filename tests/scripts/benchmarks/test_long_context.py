@@ -15,6 +15,7 @@ def swept(monkeypatch, path, *arguments):
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_a_sweep_has_an_entry_per_cell_and_contender(saved_target, tmp_path, monkeypatch, capsys):
     rows = saved_target.with_name("rows.jsonl")
     work = ["--contexts", 20, 40, "--batch-sizes", 1, 2, "--num-draft-tokens", 2, 3, "--max-new-tokens", 17]
