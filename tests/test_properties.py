@@ -22,7 +22,13 @@ pytest.importorskip("hypothesis", reason="the dev extra has it")
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-few = settings(max_examples=25, database=None, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+few = settings(
+    max_examples=25,
+    database=None,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
 values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner))
 json_values = values.filter(lambda value: is_json(value))
