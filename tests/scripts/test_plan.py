@@ -115,7 +115,7 @@ def test_synthetic_rates_at_the_cost_of_an_untrained_head(plan):
 def test_a_profile_that_was_written_can_be_planned_with(plan, tmp_path):
     assert plan(f"{SMALL} --drafter ngram --check none")[0] == 0
     profile = (tmp_path / "plan" / "machine.json").rename(tmp_path / "mine.json")
-    code, _, found = plan(f"{SMALL} --drafter ngram --machine {profile}")
+    code, _, found = plan(f"{SMALL} --drafter ngram --machine {profile} --overwrite")
     assert code == 0 and found["machine"] == "plan"
 
 
