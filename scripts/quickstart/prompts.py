@@ -68,12 +68,12 @@ def main() -> None:
     """Write prompts.jsonl, orders.jsonl (held out) and contrast.jsonl into a folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--train", type=int, default=320, help="prompts to train on")
+    parser.add_argument("--train", type=int, default=480, help="prompts to train on")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     files = {
         "prompts": orders(arguments.train, seed=arguments.seed, held_out=False),
-        "orders": orders(16, seed=arguments.seed + 1, held_out=True),
+        "orders": orders(24, seed=arguments.seed + 1, held_out=True),
         "contrast": CONTRAST,
     }
     for name, texts in files.items():

@@ -35,7 +35,7 @@ def become(environ: dict[str, str], log: str) -> None:
     os.dup2(file, 2)
     if "TESTS_CHUNK" in environ:  # sizes at which ranks with other rows differ in what they do
         chunked.CHUNK["cpu"], recurrent.KEPT_BYTES = int(environ["TESTS_CHUNK"]), int(environ["TESTS_KEPT"])
-    if environ["RANK"] == "1" and os.path.exists(f"{log}.stuck"):
+    if environ.get("RANK") == "1" and os.path.exists(f"{log}.stuck"):
         trainer.Loop = StuckLoop
 
 
