@@ -15,10 +15,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 from .errors import BadInput
 
+LOCAL = "a local path"
+LocalPath = Annotated[str, LOCAL]  # of a config: the loader replaces `~` by the home folder
 UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)  # by the file system, such as NFS, or an old kernel
 
 

@@ -15,10 +15,9 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict  # pydantic refuses typing.TypedDict before Python 3.12
 
 from .errors import BadInput
-from .files import write_text
+from .files import LOCAL, write_text
 
 T = TypeVar("T")
-LocalPath = Annotated[str, AfterValidator(os.path.expanduser)]  # of a config: `~` is the home folder
 PACKAGE_CONFIGS = Path(__file__).resolve().parent
 
 
@@ -166,7 +165,8 @@ def _typed(annotation: Any) -> Any:
     if annotation in (int, bool, str):
         return Annotated[annotation, Strict()]
     if origin is Annotated:
-        return Annotated[(_typed(args[0]), *annotation.__metadata__)]
+        expanded = AfterValidator(os.path.expanduser)
+        return Annotated[(_typed(args[0]), *(expanded if each is LOCAL else each for each in annotation.__metadata__))]
     if origin in (Union, UnionType):
         return Union[tuple(_typed(arg) for arg in args)]  # noqa: UP007 (built from a tuple)
     if origin is None or origin is Literal or not args:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..configs.errors import BadInput
-from ..configs.loader import LocalPath
+from ..configs.files import LocalPath
 from .storage.samples import SEGMENTS
 
 TURNS = ("all", "last")  # assistant turns of a conversation

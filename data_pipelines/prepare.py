@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..configs.errors import BadInput
-from ..configs.files import replacing
-from ..configs.loader import LocalPath
+from ..configs.files import LocalPath, replacing
 from ..configs.owned import OwnedFolder, check_owner
 from .config import check_at_least_one, check_choice
 from .dataset_card import SPLITS, Card, RowCounts, SplitCounts, SplitFile, check_unchanged, read_card, write_card

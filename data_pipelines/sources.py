@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..configs.errors import BadInput
-from ..configs.loader import LocalPath, build
+from ..configs.files import LocalPath
+from ..configs.loader import build
 from .config import check_at_least_one, check_choice
 from .formats import LOCAL_FORMATS, is_known, one_line, read_file
 from .mixture import UNTIL, interleave

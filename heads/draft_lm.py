@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ..configs.errors import BadInput, first_line
-from ..configs.loader import LocalPath
+from ..configs.files import LocalPath
 from .adapters import add_adapters
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
 from .drafter import Reading

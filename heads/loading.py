@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from ..configs.errors import BadInput, first_line
-from ..configs.loader import LocalPath
+from ..configs.files import LocalPath
 from .importing.gguf import gguf_folder
 from .nn.packed import multiplies_bf16
 

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from ..configs.errors import BadInput
-from ..configs.loader import LocalPath, build, read_config
+from ..configs.files import LocalPath
+from ..configs.loader import build, read_config
 from ..data_pipelines.config import DataConfig
 from ..heads.base import HeadConfig
 from ..heads.loading import TargetConfig

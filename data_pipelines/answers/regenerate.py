@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from ...configs.errors import BadInput
-from ...configs.loader import LocalPath, build
+from ...configs.files import LocalPath
+from ...configs.loader import build
 from ..config import TURNS, check_at_least_one, check_choice
 from ..sources import Source, iter_rows, read_sources
 from .asking import Outcome
