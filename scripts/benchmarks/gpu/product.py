@@ -66,7 +66,7 @@ class Work:
 SIZES = {
     "toy": Work(
         answer_tokens=24, answer_rows=16, max_length=192, rows=1, learning_rate=3e-3, matrix_learning_rate=1e-2,
-        speed_steps=5, train_seconds=1.0, prompts=2, new_tokens=12, repeats=1, batch_sizes=(2,), crowd=3,
+        speed_steps=5, train_seconds=1.0, prompts=3, new_tokens=12, repeats=1, batch_sizes=(2,), crowd=3,
         lengths=(1, 2),
     ),
     "full": Work(
