@@ -148,6 +148,13 @@ class DraftHead(nn.Module, Drafter, Expands):
     def num_depths(self) -> int:
         return self.config.num_depths
 
+    def ascending_layers(self) -> list[int]:
+        """The feature layers, for families whose engines sort them. Raises BadInput where none are, or out of order."""
+        layers = list(self.feature_layers)
+        if not layers or layers != sorted(set(layers)):
+            raise BadInput(f"head.feature_layers: {layers}: must ascend without repeats, as engines read")
+        return layers
+
     def serving_config(self) -> dict[str, Any]:
         """The keys of config.json that serving engines read."""
         raise NotImplementedError

@@ -103,9 +103,7 @@ class BlockHead(DraftHead):
         config = config.resolved(target)
         super().__init__(config, target, draft_token_ids)
         self.config: BlockConfig = config
-        layers = list(self.feature_layers)
-        if not layers or layers != sorted(set(layers)):
-            raise BadInput(f"head.feature_layers: {layers}: must ascend without repeats, as engines read")
+        layers = self.ascending_layers()
         self.mask_token = cast(int, config.mask_token_id)
         if self.mask_token >= target.vocab_size:
             raise BadInput(f"head.mask_token_id {self.mask_token}: the target has {target.vocab_size} tokens")

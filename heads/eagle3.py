@@ -101,9 +101,7 @@ class Eagle3Head(RecurrentHead):
         config = config.resolved(target)
         super().__init__(config, target, draft_token_ids)
         self.config: Eagle3Config = config
-        layers = list(self.feature_layers)
-        if not layers or layers != sorted(set(layers)):
-            raise BadInput(f"head.feature_layers: {layers}: must ascend without repeats, as engines read")
+        layers = self.ascending_layers()
         self.llama = llama_config(target.config, config.architecture)
         size, eps, num_features = target.hidden_size, self.llama.rms_norm_eps, len(layers)
         if config.fc_norm:

@@ -28,18 +28,23 @@ SURE = 0.8  # expected share of a copied chain that is accepted, from which on t
 
 
 class HitRates:
-    """How often guesses were right, by a measure of how sure they are."""
+    """How often guesses were right, by their certainty: the length of a match in tokens, or a probability.
+
+    Args: edges: the least certainty of each class, ascending from 0. rates: of each class before anything is counted.
+    """
 
     def __init__(self, edges: Sequence[float], rates: Sequence[float]):
         self.edges = edges
         self.hits, self.totals = [WEIGHT * rate for rate in rates], [WEIGHT] * len(rates)
 
-    def at(self, sureness: float) -> float:
-        place = bisect_right(self.edges, sureness) - 1
+    def at(self, certainty: float) -> float:
+        """The rate, 0 to 1, of guesses of that certainty."""
+        place = bisect_right(self.edges, certainty) - 1
         return self.hits[place] / self.totals[place]
 
-    def add(self, sureness: float, *, is_right: bool) -> None:
-        place = bisect_right(self.edges, sureness) - 1
+    def add(self, certainty: float, *, is_right: bool) -> None:
+        """Count a guess."""
+        place = bisect_right(self.edges, certainty) - 1
         self.hits[place] += is_right
         self.totals[place] += 1
 
@@ -66,6 +71,7 @@ class HybridRow:
         self.latest: Chain = []  # of the head, for what is committed next
 
     def read_prompt(self, tokens: Sequence[int]) -> None:
+        """Append a prompt, from which nothing is counted: what is copied within it says little of the answer."""
         self.text.extend(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:

@@ -40,7 +40,8 @@ class ProcessorMeter:
         if now is None or self.before is None or self.used is None:
             self.used = None
         else:
-            self.used = [sum + after - before for sum, after, before in zip(self.used, now, self.before, strict=True)]
+            readings = zip(self.used, now, self.before, strict=True)
+            self.used = [used + after - before for used, after, before in readings]
 
     def others(self) -> float | None:
         """Their share of all cores, 0 to 1; None where it is not known, or the time was short."""

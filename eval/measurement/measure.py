@@ -1,5 +1,6 @@
 """Drafters on one suite: speculation and one baseline interleaved in the same engine, over the same prompts."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -95,7 +96,7 @@ def most_at_once(target: Target, suite: Suite, config: MeasureConfig) -> int:
     """Drafters that share a baseline: each side has a cache of the target's keys and values, and on a GPU all of them
     should fit into half of the memory that is free. At least one."""
     if target.device.type != "cuda" or not suite.prompts:
-        return 1000
+        return sys.maxsize
     longest = max(map(len, suite.prompts)) + config.max_new_tokens
     per_side = config.batch_size * cache_bytes(target, longest)
     return max(1, int(torch.cuda.mem_get_info(target.device)[0] / 2 / per_side) - 1)

@@ -63,17 +63,22 @@ def compare_transformers(
     """
     if not has_counterpart(target, drafter):
         return None
-    config = MeasureConfig(
+    config = comparable(config, drafter)
+    kept = kept_in(store, target, drafter, suite, config, name=name, engine="transformers")
+    theirs = their_decoding(target, drafter, config)
+    return beside(
+        theirs, target, drafter, suite, config, engine="transformers", name=name, on_prompt=on_prompt, kept=kept
+    )
+
+
+def comparable(config: MeasureConfig, drafter: Drafter | None) -> MeasureConfig:
+    """The settings that another engine is compared in: greedy, batch 1, chains; without a drafter our baseline."""
+    return MeasureConfig(
         setting=chain(0) if drafter is None else config.setting_for(drafter),
         max_new_tokens=config.max_new_tokens,
         steps=config.steps,
         num_repeats=config.num_repeats,
         seed=config.seed,
-    )
-    kept = kept_in(store, target, drafter, suite, config, name=name, engine="transformers")
-    theirs = their_decoding(target, drafter, config)
-    return beside(
-        theirs, target, drafter, suite, config, engine="transformers", name=name, on_prompt=on_prompt, kept=kept
     )
 
 

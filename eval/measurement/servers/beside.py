@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from ....heads.drafter import Drafter
 from ....heads.target import Target
 from ...suites.prompts import Suite
-from ..config import MeasureConfig, chain
+from ..config import MeasureConfig
 from ..result import Result
 from ..resume import BatchStore, kept_in
-from ..transformers_baseline import Decode, beside
+from ..transformers_baseline import Decode, beside, comparable
 from .llama_server import LlamaServer, ServerFiles
 from .served import HEADROOM
 
@@ -32,13 +32,7 @@ def compare_llama_server(
     Args: files: its binary, and the target as it reads it. name: what the report calls what ours drafted with.
     Raises: BadInput where the server does not come up.
     """
-    config = MeasureConfig(
-        setting=chain(0) if drafter is None else config.setting_for(drafter),
-        max_new_tokens=config.max_new_tokens,
-        steps=config.steps,
-        num_repeats=config.num_repeats,
-        seed=config.seed,
-    )
+    config = comparable(config, drafter)
     command = files.command(max_length=max(map(len, suite.prompts)) + config.max_new_tokens + HEADROOM)
     kept = kept_in(store, target, drafter, suite, config, name=name, engine=" ".join(command))
     theirs = plain_decoding(target, command, config)
