@@ -46,7 +46,8 @@ def evaluate(
     drafter: Annotated[
         list[str] | None,
         DRAFTS(
-            help="ngram[:MAX], suffix, sparse-self[:BUDGET], draft-model:PATH, hybrid:HEAD (with look-ups), or "
+            help="ngram[:MAX], suffix[:ANSWERS.jsonl], sparse-self[:BUDGET], draft-model:PATH, "
+            "hybrid:HEAD[:ANSWERS.jsonl], which looks up too, or "
             "head:PATH, as --head. Repeatable."
         ),
     ] = None,

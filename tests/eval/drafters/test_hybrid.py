@@ -3,8 +3,9 @@
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.eval.drafters.hybrid import MATCH_RATES, Guess, HybridDrafter, HybridRow, filled
-from headstart.eval.drafters.lookup import SuffixDrafter, SuffixTrie
+from headstart.eval.drafters.hybrid import Guess, HybridDrafter, HybridRow, filled
+from headstart.eval.drafters.lookup import SuffixDrafter
+from headstart.eval.drafters.suffix import MATCH_RATES, SuffixRow, SuffixTrie
 from headstart.eval.generate import generate
 from headstart.eval.measurement.config import MeasureConfig, chain
 from headstart.eval.measurement.measure import measure
@@ -28,7 +29,7 @@ def head(target, head_type):
 
 
 def row_of(*text, latest=()):
-    row = HybridRow(SuffixTrie(max_depth=8, max_nodes=1000))
+    row = HybridRow(SuffixRow(SuffixTrie(max_depth=8, max_nodes=1000)))
     row.read_prompt(text)
     return row
 
@@ -86,10 +87,10 @@ def test_a_long_match_is_copied_where_the_head_is_not_sure():
 
 def test_what_was_never_right_is_trusted_less():
     row = row_of(3, 4, 5, 6)
-    before = row.copied.at(1)
+    before = row.text.own_rates.at(1)
     for _ in range(30):  # 3 was followed by 4 once, and never is again
         row.extend([3, 30])
-    assert before == pytest.approx(MATCH_RATES[1]) and row.copied.at(2) > row.copied.at(0)
+    assert before == pytest.approx(MATCH_RATES[1]) and row.text.own_rates.at(2) > row.text.own_rates.at(0)
     head = guesses([(9, 0.9)])
     rate = row.guessed.at(0.9)
     for _ in range(20):
