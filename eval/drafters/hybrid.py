@@ -13,11 +13,12 @@ from ...heads.drafter import Drafter, Reading
 from ...heads.drafting import Draws, DynamicTree, Proposal, Tree
 from .answers import Answers
 from .host import commit_texts
+from .lookup import ANSWERED_DRAFT_TOKENS
 from .suffix import PROBABILITIES, PROBABILITY_RATES, HitRates, Place, SuffixRow, SuffixTrie
 
 NUM_RANKS = 4  # guesses of the head that a tree may hold behind each node of its chain
 MOST_READ = 2048  # positions of a prompt that the head reads at a time
-SURE = 0.8  # expected share of a copied chain that is accepted, from which on the head is not asked
+SURE = 0.8  # expected share accepted of as many copies as the head drafts, from which on it is not asked
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,12 @@ class HybridRow:
         place, chance, expected = self.text.place, 1.0, 0.0
         own: list[int] = []
         best, most = own, -1.0
-        for num_guessed in range(num_tokens + 1):
+        for num_guessed in range(len(head) + 1):
             copied = self.copy(place, num_tokens - num_guessed)
             whole = expected + chance * sum(each for _, each in copied)
             if whole > most:
                 best, most = [*own, *(token for token, _ in copied)], whole
-            if num_guessed < num_tokens:
+            if num_guessed < len(head):
                 guess = head[num_guessed][0]
                 chance *= self.guessed.at(guess.probability)
                 expected += chance
@@ -120,10 +121,11 @@ class HybridState:
 class HybridDrafter(Drafter):
     """A head, and look-ups of the suffix automaton where these are expected to be accepted more.
 
-    A chain is j tokens of the head's and K - j copied ones, with the j that maximises the expected number of accepted
-    tokens, the sum over depths of the product of the tokens' hit rates. A dynamic tree holds both: the nodes most
-    likely to be accepted, as EAGLE-2 chooses them (Li et al. 2024, section 4), by these rates. Nothing is drawn at
-    random, so at temperature > 0 too the text is the target's own.
+    A chain is j tokens of the head's, which is asked for no more than it was trained to draft, and K - j copied ones,
+    with the j that maximises the expected number of accepted tokens, the sum over depths of the product of the
+    tokens' hit rates. A dynamic tree holds both: the nodes most likely to be accepted, as EAGLE-2 chooses them (Li et
+    al. 2024, section 4), by these rates. Nothing is drawn at random, so at temperature > 0 too the text is the
+    target's own.
 
     Args: head: it reads what is committed in every round. max_depth, max_nodes, answers: as of `SuffixDrafter`.
     """
@@ -135,7 +137,8 @@ class HybridDrafter(Drafter):
         self.head, self.max_depth, self.max_nodes, self.answers = head, max_depth, max_nodes, answers
         self.answers_digest = answers.digest if answers else None  # tells measurements apart
         self.feature_layers, self.adapts_target = head.feature_layers, head.adapts_target
-        self.max_draft_tokens, self.default_draft_tokens = head.max_draft_tokens, head.default_draft_tokens
+        self.reach = head.max_draft_tokens or head.default_draft_tokens  # most tokens that it is asked for
+        self.default_draft_tokens = max(self.reach, ANSWERED_DRAFT_TOKENS) if answers else self.reach
 
     def begin(self, *, batch_size: int, max_length: int) -> HybridState:
         most, answers = max(2, self.max_nodes // batch_size), self.answers.trie if self.answers else None
@@ -157,11 +160,12 @@ class HybridDrafter(Drafter):
             self.answers.leave_out(prompts)
 
     def propose(self, state: HybridState, *, num_draft_tokens: int) -> Proposal:
+        reach = min(num_draft_tokens, self.reach)
         copies = [row.copy(row.text.place, num_draft_tokens) for row in state.rows]
-        sums = [sum(chance for _, chance in copied) for copied in copies]
+        expected = [sum(chance for _, chance in copied[:reach]) for copied in copies]
         drafts = [[token for token, _ in copied] for copied in copies]
-        if any(active and most < SURE * num_draft_tokens for most, active in zip(sums, state.active, strict=True)):
-            chains = self._guesses(state, num_draft_tokens, num_ranks=1)
+        if any(active and most < SURE * reach for most, active in zip(expected, state.active, strict=True)):
+            chains = self._guesses(state, reach, num_ranks=1)
             rows = zip(state.rows, chains, drafts, state.active, strict=True)
             drafts = [row.chain(own, num_draft_tokens) if active else copied for row, own, copied, active in rows]
         return Proposal(torch.tensor(drafts))  # [B, K]
@@ -170,7 +174,7 @@ class HybridDrafter(Drafter):
         """A dynamic tree of that many nodes; BadInput on a fixed shape."""
         if not isinstance(tree, DynamicTree):
             raise BadInput("a head with look-ups drafts chains and dynamic trees")
-        chains = self._guesses(state, tree.depth, num_ranks=NUM_RANKS)
+        chains = self._guesses(state, min(tree.depth, self.reach), num_ranks=NUM_RANKS)
         rows = zip(state.rows, chains, strict=True)
         drafts = [filled(row.tree(own, num_nodes=tree.num_nodes, depth=tree.depth), tree) for row, own in rows]
         tokens, parents = zip(*drafts, strict=True)

@@ -68,7 +68,7 @@ def main() -> None:
     """Write prompts.jsonl, orders.jsonl (held out) and contrast.jsonl into a folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--train", type=int, default=480, help="prompts to train on")
+    parser.add_argument("--train", type=int, default=320, help="prompts to train on")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     files = {

@@ -8,6 +8,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-.venv/bin/python}
 run=runs/quickstart
+answers=$run/data/answers/answers.jsonl
 headstart() { "$python" -m headstart.scripts.cli "$@"; }
 # bash's own SECONDS: whole seconds since the start
 step() { printf '\n\033[1m[%3ss] %s\033[0m\n' "$SECONDS" "$1"; }
@@ -23,13 +24,12 @@ headstart data regenerate data/regenerate_local.yaml sources=$run/data/prompts.j
 step "3. Train an EAGLE-3 head on those answers; the target stays frozen"
 test -f $run/eagle3/final/config.json || "$python" -m headstart.train configs/runs/quickstart_eagle3.yaml
 
-step "4. Evaluate on held-out orders, and on general requests as a contrast: the head, drafts looked up in the text, both"
-headstart eval --target $run/target --head $run/eagle3/final --drafter suffix --drafter hybrid:$run/eagle3/final \
-    --num-draft-tokens 3 --max-new-tokens 96 --prompts $run/data/orders.jsonl --prompts $run/data/contrast.jsonl \
-    --output $run/greedy --repeats 1
+step "4. Evaluate on held-out orders, and on general requests as a contrast: the head, look-ups in its training answers, both"
+headstart eval --target $run/target --head $run/eagle3/final --drafter suffix:$answers --drafter hybrid:$run/eagle3/final:$answers \
+    --max-new-tokens 96 --prompts $run/data/orders.jsonl --prompts $run/data/contrast.jsonl --output $run/greedy --repeats 1
 
 step "5. The same with sampled answers, at temperature 0.7"
-headstart eval --target $run/target --head $run/eagle3/final --drafter hybrid:$run/eagle3/final --num-draft-tokens 3 \
+headstart eval --target $run/target --drafter suffix:$answers --drafter hybrid:$run/eagle3/final:$answers \
     --max-new-tokens 96 --prompts $run/data/orders.jsonl --temperature 0.7 --output $run/sampled --repeats 1
 
 step "Done. The reports: $run/greedy/report.html, $run/sampled/report.html; the head: $run/eagle3/final"
