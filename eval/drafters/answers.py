@@ -10,7 +10,6 @@ from typing import Any
 
 from ...configs.errors import BadInput
 from ...configs.jsonl import naming_faults
-from ...heads.target import Target
 from ..suites.prompts import file_rows, prompt_ids
 from .suffix import SuffixTrie
 
@@ -50,16 +49,16 @@ class Answers:
         return hashlib.sha256(json.dumps(self.rows).encode()).hexdigest()[:16]
 
 
-def load_answers(path: str | Path, target: Target) -> Answers:
+def load_answers(path: str | Path, tokenizer: Any) -> Answers:
     """Answers of a JSON Lines file with `messages` that end with the assistant's, `prompt` and `response`, or
-    `input_ids` and `prompt_length`, as the target's tokenizer and chat template read them.
+    `input_ids` and `prompt_length`, as a target's tokenizer and its chat template read them.
 
     Raises: BadInput naming the file's line.
     """
     rows = []
     for origin, row in file_rows(path):
         with naming_faults(row, origin):
-            rows.append(answered(row, target.tokenizer, origin=origin))
+            rows.append(answered(row, tokenizer, origin=origin))
     return Answers(rows)
 
 

@@ -14,11 +14,10 @@ from ...heads.drafting import Draws, DynamicTree, Proposal, Tree
 from .answers import Answers
 from .host import commit_texts
 from .lookup import ANSWERED_DRAFT_TOKENS
-from .suffix import PROBABILITIES, PROBABILITY_RATES, HitRates, Place, SuffixRow, SuffixTrie
+from .suffix import PROBABILITIES, PROBABILITY_RATES, HitRates, Place, Rates, SuffixRow, SuffixTrie
 
 NUM_RANKS = 4  # guesses of the head that a tree may hold behind each node of its chain
 MOST_READ = 2048  # positions of a prompt that the head reads at a time
-SURE = 0.8  # expected share accepted of as many copies as the head drafts, from which on it is not asked
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,13 @@ Path = tuple[int, ...]  # the tokens of a node and of those above it
 
 
 class HybridRow:
-    """One row's look-ups, what they and its head's guesses were worth so far, and what may follow."""
+    """One row's look-ups, and what may follow them and its head's guesses.
 
-    def __init__(self, text: SuffixRow):
-        self.text = text
-        self.guessed = HitRates(PROBABILITIES, PROBABILITY_RATES)
+    Args: guessed: how often the head's guesses were right, by their probability.
+    """
+
+    def __init__(self, text: SuffixRow, guessed: HitRates):
+        self.text, self.guessed = text, guessed
         self.latest: Chain = []  # of the head, for what is committed next
 
     def read_prompt(self, tokens: Sequence[int]) -> None:
@@ -137,13 +138,14 @@ class HybridDrafter(Drafter):
         self.head, self.max_depth, self.max_nodes, self.answers = head, max_depth, max_nodes, answers
         self.answers_digest = answers.digest if answers else None  # tells measurements apart
         self.feature_layers, self.adapts_target = head.feature_layers, head.adapts_target
-        self.reach = head.max_draft_tokens or head.default_draft_tokens  # most tokens that it is asked for
+        self.reach = head.num_depths  # most tokens that it is asked for
+        self.rates, self.guessed = Rates(), HitRates(PROBABILITIES, PROBABILITY_RATES)
         self.default_draft_tokens = max(self.reach, ANSWERED_DRAFT_TOKENS) if answers else self.reach
 
     def begin(self, *, batch_size: int, max_length: int) -> HybridState:
         most, answers = max(2, self.max_nodes // batch_size), self.answers.trie if self.answers else None
         tries = (SuffixTrie(max_depth=self.max_depth, max_nodes=most) for _ in range(batch_size))
-        rows = [HybridRow(SuffixRow(trie, answers)) for trie in tries]
+        rows = [HybridRow(SuffixRow(trie, answers, rates=self.rates), self.guessed) for trie in tries]
         return HybridState(rows, self.head.begin(batch_size=batch_size, max_length=max_length))
 
     def commit(self, state: HybridState, read: Reading) -> None:
@@ -160,12 +162,11 @@ class HybridDrafter(Drafter):
             self.answers.leave_out(prompts)
 
     def propose(self, state: HybridState, *, num_draft_tokens: int) -> Proposal:
-        reach = min(num_draft_tokens, self.reach)
         copies = [row.copy(row.text.place, num_draft_tokens) for row in state.rows]
-        expected = [sum(chance for _, chance in copied[:reach]) for copied in copies]
         drafts = [[token for token, _ in copied] for copied in copies]
-        if any(active and most < SURE * reach for most, active in zip(expected, state.active, strict=True)):
-            chains = self._guesses(state, reach, num_ranks=1)
+        firsts = [copied[0][1] for copied, active in zip(copies, state.active, strict=True) if active]
+        if min(firsts, default=1.0) < self.guessed.mean:
+            chains = self._guesses(state, min(num_draft_tokens, self.reach), num_ranks=1)
             rows = zip(state.rows, chains, drafts, state.active, strict=True)
             drafts = [row.chain(own, num_draft_tokens) if active else copied for row, own, copied, active in rows]
         return Proposal(torch.tensor(drafts))  # [B, K]

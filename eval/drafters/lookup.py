@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from ...configs.errors import BadInput
 from .answers import Answers
 from .host import RowText, TextDrafter
-from .suffix import SuffixRow, SuffixTrie
+from .suffix import Rates, SuffixRow, SuffixTrie
 
 ANSWERED_DRAFT_TOKENS = 7  # K where there are answers to look up: what is drafted costs nothing but its verification
 
@@ -84,17 +84,17 @@ class SuffixDrafter(TextDrafter):
             raise BadInput(f"suffixes of {max_depth} tokens in {max_nodes} nodes: expected at least 1 and 2")
         self.max_depth, self.max_nodes, self.answers = max_depth, max_nodes, answers
         self.answers_digest = answers.digest if answers else None  # tells measurements apart
+        self.rates = Rates()
         self.shared = self._new_trie(1) if is_shared else None
         if answers is not None:
             self.default_draft_tokens = ANSWERED_DRAFT_TOKENS
 
     def new_rows(self, batch_size: int) -> list[RowText]:
         answers = self.answers.trie if self.answers else None
-        if self.shared is None:
-            return [SuffixRow(self._new_trie(batch_size), answers) for _ in range(batch_size)]
-        if self.shared.is_full:
+        if self.shared is not None and self.shared.is_full:
             self.shared = self._new_trie(1)
-        return [SuffixRow(self.shared, answers) for _ in range(batch_size)]
+        tries = (self.shared or self._new_trie(batch_size) for _ in range(batch_size))
+        return [SuffixRow(trie, answers, rates=self.rates) for trie in tries]
 
     def leave_out(self, prompts: Sequence[Sequence[int]]) -> None:
         if self.answers is not None:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 # Matches in a row's own text are told apart by their length in tokens, from these on, and guesses that have a
-# probability by it. A text's own counts begin with these rates, as if seen so often; answers of SmolLM2-135M-Instruct
-# gave those of matches.
+# probability by it. Counts begin with these rates, as if seen so often; answers of SmolLM2-135M-Instruct gave those of
+# matches.
 MATCHES = (0, 1, 2, 3, 5, 8, 12)
 MATCH_RATES = (0.05, 0.4, 0.5, 0.55, 0.65, 0.72, 0.87)
 PROBABILITIES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
@@ -82,17 +82,33 @@ class HitRates:
     def __init__(self, edges: Sequence[float], rates: Sequence[float]):
         self.edges = edges
         self.hits, self.totals = [WEIGHT * rate for rate in rates], [WEIGHT] * len(rates)
+        self.begun = sum(self.hits)
 
     def at(self, certainty: float) -> float:
         """The rate, 0 to 1, of guesses of that certainty."""
         place = bisect_right(self.edges, certainty) - 1
         return self.hits[place] / self.totals[place]
 
+    @property
+    def mean(self) -> float:
+        """The rate of all guesses, those that the counts begin with left out; 1 before any."""
+        num_counted = sum(self.totals) - WEIGHT * len(self.totals)
+        return (sum(self.hits) - self.begun) / num_counted if num_counted else 1.0
+
     def add(self, certainty: float, *, is_right: bool) -> None:
         """Count a guess."""
         place = bisect_right(self.edges, certainty) - 1
         self.hits[place] += is_right
         self.totals[place] += 1
+
+
+class Rates:
+    """How often look-ups were right, in all rows of a drafter's life: those in a row's own text by the length of the
+    match, those in answers by the guess's share."""
+
+    def __init__(self) -> None:
+        self.own = HitRates(MATCHES, MATCH_RATES)
+        self.answers = HitRates(PROBABILITIES, PROBABILITY_RATES)
 
 
 class Place(NamedTuple):
@@ -103,17 +119,15 @@ class Place(NamedTuple):
 
 
 class SuffixRow:
-    """One row's text, what may follow it, and how often its look-ups were right so far.
+    """One row's text, and what may follow it.
 
     Two tries are looked up, the row's own text and, where there are any, answers that the target gave before; the one
-    whose guesses of that certainty were right more often in this text decides.
+    whose guesses of that certainty were right more often so far decides.
     """
 
-    def __init__(self, own: SuffixTrie, answers: SuffixTrie | None = None):
-        self.own, self.answers = own, answers
+    def __init__(self, own: SuffixTrie, answers: SuffixTrie | None = None, *, rates: Rates):
+        self.own, self.answers, self.rates = own, answers, rates
         self.place = Place([0], [0])
-        self.own_rates = HitRates(MATCHES, MATCH_RATES)  # by length
-        self.answer_rates = HitRates(PROBABILITIES, PROBABILITY_RATES)  # by share
 
     def read_prompt(self, tokens: Sequence[int]) -> None:
         """Append a prompt, from which no rate is counted: what is copied within it says little of the answer."""
@@ -124,19 +138,19 @@ class SuffixRow:
         """Append committed tokens, and count what would have been right."""
         for token in tokens:
             match = self.own.guess(self.place.own)
-            self.own_rates.add(match.length, is_right=match.token == token)
+            self.rates.own.add(match.length, is_right=match.token == token)
             if self.answers is not None:
                 match = self.answers.guess(self.place.answers)
-                self.answer_rates.add(match.share, is_right=match.token == token)
+                self.rates.answers.add(match.share, is_right=match.token == token)
             self._append(token)
 
     def guess(self, place: Place) -> tuple[int, float]:
         """The token that most likely follows there, and the chance that it does."""
         match = self.own.guess(place.own)
-        token, chance = match.token, self.own_rates.at(match.length)
+        token, chance = match.token, self.rates.own.at(match.length)
         if self.answers is not None:
             match = self.answers.guess(place.answers)
-            if (other := self.answer_rates.at(match.share)) > chance:
+            if (other := self.rates.answers.at(match.share)) > chance:
                 token, chance = match.token, other
         return token, chance
 

@@ -2,14 +2,16 @@
 of prompts that are measured."""
 
 import json
+import struct
 
 import pytest
 from headstart.configs.errors import BadInput
 from headstart.eval.drafters.answers import Answers, load_answers
 from headstart.eval.drafters.hybrid import HybridDrafter
+from headstart.eval.drafters.llamacpp_cache import write_cache
 from headstart.eval.drafters.lookup import SuffixDrafter
 from headstart.eval.drafters.registry import build_drafter
-from headstart.eval.drafters.suffix import SuffixRow, SuffixTrie
+from headstart.eval.drafters.suffix import Rates, SuffixRow, SuffixTrie
 from headstart.eval.generate import generate
 from headstart.eval.measurement.config import MeasureConfig, chain
 from headstart.eval.measurement.measure import measure
@@ -23,7 +25,7 @@ PROMPTS = [[1, 5, 9, 7], [1, 7, 8, 3], [2, 4, 6, 8]]
 
 
 def row_of(answers, *text):
-    row = SuffixRow(SuffixTrie(max_depth=8, max_nodes=1000), answers.trie)
+    row = SuffixRow(SuffixTrie(max_depth=8, max_nodes=1000), answers.trie, rates=Rates())
     row.read_prompt(text)
     return row
 
@@ -38,7 +40,7 @@ def test_what_followed_in_an_answer_is_drafted_where_the_text_does_not_know():
     assert row_of(answers, 7, 10).draft(3) == [11, 12, 14], "the most frequent continuation"
 
 
-def test_the_source_that_was_right_in_this_text_decides():
+def test_the_source_that_was_right_more_often_decides():
     answers = Answers([([3], [10, 20])] * 4)
     row = row_of(answers, 7, 10, 30, 7, 10)
     assert row.draft(1) == [20], "four answers say so, the text once otherwise"
@@ -69,6 +71,21 @@ def test_answers_to_prompts_that_are_measured_are_left_out(target):
     assert not answers.trie.child
 
 
+def test_llama_cpps_cache_has_what_followed_each_ngram(tmp_path):
+    answers = Answers([([9], [1, 2, 3]), ([9], [1, 2, 4]), ([8], [1, 2, 3])])
+    path = tmp_path / "answers.ngrams"
+    num_ngrams = write_cache(answers, path)
+    numbers = list(struct.unpack(f"={path.stat().st_size // 4}i", path.read_bytes()))
+    read = {}
+    while numbers:
+        *ngram, count = numbers[:5]
+        pairs, numbers = numbers[5 : 5 + 2 * count], numbers[5 + 2 * count :]
+        read[tuple(ngram)] = dict(zip(pairs[::2], pairs[1::2], strict=True))
+    assert len(read) == num_ngrams
+    assert read[2, -1, -1, -1] == read[1, 2, -1, -1] == {3: 2, 4: 1}
+    assert read[9, 1, 2, -1] == {3: 1, 4: 1} and read[8, 1, 2, -1] == {3: 1}
+
+
 def test_a_measurement_with_other_answers_is_another_one(target):
     some, other = Answers([([3], [10, 11])]), Answers([([3], [10, 12])])
     same = Answers([([3], [10, 11])])
@@ -88,7 +105,7 @@ def test_rows_are_read_as_the_target_reads_them(saved_target, tmp_path):
         rows.append({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]})
     path = tmp_path / "answers.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    read = load_answers(path, target).rows
+    read = load_answers(path, target.tokenizer).rows
     assert read[1] == ([4, 5], [6, 7]) and len(read) == len(rows)
     assert read[0][1][:1] == [11]
     head = save_head(build_head(HEADS["medusa"].config_class(type="medusa"), target), tmp_path / "head")
@@ -111,5 +128,5 @@ def test_a_row_without_an_answer_is_named(saved_target, tmp_path, row, problem):
     path = tmp_path / "answers.jsonl"
     path.write_text(json.dumps(row) + "\n")
     with pytest.raises(BadInput, match=problem) as caught:
-        load_answers(path, target)
+        load_answers(path, target.tokenizer)
     assert str(caught.value).startswith(f"{path}:1: ")
