@@ -1,6 +1,7 @@
 """`headstart export`: a trained head as a serving engine loads it. `headstart check`: a folder against the contract."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -74,7 +75,7 @@ def export_answers(source: Path, output: Path, *, to: str, target: str) -> None:
     """Answers as llama-server looks them up. Raises BadInput for engines that read no such file."""
     from ..configs.files import new_folder
     from ..eval.drafters.answers import load_answers
-    from ..eval.drafters.llamacpp_cache import FILE, write_cache
+    from ..eval.drafters.llamacpp_cache import DYNAMIC, cache_flags, write_cache
     from ..heads.loading import TargetConfig, load_tokenizer
 
     if to != "llama.cpp":
@@ -84,9 +85,9 @@ def export_answers(source: Path, output: Path, *, to: str, target: str) -> None:
         raise BadInput("--target: name the target, whose tokenizer the answers are read with")
     answers = load_answers(source, load_tokenizer(TargetConfig(path=target)))
     with new_folder(output) as part:
-        num_ngrams = write_cache(answers, part / FILE)
+        num_ngrams = write_cache(answers, part)
     print(f"written to {output}: {num_ngrams} n-grams of {len(answers.rows)} answers")
-    print(f"llama-server -m TARGET.gguf --spec-type ngram-cache --lookup-cache-dynamic {output / FILE}")
+    print(f"llama-server -m TARGET.gguf {shlex.join(cache_flags(output / DYNAMIC))}")
 
 
 def check(

@@ -17,9 +17,9 @@ from typing import Any
 from ....configs.errors import BadInput, first_line
 from ....heads.export.gguf_check import read_gguf
 from ....heads.export.llamacpp import server_flags
-from ...drafters.llamacpp_cache import FILE
+from ...drafters.llamacpp_cache import DYNAMIC, cache_flags
 
-LOOKUP_SUFFIX = Path(FILE).suffix
+LOOKUP_SUFFIX = Path(DYNAMIC).suffix
 START_SECONDS = 600  # for reading the weights
 ANSWER_SECONDS = 3600
 
@@ -93,7 +93,7 @@ class ServerFiles:
         if num_draft_tokens:
             assert self.head is not None
             if self.looks_up:
-                return [*line, "--spec-type", "ngram-cache", "--lookup-cache-dynamic", str(self.head)]
+                return [*line, *cache_flags(self.head)]
             flags = server_flags(self.family, num_draft_tokens, file=str(self.head))
             line += shlex.split(flags or "")
             if self.family == "mtp" and self.head != self.target:

@@ -71,17 +71,22 @@ def test_answers_to_prompts_that_are_measured_are_left_out(target):
     assert not answers.trie.child
 
 
-def test_llama_cpps_cache_has_what_followed_each_ngram(tmp_path):
-    answers = Answers([([9], [1, 2, 3]), ([9], [1, 2, 4]), ([8], [1, 2, 3])])
-    path = tmp_path / "answers.ngrams"
-    num_ngrams = write_cache(answers, path)
-    numbers = list(struct.unpack(f"={path.stat().st_size // 4}i", path.read_bytes()))
-    read = {}
+def read_cache(path):
+    """n-gram -> token -> count, as llama.cpp reads it."""
+    numbers, read = list(struct.unpack(f"={path.stat().st_size // 4}i", path.read_bytes())), {}
     while numbers:
         *ngram, count = numbers[:5]
         pairs, numbers = numbers[5 : 5 + 2 * count], numbers[5 + 2 * count :]
         read[tuple(ngram)] = dict(zip(pairs[::2], pairs[1::2], strict=True))
+    return read
+
+
+def test_llama_cpps_cache_has_what_followed_each_ngram(tmp_path):
+    answers = Answers([([9], [1, 2, 3]), ([9], [1, 2, 4]), ([8], [1, 2, 3])])
+    num_ngrams = write_cache(answers, tmp_path)
+    read, static = read_cache(tmp_path / "answers.ngrams"), read_cache(tmp_path / "bigrams.ngrams")
     assert len(read) == num_ngrams
+    assert static == {ngram: behind for ngram, behind in read.items() if ngram[1] >= 0 > ngram[2]} and static
     assert read[2, -1, -1, -1] == read[1, 2, -1, -1] == {3: 2, 4: 1}
     assert read[9, 1, 2, -1] == {3: 1, 4: 1} and read[8, 1, 2, -1] == {3: 1}
 

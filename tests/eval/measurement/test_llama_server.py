@@ -108,11 +108,12 @@ def test_the_head_s_file_says_how_it_is_served(files, kind, flags):
 
 
 def test_answers_take_a_heads_place_and_their_drafts_have_no_fixed_length(files, target, tmp_path):
-    write_cache(Answers([([1, 2], [3, 4, 5])]), tmp_path / "answers.ngrams")
+    write_cache(Answers([([1, 2], [3, 4, 5])]), tmp_path)
     wanted = files()
     found = ServerFiles(wanted.binary, wanted.target, tmp_path / "answers.ngrams")
     line = " ".join(found.command(max_length=99, num_draft_tokens=8))
-    assert line.endswith(f"-np 1 --spec-type ngram-cache --lookup-cache-dynamic {found.head}")
+    also = f"--lookup-cache-static {tmp_path}/bigrams.ngrams"
+    assert line.endswith(f"-np 1 --spec-type ngram-cache --lookup-cache-dynamic {found.head} {also}")
     assert list(swept(found)) == [8] and len(swept(wanted)) > 1
     [result] = measure_served(target, found, SUITE, CONFIG, [8])
     assert (result.drafter, result.num_draft_tokens) == ("answers.ngrams", 8)
