@@ -5,6 +5,8 @@ depth k of a chain that starts at t is scored by the state at t + 1 + k given th
 depths. In decoding it reads x_0..x_{t+1}. A reading of the target from position p on gives x_p and x_{p+1}, ...; x_p is
 read again, which writes the same to slot p, so that all rounds have one shape.
 
+With `parallel` (PARD) all depths of a chain are read at once: mask tokens stand behind x_{t+1}, see nn/parallel.py.
+
 What is saved is a plain Hugging Face model, which any engine serves as a draft model.
 """
 
@@ -15,23 +17,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ..configs.errors import BadInput, first_line
 from ..configs.files import LocalPath
 from .adapters import add_adapters
-from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
+from .base import ChainStarts, DraftBatch, DraftHead
 from .drafter import Reading
 from .loading import quiet_loading
 from .nn.cache import SlotCache, newest_slots, seen_by_children
+from .nn.parallel import ParallelConfig, behind, last_and_behind, with_masks
 from .target import Target
 
 PADDING = 0.01  # sizes of one family's vocabularies differ by this share at most, for padding
 
 
 @dataclass(kw_only=True)
-class DraftLMConfig(HeadConfig):
+class DraftLMConfig(ParallelConfig):
     """A draft model's keys."""
 
     type: str = "draft_lm"
@@ -67,7 +71,7 @@ class DraftLMState:
     cache: SlotCache  # keys and values of the tokens read, then of drafted ones
     extent: int  # slots of it in use, at most
     position: Tensor  # [B] of the pending token
-    hidden: Tensor  # [B, F, D] the last states of the last expansion
+    hidden: Tensor  # [B, F, D] the last states of the last expansion; in one pass of all K depths, [B, K, D]
     seen: Tensor  # [B, F, n] bool, which of n drafted nodes each of the last expansion attends to
     drafted: Tensor  # [B, n] positions of a tree's nodes
 
@@ -89,7 +93,10 @@ class DraftLMHead(DraftHead):
             add_adapters(model, rank=rank, alpha=alpha, vocab_size=target.vocab_size, key="head.lora_rank")
         else:
             model.requires_grad_(True)
-        self.config: DraftLMConfig = replace(config, architecture=architecture)
+        self.mask_token = config.mask_token(target)
+        if config.parallel:
+            self.max_draft_tokens = self.default_draft_tokens = config.num_depths
+        self.config: DraftLMConfig = replace(config, architecture=architecture, mask_token_id=self.mask_token)
         for name, module in model.named_children():
             self.add_module(name, module)
         mixes = [config.loss, *(config.loss_by_depth or ())]
@@ -99,7 +106,8 @@ class DraftLMHead(DraftHead):
 
     def serving_config(self) -> dict[str, Any]:
         architecture = self.config.architecture or {}
-        return {**architecture, "architectures": [type(self.reader.model).__name__]}
+        served = {**architecture, "architectures": [type(self.reader.model).__name__]}
+        return served if self.mask_token is None else {**served, "pard_token": self.mask_token}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Tensors under Hugging Face's names; a tied output layer is stored once."""
@@ -113,7 +121,18 @@ class DraftLMHead(DraftHead):
 
     # training
 
+    def training_starts(self, loss_mask: Tensor) -> ChainStarts:
+        starts = super().training_starts(loss_mask)
+        return self.config.drawn(starts) if self.config.parallel else starts
+
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
+        if self.mask_token is not None:
+            ids, apart, where = with_masks(batch.input_ids, batch.documents, starts, mask_token=self.mask_token)
+            hidden = self.reader.forward(ids, documents=apart).post_norm  # [B, T + M, D]
+            rows = torch.arange(len(ids), device=ids.device)[:, None]
+            for depth in range(starts.num_depths):
+                yield hidden[rows, where[..., depth]]
+            return
         hidden = self.reader.forward(batch.input_ids, documents=batch.documents).post_norm  # [B, T, D]
         for depth in range(starts.num_depths):
             yield starts.take(hidden, offset=depth + 1)
@@ -131,11 +150,15 @@ class DraftLMHead(DraftHead):
     @torch.no_grad()
     def commit(self, state: DraftLMState, read: Reading) -> None:
         tokens = torch.cat([read.tokens[:, :1], read.next_tokens], 1)  # [B, Q + 1] x_p, x_{p+1}, ...
+        state.extent, pending, num = read.extent or state.cache.max_length, read.last + 1, 1
+        if self.mask_token is not None:  # in the places of what was rejected, and behind them
+            num = self.config.num_depths
+            _, is_read = behind(pending + 1, num_more=num - 1, like=tokens)
+            tokens = torch.where(is_read, F.pad(tokens, (0, num - 1)), self.mask_token)
         positions = read.start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        state.extent = read.extent or state.cache.max_length
-        hidden = self._read(state, tokens, positions)  # [B, Q + 1, D]
-        pending = read.last + 1
-        state.hidden = hidden[torch.arange(len(hidden), device=hidden.device), pending][:, None]  # [B, 1, D]
+        positions = positions if num == 1 else positions.clamp(max=state.extent - 1)  # beyond: more depths than asked
+        hidden = self._read(state, tokens, positions)  # [B, Q + num, D]
+        state.hidden = last_and_behind(hidden, pending, num)
         state.position = read.start + pending
         state.seen, state.drafted = state.seen[:, :1, :0], state.drafted[:, :0]
 
@@ -145,6 +168,8 @@ class DraftLMHead(DraftHead):
 
     @torch.no_grad()
     def expand(self, state: DraftLMState, tokens: Tensor, parents: Tensor | None, *, depth: int) -> Tensor:
+        if self.mask_token is not None:
+            return self.draft_logits(state.hidden[:, depth : depth + 1], depth).expand(-1, tokens.shape[1], -1)
         positions = (state.position + depth)[:, None].expand_as(tokens)  # [B, F]
         if parents is None:  # a chain: each slot is the token's position, and a token sees all before it
             state.hidden = self._read(state, tokens, positions)

@@ -7,6 +7,9 @@ normalised, goes through an own output layer over the draft vocabulary.
 Training-time test (section 3.2): each chain start t is unrolled num_depths times with gradients through all of them.
 How chains are unrolled and drafted is in recurrent.py, which EAGLE shares.
 
+With `parallel` (P-EAGLE) a depth k > 0 reads a mask token and a learned state in the place of the features instead of
+the depth before, so that all drafts are read off one forward, see nn/parallel.py.
+
 Served conventions (vLLM 0.32, SGLang 0.5): embedding first in the concatenation, positions from 0 (x_{t+1} at rotary
 position t), drafted hidden states fed back before the output norm (after it with norm_output, EAGLE 3.1), features in
 ascending layer order.
@@ -16,14 +19,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ..configs.errors import BadInput, first_line
-from .base import HeadConfig
+from .base import ChainStarts
+from .drafter import Reading
 from .nn.layers import Attention, RMSNorm, Rotary, llama_config, serving_keys
-from .recurrent import Context, LlamaLayer, RecurrentHead
+from .nn.parallel import ParallelConfig, behind, last_and_behind
+from .recurrent import Context, LlamaLayer, RecurrentHead, RecurrentState
 from .target import Target, TargetOutput
 
 OUTPUT_GAIN = 3.0  # of a head that starts as the target, see start_from_target
@@ -31,7 +37,7 @@ NUM_PROBED = 64  # tokens on which the size of features is measured
 
 
 @dataclass(kw_only=True)
-class Eagle3Config(HeadConfig):
+class Eagle3Config(ParallelConfig):
     """An EAGLE-3 head's keys; feature_layers None: see `default_feature_layers`."""
 
     type: str = "eagle3"
@@ -55,7 +61,7 @@ class Eagle3Config(HeadConfig):
 
     def resolved(self, target: Target) -> "Eagle3Config":
         layers = default_feature_layers(target.num_layers) if self.feature_layers is None else self.feature_layers
-        return replace(self, feature_layers=layers)
+        return replace(self, feature_layers=layers, mask_token_id=self.mask_token(target))
 
 
 def default_feature_layers(num_layers: int) -> list[int]:
@@ -115,6 +121,10 @@ class Eagle3Head(RecurrentHead):
             self.midlayer = first
         else:
             self.layers = nn.ModuleList([first, *(LlamaLayer(self.llama) for _ in more)])
+        self.mask_token = config.mask_token_id
+        if config.parallel:
+            self.max_draft_tokens = self.default_draft_tokens = config.num_depths
+            self.mask_hidden = nn.Parameter(0.02 * torch.randn(1, 1, num_features * size))
         self.norm = RMSNorm(size, eps=eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size or target.vocab_size, bias=False)
         self.rotary = Rotary(self.llama)
@@ -127,7 +137,9 @@ class Eagle3Head(RecurrentHead):
 
     def serving_config(self) -> dict[str, Any]:
         layers = self.feature_layers
+        keys = () if self.mask_token is None else ("mask_token_id", "pard_token", "ptd_token_id")
         return {
+            **dict.fromkeys(keys, self.mask_token),
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
             **serving_keys(self.llama, num_layers=self.config.num_layers),
@@ -156,14 +168,51 @@ class Eagle3Head(RecurrentHead):
 
     def features(self, output: TargetOutput) -> Tensor:
         """The target's features [B, T, L, D] fused: [B, T, D]."""
-        features = output.features.to(self.fc.weight.dtype)
+        return self.fused(output.features.to(self.fc.weight.dtype))
+
+    def fused(self, features: Tensor) -> Tensor:
+        """[B, T, L, D] -> [B, T, D]."""
         if self.config.fc_norm:
             features = torch.stack([norm(features[:, :, i]) for i, norm in enumerate(self.fc_norm)], 2)
         flat = features.flatten(2)  # [B, T, L * D]
         return self.fc(self.input_norm(flat) if self.config.norm_before_fc else flat)
 
+    def masked(self) -> Tensor:
+        """[1, 1, D] what stands for the features of tokens that are not drafted yet."""
+        return self.fused(self.mask_hidden.unflatten(-1, (len(self.feature_layers), -1)))
+
     def fed_back(self, hidden: Tensor) -> Tensor:
+        if self.config.parallel:
+            return self.masked().expand_as(hidden)
         return self.norm(hidden) if self.config.norm_output else hidden
+
+    def training_starts(self, loss_mask: Tensor) -> ChainStarts:
+        starts = super().training_starts(loss_mask)
+        return self.config.drawn(starts) if self.config.parallel else starts
+
+    def drafted_tokens(self, tokens: Tensor) -> Tensor:
+        return tokens if self.mask_token is None else torch.full_like(tokens, self.mask_token)
+
+    @torch.no_grad()
+    def commit(self, state: RecurrentState, read: Reading) -> None:
+        if self.mask_token is None:
+            super().commit(state, read)
+            return
+        num = self.num_depths
+        state.extent = read.extent or state.cache.max_length
+        index, is_read = behind(read.last + 1, num_more=num - 1, like=read.next_tokens)
+        tokens = torch.where(is_read, F.pad(read.next_tokens, (0, num - 1)), self.mask_token)  # [B, Q + K - 1]
+        features = F.pad(self.features(read.output), (0, 0, 0, num - 1))
+        features = torch.where(is_read[..., None], features, self.masked())
+        positions = (read.start[:, None] + index).clamp(max=state.extent - 1)  # beyond: more depths than asked
+        out = self._decode(state, tokens, features, positions)
+        state.hidden = last_and_behind(out, read.last, num)  # [B, K, D]
+
+    @torch.no_grad()
+    def expand(self, state: RecurrentState, tokens: Tensor, parents: Tensor | None, *, depth: int) -> Tensor:
+        if self.mask_token is None:
+            return super().expand(state, tokens, parents, depth=depth)
+        return self.draft_logits(state.hidden[:, depth : depth + 1], depth).expand(-1, tokens.shape[1], -1)
 
     def read(self, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         first = cast(Eagle3Layer, self.decoder_layers[0])

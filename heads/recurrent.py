@@ -155,6 +155,10 @@ class RecurrentHead(DraftHead):
         """[B, Q, D] the output of a depth as the next one reads it."""
         raise NotImplementedError
 
+    def drafted_tokens(self, tokens: Tensor) -> Tensor:
+        """[B, S] what a depth behind the first reads where the data have these tokens."""
+        return tokens
+
     def read(self, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """token_ids [B, Q], hidden [B, Q, D]: what the first layer's attention reads, and its residual stream."""
         raise NotImplementedError
@@ -172,7 +176,7 @@ class RecurrentHead(DraftHead):
             if depth == 0:
                 hidden = chains.advance(self._step, hidden, x, rotary)  # [B, S, D]
             else:
-                tokens = starts.take(batch.input_ids, offset=depth + 1)
+                tokens = self.drafted_tokens(starts.take(batch.input_ids, offset=depth + 1))
                 hidden = chains.advance(self._draft, hidden, tokens, rotary)
             yield hidden
 

@@ -37,6 +37,7 @@ def export(
     \b
     eagle, eagle3   vllm, sglang (one folder for both); eagle3 also speculators, which names its target, and llama.cpp
     medusa          vllm (0.32 at most), hf: FasterDecoding's layout, which TGI reads
+    block           vllm, sglang, speculators, llama.cpp: DFlash and DSpark
     mtp             vllm, sglang, hf: a copy of the target with the modules in it; llama.cpp, of some targets
     draft_lm        vllm, sglang, hf, llama.cpp: a plain model with the target's tokenizer
     hydra           none: no engine loads it

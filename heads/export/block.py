@@ -1,4 +1,5 @@
-"""Block drafters in the plain layout that vLLM, SGLang and llama.cpp load, and what a folder of it must hold.
+"""Block drafters in the plain layout that vLLM, SGLang and llama.cpp load and in that of the speculators library, and
+what a folder of either must hold.
 
 Engines differ in what they take where a flag is missing, and a wrong one costs acceptance without a word: whether slots
 see those behind them, which slot drafts first, and how layers are counted. So every flag is written, and asked for.
@@ -10,19 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from ...configs.errors import BadInput
-from .contracts import SIZES, Contract, decoder_layer, llama_keys, sizes_of, trained_config
-from .folder import HeadFolder, write_config, write_tensors
-from .portable import check_target
+from .contracts import SIZES, Contract, decoder_layer, llama_keys, serves_itself, sizes_of, trained_config
+from .folder import DFLASH, DSPARK, HeadFolder, write_config, write_tensors
+from .portable import as_speculators, check_target
 
-DFLASH, DSPARK = "DFlashDraftModel", "Qwen3DSparkModel"
 NESTED = ("mask_token_id", "target_layer_ids", "block_size")  # keys that some folders have in dflash_config alone
 NORMS = ["input_layernorm", "post_attention_layernorm"]
+IN_SPECULATORS = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
+MARKOV_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
 
 
 def write_block(head: HeadFolder, folder: Path, *, to: str) -> None:
     """Raises BadInput where no engine computes what the head does, or the one that is asked does not."""
     check_target(head)
-    own, is_dflash = head.own, head.config["architectures"] == [DFLASH]
+    own, is_dflash = head.own, head.method == "dflash"
     problems = {
         "sample_from_anchor without a Markov head: engines draft from the anchor with one only": (
             is_dflash and own["sample_from_anchor"]
@@ -35,13 +37,23 @@ def write_block(head: HeadFolder, folder: Path, *, to: str) -> None:
     for problem, is_there in problems.items():
         if is_there:
             raise BadInput(f"head {head.path}: {problem}: nothing written")
-    write_config(folder, {**head.config, **head.provenance})
+    config = speculators_config(head) if to == "speculators" else head.config
+    write_config(folder, {**config, **head.provenance})
     write_tensors(folder, head.tensors)
 
 
-def method_of(config: Mapping[str, Any]) -> str:
-    """What engines call it."""
-    return "dflash" if config["architectures"] == [DFLASH] else "dspark"
+def speculators_config(head: HeadFolder) -> dict[str, Any]:
+    """There layers are counted by their inputs, and `sliding_window_non_causal` says of all layers that slots see those
+    behind them: vLLM makes one flag of it."""
+    config = head.config
+    layer_keys = ("layer_types", "use_sliding_window")
+    return {
+        **as_speculators(head, architecture=IN_SPECULATORS[head.method], layer_keys=layer_keys),
+        "aux_hidden_state_layer_ids": [i + 1 for i in config["target_layer_ids"]],
+        "sliding_window_non_causal": True,
+        **{key: config[key] for key in ("block_size", "mask_token_id", "sample_from_anchor")},
+        **{key: config[key] for key in MARKOV_KEYS if key in config},
+    }
 
 
 def is_block(config: Mapping[str, Any]) -> bool:
@@ -63,14 +75,18 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
     missing = [key for key in NESTED if found.get(key) is None]
     if missing:
         raise BadInput(f"{missing[0]}: missing")
-    is_dspark = method_of({"architectures": config.get("architectures") or [DFLASH]}) == "dspark"
+    is_dspark = (config.get("architectures") or [DFLASH]) != [DFLASH]
     found.setdefault("sample_from_anchor", is_dspark and not layer)
     found["causal"] = bool(nested.get("causal", found.get("is_causal", False)))
     return found
 
 
 def contract_of_block(config: Mapping[str, Any], names: Iterable[str]) -> Contract:
-    contract, nested = Contract("block"), config.get("dflash_config") or {}
+    contract = Contract("block")
+    if "transformer_layer_config" in config or "speculators_model_type" in config:
+        contract.layout = "block (speculators)"
+        config = of_speculators(config, contract)
+    nested = config.get("dflash_config") or {}
     architectures = config.get("architectures") or [""]
     is_dflash = architectures == [DFLASH]
     known = f"architectures: found {architectures}, expected [{DFLASH}], or with a Markov head [{DSPARK}]"
@@ -94,6 +110,36 @@ def contract_of_block(config: Mapping[str, Any], names: Iterable[str]) -> Contra
     as_trained(config, contract)
     contract.shapes = tensors_of(config, sizes, contract, num_features=len(ids))
     return contract
+
+
+def of_speculators(config: Mapping[str, Any], contract: Contract) -> dict[str, Any]:
+    """A config of the speculators library as the plain one that vLLM makes of it."""
+    kind, ids = str(config.get("speculators_model_type")), config.get("aux_hidden_state_layer_ids")
+    known = f"speculators_model_type: {kind}, expected {' or '.join(IN_SPECULATORS)}"
+    contract.report(kind not in IN_SPECULATORS, known)
+    serves_itself(config, contract)
+    why = "without it vLLM serves every layer with slots that see only those before them"
+    contract.want(config, "sliding_window_non_causal", True, why)
+    is_list = isinstance(ids, list) and all(type(i) is int for i in ids)
+    contract.report(not is_list, f"aux_hidden_state_layer_ids: expected inputs of layers, found {ids!r}")
+    layers = [i - 1 for i in ids] if isinstance(ids, list) and is_list else []
+    trained = trained_config(config).get("feature_layers")
+    counted = "the head was trained on those; inputs of layers are counted here"
+    contract.report(trained not in (None, ids), f"aux_hidden_state_layer_ids: {ids}, expected {trained}: {counted}")
+    size, has_anchor = config.get("block_size"), config.get("sample_from_anchor")
+    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    wanted = size - (0 if has_anchor else 1) if type(size) is int else None
+    told = methods[0].get("speculative_tokens")
+    contract.report(told != wanted, f"speculative_tokens: {told}, but a block drafts {wanted}")
+    made = {
+        "num_target_layers": max(layers, default=0) + 1,  # not said there
+        "target_layer_ids": layers,
+        "is_causal": False,
+        "architectures": [DFLASH if kind == "dflash" else DSPARK],
+        "dflash_config": {"causal": False, "mask_token_id": config.get("mask_token_id"), "target_layer_ids": layers},
+    }
+    layer = config.get("transformer_layer_config") or {}
+    return {**layer, **config, **made, "model_type": layer.get("model_type")}
 
 
 def flags(config: Mapping[str, Any], contract: Contract, *, is_dflash: bool) -> None:

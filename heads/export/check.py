@@ -13,7 +13,7 @@ from .block import contract_of_block, is_block
 from .contracts import Contract
 from .folder import switching_word
 from .gguf_check import check_file
-from .llamacpp import SPEC_TYPES
+from .llamacpp import REFUSALS, block_refusals
 from .model_contracts import COUNT_KEYS, draft_model, is_module, mtp, mtp_layout
 from .tensor_files import INTEGERS, TensorFiles, read_tensor_files
 
@@ -77,7 +77,9 @@ def check_folder(folder: str | Path, *, for_llamacpp: bool = False) -> Checked:
         layout = "llamacpp"
     contract = contract_of(layout, folder, config, stored)
     problems = [*stored.problems, *contract.problems]
-    if for_llamacpp and family not in SPEC_TYPES:
+    if for_llamacpp and layout == "block":
+        problems += block_refusals(config, stored.shapes)
+    if for_llamacpp and family not in REFUSALS:
         problems.append(f"llama.cpp has no graph for {family} heads")
     word = None if for_llamacpp else switching_word(folder.absolute(), family)
     if word is not None:

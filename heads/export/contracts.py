@@ -13,6 +13,7 @@ from .folder import PROVENANCE
 from .llamacpp import eagle3_refusals
 
 Shapes = dict[str, tuple[int, ...]]
+MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # names that vLLM knows the mask token by
 FEATURE_IDS = "eagle_aux_hidden_state_layer_ids"
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 PORTABLE_OPTIONS = {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "hidden_act": "silu"}
@@ -146,7 +147,7 @@ def llamacpp(config: Mapping[str, Any], names: Iterable[str]) -> Contract:
     feature_ids(config, contract)
     without = "draft_vocab_size: missing; the converter takes the folder for a whole Llama without it"
     contract.report("draft_vocab_size" not in config, without)
-    contract.problems += eagle3_refusals(config)
+    contract.problems += eagle3_refusals(config, names)
     return eagle3_tensors(config, config, contract, names)
 
 
@@ -158,16 +159,21 @@ def speculators(config: Mapping[str, Any], names: Iterable[str]) -> Contract:
     alike = "must be there and in transformer_layer_config alike; vLLM starts from that"
     for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
         contract.report(key not in config or layer.get(key) != config[key], f"{key}: {alike}")
-    how, opening = config.get("speculators_config") or {}, "speculators_config."
-    name = (how.get("verifier") or {}).get("name_or_path")
-    contract.report(not name, f"{opening}verifier.name_or_path: missing; vLLM finds the target by it")
-    methods = how.get("proposal_methods")
-    contract.report(not methods, f"{opening}proposal_methods: missing; vLLM reads the draft's length there")
+    serves_itself(config, contract)
     llama_keys(layer, contract)
     feature_ids({**config, "num_aux_hidden_states": layer.get("num_aux_hidden_states")}, contract)
     contract.report("draft_vocab_size" not in config, "draft_vocab_size: missing")
     contract.want(config, "norm_before_residual", False, "SGLang has no such layer")
     return eagle3_tensors(config, layer, contract, names)
+
+
+def serves_itself(config: Mapping[str, Any], contract: Contract) -> None:
+    """What `vllm serve FOLDER` reads to find the target and the draft's length."""
+    how, opening = config.get("speculators_config") or {}, "speculators_config."
+    name = (how.get("verifier") or {}).get("name_or_path")
+    contract.report(not name, f"{opening}verifier.name_or_path: missing; vLLM finds the target by it")
+    methods = how.get("proposal_methods")
+    contract.report(not methods, f"{opening}proposal_methods: missing; vLLM reads the draft's length there")
 
 
 def feature_ids(config: Mapping[str, Any], contract: Contract) -> None:
@@ -212,6 +218,12 @@ def eagle3_tensors(
         contract.equal.append((f"layers.{i}.input_layernorm.weight", f"layers.{i}.hidden_norm.weight"))
     if config.get("fc_norm"):
         contract.shapes |= {f"fc_norm.{i}.weight": (hidden,) for i in range(num_features)}
+    masks = [config[key] for key in MASK_KEYS if config.get(key) is not None]
+    if trained_config(config).get("parallel") or "mask_hidden" in names or masks:
+        contract.shapes["mask_hidden"] = (1, 1, num_features * (config.get("target_hidden_size") or hidden))
+        outside = any(type(token) is not int or not 0 <= token < sizes["vocab_size"] for token in masks)
+        wrong = f"pard_token: found {masks} under {', '.join(MASK_KEYS)}, expected one token of the target"
+        contract.report(len(set(masks)) != 1 or outside, wrong)
     if config.get("norm_before_fc"):
         contract.shapes["input_norm.weight"] = (num_features * hidden,)
     if vocab < sizes["vocab_size"]:

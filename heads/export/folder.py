@@ -17,6 +17,7 @@ from ..importing.mtp_checkpoint import tensor_locations
 from ..loading import TargetConfig, read_model_config, torch_dtype
 
 PROVENANCE = "headstart_export"  # the key under which an exported config.json keeps the head's own config
+DFLASH, DSPARK = "DFlashDraftModel", "Qwen3DSparkModel"  # of block drafters
 SWITCHES = ("eagle-", "eagle3", "dflash", "dspark")  # in a path, vLLM takes them for the method
 EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight", "model.language_model.embed_tokens.weight")
 
@@ -35,6 +36,13 @@ class HeadFolder:
     @property
     def family(self) -> str:
         return self.record.family
+
+    @property
+    def method(self) -> str:
+        """What engines call it: the family, of block drafters dflash or dspark."""
+        if self.family != "block":
+            return self.family
+        return "dflash" if self.config["architectures"] == [DFLASH] else "dspark"
 
     @property
     def own(self) -> dict[str, Any]:

@@ -5,15 +5,13 @@ offsets or a NaN they serve, and drafts are no longer accepted.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ...configs.errors import BadInput, first_line
-from ..importing.gguf import check_gguf
-from .contracts import FEATURE_IDS, Contract
+from .contracts import FEATURE_IDS, Contract, Shapes
+from .gguf_file import GgufFile, read_gguf
 from .llamacpp import NUM_TAPS
 
 SIZES = {
@@ -24,66 +22,8 @@ SIZES = {
     "block_count": "the layers'",
     "vocab_size": "V",
 }
+MASK_TOKEN = "tokenizer.ggml.mask_token_id"
 MODULE = ("eh_proj", "enorm", "hnorm")  # each MTP block has these beside its ordinary tensors
-SMALL = 1 << 22  # elements of a tensor whose values are looked at; larger ones are sampled
-
-
-@dataclass
-class GgufFile:
-    """What a file says of itself. shapes are [rows, columns], as PyTorch has them; lengths, those of arrays of text."""
-
-    keys: dict[str, Any] = field(default_factory=dict)
-    lengths: dict[str, int] = field(default_factory=dict)
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    kinds: dict[str, str] = field(default_factory=dict)  # F32, BF16, Q8_0, ...
-    stored: dict[str, Any] = field(default_factory=dict)  # of the reader
-    problem: str | None = None  # with the file itself
-
-    @property
-    def architecture(self) -> str:
-        return str(self.keys.get("general.architecture"))
-
-    def own(self, key: str) -> Any:
-        """A key of the architecture."""
-        return self.keys.get(f"{self.architecture}.{key}")
-
-    def values(self, name: str) -> np.ndarray:
-        """A tensor's numbers, dequantised; none of a type that the package gguf cannot read."""
-        from gguf.quants import dequantize
-
-        tensor = self.stored[name]
-        part = tensor.data if tensor.n_elements <= SMALL else tensor.data[:: tensor.n_elements // SMALL + 1]
-        try:
-            return part if part.dtype.kind == "i" else dequantize(part, tensor.tensor_type)
-        except NotImplementedError:
-            return np.empty(0)
-
-
-def read_gguf(path: Path) -> GgufFile:
-    """Raises BadInput where it is no GGUF file at all, or the package gguf is missing."""
-    check_gguf(path)
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise BadInput(f"{path}: needs the package gguf (pip install gguf)") from error
-    found = GgufFile()
-    try:
-        reader = GGUFReader(path)
-    except Exception as error:  # a damaged file makes the reader raise errors of many kinds
-        found.problem = f"not a whole GGUF file: {first_line(error)}"
-        return found
-    for key, entry in reader.fields.items():
-        parts = [entry.parts[i] for i in entry.data]
-        if entry.types and entry.types[-1].name == "STRING":
-            found.lengths[key] = len(parts)
-            found.keys[key] = bytes(parts[0]).decode(errors="replace") if len(entry.types) == 1 else None
-        else:
-            values = [part[0].item() for part in parts]
-            found.keys[key] = values if entry.types and entry.types[0].name == "ARRAY" else next(iter(values), None)
-    for tensor in reader.tensors:
-        found.stored[tensor.name], found.kinds[tensor.name] = tensor, tensor.tensor_type.name
-        found.shapes[tensor.name] = tuple(int(size) for size in reversed(tensor.shape))
-    return found
 
 
 def check_file(path: Path, config: Mapping[str, Any] | None = None) -> tuple[str | None, list[str]]:
@@ -98,16 +38,19 @@ def check_file(path: Path, config: Mapping[str, Any] | None = None) -> tuple[str
     contract = CONTRACTS.get(file.architecture, language_model)(file)
     tokenizer(file, contract)
     contract.problems += tensor_problems(file, contract)
-    if config is not None and file.architecture == "eagle3":
+    if config is not None and file.architecture in TOLD:
         contract.problems += differences(file, config)
     return contract.layout, contract.problems
 
 
+def vocab_size(file: GgufFile) -> int | None:
+    """The target's V: as the file says, or as many tokens as it has."""
+    return file.lengths.get("tokenizer.ggml.tokens") if file.own("vocab_size") is None else file.own("vocab_size")
+
+
 def sizes_of(file: GgufFile, contract: Contract) -> dict[str, int] | None:
     """Counts that shapes follow from; None, with the problem, where one is not there."""
-    found = {key: file.own(key) for key in SIZES}
-    if found["vocab_size"] is None:
-        found["vocab_size"] = file.lengths.get("tokenizer.ggml.tokens")
+    found = {**{key: file.own(key) for key in SIZES}, "vocab_size": vocab_size(file)}
     for key, value in found.items():
         whose = f"{file.architecture}.{key}: expected a count ({SIZES[key]}), found {value!r}"
         contract.report(type(value) is not int or value < 1, whose)
@@ -118,58 +61,119 @@ def eagle3(file: GgufFile) -> Contract:
     """fc, one layer that reads twice its width, output norm and layer; d2t of a cut vocabulary."""
     contract = Contract("eagle3 (GGUF)")
     sizes = sizes_of(file, contract)
-    feature_layers(file, contract)
+    feature_layers(file, contract, num_features=NUM_TAPS)
     for key in ("norm_before_residual", "norm_before_fc"):
-        wrong = type(file.own(key)) not in (bool, type(None))
-        contract.report(wrong, f"eagle3.{key}: expected true or false, found {file.own(key)!r}")
-    default = "missing; llama.cpp would take a default that is not the target's"
-    for key in ("attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.dimension_count", "context_length"):
-        contract.report(not file.own(key), f"eagle3.{key}: {default}")
+        flag(file, contract, key, allowed=(True, False, None))
+    layer_keys(file, contract, "rope.dimension_count")
     if sizes is None:
         return contract
     contract.report(sizes["block_count"] != 1, f"eagle3.block_count: {sizes['block_count']}, its graph has one layer")
-    hidden, num_heads, num_kv = (sizes[key] for key in ("embedding_length", *list(SIZES)[2:4]))
-    head_dim = file.own("attention.key_length") or hidden // num_heads
-    turned = file.own("rope.dimension_count")
-    contract.report(turned not in (None, head_dim), f"eagle3.rope.dimension_count: {turned}, heads are {head_dim} wide")
-    wide, read = file.own("target_hidden_size"), 2 * hidden
+    hidden, wide = sizes["embedding_length"], file.own("target_hidden_size")
     if type(wide) is not int:
         contract.problems.append(f"eagle3.target_hidden_size: expected a count, found {wide!r}")
         return contract
     contract.report(wide != hidden, f"eagle3.target_hidden_size: {wide}, but embeddings, the target's, have {hidden}")
-    inner, vocab = sizes["feed_forward_length"], sizes["vocab_size"]
-    num_drafted = file.shapes["d2t"][0] if "d2t" in file.shapes else vocab
-    layer = {
+    contract.shapes = layer_shapes(file, sizes, contract, place="blk.0", read=2 * hidden)
+    contract.shapes |= {"blk.0.attn_norm_2.weight": (hidden,), "fc.weight": (hidden, NUM_TAPS * wide)}
+    drafted_vocabulary(file, sizes, contract)
+    if file.own("norm_before_fc"):
+        contract.shapes["enc.output_norm.weight"] = (NUM_TAPS * wide,)
+    return contract
+
+
+def dflash(file: GgufFile) -> Contract:
+    """DFlash, or with a Markov head DSpark: fc and its norm, layers with norms of heads, and what scores tokens."""
+    rank = file.shapes.get("markov_w1.weight", (0, 0))[-1]
+    contract = Contract(f"{'dspark' if rank else 'dflash'} (GGUF)")
+    sizes = sizes_of(file, contract)
+    feature_layers(file, contract)
+    layer_keys(file, contract)
+    flag(file, contract, "attention.causal", allowed=(False,))
+    if rank:
+        flag(file, contract, "sample_from_anchor", allowed=(True, False))
+    size = file.own("block_size")
+    contract.report(type(size) is not int or size < 1, f"dflash.block_size: expected a count, found {size!r}")
+    token, num_tokens = file.keys.get(MASK_TOKEN), file.lengths.get("tokenizer.ggml.tokens", 0)
+    outside = type(token) is not int or not 0 <= token < num_tokens
+    contract.report(outside, f"{MASK_TOKEN}: {token!r}, expected 0 to {num_tokens - 1}")
+    if sizes is None or contract.problems:
+        return contract
+    hidden, vocab, head_dim = sizes["embedding_length"], sizes["vocab_size"], head_size(file, sizes)
+    contract.shapes = {"fc.weight": (hidden, len(file.own("target_layers")) * hidden)}
+    contract.shapes["enc.output_norm.weight"] = (hidden,)
+    for i in range(sizes["block_count"]):
+        contract.shapes |= layer_shapes(file, sizes, contract, place=f"blk.{i}", read=hidden)
+        contract.shapes |= {f"blk.{i}.{name}.weight": (head_dim,) for name in ("attn_q_norm", "attn_k_norm")}
+    num_drafted = drafted_vocabulary(file, sizes, contract)
+    if rank:
+        contract.shapes |= {"markov_w1.weight": (vocab, rank), "markov_w2.weight": (num_drafted, rank)}
+    if rank and file.own("has_confidence_head"):
+        contract.shapes |= {"conf_proj.weight": (1, hidden + rank), "conf_proj.bias": (1,)}
+    return contract
+
+
+def flag(file: GgufFile, contract: Contract, key: str, *, allowed: tuple[bool | None, ...]) -> None:
+    """A yes or no; None: it may be missing."""
+    found, wanted = file.own(key), " or ".join(str(value).lower() for value in allowed if value is not None)
+    known = found is None or type(found) is bool
+    contract.report(not known or found not in allowed, f"{file.architecture}.{key}: expected {wanted}, found {found!r}")
+
+
+def layer_keys(file: GgufFile, contract: Contract, *further: str) -> None:
+    default = "missing; llama.cpp would take a default that is not the target's"
+    for key in ("attention.layer_norm_rms_epsilon", "rope.freq_base", "context_length", *further):
+        contract.report(not file.own(key), f"{file.architecture}.{key}: {default}")
+
+
+def head_size(file: GgufFile, sizes: Mapping[str, int]) -> int:
+    return file.own("attention.key_length") or sizes["embedding_length"] // sizes["attention.head_count"]
+
+
+def layer_shapes(file: GgufFile, sizes: Mapping[str, int], contract: Contract, *, place: str, read: int) -> Shapes:
+    """Of a decoder layer whose attention reads so many values."""
+    hidden, inner, head_dim = sizes["embedding_length"], sizes["feed_forward_length"], head_size(file, sizes)
+    wide, narrow = (sizes[f"attention.{key}"] * head_dim for key in ("head_count", "head_count_kv"))
+    turned, key = file.own("rope.dimension_count"), f"{file.architecture}.rope.dimension_count"
+    if place == "blk.0":
+        contract.report(turned not in (None, head_dim), f"{key}: {turned}, heads are {head_dim} wide")
+    shapes = {
         "attn_norm": (hidden,),
-        "attn_norm_2": (hidden,),
-        "attn_q": (num_heads * head_dim, read),
-        "attn_k": (num_kv * head_dim, read),
-        "attn_v": (num_kv * head_dim, read),
-        "attn_output": (hidden, num_heads * head_dim),
+        "attn_q": (wide, read),
+        "attn_k": (narrow, read),
+        "attn_v": (narrow, read),
+        "attn_output": (hidden, wide),
         "ffn_norm": (hidden,),
         "ffn_gate": (inner, hidden),
         "ffn_up": (inner, hidden),
         "ffn_down": (hidden, inner),
     }
-    contract.shapes = {f"blk.0.{name}.weight": shape for name, shape in layer.items()}
-    contract.shapes |= {"fc.weight": (hidden, NUM_TAPS * wide), "output_norm.weight": (hidden,)}
-    contract.optional = {"token_embd.weight": (vocab, hidden), "rope_freqs.weight": (head_dim // 2,)}
+    return {f"{place}.{name}.weight": shape for name, shape in shapes.items()}
+
+
+def drafted_vocabulary(file: GgufFile, sizes: Mapping[str, int], contract: Contract) -> int:
+    """Adds the tensors between the last layer and the drafts; returns how many tokens can be drafted."""
+    hidden, vocab = sizes["embedding_length"], sizes["vocab_size"]
+    num_drafted = file.shapes["d2t"][0] if "d2t" in file.shapes else vocab
+    contract.shapes["output_norm.weight"] = (hidden,)
+    contract.optional |= {
+        "token_embd.weight": (vocab, hidden),
+        "rope_freqs.weight": (head_size(file, sizes) // 2,),
+    }
     output = contract.shapes if "d2t" in file.shapes else contract.optional
     output["output.weight"] = (num_drafted, hidden)
-    if file.own("norm_before_fc"):
-        contract.shapes["enc.output_norm.weight"] = (NUM_TAPS * wide,)
     if "d2t" in file.shapes:
         contract.optional["d2t"] = (num_drafted,)
         contract.problems += map_problems(file, vocab)
     contract.forbidden["t2d"] = "llama.cpp reads no such map"
-    return contract
+    return num_drafted
 
 
-def feature_layers(file: GgufFile, contract: Contract) -> None:
+def feature_layers(file: GgufFile, contract: Contract, *, num_features: int | None = None) -> None:
     """The ids count the state that enters a layer: HF's hidden_states[i], as vLLM counts."""
-    ids, key = file.own("target_layers"), "eagle3.target_layers"
-    if not isinstance(ids, list) or len(ids) != NUM_TAPS or any(type(i) is not int for i in ids):
-        contract.problems.append(f"{key}: expected {NUM_TAPS} layer numbers, found {ids!r}")
+    ids, key = file.own("target_layers"), f"{file.architecture}.target_layers"
+    is_short = not isinstance(ids, list) or len(ids) != (num_features or len(ids) or 1)
+    if is_short or any(type(i) is not int for i in ids):
+        contract.problems.append(f"{key}: expected {num_features or 'ascending'} layer numbers, found {ids!r}")
     elif ids != sorted(set(ids)) or ids[0] < 0:
         contract.problems.append(f"{key}: {ids} do not ascend from 0 on; fc reads features in that order")
 
@@ -216,7 +220,7 @@ def language_model(file: GgufFile) -> Contract:
 
 
 # by general.architecture; all others are whole language models. Of a new kind of head: a function and a line here
-CONTRACTS: dict[str, Callable[[GgufFile], Contract]] = {"eagle3": eagle3}
+CONTRACTS: dict[str, Callable[[GgufFile], Contract]] = {"eagle3": eagle3, "dflash": dflash}
 
 
 def tokenizer(file: GgufFile, contract: Contract) -> None:
@@ -244,23 +248,42 @@ def tensor_problems(file: GgufFile, contract: Contract) -> list[str]:
             problems.append(f"tensor {name}: expected {list(shape)}, found {list(found)}{turned}")
         if len(found) == 1 and file.kinds[name] not in ("F32", "I64"):
             problems.append(f"tensor {name}: of type {file.kinds[name]}, norms and biases are F32")
-        is_ours = file.architecture == "eagle3" or ".nextn." in name  # of a whole model the head's part alone
+        is_ours = file.architecture in CONTRACTS or ".nextn." in name  # of a whole model the head's part alone
         num_bad = int((~np.isfinite(file.values(name))).sum()) if is_ours and name != "d2t" else 0
         if num_bad:
             problems.append(f"tensor {name}: {num_bad} values are NaN or infinite")
     return problems
 
 
+# what a file says, by architecture, and the key of config.json that it was made from
+TOLD = {
+    "eagle3": {
+        "target_layers": FEATURE_IDS,
+        "norm_before_residual": "norm_before_residual",
+        "norm_before_fc": "norm_before_fc",
+        "vocab_size": "vocab_size",
+    },
+    "dflash": {
+        "target_layers": "target_layer_ids",
+        "block_size": "block_size",
+        "sample_from_anchor": "sample_from_anchor",
+    },
+}
+
+
 def differences(file: GgufFile, config: Mapping[str, Any]) -> list[str]:
     """Where a converted file is not the folder's head."""
-    told = {"target_layers": FEATURE_IDS, "norm_before_residual": "norm_before_residual"}
-    told |= {"norm_before_fc": "norm_before_fc", "vocab_size": "vocab_size"}
-    problems = [
-        f"eagle3.{key}: {file.own(key)}, but config.json has {name} {config[name]}"
-        for key, name in told.items()
-        if name in config and (file.own(key) or False) != config[name]
-    ]
-    num_drafted = file.shapes.get("d2t", (file.own("vocab_size"),))[0]
+    problems = []
+    for key, name in TOLD[file.architecture].items():
+        wanted = config.get(name)
+        if name == "target_layer_ids" and isinstance(wanted, list):
+            wanted = [i + 1 for i in wanted]  # these count layers' outputs
+        if name in config and (file.own(key) or False) != wanted:
+            problems.append(f"{file.architecture}.{key}: {file.own(key)}, but config.json has {name} {config[name]}")
+    token = config.get("mask_token_id")
+    if token is not None and file.keys.get(MASK_TOKEN) != token:
+        problems.append(f"{MASK_TOKEN}: {file.keys.get(MASK_TOKEN)}, but config.json has mask_token_id {token}")
+    num_drafted = file.shapes.get("d2t", (vocab_size(file),))[0]
     if config.get("draft_vocab_size") not in (None, num_drafted):
         problems.append(f"tensor d2t: {num_drafted} draft tokens, but draft_vocab_size {config['draft_vocab_size']}")
     return problems

@@ -8,27 +8,31 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...configs.errors import BadInput
 from ..importing.gguf import gguf_folder
-from .folder import HeadFolder
+from .folder import DFLASH, HeadFolder
 
-SPEC_TYPES = {"eagle3": "draft-eagle3", "draft_lm": "draft-simple", "mtp": "draft-mtp"}  # --spec-type of each family
+# --spec-type of each family, of block drafters of each kind
+SPEC_TYPES = {"eagle3": "draft-eagle3", "draft_lm": "draft-simple", "mtp": "draft-mtp"}
+SPEC_TYPES |= {"dflash": "draft-dflash", "dspark": "draft-dspark"}
 OUTTYPES = ("f32", "f16", "bf16", "q8_0")
 OF_DTYPE = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 SCRIPT = "convert_hf_to_gguf.py"
 NUM_TAPS = 3
 ROTATIONS = ("default", "linear", "yarn", "llama3", "longrope")
+ROTATIONS_OF_BLOCKS = ("default", "linear", "yarn")
 # kinds of target (model_type) whose graphs hand out the states that enter their layers; asked for another one's,
 # llama-server aborts
 TAPPED = (
     "llama mistral mixtral qwen3 qwen3_moe qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text gpt_oss lfm2 "
     "nemotron_h minimax_m2"
 ).split()
+READS_FEATURES = ("eagle3", "block")  # families whose heads read them, and share the target's tables
 # those whose MTP modules have a graph
 WITH_MODULES = "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text deepseek_v32 glm4_moe".split()
 
@@ -62,7 +66,7 @@ class Conversion:
         if head.family == "mtp":
             return [made]
         target = str(target_folder(head))
-        if head.family == "eagle3":
+        if head.family in READS_FEATURES:
             made += ["--target-model-dir", target]
         if self.target_outtype is None:
             return [made]
@@ -103,13 +107,13 @@ def target_folder(head: HeadFolder) -> Path:
 
 def check_servable(head: HeadFolder, conversion: Conversion) -> None:
     """Raises BadInput, naming everything that llama.cpp cannot serve of a head."""
-    if head.family not in SPEC_TYPES:
+    if head.family not in REFUSALS:
         raise BadInput(f"head {head.path}: llama.cpp has no graph for {head.family} heads")
-    problems = REFUSALS[head.family](head.config)
+    problems = REFUSALS[head.family](head.config, head.tensors)
     kind = str((head.target_config or {}).get("model_type"))
     if head.target_config is None:
         problems.append(f"target {head.target} is not there: name it with --target")
-    elif head.family == "eagle3" and kind not in TAPPED:
+    elif head.family in READS_FEATURES and kind not in TAPPED:
         problems.append(f"its graph of a {kind} target hands out no features")
     elif head.family == "mtp" and kind not in WITH_MODULES:
         problems.append(f"it has no graph for MTP modules of a {kind} target, only of {', '.join(WITH_MODULES)}")
@@ -125,21 +129,49 @@ def check_servable(head: HeadFolder, conversion: Conversion) -> None:
     target_folder(head)
 
 
-def eagle3_refusals(config: Mapping[str, Any]) -> list[str]:
-    """What its graph of EAGLE-3 lacks, by the config of an exported folder."""
+def eagle3_refusals(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """What its graph of EAGLE-3 lacks, by the config and the tensors of an exported folder."""
     problems = [f"{key}: it has no such norm" for key in ("fc_norm", "norm_output") if config.get(key)]
+    problems += parallel_refusals(config, names)
     num_layers, num_taps = config.get("num_hidden_layers"), config.get("num_aux_hidden_states")
     if num_layers != 1:
         problems.append(f"num_hidden_layers: {num_layers}, its heads have one layer")
     if num_taps != NUM_TAPS:
         problems.append(f"num_aux_hidden_states: {num_taps}, its heads read {NUM_TAPS} features")
-    rotation = (config.get("rope_scaling") or {}).get("rope_type", "default")
-    if rotation not in ROTATIONS:
-        problems.append(f"rope_scaling: of type {rotation}, expected one of {', '.join(ROTATIONS)}")
+    return problems + rotation_refusals(config, ROTATIONS)
+
+
+def parallel_refusals(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """A head that was trained to draft behind mask tokens."""
+    return ["pard_token: it drafts token by token"] if config.get("pard_token") is not None else []
+
+
+def rotation_refusals(config: Mapping[str, Any], known: Iterable[str]) -> list[str]:
+    kind = (config.get("rope_scaling") or {}).get("rope_type", "default")
+    return [] if kind in known else [f"rope_scaling: of type {kind}, expected one of {', '.join(known)}"]
+
+
+def block_refusals(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """What its converter's classes of DFlash and DSpark do not read."""
+    layer, names = config.get("transformer_layer_config"), set(names)
+    whole = {**config, **(layer or {})}
+    is_cut = config.get("draft_vocab_size") not in (None, whole.get("vocab_size"))
+    problems = rotation_refusals(whole, ROTATIONS_OF_BLOCKS)
+    if config.get("architectures") != [DFLASH]:
+        if "lm_head.weight" in names and not is_cut:
+            why = "drops an output layer over the whole vocabulary: train with output: shared, or draft_vocab_size"
+            problems.append(f"lm_head.weight: its converter {why}")
+        return problems
+    if is_cut:
+        problems.append(f"draft_vocab_size: {config['draft_vocab_size']}, its DFlash drafts the whole vocabulary")
+    if any(name.startswith("confidence_head.") for name in names):
+        problems.append("confidence_head: its graph has one beside a Markov head only")
+    if layer is not None:
+        problems.append("transformer_layer_config: it reads DFlash in the plain layout only")
     return problems
 
 
-def mtp_refusals(config: Mapping[str, Any]) -> list[str]:
+def mtp_refusals(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     """What its graphs of MTP modules lack. One file of several modules of Qwen's layout has one `fc`."""
     count = config.get("num_nextn_predict_layers", config.get("mtp_num_hidden_layers", 1))
     is_shared = config.get("model_type") in ("qwen3_next", "qwen3_5", "qwen3_5_moe")
@@ -147,16 +179,17 @@ def mtp_refusals(config: Mapping[str, Any]) -> list[str]:
 
 
 # a family that llama.cpp learns to draft with gets a line here, in SPEC_TYPES and in write.py's WRITERS
-REFUSALS: dict[str, Callable[[Mapping[str, Any]], list[str]]] = {
+REFUSALS: dict[str, Callable[[Mapping[str, Any], Iterable[str]], list[str]]] = {
     "eagle3": eagle3_refusals,
-    "draft_lm": lambda config: [],
+    "draft_lm": parallel_refusals,
     "mtp": mtp_refusals,
+    "block": block_refusals,
 }
 
 
 def server_flags(family: str, num_draft_tokens: int, *, file: str = "") -> str | None:
-    """What tells llama-server to draft so; None for families that it has no graph of. Args: file: the head's, where it
-    is not in the target's."""
+    """What tells llama-server to draft so; None for families that it has no graph of. Args: family: of block drafters
+    dflash or dspark. file: the head's, where it is not in the target's."""
     kind = SPEC_TYPES.get(family)
     where = "" if family == "mtp" or not file else f"-md {file} "
     return kind and f"{where}--spec-type {kind} --spec-draft-n-max {num_draft_tokens} --spec-draft-p-min 0"
@@ -174,4 +207,4 @@ def serve_lines(head: HeadFolder, output: str, conversion: Conversion) -> list[s
         model = "TARGET.gguf"
     if head.family == "mtp":
         model, num = file, head.config.get("num_nextn_predict_layers", 1)
-    return [*lines, f"llama-server -m {model} {server_flags(head.family, num, file=file)}"]
+    return [*lines, f"llama-server -m {model} {server_flags(head.method, num, file=file)}"]

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ...configs.errors import first_line
 from ..importing.mtp_checkpoint import LAYOUTS, views_on_disk
 from ..loading import quiet_loading
-from .contracts import Contract, sizes_of
+from .contracts import Contract, sizes_of, trained_config
 from .tensor_files import TensorFiles
 
 MARKS = {"mimo": ".mtp_layers.", "qwen3_next": "mtp.fc.", "deepseek_v3": ".eh_proj."}  # in names, of each MTP layout
@@ -34,6 +34,11 @@ def draft_model(folder: Path, config: Mapping[str, Any], stored: TensorFiles) ->
     except Exception as error:  # whatever a config class raises
         contract.problems.append(f"config.json: transformers makes no model of it: {first_line(error)}")
         return contract
+    token, size, key = config.get("pard_token"), made.get_text_config().vocab_size, "pard_token"
+    is_parallel = trained_config(config).get("parallel")
+    contract.report(is_parallel and token is None, f"{key}: missing; vLLM drafts behind that token")
+    outside = token is not None and (type(token) is not int or not 0 <= token < size)
+    contract.report(outside, f"{key}: {token!r}, expected 0 to {size - 1}")
     found, own = config.get("architectures"), [type(model).__name__]
     contract.report(found != own, f"architectures: found {found}, expected {own}")
     tied = set(getattr(model, "all_tied_weights_keys", {})) if made.get_text_config().tie_word_embeddings else set()

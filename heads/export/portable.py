@@ -7,6 +7,7 @@ names its target, so `vllm serve FOLDER` is all.
 """
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ def write_eagle(head: HeadFolder, folder: Path, *, to: str) -> None:
 def write_eagle3(head: HeadFolder, folder: Path, *, to: str) -> None:
     """fc, midlayer or layers.{i}, norm, lm_head, d2t and t2d. Raises BadInput on what SGLang computes otherwise."""
     check_target(head)
+    if to == "sglang" and head.own.get("parallel"):
+        raise BadInput(f"head {head.path}: parallel: SGLang drafts token by token: export to vllm")
     if to == "sglang" and head.config["norm_before_residual"]:
         why = "SGLang has no such layer: export to vllm or speculators"
         raise BadInput(f"head {head.path}: norm_before_residual: {why}")
@@ -53,35 +56,47 @@ def write_eagle3(head: HeadFolder, folder: Path, *, to: str) -> None:
 def write_speculators(head: HeadFolder, folder: Path, *, to: str) -> None:
     """layers.{i}, fc, norm, lm_head, d2t and t2d. Raises BadInput where the target is not there to be named."""
     check_target(head)
-    if head.target_config is None:
-        raise BadInput(f"target {head.target}: no config.json there; name it with --target: the folder serves itself")
+    if head.own.get("parallel"):
+        raise BadInput(f"head {head.path}: parallel: not written in this layout: export to vllm")
     config = head.config
-    options: dict[str, Any] = {key: config[key] for key in OPTIONS}
-    how = {"proposal_type": "greedy", "speculative_tokens": head.own["num_depths"]}
-    how |= {"accept_tolerance": 0.0, "verifier_accept_k": 1}
     served = {
-        "architectures": ["Eagle3DraftModel"],
-        "model_type": "speculator_model",
-        "speculators_model_type": "eagle3",
-        "speculators_version": VERSION,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [how],
-            "verifier": {"name_or_path": head.target, "architectures": head.target_config.get("architectures") or []},
-        },
-        # vLLM starts from this part and takes few keys from outside it, so those that it needs are here too
-        "transformer_layer_config": {key: config[key] for key in (*LAYER_KEYS, *OPTIONS, "num_aux_hidden_states")},
-        "draft_vocab_size": config["draft_vocab_size"],
+        **as_speculators(head, architecture="Eagle3DraftModel", layer_keys=(*OPTIONS, "num_aux_hidden_states")),
         "eagle_aux_hidden_state_layer_ids": config["eagle_aux_hidden_state_layer_ids"],
-        **options,
+        **{key: config[key] for key in OPTIONS},
         "embed_requires_grad": False,
-        "tie_word_embeddings": False,
-        "torch_dtype": config["torch_dtype"],
     }
     tensors = {re.sub(r"^midlayer\.", "layers.0.", name): value for name, value in with_both_norms(head).items()}
     write_config(folder, {**served, **head.provenance})
     write_tensors(folder, tensors)
+
+
+def as_speculators(head: HeadFolder, *, architecture: str, layer_keys: Iterable[str]) -> dict[str, Any]:
+    """The keys that all kinds of heads have there. vLLM starts from the layer's part and takes few keys from outside
+    it, so those that it needs are there too.
+
+    Args: layer_keys: of the layer's part, besides those of every Llama.
+    Raises: BadInput where the target is not there to be named.
+    """
+    if head.target_config is None:
+        raise BadInput(f"target {head.target}: no config.json there; name it with --target: the folder serves itself")
+    config, how = head.config, {"proposal_type": "greedy", "speculative_tokens": head.own["num_depths"]}
+    how |= {"accept_tolerance": 0.0, "verifier_accept_k": 1}
+    return {
+        "architectures": [architecture],
+        "model_type": "speculator_model",
+        "speculators_model_type": head.method,
+        "speculators_version": VERSION,
+        "speculators_config": {
+            "algorithm": head.method,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [how],
+            "verifier": {"name_or_path": head.target, "architectures": head.target_config.get("architectures") or []},
+        },
+        "transformer_layer_config": {key: config[key] for key in (*LAYER_KEYS, *layer_keys)},
+        "draft_vocab_size": config["draft_vocab_size"],
+        "tie_word_embeddings": False,
+        "torch_dtype": config["torch_dtype"],
+    }
 
 
 def with_both_norms(head: HeadFolder) -> dict[str, Tensor]:

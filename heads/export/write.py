@@ -8,7 +8,7 @@ from shlex import quote
 
 from ...configs.errors import BadInput
 from ...configs.files import new_folder
-from .block import method_of, write_block
+from .block import write_block
 from .folder import HeadFolder, read_folder, switching_word, write_config, write_tensors
 from .llamacpp import Conversion, check_servable, target_folder
 from .medusa import ADAPTER_FOLDER, write_blocks, write_published
@@ -22,6 +22,8 @@ CHAT_FILES = ("chat_template*", "generation_config.json")
 def write_plain(head: HeadFolder, folder: Path, *, to: str) -> None:
     """A draft model and the target's tokenizer as a plain folder. Raises BadInput where the target is not local."""
     source = target_folder(head)
+    if head.own.get("parallel") and to == "sglang":
+        raise BadInput(f"head {head.path}: parallel: SGLang drafts token by token: export to vllm")
     write_config(folder, {**head.config, **head.provenance})
     write_tensors(folder, head.tensors)
     for pattern in (*TOKENIZER_FILES, "*.model", *CHAT_FILES):
@@ -42,7 +44,7 @@ WRITERS: dict[str, dict[str, Callable[..., None]]] = {
     "medusa": {"vllm": write_blocks, "hf": write_published},
     "mtp": dict.fromkeys(("vllm", "sglang", "hf", "llama.cpp"), write_stitched),
     "draft_lm": dict.fromkeys(("vllm", "sglang", "hf", "llama.cpp"), write_plain),
-    "block": {"vllm": write_block, "sglang": write_block},
+    "block": dict.fromkeys(("vllm", "sglang", "speculators", "llama.cpp"), write_block),
 }
 
 
@@ -100,8 +102,6 @@ def notes(head: HeadFolder) -> list[str]:
         lines.append("engines draft the whole vocabulary from MTP modules: draft_vocab_size has no effect there")
     if head.family == "mtp" and head.own["feedback"] == "pre_norm":
         lines.append("engines feed the next depth from behind the norm: drafts behind the first differ from training")
-    if head.family == "block" and head.own["output"] == "own" and not head.own["draft_vocab_size"]:
-        lines.append("llama.cpp drafts with the target's output layer: the head's own has no effect there")
     if head.target_config is None:
         lines.append(f"target {head.target} is not there: weights keep their dtype, {head.config['dtype']}")
     return lines
@@ -123,12 +123,13 @@ def serve_commands(head: HeadFolder, output: str, *, to: str, target: str | None
         return {}
     if to == "speculators":
         return {"vllm": f"vllm serve {quoted}"}
-    kind = method_of(head.config) if head.family == "block" else head.family
-    method = {"draft_lm": "draft_model"}.get(kind, kind)
-    spec = quote(f'{{"method":"{method}","model":{json.dumps(output)},"num_speculative_tokens":{num}}}')
+    method = {"draft_lm": "draft_model"}.get(head.method, head.method)
+    is_parallel = head.own.get("parallel", False)
+    at_once = ',"parallel_drafting":true' if is_parallel else ""
+    spec = quote(f'{{"method":"{method}","model":{json.dumps(output)},"num_speculative_tokens":{num}{at_once}}}')
     found = {"vllm": f"vllm serve {name} --speculative-config {spec}"}
-    flags = sglang_flags(kind, num, folder=quoted)
-    if flags is not None:
+    flags = sglang_flags(head.method, num, folder=quoted)
+    if flags is not None and not is_parallel:
         found["sglang"] = f"python -m sglang.launch_server --model-path {name} {flags}"
     return found
 

@@ -22,6 +22,7 @@ from ..draft_lm import DraftLMConfig
 from ..eagle import EagleConfig
 from ..eagle3 import Eagle3Config
 from ..export.check import FAMILIES, recognised
+from ..export.contracts import MASK_KEYS
 from ..export.medusa import ADAPTER_FOLDER, from_blocks
 from ..export.model_contracts import COUNT_KEYS, mtp_layout
 from ..export.tensor_files import TensorFiles
@@ -38,7 +39,7 @@ from .published import architecture_of, local_folder, read_all, same_tensor
 # config keys that change what a head computes and that its tensors do not show: training goes on with the same ones
 COMPUTES = ("feature_layers", "num_layers", "bias", "fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")
 COMPUTES += ("architecture", "num_blocks", "output", "layout", "independent", "feedback", "draft_vocab_size")
-COMPUTES += ("sample_from_anchor", "markov_rank", "confidence", "has_head_norms", "mask_token_id")
+COMPUTES += ("parallel", "sample_from_anchor", "markov_rank", "confidence", "has_head_norms", "mask_token_id")
 
 
 def import_head(folder: str | Path, target: Target) -> DraftHead:
@@ -139,6 +140,12 @@ def import_eagle3(folder: Path, config: dict[str, Any], stored: TensorFiles, tar
         "norm_before_fc": bool(config.get("norm_before_fc", nested.get("norm_before_fc", False))),
         "architecture": architecture_of(layer, target),
     }
+    if "mask_hidden" in tensors:
+        token = next((config[key] for key in MASK_KEYS if config.get(key) is not None), None)
+        if token is None:
+            raise BadInput("pard_token: missing, and there is a mask_hidden")
+        options |= {"parallel": True, "mask_token_id": token}
+        tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, 1, -1)
     if "lm_head.weight" not in tensors:
         if ids is not None:
             raise BadInput("tensor lm_head.weight: missing, and the draft vocabulary is cut")
@@ -230,7 +237,9 @@ def import_draft_model(folder: Path, config: dict[str, Any], stored: TensorFiles
     made = own_config(config, plain=head_class("draft_lm").config_class)
     if made is not None:
         return Imported(made, {name: stored.read(name) for name in stored.files})
-    head = build_head(DraftLMConfig(path=str(folder)), target)
+    token = config.get("pard_token")
+    parallel: dict[str, Any] = {} if token is None else {"parallel": True, "mask_token_id": token, "num_depths": 8}
+    head = build_head(DraftLMConfig(path=str(folder), **parallel), target)
     return Imported(head.config, head.state_dict())
 
 

@@ -1,6 +1,8 @@
 """Heads of SmolLM2-135M-Instruct in llama-server itself, in F32: the text is the target's, and as many drafts are
 accepted in a round as in our engine."""
 
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from headstart.eval.measurement.metrics import acceptance
 from headstart.eval.measurement.servers.llama_server import ServerFiles
 from headstart.eval.measurement.servers.served import measure_served
 from headstart.eval.suites.prompts import Suite
+from headstart.heads.block import BlockHead
 from headstart.heads.export.check import check_export
 from headstart.heads.export.llamacpp import Conversion
 from headstart.heads.export.write import export_head
@@ -24,6 +27,7 @@ NUM_PROMPTS, LENGTH, K = 32, 24, 3
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3, cut vocabulary": ("eagle3", {"start": "target", "num_depths": K, "draft_vocab_size": 1024}),
     "eagle3, whole vocabulary": ("eagle3", {"start": "target", "num_depths": K}),
+    "dspark": ("block", {"num_depths": K, "markov_rank": 64, "draft_vocab_size": 1024, "output": "own"}),
     "the target as its own draft model": ("draft_lm", {"num_depths": K}),
 }
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -56,6 +60,17 @@ def world(llamacpp, tmp_path_factory) -> tuple[Target, Suite, list[list[int]]]:
     return target, suite, answers
 
 
+@torch.no_grad()
+def draft_what_followed(head: BlockHead, answers: list[list[int]]) -> None:
+    """A Markov head that says what came most often behind each token of the answers: random codes, one per token."""
+    assert head.markov_head is not None and head.vocabulary is not None
+    first, second = head.markov_head.markov_w1.weight, head.markov_head.markov_w2.weight
+    second.copy_(torch.randn(second.shape, generator=torch.Generator().manual_seed(1)) / second.shape[1] ** 0.5)
+    pairs = Counter(pair for answer in answers for pair in pairwise(answer))
+    for (before, token), _ in reversed(pairs.most_common()):
+        first[before] = 12 * second[head.vocabulary.to_draft[token]]
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_llama_server_keeps_the_text_and_accepts_as_many_drafts_as_we_do(name, llamacpp, world, tmp_path, figures):
     (binary, checkout), (target, suite, answers) = llamacpp, world
@@ -67,7 +82,9 @@ def test_llama_server_keeps_the_text_and_accepts_as_many_drafts_as_we_do(name, l
     if config.draft_vocab_size:  # what the target writes, and the first others
         written = dict.fromkeys(token for answer in answers for token in answer)
         ids = torch.tensor(sorted(list(dict.fromkeys([*written, *range(2048)]))[: config.draft_vocab_size]))
-    head = build_head(config, target, draft_token_ids=ids)
+    head = build_head(config, target, draft_token_ids=ids, seed=1)
+    if isinstance(head, BlockHead):
+        draft_what_followed(head, answers)
     save_head(head, tmp_path / "run" / "final")
     out, conversion = tmp_path / "out", Conversion(checkout, "f32", "f32")
     export_head(tmp_path / "run", out, to="llama.cpp", dtype="float32", conversion=conversion)

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from ....configs.errors import BadInput, first_line
-from ....heads.export.gguf_check import read_gguf
+from ....heads.export.gguf_file import read_gguf
 from ....heads.export.llamacpp import server_flags
 from ...drafters.llamacpp_cache import DYNAMIC, cache_flags
 
@@ -69,13 +69,15 @@ class ServerFiles:
 
     @property
     def family(self) -> str:
-        """The head's, by its file."""
+        """The head's, by its file; of a block drafter its kind."""
         assert self.head is not None
         file = read_gguf(self.head)
         if file.problem:
             raise BadInput(f"--head {self.head}: {file.problem}")
         if file.architecture == "eagle3":
             return "eagle3"
+        if file.architecture == "dflash":
+            return "dspark" if "markov_w1.weight" in file.shapes else "dflash"
         return "mtp" if file.own("nextn_predict_layers") else "draft_lm"
 
     def command(self, *, max_length: int, num_draft_tokens: int = 0) -> list[str]:

@@ -60,6 +60,34 @@ def eagle3():
     return keys, tensors
 
 
+def dspark():
+    """Of a sound DSpark head of two layers with a cut vocabulary and a confidence head."""
+    keys = model_keys("dflash", 2) | {
+        "dflash.target_layers": [1, 2, 3],
+        "dflash.block_size": 3,
+        "dflash.attention.causal": False,
+        "dflash.sample_from_anchor": True,
+        "dflash.has_confidence_head": True,
+        "tokenizer.ggml.mask_token_id": 60,
+    }
+    del keys["dflash.vocab_size"], keys["dflash.rope.dimension_count"]  # the converter writes neither
+    tensors = {
+        "fc.weight": weights(D, 3 * D),
+        "enc.output_norm.weight": weights(D),
+        "output_norm.weight": weights(D),
+        "output.weight": weights(VD, D),
+        "d2t": IDS.copy(),
+        "markov_w1.weight": weights(V, 8),
+        "markov_w2.weight": weights(VD, 8),
+        "conf_proj.weight": weights(1, D + 8),
+        "conf_proj.bias": weights(1),
+    }
+    for i in range(2):
+        norms = {f"blk.{i}.attn_{name}_norm.weight": weights(H) for name in "qk"}
+        tensors |= block(f"blk.{i}", D) | norms
+    return keys, tensors
+
+
 def draft_model():
     """Of a Llama of two layers."""
     tensors = {"token_embd.weight": weights(V, D), "output_norm.weight": weights(D)}

@@ -1,6 +1,7 @@
 """Block drafters in engines' layouts: every flag is written, heads come back the same, and a wrong flag is found."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -110,6 +111,52 @@ def test_a_head_of_the_speculators_library_is_read(trained, on_disk, make_batch,
 
     rewritten(tmp_path / "out", as_speculators)
     same_drafts(head, tmp_path / "out", on_disk, make_batch)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_speculators_layout_comes_back_the_same_also_without_our_record(
+    kind, trained, on_disk, make_batch, tmp_path
+):
+    head, run = trained(**KINDS[kind])
+    export_head(run, tmp_path / "out", to="speculators")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["aux_hidden_state_layer_ids"] == list(head.feature_layers)
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
+    found = check_folder(tmp_path / "out")
+    assert found.problems == [] and found.layout == "block (speculators)"
+    assert same_drafts(head, tmp_path / "out", on_disk, make_batch).config == head.config
+    rewritten(tmp_path / "out", lambda config, tensors: config.pop("headstart_export"))
+    same_drafts(head, tmp_path / "out", on_disk, make_batch)
+
+
+SPECULATORS_FAULTS = {
+    "causal": ("sliding_window_non_causal", False, "sliding_window_non_causal: expected True"),
+    "causal by default": ("sliding_window_non_causal", None, "sliding_window_non_causal: expected True, found None"),
+    "the other slot": ("sample_from_anchor", False, "speculative_tokens: 3, but a block drafts 2"),
+    "no slot said": ("sample_from_anchor", None, "sample_from_anchor: None: engines' defaults differ"),
+    "outputs of layers": ("aux_hidden_state_layer_ids", [0, 1, 2], "expected .1, 2, 3.: the head was trained"),
+    "a width": ("block_size", 4, "speculative_tokens: 3, but a block drafts 4"),
+    "no target": ("speculators_config", {"proposal_methods": [{"speculative_tokens": 3}]}, "name_or_path: missing"),
+    "a kind": ("speculators_model_type", "xpress", "speculators_model_type: xpress, expected dflash or dspark"),
+    "a rotation": ("transformer_layer_config.rope_theta", 5.0, "rope_theta: 5.0, but rope_parameters.rope_theta"),
+    "another layer": ("transformer_layer_config.model_type", "llama", "model_type: expected 'qwen3', found 'llama'"),
+}
+
+
+@pytest.mark.parametrize("fault", SPECULATORS_FAULTS)
+def test_a_flag_of_the_speculators_layout_that_costs_acceptance_is_found(fault, trained, tmp_path):
+    key, value, problem = SPECULATORS_FAULTS[fault]
+    export_head(trained()[1], tmp_path / "out", to="speculators")
+
+    def change(config, tensors):
+        *path, last = key.split(".")
+        for part in path:
+            config = config[part]
+        config.pop(last) if value is None else config.update({last: value})
+
+    rewritten(tmp_path / "out", change)
+    problems = check_folder(tmp_path / "out").problems
+    assert any(re.search(problem, line) for line in problems), problems
 
 
 FAULTS = {

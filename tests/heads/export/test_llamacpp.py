@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 from headstart.configs.errors import BadInput
+from headstart.eval.measurement.servers.llama_server import ServerFiles
 from headstart.heads.export.check import check_export
+from headstart.heads.export.folder import read_folder
 from headstart.heads.export.llamacpp import Conversion, serve_lines
 from headstart.heads.export.write import export_head
 from headstart.heads.registry import build_head, head_class, save_head
@@ -23,7 +25,13 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(Path(__file__).parent))
 gguf_files: Any = importlib.import_module("gguf_files")
 
-SOUND = {"eagle3": gguf_files.eagle3, "draft_lm": gguf_files.draft_model, "mtp": gguf_files.with_modules}
+SOUND = {
+    "eagle3": gguf_files.eagle3,
+    "dspark": gguf_files.dspark,
+    "draft_lm": gguf_files.draft_model,
+    "mtp": gguf_files.with_modules,
+}
+DFLASH = {"markov_rank": 0, "sample_from_anchor": False}
 # what stands in for llama.cpp's converter: it writes the sound head, for the folder's own draft vocabulary and layers
 CONVERTER = """
 import json, sys
@@ -34,9 +42,12 @@ at = sys.argv
 out, source = at[at.index("--outfile") + 1], at[1]
 if out.endswith("target.gguf"):
     keys, tensors = gguf_files.draft_model()
+elif "markov_rank" in (config := json.load(open(source + "/config.json"))):
+    keys, tensors = gguf_files.dspark()
+    keys["dflash.target_layers"] = [i + 1 for i in config["target_layer_ids"]]
+    keys["tokenizer.ggml.mask_token_id"] = config["mask_token_id"]
 else:
     keys, tensors = gguf_files.eagle3()
-    config = json.load(open(source + "/config.json"))
     keys["eagle3.target_layers"] = config["eagle_aux_hidden_state_layer_ids"]
 {then}
 gguf_files.write(out, keys, tensors)
@@ -96,6 +107,36 @@ def test_without_a_checkout_the_command_that_is_left_is_told(trained, saved_targ
     assert check_export(tmp_path / "out", to="llama.cpp").problems == []
 
 
+DSPARK = {"draft_vocab_size": 24, "output": "own", "confidence": True, "markov_rank": 8, "num_layers": 2}
+
+
+def test_a_block_drafter_is_converted_with_its_target_and_served_as_what_it_is(trained, checkout, tmp_path, capsys):
+    run, out = trained("block", num_depths=3, **DSPARK), tmp_path / "out"
+    export(run, out, to="llama.cpp", llama_cpp=checkout())
+    said = capsys.readouterr()
+    assert said.err == "" and f"-md {out}/head.gguf --spec-type draft-dspark --spec-draft-n-max 3" in said.out
+    assert ServerFiles(Path(sys.executable), out / "head.gguf", out / "head.gguf").family == "dspark"
+    convert, _ = serve_lines(read_folder(run), "told", Conversion())
+    assert "--target-model-dir" in convert, "tokenizer and tables are the target's"
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"block_size": 4}, "dflash.block_size: 3, but config.json has block_size 4"),
+        ({"target_layer_ids": [1, 2, 3]}, r"target_layers: .1, 2, 3., but config.json has target_layer_ids .1, 2, 3."),
+        ({"sample_from_anchor": False}, "sample_from_anchor: True, but config.json has sample_from_anchor False"),
+        ({"mask_token_id": 5}, "mask_token_id: 0, but config.json has mask_token_id 5"),
+    ],
+)
+def test_a_block_drafter_and_the_file_made_of_it_must_agree(trained, checkout, tmp_path, changes, problem):
+    run, out = trained("block", num_depths=3, **DSPARK), tmp_path / "out"
+    export_head(run, out, to="llama.cpp", conversion=Conversion(checkout()))
+    config = json.loads((out / "config.json").read_text()) | changes
+    (out / "config.json").write_text(json.dumps(config))
+    assert any(re.search(problem, line) for line in check_export(out).problems), check_export(out).problems
+
+
 def test_a_draft_model_of_a_target_in_gguf_is_served_beside_that_file(trained, tmp_path, saved_target, monkeypatch):
     run = trained("draft_lm", num_depths=4)
     monkeypatch.setattr("headstart.heads.export.llamacpp.gguf_folder", lambda path: saved_target)
@@ -115,6 +156,10 @@ def test_a_draft_model_of_a_target_in_gguf_is_served_beside_that_file(trained, t
         ("eagle3", {"norm_output": True}, "norm_output: it has no such norm"),
         ("eagle3", {"num_layers": 2}, "num_hidden_layers: 2, its heads have one layer"),
         ("eagle3", {"feature_layers": [1, 3]}, "num_aux_hidden_states: 2, its heads read 3 features"),
+        ("block", {"output": "own"}, "drops an output layer over the whole vocabulary"),
+        ("block", {**DFLASH, "draft_vocab_size": 24, "output": "own"}, "draft_vocab_size: 24, its DFlash drafts"),
+        ("block", {**DFLASH, "confidence": True}, "confidence_head: its graph has one beside a Markov head only"),
+        ("block", {"markov_rank": 0}, "sample_from_anchor without a Markov head"),
         ("medusa", {"num_depths": 2}, "llama.cpp loads no medusa heads"),
         ("eagle", {}, "llama.cpp loads no eagle heads"),
         ("hydra", {}, "no serving engine loads hydra heads"),
@@ -266,6 +311,27 @@ DAMAGED = {
     ),
     "NaN": ("eagle3", put("blk.0.attn_v.weight", at_first(np.nan)), "attn_v.weight: 1 values are NaN or infinite"),
     "infinite": ("eagle3", put("output.weight", at_first(np.inf)), "output.weight: 1 values are NaN or infinite"),
+    # block drafters
+    "no width of a block": ("dspark", key("dflash.block_size", ...), "dflash.block_size: expected a count, found None"),
+    "causal": ("dspark", key("dflash.attention.causal", True), "attention.causal: expected false, found True"),
+    "causal by default": ("dspark", key("dflash.attention.causal", ...), "causal: expected false, found None"),
+    "no slot to begin with": ("dspark", key("dflash.sample_from_anchor", ...), "sample_from_anchor: expected true or"),
+    "no mask": ("dspark", key("tokenizer.ggml.mask_token_id", ...), "mask_token_id: None, expected 0 to 60"),
+    "a mask beyond": ("dspark", key("tokenizer.ggml.mask_token_id", 61), "mask_token_id: 61, expected 0 to 60"),
+    "no feature": (
+        "dspark",
+        key("dflash.target_layers", ...),
+        "dflash.target_layers: expected ascending layer numbers",
+    ),
+    "four features": ("dspark", key("dflash.target_layers", [0, 1, 2, 3]), "fc.weight: expected .32, 128., found"),
+    "a layer of a block is missing": ("dspark", without_layer, "blk.1.attn_q.weight: missing"),
+    "no norm of queries": ("dspark", drop("blk.0.attn_q_norm.weight"), "blk.0.attn_q_norm.weight: missing"),
+    "no norm of the context": ("dspark", drop("enc.output_norm.weight"), "enc.output_norm.weight: missing"),
+    "half a Markov head": ("dspark", drop("markov_w2.weight"), "markov_w2.weight: missing, expected .24, 8."),
+    "a cut Markov head": ("dspark", put("markov_w1.weight", lambda w: w[:24]), "markov_w1.weight: expected .61, 8."),
+    "no confidence": ("dspark", drop("conf_proj.weight"), "conf_proj.weight: missing, expected .1, 40."),
+    "offsets of a block": ("dspark", put("d2t", lambda ids: ids - np.arange(len(ids)) // 2 * 2), "not offsets"),
+    "NaN in a Markov head": ("dspark", put("markov_w1.weight", at_first(np.nan)), "markov_w1.weight: 1 values are NaN"),
     # whole models
     "a layer is missing": ("draft_lm", without_layer, "block 1: no tensor of it, of 2 layers"),
     "no embedding": ("draft_lm", drop("token_embd.weight"), "token_embd.weight: missing"),

@@ -119,7 +119,8 @@ def test_all_heads_have_one_size(tied, tmp_path):
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
     in_budget = [name for name in bench_names() if read_bench(name).in_budget]
-    assert {"medusa", "hydra", "hydra_pp", "eagle", "hass", "eagle3", "mtp", "draft_lm"} <= set(in_budget)
+    families = {"medusa", "hydra", "hydra_pp", "eagle", "hass", "eagle3", "mtp", "draft_lm", "dspark", "dflash"}
+    assert families | {"eagle3_parallel", "draft_lm_parallel"} <= set(in_budget)
     counts = count_parameters(Bench(target=str(tmp_path), train="", prompts="", heads=in_budget, budget=98_816))
     assert counts["eagle3"] == 98_816
     assert set(bench_names()) - set(in_budget) == {"mtp_recursive"}

@@ -1,0 +1,119 @@
+"""Drafting in one pass by a head that otherwise drafts token by token: mask tokens stand for what is not drafted yet.
+
+Behind the last committed token follow mask tokens, one per further draft, each of which sees what is before it. So all
+drafts are read off one forward, and none depends on another (PARD, An et al. 2025, arXiv 2504.18583; P-EAGLE of the
+speculators library and vLLM).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...configs.errors import BadInput
+from ..base import HeadConfig
+from ..loss.chains import ChainStarts, drawn_starts
+from ..target import Target
+from .cache import visibility_mask
+from .documents import Documents
+from .mask_token import default_mask_token
+
+
+@dataclass(kw_only=True)
+class ParallelConfig(HeadConfig):
+    """The keys of families that can draft in one pass."""
+
+    parallel: bool = False  # all drafts in one pass, behind mask tokens
+    mask_token_id: int | None = None  # None: see `default_mask_token`
+    num_blocks: int = 256  # chains per row that a step of parallel training draws
+    # COD: of the chains that train on a depth, the share that trains on the next one too, down to depth_least of all
+    depth_share: float = 0.7
+    depth_least: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_least(0, "mask_token_id", "depth_share", "depth_least")
+        self.check_least(1, "num_blocks")
+        if self.parallel and self.num_depths == 1:
+            raise BadInput("num_depths 1: parallel drafting needs 2 or more, or no mask token would ever be read")
+        if max(self.depth_share, self.depth_least) > 1:
+            raise BadInput(f"depth_share {self.depth_share}, depth_least {self.depth_least}: expected at most 1")
+
+    def mask_token(self, target: Target) -> int | None:
+        """Raises BadInput where the target has no such token."""
+        if not self.parallel:
+            return None
+        token = default_mask_token(target) if self.mask_token_id is None else self.mask_token_id
+        if token >= target.vocab_size:
+            raise BadInput(f"head.mask_token_id {token}: the target has {target.vocab_size} tokens")
+        return token
+
+    def drawn(self, starts: ChainStarts) -> ChainStarts:
+        """The chains that a step trains on, fewer of them at greater depths (COD)."""
+        starts = drawn_starts(starts, most=self.num_blocks)
+        depths = torch.arange(starts.num_depths, device=starts.positions.device)
+        shares = (self.depth_share**depths).clamp(min=self.depth_least)  # [K]
+        drawn = torch.rand(starts.positions.shape, device=depths.device)  # [B, S]
+        return ChainStarts(starts.positions, starts.valid & (drawn[..., None] < shares), has_gaps=True)
+
+
+def behind(num_read: Tensor, *, num_more: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, Q + num_more] twice: the index of each token, and whether it is one of the first num_read [B] of Q tokens
+    `like` [B, Q, ...]; mask tokens stand in all others."""
+    index = torch.arange(like.shape[1] + num_more, device=like.device).expand(len(like), -1)
+    return index, index < num_read[:, None]
+
+
+def last_and_behind(hidden: Tensor, last: Tensor, num: int) -> Tensor:
+    """[B, num, D] of states [B, Q, D]: at index `last` [B] and behind it."""
+    index = last[:, None] + torch.arange(num, device=last.device)  # [B, num]
+    return hidden[torch.arange(len(hidden), device=last.device)[:, None], index]
+
+
+@dataclass
+class MaskedChains(Documents):
+    """Rows of T tokens with mask tokens of chains behind them: those of a chain see the text up to the token that it
+    follows, and each other up to themselves."""
+
+    chains: Tensor  # [B, T + M] the chain of each mask token, -1: it is of the text
+    rows: Tensor  # [B, T + M] the last token of the text that each sees
+
+    def mask(self, queries: Tensor, *, dtype: torch.dtype, window: int | None = None) -> Tensor:
+        """As of `Documents`; queries are all tokens."""
+        mask = visibility_mask(self.rows, extent=queries.shape[1], dtype=dtype)  # [B, 1, T + M, T + M]
+        is_own = (self.chains[:, :, None] == self.chains[:, None]) & (self.chains[:, None] >= 0)
+        is_own &= queries[:, :, None] >= queries[:, None]
+        mask = mask.masked_fill_(is_own[:, None], 0.0)
+        hidden = self.ids[:, :, None] != self.ids[:, None]  # [B, Q, T + M]
+        if window is not None:
+            hidden |= self.positions[:, :, None] - self.positions[:, None] >= window
+        return mask.masked_fill_(hidden[:, None], torch.finfo(dtype).min)
+
+
+def with_masks(
+    input_ids: Tensor, texts: Documents | None, starts: ChainStarts, *, mask_token: int
+) -> tuple[Tensor, MaskedChains, Tensor]:
+    """Rows [B, T] and behind them a mask token for each supervised depth of each chain but its first.
+
+    Returns: ids [B, T + M]; how they see each other; and [B, S, K] where each depth's draft is read.
+    """
+    num_rows, length = input_ids.shape
+    index = torch.arange(length, device=input_ids.device).expand(num_rows, -1)  # [B, T]
+    texts = texts or Documents(torch.zeros_like(index), index)
+    read = starts.positions + 1  # [B, S] the token that a chain follows
+    needed = starts.valid[..., 1:].flatten(1)  # [B, S * (K - 1)]
+    num_masks, more = int(needed.sum(1).max()), starts.num_depths - 1
+    order = torch.argsort(~needed, dim=1, stable=True)[:, :num_masks]  # [B, M] those that are needed first
+    chain, depth = order // max(more, 1), order % max(more, 1) + 1
+    row = read.gather(1, chain).clamp(max=length - 1)
+    ids = torch.cat([input_ids, torch.full_like(order, mask_token)], 1)
+    apart = MaskedChains(
+        ids=torch.cat([texts.ids, texts.ids.gather(1, row)], 1),
+        positions=torch.cat([texts.positions, texts.positions.gather(1, row) + depth], 1),
+        chains=torch.cat([torch.full_like(index, -1), chain], 1),
+        rows=torch.cat([index, row], 1),
+    )
+    where = torch.zeros_like(needed, dtype=torch.long)
+    where = where.scatter_(1, order, length + torch.arange(num_masks, device=order.device).expand_as(order))
+    where = torch.cat([read.clamp(max=length - 1)[..., None], where.view(*read.shape, more)], -1)
+    return ids, apart, where

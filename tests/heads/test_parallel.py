@@ -1,0 +1,131 @@
+"""Heads that draft behind mask tokens in one pass: PARD and P-EAGLE."""
+
+import json
+
+import pytest
+import torch
+from headstart.configs.errors import BadInput
+from headstart.eval.generate import generate
+from headstart.heads.base import DraftBatch
+from headstart.heads.drafting import DynamicTree, StaticTree
+from headstart.heads.export.check import check_folder
+from headstart.heads.export.write import export_head, serve_commands
+from headstart.heads.families import HEADS
+from headstart.heads.nn.documents import Documents
+from headstart.heads.registry import build_head, load_head, save_head
+from headstart.heads.target import Target
+from safetensors.torch import load_file, save_file
+
+FAMILIES = ["draft_lm", "eagle3"]
+
+
+def built(family, target, **options):
+    """A head whose every weight is away from its start."""
+    head = build_head(HEADS[family].config_class(**{"num_depths": 4, "parallel": True, **options}), target, seed=1)
+    source = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=source))
+    return head.eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_texts_are_drafted_as_alone(family, target):
+    head, lengths = built(family, target), [9, 14]
+    ids = torch.randint(3, target.vocab_size, (1, sum(lengths)), generator=torch.Generator().manual_seed(2))
+    documents = Documents.of([lengths], num_positions=sum(lengths))
+    output = target.forward(ids, feature_layers=head.feature_layers, documents=documents)
+    starts, packed = head.teacher_forced_logits(DraftBatch(ids, documents.positions > 0, output, documents=documents))
+    first, num_checked = 0, 0
+    for length in lengths:
+        text = ids[:, first : first + length]
+        output = target.forward(text, feature_layers=head.feature_layers)
+        alone, logits = head.teacher_forced_logits(DraftBatch(text, torch.arange(length)[None] > 0, output))
+        for i, t in enumerate(alone.positions[0].tolist()):
+            at = starts.positions[0].tolist().index(t + first)
+            valid = alone.valid[0, i]
+            torch.testing.assert_close(packed[0, at][valid], logits[0, i][valid], rtol=1e-4, atol=1e-5)
+            num_checked += int(valid.sum())
+        first += length
+    assert num_checked > 50
+
+
+def test_pard_is_the_model_on_a_text_with_mask_tokens_behind_it(target):
+    head = built("draft_lm", target, mask_token_id=60)
+    ids = torch.tensor([[1, 5, 9, 33, 20, 7, 7, 51, 4, 4]])
+    starts, logits = head.teacher_forced_logits(DraftBatch(ids, ids > 0, target.forward(ids)))
+    for i, t in enumerate(starts.positions[0].tolist()):
+        read = torch.cat([ids[:, : t + 2], torch.full((1, 3), 60)], 1)
+        wanted = head.reader.model(input_ids=read).logits[0, t + 1 :]  # [K, V]
+        valid = starts.valid[0, i]
+        torch.testing.assert_close(logits[0, i][valid], wanted[valid], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_round_reads_once_and_any_k_or_tree_keeps_the_text(family, target, monkeypatch):
+    head, prompts = built(family, target), [[1, 5, 9], [1, 7, 8, 3, 22, 40]]
+    wanted = generate(target, None, prompts, max_new_tokens=20).token_ids
+    for num_draft in (1, 3, 4):
+        assert generate(target, head, prompts, max_new_tokens=20, num_draft_tokens=num_draft).token_ids == wanted
+    for tree in (StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 0))), DynamicTree(num_nodes=9, depth=3, top_k=3)):
+        assert generate(target, head, prompts, max_new_tokens=20, tree=tree).token_ids == wanted
+    calls = []
+    owner, name = (head.reader, "read_slots") if family == "draft_lm" else (head, "_decode")
+    inner = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args, **how: calls.append(1) or inner(*args, **how))
+    text = generate(target, head, prompts[:1], max_new_tokens=20, num_draft_tokens=4)
+    assert len(calls) <= len(text.rounds) + 1, "one forward in each round, and one of the prompt"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_trains_on_fewer_chains_at_each_depth(family, target):
+    torch.manual_seed(1)
+    head = built(family, target, depth_share=0.5, depth_least=0.25, num_blocks=300)
+    starts = head.training_starts(torch.arange(1000)[None] > 9)
+    shares = starts.valid[0].float().mean(0).tolist()
+    assert starts.valid.shape[1] == 300 and shares == pytest.approx([1, 0.5, 0.25, 0.25], abs=0.08)
+    assert (starts.valid[..., 1:] <= starts.valid[..., :-1]).all(), "a depth goes on from the one before"
+
+
+@pytest.mark.parametrize(("family", "method"), [("draft_lm", "draft_model"), ("eagle3", "eagle3")])
+def test_vllm_is_told_to_draft_behind_the_mask_token_and_others_are_refused(
+    family, method, saved_target, make_batch, tmp_path
+):
+    target = Target.load(saved_target)
+    head = built(family, target, mask_token_id=7)
+    save_head(head, tmp_path / "run" / "final")
+    exported = export_head(tmp_path / "run", tmp_path / "out", to="vllm")
+    commands = serve_commands(exported, "served", to="vllm")
+    assert f'"method":"{method}"' in commands["vllm"] and '"parallel_drafting":true' in commands["vllm"]
+    assert "sglang" not in commands
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["pard_token"] == 7
+    assert check_folder(tmp_path / "out").problems == []
+    for to in ("sglang", "llama.cpp"):
+        with pytest.raises(BadInput, match=r"parallel|pard_token"):
+            export_head(tmp_path / "run", tmp_path / to, to=to)
+    batch, path = make_batch(target, head), tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    wanted = head.teacher_forced_logits(batch, num_depths=3)[1]
+    for _ in range(2):  # ours, and as others would have published it
+        loaded = load_head(tmp_path / "out", target)
+        torch.testing.assert_close(loaded.teacher_forced_logits(batch, num_depths=3)[1], wanted)
+        config.pop("headstart_export", None)
+        path.write_text(json.dumps(config))
+    config = {key: value for key, value in config.items() if key not in ("pard_token", "ptd_token_id")}
+    path.write_text(json.dumps({**config, "pard_token": 61, "mask_token_id": 61}))
+    assert any("pard_token: " in problem for problem in check_folder(tmp_path / "out").problems)
+
+
+def test_a_mask_state_of_another_size_is_found(saved_target, tmp_path):
+    save_head(built("eagle3", Target.load(saved_target)), tmp_path / "run" / "final")
+    export_head(tmp_path / "run", tmp_path / "out", to="vllm")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    save_file({**tensors, "mask_hidden": torch.zeros(1, 1, 32)}, tmp_path / "out" / "model.safetensors")
+    assert any("mask_hidden: expected [1, 1, 96]" in problem for problem in check_folder(tmp_path / "out").problems)
+
+
+def test_one_depth_or_a_strange_token_is_refused(target):
+    with pytest.raises(BadInput, match="num_depths 1: parallel drafting needs 2 or more"):
+        built("draft_lm", target, num_depths=1)
+    with pytest.raises(BadInput, match="mask_token_id 99: the target has 61 tokens"):
+        built("eagle3", target, mask_token_id=99)
