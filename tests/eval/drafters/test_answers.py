@@ -16,6 +16,7 @@ from headstart.eval.generate import generate
 from headstart.eval.measurement.config import MeasureConfig, chain
 from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.resume import identity
+from headstart.eval.plan.planner import PlanConfig, Planner
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.drafting import DynamicTree
 from headstart.heads.registry import HEADS, build_head, save_head
@@ -68,6 +69,13 @@ def test_answers_to_prompts_that_are_measured_are_left_out(target):
     result, _ = measure(target, known, Suite("all", PROMPTS), config, name="suffix+answers")
     own, _ = measure(target, SuffixDrafter(), Suite("all", PROMPTS), config, name="suffix")
     assert result.acceptance_length == own.acceptance_length
+    assert not answers.trie.child
+
+
+def test_a_plan_leaves_them_out_too(target):
+    answers = answered(target, PROMPTS)
+    config = PlanConfig(measure=MeasureConfig(max_new_tokens=8), trees=[])
+    Planner(target, SuffixDrafter(answers=answers), Suite("all", PROMPTS), config, "suffix+answers")
     assert not answers.trie.child
 
 
