@@ -1,5 +1,5 @@
 """A head and the text so far together: the head's first tokens, and from where it pays a copy of what followed the same
-words before, in one chain or one tree. Whom to trust is learnt, row by row, from how often each was right."""
+words before, in one chain or one tree. Whom to trust is learnt from how often each was right."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -7,14 +7,25 @@ from typing import Any
 
 import torch
 
-from ...configs.errors import BadInput
 from ...heads.base import DraftHead
 from ...heads.drafter import Drafter, Reading
-from ...heads.drafting import Draws, DynamicTree, Proposal, Tree
+from ...heads.drafting import Draws, Proposal, Tree
 from .answers import Answers
 from .host import commit_texts
 from .lookup import ANSWERED_DRAFT_TOKENS
-from .suffix import PROBABILITIES, PROBABILITY_RATES, HitRates, Place, Rates, SuffixRow, SuffixTrie
+from .suffix import (
+    PROBABILITIES,
+    PROBABILITY_RATES,
+    HitRates,
+    Node,
+    Path,
+    Place,
+    Rates,
+    SuffixRow,
+    SuffixTrie,
+    dynamic_only,
+    filled,
+)
 
 NUM_RANKS = 4  # guesses of the head that a tree may hold behind each node of its chain
 MOST_READ = 2048  # positions of a prompt that the head reads at a time
@@ -29,7 +40,6 @@ class Guess:
 
 
 Chain = list[list[Guess]]  # a head's guesses at each depth behind its own best ones, the best first
-Path = tuple[int, ...]  # the tokens of a node and of those above it
 
 
 class HybridRow:
@@ -88,26 +98,15 @@ class HybridRow:
         """The nodes that are most likely to be accepted, of those on the head's chain, its other guesses beside it, and
         copies behind each of them; parents first."""
         self.latest = head
-        chances: dict[Path, float] = {}
-
-        def add(path: Path, chance: float, place: Place) -> None:
-            """A node, and copies behind it."""
-            if path:
-                chances[path] = max(chance, chances.get(path, 0.0))
-            for token, right in self.copy(place, depth - len(path)):
-                path = (*path, token)
-                chances[path] = max(chance * right, chances.get(path, 0.0))
-
-        path, chance, place = (), 1.0, self.text.place
-        add(path, chance, place)
+        seeds, path, chance, place = [], (), 1.0, self.text.place
         for best, *others in head[:depth]:
             for guess in others:
-                add((*path, guess.token), chance * guess.probability, self.text.follow(place, guess.token))
+                behind = self.text.follow(place, guess.token)
+                seeds.append(Node(chance * guess.probability, (*path, guess.token), behind))
             path, place = (*path, best.token), self.text.follow(place, best.token)
             chance *= self.guessed.at(best.probability)
-            add(path, chance, place)
-        likely = sorted(chances, key=lambda path: (-chances[path], len(path)))  # no node before those above it
-        return sorted(likely[:num_nodes], key=len)
+            seeds.append(Node(chance, path, place))
+        return self.text.tree(seeds, num_nodes=num_nodes, depth=depth)
 
 
 @dataclass
@@ -173,8 +172,7 @@ class HybridDrafter(Drafter):
 
     def propose_tree(self, state: HybridState, tree: Tree, *, draws: Draws | None = None) -> Proposal:
         """A dynamic tree of that many nodes; BadInput on a fixed shape."""
-        if not isinstance(tree, DynamicTree):
-            raise BadInput("a head with look-ups drafts chains and dynamic trees")
+        tree = dynamic_only(tree)
         chains = self._guesses(state, min(tree.depth, self.reach), num_ranks=NUM_RANKS)
         rows = zip(state.rows, chains, strict=True)
         drafts = [filled(row.tree(own, num_nodes=tree.num_nodes, depth=tree.depth), tree) for row, own in rows]
@@ -193,11 +191,3 @@ class HybridDrafter(Drafter):
             [[Guess(*pair) for pair in zip(*depth, strict=True)] for depth in zip(*row, strict=True)]
             for row in zip(tokens.tolist(), scores.tolist(), strict=True)
         ]
-
-
-def filled(paths: list[Path], tree: DynamicTree) -> tuple[list[int], list[int]]:
-    """Tokens and parents of a tree's nodes; where there are fewer, the root's most likely token again makes up."""
-    index = {path: i for i, path in enumerate(paths)}
-    num_left = tree.num_nodes - len(paths)
-    tokens = [path[-1] for path in paths] + [paths[0][0]] * num_left
-    return tokens, [index.get(path[:-1], -1) for path in paths] + [-1] * num_left

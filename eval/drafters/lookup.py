@@ -7,10 +7,13 @@ target's.
 
 from collections.abc import Sequence
 
+import torch
+
 from ...configs.errors import BadInput
+from ...heads.drafting import Draws, Proposal, Tree
 from .answers import Answers
-from .host import RowText, TextDrafter
-from .suffix import Rates, SuffixRow, SuffixTrie
+from .host import RowText, TextDrafter, TextState
+from .suffix import Rates, SuffixRow, SuffixTrie, dynamic_only, filled
 
 ANSWERED_DRAFT_TOKENS = 7  # K where there are answers to look up: what is drafted costs nothing but its verification
 
@@ -72,6 +75,8 @@ class SuffixDrafter(TextDrafter):
         answers: of the target to other prompts, looked up beside the row's own text; `SuffixRow` has who is believed.
     """
 
+    drafts_trees = True
+
     def __init__(
         self,
         max_depth: int = 16,
@@ -95,6 +100,13 @@ class SuffixDrafter(TextDrafter):
             self.shared = self._new_trie(1)
         tries = (self.shared or self._new_trie(batch_size) for _ in range(batch_size))
         return [SuffixRow(trie, answers, rates=self.rates) for trie in tries]
+
+    def propose_tree(self, state: TextState, tree: Tree, *, draws: Draws | None = None) -> Proposal:
+        """A dynamic tree of that many nodes; BadInput on a fixed shape."""
+        tree = dynamic_only(tree)
+        paths = (row.tree(num_nodes=tree.num_nodes, depth=tree.depth) for row in state.rows)
+        tokens, parents = zip(*(filled(each, tree) for each in paths), strict=True)
+        return Proposal(torch.tensor(tokens), torch.tensor(parents))  # [B, S] each
 
     def leave_out(self, prompts: Sequence[Sequence[int]]) -> None:
         if self.answers is not None:

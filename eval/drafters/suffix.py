@@ -1,8 +1,12 @@
 """What followed the same words before: contexts counted in a trie, and a row's look-ups in its text and in answers."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
+
+from ...configs.errors import BadInput
+from ...heads.drafting import DynamicTree, Tree
 
 # Matches in a row's own text are told apart by their length in tokens, from these on, and guesses that have a
 # probability by it. Counts begin with these rates, as if seen so often; answers of SmolLM2-135M-Instruct gave those of
@@ -118,6 +122,17 @@ class Place(NamedTuple):
     answers: Contexts
 
 
+Path = tuple[int, ...]  # the tokens of a tree's node and of those above it
+
+
+class Node(NamedTuple):
+    """A node of a tree, where it leads, and the chance that it and those above it are right."""
+
+    chance: float
+    path: Path
+    place: Place
+
+
 class SuffixRow:
     """One row's text, and what may follow it.
 
@@ -144,15 +159,19 @@ class SuffixRow:
                 self.rates.answers.add(match.share, is_right=match.token == token)
             self._append(token)
 
-    def guess(self, place: Place) -> tuple[int, float]:
-        """The token that most likely follows there, and the chance that it does."""
+    def guesses(self, place: Place) -> list[tuple[int, float]]:
+        """The tokens that each trie expects there, and the chance that it is right; the likelier first."""
         match = self.own.guess(place.own)
-        token, chance = match.token, self.rates.own.at(match.length)
+        found = [(match.token, self.rates.own.at(match.length))]
         if self.answers is not None:
             match = self.answers.guess(place.answers)
-            if (other := self.rates.answers.at(match.share)) > chance:
-                token, chance = match.token, other
-        return token, chance
+            found.append((match.token, self.rates.answers.at(match.share)))
+            found.sort(key=lambda guess: -guess[1])  # of equals the row's own
+        return found
+
+    def guess(self, place: Place) -> tuple[int, float]:
+        """The token that most likely follows there, and the chance that it does."""
+        return self.guesses(place)[0]
 
     def follow(self, place: Place, token: int) -> Place:
         """The place behind a token that is not counted."""
@@ -167,6 +186,41 @@ class SuffixRow:
             place = self.follow(place, tokens[-1])
         return tokens
 
+    def tree(self, seeds: Iterable[Node] = (), *, num_nodes: int, depth: int) -> list[Path]:
+        """The nodes that are most likely to be accepted: what both tries expect behind the text, and behind the seeds;
+        parents first, and as many fewer as there are no more within the depth.
+
+        Args: seeds: other nodes, each with those above it among them.
+        """
+        waiting = [Node(1.0, (), self.place), *seeds]
+        heap = [(-node.chance, len(node.path), node.path, node.place) for node in waiting]
+        heapify(heap)
+        found: dict[Path, None] = {}
+        while heap and len(found) <= num_nodes:  # the root is one of them
+            chance, length, path, place = heappop(heap)
+            if path in found:
+                continue
+            found[path] = None
+            if length < depth:
+                for token, right in self.guesses(place):
+                    heappush(heap, (chance * right, length + 1, (*path, token), self.follow(place, token)))
+        return sorted(list(found)[1:], key=len)
+
     def _append(self, token: int) -> None:
         answers = self.place.answers if self.answers is None else self.answers.follow(self.place.answers, token)
         self.place = Place(self.own.add(self.place.own, token), answers)
+
+
+def filled(paths: Sequence[Path], tree: DynamicTree) -> tuple[list[int], list[int]]:
+    """Tokens and parents of a tree's nodes; where there are fewer, the root's most likely token again makes up."""
+    index = {path: i for i, path in enumerate(paths)}
+    num_left = tree.num_nodes - len(paths)
+    tokens = [path[-1] for path in paths] + [paths[0][0]] * num_left
+    return tokens, [index.get(path[:-1], -1) for path in paths] + [-1] * num_left
+
+
+def dynamic_only(tree: Tree) -> DynamicTree:
+    """Raises BadInput on a fixed shape."""
+    if not isinstance(tree, DynamicTree):
+        raise BadInput("look-ups draft chains and dynamic trees")
+    return tree

@@ -54,12 +54,19 @@ def test_the_source_that_was_right_more_often_decides():
 def test_the_text_is_the_targets_and_its_own_answer_is_accepted_whole(target, tree):
     answers = answered(target, PROMPTS)
     head = build_head(HEADS["eagle3"].config_class(type="eagle3", num_depths=3), target, seed=1).eval()
-    drafters = [HybridDrafter(head, answers=answers), *([] if tree else [SuffixDrafter(answers=answers)])]
+    drafters = [HybridDrafter(head, answers=answers), SuffixDrafter(answers=answers)]
     for drafter in drafters:
         options = {"tree": tree} if tree else {"num_draft_tokens": 3}
         run = generate(target, drafter, PROMPTS, max_new_tokens=24, **options)
         assert run.token_ids == [answer for _, answer in answers.rows]
         assert len(run.rounds) < 12, "of 24 tokens, though the head knows nothing"
+
+
+def test_a_tree_holds_what_both_expect():
+    answers = Answers([([3], [10, 20, 21])] * 4)
+    paths = row_of(answers, 7, 10, 30, 31, 7, 10).tree(num_nodes=5, depth=3)
+    assert {(20,), (30,), (20, 21), (30, 31)} <= set(paths) and len(paths) == 5
+    assert paths == sorted(paths, key=len) and all(path[:-1] in {(), *paths} for path in paths)
 
 
 def test_answers_to_prompts_that_are_measured_are_left_out(target):

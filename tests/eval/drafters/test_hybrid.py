@@ -3,7 +3,7 @@
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.eval.drafters.hybrid import Guess, HybridDrafter, HybridRow, filled
+from headstart.eval.drafters.hybrid import Guess, HybridDrafter, HybridRow
 from headstart.eval.drafters.lookup import SuffixDrafter
 from headstart.eval.drafters.suffix import (
     MATCH_RATES,
@@ -13,6 +13,7 @@ from headstart.eval.drafters.suffix import (
     Rates,
     SuffixRow,
     SuffixTrie,
+    filled,
 )
 from headstart.eval.generate import generate
 from headstart.eval.measurement.config import MeasureConfig, chain
