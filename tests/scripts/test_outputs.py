@@ -107,10 +107,11 @@ def result(name: str, out: Path) -> Any:
         rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         losses = [(row["step"], row.get("loss"), row.get("validation")) for row in rows]
         return losses, (out / "final" / "model.safetensors").read_bytes()
-    if name in ("eval", "plan"):
-        report = json.loads((out / f"{'report' if name == 'eval' else 'plan'}.json").read_text())
-        entries = report["results"] if name == "eval" else report["acceptance"]
-        return [entry["acceptance_length" if name == "eval" else "length"] for entry in entries]
+    if name == "eval":
+        results = json.loads((out / "report.json").read_text())["results"]
+        return [(one["acceptance_length"], one["num_rounds"], one["lossless"]) for one in results]
+    if name == "plan":
+        return json.loads((out / "plan.json").read_text())["acceptance"]
     last = {"data prepare": "*.jsonl", "data regenerate": "answers.jsonl", "data extract": "*.safetensors"}
     return {path.name: path.read_bytes() for path in sorted(out.glob(last.get(name, "*"))) if path.is_file()}
 
