@@ -99,7 +99,8 @@ def main() -> None:
     home = Path.home().as_posix()
     sys.argv[1:] = [re.sub(r"^([\w.:-]+[=:])?~/", rf"\g<1>{home}/", word) for word in sys.argv[1:]]  # as a shell would
     try:
-        app()
+        with writing_into("output"):
+            app()
     except BadInput as error:
         print(f"headstart: {error}", file=sys.stderr)
         sys.exit(2)

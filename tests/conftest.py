@@ -69,7 +69,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
         num_key_value_heads=2,
         head_dim=16,
         sliding_window=8,
-        layer_types=["sliding_attention", "full_attention"] * 2,
+        layer_types=["sliding_attention", "full_attention"] * (k["num_hidden_layers"] // 2),
         query_pre_attn_scalar=16,
         tie_word_embeddings=False,  # a tied table, scaled on its way in, would only ever repeat its input
         **k,
@@ -97,9 +97,19 @@ def make_target(family: str = "llama", **changes: Any) -> Target:
 
 
 @pytest.fixture(autouse=True)
-def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No batch is measured again, however busy the machine that runs the tests."""
+def measured_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No batch is measured again, however busy the machine that runs the tests, and none is decoded before to warm up,
+    unless the test has the fixture `warming_up`."""
     monkeypatch.setattr(passes, "MOST_AGAIN", 0)
+    if "warming_up" not in request.fixturenames:
+        whole = passes.measure_parts
+        cold = lambda parts, part, warm_up, **how: whole(parts, part, lambda batch: None, **how)  # noqa: E731
+        monkeypatch.setattr(passes, "measure_parts", cold)
+
+
+@pytest.fixture
+def warming_up() -> None:
+    """Measurements decode a batch before those that are timed, as they do for users."""
 
 
 @pytest.fixture(scope="session")

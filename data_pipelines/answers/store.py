@@ -5,6 +5,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -95,9 +96,10 @@ class AnswerStore:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._sync()
-        self._file.close()
-        self._owned.close()
+        with ExitStack() as stack:  # the folder is let go also where the disk refuses the last rows
+            stack.callback(self._owned.close)
+            stack.callback(self._file.close)
+            self._sync()
 
     def __contains__(self, key: object) -> bool:
         return key in self._offsets

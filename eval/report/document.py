@@ -53,8 +53,10 @@ def read_report(path: Path) -> Report:
         version, parts = document["schema_version"], [document[key] for key in ("environment", "target", "results")]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInput(f"{path}: no report of headstart eval: {type(error).__name__} {error}") from error
-    if version != SCHEMA_VERSION:
+    if version != SCHEMA_VERSION or isinstance(version, bool):
         raise BadInput(f"{path}: schema_version {version}, expected {SCHEMA_VERSION}")
+    if not isinstance(parts[2], list):
+        raise BadInput(f"{path}: results: expected a list, got {parts[2]!r:.60}")
     return Report(
         read_json(Environment, parts[0], where=f"{path}: environment"),
         read_json(TargetInfo, parts[1], where=f"{path}: target"),

@@ -95,11 +95,11 @@ def test_the_command(tmp_path, saved_target, capsys):
     path = tmp_path / "run.yaml"
     data = saved_target.with_name("rows.jsonl")
     path.write_text(f"target: {{path: {saved_target}}}\nhead: {{type: medusa}}\ndata: {{train: {data}}}\n")
-    plan_command(str(path), disk=tmp_path, device="cpu", as_json=True)
+    plan_command(str(path), disk=tmp_path, device="cpu", seconds=1.0, as_json=True)
     result = json.loads(capsys.readouterr().out)
     assert result["num_rows"] == 6 and result["post_norm_at"] == "starts"
     assert [row["storage_dtype"] for row in result["extracted"]] == ["float32", "bfloat16", "8bit"]
-    plan_command(str(path), ["data.max_length=20"], disk=tmp_path, device="cpu", num_sampled=2)
+    plan_command(str(path), ["data.max_length=20"], disk=tmp_path, device="cpu", seconds=1.0, num_sampled=2)
     assert "pays off" in capsys.readouterr().out
     with pytest.raises(BadInput, match="--disk .*nowhere: no such folder"):
         plan_command(str(path), disk=tmp_path / "nowhere", device="cpu")

@@ -1,10 +1,15 @@
 """Continuous batching gives each prompt the text that `generate` gives it alone, whatever shares its batch."""
 
+import os
+import random
+import time
 from collections import deque
+from pathlib import Path
 
 import pytest
 from headstart.eval.continuous import Asked, answer_continuously
 from headstart.eval.generate import Stop, generate
+from headstart.heads.target import Target
 
 PROMPTS = [[5 + i, 7, 11 + i, 3][: 1 + i % 4] * (1 + i % 3) for i in range(11)]
 
@@ -39,3 +44,49 @@ def test_what_is_asked_meanwhile_is_answered_also_where_it_is_longer(target):
         if key == "first":
             waiting.append(Asked("second", PROMPTS[0] + tokens + [9] * 90))
     assert answers["second"] == alone(target, PROMPTS[0] + answers["first"] + [9] * 90, max_new_tokens=6)
+
+
+MOST_GROWTH = 32  # MiB, from the first quarter to the end: what the allocator keeps
+
+
+def resident_mebibytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
+@pytest.mark.parametrize(
+    "seconds", [1, pytest.param(int(os.environ.get("HEADSTART_SOAK_SECONDS", 120)), marks=pytest.mark.slow)]
+)
+@pytest.mark.timeout(0)
+def test_a_soak_leaves_memory_flat_and_every_text_the_targets_own(seconds, saved_target):
+    """Prompts of 1 to 120 tokens come at a random rate; some are withdrawn while they wait, now and then all that
+    decode are given up; stop strings end answers at any length. HEADSTART_SOAK_SECONDS=3600 makes an hour of it."""
+    target, chance = Target.load(saved_target), random.Random(5)
+    prompts = [[chance.randrange(3, 61) for _ in range(length)] for length in (1, 2, 7, 30, 120) * 3]
+    some = [alone(target, prompt, max_new_tokens=6) for prompt in prompts[:5]]
+    strings = [target.tokenizer.decode(text[at : at + 2]) for at, text in enumerate(some)]
+    texts = [alone(target, prompt, max_new_tokens=14, stop_strings=strings) for prompt in prompts]
+    assert len({len(text) for text in texts}) > 3
+    stop, start, num_answered = Stop.of(target, strings=strings), time.monotonic(), 0
+    waiting: deque[Asked] = deque()
+    before = None  # MiB, after a fourth of the time
+
+    def ask(number):
+        waiting.extend(Asked(str(i), prompts[i]) for i in (chance.randrange(15) for _ in range(number)))
+
+    while time.monotonic() - start < seconds or num_answered < 60:
+        ask(1)
+        size = chance.choice([1, 3, 8])
+        answers = answer_continuously(target, waiting, batch_size=size, max_new_tokens=14, stop=stop)
+        for key, tokens in answers:
+            assert tokens == texts[int(key)], key
+            num_answered += 1
+            ask(chance.choice([0, 0, 1, 1, 1, 2, 6]) if len(waiting) < 30 else 0)
+            if waiting and chance.random() < 0.2:
+                waiting.remove(chance.choice(waiting))
+            if chance.random() < 0.02:
+                answers.close()  # gives up the rows that decode
+                break
+        if before is None and time.monotonic() - start > seconds / 4 and num_answered > 20:
+            before = resident_mebibytes()
+    assert before is not None and resident_mebibytes() - before < MOST_GROWTH

@@ -1,5 +1,6 @@
 """Decoding ends where it should, counts what it did, and treats each row of a batch as if it were alone."""
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -26,6 +27,11 @@ def perturbed(head_type, target, **changes):
 
 
 def huggingface(target, prompt, num_tokens):
+    return written(target, tuple(prompt), num_tokens).copy()
+
+
+@cache
+def written(target, prompt, num_tokens):
     ids = torch.tensor([prompt])
     how = {"do_sample": False, "max_new_tokens": num_tokens, "pad_token_id": 0, "eos_token_id": None}
     return target.model.generate(ids, attention_mask=torch.ones_like(ids), **how)[0, len(prompt) :].tolist()
@@ -88,26 +94,31 @@ def test_the_targets_own_end_token_is_the_default(tiny_target):
 # Rows of a batch
 
 
+@pytest.fixture(scope="module")
+def target_of(tiny_target):
+    """target_of(family), made once."""
+    return cache(tiny_target)
+
+
 @pytest.mark.parametrize("head_type", ["eagle3", "medusa"])
-def test_rows_that_end_at_different_times_equal_single_rows(head_type, family, tiny_target):
+def test_rows_that_end_at_different_times_equal_single_rows(head_type, family, target_of):
     """Every family, windows and learned norms included; with end tokens that stop some rows early, others never."""
-    target = tiny_target(family)
+    target = target_of(family)
     changes: dict[str, Any] = {"feature_layers": [0, 2, 3]} if head_type == "eagle3" else {}
     texts = [huggingface(target, prompt, 26) for prompt in PROMPTS]
     eos = [texts[0][2], texts[1][9]]
     wanted = [text[: next((i + 1 for i, token in enumerate(text) if token in eos), 26)] for text in texts]
     assert len({len(text) for text in wanted}) > 1
-    for head in (
-        build_head(HEADS[head_type].config_class(type=head_type, **changes), target),
-        perturbed(head_type, target, **changes),
-    ):
-        out = generate(target, head, PROMPTS, max_new_tokens=26, eos_token_ids=eos)
-        assert out.token_ids == wanted
-        for i, prompt in enumerate(PROMPTS):
-            alone = generate(target, head, prompt, max_new_tokens=26, eos_token_ids=eos)
-            assert alone.token_ids == [wanted[i]]
-            beside = [(r.num_accepted[i], r.num_committed[i]) for r in out.rounds if r.num_committed[i]]
-            assert beside == [(r.num_accepted[0], r.num_committed[0]) for r in alone.rounds], "same rounds too"
+    head = perturbed(head_type, target, **changes)
+    out = generate(target, head, PROMPTS, max_new_tokens=26, eos_token_ids=eos)
+    assert out.token_ids == wanted
+    for i, prompt in enumerate(PROMPTS):
+        alone = generate(target, head, prompt, max_new_tokens=26, eos_token_ids=eos)
+        assert alone.token_ids == [wanted[i]]
+        beside = [(r.num_accepted[i], r.num_committed[i]) for r in out.rounds if r.num_committed[i]]
+        assert beside == [(r.num_accepted[0], r.num_committed[0]) for r in alone.rounds], "same rounds too"
+    untrained = build_head(HEADS[head_type].config_class(type=head_type, **changes), target)
+    assert generate(target, untrained, PROMPTS, max_new_tokens=26, eos_token_ids=eos).token_ids == wanted
 
 
 def test_a_prompt_may_be_a_tensor_a_list_or_many(target):

@@ -42,8 +42,17 @@ def untrained(head_type, target):
 EVERY_HEAD = [name if name == "eagle3" else pytest.param(name, marks=pytest.mark.slow) for name in sorted(HEADS)]
 
 
-@pytest.mark.parametrize("how", HOWS, ids=lambda how: f"T={how['temperature']}")
-@pytest.mark.parametrize("tree", TREES)
+# likewise the processing of logits and the kinds of trees: the cooler temperature with one kind here
+COOLER = {tree: [pytest.mark.slow] * (tree != "static") for tree in TREES}
+
+
+@pytest.mark.parametrize(
+    ("tree", "how"),
+    [
+        *(pytest.param(tree, HOWS[0], marks=marks, id=f"{tree}-T=0.7") for tree, marks in COOLER.items()),
+        *(pytest.param(tree, HOWS[1], id=f"{tree}-T=1.0") for tree in TREES),
+    ],
+)
 @pytest.mark.parametrize("name", EVERY_HEAD)
 def test_heads_draft_without_changing_the_law(tree, how, name, small, chi_square):
     assert chi_square(small, untrained(name, small), tree=TREES[tree], **how) < 1.5
@@ -130,7 +139,9 @@ def test_guesses_verified_as_if_drawn_are_caught(tree, small, chi_square, monkey
     assert chi_square(small, untrained("medusa", small), tree=TREES[tree], **HOWS[1]) > 3
 
 
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize(
+    "tree", [pytest.param(tree, marks=[pytest.mark.slow] * (tree not in ("chain", "dynamic"))) for tree in TREES]
+)
 def test_a_bonus_token_without_logits_processing_is_caught(tree, small, chi_square, monkeypatch):
     """What follows the last drafted token of a path is sampled from the raw logits."""
     choose, probs = sampling.choose, sampling.target_probs

@@ -1,5 +1,7 @@
 """Draft trees: their shapes, that every node is what a chain along its path would draft, and that text stays exact."""
 
+from functools import cache
+
 import pytest
 import torch
 from headstart.configs.errors import BadInput
@@ -105,12 +107,27 @@ def test_a_tree_of_one_path_is_the_chain(head, state_of):
     assert torch.equal(chain.tokens, line.tokens)
 
 
+@pytest.fixture(scope="module")
+def texts_of(tiny_target):
+    """texts_of(family): the target, and what it writes without drafts."""
+
+    @cache
+    def write(family):
+        target = tiny_target(family)
+        return target, generate(target, None, PROMPTS, max_new_tokens=24).token_ids
+
+    return write
+
+
+ELSEWHERE = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen3", "gemma3")]  # test_matrix.py
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "mistral", "qwen2", "qwen3_moe", *ELSEWHERE])
 @pytest.mark.parametrize("tree", [STATIC, DYNAMIC], ids=["static", "dynamic"])
-def test_greedy_trees_are_lossless(head_type, family, tree, tiny_target):
+def test_greedy_trees_are_lossless(head_type, family, tree, texts_of):
     """Every family of target, sliding windows too; in a ragged batch and row by row."""
-    target = tiny_target(family)
+    target, wanted = texts_of(family)
     head = build_head(HEADS[head_type].config_class(type=head_type), target, seed=1).eval()
-    wanted = generate(target, None, PROMPTS, max_new_tokens=24).token_ids
     assert generate(target, head, PROMPTS, max_new_tokens=24, tree=tree).token_ids == wanted
     assert generate(target, head, PROMPTS[1], max_new_tokens=24, tree=tree).token_ids == wanted[1:2]
 
@@ -163,11 +180,17 @@ def test_a_tree_deeper_than_the_head_is_refused(target):
 
 
 @pytest.mark.parametrize("tree", [None, STATIC], ids=["chain", "tree"])
-def test_repetition_penalty_is_that_of_transformers(head_type, tree, target):
+def test_repetition_penalty_is_that_of_transformers(head_type, tree, target, penalised):
     head = build_head(HEADS[head_type].config_class(type=head_type), target, seed=1).eval()
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        how = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0, "repetition_penalty": 1.5}
-        wanted = target.model.generate(ids, attention_mask=torch.ones_like(ids), **how)[0, len(prompt) :].tolist()
+    for prompt, wanted in zip(PROMPTS, penalised, strict=True):
         out = generate(target, head, prompt, max_new_tokens=24, repetition_penalty=1.5, tree=tree)
         assert out.token_ids[0] == wanted
+
+
+@pytest.fixture(scope="module")
+def penalised(target):
+    """What transformers writes behind each prompt."""
+    how = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0, "repetition_penalty": 1.5}
+    rows = [torch.tensor([prompt]) for prompt in PROMPTS]
+    model = target.model
+    return [model.generate(row, attention_mask=torch.ones_like(row), **how)[0, row.shape[1] :].tolist() for row in rows]

@@ -4,6 +4,7 @@ Of families that compute in several ways, variants.json lists the options, each 
 """
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -44,11 +45,25 @@ def fresh(head_type, target, *, trained_looking=False, **changes) -> DraftHead:
     return head.eval()
 
 
-def reference(target, prompt, num_tokens):
-    """The greedy text by transformers' own generate."""
-    ids = torch.tensor([prompt])
-    how = {"do_sample": False, "max_new_tokens": num_tokens, "pad_token_id": 0}
-    return target.model.generate(ids, attention_mask=torch.ones_like(ids), **how)[0, len(prompt) :].tolist()
+@pytest.fixture(scope="module")
+def references(target) -> list[list[int]]:
+    """The greedy texts by transformers' own generate."""
+    how = {"do_sample": False, "max_new_tokens": 30, "pad_token_id": 0}
+    rows = [torch.tensor([prompt]) for prompt in PROMPTS]
+    model = target.model
+    return [model.generate(row, attention_mask=torch.ones_like(row), **how)[0, row.shape[1] :].tolist() for row in rows]
+
+
+@pytest.fixture(scope="module")
+def beyond(tiny_target):
+    """beyond(family): the target, and what it writes behind each prompt, longer than a test decodes."""
+
+    @cache
+    def write(family):
+        target = tiny_target(family)
+        return target, generate(target, None, PROMPTS, max_new_tokens=60, eos_token_ids=[]).token_ids
+
+    return write
 
 
 def test_every_parameter_learns(head_type, target, make_batch):
@@ -90,15 +105,16 @@ def test_draft_equals_teacher_forced(head_type, target):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_decoding_drafts_what_training_scored(head_type, family, tiny_target):
+def test_decoding_drafts_what_training_scored(head_type, family, beyond):
     """Over whole ragged batches: the rounds counted in decoding are those that teacher-forced drafts predict."""
-    target = tiny_target(family)
+    target, whole = beyond(family)
     head = fresh(head_type, target, trained_looking=True)
     text = generate(target, head, PROMPTS, max_new_tokens=40, eos_token_ids=[])
     for i, (prompt, new) in enumerate(zip(PROMPTS, text.token_ids, strict=True)):
         num_draft = text.rounds[1].num_drafted
         # as long as decoding looked ahead: then no chain is cut short by the end of the text
-        more = generate(target, None, [prompt], max_new_tokens=40 + num_draft + 1, eos_token_ids=[]).token_ids[0]
+        more = whole[i][: 40 + num_draft + 1]
+        assert len(more) == 40 + num_draft + 1
         assert more[:40] == new
         ids = torch.tensor([prompt + more])
         mask = torch.arange(ids.shape[1])[None] >= len(prompt)
@@ -112,14 +128,15 @@ def test_decoding_drafts_what_training_scored(head_type, family, tiny_target):
             at += one.num_committed[i]
 
 
-def test_greedy_is_lossless(head_type, target):
+def test_greedy_is_lossless(head_type, target, references):
     """For an untrained and a perturbed head, in a ragged batch and row by row, K from 1 to the most."""
-    wanted = [reference(target, prompt, 30) for prompt in PROMPTS]
-    for trained_looking in (False, True):
-        head = fresh(head_type, target, trained_looking=trained_looking)
-        for num_draft in (1, head.max_draft_tokens or 7):
-            assert generate(target, head, PROMPTS, max_new_tokens=30, num_draft_tokens=num_draft).token_ids == wanted
-        assert [generate(target, head, p, max_new_tokens=30).token_ids[0] for p in PROMPTS] == wanted
+    untrained, head = fresh(head_type, target), fresh(head_type, target, trained_looking=True)
+    most = head.max_draft_tokens or 7
+    for one, num_draft in ((untrained, most), (head, 1), (head, most)):
+        assert generate(target, one, PROMPTS, max_new_tokens=30, num_draft_tokens=num_draft).token_ids == references
+    assert [generate(target, head, prompt, max_new_tokens=30).token_ids[0] for prompt in PROMPTS[1:3]] == references[
+        1:3
+    ]
 
 
 def test_sampling_is_lossless(head_type, tiny_target, chi_square):
@@ -127,7 +144,10 @@ def test_sampling_is_lossless(head_type, tiny_target, chi_square):
     target = tiny_target("llama", vocab_size=6, eos_token_id=None)
     head = fresh(head_type, target, trained_looking=True, num_depths=2)
     assert chi_square(target, head) < 1.5
-    assert chi_square(target, None) < 1.5
+
+
+def test_the_target_alone_samples_its_own_distribution(tiny_target, chi_square):
+    assert chi_square(tiny_target("llama", vocab_size=6, eos_token_id=None), None) < 1.5
 
 
 @pytest.mark.parametrize("head_type", ["eagle3"])  # the engine is the same for all

@@ -133,7 +133,7 @@ def test_where_nothing_is_left_the_command_refuses(asked, tmp_path, monkeypatch)
     assert report is None and not (tmp_path / "out").exists()
 
 
-def test_the_same_command_goes_on_after_a_kill(asked, tmp_path, monkeypatch):
+def test_the_same_command_goes_on_after_a_kill(asked, tmp_path, monkeypatch, warming_up):
     begin, calls = Runner.begin, []
 
     def stopping(*arguments):

@@ -1,7 +1,6 @@
 """`headstart target get`: fetched once, checked, whole or not at all; what is there is not touched."""
 
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -62,8 +61,6 @@ def test_unknown_words_are_refused(name, source, tmp_path):
         get(name, tmp_path, source)
 
 
-def test_the_command_line_has_it():
-    done = subprocess.run(
-        [sys.executable, "-m", "headstart.scripts.cli", "target", "get", "--help"], capture_output=True, text=True
-    )
-    assert done.returncode == 0 and NAME in done.stdout
+def test_the_command_line_has_it(headstart):
+    code, said, _ = headstart("target get --help")
+    assert code == 0 and NAME in said

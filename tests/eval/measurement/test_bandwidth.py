@@ -26,6 +26,12 @@ from headstart.heads.registry import HEADS, build_head
 from rich.console import Console
 
 
+@pytest.fixture(scope="session")
+def tiny_target(tiny_target):
+    """Of four layers, two of which may be windows."""
+    return lambda family: tiny_target(family, num_hidden_layers=4)
+
+
 def result(used: Bandwidth) -> Result:
     suite, config = Suite("one", [[1]]), MeasureConfig()
     empty = unmeasured(suite, config, chain(3), engine=ENGINE, drafter="ngram", num_prompts=1, failed=[])

@@ -31,7 +31,7 @@ def suite(*domains):
 
 
 def measured(target, prompts, batch_size=1):
-    config = MeasureConfig(setting=chain(3), max_new_tokens=24, num_repeats=1, batch_size=batch_size)
+    config = MeasureConfig(setting=chain(3), max_new_tokens=12, num_repeats=1, batch_size=batch_size)
     return measure(target, NgramDrafter(), prompts, config, name="ngram")[0]
 
 

@@ -12,7 +12,7 @@ from headstart.eval.measurement.transformers_baseline import compare_transformer
 from headstart.eval.suites.prompts import Suite
 
 SUITE = Suite("three", [[1, 5, 9, 5, 9], [1, 7, 8, 3, 7, 8], [1, 30]])
-CONFIG = MeasureConfig(setting=chain(3), max_new_tokens=24, num_repeats=1)
+CONFIG = MeasureConfig(setting=chain(3), max_new_tokens=12, num_repeats=1)
 
 
 @pytest.fixture
@@ -49,8 +49,8 @@ def test_texts_equal_and_settings_are_as_before(name, drafters, target):
 def test_they_draft_exactly_k_tokens(drafters, target):
     """The target as its own draft model: every forward of theirs commits K + 1, but for the answer's end."""
     entry = compare_transformers(target, drafters["itself"], Suite("one", [[1, 5, 9]]), CONFIG, name="itself")
-    assert entry is not None and entry.num_tokens == 24
-    assert entry.num_rounds == 24 / 4
+    assert entry is not None and entry.num_tokens == 12
+    assert entry.num_rounds == 12 / 4
 
 
 def test_an_entry_has_the_keys_of_ours(drafters, target):

@@ -16,7 +16,7 @@ from headstart.eval.suites.prompts import FailedPrompt, Suite
 
 BAD = 13  # the token that a planted fault stumbles over
 PROMPTS = [[1, 5, 9], [1, BAD, 8], [1, 30, 31], [1, 40, 41]]
-CONFIG = MeasureConfig(setting=chain(3), max_new_tokens=16, num_repeats=2)
+CONFIG = MeasureConfig(setting=chain(3), max_new_tokens=8, num_repeats=1)
 
 
 class Stumbling(NgramDrafter):

@@ -75,8 +75,8 @@ def checked(target, *, tree=None, batch_size=1, prompts=PROMPTS, drafter=None):
 @pytest.mark.parametrize("tree", [None, PATHS], ids=["chain", "tree"])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_in_float32_every_text_is_identical(tree, batch_size, target_in):
-    report = checked(target_in(torch.float32), tree=tree, batch_size=batch_size)
-    assert report == LosslessReport(checked=16, identical=16)
+    report = checked(target_in(torch.float32), tree=tree, batch_size=batch_size, prompts=PROMPTS[:7])
+    assert report == LosslessReport(checked=7, identical=7)
 
 
 @pytest.mark.parametrize(("tree", "batch_size"), [(None, 1), (PATHS, 1), (PATHS, 3)])
@@ -105,7 +105,7 @@ def takes_anything(drafted):
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_a_lossy_rule_is_caught(rule, batch_size, dtype, target_in, monkeypatch):
     monkeypatch.setitem(ACCEPT_RULES, "exact", AcceptRule(rule, is_lossless=True))
-    report = checked(target_in(dtype), batch_size=batch_size, drafter=NgramDrafter())
+    report = checked(target_in(dtype), batch_size=batch_size, prompts=PROMPTS[:5], drafter=NgramDrafter())
     assert report.unexplained == report.checked, report
 
 

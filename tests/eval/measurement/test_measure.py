@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from headstart.configs.errors import BadInput
+from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.generate import Round, generate
 from headstart.eval.measurement.bandwidth import with_share
 from headstart.eval.measurement.config import MeasureConfig, chain
@@ -45,7 +46,7 @@ def text(target, prompt, num_new=40):
 
 
 def test_a_result_entry_is_whole_and_lossless(head, target):
-    entry, _ = measured(target, head, num_repeats=2)
+    entry, _ = measured(target, head)
     assert set(ENTRY_KEYS.split()) <= set(entry.to_json())
     assert entry.lossless == LosslessReport(checked=3, identical=3)
     assert (entry.num_prompts, entry.num_tokens, entry.batch_size) == (3, 72, 1)
@@ -79,14 +80,14 @@ def test_a_fixed_tree_is_told_by_its_parents():
     assert tree_shape(None) is None
 
 
-def test_percentiles_come_from_the_seconds_behind_the_speedup(head, target):
+def test_percentiles_come_from_the_seconds_behind_the_speedup(target):
     """One prompt: its own speedup, three times; of two, batch size 2, the one batch's."""
     for prompts, size in ((PROMPTS[:1], 1), (PROMPTS[:2], 2)):
-        entry, _ = measured(target, head, prompts, batch_size=size, max_new_tokens=8)
+        entry, _ = measured(target, NgramDrafter(), prompts, batch_size=size, max_new_tokens=8)
         assert entry.speedup_p10 == entry.speedup_median == entry.speedup_p90 == entry.speedup
 
 
-@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 2])  # of 1, see the next one
 def test_training_and_decoding_agree_on_the_acceptance_length(head, batch_size, target):
     """Up to one round per text: the last may draft beyond max_new_tokens, where training sees nothing."""
     entry, _ = measured(target, head, batch_size=batch_size)
@@ -96,12 +97,13 @@ def test_training_and_decoding_agree_on_the_acceptance_length(head, batch_size, 
     assert lowest <= forced <= highest
 
 
-def test_training_and_decoding_agree_exactly_on_texts_that_end(head_type, tiny_target):
+@pytest.mark.parametrize("every", [13, pytest.param(5, marks=pytest.mark.slow)])
+def test_training_and_decoding_agree_exactly_on_texts_that_end(head_type, every, tiny_target):
     """Texts closed by an end token are the same text for both; each prompt's answer is tried with several ends."""
     target = tiny_target("llama")
     head = build_head(HEADS[head_type].config_class(type=head_type), target).eval()
     whole = text(target, PROMPTS[0])
-    for token in dict.fromkeys(whole[1::5]):
+    for token in dict.fromkeys(whole[1::every]):
         target.model.generation_config.eos_token_id = token
         entry, _ = measured(target, head, [PROMPTS[0]], max_new_tokens=60)
         assert entry.teacher_forced_acceptance_length == entry.acceptance_length, token
@@ -129,6 +131,7 @@ def test_a_perfect_drafter_is_measured_at_its_most(target, target_as_drafter):
     assert entry.teacher_forced_acceptance_length is None, "no head, nothing to unroll"
 
 
+@pytest.mark.parametrize("head_type", ["eagle3", "medusa"])  # how each samples: the contract of heads
 def test_sampled_texts_are_measured_but_not_compared(head, target):
     entry, rounds = measured(target, head, PROMPTS[:1], temperature=1.0, num_repeats=2)
     assert entry.lossless.checked == 0 and entry.num_tokens == 2 * 24
@@ -138,6 +141,7 @@ def test_sampled_texts_are_measured_but_not_compared(head, target):
 
 
 @pytest.mark.parametrize("which", ["one", "all"])
+@pytest.mark.parametrize("head_type", ["eagle3", "medusa"])  # nothing is drafted
 def test_answers_that_end_at_once_do_not_break_a_measurement(which, head_type, tiny_target):
     """Their end token comes with the prefill, so that there is nothing to time."""
     target = tiny_target("llama")
@@ -161,6 +165,7 @@ def test_answers_that_end_at_once_do_not_break_a_measurement(which, head_type, t
 # What is left on disk
 
 
+@pytest.mark.parametrize("head_type", ["eagle3"])
 def test_the_rounds_give_the_figures_again(head, target, tmp_path):
     entry, rounds = measured(target, head, batch_size=2, num_repeats=2)
     path = write_report(tmp_path / "deep" / "eval", build_report(target, [entry]), rounds)

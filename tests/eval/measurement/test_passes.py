@@ -42,7 +42,7 @@ def test_a_drafter_measured_beside_others_has_the_figures_it_has_alone(changes, 
         assert [len(row["rounds"]) for row in rows] == [len(row["rounds"]) for row in rows_alone]
 
 
-def test_the_baseline_is_decoded_once_for_all_drafters(target, monkeypatch):
+def test_the_baseline_is_decoded_once_for_all_drafters(target, monkeypatch, warming_up):
     begun, begin = [], Runner.begin
     monkeypatch.setattr(Runner, "begin", lambda self, *args: begun.append(self.drafter) or begin(self, *args))
     suite = Suite("three", PROMPTS)
@@ -81,7 +81,7 @@ def test_a_drafter_that_raises_leaves_the_others_figures_alone(target):
     assert broken.failed[0].reason == "RuntimeError: planted"
 
 
-def test_where_memory_is_short_fewer_share_a_baseline(target, monkeypatch):
+def test_where_memory_is_short_fewer_share_a_baseline(target, monkeypatch, warming_up):
     begun, begin = [], Runner.begin
     monkeypatch.setattr(Runner, "begin", lambda self, *args: begun.append(self.drafter) or begin(self, *args))
     monkeypatch.setattr(module, "most_at_once", lambda *_: 1)

@@ -25,7 +25,7 @@ from headstart.eval.suites.prompts import Suite
 from headstart.heads.registry import HEADS, build_head
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3], [1, 30, 31], [1, 40, 41], [1, 44, 3]]
-CONFIG = MeasureConfig(setting=chain(3), max_new_tokens=16, num_repeats=2)
+CONFIG = MeasureConfig(setting=chain(3), max_new_tokens=8, num_repeats=2)
 TIMES = re.compile(
     r"seconds|_ms$|speedup|bandwidth|copy_|^timing$|tokens_per_second|^ours_over|per_second|step_medians|disturbance"
 )
@@ -62,7 +62,7 @@ def killed_after(count):
 
 
 @pytest.fixture
-def decoded(monkeypatch):
+def decoded(monkeypatch, warming_up):
     """The prompts of every batch that is decoded, in order, repeats and sides included."""
     seen = []
     begin = Runner.begin
@@ -75,8 +75,21 @@ def decoded(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("count", [1, 3, 5])
-@pytest.mark.parametrize("changes", [{}, {"batch_size": 2}, {"temperature": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [
+        *(({}, count) for count in (1, 3, 5)),
+        ({"batch_size": 2}, 2),
+        ({"temperature": 1.0}, 1),
+        *(
+            pytest.param(changes, count, marks=pytest.mark.slow)
+            for changes in ({"batch_size": 2}, {"temperature": 1.0})
+            for count in (1, 3, 5)
+            if count > 1 or "batch_size" in changes
+        ),
+    ],
+    ids=str,
+)
 def test_a_resumed_measurement_equals_one_in_one_go(count, changes, target, tmp_path, decoded):
     whole = run(target, None, **changes)
     num_batches = 3 if "batch_size" in changes else 5
@@ -123,7 +136,7 @@ def test_transformers_goes_on_too(target, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"max_new_tokens": 15},
+        {"max_new_tokens": 7},
         pytest.param({"setting": chain(2)}, marks=pytest.mark.slow),
         pytest.param({"num_repeats": 1}, marks=pytest.mark.slow),
         pytest.param({"seed": 1}, marks=pytest.mark.slow),

@@ -33,7 +33,13 @@ def served(target, drafter, setting, requests, *, size=4, eos=frozenset({2})):
     return serve(server, requests)
 
 
-@pytest.mark.parametrize("name", [*sorted(HEADS), "ngram", "suffix", "draft-model", "sparse-self", "none"])
+EVERY_DRAFTER = [*sorted(HEADS), "ngram", "suffix", "draft-model", "sparse-self", "none"]
+FAST = ("eagle3", "suffix", "draft-model", "none")  # what heads draft in a crowd: the next test
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in EVERY_DRAFTER]
+)
 @pytest.mark.parametrize("at_once", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_texts_are_those_of_requests_alone(name, at_once, target, tiny_target):
     """12 requests, all at once or by and by, at most 4 rows: every engine size is used, rows move between them."""

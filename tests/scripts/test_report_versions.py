@@ -1,0 +1,147 @@
+"""A report.json of another version, with keys missing or of another type: read right, or refused in one line."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from headstart.configs.errors import BadInput
+from headstart.eval.plan.machine_profile import PROFILES, load_profile
+from headstart.eval.report.comparison import headline, read_evaluation, standings, unlike
+from headstart.eval.report.comparison_page import write_page
+from headstart.eval.report.document import Report, read_report
+from headstart.eval.report.page import render
+from headstart.heads.export.folder import read_folder
+from headstart.heads.registry import HEADS, build_head, save_head
+from headstart.heads.target import Target
+from headstart.scripts.compare import show
+from headstart.scripts.push_command import card, lossless_report
+
+pytest.importorskip("hypothesis", reason="the dev extra has it")
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+few = settings(
+    max_examples=80,
+    database=None,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+GONE = object()
+VALUES = [GONE, None, True, 0, -1, 2, 0.5, 10**30, float("nan"), float("inf"), "", "x", [], {}, [None], [1.0, 2.0, 3.0]]
+mutations = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, len(VALUES) - 1)), min_size=1, max_size=3)
+
+
+@pytest.fixture(scope="module")
+def measured(saved_target, tmp_path_factory) -> Path:
+    """A head, and in `eval` what was measured of it."""
+    folder = tmp_path_factory.mktemp("measured")
+    target = Target.load(saved_target)
+    built = build_head(HEADS["medusa"].config_class(type="medusa", num_depths=2), target)
+    head = save_head(built, folder / "head", training={"max_length": 64})
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"w1 w{5 + i} w9"}) + "\n" for i in range(4)))
+    from headstart.eval.drafters.registry import build_drafter, training_record
+    from headstart.eval.measurement.config import MeasureConfig, chain
+    from headstart.eval.measurement.measure import measure
+    from headstart.eval.measurement.result import TrainingRecord
+    from headstart.eval.report.document import build_report, write_report
+    from headstart.eval.suites.prompts import load_suite
+
+    config = MeasureConfig(setting=chain(2), max_new_tokens=6, num_repeats=1)
+    suite = load_suite(folder / "prompts.jsonl", target, max_new_tokens=6)
+    name, drafter = build_drafter(f"head:{head}", target)
+    record = training_record(f"head:{head}")
+    training = TrainingRecord.from_json(record) if record else None
+    entry, rounds = measure(target, drafter, suite, config, name=name, training=training)
+    write_report(folder / "eval", build_report(target, [entry]), rounds)
+    return folder
+
+
+def places(value: Any, path: tuple = ()) -> list[tuple]:
+    """Every key and entry of a document, those of objects before what is in them."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place for key, part in inner for place in ((*path, key), *places(part, (*path, key)))]
+
+
+def changed(document: Any, place: tuple, value: Any) -> Any:
+    """A copy with another value at a place, or none; the same where the place is no more."""
+    copy = json.loads(json.dumps(document))
+    part = copy
+    try:
+        for key in place[:-1]:
+            part = part[key]
+        part[place[-1]]
+    except (KeyError, IndexError, TypeError):
+        return copy
+    if value is GONE:
+        del part[place[-1]]
+    else:
+        part[place[-1]] = value
+    return copy
+
+
+def read_by_all(measured: Path, document: Any, scratch: Path) -> None:
+    """`compare` with what was measured, the page, `push --report`: each takes it, or says in a line what is wrong."""
+    (scratch / "other").mkdir(parents=True, exist_ok=True)
+    path = scratch / "other" / "report.json"
+    path.write_text(json.dumps(document))
+    head = read_folder(measured / "head")
+
+    def compare() -> None:
+        both = [read_evaluation(measured / "eval", "eval"), read_evaluation(path.parent, "other")]
+        json.dumps([evaluation.summary() for evaluation in both])
+        show([], both)
+        write_page(scratch, both, [])
+        assert headline(standings(both)) and unlike(both) is not None
+
+    def push() -> None:
+        report = lossless_report(path, head.record)
+        assert "## Measured" in card(head, "me/mine", to="hf", base_model="owner/target", report=report)
+
+    for reader in (compare, push, lambda: render(read_report(path))):
+        try:
+            reader()
+        except BadInput as error:
+            assert str(path) in str(error) and "\n" not in str(error)
+
+
+def test_the_report_itself_is_read_by_all(measured, tmp_path):
+    document = json.loads((measured / "eval" / "report.json").read_text())
+    shutil.copytree(measured / "eval", tmp_path / "same")
+    report: Report = lossless_report(tmp_path / "same" / "report.json", read_folder(measured / "head").record)
+    assert report.results[0].acceptance_length == document["results"][0]["acceptance_length"]
+    read_by_all(measured, document, tmp_path)
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None, True, GONE, [1]])
+def test_another_schema_version_is_named(version, measured, tmp_path):
+    document = changed(json.loads((measured / "eval" / "report.json").read_text()), ("schema_version",), version)
+    (tmp_path / "report.json").write_text(json.dumps(document))
+    with pytest.raises(BadInput, match=r"report\.json: (schema_version .*, expected 1|no report .*'schema_version')"):
+        read_report(tmp_path / "report.json")
+
+
+@few
+@given(wrong=mutations)
+def test_a_report_with_other_keys_is_read_or_refused(wrong, measured, tmp_path_factory):
+    document = json.loads((measured / "eval" / "report.json").read_text())
+    at = places(document)
+    for place, value in wrong:
+        document = changed(document, at[place % len(at)], VALUES[value])
+    read_by_all(measured, document, tmp_path_factory.getbasetemp() / "read")
+
+
+@few
+@given(wrong=mutations)
+def test_a_machine_profile_with_other_keys_is_read_or_refused(wrong, tmp_path_factory):
+    document = json.loads(next(PROFILES.glob("*.json")).read_text())
+    at, path = places(document), tmp_path_factory.getbasetemp() / "machine.json"
+    for place, value in wrong:
+        document = changed(document, at[place % len(at)], VALUES[value])
+    path.write_text(json.dumps(document))
+    try:
+        load_profile(str(path))
+    except BadInput as error:
+        assert str(path) in str(error) and "\n" not in str(error)
