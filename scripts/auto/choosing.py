@@ -7,7 +7,7 @@ from .budget import EVALUATION, HALVING
 from .candidates import Candidate, by_gain_per_cost, find_candidates
 from .evaluation import ENDING_STEPS, evaluation_seconds
 from .halving import LEAST_STEPS, field, rung_seconds, survivors
-from .journal import Chosen, Rung
+from .journal import Chosen, Rung, Score
 from .learning import visit_plan
 from .session import Session
 
@@ -66,8 +66,11 @@ def rung(run: Session, names: list[str], known: dict[str, Candidate]) -> list[st
         until = min(run.clock.used + LATE * each, journal.learning_until)
         words = learner.visit_words(known[name], steps=steps, pace=learner.pace(name, before))
         what = f"rung {len(before) + 1} of {len(names)} candidates: {name} learns up to step {steps}"
-        record = run.step(what, words, name=f"learn-{name}", seconds=each, until=until)
-        score = learner.score(name, run.folder / "candidates" / name, record, steps)
+        try:
+            record = run.step(what, words, name=f"learn-{name}", seconds=each, until=until)
+            score = learner.score(name, run.folder / "candidates" / name, record, steps)
+        except BadInput as error:  # training refused it; others may do
+            score = Score(name, 0, 0.0, 0.0, [], 0, 0.0, str(error))
         done.scores.append(score)
         figures = (
             f"{score.acceptance_length:.2f} tokens per round, {score.predicted_speedup:.2f} times the speed predicted"

@@ -82,14 +82,14 @@ def serving(best: Result, drafter: str, *, head: str, engine: str, exported: str
     folder = replace(folder, record=replace(folder.record, head={**folder.own, "num_depths": length}))
     if engine == "llama.cpp":
         return serve_lines(folder, exported, Conversion())
-    return [serve_commands(folder, exported, to=engine, target=target)[engine]]
+    found = serve_commands(folder, exported, to=engine, target=target)
+    return [found[engine]] if engine in found else []
 
 
 def losing(best: Result) -> list[str]:
     """The domains of the traffic on which a result is not shown to be faster, in words."""
-    parts = [(name, part) for name, part in best.by_domain.items() if part.speedup_ci95 and part.speedup_ci95[0]]
     return [
         f"Not shown to be faster on prompts of {name}: {part.speedup:.2f} times the speed."
-        for name, part in parts
-        if part.speedup_ci95[0] <= 1
+        for name, part in best.by_domain.items()
+        if part.speedup is not None and (part.speedup_ci95[0] or 0) <= 1
     ]

@@ -107,13 +107,13 @@ class Chosen:
     head: str = ""  # its folder
 
 
-@dataclass(frozen=True)
+@dataclass
 class Evaluation:
-    """What was measured on held-out prompts; the report has the figures."""
+    """What is measured on held-out prompts. report: has the figures; empty until they are there."""
 
-    report: str
     num_prompts: int
     num_draft_tokens: int
+    report: str = ""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def run_all(run: Session) -> Journal:
         if run.machine.able or run.settings.engine == OURS:
             evaluate(run)
         decide(run)
-    for line in summary(journal, run.folder / "auto.html"):
+    for line in summary(journal, write_page(run.folder, journal)):
         run.console.print(line, highlight=False, soft_wrap=True)
     return journal
 
@@ -144,25 +144,28 @@ def evaluate(run: Session) -> None:
     """Held-out prompts, as many as the rest of the time allows."""
     journal, settings = run.journal, run.settings
     assert journal.split is not None
-    if journal.evaluation is not None:
+    if journal.evaluation is not None and journal.evaluation.report:
         return
     chosen, new = journal.chosen, settings.max_new_tokens
     left = max(run.clock.left, 0) if chosen else min(FREE_SECONDS, max(run.clock.left, 0))
     spare = left - (ENDING_STEPS - 1) * run.machine.start_seconds * (settings.engine != OURS)
-    limit = prompts_within(spare, run.machine, max_new_tokens=new, most=journal.split.held_out)
-    length = (chosen.score.num_draft_tokens if chosen and chosen.score else 0) or 3
-    output = run.folder / "eval"
+    if journal.evaluation is None:
+        limit = prompts_within(spare, run.machine, max_new_tokens=new, most=journal.split.held_out)
+        length = (chosen.score.num_draft_tokens if chosen and chosen.score else 0) or 3
+        journal.evaluation = Evaluation(limit, length)
+        run.write()
+    output, limit = run.folder / "eval", journal.evaluation.num_prompts
     words = evaluate_words(
         *(settings.target, chosen.head if chosen else "", run.held_out, output, run.machine),
         limit=limit,
         max_new_tokens=new,
-        length=length,
+        length=journal.evaluation.num_draft_tokens,
     )
     who = "the head" if chosen else "nothing can pay for its training; look-ups"
     record = run.step(f"{who} on {limit} held-out prompts", words, name="eval", seconds=spare)
     if not (output / "report.json").exists():
         raise BadInput(f"the evaluation failed: {last_line(Path(record.log))}")
-    journal.evaluation = Evaluation(str(output / "report.json"), limit, length)
+    journal.evaluation.report = str(output / "report.json")
     run.write()
 
 
@@ -176,19 +179,27 @@ def decide(run: Session) -> None:
         report = Path(journal.evaluation.report)
         decision = decision_of(report, head=head, engine=engine, exported=str(served), target=settings.target)
     if decision.deploy and engine != OURS:
-        starts = run.machine.start_seconds
-        if not served.is_dir():
-            words = ["export", head, str(served), "--to", engine, "--target", settings.target]
-            run.step(f"export for {engine}", words, name="export", seconds=starts)
-        record = run.step("check of the export", ["check", str(served)], name="check", seconds=starts)
-        if record.exit_code:
-            decision.cautions.append(f"The check of {served} found problems: {last_line(Path(record.log))}")
-        journal.exported = str(served)
+        try:
+            export(run, head, served)
+        except BadInput as error:
+            decision.cautions.append(f"It is not exported: {error}")
+            decision.commands.clear()
     if not run.machine.able:
         decision.reasons.insert(0, NO_CANDIDATE)
     journal.decision = decision
     run.write()
-    write_page(run.folder, journal)
+
+
+def export(run: Session, head: str, served: Path) -> None:
+    """For the engine named. Raises BadInput where that refuses the head, or the check finds something."""
+    engine, starts = run.settings.engine, run.machine.start_seconds
+    if not served.is_dir():
+        words = ["export", head, str(served), "--to", engine, "--target", run.settings.target]
+        run.step(f"export for {engine}", words, name="export", seconds=starts)
+    record = run.step("check of the export", ["check", str(served)], name="check", seconds=starts)
+    if record.exit_code:
+        raise BadInput(f"the check found problems: {last_line(Path(record.log))}")
+    run.journal.exported = str(served)
 
 
 def target_dtype(target: str, device: str, dtype: str) -> str:
