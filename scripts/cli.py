@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from ..configs.errors import BadInput, writing_into
+from .auto.command import auto
 from .compare import compare
 from .data.data_command import data
 from .doctor import doctor
@@ -22,7 +23,7 @@ from .push_command import push
 from .target_command import target
 
 # in the order of the help
-COMMANDS = ("target", "heads", "data", "train", "eval", "compare", "plan", "export", "check", "push", "doctor")
+COMMANDS = ("auto", "target", "heads", "data", "train", "eval", "compare", "plan", "export", "check", "push", "doctor")
 
 
 class InOrder(TyperGroup):
@@ -38,6 +39,8 @@ app = typer.Typer(
     help=(
         "Train draft heads for speculative decoding on a frozen target, measure what they save, and export them.\n\n"
         "A first run, on a real model:  make quickstart\n\n"
+        "All of it in one run, within a time:\n\n\b\n"
+        "  headstart auto --target MODEL --prompts PROMPTS.jsonl --budget 2h --output runs/auto\n\n"
         "On your own target and data (headstart doctor checks the machine):\n\n\b\n"
         "  headstart train runs/eagle3.yaml target.path=MODEL data.train=CHATS.jsonl train.output_dir=runs/mine\n"
         "  headstart eval --target MODEL --head runs/mine/final --prompts PROMPTS.jsonl --output runs/mine/eval"
@@ -72,6 +75,7 @@ def train(
         run_training(run)
 
 
+app.command(cls=PanelledCommand)(auto)
 app.command(name="eval", cls=PanelledCommand)(evaluate)
 for command in (plan, heads, compare, export, check, push, doctor):
     app.command()(command)

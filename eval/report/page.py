@@ -21,9 +21,10 @@ MOST_DIVERGENCES = 20  # shown; report.json has all
 
 
 @cache
-def page_template(name: str) -> Template:
-    """A template of this folder, which escapes all that it is given but charts."""
-    loader = FileSystemLoader(Path(__file__).parent)
+def page_template(name: str, folder: Path | None = None) -> Template:
+    """A template of this folder, or of another whose templates go on from this one's. It escapes all that it is given
+    but charts."""
+    loader = FileSystemLoader([Path(__file__).parent, *([folder] if folder else [])])
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

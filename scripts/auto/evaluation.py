@@ -1,0 +1,95 @@
+"""What the chosen head really saves on held-out prompts, and what follows: to deploy it, something else, or nothing."""
+
+from dataclasses import replace
+from pathlib import Path
+from shlex import quote
+
+from ...eval.measurement.metrics import LEAST_TIMED
+from ...eval.measurement.result import Result
+from ...eval.report.document import read_report
+from ...eval.report.recommendation import recommend
+from ...heads.export.folder import read_folder
+from ...heads.export.llamacpp import Conversion, serve_lines
+from ...heads.export.write import serve_commands
+from .candidates import OURS
+from .journal import Decision, Machine
+
+SIDES = 3.4  # the time of all sides (no drafts, the head, look-ups, both, checks of texts) in that without drafts
+ENDING_STEPS = 3  # commands that start at the end: evaluation, export, check
+FREE = "suffix"  # the drafter that needs no training
+BOTH = "hybrid"  # it and a head together
+OURS_ALONE = (FREE, BOTH)  # what no other engine drafts with
+SAFETY = 0.8  # share of the time that a plan fills
+
+
+def evaluation_seconds(num_batches: int, machine: Machine, *, max_new_tokens: int) -> float:
+    """About how long an evaluation of so many batches takes; of at least LEAST_TIMED."""
+    per_batch = SIDES * max_new_tokens * machine.baseline_ms / 1000
+    return machine.start_seconds + max(num_batches, LEAST_TIMED) * per_batch / SAFETY
+
+
+def prompts_within(seconds: float, machine: Machine, *, max_new_tokens: int, most: int) -> int:
+    """How many prompts can be measured in so many seconds, whole batches of them; LEAST_TIMED batches at least."""
+    per_batch = SIDES * max_new_tokens * machine.baseline_ms / 1000
+    batches = int((seconds - machine.start_seconds) * SAFETY / per_batch)
+    return min(max(batches, LEAST_TIMED) * machine.batch_size, most)
+
+
+def evaluate_words(
+    target: str,
+    head: str,
+    prompts: Path,
+    output: Path,
+    machine: Machine,
+    *,
+    limit: int,
+    max_new_tokens: int,
+    length: int,
+) -> list[str]:
+    """`headstart eval` of the head, of look-ups, and of both. head: its folder; empty: look-ups alone."""
+    drafters = ["--head", head, "--drafter", f"{BOTH}:{head}"] if head else []
+    chain = ["--num-draft-tokens", str(length)] if head else []
+    return [
+        *("eval", "--target", target, "--dtype", machine.dtype, "--device", machine.device),
+        *drafters,
+        *("--drafter", FREE, *chain),
+        *("--prompts", str(prompts), "--limit", str(limit), "--max-new-tokens", str(max_new_tokens)),
+        *("--batch-size", str(machine.batch_size), "--repeats", "1", "--output", str(output)),
+    ]
+
+
+def decide(report: Path, *, head: str, engine: str, exported: str, target: str) -> Decision:
+    """By the report's recommendation. Args: head: its folder; empty: none was trained. exported: folder, or empty."""
+    ours = [result for result in read_report(report).ours if engine == OURS or result.drafter not in OURS_ALONE]
+    advice = recommend(ours)
+    best = advice.best
+    if not advice.is_deployable or best is None:
+        return Decision(False, advice.headline, advice.reasons, advice.cautions)
+    drafter = best.drafter if best.drafter == FREE else f"{BOTH}:{head}" if best.drafter == BOTH else f"head:{head}"
+    commands = serving(best, drafter, head=head, engine=engine, exported=exported, target=target)
+    cautions = [*advice.cautions, *losing(best)]
+    interval = list(best.speedup_ci95)
+    return Decision(True, advice.headline, advice.reasons, cautions, drafter, commands, best.speedup, interval)
+
+
+def serving(best: Result, drafter: str, *, head: str, engine: str, exported: str, target: str) -> list[str]:
+    """Command lines of the engine that draft so; of our own, which serves nobody, the one that decodes with it."""
+    length = best.num_draft_tokens
+    if engine == OURS:
+        how = f"--drafter {quote(drafter)} --num-draft-tokens {length} --batch-size {best.batch_size}"
+        return [f"headstart eval --target {quote(target)} {how} --prompts PROMPTS.jsonl --output DIR"]
+    folder = read_folder(head, target=target)
+    folder = replace(folder, record=replace(folder.record, head={**folder.own, "num_depths": length}))
+    if engine == "llama.cpp":
+        return serve_lines(folder, exported, Conversion())
+    found = serve_commands(folder, exported, to=engine, target=target)
+    return [found[engine]] if engine in found else []
+
+
+def losing(best: Result) -> list[str]:
+    """The domains of the traffic on which a result is not shown to be faster, in words."""
+    return [
+        f"Not shown to be faster on prompts of {name}: {part.speedup:.2f} times the speed."
+        for name, part in best.by_domain.items()
+        if part.speedup is not None and (part.speedup_ci95[0] or 0) <= 1
+    ]

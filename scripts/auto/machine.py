@@ -1,0 +1,164 @@
+"""What this machine does with this target: a step, a round that drafts with each candidate, and an optimizer step.
+
+Heads are fresh: their drafts are wrong, which a round does not notice until its end, so that its time is that of a
+trained one.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ...configs.errors import BadInput
+from ...configs.loader import build
+from ...eval.measurement.config import chain
+from ...eval.measurement.step_times import TimedCell
+from ...heads.base import DraftBatch, DraftHead
+from ...heads.fit import NoSkeleton, build_skeleton_head, load_skeleton
+from ...heads.loading import TargetConfig
+from ...heads.nn.packed import pack_linears
+from ...heads.registry import build_head
+from ...heads.target import Target
+from ...train.config import TrainConfig
+from ...train.optim import build_optimizer
+from .candidates import Candidate, is_served
+from .journal import Machine, Measured
+from .prediction import LEAST_GAIN, RoundCost, bound
+
+MOST_DRAFTED = 5  # the longest chain that is considered
+ROWS = 2  # of the batch on which a training step is timed
+VOCABULARY_SHARE = 16  # a cut vocabulary, before the answers are known, is one in so many of the target's tokens,
+LEAST_VOCABULARY = 1024  # and at least so many
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is decoded and learnt. text: tokens of the traffic. context: before a round."""
+
+    batch_size: int
+    context: int
+    text: Sequence[int]
+    max_new_tokens: int
+
+
+def measure_machine(
+    target: Target,
+    candidates: Sequence[Candidate],
+    work: Workload,
+    *,
+    engine: str,
+    start_seconds: float,
+    go_on: Callable[[Measured | None], bool],
+) -> Machine:
+    """Args: go_on: called before the first candidate and after each; False: the rest is left out, for lack of time."""
+    steps = "eager" if target.device.type == "cpu" else "graph"
+    cell = TimedCell(target, None, [], batch_size=work.batch_size, context=work.context, text=work.text, steps=steps)
+    for _ in range(2):
+        cell.run()
+    found: list[Measured] = []
+    skeleton = skeleton_of(target)
+    is_on = go_on(None)
+    for candidate in candidates:
+        if not is_on:
+            found.append(Measured(candidate.name, out="there was no time to measure it"))
+            continue
+        found.append(measured(target, skeleton, candidate, work, engine=engine, steps=steps))
+        is_on = go_on(found[-1])
+    device, dtype = str(target.device), str(target.dtype).removeprefix("torch.")
+    return Machine(round(cell.baseline.round_ms, 3), work.batch_size, dtype, device, round(start_seconds, 1), found)
+
+
+def measured(
+    target: Target, skeleton: Target | None, candidate: Candidate, work: Workload, *, engine: str, steps: str
+) -> Measured:
+    """One candidate; where it cannot be of this target, or cannot pay, with the reason."""
+    name = candidate.name
+    if not is_served(candidate, engine):
+        return Measured(name, out=f"{engine} loads no heads of this family")
+    try:
+        if skeleton is not None and build_skeleton_head(candidate.head, skeleton).adapts_target:
+            raise BadInput("it changes the target, whose text would be another")
+        size = guessed_vocabulary(target)
+        candidate = candidate.with_vocabulary(size)
+        ids = None if candidate.head.draft_vocab_size is None else torch.arange(candidate.head.draft_vocab_size)
+        head = build_head(candidate.head, target, draft_token_ids=ids)
+        parameters = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
+        seconds = learning_seconds(target, head, candidate.train, work)
+        costs = drafting_costs(target, head, work, steps)
+    except BadInput as error:
+        return Measured(name, out=str(error))
+    best = bound(costs, longest(head))
+    short = f"even with most of its drafts accepted, {best.speedup:.2f} times the speed at best"
+    out = "" if best.speedup >= LEAST_GAIN else short
+    return Measured(name, parameters, costs, best.speedup, best.num_draft_tokens, max(round(seconds, 4), 1e-4), out)
+
+
+def skeleton_of(target: Target) -> Target | None:
+    """The target without weights; None where it cannot be built so."""
+    try:
+        return load_skeleton(TargetConfig(path=target.name))
+    except NoSkeleton:
+        return None
+
+
+def guessed_vocabulary(target: Target) -> int | None:
+    """Tokens of a cut draft vocabulary before there are answers to count."""
+    size = max(target.vocab_size // VOCABULARY_SHARE, LEAST_VOCABULARY)
+    return size if size < target.vocab_size else None
+
+
+def longest(head: DraftHead) -> int:
+    """The longest chain that is considered for a head."""
+    return min(head.max_draft_tokens or max(head.num_depths, head.default_draft_tokens), MOST_DRAFTED)
+
+
+def drafting_costs(target: Target, head: DraftHead, work: Workload, steps: str) -> list[RoundCost]:
+    """Rounds of the shortest chain, the longest, and one between them, in baseline steps measured beside them."""
+    head = head.to(target.dtype).eval().requires_grad_(False)
+    pack_linears(head)
+    most = longest(head)
+    settings = [chain(length) for length in sorted({1, (most + 1) // 2, most})]
+    size, context = work.batch_size, work.context
+    cell = TimedCell(target, head, settings, batch_size=size, context=context, text=work.text, steps=steps)
+    cell.run()
+    base = cell.baseline.round_ms
+    return [RoundCost(time.num_draft_tokens, round(time.round_ms / base, 4)) for time in cell.rounds]
+
+
+def learning_seconds(target: Target, head: DraftHead, train: dict[str, Any], work: Workload) -> float:
+    """An optimizer step as training takes it: the target reads, the head learns, the weights move."""
+    config = build(TrainConfig, {**train, "output_dir": "", "max_steps": 100})
+    optimizer = build_optimizer(head, config)
+    length = work.context + work.max_new_tokens // 2
+    text = [work.text[i % len(work.text)] for i in range(ROWS * length)]
+    rows = torch.tensor(text, device=target.device).view(ROWS, length)  # [B, T]
+    learn(target, head, rows[:1, : min(length, 16)])
+    began = time.perf_counter()
+    learn(target, head, rows)
+    reading = time.perf_counter() - began
+    optimizer.step()  # makes its state
+    began = time.perf_counter()
+    optimizer.step()
+    synchronised(target)
+    return reading * config.batch_size / ROWS + time.perf_counter() - began
+
+
+def learn(target: Target, head: DraftHead, rows: torch.Tensor) -> None:
+    """Forward and backward on rows of token ids [B, T], of which all but the first few are supervised."""
+    mask = torch.ones_like(rows, dtype=torch.bool)
+    mask[:, : min(8, rows.shape[1] // 2)] = False
+    head.train()
+    batch = DraftBatch(rows, mask, target.forward(rows, feature_layers=head.feature_layers))
+    is_narrow = target.dtype == torch.bfloat16
+    with torch.autocast(target.device.type, torch.bfloat16) if is_narrow else nullcontext():
+        loss = head.loss(replace(batch, starts=head.training_starts(mask))).loss
+    loss.backward()
+    synchronised(target)
+
+
+def synchronised(target: Target) -> None:
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)

@@ -1,0 +1,108 @@
+"""auto.html: one page of what to do, and of how that was found; and the same in a few lines for the terminal."""
+
+from pathlib import Path
+
+from ...configs.files import write_text
+from ...eval.report.document import short_name
+from ...eval.report.one_result import number
+from ...eval.report.page import page_template
+from ...eval.report.sections import Table, cell
+from .budget import clock_words
+from .journal import Journal
+
+Part = tuple[str, str, Table]  # title, text and table
+
+
+def write_page(folder: Path, journal: Journal) -> Path:
+    """Of a journal with a decision."""
+    assert journal.decision is not None and journal.machine is not None
+    machine = journal.machine
+    page = page_template("auto.html.j2", Path(__file__).parent).render(
+        target=short_name(str(journal.settings["target"])),
+        device=f"{machine.device}, {machine.dtype}, batch {machine.batch_size}",
+        used=clock_words(journal.seconds),
+        budget=clock_words(float(journal.settings["budget"])),
+        decision=journal.decision,
+        figure=figure(journal),
+        warnings=journal.answers.warnings if journal.answers else [],
+        report="eval/report.html" if journal.evaluation else "",
+        parts=[part for part in (candidates(journal), learning(journal), steps(journal)) if part],
+    )
+    return write_text(folder / "auto.html", page)
+
+
+def figure(journal: Journal) -> str:
+    """`1.92 [1.81, 2.03]`; empty where nothing is to be deployed."""
+    decision = journal.decision
+    if decision is None or decision.speedup is None:
+        return ""
+    low, high = decision.speedup_ci95
+    return f"{number(decision.speedup)} [{number(low)}, {number(high)}]"
+
+
+def summary(journal: Journal, page: Path) -> list[str]:
+    """The page in a few lines."""
+    decision = journal.decision
+    assert decision is not None
+    lines = [decision.headline + (f": {figure(journal)} times the speed" if decision.deploy else "")]
+    return [*lines, *decision.reasons, *decision.commands, f"written to {page}"]
+
+
+def candidates(journal: Journal) -> Part:
+    """What was measured before anything was learnt."""
+    assert journal.machine is not None
+    machine = journal.machine
+    rows = [
+        [
+            each.name,
+            each.out or "may pay",
+            cell(each.parameters or None),
+            "; ".join(f"K {cost.num_draft_tokens}: {cost.steps:.2f}" for cost in each.costs) or "-",
+            f"{each.bound:.2f} at K {each.bound_num_draft_tokens}" if each.costs else "-",
+            f"{each.step_seconds:.2f}" if each.costs else "-",
+        ]
+        for each in machine.candidates
+    ]
+    columns = ["candidate", "", "parameters", "a round, in steps of the target", "speedup at most", "s per step"]
+    text = (
+        f"A step of the target without drafts takes {machine.baseline_ms:.1f} ms here, at batch {machine.batch_size}. "
+        "A round drafts K tokens and has the target read them. At most: with four drafts in five accepted."
+    )
+    return "What can pay on this machine", text, Table("Candidates", columns, rows, num_labels=2)
+
+
+def learning(journal: Journal) -> Part | None:
+    """What each visit gave, and who was kept."""
+    rows = []
+    for number_of, rung in enumerate(journal.rungs, start=1):
+        for score in rung.scores:
+            fate = score.problem or ("kept" if score.name in rung.kept else "left")
+            length, speedup = f"{score.acceptance_length:.2f}", f"{score.predicted_speedup:.2f}"
+            rows.append([f"{number_of}", score.name, fate, cell(score.steps), length, speedup])
+    chosen = journal.chosen
+    if chosen and chosen.score:
+        score = chosen.score
+        length, speedup = f"{score.acceptance_length:.2f}", f"{score.predicted_speedup:.2f}"
+        rows.append(["last", chosen.name, "chosen", cell(score.steps), length, speedup])
+    answers = journal.answers
+    if answers is None:
+        return None
+    text = f"{answers.written} answers of the target, {answers.tokens:,} tokens" + ("." if answers.complete else
+        ": all that fitted into their share of the time.")  # fmt: skip
+    if answers.given:
+        text += f" {answers.given} chats came with answers."
+    if answers.draft_vocab_size:
+        text += (
+            f" {answers.draft_vocab_size:,} tokens make up {answers.coverage:.1%} of them: what heads with a cut "
+            "vocabulary draft."
+        )
+    text += " Lengths are of answers to validation prompts, decoded; the last run starts anew from the head before it."
+    columns = ["rung", "candidate", "", "steps", "tokens per round", "speedup predicted"]
+    return "What they learnt", text, Table("Rungs of equal time", columns, rows, num_labels=3)
+
+
+def steps(journal: Journal) -> Part:
+    """The commands, to be repeated by hand."""
+    rows = [[step.command, clock_words(step.seconds), cell(step.exit_code)] for step in journal.steps]
+    table = Table("Commands", ["command", "time", "exit"], rows)
+    return "How to repeat it", "Each step is an ordinary command; its output is in logs/.", table

@@ -1,0 +1,151 @@
+"""`headstart auto` as a whole: what it makes, what it refuses, and that it goes on where it was killed."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from headstart.scripts.auto.steps import Runner
+
+
+def journal_of(folder):
+    return json.loads((folder / "auto.json").read_text())
+
+
+@pytest.fixture
+def auto(headstart, chat_target, traffic, in_process, tmp_path):
+    """auto("--budget 6s"): exit code, what was said, and auto.json, None where there is none."""
+    path = traffic(40)
+
+    def call(line="--budget 6s --max-new-tokens 12"):
+        folder = tmp_path / "auto"
+        code, out, err = headstart(f"auto {line}", "--target", chat_target, "--prompts", path, "--output", folder)
+        return code, out + err, journal_of(folder) if (folder / "auto.json").exists() else None
+
+    return call
+
+
+def test_one_command_goes_from_prompts_to_a_decision(auto, machine_is, in_process, tmp_path):
+    machine_is(medusa=1.2, hydra=1.3, eagle=2.5)
+    code, said, found = auto("--budget 20s --max-new-tokens 12")
+    assert code == 0, said
+    assert (found["split"]["held_out"], found["split"]["asked"], found["answers"]["written"]) == (13, 27, 27)
+    [rung] = found["rungs"]
+    assert rung["plan"].keys() == {"medusa", "hydra"}, "what cannot pay is not trained"
+    scores = {score["name"]: score["predicted_speedup"] for score in rung["scores"]}
+    assert rung["kept"] == [max(scores, key=scores.__getitem__)] == [found["chosen"]["name"]]
+    assert 10 < found["chosen"]["score"]["steps"] <= found["chosen"]["max_steps"]
+    assert found["evaluation"]["num_prompts"] == 13
+    report = json.loads((tmp_path / "auto" / "eval" / "report.json").read_text())
+    assert {result["drafter"] for result in report["results"]} == {found["chosen"]["name"], "hybrid", "suffix"}
+    assert found["decision"]["headline"] in said
+    page = (tmp_path / "auto" / "auto.html").read_text()
+    assert found["decision"]["headline"] in page and "even with" not in page and "<script" not in page
+    for step in found["steps"]:
+        assert step["command"].startswith("headstart ") and step["command"] in said, "each step is told as it is run"
+    ran = len(in_process)
+    code, said, again = auto("--budget 20s --max-new-tokens 12")
+    assert (code, len(in_process), again) == (0, ran, found), "a finished run says its decision again, and does nothing"
+    assert found["decision"]["headline"] in said
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_behind_the_last_finished_step_whenever_it_was_killed(auto, machine_is, monkeypatch, tmp_path):
+    machine_is(medusa=1.2, hydra=1.3)
+    whole = Runner.run
+    finished, alive = [], [0]
+
+    def dies(self, name, words, *, until=None):
+        if alive[0] == 0:
+            raise SystemExit(137)
+        alive[0] -= 1
+        record = whole(self, name, words, until=until)
+        finished.append(words)
+        return record
+
+    monkeypatch.setattr(Runner, "run", dies)
+    plans = []
+    for _ in range(12):
+        alive[0] = 1
+        code, said, found = auto("--budget 20s --max-new-tokens 12")
+        plans.append([rung["plan"] for rung in found["rungs"]])
+        if code != 137:
+            break
+    assert code == 0, said
+    assert len(finished) == len({tuple(words) for words in finished}) == len(found["steps"]), "no step is done twice"
+    planned = [plan for plan in plans if plan]
+    assert all(plan == planned[0] for plan in planned), "what was decided stays"
+    assert found["decision"] is not None
+
+
+def test_where_no_candidate_can_pay_nothing_is_trained(auto, machine_is, in_process):
+    machine_is(medusa=2.5, hydra=3.0)
+    code, said, found = auto()
+    assert code == 0, said
+    assert [words[0] for words in in_process] == ["eval"] and "suffix" in in_process[0]
+    assert found["chosen"] is None and found["answers"] is None
+    assert "No head was trained" in said and found["decision"]["drafter"] in ("", "suffix")
+
+
+def test_an_engine_is_given_no_drafter_that_it_does_not_have(auto, machine_is, in_process):
+    machine_is(medusa=2.5)
+    code, said, found = auto("--budget 6s --engine vllm")
+    assert code == 0 and not in_process, said
+    assert not found["decision"]["deploy"] and "none can pay" in said
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("--budget 20", "--budget 20: expected a time such as 90s, 20m or 2h"),
+        ("--budget 0.5s", "--budget 0.5s: too short for anything to be learnt; the least is 1s"),
+        ("--budget 6s --engine tgi", "--engine tgi: expected one of headstart, llama.cpp, sglang, vllm"),
+        ("--budget 2s", "--budget: too short for this target here; the least that makes sense is 1m"),
+    ],
+)
+def test_what_can_be_mended_is_told_in_one_line(auto, machine_is, line, problem, tmp_path):
+    machine_is(medusa=1.2)
+    code, said, found = auto(line)
+    last = [line for line in said.splitlines() if line.startswith("headstart: ")]
+    assert code == 2 and len(last) == 1 and problem in last[0], said
+    assert found is None and not (tmp_path / "auto").exists(), "nothing is left behind"
+
+
+def test_a_folder_of_other_settings_is_refused(auto, machine_is):
+    machine_is(medusa=2.5)
+    assert auto()[0] == 0
+    code, said, _ = auto("--budget 7s --max-new-tokens 12")
+    assert code == 2 and "begun with budget 6.0, now 7.0; give a new folder" in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_run_that_is_killed_ends_all_the_same(chat_target, traffic, tmp_path):
+    """kill -9 at random points, and what the killed process had started ends with it."""
+    folder = tmp_path / "auto"
+    command = [sys.executable, "-m", "headstart.scripts.cli", "auto", "--budget", "5m", "--max-new-tokens", "12"]
+    command += ["--target", str(chat_target), "--prompts", str(traffic(40)), "--output", str(folder)]
+    source = random.Random(0)
+    for _ in range(4):
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        time.sleep(source.uniform(10, 30))
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    assert not running_in(folder), "no step outlives the run"
+    before = journal_of(folder)
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = journal_of(folder)
+    assert all(found[key] == before[key] for key in ("split", "machine", "answers") if before[key])
+    assert found["decision"]["headline"] in done.stderr
+
+
+def running_in(folder):
+    """Processes whose command line names a folder."""
+    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.is_file()]
+    return [line for line in lines if str(folder).encode() in line]

@@ -1,0 +1,159 @@
+"""The decisions of `headstart auto`, from figures alone: shares of the time, predictions, halving, candidates."""
+
+import json
+
+import numpy as np
+import pytest
+from headstart.configs.errors import BadInput
+from headstart.heads.registry import HEADS
+from headstart.scripts.auto import candidates
+from headstart.scripts.auto.budget import Clock, clock_words, parse_budget
+from headstart.scripts.auto.candidates import by_gain_per_cost, check_engine, find_candidates, is_served
+from headstart.scripts.auto.data import split_prompts, vocabulary_for, warnings_of
+from headstart.scripts.auto.halving import LEAST_STEPS, Pace, field, rung_seconds, rung_sizes, steps_within, survivors
+from headstart.scripts.auto.learning import extended
+from headstart.scripts.auto.prediction import RoundCost, bound, cost_of, expected_length, predict
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("20m", 1200), ("2h", 7200), ("1h30m", 5400), ("1.5m", 90)])
+def test_a_budget_is_a_time(text, seconds):
+    assert parse_budget(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "20", "20 m", "m", "5s", "-3m", "2d"])
+def test_anything_else_is_refused_in_a_line_that_names_it(text):
+    with pytest.raises(BadInput, match=f"--budget {text}"):
+        parse_budget(text)
+
+
+def test_times_read_as_clocks():
+    assert [clock_words(seconds) for seconds in (7, 187, 3723)] == ["0:07", "3:07", "1:02:03"]
+
+
+def test_time_that_was_used_before_a_kill_counts(tmp_path):
+    (tmp_path / "clock.json").write_text('{"seconds": 40.0}')
+    assert 59 < Clock(tmp_path / "clock.json", 100).left <= 60
+    (tmp_path / "clock.json").write_text("{")
+    assert Clock(tmp_path / "clock.json", 100).used < 1, "a damaged note costs no more than the note"
+
+
+def test_a_length_is_one_and_the_products_of_the_rates():
+    assert expected_length([0.5, 0.5], 2) == 1.75
+    assert expected_length([0.5, 0.5], 1) == 1.5
+    assert expected_length([0.5, None, 0.9], 3) == 1.5, "a position that was never reached adds nothing"
+
+
+def test_costs_between_measured_lengths_lie_between_them():
+    costs = [RoundCost(1, 1.2), RoundCost(5, 2.0)]
+    assert cost_of(costs, 3) == pytest.approx(1.6)
+
+
+def test_the_longest_chain_is_not_the_best_where_drafts_cost():
+    costs = [RoundCost(1, 1.1), RoundCost(3, 2.5)]
+    assert predict([0.6, 0.5, 0.4], costs).num_draft_tokens == 1
+    assert predict([0.9, 0.9, 0.9], [RoundCost(1, 1.1), RoundCost(3, 1.3)]).num_draft_tokens == 3
+
+
+def test_what_cannot_pay_even_with_generous_acceptance_is_known_before_training():
+    assert bound([RoundCost(1, 2.0), RoundCost(5, 5.0)], 5).speedup < 1
+    assert bound([RoundCost(1, 1.1), RoundCost(5, 1.5)], 5).speedup > 2
+
+
+def test_rates_of_positions_that_were_not_tried_are_the_last_ones():
+    assert extended([0.8, 0.6], 4) == [0.8, 0.6, 0.6, 0.6]
+    assert extended([0.8, 0.6, 0.5], 2) == [0.8, 0.6]
+
+
+def test_rungs_halve_until_one_is_left():
+    assert [rung_sizes(count) for count in (1, 2, 3, 4, 7)] == [[], [2], [3, 2], [4, 2], [7, 4, 2]]
+    assert rung_seconds(60, 7) == 20
+
+
+def test_only_as_many_candidates_begin_as_there_is_time_for():
+    paces = {name: Pace(step=1.0, visit=5.0) for name in "abcd"}
+    least = 5 + LEAST_STEPS
+    assert field("abcd", paces, 2 * 4 * least) == list("abcd")
+    assert field("abcd", paces, 2 * 4 * least - 1) == list("abc"), "the last in rank is left out"
+    assert field("abcd", paces, 1) == ["a"]
+
+
+def test_steps_fill_the_time_of_a_visit():
+    assert steps_within(105, Pace(step=0.5, visit=5)) == 200
+    assert steps_within(1, Pace(step=0.5, visit=5)) == LEAST_STEPS
+
+
+def test_the_better_half_goes_on_in_order_of_its_scores():
+    assert survivors({"a": 1.0, "b": 1.4, "c": 1.2}) == ["b", "c"]
+    assert survivors({"a": 1.0, "b": 1.0}) == ["a"]
+
+
+def test_what_wins_more_for_its_cost_comes_first():
+    assert by_gain_per_cost([("dear", 2.0, 4.0), ("cheap", 1.8, 1.0), ("poor", 1.1, 1.0)]) == ["cheap", "dear", "poor"]
+
+
+def test_every_family_of_the_registry_is_a_candidate():
+    assert {candidate.head.type for candidate in find_candidates()} == set(HEADS)
+
+
+def test_a_family_without_options_is_taken_as_its_own_config_has_it(monkeypatch):
+    monkeypatch.setattr(candidates, "shipped", lambda pattern: [])
+    found = {candidate.name: candidate for candidate in find_candidates()}
+    assert set(found) == set(HEADS) and not any(candidate.cuts_vocabulary for candidate in found.values())
+
+
+def test_a_vocabulary_is_cut_only_for_those_that_offer_it():
+    offered = {candidate.name: candidate.with_vocabulary(512).head.draft_vocab_size for candidate in find_candidates()}
+    assert set(offered.values()) == {512, None}
+
+
+def test_engines_load_some_families():
+    check_engine("headstart")
+    check_engine("vllm")
+    with pytest.raises(BadInput, match="--engine tgi: expected one of headstart"):
+        check_engine("tgi")
+    served = {candidate.name for candidate in find_candidates() if is_served(candidate, "sglang")}
+    assert served and served < {candidate.name for candidate in find_candidates()}
+
+
+def test_the_vocabulary_is_the_smallest_that_covers_the_answers():
+    counts = np.zeros(4096, dtype=np.int64)
+    counts[:300] = 100
+    assert vocabulary_for(counts, [4000]) == (512, 1.0)
+    assert vocabulary_for(np.ones(4096, dtype=np.int64), []) == (None, None), "all tokens are used alike"
+    assert vocabulary_for(np.zeros(4096, dtype=np.int64), []) == (None, None)
+
+
+def test_loops_and_cut_answers_are_told():
+    assert warnings_of(10, truncated=2, looping=2) == []
+    assert [len(warnings_of(10, truncated=3, looping=0)), len(warnings_of(10, truncated=3, looping=3))] == [1, 2]
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_what_is_held_out_is_never_asked(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": f"question {i % 30}", "category": "c"} for i in range(50)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chats = tmp_path / "chats.jsonl"
+    pairs = [(f"question {i}", "answer") for i in range(30)] + [("another", "answer"), ("open", None)]
+    turns = [[{"role": "user", "content": q}] + [{"role": "assistant", "content": a}] * bool(a) for q, a in pairs]
+    chats.write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
+    assert split_prompts(str(path), str(chats), tmp_path / "data", seed=0) == (10, 20, 20)
+    held_out = {row["messages"][0]["content"] for row in rows_of(tmp_path / "data" / "held_out.jsonl")}
+    asked = {row["prompt"] for row in rows_of(tmp_path / "data" / "prompts.jsonl")}
+    given = {row["messages"][0]["content"] for row in rows_of(tmp_path / "data" / "given.jsonl")}
+    assert len(held_out) == 10 and len(asked) == 20 and not held_out & asked
+    assert given == asked | {"another"}, "chats that ask what is held out are left out, and those without an answer"
+    first = (tmp_path / "data" / "held_out.jsonl").read_text()
+    split_prompts(str(path), "", tmp_path / "again", seed=0)
+    assert (tmp_path / "again" / "held_out.jsonl").read_text() == first
+    assert all(row["category"] == "c" for row in rows_of(tmp_path / "data" / "held_out.jsonl"))
+
+
+def test_too_few_prompts_are_refused(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "one"}\n{"prompt": "one"}\n{"prompt": "two"}\n')
+    with pytest.raises(BadInput, match="2 different prompts, at least 12 are needed"):
+        split_prompts(str(path), "", tmp_path / "data", seed=0)

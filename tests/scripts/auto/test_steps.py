@@ -1,0 +1,69 @@
+"""A step is a command in a process of its own: stopped in time, quoted where it refuses, ended with its parent."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+from headstart.configs.errors import BadInput
+from headstart.scripts.auto.budget import Clock
+from headstart.scripts.auto.steps import Runner
+from headstart.train.stopping import Stopping
+
+
+@pytest.fixture
+def runner(tmp_path, monkeypatch):
+    """Runs its words as a shell's."""
+    monkeypatch.setattr(Runner, "arguments", lambda self, words: ["sh", "-c", *words])
+    return Runner(tmp_path / "logs", Clock(tmp_path / "clock.json", 100), Stopping())
+
+
+def test_what_a_command_says_goes_into_its_log(runner):
+    record = runner.run("says", ["echo one; echo two >&2; exit 1"])
+    assert (record.exit_code, record.stopped) == (1, False)
+    assert (runner.logs / "says.log").read_text() == "one\ntwo\n"
+
+
+def test_a_command_is_stopped_when_its_time_is_over(runner):
+    began = time.monotonic()
+    record = runner.run("waits", ["exec sleep 60"], until=0.0)
+    assert record.stopped and record.exit_code and time.monotonic() - began < 30
+
+
+def test_what_a_command_refuses_is_told_in_its_words(runner):
+    with pytest.raises(BadInput, match="^trains: the file is not there$"):
+        runner.run("trains", ["echo noise; echo 'headstart: the file is not there'; exit 2"])
+
+
+def test_training_is_started_by_the_launcher_alone(tmp_path):
+    clock = Clock(tmp_path / "clock.json", 100)
+    runner = Runner(tmp_path, clock, Stopping(), ["accelerate", "launch"])
+    assert runner.shown(["train", "a.yaml"]) == "accelerate launch -m headstart.train a.yaml"
+    assert runner.shown(["eval", "--head", "a b"]) == "headstart eval --head 'a b'"
+    assert runner.arguments(["eval"])[-2:] == ["headstart.scripts.cli", "eval"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system tells children of their parent's end on Linux alone")
+def test_a_command_ends_with_the_process_that_started_it(tmp_path):
+    script = (
+        "import os, signal, subprocess; from functools import partial; "
+        "from headstart.scripts.auto.steps import _end_with; "
+        "child = subprocess.Popen(['sleep', '60'], preexec_fn=partial(_end_with, os.getpid())); "
+        "print(child.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    pid = int(done.stdout)
+    for _ in range(100):
+        if not is_alive(pid):
+            break
+        time.sleep(0.05)
+    assert not is_alive(pid)
+
+
+def is_alive(pid):
+    """Whether a process is there, and no zombie that nobody has asked about."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
