@@ -1,5 +1,6 @@
 """The contract of a drafter: what the engine gives it, and what it gives back. Heads are drafters that are trained."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,6 +72,9 @@ class Drafter:
         lists with an entry per row, and such dataclasses.
         """
         raise NotImplementedError
+
+    def leave_out(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Forget answers to these prompts, token ids each, where it has them: they are about to be measured on."""
 
     def commit(self, state: Any, read: Reading) -> None:
         """Take in what the target has read since the last call: drafted states are replaced by true ones."""

@@ -5,7 +5,7 @@ import hashlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -68,6 +68,15 @@ def read_model_config(target: TargetConfig) -> Any:
             return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=target.trust_remote_code)
     except Exception as error:  # as in load_model
         raise BadInput(f"target {path}: {first_line(error)}") from error
+
+
+def load_tokenizer(target: TargetConfig) -> Any:
+    """A model's tokenizer, without its weights. Raises BadInput where there is none."""
+    path, revision = found_path(target.path), target.revision
+    try:
+        return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=target.trust_remote_code)
+    except Exception as error:
+        raise BadInput(f"tokenizer of {path}: {first_line(error)}") from error
 
 
 def quantization(config: Any) -> str | None:
@@ -208,11 +217,7 @@ class FrozenModel:
     def tokenizer(self) -> Any:
         """The target's own tokenizer, loaded on first use."""
         if self._tokenizer is None:
-            try:
-                revision, trusted = self._source.revision, self._source.trust_remote_code
-                self._tokenizer = AutoTokenizer.from_pretrained(self.name, revision=revision, trust_remote_code=trusted)
-            except Exception as error:
-                raise BadInput(f"tokenizer of {self.name}: {first_line(error)}") from error
+            self._tokenizer = load_tokenizer(replace(self._source, path=self.name))
         return self._tokenizer
 
     @property

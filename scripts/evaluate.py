@@ -46,7 +46,8 @@ def evaluate(
     drafter: Annotated[
         list[str] | None,
         DRAFTS(
-            help="ngram[:MAX], suffix, sparse-self[:BUDGET], draft-model:PATH, hybrid:HEAD (with look-ups), or "
+            help="ngram[:MAX], suffix[:ANSWERS.jsonl], sparse-self[:BUDGET], draft-model:PATH, "
+            "hybrid:HEAD[:ANSWERS.jsonl], which looks up too, or "
             "head:PATH, as --head. Repeatable."
         ),
     ] = None,
@@ -120,7 +121,7 @@ def evaluate(
     from ..configs.owned import OwnedFolder
     from ..eval.measurement.config import MeasureConfig, chain
     from ..eval.measurement.resume import BatchStore
-    from ..eval.measurement.servers.served import SWEPT
+    from ..eval.measurement.servers.served import swept
     from ..eval.replay import check_steps
     from ..eval.report.recommendation import is_lossless
     from ..eval.verify import ACCEPT_RULES
@@ -162,7 +163,7 @@ def evaluate(
         with BatchStore(folder.path, on_first=folder.keep) as store:
             if drafts is None:
                 assert served is not None
-                lengths = SWEPT if num_draft_tokens is None else [num_draft_tokens]
+                lengths = swept(served) if num_draft_tokens is None else [num_draft_tokens]
                 results, rounds = measure_server(loaded, served, suites, config, lengths, store), []
             else:
                 run = EvalRun(loaded, drafters, suites, config, batch_size or [1], drafts, store)
@@ -193,8 +194,8 @@ def served_files(
         raise BadInput(f"--engine {engine}: expected headstart or llama-server")
     if binary is None:
         raise BadInput("--engine llama-server: name its binary with --server-bin or in LLAMA_SERVER")
-    if len(heads) != 1 or not heads[0].endswith(".gguf") or not target.endswith(".gguf"):
-        raise BadInput("--engine llama-server: takes --target TARGET.gguf and one --head HEAD.gguf")
+    if len(heads) != 1 or not heads[0].endswith((".gguf", ".ngrams")) or not target.endswith(".gguf"):
+        raise BadInput("--engine llama-server: takes --target TARGET.gguf and one --head HEAD.gguf or answers.ngrams")
     if others:
         raise BadInput("--engine llama-server: drafts chains of that head at batch 1, alone")
     return ServerFiles(binary, Path(target), Path(heads[0]), args)

@@ -1,6 +1,7 @@
 """`headstart export`: a trained head as a serving engine loads it. `headstart check`: a folder against the contract."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,9 @@ from ..configs.errors import BadInput
 
 
 def export(
-    source: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or a head's own, RUN/final.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run folder, a head's own, RUN/final, or a file of answers.")
+    ],
     output: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
     to: Annotated[str, typer.Option(help="vllm, sglang, speculators, hf or llama.cpp.")],
     target: Annotated[str, typer.Option(help="The target's folder or hub id; default: where it was in training.")] = "",
@@ -29,6 +32,7 @@ def export(
       headstart export runs/mine served/mine --to vllm
       headstart export runs/mine served/mine --to speculators     then: vllm serve served/mine
       headstart export runs/mine served/mine --to llama.cpp --llama-cpp ~/llama.cpp --target-outtype bf16
+      headstart export answers.jsonl served/lookup --to llama.cpp --target MODEL
 
     \b
     eagle, eagle3   vllm, sglang (one folder for both); eagle3 also speculators, which names its target, and llama.cpp
@@ -37,6 +41,7 @@ def export(
     mtp             vllm, sglang, hf: a copy of the target with the modules in it; llama.cpp, of some targets
     draft_lm        vllm, sglang, hf, llama.cpp: a plain model with the target's tokenizer
     hydra           none: no engine loads it
+    answers.jsonl   llama.cpp: what it looks up, with no head at all
 
     The folder is written whole or not at all. The command that serves it is printed. For llama.cpp it has head.gguf,
     and target.gguf where --target-outtype asks for it; without --llama-cpp the conversion is told and left to you.
@@ -45,6 +50,10 @@ def export(
     from ..heads.export.llamacpp import Conversion, serve_lines
     from ..heads.export.write import export_head, notes, serve_commands
 
+    if source.name.endswith((".jsonl", ".jsonl.gz")):
+        if dtype or outtype or target_outtype:
+            raise BadInput(f"{source}: answers have no --dtype, --outtype or --target-outtype")
+        return export_answers(source, output, to=to, target=target)
     is_llamacpp = to == "llama.cpp"
     if not is_llamacpp and (outtype or target_outtype):
         raise BadInput(f"--to {to}: --outtype and --target-outtype go with --to llama.cpp")
@@ -61,6 +70,25 @@ def export(
         print(command)
     if found.problems:
         raise typer.Exit(1)
+
+
+def export_answers(source: Path, output: Path, *, to: str, target: str) -> None:
+    """Answers as llama-server looks them up. Raises BadInput for engines that read no such file."""
+    from ..configs.files import new_folder
+    from ..eval.drafters.answers import load_answers
+    from ..eval.drafters.llamacpp_cache import DYNAMIC, cache_flags, write_cache
+    from ..heads.loading import TargetConfig, load_tokenizer
+
+    if to != "llama.cpp":
+        hint = "; vLLM's suffix decoding learns from the answers that it gives" if to == "vllm" else ""
+        raise BadInput(f"--to {to}: reads no file of answers, only llama.cpp does{hint}")
+    if not target:
+        raise BadInput("--target: name the target, whose tokenizer the answers are read with")
+    answers = load_answers(source, load_tokenizer(TargetConfig(path=target)))
+    with new_folder(output) as part:
+        num_ngrams = write_cache(answers, part)
+    print(f"written to {output}: {num_ngrams} n-grams of {len(answers.rows)} answers")
+    print(f"llama-server -m TARGET.gguf {shlex.join(cache_flags(output / DYNAMIC))}")
 
 
 def check(

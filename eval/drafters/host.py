@@ -23,6 +23,10 @@ def committed_tokens(read: Reading) -> list[list[int]]:
 class RowText(Protocol):
     """The committed text of one row, the pending token included."""
 
+    def read_prompt(self, tokens: Sequence[int]) -> None:
+        """Append the prompt, and the first token behind it."""
+        ...
+
     def extend(self, tokens: Sequence[int]) -> None:
         """Append committed tokens."""
         ...
@@ -30,6 +34,17 @@ class RowText(Protocol):
     def draft(self, num_tokens: int) -> list[int]:
         """Exactly as many tokens that may follow."""
         ...
+
+
+def commit_texts(rows: Sequence[Any], read: Reading) -> list[bool]:
+    """Append to each row what this reading adds to its text; returns which rows grew."""
+    news = committed_tokens(read)
+    for row, new, start in zip(rows, news, read.start.tolist(), strict=True):
+        if start == 0 and new:
+            row.read_prompt(new)
+        else:
+            row.extend(new)
+    return [bool(new) for new in news]
 
 
 @dataclass
@@ -52,10 +67,7 @@ class TextDrafter(Drafter):
         return TextState(self.new_rows(batch_size))
 
     def commit(self, state: TextState, read: Reading) -> None:
-        news = committed_tokens(read)
-        for row, new in zip(state.rows, news, strict=True):
-            row.extend(new)
-        state.active = [bool(new) for new in news]
+        state.active = commit_texts(state.rows, read)
 
     def propose(self, state: TextState, *, num_draft_tokens: int) -> Proposal:
         nothing = [0] * num_draft_tokens

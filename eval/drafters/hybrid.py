@@ -1,7 +1,6 @@
 """A head and the text so far together: the head's first tokens, and from where it pays a copy of what followed the same
 words before, in one chain or one tree. Whom to trust is learnt, row by row, from how often each was right."""
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,41 +11,13 @@ from ...configs.errors import BadInput
 from ...heads.base import DraftHead
 from ...heads.drafter import Drafter, Reading
 from ...heads.drafting import Draws, DynamicTree, Proposal, Tree
-from .host import committed_tokens
-from .lookup import SuffixRow, SuffixTrie
+from .answers import Answers
+from .host import commit_texts
+from .lookup import ANSWERED_DRAFT_TOKENS
+from .suffix import PROBABILITIES, PROBABILITY_RATES, HitRates, Place, Rates, SuffixRow, SuffixTrie
 
-# Matches are told apart by their length in tokens, from these on, and heads' guesses by their probability. A text's
-# own counts begin with these rates, as if seen so often; answers of SmolLM2-135M-Instruct gave those of matches.
-MATCHES = (0, 1, 2, 3, 5, 8, 12)
-MATCH_RATES = (0.05, 0.4, 0.5, 0.55, 0.65, 0.72, 0.87)
-PROBABILITIES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
-PROBABILITY_RATES = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.94, 0.985)
-WEIGHT = 6.0
 NUM_RANKS = 4  # guesses of the head that a tree may hold behind each node of its chain
 MOST_READ = 2048  # positions of a prompt that the head reads at a time
-SURE = 0.8  # expected share of a copied chain that is accepted, from which on the head is not asked
-
-
-class HitRates:
-    """How often guesses were right, by their certainty: the length of a match in tokens, or a probability.
-
-    Args: edges: the least certainty of each class, ascending from 0. rates: of each class before anything is counted.
-    """
-
-    def __init__(self, edges: Sequence[float], rates: Sequence[float]):
-        self.edges = edges
-        self.hits, self.totals = [WEIGHT * rate for rate in rates], [WEIGHT] * len(rates)
-
-    def at(self, certainty: float) -> float:
-        """The rate, 0 to 1, of guesses of that certainty."""
-        place = bisect_right(self.edges, certainty) - 1
-        return self.hits[place] / self.totals[place]
-
-    def add(self, certainty: float, *, is_right: bool) -> None:
-        """Count a guess."""
-        place = bisect_right(self.edges, certainty) - 1
-        self.hits[place] += is_right
-        self.totals[place] += 1
 
 
 @dataclass(frozen=True)
@@ -62,17 +33,18 @@ Path = tuple[int, ...]  # the tokens of a node and of those above it
 
 
 class HybridRow:
-    """One row's text, what its look-ups and its head's guesses were worth so far, and what may follow."""
+    """One row's look-ups, and what may follow them and its head's guesses.
 
-    def __init__(self, trie: SuffixTrie):
-        self.text = SuffixRow(trie)
-        self.copied = HitRates(MATCHES, MATCH_RATES)
-        self.guessed = HitRates(PROBABILITIES, PROBABILITY_RATES)
+    Args: guessed: how often the head's guesses were right, by their probability.
+    """
+
+    def __init__(self, text: SuffixRow, guessed: HitRates):
+        self.text, self.guessed = text, guessed
         self.latest: Chain = []  # of the head, for what is committed next
 
     def read_prompt(self, tokens: Sequence[int]) -> None:
-        """Append a prompt, from which nothing is counted: what is copied within it says little of the answer."""
-        self.text.extend(tokens)
+        """Append a prompt."""
+        self.text.read_prompt(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append committed tokens, and count what would have been right."""
@@ -81,37 +53,34 @@ class HybridRow:
             if guess.token != token:  # what the head guessed behind it was for another text
                 break
         self.latest = []
-        for token in tokens:
-            guess, length = self.text.trie.guess(self.text.contexts)
-            self.copied.add(length, is_right=guess == token)
-            self.text.extend([token])
+        self.text.extend(tokens)
 
-    def copy(self, contexts: list[int], num_tokens: int) -> list[tuple[int, float]]:
-        """Tokens that may follow these contexts, each with the chance that it and all before it are right."""
+    def copy(self, place: Place, num_tokens: int) -> list[tuple[int, float]]:
+        """Tokens that may follow there, each with the chance that it and all before it are right."""
         tokens, chance = [], 1.0
         for _ in range(num_tokens):
-            token, length = self.text.trie.guess(contexts)
-            contexts = self.text.trie.follow(contexts, token)
-            chance *= self.copied.at(length)
+            token, right = self.text.guess(place)
+            place = self.text.follow(place, token)
+            chance *= right
             tokens.append((token, chance))
         return tokens
 
     def chain(self, head: Chain, num_tokens: int) -> list[int]:
         """Of the chains that begin as the head's and go on as a copy, the one that is expected to be accepted most."""
         self.latest = head
-        contexts, chance, expected = self.text.contexts, 1.0, 0.0
+        place, chance, expected = self.text.place, 1.0, 0.0
         own: list[int] = []
         best, most = own, -1.0
-        for num_guessed in range(num_tokens + 1):
-            copied = self.copy(contexts, num_tokens - num_guessed)
+        for num_guessed in range(len(head) + 1):
+            copied = self.copy(place, num_tokens - num_guessed)
             whole = expected + chance * sum(each for _, each in copied)
             if whole > most:
                 best, most = [*own, *(token for token, _ in copied)], whole
-            if num_guessed < num_tokens:
+            if num_guessed < len(head):
                 guess = head[num_guessed][0]
                 chance *= self.guessed.at(guess.probability)
                 expected += chance
-                contexts = self.text.trie.follow(contexts, guess.token)
+                place = self.text.follow(place, guess.token)
                 own.append(guess.token)
         return best
 
@@ -121,22 +90,22 @@ class HybridRow:
         self.latest = head
         chances: dict[Path, float] = {}
 
-        def add(path: Path, chance: float, contexts: list[int]) -> None:
+        def add(path: Path, chance: float, place: Place) -> None:
             """A node, and copies behind it."""
             if path:
                 chances[path] = max(chance, chances.get(path, 0.0))
-            for token, right in self.copy(contexts, depth - len(path)):
+            for token, right in self.copy(place, depth - len(path)):
                 path = (*path, token)
                 chances[path] = max(chance * right, chances.get(path, 0.0))
 
-        path, chance, contexts = (), 1.0, self.text.contexts
-        add(path, chance, contexts)
+        path, chance, place = (), 1.0, self.text.place
+        add(path, chance, place)
         for best, *others in head[:depth]:
             for guess in others:
-                add((*path, guess.token), chance * guess.probability, self.text.trie.follow(contexts, guess.token))
-            path, contexts = (*path, best.token), self.text.trie.follow(contexts, best.token)
+                add((*path, guess.token), chance * guess.probability, self.text.follow(place, guess.token))
+            path, place = (*path, best.token), self.text.follow(place, best.token)
             chance *= self.guessed.at(best.probability)
-            add(path, chance, contexts)
+            add(path, chance, place)
         likely = sorted(chances, key=lambda path: (-chances[path], len(path)))  # no node before those above it
         return sorted(likely[:num_nodes], key=len)
 
@@ -153,35 +122,34 @@ class HybridState:
 class HybridDrafter(Drafter):
     """A head, and look-ups of the suffix automaton where these are expected to be accepted more.
 
-    A chain is j tokens of the head's and K - j copied ones, with the j that maximises the expected number of accepted
-    tokens, the sum over depths of the product of the tokens' hit rates. A dynamic tree holds both: the nodes most
-    likely to be accepted, as EAGLE-2 chooses them (Li et al. 2024, section 4), by these rates. Nothing is drawn at
-    random, so at temperature > 0 too the text is the target's own.
+    A chain is j tokens of the head's, which is asked for no more than it was trained to draft, and K - j copied ones,
+    with the j that maximises the expected number of accepted tokens, the sum over depths of the product of the
+    tokens' hit rates. A dynamic tree holds both: the nodes most likely to be accepted, as EAGLE-2 chooses them (Li et
+    al. 2024, section 4), by these rates. Nothing is drawn at random, so at temperature > 0 too the text is the
+    target's own.
 
-    Args: head: it reads what is committed in every round. max_depth, max_nodes: as of `SuffixDrafter`.
+    Args: head: it reads what is committed in every round. max_depth, max_nodes, answers: as of `SuffixDrafter`.
     """
 
     on_host = True
     drafts_trees = True
 
-    def __init__(self, head: DraftHead, *, max_depth: int = 16, max_nodes: int = 2**20):
-        self.head, self.max_depth, self.max_nodes = head, max_depth, max_nodes
+    def __init__(self, head: DraftHead, *, max_depth: int = 16, max_nodes: int = 2**20, answers: Answers | None = None):
+        self.head, self.max_depth, self.max_nodes, self.answers = head, max_depth, max_nodes, answers
+        self.answers_digest = answers.digest if answers else None  # tells measurements apart
         self.feature_layers, self.adapts_target = head.feature_layers, head.adapts_target
-        self.max_draft_tokens, self.default_draft_tokens = head.max_draft_tokens, head.default_draft_tokens
+        self.reach = head.num_depths  # most tokens that it is asked for
+        self.rates, self.guessed = Rates(), HitRates(PROBABILITIES, PROBABILITY_RATES)
+        self.default_draft_tokens = max(self.reach, ANSWERED_DRAFT_TOKENS) if answers else self.reach
 
     def begin(self, *, batch_size: int, max_length: int) -> HybridState:
-        most = max(2, self.max_nodes // batch_size)
-        rows = [HybridRow(SuffixTrie(max_depth=self.max_depth, max_nodes=most)) for _ in range(batch_size)]
+        most, answers = max(2, self.max_nodes // batch_size), self.answers.trie if self.answers else None
+        tries = (SuffixTrie(max_depth=self.max_depth, max_nodes=most) for _ in range(batch_size))
+        rows = [HybridRow(SuffixRow(trie, answers, rates=self.rates), self.guessed) for trie in tries]
         return HybridState(rows, self.head.begin(batch_size=batch_size, max_length=max_length))
 
     def commit(self, state: HybridState, read: Reading) -> None:
-        news = committed_tokens(read)
-        for row, new, start in zip(state.rows, news, read.start.tolist(), strict=True):
-            if start == 0 and new:
-                row.read_prompt(new)
-            else:
-                row.extend(new)
-        state.active = [bool(new) for new in news]
+        state.active = commit_texts(state.rows, read)
         device = read.output.post_norm.device
         tokens, following, start, num_valid = (
             tensor.to(device) for tensor in (read.tokens, read.next_tokens, read.start, read.num_valid)
@@ -189,12 +157,16 @@ class HybridDrafter(Drafter):
         on_device = replace(read, tokens=tokens, next_tokens=following, start=start, num_valid=num_valid)
         self.head.commit_prompts(state.head, on_device, most=MOST_READ)
 
+    def leave_out(self, prompts: Sequence[Sequence[int]]) -> None:
+        if self.answers is not None:
+            self.answers.leave_out(prompts)
+
     def propose(self, state: HybridState, *, num_draft_tokens: int) -> Proposal:
-        copies = [row.copy(row.text.contexts, num_draft_tokens) for row in state.rows]
-        sums = [sum(chance for _, chance in copied) for copied in copies]
+        copies = [row.copy(row.text.place, num_draft_tokens) for row in state.rows]
         drafts = [[token for token, _ in copied] for copied in copies]
-        if any(active and most < SURE * num_draft_tokens for most, active in zip(sums, state.active, strict=True)):
-            chains = self._guesses(state, num_draft_tokens, num_ranks=1)
+        firsts = [copied[0][1] for copied, active in zip(copies, state.active, strict=True) if active]
+        if min(firsts, default=1.0) < self.guessed.mean:
+            chains = self._guesses(state, min(num_draft_tokens, self.reach), num_ranks=1)
             rows = zip(state.rows, chains, drafts, state.active, strict=True)
             drafts = [row.chain(own, num_draft_tokens) if active else copied for row, own, copied, active in rows]
         return Proposal(torch.tensor(drafts))  # [B, K]
@@ -203,7 +175,7 @@ class HybridDrafter(Drafter):
         """A dynamic tree of that many nodes; BadInput on a fixed shape."""
         if not isinstance(tree, DynamicTree):
             raise BadInput("a head with look-ups drafts chains and dynamic trees")
-        chains = self._guesses(state, tree.depth, num_ranks=NUM_RANKS)
+        chains = self._guesses(state, min(tree.depth, self.reach), num_ranks=NUM_RANKS)
         rows = zip(state.rows, chains, strict=True)
         drafts = [filled(row.tree(own, num_nodes=tree.num_nodes, depth=tree.depth), tree) for row, own in rows]
         tokens, parents = zip(*drafts, strict=True)

@@ -1,4 +1,4 @@
-"""Drafters that look up the text so far: n-grams and suffixes.
+"""Drafters that look up the text so far, or earlier answers of the target too: n-grams and suffixes.
 
 Lookups keep the committed texts on the host and read what is new of all rows once per round. They always draft K
 tokens: where fewer were found, filler makes up the rest, and is verified like any other draft, so the text stays the
@@ -8,7 +8,11 @@ target's.
 from collections.abc import Sequence
 
 from ...configs.errors import BadInput
+from .answers import Answers
 from .host import RowText, TextDrafter
+from .suffix import Rates, SuffixRow, SuffixTrie
+
+ANSWERED_DRAFT_TOKENS = 7  # K where there are answers to look up: what is drafted costs nothing but its verification
 
 
 class NgramRow:
@@ -18,6 +22,9 @@ class NgramRow:
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
         self.text: list[int] = []
         self.behind: dict[tuple[int, ...], int] = {}
+
+    def read_prompt(self, tokens: Sequence[int]) -> None:
+        self.extend(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
         text = self.text
@@ -53,77 +60,6 @@ class NgramDrafter(TextDrafter):
         return [NgramRow(max_ngram=self.max_ngram, min_ngram=self.min_ngram) for _ in range(batch_size)]
 
 
-class SuffixTrie:
-    """How often each token followed each context of up to max_depth tokens; node 0 is the empty context.
-
-    A row is at several nodes at once: the contexts that its text ends with, the shortest first. What was seen when
-    max_nodes are in use is counted where a node for it exists, and else forgotten.
-    """
-
-    def __init__(self, *, max_depth: int, max_nodes: int):
-        self.max_depth, self.max_nodes = max_depth, max_nodes
-        self.child: dict[tuple[int, int], int] = {}  # (node, token) -> node
-        self.token, self.count, self.best = [-1], [0], [0]  # per node; best: the most frequent child, 0 for none
-
-    @property
-    def is_full(self) -> bool:
-        return len(self.token) >= self.max_nodes
-
-    def add(self, contexts: list[int], token: int) -> list[int]:
-        """Count the token behind these contexts; returns the contexts that the text ends with then."""
-        reached = [0]
-        for node in contexts:
-            child = self.child.get((node, token))
-            if child is None:
-                if self.is_full:
-                    continue
-                child = self.child[node, token] = len(self.token)
-                self.token.append(token)
-                self.count.append(0)
-                self.best.append(0)
-            self.count[child] += 1
-            if self.count[child] >= self.count[self.best[node]]:  # of equals the latest
-                self.best[node] = child
-            reached.append(child)
-        return reached[: self.max_depth + 1]
-
-    def walk(self, contexts: list[int], num_tokens: int) -> list[int]:
-        """At each step, the most frequent token behind the longest context that any token followed."""
-        tokens: list[int] = []
-        for _ in range(num_tokens):
-            tokens.append(self.guess(contexts)[0])
-            contexts = self.follow(contexts, tokens[-1])
-        return tokens
-
-    def guess(self, contexts: list[int]) -> tuple[int, int]:
-        """The most frequent token behind the longest context that any token followed, and how long that is; token 0
-        where there is no text."""
-        for length in range(len(contexts) - 1, -1, -1):
-            if best := self.best[contexts[length]]:
-                return self.token[best], length
-        return 0, 0
-
-    def follow(self, contexts: list[int], token: int) -> list[int]:
-        """The contexts behind a token that is not counted."""
-        reached = (self.child.get((node, token)) for node in contexts)
-        return [0, *(node for node in reached if node is not None)][: self.max_depth + 1]
-
-
-class SuffixRow:
-    """One row's place in a trie."""
-
-    def __init__(self, trie: SuffixTrie):
-        self.trie = trie
-        self.contexts = [0]
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            self.contexts = self.trie.add(self.contexts, token)
-
-    def draft(self, num_tokens: int) -> list[int]:
-        return self.trie.walk(self.contexts, num_tokens)
-
-
 class SuffixDrafter(TextDrafter):
     """The most frequent continuation of the longest suffix seen before (after SuffixDecoding, Oliaro et al. 2024).
 
@@ -133,20 +69,36 @@ class SuffixDrafter(TextDrafter):
             asked twice then finds its own answer: right for a server, wrong for a benchmark that repeats.
         max_nodes: of all rows' tries together, about 150 bytes each; a shared trie that is full starts afresh with the
             next batch.
+        answers: of the target to other prompts, looked up beside the row's own text; `SuffixRow` has who is believed.
     """
 
-    def __init__(self, max_depth: int = 16, *, is_shared: bool = False, max_nodes: int = 2**20):
+    def __init__(
+        self,
+        max_depth: int = 16,
+        *,
+        is_shared: bool = False,
+        max_nodes: int = 2**20,
+        answers: Answers | None = None,
+    ):
         if max_depth < 1 or max_nodes < 2:
             raise BadInput(f"suffixes of {max_depth} tokens in {max_nodes} nodes: expected at least 1 and 2")
-        self.max_depth, self.max_nodes = max_depth, max_nodes
+        self.max_depth, self.max_nodes, self.answers = max_depth, max_nodes, answers
+        self.answers_digest = answers.digest if answers else None  # tells measurements apart
+        self.rates = Rates()
         self.shared = self._new_trie(1) if is_shared else None
+        if answers is not None:
+            self.default_draft_tokens = ANSWERED_DRAFT_TOKENS
 
     def new_rows(self, batch_size: int) -> list[RowText]:
-        if self.shared is None:
-            return [SuffixRow(self._new_trie(batch_size)) for _ in range(batch_size)]
-        if self.shared.is_full:
+        answers = self.answers.trie if self.answers else None
+        if self.shared is not None and self.shared.is_full:
             self.shared = self._new_trie(1)
-        return [SuffixRow(self.shared) for _ in range(batch_size)]
+        tries = (self.shared or self._new_trie(batch_size) for _ in range(batch_size))
+        return [SuffixRow(trie, answers, rates=self.rates) for trie in tries]
+
+    def leave_out(self, prompts: Sequence[Sequence[int]]) -> None:
+        if self.answers is not None:
+            self.answers.leave_out(prompts)
 
     def _new_trie(self, batch_size: int) -> SuffixTrie:
         return SuffixTrie(max_depth=self.max_depth, max_nodes=max(2, self.max_nodes // batch_size))

@@ -11,6 +11,7 @@ from ...heads.base import DraftHead
 from ...heads.drafter import Drafter
 from ...heads.registry import head_record, load_head
 from ...heads.target import Target
+from .answers import load_answers
 from .draft_model import DraftModelDrafter, has_tokenizer_of, load_draft_model
 from .hybrid import HybridDrafter
 from .lookup import NgramDrafter, SuffixDrafter
@@ -25,32 +26,47 @@ def draft_model(target: Target, path: str) -> Drafter:
     return TranslatedDrafter(model, target)
 
 
+def suffix(target: Target, answers: str) -> Drafter:
+    return SuffixDrafter(answers=load_answers(answers, target.tokenizer) if answers else None)
+
+
+def hybrid(target: Target, argument: str) -> Drafter:
+    path, _, answers = argument.partition(":")
+    return HybridDrafter(load_head(path, target), answers=load_answers(answers, target.tokenizer) if answers else None)
+
+
 @dataclass(frozen=True)
 class NamedDrafter:
     """build: of the target and what is given behind the colon, which is called `argument`."""
 
     build: Callable[[Target, str], Drafter]
-    argument: str = ""  # MAX and BUDGET are counts, and may be left out; PATH is a folder or a hub id
+    argument: str = ""  # MAX, BUDGET: counts; ANSWERS: a file; these may be left out. PATH: a folder or a hub id
+
+    @property
+    def needs_path(self) -> bool:
+        """Whether it is nothing without its argument."""
+        return self.argument.startswith("PATH")
 
     def specs(self, name: str) -> list[str]:
         """How it may be given."""
-        return [name] * (self.argument != "PATH") + [f"{name}:{self.argument}"] * bool(self.argument)
+        return [name] * (not self.needs_path) + [f"{name}:{self.argument}"] * bool(self.argument)
 
 
 DRAFTERS = {
     "ngram": NamedDrafter(lambda _, most: NgramDrafter(int(most)) if most else NgramDrafter(), "MAX"),
-    "suffix": NamedDrafter(lambda *_: SuffixDrafter()),
+    "suffix": NamedDrafter(suffix, "ANSWERS"),
     "sparse-self": NamedDrafter(
         lambda target, keys: SparseSelfDrafter(target, int(keys)) if keys else SparseSelfDrafter(target), "BUDGET"
     ),
     "draft-model": NamedDrafter(draft_model, "PATH"),
-    "hybrid": NamedDrafter(lambda target, path: HybridDrafter(load_head(path, target)), "PATH"),
+    "hybrid": NamedDrafter(hybrid, "PATH[:ANSWERS]"),
     "head": NamedDrafter(lambda target, path: load_head(path, target), "PATH"),
 }
 SPECS = [spec for name, drafter in DRAFTERS.items() for spec in drafter.specs(name)]  # what `--drafter` takes
 
 
-HEADS_BEHIND = ("head", "hybrid")  # whose argument is a head's folder
+HEADS_BEHIND = ("head", "hybrid")  # whose argument begins with a head's folder
+COUNTS = ("MAX", "BUDGET")
 
 
 def parse_drafter(spec: str) -> tuple[str, str]:
@@ -62,22 +78,33 @@ def parse_drafter(spec: str) -> tuple[str, str]:
         hint = f"; did you mean {near[0]}?" if near else ""
         raise BadInput(f"drafter {spec!r}: expected one of {', '.join(SPECS)}{hint}")
     wanted = DRAFTERS[name].argument
-    if (argument and not wanted) or (not argument and wanted == "PATH"):
+    if (argument and not wanted) or (not argument and DRAFTERS[name].needs_path):
         raise BadInput(f"drafter {spec!r}: expected {DRAFTERS[name].specs(name)[-1]}")
-    if argument and wanted != "PATH" and not (argument.isdecimal() and int(argument) > 0):
+    if argument and wanted in COUNTS and not (argument.isdecimal() and int(argument) > 0):
         raise BadInput(f"drafter {spec!r}: {wanted} should be a whole number from 1 on")
     if name in HEADS_BEHIND:
-        head_record(argument)
+        head_record(argument.partition(":")[0])
+    answers = answers_of(name, argument)
+    if answers and not Path(answers).is_file():
+        raise BadInput(f"drafter {spec!r}: {answers}: no such file of answers")
     return name, argument
+
+
+def answers_of(name: str, argument: str) -> str:
+    """The file of answers that such a drafter looks up; empty where there is none."""
+    return {"suffix": argument, "hybrid": argument.partition(":")[2]}.get(name, "")
 
 
 def build_drafter(spec: str, target: Target) -> tuple[str, Drafter]:
     """A drafter for a target from one of SPECS.
 
-    Returns: its name in reports, that of DRAFTERS or of the head's family; and the drafter. Raises: BadInput.
+    Returns: its name in reports, that of DRAFTERS, with `+answers` where it looks these up, or of the head's family;
+    and the drafter. Raises: BadInput.
     """
     name, argument = parse_drafter(spec)
     drafter = DRAFTERS[name].build(target, argument)
+    if answers_of(name, argument):
+        name += "+answers"
     return drafter.config.type if isinstance(drafter, DraftHead) else name, drafter
 
 
@@ -103,4 +130,4 @@ def build_drafters(specs: Sequence[str], target: Target) -> list[tuple[str, Draf
 def training_record(spec: str) -> dict[str, Any] | None:
     """What a head's folder says of its training, as docs/run_folder.md has it; None: nothing, or it is no head."""
     name, argument = parse_drafter(spec)
-    return head_record(argument).training if name in HEADS_BEHIND else None
+    return head_record(argument.partition(":")[0]).training if name in HEADS_BEHIND else None

@@ -114,6 +114,10 @@ class TranslatedRow:
         self.words = Tail(self.draft.encode, empty=[], keep=KEEP_CHARACTERS)
         self.tokens = list(self.before)  # the whole text, in tokens of the draft model
 
+    def read_prompt(self, tokens: Sequence[int]) -> None:
+        """Append a prompt."""
+        self.extend(tokens)
+
     def extend(self, tokens: Sequence[int]) -> None:
         """Append committed tokens of the target."""
         self.num_tokens += len(tokens)

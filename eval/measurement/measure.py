@@ -79,6 +79,8 @@ def measure_all(
     Returns: of each contender the result, and the rows of rounds.jsonl, one per batch, side and repeat.
     """
     config = replace(config, setting=None)
+    for contender in contenders:
+        contender.drafter.leave_out(suite.prompts)
     results = []
     size = most_at_once(target, suite, config)
     for first in range(0, len(contenders), size):

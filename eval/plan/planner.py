@@ -118,6 +118,7 @@ class Planner:
         """Raises BadInput where trees are to be shaped and there is a single prompt."""
         if not self.suite.calibration and any(map(is_shaped, self.trees)):
             self.suite = hold_out(self.suite)
+        self.drafter.leave_out(self.suite.prompts)
 
     def plan(self) -> Plan:
         """Raises BadInput on settings that the drafter cannot draft, and on contexts beyond the target's."""

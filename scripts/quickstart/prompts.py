@@ -30,12 +30,8 @@ NOTES = (
 CONTRAST = (
     "Write a short description of a red wool scarf for a shop.",
     "Explain to a child why the sky is blue.",
-    "Give me three tips for learning to cook.",
     "Write a short letter to a friend who moved to another city.",
-    "What is the difference between a lake and a river?",
     "Tell a short story about a dog that finds a key.",
-    "Describe how bread is made.",
-    "Why do people keep a diary?",
 )
 HELD_OUT_SHARE = 8  # one order in eight is held out, by the checksum of its text
 
@@ -68,12 +64,12 @@ def main() -> None:
     """Write prompts.jsonl, orders.jsonl (held out) and contrast.jsonl into a folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--train", type=int, default=480, help="prompts to train on")
+    parser.add_argument("--train", type=int, default=240, help="prompts to train on")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     files = {
         "prompts": orders(arguments.train, seed=arguments.seed, held_out=False),
-        "orders": orders(24, seed=arguments.seed + 1, held_out=True),
+        "orders": orders(12, seed=arguments.seed + 1, held_out=True),
         "contrast": CONTRAST,
     }
     for name, texts in files.items():

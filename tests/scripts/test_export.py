@@ -56,3 +56,18 @@ def test_problems_are_listed_and_exit_with_1(run, tmp_path, capsys):
 def test_what_is_no_head_is_bad_input(tmp_path):
     with pytest.raises(BadInput, match="no config.json in it"):
         check(tmp_path)
+
+
+def test_answers_are_exported_for_llama_cpp_alone(saved_target, tmp_path, headstart):
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text(json.dumps({"input_ids": [4, 5, 6, 7], "prompt_length": 2}) + "\n")
+    code, out, _ = headstart("export", answers, tmp_path / "out", "--to", "llama.cpp", "--target", saved_target)
+    assert code == 0 and f"--spec-type ngram-cache --lookup-cache-dynamic {tmp_path}/out/answers.ngrams" in out
+    assert (tmp_path / "out" / "answers.ngrams").stat().st_size > 0
+    for to, more, problem in [
+        ("vllm", ["--target", saved_target], "vLLM's suffix decoding"),
+        ("llama.cpp", [], "--target: name the target"),
+        ("llama.cpp", ["--target", saved_target, "--outtype", "f16"], "have no --dtype"),
+    ]:
+        code, _, err = headstart("export", answers, tmp_path / "other", "--to", to, *more)
+        assert code == 2 and problem in err and not (tmp_path / "other").exists()

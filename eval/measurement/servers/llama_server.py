@@ -17,7 +17,9 @@ from typing import Any
 from ....configs.errors import BadInput, first_line
 from ....heads.export.gguf_file import read_gguf
 from ....heads.export.llamacpp import server_flags
+from ...drafters.llamacpp_cache import DYNAMIC, cache_flags
 
+LOOKUP_SUFFIX = Path(DYNAMIC).suffix
 START_SECONDS = 600  # for reading the weights
 ANSWER_SECONDS = 3600
 
@@ -35,7 +37,7 @@ class Answer:
     is_ended: bool = False  # by the target, and not by the limit
 
     def num_rounds(self, num_draft_tokens: int) -> int:
-        """Forwards of the target behind the prefill.
+        """Forwards of the target behind the prefill. Args: num_draft_tokens: in each; 0: as many as it likes.
 
         Each gives its accepted drafts and one more token. Where the target ends the text within accepted drafts, the
         server counts those behind the end too, so its rounds are taken from the drafts, which are K in each.
@@ -47,8 +49,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class ServerFiles:
-    """binary: llama-server. target, head: GGUF files; a head of MTP modules may be the target's file. args: more flags
-    for every server, as one types them."""
+    """binary: llama-server. target, head: GGUF files; a head of MTP modules may be the target's file, and answers that
+    it looks up take a head's place. args: more flags for every server, as one types them."""
 
     binary: Path
     target: Path
@@ -59,6 +61,11 @@ class ServerFiles:
         for what, path in (("--server-bin", self.binary), ("--target", self.target), ("--head", self.head)):
             if path is not None and not path.is_file():
                 raise BadInput(f"{what} {path}: no such file")
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether it drafts from answers instead of a head: up to MOST_DRAFTED tokens, as it decides."""
+        return self.head is not None and self.head.suffix == LOOKUP_SUFFIX
 
     @property
     def family(self) -> str:
@@ -87,6 +94,8 @@ class ServerFiles:
         ]
         if num_draft_tokens:
             assert self.head is not None
+            if self.looks_up:
+                return [*line, *cache_flags(self.head)]
             flags = server_flags(self.family, num_draft_tokens, file=str(self.head))
             line += shlex.split(flags or "")
             if self.family == "mtp" and self.head != self.target:

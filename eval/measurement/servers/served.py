@@ -7,6 +7,7 @@ from typing import Any
 
 from ....configs.errors import BadInput
 from ....heads.target import Target
+from ...drafters.llamacpp_cache import MOST_DRAFTED
 from ...suites.prompts import Suite
 from ..config import MeasureConfig, chain
 from ..lossless import compare_texts
@@ -18,6 +19,11 @@ from .llama_server import Answer, LlamaServer, ServerFiles
 
 SWEPT = (1, 2, 3, 5, 7)  # K, where none is named
 HEADROOM = 16  # positions that the server keeps free beyond a prompt and its answer
+
+
+def swept(files: ServerFiles) -> Sequence[int]:
+    """K to measure, where none is named: of look-ups the only one that there is."""
+    return (MOST_DRAFTED,) if files.looks_up else SWEPT
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,8 @@ def measure_served(
     Raises: BadInput where a server does not come up, and on settings that it is not asked with.
     """
     check_settings(config)
+    if files.looks_up and list(lengths) != [MOST_DRAFTED]:
+        raise BadInput(f"--num-draft-tokens: llama-server looks up at most {MOST_DRAFTED} tokens, as it decides")
     max_length = max(map(len, suite.prompts)) + config.max_new_tokens + HEADROOM
     results = []
     with LlamaServer(files.command(max_length=max_length)) as plain:
@@ -78,7 +86,10 @@ def measure_served(
             name = files.head.name if files.head else "none"
             kept = kept_in(store, target, drafter, suite, config, name=name, engine=SERVER)
             with LlamaServer(command) as drafting:
-                results.append(one_length([drafting, plain], suite, config, name, on_prompt=on_prompt, kept=kept))
+                sides, per_round = [drafting, plain], 0 if files.looks_up else length
+                results.append(
+                    one_length(sides, suite, config, name, on_prompt=on_prompt, per_round=per_round, kept=kept)
+                )
     return results
 
 
@@ -94,6 +105,7 @@ def one_length(
     name: str,
     *,
     on_prompt: Callable[[], object],
+    per_round: int,
     kept: tuple[BatchStore, str] | None,
 ) -> Result:
     """Both sides of all prompts at one K."""
@@ -116,11 +128,14 @@ def one_length(
     done, failed = measure_parts(parts, both, warm_up, kept=kept, on_part=on_prompt)
     answers = [Served(*([Answer(**one) for one in side] for side in record["sides"])) for record in done.values()]
     suite = replace(suite.subset(list(done)), failed=[*suite.failed, *failed])
-    return result_of(suite, config, answers, name=name)
+    return result_of(suite, config, answers, name=name, per_round=per_round)
 
 
-def result_of(suite: Suite, config: MeasureConfig, served: Sequence[Served], *, name: str) -> Result:
-    """The figures that a server's own counts give: those of single rounds and positions stay empty."""
+def result_of(suite: Suite, config: MeasureConfig, served: Sequence[Served], *, name: str, per_round: int) -> Result:
+    """The figures that a server's own counts give: those of single rounds and positions stay empty.
+
+    Args: per_round: tokens drafted in every round; 0: as many as it likes.
+    """
     setting, num_prompts = config.setting, len(suite.prompts)
     assert setting is not None
     empty = unmeasured(
@@ -129,7 +144,7 @@ def result_of(suite: Suite, config: MeasureConfig, served: Sequence[Served], *, 
     if not served:
         return empty
     firsts, length = [one.drafted[0] for one in served], setting.num_draft_tokens
-    num_rounds, num_committed = sum(answer.num_rounds(length) for answer in firsts), decoded(firsts)
+    num_rounds, num_committed = sum(answer.num_rounds(per_round) for answer in firsts), decoded(firsts)
     accepted = (num_committed - num_rounds) / num_rounds if num_rounds else None
     plain_seconds, seconds = (sum(times) for times in zip(*(one.seconds for one in served), strict=True))
     num_tokens = sum(decoded(one.drafted) for one in served)

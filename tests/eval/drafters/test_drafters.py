@@ -174,11 +174,11 @@ def test_a_shared_trie_learns_from_other_rows_and_earlier_prompts():
 def test_tries_are_bounded(is_shared):
     drafter = SuffixDrafter(is_shared=is_shared, max_nodes=100)
     state = told(drafter, [list(range(60)), list(range(50, 99))])
-    tries: dict[int, Any] = {id(row.trie): row.trie for row in state.rows}  # pyright: ignore
+    tries: dict[int, Any] = {id(row.own): row.own for row in state.rows}  # pyright: ignore
     assert sum(len(trie.token) for trie in tries.values()) <= 100
     assert drafter.propose(state, num_draft_tokens=3).tokens.shape == (2, 3)
     if is_shared:
-        assert drafter.begin(batch_size=1, max_length=9).rows[0].trie.token == [-1]  # pyright: ignore
+        assert drafter.begin(batch_size=1, max_length=9).rows[0].own.token == [-1]  # pyright: ignore
 
 
 # Draft models
@@ -274,11 +274,11 @@ def test_specs_become_drafters(saved_target, tmp_path):
     [
         ("ngrm", "did you mean ngram:MAX?"),
         ("draft_model:x", "did you mean draft-model:PATH?"),
-        ("zebra", "expected one of ngram, ngram:MAX, suffix, sparse-self, sparse-self:BUDGET, draft-model:PATH, "),
+        ("zebra", "expected one of ngram, ngram:MAX, suffix, suffix:ANSWERS, sparse-self, sparse-self:BUDGET, draft-"),
         ("", "expected one of ngram"),
         ("ngram:0", "MAX should be a whole number"),
         ("ngram:x", "MAX should be a whole number"),
-        ("suffix:3", "expected suffix"),
+        ("suffix:gone.jsonl", "gone.jsonl: no such file of answers"),
         ("sparse_self", "did you mean sparse-self:BUDGET?"),
         ("sparse-self:0", "BUDGET should be a whole number"),
         ("head", "expected head:PATH"),

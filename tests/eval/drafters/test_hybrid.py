@@ -3,8 +3,17 @@
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.eval.drafters.hybrid import MATCH_RATES, Guess, HybridDrafter, HybridRow, filled
-from headstart.eval.drafters.lookup import SuffixDrafter, SuffixTrie
+from headstart.eval.drafters.hybrid import Guess, HybridDrafter, HybridRow, filled
+from headstart.eval.drafters.lookup import SuffixDrafter
+from headstart.eval.drafters.suffix import (
+    MATCH_RATES,
+    PROBABILITIES,
+    PROBABILITY_RATES,
+    HitRates,
+    Rates,
+    SuffixRow,
+    SuffixTrie,
+)
 from headstart.eval.generate import generate
 from headstart.eval.measurement.config import MeasureConfig, chain
 from headstart.eval.measurement.measure import measure
@@ -28,7 +37,9 @@ def head(target, head_type):
 
 
 def row_of(*text, latest=()):
-    row = HybridRow(SuffixTrie(max_depth=8, max_nodes=1000))
+    row = HybridRow(
+        SuffixRow(SuffixTrie(max_depth=8, max_nodes=1000), rates=Rates()), HitRates(PROBABILITIES, PROBABILITY_RATES)
+    )
     row.read_prompt(text)
     return row
 
@@ -86,16 +97,26 @@ def test_a_long_match_is_copied_where_the_head_is_not_sure():
 
 def test_what_was_never_right_is_trusted_less():
     row = row_of(3, 4, 5, 6)
-    before = row.copied.at(1)
+    before = row.text.rates.own.at(1)
     for _ in range(30):  # 3 was followed by 4 once, and never is again
         row.extend([3, 30])
-    assert before == pytest.approx(MATCH_RATES[1]) and row.copied.at(2) > row.copied.at(0)
+    assert before == pytest.approx(MATCH_RATES[1]) and row.text.rates.own.at(2) > row.text.rates.own.at(0)
     head = guesses([(9, 0.9)])
     rate = row.guessed.at(0.9)
     for _ in range(20):
         row.chain(head, 1)
         row.extend([8])
     assert row.guessed.at(0.9) < 0.4 * rate
+
+
+def test_a_head_that_is_wrong_more_often_than_look_ups_is_not_asked(target):
+    drafter, asked = HybridDrafter(build("eagle3", target)), []
+    propose = drafter.head.propose
+    drafter.head.propose = lambda *args, **more: asked.append(1) or propose(*args, **more)  # pyright: ignore
+    generate(target, drafter, [[1, 5, 9] * 6], max_new_tokens=48, num_draft_tokens=2)
+    first = len(asked)
+    run = generate(target, drafter, [[1, 5, 9] * 6], max_new_tokens=48, num_draft_tokens=2)
+    assert 0 < first and len(asked) - first < 0.5 * len(run.rounds), "what was found out is kept"
 
 
 def test_guesses_behind_a_wrong_one_are_not_counted():

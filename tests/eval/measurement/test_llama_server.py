@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 from headstart.configs.errors import BadInput
+from headstart.eval.drafters.answers import Answers
+from headstart.eval.drafters.llamacpp_cache import write_cache
 from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.measurement.config import MeasureConfig, chain
 from headstart.eval.measurement.resume import BatchStore
 from headstart.eval.measurement.servers.beside import compare_llama_server
 from headstart.eval.measurement.servers.llama_server import Answer, LlamaServer, ServerFiles
-from headstart.eval.measurement.servers.served import measure_served
+from headstart.eval.measurement.servers.served import measure_served, swept
 from headstart.eval.report.document import build_report, read_report, write_report
 from headstart.eval.report.page import render
 from headstart.eval.suites.prompts import Suite
@@ -103,6 +105,20 @@ def test_the_head_s_file_says_how_it_is_served(files, kind, flags):
     line = " ".join(found.command(max_length=99, num_draft_tokens=4))
     assert line == f"{found.binary} -m {found.target} -c 99 -np 1 -t 2 {flags.replace('HEAD', str(found.head))}"
     assert "--spec" not in " ".join(found.command(max_length=99))
+
+
+def test_answers_take_a_heads_place_and_their_drafts_have_no_fixed_length(files, target, tmp_path):
+    write_cache(Answers([([1, 2], [3, 4, 5])]), tmp_path)
+    wanted = files()
+    found = ServerFiles(wanted.binary, wanted.target, tmp_path / "answers.ngrams")
+    line = " ".join(found.command(max_length=99, num_draft_tokens=8))
+    also = f"--lookup-cache-static {tmp_path}/bigrams.ngrams"
+    assert line.endswith(f"-np 1 --spec-type ngram-cache --lookup-cache-dynamic {found.head} {also}")
+    assert list(swept(found)) == [8] and len(swept(wanted)) > 1
+    [result] = measure_served(target, found, SUITE, CONFIG, [8])
+    assert (result.drafter, result.num_draft_tokens) == ("answers.ngrams", 8)
+    with pytest.raises(BadInput, match="looks up at most 8 tokens"):
+        measure_served(target, found, SUITE, CONFIG, [3])
 
 
 def test_a_server_that_does_not_come_up_says_why_and_no_process_stays(files, target, monkeypatch):

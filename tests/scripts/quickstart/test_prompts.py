@@ -21,4 +21,4 @@ def test_the_files_are_rows_that_the_commands_read(tmp_path, monkeypatch):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         assert all(row["messages"][0]["role"] == "user" for row in rows)
         counts[path.stem] = len(rows)
-    assert counts == {"prompts": 20, "orders": 24, "contrast": 8}
+    assert counts == {"prompts": 20, "orders": 12, "contrast": 4}

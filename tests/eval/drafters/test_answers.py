@@ -1,0 +1,145 @@
+"""Answers of the target as look-ups: read as the template has them, believed as far as they are right, and never those
+of prompts that are measured."""
+
+import json
+import struct
+
+import pytest
+from headstart.configs.errors import BadInput
+from headstart.eval.drafters.answers import Answers, load_answers
+from headstart.eval.drafters.hybrid import HybridDrafter
+from headstart.eval.drafters.llamacpp_cache import write_cache
+from headstart.eval.drafters.lookup import SuffixDrafter
+from headstart.eval.drafters.registry import build_drafter
+from headstart.eval.drafters.suffix import Rates, SuffixRow, SuffixTrie
+from headstart.eval.generate import generate
+from headstart.eval.measurement.config import MeasureConfig, chain
+from headstart.eval.measurement.measure import measure
+from headstart.eval.measurement.resume import identity
+from headstart.eval.plan.planner import PlanConfig, Planner
+from headstart.eval.suites.prompts import Suite
+from headstart.heads.drafting import DynamicTree
+from headstart.heads.registry import HEADS, build_head, save_head
+from headstart.heads.target import Target
+
+PROMPTS = [[1, 5, 9, 7], [1, 7, 8, 3], [2, 4, 6, 8]]
+
+
+def row_of(answers, *text):
+    row = SuffixRow(SuffixTrie(max_depth=8, max_nodes=1000), answers.trie, rates=Rates())
+    row.read_prompt(text)
+    return row
+
+
+def answered(target, prompts):
+    texts = generate(target, None, prompts, max_new_tokens=24).token_ids
+    return Answers([(list(prompt), text) for prompt, text in zip(prompts, texts, strict=True)])
+
+
+def test_what_followed_in_an_answer_is_drafted_where_the_text_does_not_know():
+    answers = Answers([([3], [10, 11, 12, 13]), ([3], [10, 11, 12, 14]), ([3], [10, 11, 12, 14])])
+    assert row_of(answers, 7, 10).draft(3) == [11, 12, 14], "the most frequent continuation"
+
+
+def test_the_source_that_was_right_more_often_decides():
+    answers = Answers([([3], [10, 20])] * 4)
+    row = row_of(answers, 7, 10, 30, 7, 10)
+    assert row.draft(1) == [20], "four answers say so, the text once otherwise"
+    for _ in range(20):
+        row.extend([30, 7, 10])
+    assert row.draft(1) == [30], "in this text it is always otherwise"
+
+
+@pytest.mark.parametrize("tree", [None, DynamicTree(num_nodes=9, depth=3, top_k=4)], ids=["chain", "tree"])
+def test_the_text_is_the_targets_and_its_own_answer_is_accepted_whole(target, tree):
+    answers = answered(target, PROMPTS)
+    head = build_head(HEADS["eagle3"].config_class(type="eagle3", num_depths=3), target, seed=1).eval()
+    drafters = [HybridDrafter(head, answers=answers), *([] if tree else [SuffixDrafter(answers=answers)])]
+    for drafter in drafters:
+        options = {"tree": tree} if tree else {"num_draft_tokens": 3}
+        run = generate(target, drafter, PROMPTS, max_new_tokens=24, **options)
+        assert run.token_ids == [answer for _, answer in answers.rows]
+        assert len(run.rounds) < 12, "of 24 tokens, though the head knows nothing"
+
+
+def test_answers_to_prompts_that_are_measured_are_left_out(target):
+    config = MeasureConfig(setting=chain(3), max_new_tokens=24, num_repeats=1)
+    answers = answered(target, PROMPTS)
+    known = SuffixDrafter(answers=answers)
+    result, _ = measure(target, known, Suite("all", PROMPTS), config, name="suffix+answers")
+    own, _ = measure(target, SuffixDrafter(), Suite("all", PROMPTS), config, name="suffix")
+    assert result.acceptance_length == own.acceptance_length
+    assert not answers.trie.child
+
+
+def test_a_plan_leaves_them_out_too(target):
+    answers = answered(target, PROMPTS)
+    config = PlanConfig(measure=MeasureConfig(max_new_tokens=8), trees=[])
+    Planner(target, SuffixDrafter(answers=answers), Suite("all", PROMPTS), config, "suffix+answers")
+    assert not answers.trie.child
+
+
+def read_cache(path):
+    """n-gram -> token -> count, as llama.cpp reads it."""
+    numbers, read = list(struct.unpack(f"={path.stat().st_size // 4}i", path.read_bytes())), {}
+    while numbers:
+        *ngram, count = numbers[:5]
+        pairs, numbers = numbers[5 : 5 + 2 * count], numbers[5 + 2 * count :]
+        read[tuple(ngram)] = dict(zip(pairs[::2], pairs[1::2], strict=True))
+    return read
+
+
+def test_llama_cpps_cache_has_what_followed_each_ngram(tmp_path):
+    answers = Answers([([9], [1, 2, 3]), ([9], [1, 2, 4]), ([8], [1, 2, 3])])
+    num_ngrams = write_cache(answers, tmp_path)
+    read, static = read_cache(tmp_path / "answers.ngrams"), read_cache(tmp_path / "bigrams.ngrams")
+    assert len(read) == num_ngrams
+    assert static == {ngram: behind for ngram, behind in read.items() if ngram[1] >= 0 > ngram[2]} and static
+    assert read[2, -1, -1, -1] == read[1, 2, -1, -1] == {3: 2, 4: 1}
+    assert read[9, 1, 2, -1] == {3: 1, 4: 1} and read[8, 1, 2, -1] == {3: 1}
+
+
+def test_a_measurement_with_other_answers_is_another_one(target):
+    some, other = Answers([([3], [10, 11])]), Answers([([3], [10, 12])])
+    same = Answers([([3], [10, 11])])
+    digests = [identity(SuffixDrafter(answers=each)) for each in (some, other, same, None)]
+    assert digests[0] == digests[2] and len(set(digests)) == 3
+
+
+def test_rows_are_read_as_the_target_reads_them(saved_target, tmp_path):
+    target = Target.load(saved_target)
+    tokenizer = target.tokenizer
+    words = tokenizer.convert_ids_to_tokens([10, 11])
+    rows = [
+        {"prompt": words[0], "response": words[1]},
+        {"input_ids": [4, 5, 6, 7], "prompt_length": 2},
+    ]
+    if tokenizer.chat_template:
+        rows.append({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]})
+    path = tmp_path / "answers.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read = load_answers(path, target.tokenizer).rows
+    assert read[1] == ([4, 5], [6, 7]) and len(read) == len(rows)
+    assert read[0][1][:1] == [11]
+    head = save_head(build_head(HEADS["medusa"].config_class(type="medusa"), target), tmp_path / "head")
+    assert build_drafter(f"suffix:{path}", target)[0] == "suffix+answers"
+    assert build_drafter(f"hybrid:{head}:{path}", target)[0] == "hybrid+answers"
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"text": "no answer"}, "an answer needs `messages`"),
+        ({"prompt": "hi", "response": 3}, "the answer should be text"),
+        ({"messages": [{"role": "user", "content": "hi"}]}, "should be the assistant's"),
+    ],
+)
+def test_a_row_without_an_answer_is_named(saved_target, tmp_path, row, problem):
+    target = Target.load(saved_target)
+    if "messages" in row and not target.tokenizer.chat_template:
+        pytest.skip("this tokenizer has no chat template")
+    path = tmp_path / "answers.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(BadInput, match=problem) as caught:
+        load_answers(path, target.tokenizer)
+    assert str(caught.value).startswith(f"{path}:1: ")
