@@ -148,6 +148,11 @@ class DraftHead(nn.Module, Drafter, Expands):
     def num_depths(self) -> int:
         return self.config.num_depths
 
+    @property
+    def method(self) -> str:
+        """How it drafts, in engines' words: the family's name where that drafts in one way only."""
+        return self.config.type
+
     def ascending_layers(self) -> list[int]:
         """The feature layers, for families whose engines sort them. Raises BadInput where none are, or out of order."""
         layers = list(self.feature_layers)

@@ -163,6 +163,10 @@ class BlockHead(DraftHead):
         }
 
     @property
+    def method(self) -> str:
+        return "dflash" if self.markov_head is None else "dspark"
+
+    @property
     def decoder_layers(self) -> list[BlockLayer]:
         return cast(list[BlockLayer], list(self.layers))
 

@@ -104,6 +104,10 @@ class DraftLMHead(DraftHead):
             sizes = f"{self.reader.hidden_size} against {target.hidden_size}"
             raise BadInput(f"head.loss.feature: the draft model's states have another size than the target's: {sizes}")
 
+    @property
+    def method(self) -> str:
+        return "draft_lm" if self.mask_token is None else "pard"
+
     def serving_config(self) -> dict[str, Any]:
         architecture = self.config.architecture or {}
         served = {**architecture, "architectures": [type(self.reader.model).__name__]}

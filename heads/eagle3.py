@@ -135,6 +135,10 @@ class Eagle3Head(RecurrentHead):
         if config.start == "target" and target.device.type != "meta" and self.fc.weight.device.type != "meta":
             start_from_target(self)
 
+    @property
+    def method(self) -> str:
+        return "eagle3" if self.mask_token is None else "p-eagle"
+
     def serving_config(self) -> dict[str, Any]:
         layers = self.feature_layers
         keys = () if self.mask_token is None else ("mask_token_id", "pard_token", "ptd_token_id")

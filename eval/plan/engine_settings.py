@@ -65,23 +65,23 @@ def schedule(
     return ranges
 
 
-def for_sglang(cells: Sequence[Cell], family: str) -> str | None:
+def for_sglang(cells: Sequence[Cell], method: str) -> str | None:
     """SGLang's flags for the best setting over all batch sizes, by geometric mean; it has one for all.
 
-    Of chains and dynamic trees, which it drafts. None where it does not load the family, or nothing helps.
+    Of chains and dynamic trees, which it drafts. None where it does not draft so, or nothing helps.
     """
     best = best_for_all(cells, lambda setting: not isinstance(setting.tree, StaticTree))
     if best is None:
         return None
-    folder = "" if family == "mtp" else "HEAD"
+    folder = "" if method == "mtp" else "HEAD"
     top_k, num_nodes = (best.tree.top_k, best.tree.num_nodes) if isinstance(best.tree, DynamicTree) else (1, 0)
-    return sglang_flags(family, best.num_draft_tokens, folder=folder, top_k=top_k, num_nodes=num_nodes)
+    return sglang_flags(method, best.num_draft_tokens, folder=folder, top_k=top_k, num_nodes=num_nodes)
 
 
-def for_llamacpp(cells: Sequence[Cell], family: str) -> str | None:
+def for_llamacpp(cells: Sequence[Cell], method: str) -> str | None:
     """llama-server's flags for the best chain over all batch sizes; None as of SGLang's."""
     best = best_for_all(cells, lambda setting: setting.tree is None)
-    return best and server_flags(family, best.num_draft_tokens, file="HEAD.gguf")
+    return best and server_flags(method, best.num_draft_tokens, file="HEAD.gguf")
 
 
 def best_for_all(cells: Sequence[Cell], is_drafted: Callable[[DraftSetting], bool]) -> DraftSetting | None:

@@ -149,8 +149,8 @@ class Planner:
             recommendation=advice,
             load=self.load(accepted, times, advice[0].cell.setting, ranges, most),
             vllm_schedule=ranges,
-            sglang_flags=for_sglang(cells, self.family),
-            llamacpp_flags=for_llamacpp(cells, self.family),
+            sglang_flags=for_sglang(cells, self.method),
+            llamacpp_flags=for_llamacpp(cells, self.method),
         )
 
     @property
@@ -158,9 +158,9 @@ class Planner:
         return Workload([len(prompt) for prompt in self.suite.prompts], self.config.measure.max_new_tokens)
 
     @property
-    def family(self) -> str:
-        """The head's type; empty for other drafters."""
-        return self.drafter.config.type if isinstance(self.drafter, DraftHead) else ""
+    def method(self) -> str:
+        """What engines call the head's way of drafting; empty for other drafters."""
+        return self.drafter.method if isinstance(self.drafter, DraftHead) else ""
 
     @property
     def trees(self) -> Sequence[str]:

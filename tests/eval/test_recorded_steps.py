@@ -64,8 +64,8 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "compiled", partial(replay.compiled, backend="eager"))
 
 
-def head_for(head_type: str, target: Any) -> Any:
-    return build_head(HEADS[head_type].config_class(type=head_type), target, seed=1).eval()
+def head_for(head_type: str, target: Any, **options: Any) -> Any:
+    return build_head(HEADS[head_type].config_class(type=head_type, **options), target, seed=1).eval()
 
 
 def both_ways(target: Any, drafter: Any, tree: Any, **how: Any) -> None:
@@ -83,6 +83,11 @@ def both_ways(target: Any, drafter: Any, tree: Any, **how: Any) -> None:
 @pytest.mark.parametrize("tree", ["chain", "static", "dynamic"])
 def test_no_step_of_any_head_reads_to_the_host(head_type, tree, target, recorded_strictly):
     both_ways(target, head_for(head_type, target), TREES[tree])
+
+
+@pytest.mark.parametrize("name", ["draft_lm", "eagle3"])
+def test_nor_does_one_that_drafts_behind_mask_tokens(name, target, recorded_strictly):
+    both_ways(target, head_for(name, target, parallel=True, num_depths=4), None)
 
 
 def test_nor_does_the_baseline(family, tiny_target, recorded_strictly):

@@ -185,6 +185,23 @@ def test_sglang_is_told_the_best_chain_or_dynamic_tree_and_llama_cpp_the_best_ch
     assert for_sglang(useless, "eagle3") is None and for_llamacpp(useless, "eagle3") is None
 
 
+@pytest.mark.parametrize(
+    ("family", "options", "sglang", "llamacpp"),
+    [
+        ("block", {}, "--speculative-algorithm DSPARK", "--spec-type draft-dspark"),
+        ("block", {"markov_rank": 0, "sample_from_anchor": False}, "--speculative-algorithm DFLASH", "draft-dflash"),
+        ("eagle3", {}, "--speculative-algorithm EAGLE3", "--spec-type draft-eagle3"),
+        ("eagle3", {"parallel": True}, None, None),
+        ("draft_lm", {"parallel": True}, None, None),
+    ],
+)
+def test_flags_are_those_of_the_way_the_head_drafts_in(family, options, sglang, llamacpp, target):
+    head = build_head(HEADS[family].config_class(**options), target)
+    cells = predict([accepted(2, 2)], Workload([5, 5], 13), Times(), batch_sizes=(1,))
+    for told, wanted in ((for_sglang(cells, head.method), sglang), (for_llamacpp(cells, head.method), llamacpp)):
+        assert told is None if wanted is None else wanted in (told or "")
+
+
 def test_what_texts_accept_does_not_depend_on_the_batch_size(target):
     """Rounds and tokens of each prompt, alone and three at a time."""
     prompts = [[1, 5, 9], [1, 7, 8, 3, 22], [1, 30], [1, 44, 3], [1, 13]]
