@@ -11,25 +11,24 @@ from rich.progress import track
 
 from ..configs.errors import BadInput, printable
 from ..configs.terminal import PlainConsole
-from ..eval.drafters.registry import build_drafters, parse_drafter, training_record
 from ..eval.measurement.config import DraftSetting, MeasureConfig
 from ..eval.measurement.measure import Row, measure_all
-from ..eval.measurement.result import Result, TrainingRecord
+from ..eval.measurement.result import Result
 from ..eval.measurement.resume import TREE, BatchStore, settings_key
 from ..eval.measurement.runner import Contender
 from ..eval.measurement.servers.beside import compare_llama_server
 from ..eval.measurement.servers.llama_server import ServerFiles
 from ..eval.measurement.servers.served import measure_served
 from ..eval.measurement.transformers_baseline import compare_transformers
-from ..eval.measurement.tree_search import SHAPED_TREES, TREE_NAMES, drafts_tree, hold_out, named_tree
+from ..eval.measurement.tree_search import SHAPED_TREES, drafts_tree, hold_out, named_tree
 from ..eval.report.console import show, training_warnings
 from ..eval.report.document import build_report, write_report
 from ..eval.report.page import write_page
 from ..eval.suites.named import SuiteSpec, load_named, parse_suite
 from ..eval.suites.prompts import ChatOptions, NoUsablePrompt, Suite, distinct_names, file_names, load_suite
-from ..heads.drafter import Drafter
 from ..heads.drafting import StaticTree
 from ..heads.target import Target
+from .eval_drafts import NamedDrafter, WantedDrafts
 
 
 @dataclass(frozen=True)
@@ -94,55 +93,6 @@ def warn(problem: str) -> None:
 
 
 @dataclass(frozen=True)
-class NamedDrafter:
-    """name: what reports call it. training: a head's record of its training."""
-
-    name: str
-    drafter: Drafter
-    training: TrainingRecord | None
-
-
-@dataclass(frozen=True)
-class WantedDrafts:
-    """The drafters and trees that the command line names."""
-
-    specs: Sequence[str]
-    trees: Sequence[str]
-    tree_nodes: int
-
-    @classmethod
-    def of(
-        cls, heads: Sequence[str], drafters: Sequence[str], trees: Sequence[str], tree_nodes: int, *, temperature: float
-    ) -> "WantedDrafts":
-        """Raises BadInput before anything is loaded. Args: heads: `--head X`, the same as the drafter `head:X`."""
-        specs = [*(f"head:{folder}" for folder in heads), *drafters]
-        if not specs:
-            raise BadInput("nothing to measure: give at least one --head or --drafter")
-        for spec in specs:
-            parse_drafter(spec)
-        for name in trees:
-            if name not in TREE_NAMES:
-                raise BadInput(f"--tree {name}: expected one of {', '.join(TREE_NAMES)}")
-            if name in ("sampled", "sampled-chain") and temperature == 0:
-                raise BadInput(f"--tree {name}: needs --temperature above 0")
-        return cls(specs, trees, tree_nodes)
-
-    def load(self, target: Target) -> list[NamedDrafter]:
-        """Raises BadInput where none of them drafts the trees."""
-        built = build_drafters(self.specs, target)
-        records = [training_record(spec) for spec in self.specs]
-        drafters = [
-            NamedDrafter(name, drafter, None if record is None else TrainingRecord.from_json(record, where=name))
-            for (name, drafter), record in zip(built, records, strict=True)
-        ]
-        for tree in self.trees:
-            if not any(drafts_tree(named.drafter, tree) for named in drafters):
-                names = ", ".join(named.name for named in drafters)
-                raise BadInput(f"--tree {tree}: not drafted by {names}")
-        return drafters
-
-
-@dataclass(frozen=True)
 class EvalRun:
     """Every drafter on every suite, at every batch size and with every tree that it drafts."""
 
@@ -185,9 +135,9 @@ class EvalRun:
     def setting(self, named: NamedDrafter, suite: Suite, config: MeasureConfig, tree_name: str) -> DraftSetting:
         """With the tree that a killed measurement began with, where there was one: step times shape some trees."""
         if tree_name == "chain":
-            return config.setting_for(named.drafter)
+            return named.setting(config)
         if not suite.prompts:
-            return DraftSetting(tree_name, config.setting_for(named.drafter).num_draft_tokens)
+            return DraftSetting(tree_name, named.setting(config).num_draft_tokens)
         settings = {**asdict(config), "tree": tree_name, "tree_nodes": self.drafts.tree_nodes}
         settings["shaped_on"] = suite.calibration
         key = settings_key(
@@ -204,7 +154,7 @@ class EvalRun:
             suite.calibration,
             max_new_tokens=config.max_new_tokens,
             num_nodes=self.drafts.tree_nodes,
-            num_draft_tokens=config.setting.num_draft_tokens if config.setting else None,
+            num_draft_tokens=named.length or (config.setting.num_draft_tokens if config.setting else None),
         )
         assert tree is not None
         if isinstance(tree, StaticTree):

@@ -47,8 +47,8 @@ def evaluate(
         list[str] | None,
         DRAFTS(
             help="ngram[:MAX], suffix[:ANSWERS.jsonl], sparse-self[:BUDGET], draft-model:PATH, "
-            "hybrid:HEAD[:ANSWERS.jsonl], which looks up too, or "
-            "head:PATH, as --head. Repeatable."
+            "hybrid:HEAD[:ANSWERS.jsonl], which looks up too, or head:PATH, as --head. Each may have its own K, as in "
+            "suffix@7. Repeatable."
         ),
     ] = None,
     num_draft_tokens: Annotated[int | None, DRAFTS(help="K; default: the head's own.")] = None,
@@ -127,7 +127,8 @@ def evaluate(
     from ..eval.verify import ACCEPT_RULES
     from ..heads.loading import default_device, default_dtype
     from ..heads.target import Target
-    from .eval_run import EvalRun, WantedDrafts, WantedSuites, held_out, measure_server, parse_yardstick, report_all
+    from .eval_drafts import WantedDrafts
+    from .eval_run import EvalRun, WantedSuites, held_out, measure_server, parse_yardstick, report_all
 
     if temperature == 0 and (top_k or top_p < 1):
         raise BadInput("--top-k and --top-p choose what is sampled: they need --temperature above 0")

@@ -18,7 +18,8 @@ SIDES = 3.4  # the time of all sides (no drafts, the head, look-ups, both, check
 ENDING_STEPS = 3  # commands that start at the end: evaluation, export, check
 FREE = "suffix"  # the drafter that needs no training
 BOTH = "hybrid"  # it and a head together
-OURS_ALONE = (FREE, BOTH)  # what no other engine drafts with
+WITH_ANSWERS = "+answers"  # behind these names, where they look up the target's answers too
+OURS_ALONE = tuple(name + more for name in (FREE, BOTH) for more in ("", WITH_ANSWERS))  # what no other engine has so
 SAFETY = 0.8  # share of the time that a plan fills
 
 
@@ -38,6 +39,7 @@ def prompts_within(seconds: float, machine: Machine, *, max_new_tokens: int, mos
 def evaluate_words(
     target: str,
     head: str,
+    answers: str,
     prompts: Path,
     output: Path,
     machine: Machine,
@@ -46,26 +48,38 @@ def evaluate_words(
     max_new_tokens: int,
     length: int,
 ) -> list[str]:
-    """`headstart eval` of the head, of look-ups, and of both. head: its folder; empty: look-ups alone."""
-    drafters = ["--head", head, "--drafter", f"{BOTH}:{head}"] if head else []
-    chain = ["--num-draft-tokens", str(length)] if head else []
+    """`headstart eval` of the head, of look-ups, and of both. Args: head: its folder; empty: look-ups alone. answers:
+    the file to look up; empty: the text alone. length: the head's K."""
+    wanted = [f"head:{head}@{length}", f"{BOTH}:{head}{behind(answers)}"] if head else []
+    drafters = [word for spec in (*wanted, FREE + behind(answers)) for word in ("--drafter", spec)]
     return [
         *("eval", "--target", target, "--dtype", machine.dtype, "--device", machine.device),
         *drafters,
-        *("--drafter", FREE, *chain),
         *("--prompts", str(prompts), "--limit", str(limit), "--max-new-tokens", str(max_new_tokens)),
         *("--batch-size", str(machine.batch_size), "--repeats", "1", "--output", str(output)),
     ]
 
 
-def decide(report: Path, *, head: str, engine: str, exported: str, target: str) -> Decision:
+def behind(answers: str) -> str:
+    """What names a file of answers behind a drafter."""
+    return f":{answers}" if answers else ""
+
+
+def decide(report: Path, *, head: str, answers: str, engine: str, exported: str, target: str) -> Decision:
     """By the report's recommendation. Args: head: its folder; empty: none was trained. exported: folder, or empty."""
     ours = [result for result in read_report(report).ours if engine == OURS or result.drafter not in OURS_ALONE]
     advice = recommend(ours)
     best = advice.best
     if not advice.is_deployable or best is None:
         return Decision(False, advice.headline, advice.reasons, advice.cautions)
-    drafter = best.drafter if best.drafter == FREE else f"{BOTH}:{head}" if best.drafter == BOTH else f"head:{head}"
+    file = behind(answers)
+    specs = {
+        FREE: FREE,
+        BOTH: f"{BOTH}:{head}",
+        FREE + WITH_ANSWERS: FREE + file,
+        BOTH + WITH_ANSWERS: f"{BOTH}:{head}{file}",
+    }
+    drafter = specs.get(best.drafter, f"head:{head}")
     commands = serving(best, drafter, head=head, engine=engine, exported=exported, target=target)
     cautions = [*advice.cautions, *losing(best)]
     interval = list(best.speedup_ci95)

@@ -156,7 +156,7 @@ def evaluate(run: Session) -> None:
         run.write()
     output, limit = run.folder / "eval", journal.evaluation.num_prompts
     words = evaluate_words(
-        *(settings.target, chosen.head if chosen else "", run.held_out, output, run.machine),
+        *(settings.target, chosen.head if chosen else "", answers_of(run), run.held_out, output, run.machine),
         limit=limit,
         max_new_tokens=new,
         length=journal.evaluation.num_draft_tokens,
@@ -169,6 +169,13 @@ def evaluate(run: Session) -> None:
     run.write()
 
 
+def answers_of(run: Session) -> str:
+    """The file of answers to prompts that are not held out; empty where there are none, or given chats among them."""
+    path = run.folder / "data" / "train.jsonl"
+    found = run.journal.answers
+    return str(path) if found is not None and not found.given and path.is_file() else ""
+
+
 def decide(run: Session) -> None:
     """What to do; where a head is to be deployed in another engine, it is exported and checked."""
     journal, settings = run.journal, run.settings
@@ -177,7 +184,14 @@ def decide(run: Session) -> None:
     decision = Decision(False, "Do not deploy a head: none can pay here", [], [])
     if journal.evaluation is not None:
         report = Path(journal.evaluation.report)
-        decision = decision_of(report, head=head, engine=engine, exported=str(served), target=settings.target)
+        decision = decision_of(
+            report,
+            head=head,
+            answers=answers_of(run),
+            engine=engine,
+            exported=str(served),
+            target=settings.target,
+        )
     if decision.deploy and engine != OURS:
         try:
             export(run, head, served)

@@ -5,8 +5,11 @@ import shlex
 import sys
 
 import pytest
+from headstart.eval.measurement.config import MeasureConfig, chain
 from headstart.eval.measurement.runner import Runner
+from headstart.heads.target import Target
 from headstart.scripts import cli
+from headstart.scripts.eval_drafts import WantedDrafts, own_length
 from transformers import AutoTokenizer
 
 CHAT_TEMPLATE = (
@@ -164,3 +167,12 @@ def test_the_same_command_goes_on_after_a_kill(asked, tmp_path, monkeypatch, war
 def test_what_cannot_be_is_refused_in_one_line(line, problem, asked):
     code, err, report, _ = asked(line)
     assert code == 2 and err.startswith("headstart: ") and problem in err and err.count("\n") == 1 and report is None
+
+
+def test_a_drafter_may_have_a_k_of_its_own(saved_target):
+    drafts = WantedDrafts.of([], ["suffix@7", "ngram", "ngram:2@1"], ["chain"], 8, temperature=0.0)
+    assert drafts.specs == ("suffix", "ngram", "ngram:2") and drafts.lengths == (7, None, 1)
+    drafters = drafts.load(Target.load(saved_target))
+    lengths = [each.setting(MeasureConfig(setting=chain(4))).num_draft_tokens for each in drafters]
+    assert lengths == [7, 4, 1]
+    assert own_length("head:OWNER@HUB") == ("head:OWNER@HUB", None) and own_length("suffix@0")[1] is None

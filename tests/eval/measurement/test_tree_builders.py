@@ -18,7 +18,7 @@ from headstart.eval.measurement.tree_search import (
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.registry import HEADS, build_head
-from headstart.scripts.eval_run import WantedDrafts
+from headstart.scripts.eval_drafts import WantedDrafts
 
 ACCURACIES = [[0.6, 0.2, 0.1], [0.5, 0.25, 0.05], [0.4, 0.3, 0.1]]
 

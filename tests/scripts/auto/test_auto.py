@@ -42,7 +42,11 @@ def test_one_command_goes_from_prompts_to_a_decision(auto, machine_is, in_proces
     assert 10 < found["chosen"]["score"]["steps"] <= found["chosen"]["max_steps"]
     assert found["evaluation"]["num_prompts"] == 13
     report = json.loads((tmp_path / "auto" / "eval" / "report.json").read_text())
-    assert {result["drafter"] for result in report["results"]} == {found["chosen"]["name"], "hybrid", "suffix"}
+    assert {result["drafter"] for result in report["results"]} == {
+        found["chosen"]["name"],
+        "hybrid+answers",
+        "suffix+answers",
+    }
     assert found["decision"]["headline"] in said
     page = (tmp_path / "auto" / "auto.html").read_text()
     assert found["decision"]["headline"] in page and "even with" not in page and "<script" not in page

@@ -1,0 +1,78 @@
+"""The drafters and trees that `headstart eval` is asked to measure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..configs.errors import BadInput
+from ..eval.drafters.registry import build_drafters, parse_drafter, training_record
+from ..eval.measurement.config import DraftSetting, MeasureConfig, chain
+from ..eval.measurement.result import TrainingRecord
+from ..eval.measurement.tree_search import TREE_NAMES, drafts_tree
+from ..heads.drafter import Drafter
+from ..heads.target import Target
+
+
+@dataclass(frozen=True)
+class NamedDrafter:
+    """name: what reports call it. training: a head's record of its training. length: its own K, where one is named."""
+
+    name: str
+    drafter: Drafter
+    training: TrainingRecord | None
+    length: int | None = None
+
+    def setting(self, config: MeasureConfig) -> DraftSetting:
+        """Its chain: K as named behind it, else for all drafters, else its default."""
+        return (config if self.length is None else replace(config, setting=chain(self.length))).setting_for(
+            self.drafter
+        )
+
+
+def own_length(spec: str) -> tuple[str, int | None]:
+    """`suffix@7` -> (`suffix`, 7): a drafter, and the K that is named behind it."""
+    drafter, _, length = spec.rpartition("@")
+    return (drafter, int(length)) if drafter and length.isdecimal() and int(length) > 0 else (spec, None)
+
+
+@dataclass(frozen=True)
+class WantedDrafts:
+    """The drafters and trees that the command line names. lengths: of each drafter its own K, or None."""
+
+    specs: Sequence[str]
+    lengths: Sequence[int | None]
+    trees: Sequence[str]
+    tree_nodes: int
+
+    @classmethod
+    def of(
+        cls, heads: Sequence[str], drafters: Sequence[str], trees: Sequence[str], tree_nodes: int, *, temperature: float
+    ) -> "WantedDrafts":
+        """Raises BadInput before anything is loaded. Args: heads: `--head X`, the same as the drafter `head:X`."""
+        specs = [*(f"head:{folder}" for folder in heads), *drafters]
+        if not specs:
+            raise BadInput("nothing to measure: give at least one --head or --drafter")
+        specs, lengths = zip(*map(own_length, specs), strict=True)
+        for spec in specs:
+            parse_drafter(spec)
+        for name in trees:
+            if name not in TREE_NAMES:
+                raise BadInput(f"--tree {name}: expected one of {', '.join(TREE_NAMES)}")
+            if name in ("sampled", "sampled-chain") and temperature == 0:
+                raise BadInput(f"--tree {name}: needs --temperature above 0")
+        return cls(specs, lengths, trees, tree_nodes)
+
+    def load(self, target: Target) -> list[NamedDrafter]:
+        """Raises BadInput where none of them drafts the trees."""
+        built = build_drafters(self.specs, target)
+        records = [training_record(spec) for spec in self.specs]
+        drafters = [
+            NamedDrafter(
+                name, drafter, None if record is None else TrainingRecord.from_json(record, where=name), length
+            )
+            for (name, drafter), record, length in zip(built, records, self.lengths, strict=True)
+        ]
+        for tree in self.trees:
+            if not any(drafts_tree(named.drafter, tree) for named in drafters):
+                names = ", ".join(named.name for named in drafters)
+                raise BadInput(f"--tree {tree}: not drafted by {names}")
+        return drafters
