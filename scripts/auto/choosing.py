@@ -5,7 +5,7 @@ from pathlib import Path
 from ...configs.errors import BadInput
 from .budget import EVALUATION, HALVING
 from .candidates import Candidate, by_gain_per_cost, find_candidates
-from .evaluation import ENDING_STEPS, evaluation_seconds
+from .evaluation import ending_seconds
 from .halving import LEAST_STEPS, field, rung_seconds, survivors
 from .journal import Chosen, Rung, Score
 from .learning import visit_plan
@@ -14,13 +14,16 @@ from .session import Session
 LATE = 1.3  # of a visit's planned time, after which it is ended
 
 
-def ending_seconds(run: Session) -> float:
-    """Kept for evaluation, export and check."""
+def kept_for_the_end(run: Session) -> float:
+    """Seconds for evaluation, export and check: of all held-out prompts, or as many as its share allows."""
     assert run.journal.split is not None
-    size, new = run.machine.batch_size, run.settings.max_new_tokens
-    batches = -(-run.journal.split.held_out // size)
-    whole = evaluation_seconds(batches, run.machine, max_new_tokens=new) + ENDING_STEPS * run.machine.start_seconds
-    return min(whole, EVALUATION * run.settings.budget)
+    machine, settings = run.machine, run.settings
+    batches = -(-run.journal.split.held_out // machine.batch_size)
+    least, whole = (
+        ending_seconds(count, machine, engine=settings.engine, max_new_tokens=settings.max_new_tokens)
+        for count in (1, batches)
+    )
+    return max(min(whole, EVALUATION * settings.budget), least)
 
 
 def choose(run: Session) -> None:
@@ -29,7 +32,7 @@ def choose(run: Session) -> None:
     if journal.chosen is not None:
         return
     if journal.learning_until is None:
-        journal.learning_until = run.settings.budget - ending_seconds(run)
+        journal.learning_until = run.settings.budget - kept_for_the_end(run)
         run.write()
     known = {candidate.name: candidate for candidate in find_candidates()}
     ranked = by_gain_per_cost([(each.name, each.bound, each.step_seconds) for each in run.machine.able])

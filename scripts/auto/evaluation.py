@@ -15,7 +15,7 @@ from .candidates import OURS
 from .journal import Decision, Machine
 
 SIDES = 3.4  # the time of all sides (no drafts, the head, look-ups, both, checks of texts) in that without drafts
-ENDING_STEPS = 3  # commands that start at the end: evaluation, export, check
+EXPORTING = 2  # commands that start behind the evaluation where another engine serves: export, check
 FREE = "suffix"  # the drafter that needs no training
 BOTH = "hybrid"  # it and a head together
 WITH_ANSWERS = "+answers"  # behind these names, where they look up the target's answers too
@@ -27,6 +27,12 @@ def evaluation_seconds(num_batches: int, machine: Machine, *, max_new_tokens: in
     """About how long an evaluation of so many batches takes; of at least LEAST_TIMED."""
     per_batch = SIDES * max_new_tokens * machine.baseline_ms / 1000
     return machine.start_seconds + max(num_batches, LEAST_TIMED) * per_batch / SAFETY
+
+
+def ending_seconds(num_batches: int, machine: Machine, *, engine: str, max_new_tokens: int) -> float:
+    """About how long evaluation, export and check take."""
+    exporting = EXPORTING * machine.start_seconds * (engine != OURS)
+    return evaluation_seconds(num_batches, machine, max_new_tokens=max_new_tokens) + exporting
 
 
 def prompts_within(seconds: float, machine: Machine, *, max_new_tokens: int, most: int) -> int:

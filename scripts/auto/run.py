@@ -11,10 +11,10 @@ from ...heads.fit import NoSkeleton, load_skeleton
 from ...heads.loading import TargetConfig, default_dtype, release_memory
 from ...heads.target import Target
 from . import data
-from .budget import ANSWERS, EVALUATION, MACHINE
+from .budget import ANSWERS, MACHINE
 from .candidates import OURS, find_candidates
 from .choosing import choose, learn
-from .evaluation import ENDING_STEPS, evaluate_words, evaluation_seconds, prompts_within
+from .evaluation import EXPORTING, ending_seconds, evaluate_words, prompts_within
 from .evaluation import decide as decision_of
 from .halving import LEAST_STEPS
 from .journal import Decision, Evaluation, Journal, Measured
@@ -101,8 +101,8 @@ def check_budget(run: Session) -> None:
     answering = least + data.LEAST_ANSWERS * new * run.machine.baseline_ms / 1000
     quickest = min(each.step_seconds for each in run.machine.able)
     learning = 2 * least + 3 * LEAST_STEPS * quickest
-    ending = evaluation_seconds(1, run.machine, max_new_tokens=new) + ENDING_STEPS * least
-    needed = max(answering / ANSWERS, ending / EVALUATION, (answering + learning + ending) / (1 - MACHINE))
+    ending = ending_seconds(1, run.machine, engine=run.settings.engine, max_new_tokens=new)
+    needed = max(answering / ANSWERS, (answering + learning + ending) / (1 - MACHINE))
     if needed > run.settings.budget:
         minutes = f"{-(-needed // 60):.0f}m"
         raise BadInput(f"--budget: too short for this target here; the least that makes sense is {minutes}")
@@ -148,7 +148,7 @@ def evaluate(run: Session) -> None:
         return
     chosen, new = journal.chosen, settings.max_new_tokens
     left = max(run.clock.left, 0) if chosen else min(FREE_SECONDS, max(run.clock.left, 0))
-    spare = left - (ENDING_STEPS - 1) * run.machine.start_seconds * (settings.engine != OURS)
+    spare = left - EXPORTING * run.machine.start_seconds * (settings.engine != OURS)
     if journal.evaluation is None:
         limit = prompts_within(spare, run.machine, max_new_tokens=new, most=journal.split.held_out)
         length = (chosen.score.num_draft_tokens if chosen and chosen.score else 0) or 3
