@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import yaml
 from headstart.configs import files
 from headstart.configs.owned import OwnedFolder
 from headstart.heads.registry import HEADS, build_head, save_head
 from headstart.heads.target import Target
 from headstart.scripts import cli
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError, safe_open, serialize_file
 from transformers import AutoTokenizer
 
 TEMPLATE = "w1 {% for m in messages %}{{ m.content }} w2 {% endfor %}{% if add_generation_prompt %}w6 {% endif %}"
@@ -194,7 +193,7 @@ class Failing:
         for name in ("replace", "rename", "mkdir", "fsync"):
             set_(os, name, self.guarded(getattr(os, name)))
         set_(files, "_exchange", self.guarded(files._exchange))
-        set_(safetensors.torch, "serialize_file", self.serializing(safetensors.torch.serialize_file))
+        set_("safetensors.torch.serialize_file", self.serializing(serialize_file))
         set_(io, "open", self.opening(open_))
         set_("builtins.open", self.opening(open_))
         set_(tempfile, "tempdir", self.root)

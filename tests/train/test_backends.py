@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import time
+from functools import cache
 
 import pytest
 import torch
@@ -46,6 +47,12 @@ def final(folder):
 def single(launching, tmp_path_factory):
     """The run by one process."""
     return launching.alone(tmp_path_factory.mktemp("single") / "one")
+
+
+@pytest.fixture(scope="module")
+def by_one(launching, tmp_path_factory):
+    """by_one(override, ...): the folder of the run by one process, which no backend has a part in; made once."""
+    return cache(lambda *how: launching.alone(tmp_path_factory.mktemp("alone") / "one", *how))
 
 
 def same_training(folder, single):
@@ -87,17 +94,17 @@ def test_every_backend_trains_as_one_process_and_resumes_exactly(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_batches_of_a_step_accumulate(backend, launching, shared_memory_op, tmp_path):
+def test_batches_of_a_step_accumulate(backend, launching, by_one, shared_memory_op, tmp_path):
     two = launching.finish(backend, tmp_path / "two", "train.accumulation=2", "train.max_steps=5")
-    one = launching.alone(tmp_path / "one", "train.batch_size=4", "train.max_steps=5")
+    one = by_one("train.batch_size=4", "train.max_steps=5")
     assert losses(two) == pytest.approx(losses(one), abs=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_bf16_casts_alike(backend, launching, shared_memory_op, tmp_path):
+def test_bf16_casts_alike(backend, launching, by_one, shared_memory_op, tmp_path):
     how = ("train.precision=bf16", "train.max_steps=5")
-    two, one = launching.finish(backend, tmp_path / "two", *how), launching.alone(tmp_path / "one", *how)
+    two, one = launching.finish(backend, tmp_path / "two", *how), by_one(*how)
     assert losses(two) == pytest.approx(losses(one), rel=2e-2)
     assert all(value.dtype == torch.float32 for value in final(two).values() if value.is_floating_point())
 
