@@ -86,7 +86,6 @@ class HitRates:
     def __init__(self, edges: Sequence[float], rates: Sequence[float]):
         self.edges = edges
         self.hits, self.totals = [WEIGHT * rate for rate in rates], [WEIGHT] * len(rates)
-        self.begun = sum(self.hits)
 
     def at(self, certainty: float) -> float:
         """The rate, 0 to 1, of guesses of that certainty."""
@@ -95,9 +94,8 @@ class HitRates:
 
     @property
     def mean(self) -> float:
-        """The rate of all guesses, those that the counts begin with left out; 1 before any."""
-        num_counted = sum(self.totals) - WEIGHT * len(self.totals)
-        return (sum(self.hits) - self.begun) / num_counted if num_counted else 1.0
+        """The rate of all guesses."""
+        return sum(self.hits) / sum(self.totals)
 
     def add(self, certainty: float, *, is_right: bool) -> None:
         """Count a guess."""

@@ -120,6 +120,14 @@ def test_a_head_that_is_wrong_more_often_than_look_ups_is_not_asked(target):
     assert 0 < first and len(asked) - first < 0.5 * len(run.rounds), "what was found out is kept"
 
 
+def test_one_wrong_guess_does_not_silence_a_head():
+    row = row_of(3, 4, 5)
+    before = row.guessed.mean
+    row.chain(guesses([(9, 0.5)]), 1)
+    row.extend([8])
+    assert 0.9 * before < row.guessed.mean < before
+
+
 def test_guesses_behind_a_wrong_one_are_not_counted():
     row = row_of(3, 4, 5)
     totals = sum(row.guessed.totals)
