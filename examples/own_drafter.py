@@ -14,7 +14,7 @@ from headstart.eval.suites.prompts import load_suite
 from headstart.heads.target import Target
 
 
-class Row:
+class Row(RowText):
     """The text of one row; `follower` is shared by all rows."""
 
     def __init__(self, follower: dict[int, int]):

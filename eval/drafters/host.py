@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,20 +20,20 @@ def committed_tokens(read: Reading) -> list[list[int]]:
     ]
 
 
-class RowText(Protocol):
+class RowText:
     """The committed text of one row, the pending token included."""
 
     def read_prompt(self, tokens: Sequence[int]) -> None:
         """Append the prompt, and the first token behind it."""
-        ...
+        self.extend(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append committed tokens."""
-        ...
+        raise NotImplementedError
 
     def draft(self, num_tokens: int) -> list[int]:
         """Exactly as many tokens that may follow."""
-        ...
+        raise NotImplementedError
 
 
 def commit_texts(rows: Sequence[Any], read: Reading) -> list[bool]:

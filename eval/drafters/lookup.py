@@ -18,16 +18,13 @@ from .suffix import Rates, SuffixRow, SuffixTrie, dynamic_only, filled
 ANSWERED_DRAFT_TOKENS = 7  # K where there are answers to look up: what is drafted costs nothing but its verification
 
 
-class NgramRow:
+class NgramRow(RowText):
     """A text and, for each n-gram in it that something follows, the position behind its latest occurrence."""
 
     def __init__(self, *, max_ngram: int, min_ngram: int):
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
         self.text: list[int] = []
         self.behind: dict[tuple[int, ...], int] = {}
-
-    def read_prompt(self, tokens: Sequence[int]) -> None:
-        self.extend(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
         text = self.text

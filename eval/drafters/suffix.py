@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ...configs.errors import BadInput
 from ...heads.drafting import DynamicTree, Tree
+from .host import RowText
 
 # Matches in a row's own text are told apart by their length in tokens, from these on, and guesses that have a
 # probability by it. Counts begin with these rates, as if seen so often; answers of SmolLM2-135M-Instruct gave those of
@@ -131,7 +132,7 @@ class Node(NamedTuple):
     place: Place
 
 
-class SuffixRow:
+class SuffixRow(RowText):
     """One row's text, and what may follow it.
 
     Two tries are looked up, the row's own text and, where there are any, answers that the target gave before; the one

@@ -56,7 +56,7 @@ def test_pard_is_the_model_on_a_text_with_mask_tokens_behind_it(target):
     starts, logits = head.teacher_forced_logits(DraftBatch(ids, ids > 0, target.forward(ids)))
     for i, t in enumerate(starts.positions[0].tolist()):
         read = torch.cat([ids[:, : t + 2], torch.full((1, 3), 60)], 1)
-        wanted = head.reader.model(input_ids=read).logits[0, t + 1 :]  # [K, V]
+        wanted = head.reader.model(input_ids=read).logits[0, t + 1 :]  # [K, V]  # pyright: ignore
         valid = starts.valid[0, i]
         torch.testing.assert_close(logits[0, i][valid], wanted[valid], rtol=1e-4, atol=1e-5)
 

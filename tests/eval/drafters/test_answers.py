@@ -56,8 +56,8 @@ def test_the_text_is_the_targets_and_its_own_answer_is_accepted_whole(target, tr
     head = build_head(HEADS["eagle3"].config_class(type="eagle3", num_depths=3), target, seed=1).eval()
     drafters = [HybridDrafter(head, answers=answers), SuffixDrafter(answers=answers)]
     for drafter in drafters:
-        options = {"tree": tree} if tree else {"num_draft_tokens": 3}
-        run = generate(target, drafter, PROMPTS, max_new_tokens=24, **options)
+        length = None if tree else 3
+        run = generate(target, drafter, PROMPTS, max_new_tokens=24, tree=tree, num_draft_tokens=length)
         assert run.token_ids == [answer for _, answer in answers.rows]
         assert len(run.rounds) < 12, "of 24 tokens, though the head knows nothing"
 
