@@ -21,7 +21,7 @@ import torch
 from ...heads.base import Proposal
 from ...heads.nn.cache import SlotCache
 from ...heads.target import Target
-from .host import RowText, TextDrafter, TextState
+from .host import TextDrafter, TextState
 
 INCOMPLETE = "\ufffd"  # what decoders write for bytes that are no character yet
 KEEP_TOKENS, KEEP_CHARACTERS = 16, 64  # how much of a text's end is translated again, at least
@@ -94,7 +94,7 @@ class Vocabulary:
         return into | ({} if bos is None else {bos: []}) | {end: other.ends[:1] for end in self.ends}
 
 
-class TranslatedRow(RowText):
+class TranslatedRow:
     """The committed text of one row in tokens of the draft model, and what of it the draft model has read.
 
     Special tokens are translated one by one; between two of them, a run of tokens is translated by its text.
@@ -113,6 +113,10 @@ class TranslatedRow(RowText):
         self.text = Tail(self.target.decode, empty="", keep=KEEP_TOKENS)
         self.words = Tail(self.draft.encode, empty=[], keep=KEEP_CHARACTERS)
         self.tokens = list(self.before)  # the whole text, in tokens of the draft model
+
+    def read_prompt(self, tokens: Sequence[int]) -> None:
+        """Append a prompt."""
+        self.extend(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append committed tokens of the target."""
