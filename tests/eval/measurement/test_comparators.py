@@ -46,9 +46,11 @@ def test_texts_equal_and_settings_are_as_before(name, drafters, target):
         assert entry.ours_tokens_per_second == entry.baseline_tokens_per_second
 
 
-def test_they_draft_exactly_k_tokens(drafters, target, warming_up):
+def test_they_draft_exactly_k_tokens(drafters, tiny_target):
     """The target as its own draft model: every forward of theirs commits K + 1, but for the answer's end."""
-    entry = compare_transformers(target, drafters["itself"], Suite("one", [[1, 5, 9]]), CONFIG, name="itself")
+    entry = compare_transformers(
+        tiny_target("llama"), drafters["itself"], Suite("one", [[1, 5, 9]]), CONFIG, name="itself"
+    )
     assert entry is not None and entry.num_tokens == 12
     assert entry.num_rounds == 12 / 4
 
