@@ -193,7 +193,7 @@ class BlockHead(DraftHead):
         offsets = torch.arange(num_slots, device=context.device)
         positions = 1 + starts.take(batch.positions)[:, None] + offsets[:, None]  # [B, W, S]
         hidden = self.slots(starts.take(batch.input_ids, offset=1), starts.num_depths)  # [B, W * S, D]
-        of_slots = self.rotary(positions.flatten(1), like=hidden, num_positions=limit)
+        of_slots = self.rotary(positions.flatten(1), like=context, num_positions=limit)  # which autocast makes narrow
         sees_slots = None if starts.widths is None else offsets < starts.widths[..., None] + self.first_slot
         attend = partial(
             attend_blocks,
