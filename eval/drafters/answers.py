@@ -8,7 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ...configs.errors import BadInput
+from jinja2.exceptions import TemplateError
+
+from ...configs.errors import BadInput, first_line
 from ...configs.jsonl import naming_faults
 from ..suites.prompts import file_rows, prompt_ids
 from .suffix import SuffixTrie
@@ -74,7 +76,10 @@ def answered(row: dict[str, Any], tokenizer: Any, *, origin: str) -> tuple[list[
     last = row["messages"][-1]
     if last["role"] != "assistant":
         raise BadInput(f"{origin}: the last of `messages` should be the assistant's, got the {last['role']}'s")
-    whole = tokenizer.apply_chat_template(row["messages"], return_dict=True)["input_ids"]
+    try:
+        whole = tokenizer.apply_chat_template(row["messages"], return_dict=True)["input_ids"]
+    except (TemplateError, TypeError, ValueError) as error:
+        raise BadInput(f"{origin}: the chat template refuses the messages: {first_line(error)}") from error
     if whole[: len(prompt)] == prompt:
         return prompt, whole[len(prompt) :]
     return prompt, token_ids(last.get("content"), tokenizer, origin=origin)  # the template rewrites earlier turns

@@ -118,7 +118,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do. command: that serves it, or decodes with it. drafter: as `headstart eval --drafter` takes it."""
+    """What to do. commands: that serve it, or decode with it. drafter: as `headstart eval --drafter` takes it."""
 
     deploy: bool
     headline: str

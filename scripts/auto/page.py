@@ -87,14 +87,14 @@ def learning(journal: Journal) -> Part | None:
     answers = journal.answers
     if answers is None:
         return None
-    text = f"{answers.written} answers of the target, {answers.tokens:,} tokens" + ("." if answers.complete else
-        ": all that fitted into their share of the time.")  # fmt: skip
+    end = "." if answers.complete else ": all that fitted into their share of the time."
+    text = f"{answers.written} answers of the target, {answers.tokens:,} tokens{end}"
     if answers.given:
         text += f" {answers.given} chats came with answers."
     if answers.draft_vocab_size:
         text += (
-            f" {answers.draft_vocab_size:,} tokens make up {answers.coverage:.1%} of them: what heads with a cut "
-            "vocabulary draft."
+            f" {answers.draft_vocab_size:,} different tokens cover {answers.coverage:.1%} of them: what heads with a "
+            "cut vocabulary draft."
         )
     text += " Lengths are of answers to validation prompts, decoded; the last run starts anew from the head before it."
     columns = ["rung", "candidate", "", "steps", "tokens per round", "speedup predicted"]

@@ -124,8 +124,8 @@ def answer(run: Session) -> None:
         *("sampling.temperature=0", f"sampling.max_tokens={settings.max_new_tokens}"),
     ]
     left = max(until - run.clock.used, 0)
-    record = run.step("the target answers, at most for its share of the time", words, name="answers", seconds=left,
-                       until=until)  # fmt: skip
+    what = "the target answers, at most for its share of the time"
+    record = run.step(what, words, name="answers", seconds=left, until=until)
     if not (run.folder / "answers" / "manifest.json").exists():
         raise BadInput(f"the target could not answer: {last_line(Path(record.log))}")
     try:

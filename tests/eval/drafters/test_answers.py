@@ -96,6 +96,18 @@ def read_cache(path):
     return read
 
 
+def test_an_answer_that_the_template_refuses_is_named(saved_target, tmp_path):
+    tokenizer = Target.load(saved_target).tokenizer
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ raise_exception('no') }}{% endif %}w9{% endfor %}"
+    )
+    path = tmp_path / "answers.jsonl"
+    chat = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}]
+    path.write_text(json.dumps({"messages": chat}) + "\n")
+    with pytest.raises(BadInput, match="answers.jsonl:1: the chat template refuses the messages"):
+        load_answers(path, tokenizer)
+
+
 def test_llama_cpps_cache_has_what_followed_each_ngram(tmp_path):
     answers = Answers([([9], [1, 2, 3]), ([9], [1, 2, 4]), ([8], [1, 2, 3])])
     num_ngrams = write_cache(answers, tmp_path)
