@@ -26,8 +26,11 @@ check: $(READY) ## lint, format and types
 test: $(READY) ## every test but the slow and the GPU ones; under 5 minutes on 2 cores
 	$(BIN)/pytest -n auto -m "not slow and not gpu"
 
+# these time what they run, or have a process per core of their own
+ALONE := tests/scripts/auto tests/scripts/benchmarks tests/scripts/quickstart
 test-slow: $(READY) ## the slow tests, among them the smoke run and two processes under every backend
-	$(BIN)/pytest -m "slow and not gpu"
+	$(BIN)/pytest -m "slow and not gpu" $(ALONE)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile -m "slow and not gpu" $(addprefix --ignore=,$(ALONE))
 
 VLLM := .venv-vllm
 # its torchvision and kin are built for CUDA and do not import beside a torch for CPUs

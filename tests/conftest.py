@@ -96,6 +96,14 @@ def make_target(family: str = "llama", **changes: Any) -> Target:
     return Target(model, name=f"tiny-{family}", fingerprint=fingerprint_of(model))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_waiting_for_the_disk():
+    """Nothing here has to outlive the machine; what is synced, and when, is tested by the calls."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def measured_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """No batch is measured again, however busy the machine that runs the tests, and none is decoded before to warm up,

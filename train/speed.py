@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,9 +36,9 @@ class Speed:
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
-        """Measures the device's rate: milliseconds on a GPU, a quarter of a second on a CPU core."""
+        """Measures the device's rate, once in a process: milliseconds on a GPU, a quarter of a second on a CPU core."""
         self.device = device
-        self.rate = matmul_rate(device, dtype)
+        self.rate = measured_rate(device, dtype)
         self.per_position: float | None = None
 
     @contextmanager
@@ -102,6 +103,12 @@ def products_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int]:
     """Operations of the scores of queries [B, N, Q, H] and keys [B, Nkv, P, H], and of weighing the values."""
     pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
     return 2 * pairs * query.shape[-1], 2 * pairs * value.shape[-1]
+
+
+@cache
+def measured_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """`matmul_rate`, asked once in a process."""
+    return matmul_rate(device, dtype)
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, *, trials: int = TRIALS) -> float:

@@ -38,7 +38,7 @@ def run(world, tmp_path):
             "data": {"train": str(world / "rows.jsonl")},
             "train": {"max_steps": 6, "batch_size": 2, "warmup_steps": 2, "learning_rate": 3e-3, "device": "cpu"},
         }
-        config["train"]["output_dir"] = str(tmp_path / name)
+        config["train"] |= {"output_dir": str(tmp_path / name), "decode_tokens": 16}
         path = tmp_path / f"{name}.yaml"
         path.write_text(yaml.safe_dump(config))
         trainer.train(load_run(path, overrides))
