@@ -24,7 +24,7 @@ check: $(READY) ## lint, format and types
 	$(BIN)/pyright
 
 test: $(READY) ## every test but the slow and the GPU ones; under 5 minutes on 2 cores
-	$(BIN)/pytest -n auto -m "not slow and not gpu"
+	$(BIN)/pytest -n auto --dist worksteal -m "not slow and not gpu"
 
 # these time what they run, or have a process per core of their own
 ALONE := tests/scripts/auto tests/scripts/benchmarks tests/scripts/quickstart

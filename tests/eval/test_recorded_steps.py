@@ -70,10 +70,10 @@ def head_for(head_type: str, target: Any, **options: Any) -> Any:
 
 def both_ways(target: Any, drafter: Any, tree: Any, **how: Any) -> None:
     """One engine decodes several texts as fresh eager ones do, drafts included."""
-    wanted = generate(target, drafter, PROMPTS, max_new_tokens=24, tree=tree, eos_token_ids=[])
+    wanted = generate(target, drafter, PROMPTS, max_new_tokens=12, tree=tree, eos_token_ids=[])
     engine = Engine(target, drafter, batch_size=4, max_length=32, tree=tree, steps="compile", **how)
     for _ in range(2):
-        found = decode(engine, PROMPTS, max_new_tokens=24, stop=Stop.of(target, eos_token_ids=[]))
+        found = decode(engine, PROMPTS, max_new_tokens=12, stop=Stop.of(target, eos_token_ids=[]))
         assert found.token_ids == wanted.token_ids
         accepted = [[one.num_accepted for one in text.rounds] for text in (found, wanted)]
         assert accepted[0] == accepted[1], "drafts are the same too"
@@ -104,7 +104,7 @@ def test_nor_does_sampling(head_type, target, recorded_strictly, monkeypatch):
         how = {"tree": TREES["sampled"], "sampling": sampling, "generator": source}
         engine = Engine(target, head, batch_size=4, max_length=32, **how)
         engine.replay.steps = steps  # compiled code cannot draw; what is asked here is whether it reads
-        texts.append(decode(engine, PROMPTS, max_new_tokens=24, stop=Stop.of(target, eos_token_ids=[])).token_ids)
+        texts.append(decode(engine, PROMPTS, max_new_tokens=12, stop=Stop.of(target, eos_token_ids=[])).token_ids)
     assert texts[0] == texts[1]
 
 

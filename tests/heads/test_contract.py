@@ -141,20 +141,20 @@ def test_greedy_is_lossless(head_type, target, references):
 
 def test_sampling_is_lossless(head_type, tiny_target, chi_square):
     """Two sampled tokens behind the first follow the target's distribution, enumerated exactly; chi-square."""
-    target = tiny_target("llama", vocab_size=6, eos_token_id=None)
+    target = tiny_target("llama", vocab_size=6, eos_token_id=None, num_hidden_layers=2)
     head = fresh(head_type, target, trained_looking=True, num_depths=2)
     assert chi_square(target, head) < 1.5
 
 
 def test_the_target_alone_samples_its_own_distribution(tiny_target, chi_square):
-    assert chi_square(tiny_target("llama", vocab_size=6, eos_token_id=None), None) < 1.5
+    assert chi_square(tiny_target("llama", vocab_size=6, eos_token_id=None, num_hidden_layers=2), None) < 1.5
 
 
 @pytest.mark.parametrize("head_type", ["eagle3"])  # the engine is the same for all
 @pytest.mark.parametrize("mutation", ["greedy behind accepted drafts", "one draft too many accepted"])
 def test_a_lossy_engine_is_caught(head_type, mutation, tiny_target, monkeypatch, chi_square):
     """What the sampling test must be able to see."""
-    target = tiny_target("llama", vocab_size=6, eos_token_id=None)
+    target = tiny_target("llama", vocab_size=6, eos_token_id=None, num_hidden_layers=2)
     head = fresh(head_type, target, trained_looking=True, num_depths=2)
     sampled, accepted = verify.choose, verify.accept_chain
 

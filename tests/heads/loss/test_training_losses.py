@@ -43,12 +43,12 @@ def test_a_chunked_loss_is_the_whole_one(head_type, loss, target, make_batch, mo
 
 @pytest.mark.parametrize("name", list(LOSSES))
 def test_every_loss_trains_every_head(name, head_type, target, make_batch):
-    """Twenty steps on one batch lower it; `feature` alone leaves out an output layer of the head's own."""
+    """Ten steps on one batch lower it; `feature` alone leaves out an output layer of the head's own."""
     head = trained_looking(head_type, target, num_depths=2, loss={name: 1.0})
     batch = make_batch(target, head)
     optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
     values = []
-    for _ in range(20):
+    for _ in range(10):
         out = head.loss(batch)
         optimizer.zero_grad()
         out.loss.backward()
