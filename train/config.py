@@ -33,6 +33,8 @@ class TrainConfig:
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for matrices; vectors and output layers stay with AdamW
     learning_rate: Rate = 4e-4  # the peak, after warmup_steps; then a cosine down to min_lr_ratio of it
     matrix_learning_rate: Rate | None = None  # the peak for Muon's matrices; None: learning_rate
+    # Muon needs whole matrices, and in zero2, zero3 and fsdp2 ranks have parts: then AdamW, at this peak; None: refused
+    adamw_learning_rate: Rate | None = None
     warmup_steps: NonNegativeInt = -1  # fewer than max_steps; not given: 50, or a tenth of a run as short as that
     min_lr_ratio: Share = 0.0
     weight_decay: Amount = 0.0  # of matrices
@@ -70,6 +72,8 @@ class TrainConfig:
             raise BadInput(f"lora_rank {self.lora_rank}: adapters need a trained head, so train.start_from is required")
         if self.matrix_learning_rate is not None and self.optimizer != "muon":
             raise BadInput(f"matrix_learning_rate {self.matrix_learning_rate}: only with optimizer muon")
+        if self.adamw_learning_rate is not None and self.optimizer != "muon":
+            raise BadInput(f"adamw_learning_rate {self.adamw_learning_rate}: only with optimizer muon, in its place")
 
 
 @dataclass(kw_only=True)

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..configs.errors import BadInput
 from ..heads.base import DraftHead
 from .config import TrainConfig
 
@@ -79,6 +81,20 @@ def build_optimizer(head: DraftHead, config: TrainConfig) -> torch.optim.Optimiz
         return torch.optim.AdamW(others, **adamw)
     matrices = group(inner, peak=config.matrix_learning_rate or peak, decay=decay)
     return MuonAdamW(matrices, others, **adamw)
+
+
+def without_whole_matrices(config: TrainConfig, backend: str) -> TrainConfig:
+    """The config for a backend whose ranks hold parts of matrices: AdamW takes Muon's place.
+
+    Raises BadInput where the config has no learning rate for it.
+    """
+    if config.optimizer != "muon":
+        return config
+    if config.adamw_learning_rate is None:
+        why = "it needs whole matrices, and a rank has parts"
+        raise BadInput(f"train.optimizer muon under {backend}: {why}; take ddp, or give train.adamw_learning_rate")
+    rates: dict[str, Any] = {"learning_rate": config.adamw_learning_rate, "adamw_learning_rate": None}
+    return replace(config, optimizer="adamw", matrix_learning_rate=None, **rates)
 
 
 def schedule(step: int, config: TrainConfig) -> float:

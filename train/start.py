@@ -24,8 +24,8 @@ from .backend import Backend
 from .checkpoint import Best, Progress, checkpoints, load_checkpoint, read_progress
 from .config import RunConfig, differing_key
 from .data import TrainingData, check_stored_states, draft_token_ids, held_by_main, load_data
-from .launch import start_accelerator
-from .optim import build_optimizer
+from .launch import actual_launch, start_accelerator
+from .optim import build_optimizer, without_whole_matrices
 from .provenance import read_starts, record_start
 from .tracking import check_trackers
 from .training_record import TrainingRecord
@@ -63,7 +63,14 @@ def find_inputs(run: RunConfig, folder: Path, console: Console, holding: ExitSta
         raise BadInput(f"train.patience {run.train.patience}: counts validations, so data.validation must be given")
     # the target is loaded before the Accelerator exists: DeepSpeed's would partition it under ZeRO-3
     target = Target.load(run.target.path, **{k: v for k, v in asdict(run.target).items() if k != "path"})
-    accelerator = start_accelerator(run.train)
+    accelerator, asked = start_accelerator(run.train), run.train
+    launched = actual_launch(accelerator)
+    if launched.backend in ("deepspeed", "fsdp2"):
+        run = replace(run, train=without_whole_matrices(run.train, launched.backend))
+        if run.train != asked:
+            console.print(
+                f"AdamW at {run.train.learning_rate}: {launched.backend} has parts of matrices, not Muon's whole ones"
+            )
     if target.is_spread and accelerator.num_processes > 1:
         raise BadInput("target.device_map: one process has all GPUs of the target: launch one, as headstart train does")
     fuse(run.train.compile, accelerator.device)

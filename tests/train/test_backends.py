@@ -93,6 +93,13 @@ def test_every_backend_trains_as_one_process_and_resumes_exactly(
 
 
 @pytest.mark.slow
+def test_adamw_takes_muons_place_where_matrices_are_in_parts(launching, shared_memory_op, single, tmp_path):
+    how = ("train.optimizer=muon", "train.learning_rate=1e-2", "train.adamw_learning_rate=3e-3")
+    same_training(launching.finish("zero2", tmp_path / "parts", *how), single)
+    assert "AdamW at 0.003" in (tmp_path / "parts.log").read_text()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_batches_of_a_step_accumulate(backend, launching, by_one, shared_memory_op, tmp_path):
     two = launching.finish(backend, tmp_path / "two", "train.accumulation=2", "train.max_steps=5")

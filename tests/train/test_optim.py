@@ -1,12 +1,14 @@
 """Which parameter goes to which optimizer, at which learning rate; and one step of Muon written out."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
+from headstart.configs.errors import BadInput
 from headstart.heads.registry import build_head, head_class
 from headstart.train.config import TrainConfig
-from headstart.train.optim import MuonAdamW, build_optimizer, schedule
+from headstart.train.optim import MuonAdamW, build_optimizer, schedule, without_whole_matrices
 
 
 @pytest.fixture
@@ -78,3 +80,11 @@ def test_the_schedule_warms_up_to_one_and_falls_to_its_floor():
     shares = [schedule(step, config) for step in range(11)]
     assert shares[:3] == [0.5, 1.0, 1.0] and shares[10] == pytest.approx(0.1)
     assert shares[2:] == sorted(shares[2:], reverse=True)
+
+
+def test_where_matrices_are_in_parts_adamw_takes_muons_place(config):
+    with pytest.raises(BadInput, match="train.optimizer muon under fsdp2: it needs whole matrices"):
+        without_whole_matrices(config, "fsdp2")
+    instead = without_whole_matrices(replace(config, adamw_learning_rate=4e-4), "fsdp2")
+    assert (instead.optimizer, instead.learning_rate, instead.matrix_learning_rate) == ("adamw", 4e-4, None)
+    assert without_whole_matrices(instead, "fsdp2") == instead
