@@ -73,7 +73,7 @@ def find_inputs(run: RunConfig, folder: Path, console: Console, holding: ExitSta
             )
     if target.is_spread and accelerator.num_processes > 1:
         raise BadInput("target.device_map: one process has all GPUs of the target: launch one, as headstart train does")
-    fuse(run.train.compile, accelerator.device)
+    fuse_where_asked(run.train.compile, accelerator.device, console)
     try:
         command, settings = "headstart train", asdict(run)
         owned = held_by_main(accelerator, folder, command=command, settings=settings, holding=holding)
@@ -93,6 +93,16 @@ def find_inputs(run: RunConfig, folder: Path, console: Console, holding: ExitSta
     optimizer, record = build_optimizer(head, run.train), TrainingRecord.of(resolved, target, data)
     first_step, best = progress.step, progress.best
     return Start(resolved, target, accelerator, data, head, optimizer, checkpoint, first_step, best, record, owned)
+
+
+def fuse_where_asked(asked: bool | None, device: torch.device, console: Console) -> None:
+    """`fuse` as `train.compile` says. Where it says nothing, on a GPU, and with a line and no more where that fails."""
+    try:
+        fuse(device.type == "cuda" if asked is None else asked, device)
+    except BadInput as error:
+        if asked:
+            raise
+        console.print(f"{error}: steps run as they are, slower")
 
 
 def set_up(run: RunConfig, start: Start, folder: Path) -> Backend:

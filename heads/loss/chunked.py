@@ -6,8 +6,10 @@ all depths are scored against it, and the gradients of their hidden states and o
 at once, so that backward has only to scale them (as fused linear cross entropy does, Hsu et al. 2024).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -17,9 +19,11 @@ from torch import Tensor, nn
 from .cross_entropy import CLOSED, best_of, closed_mix
 from .functions import ALL_LOSSES, LossSpec, Rows, TargetRows
 
-# logits, the target's and the drafts', that exist at a time: few enough for a CPU's cache, many enough for a GPU
+# logits, the target's and the drafts', that exist at a time: few enough for a CPU's cache; on a GPU as many as fit, as
+# each chunk adds to the gradient of the whole output layer
 CHUNK = {"cpu": 2**21}
-CHUNK_ELSEWHERE = 2**28
+CHUNK_ELSEWHERE, MOST_CHUNK = 2**28, 2**31
+BYTES_PER_CHUNK = 20e9  # of a GPU's memory, for each CHUNK_ELSEWHERE: its logits take 1.4 GB
 
 
 @dataclass
@@ -42,7 +46,15 @@ class Plan:
 
 def chunk_size(num_logits: int, device: torch.device) -> int:
     """Positions in a chunk, given how many logits each takes."""
-    return max(1, CHUNK.get(device.type, CHUNK_ELSEWHERE) // max(1, num_logits))
+    num_held = most_logits(device) if device.type == "cuda" else CHUNK.get(device.type, CHUNK_ELSEWHERE)
+    return max(1, num_held // max(1, num_logits))
+
+
+@cache
+def most_logits(device: torch.device) -> int:
+    """Logits that exist at a time on a GPU: by its whole memory, so that the sums of a run are the same each time."""
+    doublings = int(math.log2(max(1.0, torch.cuda.get_device_properties(device).total_memory / BYTES_PER_CHUNK)))
+    return min(CHUNK_ELSEWHERE << doublings, MOST_CHUNK)
 
 
 def plan_rows(chains: Tensor, is_scored: Tensor, *, size: int) -> Plan:

@@ -5,7 +5,9 @@ import json
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.heads.nn.fusing import fuse
+from headstart.configs.terminal import PlainConsole
+from headstart.heads.nn.fusing import Fusable, fuse
+from headstart.train.start import fuse_where_asked
 
 
 @pytest.fixture(autouse=True)
@@ -37,3 +39,23 @@ def test_a_machine_without_a_compiler_is_told_so(run, tmp_path, monkeypatch):
         run("medusa", "a", "train.compile=true")
     assert str(caught.value) == "train.compile: torch.compile does not work on cpu: no working C++ compiler"
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "is_fused"), [(None, "cpu", False), (None, "cuda", True), (False, "cuda", False)]
+)
+def test_where_a_run_does_not_say_it_is_compiled_on_a_gpu(asked, device, is_fused, monkeypatch):
+    monkeypatch.setattr("headstart.train.start.fuse", lambda wanted, device: found.append(wanted))
+    found = []
+    fuse_where_asked(asked, torch.device(device), PlainConsole())
+    assert found == [is_fused]
+
+
+def test_a_gpu_without_a_compiler_trains_as_it_is_with_a_line(monkeypatch, capsys):
+    def broken(*args, **kwargs):
+        raise RuntimeError("no Triton")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    fuse_where_asked(None, torch.device("cuda"), PlainConsole())
+    assert "torch.compile does not work on cuda: no Triton: steps run as" in capsys.readouterr().out
+    assert not Fusable.is_fused

@@ -1,6 +1,7 @@
 """What training counts: every head with every loss, by depth, by weights of tokens, and on aligned chains only."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,6 +40,16 @@ def test_a_chunked_loss_is_the_whole_one(head_type, loss, target, make_batch, mo
         results.append((out.loss.detach(), out.depth_loss, out.hits.float(), *[p.grad for p in head.parameters()]))
     for chunked, whole in zip(*results, strict=True):
         torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("gigabytes", "size"), [(16, 2**28), (24, 2**28), (40, 2**29), (80, 2**30), (900, 2**31)])
+def test_chunks_are_larger_where_a_gpus_memory_allows(gigabytes, size, monkeypatch):
+    """With a vocabulary of 152k, 19 additions to the output layer's gradient become 5 on a GPU of 80 GB."""
+    properties = SimpleNamespace(total_memory=gigabytes * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    depth_loss.most_logits.cache_clear()
+    assert depth_loss.chunk_size(2**14, torch.device("cuda")) == size // 2**14
+    depth_loss.most_logits.cache_clear()
 
 
 @pytest.mark.parametrize("name", list(LOSSES))

@@ -126,7 +126,7 @@ def test_fused_passes_on_a_gpu_give_the_same_step(head_type, dtype, monkeypatch)
     """In bf16 gradients differ by its rounding."""
     monkeypatch.setattr(recurrent, "KEPT_BYTES", 0)
     monkeypatch.setattr(chain_attention, "QUERY_BLOCK_ELSEWHERE", 16)
-    monkeypatch.setattr(depth_loss, "CHUNK_ELSEWHERE", 2**13)
+    monkeypatch.setattr(depth_loss, "most_logits", lambda device: 2**13)
     found = []
     for is_fused in (False, True):
         head, batch = build_step(replace(SHAPE, head=head_type, dtype=dtype, **MIXES[head_type]), device="cuda")
