@@ -1,12 +1,16 @@
 """Continuous batching of answers: a row that ends makes room for the next prompt, which is read alone and joins."""
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..heads.target import Target
+from ..heads.drafter import Drafter, Reading
+from ..heads.nn.cache import SlotCache
+from ..heads.target import Target, TargetOutput
 from .engine import DecodeState, Engine
 from .generate import Stop, Texts, prefill, run_round
 from .replay import Stopwatch
@@ -21,7 +25,13 @@ class Asked:
 
 
 def answer_continuously(
-    target: Target, waiting: deque[Asked], *, batch_size: int, max_new_tokens: int, stop: Stop | None = None
+    target: Target,
+    waiting: deque[Asked],
+    *,
+    batch_size: int,
+    max_new_tokens: int,
+    stop: Stop | None = None,
+    drafter: Drafter | None = None,
 ) -> Iterator[tuple[str, list[int]]]:
     """Greedy answers, as they end: the same as `generate` gives each prompt alone, up to rounding.
 
@@ -29,24 +39,28 @@ def answer_continuously(
         waiting: what is asked, emptied as it is answered; the caller may append while it takes answers.
         batch_size: rows that decode together.
         max_new_tokens: per answer.
+        drafter: drafts chains of its own default length; the answers stay the same.
 
     Yields: the key and the new tokens of each.
     """
     while waiting:
         # no row of this pass needs more slots; what is appended later and is longer waits for the next pass
         longest = max(len(asked.prompt) for asked in waiting)
-        yield from _Pass(target, longest, min(batch_size, len(waiting)), max_new_tokens, stop).run(waiting)
+        num_rows = min(batch_size, len(waiting))
+        yield from _Pass(target, drafter, longest, num_rows, max_new_tokens, stop or Stop.of(target)).run(waiting)
 
 
 class _Pass:
     """One batch of fixed capacity, from when its first row joins until no row is left that fits it."""
 
-    def __init__(self, target: Target, longest: int, batch_size: int, max_new_tokens: int, stop: Stop | None):
+    def __init__(
+        self, target: Target, drafter: Drafter | None, longest: int, batch_size: int, max_new_tokens: int, stop: Stop
+    ):
         self.longest, self.max_new_tokens = longest, max_new_tokens
-        self.stop, self.watch = stop or Stop.of(target), Stopwatch(target.device)
+        self.stop, self.watch = stop, Stopwatch(target.device)
         max_length = longest + max_new_tokens
-        self.reader = Engine(target, None, batch_size=1, max_length=max_length)
-        self.engine = Engine(target, None, batch_size=batch_size, max_length=max_length)
+        self.reader = Engine(target, drafter, batch_size=1, max_length=max_length)
+        self.engine = Engine(target, drafter, batch_size=batch_size, max_length=max_length)
         self.texts = Texts([[] for _ in range(batch_size)], max_new_tokens, self.stop)
         self.texts.ended = [True] * batch_size
         zeros = torch.zeros(batch_size, dtype=torch.long, device=target.device)
@@ -75,15 +89,29 @@ class _Pass:
         return None
 
     def _join(self, row: int, asked: Asked) -> None:
-        """Read a prompt alone, and copy its keys, values and first token into the row."""
+        """Read a prompt alone, and copy its keys, values, first token and what the drafter keeps of it into the row."""
         alone = Texts([asked.prompt], self.max_new_tokens, self.stop)
         read = prefill(self.reader, alone, self.watch).state
-        if not self.engine.cache.is_filled:  # comes into being with the first forward of the batch
-            run_round(self.engine, self.texts, self.state, self.watch)
+        if not self.engine.cache.is_filled:
+            self._fill()
         self.engine.cache.take_row(row, self.reader.cache, 0)
+        if read.read is not None:
+            take_row(self.engine.state, row, self.reader.state, 0)
+            before = read.read if self.state.read is None else self.state.read
+            rows = [(before, 0 if before is read.read else i) for i in range(len(self.keys))]
+            rows[row] = read.read, 0
+            self.state = replace(self.state, read=stacked(rows, num_rows=len(rows)))
         self.state.last[row], self.state.start[row] = read.last[0], read.start[0]
         self.texts.prompts[row], self.texts.new[row] = asked.prompt, alone.new[0]
         self.texts.ended[row], self.keys[row] = alone.ended[0], asked.key
+
+    def _fill(self) -> None:
+        """Caches come into being with a batch's first forwards."""
+        if self.engine.drafter is None:
+            run_round(self.engine, self.texts, self.state, self.watch)
+            return
+        texts = Texts([[0]] * len(self.keys), 2, self.stop)
+        run_round(self.engine, texts, prefill(self.engine, texts, self.watch).state, self.watch)
 
     def _leave(self, row: int) -> tuple[str, list[int]]:
         key, tokens = self.keys[row], self.texts.new[row]
@@ -91,3 +119,57 @@ class _Pass:
         self.keys[row], self.texts.prompts[row], self.texts.new[row] = None, [], []
         self.state.start[row] = 0  # an idle row reads few slots
         return key, tokens
+
+
+def stacked(rows: Sequence[tuple[Reading, int]], *, num_rows: int) -> Reading:
+    """These rows of readings, and idle ones behind them up to num_rows.
+
+    Of drafters on the host, prompts are wider than rounds: what is narrower is padded.
+    """
+    width = max(read.tokens.shape[1] for read, _ in rows)
+
+    def stack(parts: Sequence[Tensor]) -> Tensor:
+        """[T, ...] each, to [num_rows, width, ...]."""
+        padded = parts[0].new_zeros(num_rows, width, *parts[0].shape[1:])
+        for row, part in enumerate(parts):
+            padded[row, : len(part)] = part
+        return padded
+
+    start, num_valid = rows[0][0].start.new_zeros(2, num_rows)
+    for row, (read, source_row) in enumerate(rows):
+        start[row], num_valid[row] = read.start[source_row], read.num_valid[source_row]
+    features = stack([read.output.features[row] for read, row in rows])
+    output = TargetOutput(features, stack([read.output.post_norm[row] for read, row in rows]))
+    tokens = stack([read.tokens[row] for read, row in rows])
+    return Reading(tokens, stack([read.next_tokens[row] for read, row in rows]), output, start, num_valid)
+
+
+def take_row(into: Any, row: int, source: Any, source_row: int) -> None:
+    """Copy a row of a state into a row of another that was made for the same lengths.
+
+    States are as `Drafter.begin` has them. Rows of a tensor lie along the dimension in which the two differ (the first,
+    where they do not). Tensors of other shapes are set by every commit, and left.
+    """
+    if isinstance(into, SlotCache):
+        into.take_row(row, source, source_row)
+    elif is_dataclass(into):
+        for field in fields(into):
+            to_value, from_value = getattr(into, field.name), getattr(source, field.name)
+            if isinstance(to_value, list):
+                to_value[row : row + 1] = from_value[source_row : source_row + 1]
+            elif isinstance(to_value, Tensor) and isinstance(from_value, Tensor):
+                take_tensor_row(to_value, row, from_value, source_row)
+            else:
+                take_row(to_value, row, from_value, source_row)
+
+
+def take_tensor_row(into: Tensor, row: int, source: Tensor, source_row: int) -> None:
+    """Copy one row; nothing where shapes differ in more than one dimension, or a tensor has not that many rows."""
+    if into.ndim != source.ndim or into.ndim == 0:
+        return
+    differ = [i for i in range(into.ndim) if into.shape[i] != source.shape[i]]
+    if len(differ) > 1:
+        return
+    dim = differ[0] if differ else 0
+    if row < into.shape[dim] and source_row < source.shape[dim]:
+        into.select(dim, row).copy_(source.select(dim, source_row))

@@ -43,6 +43,7 @@ class EngineConfig:
     device: str | None = None  # None: cuda where there is one
     revision: str | None = None
     batch_size: int = 32
+    head: LocalPath | None = None  # of the target, drafts for it: the same answers, up to rounding, in fewer forwards
 
     def __post_init__(self) -> None:
         check_at_least_one(batch_size=self.batch_size)

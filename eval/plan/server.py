@@ -5,15 +5,13 @@ smallest of several engines (1, 2, 4, ... rows) that holds it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
-from ...heads.drafter import Drafter, Reading
-from ...heads.nn.cache import SlotCache
-from ...heads.target import Target, TargetOutput
+from ...heads.drafter import Drafter
+from ...heads.target import Target
+from ..continuous import stacked, take_row
 from ..engine import DecodeState, Engine
 from ..generate import Stop, Texts, prefill, run_round
 from ..measurement.config import DraftSetting, MeasureConfig
@@ -129,57 +127,3 @@ class LiveServer:
         if reads:
             batch.state = replace(batch.state, read=stacked(reads, num_rows=size))
         return batch
-
-
-def stacked(rows: Sequence[tuple[Reading, int]], *, num_rows: int) -> Reading:
-    """These rows of readings, and idle ones behind them up to num_rows.
-
-    Of drafters on the host, prompts are wider than rounds: what is narrower is padded.
-    """
-    width = max(read.tokens.shape[1] for read, _ in rows)
-
-    def stack(parts: Sequence[Tensor]) -> Tensor:
-        """[T, ...] each, to [num_rows, width, ...]."""
-        padded = parts[0].new_zeros(num_rows, width, *parts[0].shape[1:])
-        for row, part in enumerate(parts):
-            padded[row, : len(part)] = part
-        return padded
-
-    start, num_valid = rows[0][0].start.new_zeros(2, num_rows)
-    for row, (read, source_row) in enumerate(rows):
-        start[row], num_valid[row] = read.start[source_row], read.num_valid[source_row]
-    features = stack([read.output.features[row] for read, row in rows])
-    output = TargetOutput(features, stack([read.output.post_norm[row] for read, row in rows]))
-    tokens = stack([read.tokens[row] for read, row in rows])
-    return Reading(tokens, stack([read.next_tokens[row] for read, row in rows]), output, start, num_valid)
-
-
-def take_row(into: Any, row: int, source: Any, source_row: int) -> None:
-    """Copy a row of a state into a row of another that was made for the same lengths.
-
-    States are as `Drafter.begin` has them. Rows of a tensor lie along the dimension in which the two differ (the first,
-    where they do not). Tensors of other shapes are set by every commit, and left.
-    """
-    if isinstance(into, SlotCache):
-        into.take_row(row, source, source_row)
-    elif is_dataclass(into):
-        for field in fields(into):
-            to_value, from_value = getattr(into, field.name), getattr(source, field.name)
-            if isinstance(to_value, list):
-                to_value[row : row + 1] = from_value[source_row : source_row + 1]
-            elif isinstance(to_value, Tensor) and isinstance(from_value, Tensor):
-                take_tensor_row(to_value, row, from_value, source_row)
-            else:
-                take_row(to_value, row, from_value, source_row)
-
-
-def take_tensor_row(into: Tensor, row: int, source: Tensor, source_row: int) -> None:
-    """Copy one row; nothing where shapes differ in more than one dimension, or a tensor has not that many rows."""
-    if into.ndim != source.ndim or into.ndim == 0:
-        return
-    differ = [i for i in range(into.ndim) if into.shape[i] != source.shape[i]]
-    if len(differ) > 1:
-        return
-    dim = differ[0] if differ else 0
-    if row < into.shape[dim] and source_row < source.shape[dim]:
-        into.select(dim, row).copy_(source.select(dim, source_row))

@@ -15,6 +15,7 @@ from ..overrides import Overrides
 if TYPE_CHECKING:
     from ...data_pipelines.answers.conversations import Answer, ChatRequest, Failure
     from ...data_pipelines.answers.regenerate import Answers, RegenerateConfig, RunProgress
+    from ...heads.base import DraftHead
     from ...heads.target import Target
 
 
@@ -69,12 +70,14 @@ def by_engine(config: "RegenerateConfig") -> tuple["Answers", str]:
     from ...data_pipelines.answers.regenerate import AskedSource, source_samplings
     from ...data_pipelines.sources import read_sources
     from ...heads.loading import default_device
+    from ...heads.registry import load_head
     from ...heads.target import Target
 
     engine = config.engine
     device = engine.device or default_device()
     target = Target.load(config.target, dtype=engine.dtype, device=device, revision=engine.revision)
-    answer = EngineAnswers(target, batch_size=engine.batch_size)
+    head = None if engine.head is None else load_head(engine.head, target)
+    answer = EngineAnswers(target, head, batch_size=engine.batch_size)
     samplings = source_samplings(read_sources(config.sources, AskedSource), config.sampling)
     if all(sampling.temperature == 0 for sampling in samplings.values()):
         return partial(joining, answers=answer.joining, batch_size=engine.batch_size), target.fingerprint
@@ -82,18 +85,18 @@ def by_engine(config: "RegenerateConfig") -> tuple["Answers", str]:
 
 
 class EngineAnswers:
-    """A target that answers requests, decoding without a drafter.
+    """A target that answers requests; with a head, which drafts for it.
 
     Called with a batch, one stream of random numbers serves it, seeded by all its requests: the same batch gets the
     same answers. Greedy answers need no batch of their own: see `joining`.
     """
 
-    def __init__(self, target: "Target", *, batch_size: int = 32):
+    def __init__(self, target: "Target", head: "DraftHead | None" = None, *, batch_size: int = 32):
         """Raises BadInput where the target's tokenizer has no chat template."""
         from ...configs.errors import BadInput
         from ...heads.reasoning import think_markers, think_tokens
 
-        self.target, self.tokenizer, self.batch_size = target, target.tokenizer, batch_size
+        self.target, self.head, self.tokenizer, self.batch_size = target, head, target.tokenizer, batch_size
         if not self.tokenizer.chat_template:
             raise BadInput(f"tokenizer of {target.name}: no chat template to ask with")
         self.markers = think_markers(self.tokenizer)
@@ -116,7 +119,7 @@ class EngineAnswers:
         if fitting:
             texts = generate(
                 self.target,
-                None,
+                self.head,
                 fitting,
                 max_new_tokens=sampling.max_tokens,
                 temperature=sampling.temperature,
@@ -147,7 +150,8 @@ class EngineAnswers:
                     asked.append(Asked(key, prompt))
 
         yield from take()
-        for key, tokens in answer_continuously(self.target, asked, batch_size=self.batch_size, max_new_tokens=limit):
+        how = {"batch_size": self.batch_size, "max_new_tokens": limit}
+        for key, tokens in answer_continuously(self.target, asked, drafter=self.head, **how):
             yield key, self.answer(prompts[key], tokens)
             yield from take()  # the next turn of this conversation
 

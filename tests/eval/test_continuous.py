@@ -7,8 +7,11 @@ from collections import deque
 from pathlib import Path
 
 import pytest
+import torch
+from headstart.eval import continuous
 from headstart.eval.continuous import Asked, answer_continuously
 from headstart.eval.generate import Stop, generate
+from headstart.heads.registry import HEADS, build_head
 from headstart.heads.target import Target
 
 PROMPTS = [[5 + i, 7, 11 + i, 3][: 1 + i % 4] * (1 + i % 3) for i in range(11)]
@@ -24,6 +27,26 @@ def test_answers_are_those_of_generate(target, batch_size):
     answers = dict(answer_continuously(target, waiting, batch_size=batch_size, max_new_tokens=14))
     assert answers == {str(i): alone(target, prompt, max_new_tokens=14) for i, prompt in enumerate(PROMPTS)}
     assert not waiting
+
+
+def test_heads_draft_for_rows_that_join_and_leave_what_they_draft_for_one_alone(head_type, tiny_target, monkeypatch):
+    """As many rounds for as many tokens, and the same answers. Six tokens, so that many a guess is right."""
+    target = tiny_target("llama", vocab_size=6, eos_token_id=None)
+    head = build_head(HEADS[head_type].config_class(type=head_type), target, seed=1).eval()
+    source = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=source))
+    prompts, how = [[token % 6 for token in prompt] for prompt in PROMPTS[:7]], {"max_new_tokens": 24}
+    rounds, run = [], continuous.run_round
+    monkeypatch.setattr(continuous, "run_round", lambda *given: rounds.append(run(*given)) or rounds[-1])
+    waiting = deque(Asked(str(i), prompt) for i, prompt in enumerate(prompts))
+    answers = dict(answer_continuously(target, waiting, batch_size=3, drafter=head, **how))
+    one_by_one = [generate(target, head, prompt, **how) for prompt in prompts]
+    assert answers == {str(i): done.token_ids[0] for i, done in enumerate(one_by_one)}
+    expected = sorted(n for done in one_by_one for one in done.rounds[1:] for n in one.num_committed)
+    assert sorted(n for done, _ in rounds[1:] for n in done.num_committed if n) == expected, "the first fills caches"
+    assert max(expected) > 1
 
 
 def test_rows_leave_as_they_end_and_others_take_their_place(target):

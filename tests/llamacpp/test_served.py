@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from headstart.data_pipelines.parallel import chunks
 from headstart.eval.generate import generate
 from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.metrics import acceptance
@@ -23,13 +24,15 @@ from headstart.heads.target import Target
 from headstart.scripts.quickstart.prompts import orders
 from headstart.scripts.target_command import KNOWN, fetch
 
-NUM_PROMPTS, LENGTH, K = 32, 24, 3
+# LENGTH: a first token and whole rounds of K + 1, as llama-server drafts no more than the text has room for
+NUM_PROMPTS, LENGTH, K = 32, 25, 3
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3, cut vocabulary": ("eagle3", {"start": "target", "num_depths": K, "draft_vocab_size": 1024}),
     "eagle3, whole vocabulary": ("eagle3", {"start": "target", "num_depths": K}),
     "dspark": ("block", {"num_depths": K, "markov_rank": 64, "draft_vocab_size": 1024, "output": "own"}),
     "the target as its own draft model": ("draft_lm", {"num_depths": K}),
 }
+ACCEPTED = {"dspark": 1.3, "the target as its own draft model": 3.99}  # at least; fresh EAGLE-3 heads have next to none
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
@@ -60,10 +63,17 @@ def world(llamacpp, tmp_path_factory) -> tuple[Target, Suite, list[list[int]]]:
     return target, suite, answers
 
 
+@pytest.fixture(scope="module")
+def target_gguf(tmp_path_factory) -> Path:
+    """Where the first case leaves the converted target for the others."""
+    return tmp_path_factory.mktemp("served") / "target.gguf"
+
+
 @torch.no_grad()
 def draft_what_followed(head: BlockHead, answers: list[list[int]]) -> None:
-    """A Markov head that says what came most often behind each token of the answers: random codes, one per token."""
+    """A Markov head alone, which says what came most often behind each token of the answers: random codes, one each."""
     assert head.markov_head is not None and head.vocabulary is not None
+    head.lm_head.weight.zero_()
     first, second = head.markov_head.markov_w1.weight, head.markov_head.markov_w2.weight
     second.copy_(torch.randn(second.shape, generator=torch.Generator().manual_seed(1)) / second.shape[1] ** 0.5)
     pairs = Counter(pair for answer in answers for pair in pairwise(answer))
@@ -72,7 +82,9 @@ def draft_what_followed(head: BlockHead, answers: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_llama_server_keeps_the_text_and_accepts_as_many_drafts_as_we_do(name, llamacpp, world, tmp_path, figures):
+def test_llama_server_keeps_the_text_and_accepts_as_many_drafts_as_we_do(
+    name, llamacpp, world, target_gguf, tmp_path, figures
+):
     (binary, checkout), (target, suite, answers) = llamacpp, world
     family, options = HEADS[name]
     if family == "draft_lm":
@@ -86,21 +98,23 @@ def test_llama_server_keeps_the_text_and_accepts_as_many_drafts_as_we_do(name, l
     if isinstance(head, BlockHead):
         draft_what_followed(head, answers)
     save_head(head, tmp_path / "run" / "final")
-    out, conversion = tmp_path / "out", Conversion(checkout, "f32", "f32")
+    out, conversion = tmp_path / "out", Conversion(checkout, "f32", None if target_gguf.exists() else "f32")
     export_head(tmp_path / "run", out, to="llama.cpp", dtype="float32", conversion=conversion)
     assert check_export(out).problems == []
+    if not target_gguf.exists():
+        (out / "target.gguf").rename(target_gguf)
 
     measured = MeasureConfig(max_new_tokens=LENGTH, num_repeats=1)
-    files = ServerFiles(binary, out / "target.gguf", out / "head.gguf", args="-t 2")
+    files = ServerFiles(binary, target_gguf, out / "head.gguf", args="-t 2")
     [theirs] = measure_served(target, files, suite, measured, [K])
     ends = sorted(target.eos_token_ids)
-    runs = [
-        generate(target, head, [prompt], max_new_tokens=LENGTH, eos_token_ids=ends, num_draft_tokens=K)
-        for prompt in suite.prompts
-    ]
+    how = {"max_new_tokens": LENGTH, "eos_token_ids": ends, "num_draft_tokens": K}
+    runs = [generate(target, head, prompts, **how) for prompts in chunks(suite.prompts, size=8)]
     ours = acceptance((done for run in runs for done in run.rounds), num_draft_tokens=K)
-    assert theirs.lossless.identical == theirs.lossless.checked == NUM_PROMPTS
     assert ours.length is not None and theirs.acceptance_length is not None
+    if name in ACCEPTED:
+        assert ours.length > ACCEPTED[name], "drafts are accepted, so that there is something to compare"
+    assert theirs.lossless.identical == theirs.lossless.checked == NUM_PROMPTS
     assert theirs.acceptance_length - 1 == pytest.approx(ours.length - 1, rel=0.02)
     figures.append(
         {
