@@ -1,17 +1,18 @@
 """`headstart data plan`: what it costs to run the target in every epoch, and what to extract its states once.
 
-Rates are measured on samples of the run, and interleaved: a pass of the target alone, then one of the whole extraction,
-shards on disk included, then the same again.
+Rates are measured on samples of the run, and interleaved: a pass of the target alone, then one of the whole extraction
+in each storage dtype, shards on disk included, then the same again, as often as the time allows.
 """
 
 import math
 import random
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,7 +25,10 @@ from .storage.shard_file import StoredSample
 from .storage.shards import PROGRESS, Shards, ShardWriter
 
 NUM_SHARDS = 8  # that a measured sample is written in
-PASS_SHARE = 0.4  # of a pass that is the forward of the target alone; extraction and reading have the rest
+NUM_PASSES = 3  # that count
+EXTRACTED = 1.5  # forwards of the target that extraction in one dtype, and reading what it wrote, take about
+SURVEY_SHARE = 0.3  # of the time, for encoding and counting rows
+NUM_PROBED = 32  # rows that are encoded to see how long that takes
 
 
 @dataclass
@@ -36,6 +40,13 @@ class Survey:
     num_supervised_tokens: int = 0
     num_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STORAGE, 0))  # of extraction, by dtype
     drawn: list[Sample] = field(default_factory=list)
+    every: int = 1  # of so many rows one was looked at, and the numbers are that many times what was found
+
+    def of_all(self, every: int) -> "Survey":
+        """What it says of all rows, where it saw one of so many."""
+        size = {name: every * found for name, found in self.num_bytes.items()}
+        rows, tokens, supervised = self.num_rows, self.num_tokens, self.num_supervised_tokens
+        return Survey(every * rows, every * tokens, every * supervised, size, self.drawn, every)
 
 
 def survey_samples(samples: Iterable[Sample], reads: Reads, *, hidden_size: int, num_drawn: int) -> Survey:
@@ -54,7 +65,25 @@ def survey_samples(samples: Iterable[Sample], reads: Reads, *, hidden_size: int,
     return survey
 
 
-def within(samples: Sequence[Sample], target: Target, *, seconds: float, num_passes: int = 3) -> list[Sample]:
+def one_of(rows: Iterator[Any], encode: Callable[[list[Any]], object], *, seconds: float) -> int:
+    """N such that every Nth row can be encoded in that time: judged by the first ones. Reads all rows."""
+    encode(list(islice(rows, 1)))  # a template is compiled
+    probed = list(islice(rows, NUM_PROBED))
+    started = time.perf_counter()
+    encode(probed)
+    spent = time.perf_counter() - started
+    left = sum(1 for _ in rows)
+    return max(1, math.ceil(left / NUM_PROBED * spent / seconds))
+
+
+def within(
+    samples: Sequence[Sample],
+    target: Target,
+    *,
+    seconds: float,
+    num_passes: int = NUM_PASSES,
+    num_storages: int = 1,
+) -> list[Sample]:
     """As many of the samples as `measure_rates` takes about that long for, one at least; judged by a timed forward."""
     read = sorted(samples, key=len)[len(samples) // 2]
     ids = padded([read], device=target.device)
@@ -65,9 +94,11 @@ def within(samples: Sequence[Sample], target: Target, *, seconds: float, num_pas
         if target.device.type == "cuda":
             torch.cuda.synchronize(target.device)
         spent = time.perf_counter() - started
-    num_tokens = PASS_SHARE * seconds / (num_passes + 1) * len(read) / spent
+        if spent > seconds / 10:
+            break
+    num_tokens = seconds / (1 + EXTRACTED * num_storages) / (num_passes + 1) * len(read) / spent
     kept = [sample for sample, end in zip(samples, accumulate(map(len, samples)), strict=True) if end <= num_tokens]
-    return kept or [read]
+    return kept or [min(samples, key=len)]
 
 
 @dataclass
@@ -78,6 +109,7 @@ class Rates:
     extraction: float
     reading: float
     spread: float = 0.0  # of the passes: the largest difference of a forward's or an extraction's time, over its mean
+    num_passes: int = NUM_PASSES
 
     @property
     def ratio(self) -> float:
@@ -92,39 +124,69 @@ def measure_rates(
     *,
     config: ExtractConfig,
     folder: Path | None = None,
-    num_passes: int = 3,
+    num_passes: int = NUM_PASSES,
 ) -> Rates:
-    """Rates on these samples, in the batches of `config`. folder: on the disk to be measured; None: the temporary one.
+    """`measure_storages` of one config."""
+    return measure_storages(samples, target, reads, configs=[config], folder=folder, num_passes=num_passes)[0]
+
+
+def measure_storages(
+    samples: Sequence[Sample],
+    target: Target,
+    reads: Reads,
+    *,
+    configs: Sequence[ExtractConfig],
+    folder: Path | None = None,
+    num_passes: int = NUM_PASSES,
+    seconds: float = math.inf,
+) -> list[Rates]:
+    """Rates on these samples, in the batches of each config, beside the same passes of the target alone.
 
     They are written in several shards, as a long run writes them: each while the target reads the next. The first pass,
-    in which caches fill, is left out.
+    in which caches fill, is left out, where there is time for a second one.
+
+    Args: folder: on the disk to be measured; None: the temporary one. seconds: no second pass that would end later.
     """
-    times: dict[str, list[float]] = {"forward": [], "extraction": [], "reading": []}
-    num_tokens = sum(map(len, samples))
+    began, passes = time.perf_counter(), list[list[float]]()
     with tempfile.TemporaryDirectory(dir=folder, prefix=".plan.") as temporary:
         writer = ShardWriter(Path(temporary, "tokens"))
         for sample in samples:
             writer.add(StoredSample(sample))
         writer.finish()
         tokens = Shards(Path(temporary, "tokens"))
-        size = Extraction(tokens, target, reads, config=config, fields={}).num_bytes
-        config = replace(config, shard_bytes=max(1, min(config.shard_bytes, size // NUM_SHARDS)))
-        fields = fields_of(target, reads, config, {})
-        extraction = Extraction(tokens, target, reads, config=config, fields=fields)
-        for number in range(num_passes + 1):
-            output = Path(temporary, str(number))
-            for name, work in (
-                ("forward", lambda: run_target(extraction)),
-                ("extraction", lambda output=output: (extraction.run(output), extraction.finish(output))),
-                ("reading", lambda output=output: [stored.states for stored in Shards(output)]),
-            ):
-                started = time.perf_counter()
-                work()
-                if number:
-                    times[name].append(time.perf_counter() - started)
-    spreads = [(max(spent) - min(spent)) / (sum(spent) / num_passes) for spent in list(times.values())[:2]]
-    rates = {name: num_passes * num_tokens / sum(spent) for name, spent in times.items()}
-    return Rates(**rates, spread=max(spreads))
+        extractions = [in_shards(tokens, target, reads, config) for config in configs]
+        while not passes or (len(passes) <= num_passes and time.perf_counter() - began + sum(passes[-1]) <= seconds):
+            passes.append(timed_pass(extractions, Path(temporary, str(len(passes)))))
+    columns = list(zip(*(passes[1:] or passes), strict=True))  # of forwards, then extractions and readings by turns
+    forward, num_tokens = columns[0], sum(map(len, samples))
+    rates = []
+    for written, read in zip(columns[1::2], columns[2::2], strict=True):
+        each = [len(forward) * num_tokens / sum(times) for times in (forward, written, read)]
+        spread = max(len(times) * (max(times) - min(times)) / sum(times) for times in (forward, written))
+        rates.append(Rates(*each, spread=spread, num_passes=len(forward)))
+    return rates
+
+
+def in_shards(tokens: Shards, target: Target, reads: Reads, config: ExtractConfig) -> Extraction:
+    """Of measured samples, in several shards."""
+    size = Extraction(tokens, target, reads, config=config, fields={}).num_bytes
+    config = replace(config, shard_bytes=max(1, min(config.shard_bytes, size // NUM_SHARDS)))
+    return Extraction(tokens, target, reads, config=config, fields=fields_of(target, reads, config, {}))
+
+
+def timed_pass(extractions: Sequence[Extraction], folder: Path) -> list[float]:
+    """Seconds of the target alone, then of each extraction into a folder and of reading what it wrote."""
+    marks = [time.perf_counter()]
+    run_target(extractions[0])
+    marks.append(time.perf_counter())
+    for number, extraction in enumerate(extractions):
+        output = folder / str(number)
+        extraction.run(output)
+        extraction.finish(output)
+        marks.append(time.perf_counter())
+        _ = [stored.states for stored in Shards(output)]
+        marks.append(time.perf_counter())
+    return [after - before for before, after in pairwise(marks)]
 
 
 def estimate(extraction: Extraction, output: Path, *, num_ranks: int = 1) -> str:
@@ -196,6 +258,9 @@ class Comparison:
     num_processes: int
     num_measured: int  # rows
     spread: float  # of the timed passes, the largest: (slowest - fastest) / mean
+    num_measured_tokens: int
+    num_passes: int  # over them that counted, the fewest of any storage dtype
+    one_row_of: int  # rows that were counted: one of so many, where all would not fit the time
     online: Online
     extracted: list[Extracted]
 
@@ -228,4 +293,6 @@ def compare(survey: Survey, rates: dict[str, Rates], *, free_bytes: int, num_pro
         )
     numbers = survey.num_rows, survey.num_tokens, survey.num_supervised_tokens
     spread = round(max(rate.spread for rate in rates.values()), 4)
-    return Comparison(*numbers, free_bytes, num_processes, len(survey.drawn), spread, online, extracted)
+    num_passes, num_tokens = min(rate.num_passes for rate in rates.values()), sum(map(len, survey.drawn))
+    measured = len(survey.drawn), spread, num_tokens, num_passes
+    return Comparison(*numbers, free_bytes, num_processes, *measured, survey.every, online, extracted)

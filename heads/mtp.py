@@ -97,7 +97,8 @@ class MtpState:
     cache: SlotCache  # one layer per lane
     extent: int  # slots of it in use, at most
     root: Tensor  # [B] the last committed position
-    # [lanes, B, R, D] in row p % R a lane's fed-back output for a round's last token, at p + 1; R exceeds any round
+    # [lanes, B, R, D] in row p % R a lane's fed-back output at position p, of the last two committed; R exceeds any
+    # round
     committed: Tensor
     hidden: list[Tensor]  # per lane [B, F, D] its fed-back output for the last expansion
     seen: Tensor  # [B, F, n] bool, which of n drafted nodes each of the last expansion attends to
@@ -184,15 +185,21 @@ class MtpHead(DraftHead):
         state.root = read.start + read.last
         state.extent = read.extent + len(self.lanes) - 1 if read.extent else state.cache.max_length
         state.seen, state.depths, state.hidden = state.seen[:, :1, :0], state.depths[:0], []
-        hidden = self._cast(read.output.post_norm)
+        hidden, earlier = self._cast(read.output.post_norm), []
         for k in range(len(self.lanes)):
             if k > 0:  # what lane k - 1 fed back one token before: in the round before, then in this one
                 before = state.committed[k - 1][rows, (read.start - 1) % num_kept]  # [B, D]
                 hidden = torch.cat([before[:, None], hidden[:, :-1]], 1)
             hidden = self._decode(state, k, read.next_tokens, hidden, positions - k)
             state.hidden.append(hidden[rows, read.last][:, None])  # [B, 1, D]
-        for kept, last in zip(state.committed, state.hidden, strict=True):
-            kept[rows, state.root % num_kept] = last[:, 0]
+            earlier.append(hidden[rows, (read.last - 1).clamp(min=0)])  # [B, D]
+        if len(self.lanes) == 1:
+            return
+        # the last two, since the first round reads a prompt's last position again; of rows that end here, not before
+        for fed_back, back in ((earlier, 1), ([last[:, 0] for last in state.hidden], 0)):
+            at, is_new = (state.root - back) % num_kept, (read.num_valid > back)[:, None]
+            for kept, fed in zip(state.committed, fed_back, strict=True):
+                kept[rows, at] = torch.where(is_new, fed, kept[rows, at])
 
     @torch.no_grad()
     def first_logits(self, state: MtpState) -> Tensor:

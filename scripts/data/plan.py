@@ -1,14 +1,17 @@
 """`headstart data plan`: run the target in every epoch, or extract its states once? Measured on a sample of rows."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..overrides import Overrides
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from ...data_pipelines.plan import Comparison
+    from ...data_pipelines.storage.samples import Sample
 
 
 def plan(
@@ -16,7 +19,9 @@ def plan(
     overrides: Overrides = None,
     disk: Annotated[Path, typer.Option(help="A folder on the disk that features would lie on.")] = Path("."),
     num_sampled: Annotated[int, typer.Option(help="Rows that are measured, at most.")] = 64,
-    seconds: Annotated[float, typer.Option(help="For measuring, about; fewer rows where need be.")] = 60.0,
+    seconds: Annotated[
+        float, typer.Option(help="For all but loading the target, at most; fewer rows where need be.")
+    ] = 60.0,
     num_processes: Annotated[int, typer.Option(help="Processes that would share the work.")] = 1,
     batch_tokens: Annotated[int, typer.Option(help="Of one target forward, with padding.")] = 8192,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
@@ -28,16 +33,19 @@ def plan(
     Example:
       headstart data plan runs/eagle3.yaml target.path=MODEL data.train=chats.jsonl --disk /data
 
-    All rows are counted, a sample is measured: bytes per token in each storage dtype, the hours of extraction, the
-    seconds of target forwards that each epoch saves, and the epochs from which extracting costs less time.
+    Rows are counted, a sample is measured: bytes per token in each storage dtype, the hours of extraction, the seconds
+    of target forwards that each epoch saves, and the epochs from which extracting costs less time. --seconds is kept
+    for any target and any number of rows; the last line says on how many rows and passes the figures stand.
     """
     import json
+    import time
     from collections import Counter
     from dataclasses import asdict, replace
+    from itertools import islice
 
     from ...configs.errors import BadInput
     from ...data_pipelines.masks.chat import encode_rows
-    from ...data_pipelines.plan import compare, measure_rates, survey_samples, within
+    from ...data_pipelines.plan import SURVEY_SHARE, compare, measure_storages, one_of, survey_samples, within
     from ...data_pipelines.sources import iter_rows
     from ...data_pipelines.storage.extract import ExtractConfig, disk_free
     from ...data_pipelines.storage.quantise import STORAGE
@@ -52,25 +60,41 @@ def plan(
     run = load_inputs(config, overrides or ())
     if not disk.is_dir():
         raise BadInput(f"--disk {disk}: no such folder")
+    started = time.perf_counter()
     target = Target.load(**vars(run.target), device=device or default_device())
+    loaded = time.perf_counter()
     reads = reads_of(run, target)
     data = replace(run.data, max_length=min(run.data.max_length, target.max_positions))
-    counts: Counter[str] = Counter()
-    rows = encode_rows(iter_rows(data.train, num_rows=data.num_rows), target.tokenizer, data, counts=counts)
-    survey = survey_samples(rows, reads, hidden_size=target.hidden_size, num_drawn=num_sampled)
+
+    def rows() -> "Iterator[dict[str, Any]]":
+        return iter_rows(data.train, num_rows=data.num_rows)
+
+    def encoded(rows: "Iterable[dict[str, Any]]") -> "Iterator[Sample]":
+        return encode_rows(rows, target.tokenizer, data, counts=Counter())
+
+    every = one_of(rows(), lambda probed: list(encoded(probed)), seconds=SURVEY_SHARE * seconds)
+    looked_at = encoded(islice(rows(), 0, None, every))
+    survey = survey_samples(looked_at, reads, hidden_size=target.hidden_size, num_drawn=num_sampled).of_all(every)
     if not survey.num_rows:
         raise BadInput(f"data.train: no row has supervised tokens within data.max_length {data.max_length}")
-    survey.drawn = within(survey.drawn, target, seconds=seconds / len(STORAGE))
-    rates = {}
-    for name in STORAGE:
-        settings = ExtractConfig(storage_dtype=name, batch_tokens=batch_tokens)
-        rates[name] = measure_rates(survey.drawn, target, reads, config=settings, folder=disk)
+
+    def left() -> float:
+        return loaded + seconds - time.perf_counter()
+
+    survey.drawn = within(survey.drawn, target, seconds=0.8 * left(), num_storages=len(STORAGE))
+    configs = [ExtractConfig(storage_dtype=name, batch_tokens=batch_tokens) for name in STORAGE]
+    measured = measure_storages(survey.drawn, target, reads, configs=configs, folder=disk, seconds=0.95 * left())
+    rates = dict(zip(STORAGE, measured, strict=True))
     comparison = compare(survey, rates, free_bytes=disk_free(disk), num_processes=num_processes)
+    used = time.perf_counter() - loaded
+    spent = {"seconds": seconds, "seconds_used": round(used, 2), "seconds_loading": round(loaded - started, 2)}
     if as_json:
         settings = {"target": target.name, "head": run.head.type, **asdict(reads)}
-        print(json.dumps({**settings, **asdict(comparison)}, indent=2))
+        print(json.dumps({**settings, **asdict(comparison), **spent}, indent=2))
     else:
         show(comparison, title=f"{run.head.type} on {target.name}")
+        used, loading = spent["seconds_used"], spent["seconds_loading"]
+        print(f"took {used:.0f} of {seconds:.0f} s, and {loading:.0f} s to load the target")
 
 
 def show(comparison: "Comparison", *, title: str) -> None:
@@ -99,4 +123,8 @@ def show(comparison: "Comparison", *, title: str) -> None:
     per_epoch = in_hours(online.seconds_per_epoch / 3600)
     console.print(f"online: {per_epoch} of target forwards in each epoch ({online.tokens_per_second:,.0f} tokens/s)")
     console.print(f"{in_bytes(comparison.free_bytes)} of the disk are free")
-    console.print(f"measured on {comparison.num_measured} rows; passes differ by {comparison.spread:.0%} at most")
+    if comparison.one_row_of > 1:
+        console.print(f"of the rows, one in {comparison.one_row_of} was counted: all would not fit the time")
+    size = f"{comparison.num_measured} rows, {comparison.num_measured_tokens:,} tokens"
+    passes = "1 pass" if comparison.num_passes == 1 else f"{comparison.num_passes} passes"
+    console.print(f"measured on {size}, in {passes}, which differ by {comparison.spread:.0%} at most")

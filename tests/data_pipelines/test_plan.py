@@ -14,6 +14,8 @@ from headstart.data_pipelines.plan import (
     estimate,
     in_hours,
     measure_rates,
+    measure_storages,
+    one_of,
     survey_samples,
     within,
 )
@@ -23,6 +25,7 @@ from headstart.data_pipelines.storage.samples import Sample
 from headstart.data_pipelines.storage.shard_file import StoredSample
 from headstart.data_pipelines.storage.shards import Shards, ShardWriter
 from headstart.heads.registry import HEADS, build_head
+from headstart.heads.target import Target
 from headstart.scripts.data.plan import plan as plan_command
 
 
@@ -123,3 +126,75 @@ def test_rates_say_how_far_passes_differ(target, head):
     found = survey_samples(make_samples(8), Reads.of(head), hidden_size=32, num_drawn=4)
     comparison = compare(found, {"float32": Rates(1.0, 1.0, 1.0, 0.125)}, free_bytes=0)
     assert (comparison.num_measured, comparison.spread) == (4, 0.125)
+
+
+class Clock:
+    """Seconds that pass only where work is done."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(plan_module.time, "perf_counter", self.read)
+
+    def read(self):
+        self.now += 1e-6
+        return self.now
+
+    def slowed(self, function, seconds):
+        def slow(*args, **kwargs):
+            self.now += seconds(*args)
+            return function(*args, **kwargs)
+
+        return slow
+
+
+@pytest.mark.parametrize("token_seconds", [1e-4, 0.01, 0.1])
+def test_the_time_holds_for_any_target(token_seconds, tmp_path, saved_target, capsys, monkeypatch):
+    """Forwards of so many seconds per token: 90 rows of 25 tokens are measured in three passes, or fewer are."""
+    data, path = tmp_path / "rows.jsonl", tmp_path / "run.yaml"
+    row = {"input_ids": [5] * 25, "prompt_length": 4}
+    data.write_text("".join(json.dumps(row) + "\n" for _ in range(90)))
+    path.write_text(f"target: {{path: {saved_target}}}\nhead: {{type: medusa}}\ndata: {{train: {data}}}\n")
+    clock = Clock(monkeypatch)
+    slow = clock.slowed(Target.forward, lambda target, ids: token_seconds * ids.numel())
+    monkeypatch.setattr(Target, "forward", slow)
+    plan_command(str(path), disk=tmp_path, device="cpu", as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_rows"] == 90 and found["seconds"] == 60.0
+    assert found["seconds_used"] <= 60 and clock.now - found["seconds_loading"] <= 60
+    assert found["num_measured_tokens"] == 25 * found["num_measured"]
+    assert (found["num_measured"], found["num_passes"]) == (64, 3) or found["seconds_used"] > 15
+    rate = found["online"]["tokens_per_second"]
+    assert rate == pytest.approx(1 / token_seconds, rel=0.01) and found["extracted"][0]["extraction_over_forward"] > 0.9
+
+
+def test_rows_beyond_the_time_are_counted_by_a_share(target, monkeypatch):
+    """A second to encode a row: of 330, every 12th in 30 seconds, and the numbers stand for all."""
+    clock, samples = Clock(monkeypatch), make_samples(330)
+
+    def encode(rows):
+        clock.now += len(rows)
+
+    every = one_of(iter(samples), encode, seconds=30)
+    assert 10 <= every <= 12 and one_of(iter(samples), encode, seconds=1e6) == 1
+    how = {"hidden_size": 32, "num_drawn": 8}
+    found = survey_samples(samples[::every], Reads((1,), "context", "labels"), **how).of_all(every)
+    whole = survey_samples(samples, Reads((1,), "context", "labels"), **how)
+    assert found.num_tokens == pytest.approx(whole.num_tokens, rel=0.1)
+    assert found.num_bytes["8bit"] == pytest.approx(whole.num_bytes["8bit"], rel=0.1)
+    assert compare(found, {"8bit": Rates(1.0, 1.0, 1.0)}, free_bytes=0).one_row_of == every
+
+
+def test_what_is_predicted_is_what_other_rows_take(target, head, tmp_path, monkeypatch):
+    """In processor seconds, of rows that were not measured; the best of three tries counts."""
+    monkeypatch.setattr(plan_module.time, "perf_counter", plan_module.time.process_time)
+    rows = [Sample.of([5] * (200 + row % 40), [i >= 4 for i in range(200 + row % 40)]) for row in range(64)]
+    config = ExtractConfig(batch_tokens=2048, storage_dtype="float32")
+    how, reads = {"configs": [config], "folder": tmp_path, "num_passes": 2}, Reads.of(head)
+    apart = []
+    for _ in range(3):
+        [predicted] = measure_storages(rows[:32], target, reads, **how)
+        [measured] = measure_storages(rows[32:], target, reads, **how)
+        apart.append(max(abs(predicted.forward / measured.forward - 1), abs(predicted.ratio / measured.ratio - 1)))
+        if apart[-1] < 0.15:
+            break
+    assert min(apart) < 0.15

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.eval.generate import generate
+from headstart.eval import engine as engine_module
+from headstart.eval.generate import Stop, Texts, generate, prefill
+from headstart.eval.replay import Stopwatch
 from headstart.heads.base import DraftBatch
 from headstart.heads.drafter import Reading
 from headstart.heads.drafting import DynamicTree, StaticTree
@@ -256,6 +258,28 @@ def test_rounds_of_independent_modules_draft_what_training_scored(target):
                 break
             assert accepted[out.starts.positions[0].tolist().index(at)] == one.num_accepted[i]
             at += one.num_committed[i]
+
+
+@pytest.mark.parametrize("chunk", [3, 2048])
+@pytest.mark.parametrize("changes", [{"independent": False}, {"independent": True}])
+def test_the_first_round_drafts_what_training_scored(changes, chunk, target, monkeypatch):
+    """Behind prompts of several lengths, read whole or in chunks, by an engine whose state another text has used."""
+    monkeypatch.setattr(engine_module, "PREFILL_CHUNK", chunk)
+    head = perturbed(target, num_depths=2, **changes)
+    scored, engine = [], engine_module.Engine(target, head, batch_size=4, max_length=24, num_draft_tokens=2)
+    score = head.draft_logits
+    monkeypatch.setattr(head, "draft_logits", lambda hidden, depth: scored.append(score(hidden, depth)) or scored[-1])
+    for prompts in ([[1, 44, 13, 2, 50]] * 4, PROMPTS):
+        texts = Texts(prompts, 4, Stop(frozenset()))
+        state = prefill(engine, texts, Stopwatch(target.device)).state
+        engine.begin_round(texts.num_committed)
+        scored.clear()
+        drafted = engine.draft(state.read).tokens.tolist()
+    ours = torch.stack([logits.reshape(4, -1) for logits in scored], 1)  # [B, K, V]
+    monkeypatch.undo()
+    for row, prompt in enumerate(PROMPTS):
+        wanted = teacher_forced(head, [*prompt, texts.new[row][0]], drafted[row])
+        torch.testing.assert_close(ours[row], wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("changes", CHANGES)
