@@ -73,8 +73,9 @@ class Drafter:
         """
         raise NotImplementedError
 
-    def leave_out(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Forget answers to these prompts, token ids each, where it has them: they are about to be measured on."""
+    def leave_out(self, prompts: Sequence[Sequence[int]], questions: Sequence[str] = ()) -> None:
+        """Forget answers to these prompts, token ids each, where it has them: they are about to be measured on. Also
+        those to the same questions in other prompts, which may have had another system prompt."""
 
     def commit(self, state: Any, read: Reading) -> None:
         """Take in what the target has read since the last call: drafted states are replaced by true ones."""

@@ -2,7 +2,8 @@
 
 import json
 import sys
-from dataclasses import asdict
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,8 +17,9 @@ from ..configs.loader import PACKAGE_CONFIGS
 from ..configs.terminal import PlainConsole
 
 if TYPE_CHECKING:
+    from ..eval.plan.budget import Budget
+    from ..eval.plan.document import Plan, PlanConfig
     from ..eval.plan.load import LoadPoint
-    from ..eval.plan.planner import Plan
     from ..eval.plan.prediction import Cell, Recommendation
     from ..eval.suites.prompts import Suite
     from ..heads.drafter import Drafter
@@ -58,6 +60,9 @@ def plan(
     limit: Annotated[int, Option(help="Only the first N prompts.", min=1)] = 32,
     temperature: Annotated[float, Option(help="0 is greedy.", min=0.0)] = 0.0,
     repeats: Annotated[int, Option(help="Timed passes per side of a check.", min=1)] = 2,
+    seconds: Annotated[
+        float, Option(help="For all but loading the target, at most: fewer prompts and passes where need be.", min=1.0)
+    ] = 60.0,
     dtype: Annotated[str, Option(help="As for `headstart eval`.")] = "",
     device: Annotated[str, Option(help="cpu, cuda ...; default: cuda where there is one.")] = "",
     overwrite: Annotated[bool, Option("--overwrite", help="Replace a finished plan of other settings.")] = False,
@@ -72,12 +77,14 @@ def plan(
 
     Each setting decodes the prompts once, for what is accepted; a few rounds are timed per setting, batch size and
     context. The most promising are then measured, chosen from, and the prediction's error shown. With --machine nothing
-    is timed: the profile says what steps take there. machine.json is this machine's profile, for use elsewhere.
+    is timed: the profile says what steps take there. machine.json is this machine's profile, for use elsewhere. What is
+    decoded and timed is chosen to fit --seconds; plan.json has the rounds behind each prediction, and its interval.
     """
     settings = {key: value for key, value in locals().items() if key not in ("output", "overwrite")}
 
     from ..configs.owned import OwnedFolder
     from ..eval.measurement.config import MeasureConfig
+    from ..eval.plan.budget import Budget, compiled_within
     from ..eval.plan.machine_profile import load_profile
     from ..eval.plan.planner import PlanConfig, Planner
     from ..heads.loading import default_device, default_dtype
@@ -104,11 +111,17 @@ def plan(
         print("headstart: planned on a few general prompts; give --prompts with some of your traffic", file=sys.stderr)
     with OwnedFolder(output, command="headstart plan", settings=settings) as folder:
         folder.check_settings(settings, finished="plan.json", overwrite=overwrite)
+        started = time.perf_counter()
         loaded = Target.load(target, dtype=dtype or default_dtype(target, device), device=device)
+        budget = Budget(seconds, loading=time.perf_counter() - started)
         traffic = wanted.load(loaded, max_new_tokens=max_new_tokens, limit=limit)[0]
         spec = f"head:{head}" if head else drafter
-        name, chosen = planned_drafter(loaded, spec, traffic, rates, head_type, max_new_tokens=max_new_tokens)
-        planned = Planner(loaded, chosen, traffic, config, name, bar=progress).plan()
+        with compiled_within(budget, loaded, num_shapes=config.num_shapes):
+            if rates:
+                traffic, config = answerable(loaded, traffic, config, budget)
+            new = config.measure.max_new_tokens
+            name, chosen = planned_drafter(loaded, spec, traffic, rates, head_type, max_new_tokens=new)
+            planned = Planner(loaded, chosen, traffic, config, name, bar=progress, budget=budget).plan()
         folder.record(settings)
         write(loaded, planned, folder.path)
     show(planned, PlainConsole())
@@ -129,6 +142,18 @@ def check_choices(head: str, drafter: str, synthetic_acceptance: str, head_type:
         return [float(rate) for rate in synthetic_acceptance.split(",")] if synthetic_acceptance else []
     except ValueError as error:
         raise BadInput(f"--synthetic-acceptance {synthetic_acceptance}: expected numbers, 0.8,0.6,0.5") from error
+
+
+def answerable(target: "Target", suite: "Suite", config: "PlanConfig", budget: "Budget") -> "tuple[Suite, PlanConfig]":
+    """As many prompts, and tokens per answer, as the target can write beforehand: synthetic drafts are its own."""
+    from ..eval.plan.accepting import evenly
+    from ..eval.plan.budget import fit_texts, probe
+
+    costs = probe(target, None, None, max(suite.prompts, key=len), budget, many=1)
+    number, room, tokens = len(suite.prompts), budget.room("texts"), config.measure.max_new_tokens
+    kept, tokens = fit_texts(number, costs, seconds=room, tokens=tokens)
+    measure = replace(config.measure, max_new_tokens=tokens)
+    return suite.subset(evenly(number, kept)), replace(config, measure=measure)
 
 
 def planned_drafter(
@@ -184,6 +209,7 @@ def show(planned: "Plan", console: Console) -> None:
             what = f"leave drafting off: the best is {what}"
         console.print(f"batch {cell.batch_size}, {cell.context} tokens of context{busy}: {what}", highlight=False)
     show_load(planned.load, console)
+    show_budget(planned, console)
     check = planned.check
     if check.num_cells:
         apart = f"median {check.median_error:.1%}, at most {check.max_error:.1%}"
@@ -198,6 +224,20 @@ def show(planned: "Plan", console: Console) -> None:
         console.print(f"llama-server: {planned.llamacpp_flags}", highlight=False, soft_wrap=True)
 
 
+def show_budget(planned: "Plan", console: Console) -> None:
+    """What the figures stand on, and what there was no time for."""
+    spent, passes = planned.budget, {time.num_timed for time in planned.step_times if time.setting}
+    timed = f", {min(passes)} to {max(passes)} rounds timed of each setting" if passes else ""
+    new = f"{planned.num_prompts} of {spent.num_prompts_given} prompts, {planned.max_new_tokens} new tokens each"
+    console.print(f"predicted from {new}{timed}", highlight=False)
+    limit = "" if spent.seconds is None else f" of {spent.seconds:.0f}"
+    used, loading = spent.seconds_used, spent.seconds_loading
+    console.print(f"took {used:.0f}{limit} s, and {loading:.0f} s to load the target", highlight=False)
+    if spent.left_out:
+        missed = f"no time for: {', '.join(spent.left_out)}; --seconds gives more"
+        console.print(missed, highlight=False, soft_wrap=True)
+
+
 def proof_text(advice: "Recommendation") -> str:
     """What a recommendation goes by: an interval, or less."""
     from ..eval.measurement.metrics import LEAST_TIMED
@@ -208,7 +248,9 @@ def proof_text(advice: "Recommendation") -> str:
     if advice.is_proved:
         return f", 95 % interval [{low:.2f}, {high:.2f}] over {counted_words(cell.num_timed or 0, unit)}"
     if cell.measured_speedup is None:
-        return "; predicted, not measured"
+        low, high = cell.predicted_ci95
+        sure = "" if low is None or high is None else f", over these prompts [{low:.2f}, {high:.2f}]"
+        return f"; predicted from {counted_words(cell.num_rounds, 'round')}{sure}, not measured"
     return f"; not proved: {counted_words(cell.num_timed or 0, unit)} timed, {LEAST_TIMED} are needed"
 
 

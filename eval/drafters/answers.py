@@ -12,7 +12,7 @@ from jinja2.exceptions import TemplateError
 
 from ...configs.errors import BadInput, first_line
 from ...configs.jsonl import naming_faults
-from ..suites.prompts import file_rows, prompt_ids
+from ..suites.prompts import file_rows, prompt_ids, question_of
 from .suffix import SuffixTrie
 
 MAX_DEPTH = 5  # tokens of context that are told apart; 16 were no better on two domains, with four times the nodes
@@ -22,27 +22,40 @@ LEAD_IN = 8  # of a prompt's last tokens, which an answer's first ones follow
 
 @dataclass
 class Answers:
-    """Prompts and what the target answered, token ids each; those of prompts that are left out are not looked up."""
+    """Prompts and what the target answered, token ids each; those of prompts that are left out are not looked up.
+
+    questions: of each row, as `question_of` has it. left_out: prompts as token ids, and questions.
+    """
 
     rows: list[tuple[list[int], list[int]]]
-    left_out: set[tuple[int, ...]] = field(default_factory=set)
+    questions: list[str | None] = field(default_factory=list)
+    left_out: set[tuple[int, ...] | str] = field(default_factory=set)
 
-    def leave_out(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Look up no answers to these prompts from now on."""
-        more = {tuple(prompt) for prompt in prompts} - self.left_out
-        if any(tuple(prompt) in more for prompt, _ in self.rows):
+    def __post_init__(self) -> None:
+        if len(self.questions) != len(self.rows):
+            self.questions = [None] * len(self.rows)
+
+    def leave_out(self, prompts: Sequence[Sequence[int]], questions: Sequence[str] = ()) -> None:
+        """Look up no answers to these prompts, and to these questions in any prompt, from now on."""
+        num_kept = len(self.kept)
+        self.left_out |= {*map(tuple, prompts), *questions}
+        if len(self.kept) < num_kept:
             self.__dict__.pop("trie", None)
-        self.left_out |= more
+
+    @property
+    def kept(self) -> list[tuple[list[int], list[int]]]:
+        """The rows that are not left out."""
+        asked = zip(self.rows, self.questions, strict=True)
+        return [row for row, question in asked if not self.left_out & {tuple(row[0]), question}]
 
     @cached_property
     def trie(self) -> SuffixTrie:
         """Of all answers that are not left out."""
         trie = SuffixTrie(max_depth=MAX_DEPTH, max_nodes=MAX_NODES)
-        for prompt, answer in self.rows:
-            if tuple(prompt) not in self.left_out:
-                contexts = [0]
-                for token in (*prompt[-LEAD_IN:], *answer):
-                    contexts = trie.add(contexts, token)
+        for prompt, answer in self.kept:
+            contexts = [0]
+            for token in (*prompt[-LEAD_IN:], *answer):
+                contexts = trie.add(contexts, token)
         return trie
 
     @cached_property
@@ -57,11 +70,12 @@ def load_answers(path: str | Path, tokenizer: Any) -> Answers:
 
     Raises: BadInput naming the file's line.
     """
-    rows = []
+    rows, questions = [], []
     for origin, row in file_rows(path):
         with naming_faults(row, origin):
             rows.append(answered(row, tokenizer, origin=origin))
-    return Answers(rows)
+            questions.append(question_of(row))
+    return Answers(rows, questions)
 
 
 def answered(row: dict[str, Any], tokenizer: Any, *, origin: str) -> tuple[list[int], list[int]]:

@@ -156,9 +156,9 @@ class HybridDrafter(Drafter):
         on_device = replace(read, tokens=tokens, next_tokens=following, start=start, num_valid=num_valid)
         self.head.commit_prompts(state.head, on_device, most=MOST_READ)
 
-    def leave_out(self, prompts: Sequence[Sequence[int]]) -> None:
+    def leave_out(self, prompts: Sequence[Sequence[int]], questions: Sequence[str] = ()) -> None:
         if self.answers is not None:
-            self.answers.leave_out(prompts)
+            self.answers.leave_out(prompts, questions)
 
     def propose(self, state: HybridState, *, num_draft_tokens: int) -> Proposal:
         copies = [row.copy(row.text.place, num_draft_tokens) for row in state.rows]

@@ -105,9 +105,9 @@ class SuffixDrafter(TextDrafter):
         tokens, parents = zip(*(filled(each, tree) for each in paths), strict=True)
         return Proposal(torch.tensor(tokens), torch.tensor(parents))  # [B, S] each
 
-    def leave_out(self, prompts: Sequence[Sequence[int]]) -> None:
+    def leave_out(self, prompts: Sequence[Sequence[int]], questions: Sequence[str] = ()) -> None:
         if self.answers is not None:
-            self.answers.leave_out(prompts)
+            self.answers.leave_out(prompts, questions)
 
     def _new_trie(self, batch_size: int) -> SuffixTrie:
         return SuffixTrie(max_depth=self.max_depth, max_nodes=max(2, self.max_nodes // batch_size))

@@ -80,7 +80,7 @@ def measure_all(
     """
     config = replace(config, setting=None)
     for contender in contenders:
-        contender.drafter.leave_out(suite.prompts)
+        contender.drafter.leave_out(suite.prompts, suite.questions)
     results = []
     size = most_at_once(target, suite, config)
     for first in range(0, len(contenders), size):

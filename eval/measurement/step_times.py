@@ -1,6 +1,8 @@
 """How long rounds take here, by batch, context and setting: measured by decoding, and interpolated in between."""
 
+import math
 import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -37,13 +39,17 @@ class StepTime:
     overhead_ms: float
     reading_ms: float = 0.0  # once per batch of texts: the drafter reads the prompts,
     prefill_ms: float = 0.0  # and the target
+    num_timed: int = 0  # rounds that the medians are of
+    spread: float | None = None  # of several passes: (slowest - fastest) / median round, in baseline steps beside it
 
     @classmethod
-    def of(cls, setting: DraftSetting | None, *, batch_size: float, context: float, **parts: float) -> "StepTime":
+    def of(
+        cls, setting: DraftSetting | None, *, batch_size: float, context: float, num_timed: int = 0, **parts: float
+    ) -> "StepTime":
         """Of a round of a setting, or of a baseline step. Args: parts: PARTS by name."""
         num_drafted, num_draft = (setting.num_drafted, setting.num_draft_tokens) if setting else (0, 0)
         name = setting.name if setting else None
-        return cls(name, round(batch_size), round(context), 1 + num_drafted, num_draft, **parts)
+        return cls(name, round(batch_size), round(context), 1 + num_drafted, num_draft, **parts, num_timed=num_timed)
 
     @property
     def round_ms(self) -> float:
@@ -69,23 +75,37 @@ def measure_step_times(
     sampling: Sampling | None = None,
     steps: str = "eager",
     on_cell: Callable[[], object] = lambda: None,
+    num_rounds: int | None = None,
+    seconds: float = math.inf,
 ) -> list[StepTime]:
     """Time rounds of every setting, and baseline steps, at every batch size and context.
 
     Args:
         contexts: tokens of the prompts. text: of the target's domain, to cut them from; repeated where it is short.
+        num_rounds: per cell and pass; None: NUM_ROUNDS. seconds: no second pass is begun that would end later.
 
     Raises: BadInput where a context and its rounds exceed what the target reads.
     """
     check_room(target, contexts, settings)
     cells = [
         TimedCell(
-            target, drafter, settings, batch_size=size, context=context, text=text, sampling=sampling, steps=steps
+            target,
+            drafter,
+            settings,
+            batch_size=size,
+            context=context,
+            text=text,
+            sampling=sampling,
+            steps=steps,
+            num_rounds=num_rounds,
         )
         for size in batch_sizes
         for context in contexts
     ]
+    began = time.perf_counter()
     for number in range(NUM_PASSES):
+        if number and (time.perf_counter() - began) * (1 + 1 / number) > seconds:
+            break
         for cell in cells if number % 2 == 0 else cells[::-1]:
             cell.run(on_setting=on_cell)
             cell.release()
@@ -110,10 +130,11 @@ class TimedCell:
         text: Sequence[int],
         sampling: Sampling | None = None,
         steps: str = "eager",
+        num_rounds: int | None = None,
     ):
         """Args: as those of `measure_step_times`. drafter: None without settings."""
         self.target, self.drafter, self.settings = target, drafter, list(settings)
-        self.sampling, self.steps = sampling, steps
+        self.sampling, self.steps, self.num_rounds = sampling, steps, num_rounds or NUM_ROUNDS
         self.rows = [cut(text, row * context, context) for row in range(batch_size)]
         self.max_length = context + max(map(most_tokens, (None, *settings)))  # of all engines: caches of one size
         self.plain: list[StepTime] = []  # passes of the baseline, one before the settings and one after each
@@ -131,10 +152,10 @@ class TimedCell:
         if reads_again:
             for decoding in self.decodings.values():
                 decoding.read()
-        self.plain.append(self._decoding(None).time())
+        self.plain.append(self._decoding(None).time(self.num_rounds))
         for setting in forth:
-            time = self._decoding(setting).time()
-            self.plain.append(self._decoding(None).time())
+            time = self._decoding(setting).time(self.num_rounds)
+            self.plain.append(self._decoding(None).time(self.num_rounds))
             self.drafted[setting].append(time.scaled(1 / self.plain[-1].round_ms))
             on_setting()
 
@@ -187,11 +208,11 @@ class Decoding:
         first, self.state, self.reading_seconds = prefill(self.engine, texts, self.watch)
         self.first_tokens, self.prefill_seconds = texts.new, first.seconds
 
-    def time(self) -> StepTime:
-        """Medians over NUM_ROUNDS rounds, behind a first one that does not count; texts do not end."""
+    def time(self, num_rounds: int) -> StepTime:
+        """Medians over so many rounds, behind a first one that does not count; texts do not end."""
         texts, state, rounds = self._texts(), self.state, []
         texts.new = [list(row) for row in self.first_tokens]
-        for _ in range(NUM_ROUNDS + 1):
+        for _ in range(num_rounds + 1):
             done, state = run_round(self.engine, texts, state, self.watch)
             rounds.append(done)
         draft = 1000 * statistics.median(done.draft_seconds for done in rounds[1:])
@@ -207,6 +228,7 @@ class Decoding:
             overhead_ms=max(whole - draft - verify, 0.0),
             reading_ms=max(reading, 0.0) if self.setting else 0.0,
             prefill_ms=1000 * self.prefill_seconds,
+            num_timed=num_rounds,
         )
 
     def _texts(self) -> Texts:
@@ -235,7 +257,9 @@ def cut(text: Sequence[int], start: int, length: int) -> list[int]:
 def median_of(passes: Sequence[StepTime]) -> StepTime:
     """The medians of several passes over one cell."""
     parts = {name: statistics.median(getattr(time, name) for time in passes) for name in PARTS}
-    return replace(passes[0], **parts)
+    rounds = [time.round_ms for time in passes]
+    spread = (max(rounds) - min(rounds)) / statistics.median(rounds) if len(rounds) > 1 else None
+    return replace(passes[0], **parts, num_timed=sum(time.num_timed for time in passes), spread=spread)
 
 
 @dataclass(frozen=True)

@@ -156,12 +156,15 @@ def named_tree(
     max_new_tokens: int,
     num_nodes: int,
     num_draft_tokens: int | None = None,
+    texts: list[list[int]] | None = None,
 ) -> Tree | None:
     """The tree of that name for a drafter; None for a chain.
 
     static, optimal and sampled are shaped by the head's accuracies on what the target writes behind the first
     NUM_CALIBRATION prompts; optimal also by step times measured here, with at most num_nodes nodes. dynamic is
     num_draft_tokens deep, and sampled-chain one path of as many as chain has.
+
+    Args: texts: what the target writes behind these prompts, where that is known.
 
     Raises: BadInput on an unknown name, for a drafter that does not draft it, and on a num_draft_tokens beyond it.
     """
@@ -179,7 +182,7 @@ def named_tree(
     if name == "sampled-chain":
         return sampled_chain(draft_length(drafter, num_draft_tokens))
     prompts = list(prompts[:NUM_CALIBRATION])
-    texts = generate(target, None, prompts, max_new_tokens=max_new_tokens).token_ids
+    texts = texts or generate(target, None, prompts, max_new_tokens=max_new_tokens).token_ids
     accuracies = rank_accuracies(target, drafter, list(zip(prompts, texts, strict=True)))
     if name == "optimal":
         longest = max(range(len(prompts)), key=lambda row: len(prompts[row]))

@@ -1,106 +1,47 @@
 """The plan of a deployment: what to draft at which batch size, predicted, checked, and as serving engines take it.
 
 The texts are decoded once per setting for what is accepted, and a few rounds are timed per setting, batch size and
-context; together they give every cell's speedup. Some cells, or all, are then measured by decoding them in earnest.
+context; together they give every cell's speedup. Some cells, or all, are then measured by decoding them in earnest. Of
+each as much is done as fits the budget.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
-from ...configs.errors import BadInput
 from ...heads.base import DraftHead
 from ...heads.drafter import Drafter
 from ...heads.target import Target
-from ..measurement.config import DraftSetting, MeasureConfig, chains
-from ..measurement.measure import measure
+from ..measurement.config import DraftSetting, chains
 from ..measurement.step_times import NUM_PASSES, StepTable, StepTime, measure_step_times, most_tokens
-from ..measurement.tree_search import SHAPED_TREES, drafts_tree, hold_out
+from ..measurement.tree_search import NUM_CALIBRATION, SHAPED_TREES, drafts_tree, hold_out
 from ..suites.prompts import Suite
+from .accepting import accepted_within, named_trees
+from .budget import FEWEST_TOKENS, SAFETY, Budget, Costs, Spent, fit_sample, fit_timing, probe
+from .checking import measured_cells
+from .document import DEFAULT_TREES, Plan, PlanConfig
 from .engine_settings import ScheduleRange, for_llamacpp, for_sglang, measured_lengths, schedule
-from .load import NUM_SERVED, NUM_SIMULATED, LoadPoint, load_curve, simulated_servers
-from .machine_profile import MachineProfile, times_on
+from .load import NUM_SERVED, NUM_SIMULATED, SHARES, LoadPoint, load_curve, simulated_servers
+from .machine_profile import times_on
 from .prediction import (
     Accepted,
     Cell,
-    CheckSummary,
-    Recommendation,
     StepTimes,
     Workload,
-    accepted_by,
     errors,
-    named_trees,
     predict,
     recommend,
     shortlist,
 )
 from .server import LiveServer
 
-SCHEMA_VERSION = 1
-CHECKS = ("advice", "all", "none")
-DEFAULT_TREES = ("static:4", "static:8", "static:16", "dynamic:16")
+FEWEST_SERVED = 8  # requests at a rate, below which none are run
 LARGEST_PROFILED = 256  # batch size up to which a profile is read; a table measured here only as far as it was measured
 
 
 def no_bar(total: int, what: str) -> Callable[[], object]:
     """A progress bar that shows nothing: ticks, and one more tick to close it."""
     return lambda: None
-
-
-@dataclass(kw_only=True)
-class PlanConfig:
-    """What to consider."""
-
-    measure: MeasureConfig  # how texts are decoded
-    lengths: Sequence[int] = tuple(range(1, 9))  # K of chains
-    trees: Sequence[str] | None = None  # NAME:NODES; None: DEFAULT_TREES, where the drafter drafts trees
-    batch_sizes: Sequence[int] = (1, 4, 16)
-    contexts: Sequence[int] = ()  # tokens, besides the prompts' own
-    # which cells to measure besides predicting them: advice, the shortlist of each batch size, to choose from it; all;
-    # none
-    check: str = "advice"
-    machine: MachineProfile | None = None  # whose step times to plan with, and nothing is measured; None: this machine
-
-    def __post_init__(self) -> None:
-        if self.check not in CHECKS:
-            raise BadInput(f"check {self.check}: expected one of {', '.join(CHECKS)}")
-
-
-@dataclass(kw_only=True)
-class Plan:
-    """What `headstart plan` finds. docs/report_schema.md defines every key of plan.json."""
-
-    drafter: str
-    suite: str
-    num_prompts: int
-    max_new_tokens: int
-    temperature: float
-    machine: str | None  # the profile's name, of a plan for another machine
-    acceptance: list[Accepted]
-    step_times: list[StepTime]  # measured here; none for another machine
-    cells: list[Cell]
-    check: CheckSummary
-    recommendation: list[Recommendation]
-    load: list[LoadPoint]
-    vllm_schedule: list[ScheduleRange]
-    sglang_flags: str | None
-    llamacpp_flags: str | None
-    step_time_model: MachineProfile | None = None  # of this machine, fitted to step_times
-
-    def to_json(self) -> dict[str, Any]:
-        """plan.json, but for environment and target."""
-        document = {
-            "schema_version": SCHEMA_VERSION,
-            **vars(self),
-            "acceptance": [accepted.to_json() for accepted in self.acceptance],
-            "step_times": [time.as_json() for time in self.step_times],
-            "cells": [cell.to_json() for cell in self.cells],
-            "check": asdict(self.check),
-            "recommendation": [advice.to_json() for advice in self.recommendation],
-            "load": [asdict(point) for point in self.load],
-            "step_time_model": asdict(self.step_time_model) if self.step_time_model else None,
-        }
-        return {key: value for key, value in document.items() if key != "step_time_model" or value}
 
 
 @dataclass
@@ -113,19 +54,33 @@ class Planner:
     config: PlanConfig
     name: str  # of the drafter
     bar: Callable[[int, str], Callable[[], object]] = no_bar  # makes a progress bar of so many ticks
+    budget: Budget = field(default_factory=Budget)
+    costs: Costs = Costs()
 
     def __post_init__(self) -> None:
         """Raises BadInput where trees are to be shaped and there is a single prompt."""
+        self.given = len(self.suite.prompts), self.config.measure.max_new_tokens
         if not self.suite.calibration and any(map(is_shaped, self.trees)):
             self.suite = hold_out(self.suite)
-        self.drafter.leave_out(self.suite.prompts)
+        self.drafter.leave_out(self.suite.prompts, self.suite.questions)
 
     def plan(self) -> Plan:
         """Raises BadInput on settings that the drafter cannot draft, and on contexts beyond the target's."""
-        config, machine = self.config, self.config.machine
-        settings = self.settings()
-        accepted = self.accept(settings)
+        measure, longest = self.config.measure, chains(self.drafter, self.config.lengths)[-1]
+        self.costs = probe(
+            self.target,
+            self.drafter,
+            longest,
+            max(self.suite.prompts, key=len),
+            self.budget,
+            many=max(self.config.batch_sizes),
+            sampling=measure.sampling,
+            steps=measure.steps,
+        )
+        accepted = self.accept(self.settings())
+        settings, machine = [each.setting for each in accepted], self.config.machine
         measured = [] if machine else self.time(accepted)
+        config = self.config
         times: StepTimes = StepTable(tuple(measured))
         if machine:
             times = times_on(machine, self.target, self.drafter, settings)
@@ -133,6 +88,7 @@ class Planner:
         if machine is None:
             cells = self.check(cells)
         advice = recommend(cells)
+        budget = self.budget
         most, context = LARGEST_PROFILED if machine else max(config.batch_sizes), self.workload.context
         ranges = schedule(accepted, times, max_batch_size=most, context=context, measured=measured_lengths(cells))
         return Plan(
@@ -148,6 +104,14 @@ class Planner:
             check=errors(cells),
             recommendation=advice,
             load=self.load(accepted, times, advice[0].cell.setting, ranges, most),
+            budget=Spent(
+                seconds=None if math.isinf(budget.seconds) else budget.seconds,
+                seconds_used=round(budget.used, 2),
+                seconds_loading=round(budget.loading, 2),
+                num_prompts_given=self.given[0],
+                max_new_tokens_given=self.given[1],
+                left_out=budget.left_out,
+            ),
             vllm_schedule=ranges,
             sglang_flags=for_sglang(cells, self.method),
             llamacpp_flags=for_llamacpp(cells, self.method),
@@ -173,16 +137,45 @@ class Planner:
 
     def settings(self) -> list[DraftSetting]:
         """Chains and trees to consider."""
-        new = self.config.measure.max_new_tokens
-        trees = named_trees(self.trees, self.target, self.drafter, self.suite.calibration, max_new_tokens=new)
+        new, names, prompts = self.config.measure.max_new_tokens, self.trees, self.suite.calibration[:NUM_CALIBRATION]
+
+        def reached(rows: int) -> float:
+            """Tokens of texts that can shape trees in the time."""
+            left = SAFETY * self.budget.room("trees") - self.costs.setup - (2 + len(names)) * self.costs.prefill(rows)
+            return left / self.costs.step(rows) if self.costs.step(rows) else math.inf
+
+        if any(map(is_shaped, names)):
+            if reached(len(prompts)) < min(new, FEWEST_TOKENS):
+                prompts = prompts[:1]
+            if reached(len(prompts)) < min(new, FEWEST_TOKENS):
+                self.budget.left_out += [name for name in names if is_shaped(name)]
+                names = [name for name in names if not is_shaped(name)]
+            else:
+                new = int(min(new, reached(len(prompts))))
+        trees = named_trees(names, self.target, self.drafter, prompts, max_new_tokens=new)
         return [*chains(self.drafter, self.config.lengths), *trees]
 
     def accept(self, settings: Sequence[DraftSetting]) -> list[Accepted]:
-        """What the texts accept of each setting."""
-        tick = self.bar(len(settings), f"what {self.suite.name} accepts of {self.name}")
-        config = replace(self.config.measure, batch_size=max(self.config.batch_sizes))
-        accepted = accepted_by(self.target, self.drafter, self.suite.prompts, settings, config, on_setting=tick)
+        """What the texts accept of each setting. The prompts, settings and tokens per answer that there is time for are
+        what is planned with from here on."""
+        measure, most = self.config.measure, max(self.config.batch_sizes)
+        room, rows = self.budget.room("acceptance"), min(most, len(self.suite.prompts))
+        sample = fit_sample(settings, self.costs, seconds=room, tokens=measure.max_new_tokens, rows=rows)
+        self.budget.left_out += [setting.name for setting in settings if setting not in sample.settings]
+        self.config = replace(self.config, measure=replace(measure, max_new_tokens=sample.tokens))
+        tick = self.bar(len(sample.settings), f"what {self.suite.name} accepts of {self.name}")
+        chosen, accepted = accepted_within(
+            self.target,
+            self.drafter,
+            self.suite.prompts,
+            sample.settings,
+            replace(self.config.measure, batch_size=most if sample.rows == rows else sample.rows),
+            seconds=room,
+            batch_seconds=len(sample.settings) * self.costs.decoding(sample.rows, sample.tokens),
+            on_setting=tick,
+        )
         tick()
+        self.suite = self.suite.subset(chosen)
         return accepted
 
     def time(self, accepted: Sequence[Accepted]) -> list[StepTime]:
@@ -190,22 +183,30 @@ class Planner:
         settings = [each.setting for each in accepted]
         timed = spread([setting for setting in settings if setting.tree is None])
         timed += [setting for setting in settings if setting.tree]
-        sizes = set(self.config.batch_sizes)
+        sizes = sorted(self.config.batch_sizes)
         spans = [span for size in sizes for span in self.workload.spans(size, accepted[0].tokens)]
         first, last = min(start for start, _, _ in spans), max(end for _, end, _ in spans)
         room = self.target.max_positions - max(map(most_tokens, timed))
-        contexts = {min(first, room), min(last, room), *self.config.contexts}
-        tick = self.bar(NUM_PASSES * len(sizes) * len(contexts) * len(timed), f"timing rounds of {self.name}")
+        contexts = sorted({min(first, room), min(last, room), *self.config.contexts})
+        left, read = self.budget.room("step times"), max(self.workload.prompt_lengths)
+        timing = fit_timing(sizes, contexts, len(timed), self.costs, seconds=left, read=read)
+        if len(timing.batch_sizes) == 1 < len(sizes):  # nothing to draw a line through
+            self.budget.left_out += [f"batch size {size}" for size in sizes[1:]]
+            self.config = replace(self.config, batch_sizes=timing.batch_sizes)
+        cells = len(timing.batch_sizes) * len(timing.contexts)
+        tick = self.bar(NUM_PASSES * cells * len(timed), f"timing rounds of {self.name}")
         times = measure_step_times(
             self.target,
             self.drafter,
             timed,
-            batch_sizes=sorted(sizes),
-            contexts=sorted(contexts),
+            batch_sizes=timing.batch_sizes,
+            contexts=timing.contexts,
             text=[token for prompt in self.suite.prompts for token in prompt],
             sampling=self.config.measure.sampling,
             steps=self.config.measure.steps,
             on_cell=tick,
+            num_rounds=timing.num_rounds,
+            seconds=left,
         )
         tick()
         return times
@@ -215,22 +216,20 @@ class Planner:
         decoded = [cell for cell in cells if cell.load == "prompts"]
         chosen = {"all": decoded, "advice": shortlist(cells), "none": []}[self.config.check]
         tick = self.bar(len(chosen), f"measuring {self.name}")
-        checked = []
-        for cell in cells:
-            if cell in chosen:
-                config = replace(self.config.measure, batch_size=cell.batch_size, setting=cell.setting)
-                suite = self.suite.filled(cell.batch_size)
-                result, _ = measure(self.target, self.drafter, suite, config, name=self.name)
-                cell = replace(
-                    cell,
-                    measured_speedup=result.speedup,
-                    measured_ci95=result.speedup_ci95,
-                    num_timed=result.num_timed,
-                )
-                tick()
-            checked.append(cell)
+        found = measured_cells(
+            self.target,
+            self.drafter,
+            self.suite,
+            chosen,
+            self.config.measure,
+            name=self.name,
+            costs=self.costs,
+            budget=self.budget,
+            on_cell=tick,
+        )
         tick()
-        return checked
+        by_place = {(cell.setting, cell.batch_size, cell.load): cell for cell in found}
+        return [by_place.get((cell.setting, cell.batch_size, cell.load), cell) for cell in cells]
 
     def load(
         self, accepted: list[Accepted], times: StepTimes, fixed: DraftSetting, ranges: list[ScheduleRange], most: int
@@ -241,15 +240,28 @@ class Planner:
         points = load_curve(simulated, num_prompts, served="simulated", num_requests=NUM_SIMULATED)
         if self.config.machine is not None or self.config.check == "none":
             return points
+        num_requests = self.num_served(points, most)
+        if num_requests < min(FEWEST_SERVED, NUM_SERVED):
+            self.budget.left_out.append("requests at a rate, run")
+            return points
         live = {
             name: LiveServer(self.target, self.drafter, drafted, self.suite.prompts, config, max_batch_size=most)
             for name, drafted in (("none", None), (fixed.name, fixed))
         }
         tick = self.bar(1, f"requests at a rate, {self.name}")
-        points += load_curve(live, num_prompts, served="run", num_requests=NUM_SERVED)
+        points += load_curve(live, num_prompts, served="run", num_requests=num_requests)
         tick()
         tick()
         return points
+
+    def num_served(self, simulated: Sequence[LoadPoint], most: int) -> int:
+        """Requests that can be run in the time at every rate, by what serving them took in the simulation."""
+        answer, costs = self.config.measure.max_new_tokens, self.costs
+        each = sum(answer / point.tokens_per_second for point in simulated if point.drafts != "schedule")
+        each *= 1 + 1 / len(SHARES) / 2  # once all at once, to see what can be served
+        sizes = [1, *(1 << i for i in range((most - 1).bit_length() + 1))]
+        begins = 2 * sum(costs.setup + costs.prefill(size) + costs.round(size) for size in sizes)
+        return int(min((SAFETY * self.budget.room("load") - begins) / each, NUM_SERVED))
 
 
 def is_shaped(tree: str) -> bool:

@@ -1,20 +1,14 @@
 """The expected speedup of each setting at each batch size: what texts accept of it, and how long its rounds take."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, Protocol
 
-import torch
-
-from ...configs.errors import BadInput
-from ...heads.drafter import Drafter
-from ...heads.target import Target
-from ..measurement.config import DraftSetting, MeasureConfig
-from ..measurement.metrics import LEAST_TIMED, Acceptance, acceptance
-from ..measurement.runner import Runner
+from ..measurement.config import DraftSetting
+from ..measurement.metrics import LEAST_TIMED, Acceptance, ratio_and_interval
 from ..measurement.step_times import StepTime
-from ..measurement.tree_search import TREE_NAMES, named_tree
+from ..measurement.summary import rounded
 from ..suites.prompts import filled
 
 LEAST_GAIN = 0.01  # a setting that drafts more must be so much faster than one that drafts less
@@ -37,6 +31,10 @@ class Accepted:
     setting: DraftSetting
     counted: Acceptance
     emitted: list[list[int]]  # of each prompt, the tokens that each of its rounds gave
+
+    def __add__(self, other: "Accepted") -> "Accepted":
+        """Of further prompts too."""
+        return Accepted(self.setting, self.counted + other.counted, self.emitted + other.emitted)
 
     @property
     def rounds(self) -> list[int]:
@@ -71,6 +69,8 @@ class Cell:
     context: int
     load: str  # prompts: the texts, in batches whose rows are not replaced when they end; steady: all rows busy
     predicted_speedup: float
+    predicted_ci95: Sequence[float | None] = (None, None)  # over prompts, or batches of them; of what they accept alone
+    num_rounds: int = 0  # of one row each, that its acceptance is counted in
     measured_speedup: float | None = None
     measured_ci95: Sequence[float | None] = (None, None)
     num_timed: int | None = None  # prompts, or batches, that the interval is over
@@ -128,51 +128,6 @@ class CheckSummary:
     max_error: float | None = None
 
 
-def named_trees(
-    specs: Sequence[str], target: Target, drafter: Drafter, prompts: Sequence[list[int]], *, max_new_tokens: int
-) -> list[DraftSetting]:
-    """Trees by name and number of nodes, `static:16`; shaped by what the target writes behind the first prompts.
-
-    Raises: BadInput on an unknown name or number, and on a drafter that drafts chains only.
-    """
-    names, settings = [name for name in TREE_NAMES if "chain" not in name], []
-    for spec in specs:
-        name, _, number = spec.partition(":")
-        if name not in names or not number.isdecimal() or int(number) < 1:
-            raise BadInput(f"--tree {spec}: expected NAME:NODES, NAME one of {', '.join(names)}")
-        tree = named_tree(name, target, drafter, prompts, max_new_tokens=max_new_tokens, num_nodes=int(number))
-        assert tree is not None
-        settings.append(DraftSetting(spec, tree.depth, tree))
-    return settings
-
-
-@torch.no_grad()
-def accepted_by(
-    target: Target,
-    drafter: Drafter,
-    prompts: list[list[int]],
-    settings: Sequence[DraftSetting],
-    config: MeasureConfig,
-    *,
-    on_setting: Callable[[], object] = lambda: None,
-) -> list[Accepted]:
-    """Decode the prompts once per setting, config.batch_size at a time. Acceptance does not depend on that size."""
-    size, accepted = config.batch_size, []
-    for setting in settings:
-        run = Runner(target, drafter, prompts, replace(config, setting=setting))
-        texts = [run(prompts[i : i + size], config.seed) for i in range(0, len(prompts), size)]
-        rounds = (each for text in texts for each in text.rounds)
-        counted = acceptance(rounds, num_draft_tokens=setting.num_draft_tokens)
-        emitted = [
-            [each.num_emitted[row] for each in text.rounds[1:] if each.num_committed[row]]  # the prefill left out
-            for text in texts
-            for row in range(len(text.token_ids))
-        ]
-        accepted.append(Accepted(setting, counted, emitted))
-        on_setting()
-    return accepted
-
-
 @dataclass(frozen=True)
 class Workload:
     """Prompts' lengths, and how many tokens follow them, in the order in which batches take them."""
@@ -201,21 +156,29 @@ class Workload:
 
 
 def workload_speedup(accepted: Accepted, workload: Workload, times: StepTimes, *, batch_size: int) -> float:
-    """Decoding time of these prompts without drafts over that with them, in batches of that size, prefills left out.
+    """The ratio of `workload_times`, all batches together."""
+    plain, drafted = workload_times(accepted, workload, times, batch_size=batch_size)
+    return sum(plain) / sum(drafted) if sum(drafted) else 1.0
+
+
+def workload_times(
+    accepted: Accepted, workload: Workload, times: StepTimes, *, batch_size: int
+) -> tuple[list[float], list[float]]:
+    """Decoding time of these prompts without drafts and with them, of each batch of that size, prefills left out.
 
     A batch lasts as long as its slowest row, with drafts and without: rows that end are not replaced. Sampled texts
     differ between the two sides; lengths are those of the drafted ones.
     """
-    plain = drafted = 0.0
+    plain, drafted = list[float](), list[float]()
     order = filled(len(workload.prompt_lengths), batch_size)
     for number, (start, _, context) in enumerate(workload.spans(batch_size, accepted.tokens)):
         rows = order[number * batch_size : (number + 1) * batch_size]
         base = times.at(None, batch_size=batch_size, context=context)
         spec = times.at(accepted.setting, batch_size=batch_size, context=context)
-        plain += (max(accepted.tokens[row] for row in rows) - 1) * base.round_ms
-        drafted += max(accepted.rounds[row] for row in rows) * spec.round_ms
-        drafted += times.at(accepted.setting, batch_size=batch_size, context=start).reading_ms
-    return plain / drafted if drafted else 1.0
+        plain.append((max(accepted.tokens[row] for row in rows) - 1) * base.round_ms)
+        reading_ms = times.at(accepted.setting, batch_size=batch_size, context=start).reading_ms
+        drafted.append(max(accepted.rounds[row] for row in rows) * spec.round_ms + reading_ms)
+    return plain, drafted
 
 
 def steady_speedup(accepted: Accepted, times: StepTimes, *, batch_size: float, context: float) -> float:
@@ -243,11 +206,15 @@ def predict(
     cells = []
     for size in batch_sizes:
         for each in accepted:
-            speedup = workload_speedup(each, workload, times, batch_size=size)
-            cells.append(Cell(each.setting, size, workload.context, "prompts", round(speedup, 4)))
+            plain, drafted = workload_times(each, workload, times, batch_size=size)
+            has_both = sum(plain) > 0 and sum(drafted) > 0
+            speedup, interval = ratio_and_interval(plain, drafted) if has_both else (1.0, [None, None])
+            ends = [rounded(end) for end in interval]
+            num_rounds = each.counted.num_rounds
+            cells.append(Cell(each.setting, size, workload.context, "prompts", round(speedup, 4), ends, num_rounds))
             for context in contexts:
                 speedup = steady_speedup(each, times, batch_size=size, context=context)
-                cells.append(Cell(each.setting, size, context, "steady", round(speedup, 4)))
+                cells.append(Cell(each.setting, size, context, "steady", round(speedup, 4), num_rounds=num_rounds))
     return cells
 
 

@@ -37,6 +37,7 @@ class PromptSource:
     number: int  # of its row in the suite, from 0
     row: str  # `FILE:LINE`
     domain: str | None = None  # the row's `category` or `domain`
+    question: str | None = None  # as `question_of` has it
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,11 @@ class Suite:
         """The same with prompts repeated until the last batch is full."""
         indices = filled(len(self.prompts), batch_size)
         return replace(self.subset(indices), num_repeated=len(indices) - len(self.prompts))
+
+    @property
+    def questions(self) -> list[str]:
+        """What is asked, whatever stands around it in the prompts, of the rows that say it in words."""
+        return [source.question for source in self.sources if source.question]
 
     @property
     def digest(self) -> str:
@@ -243,7 +249,8 @@ def build_suite(
         if suite.template_hash is None and is_chat(row, tokenizer):
             suite.template_hash = template_hash(tokenizer)
         suite.prompts.append(ids)
-        suite.sources.append(PromptSource(number, Path(origin).name, domain_of(row, origin=origin)))
+        domain = domain_of(row, origin=origin)
+        suite.sources.append(PromptSource(number, Path(origin).name, domain, question_of(row)))
     if not suite.prompts and not suite.failed:
         raise BadInput(f"{name}: no row of it is in the file")
     return suite
@@ -270,3 +277,16 @@ def domain_of(row: Row, *, origin: str) -> str | None:
     if not isinstance(domain, str | None):
         raise BadInput(f"{origin}: `category` or `domain` should be text, got {json.dumps(domain)[:60]}")
     return domain
+
+
+def question_of(row: Row) -> str | None:
+    """What a row asks, in words: a chat's last user message, the first of `turns`, or `prompt`; in small letters with
+    single blanks, so that it is known again behind another system prompt. None where the row has token ids only."""
+    asked: Any = row.get("prompt")
+    if "messages" in row:
+        asked = next((each.get("content") for each in reversed(row["messages"]) if each.get("role") == "user"), None)
+    elif "turns" in row:
+        asked = row["turns"][0]
+    if isinstance(asked, list):  # of parts, of which some are text
+        asked = " ".join(str(part.get("text", "")) for part in asked if isinstance(part, dict))
+    return " ".join(asked.split()).casefold() or None if isinstance(asked, str) else None

@@ -17,7 +17,7 @@ from headstart.eval.measurement.config import MeasureConfig, chain
 from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.resume import identity
 from headstart.eval.plan.planner import PlanConfig, Planner
-from headstart.eval.suites.prompts import Suite
+from headstart.eval.suites.prompts import ChatOptions, Suite, load_suite
 from headstart.heads.drafting import DynamicTree
 from headstart.heads.registry import HEADS, build_head, save_head
 from headstart.heads.target import Target
@@ -84,6 +84,29 @@ def test_a_plan_leaves_them_out_too(target):
     config = PlanConfig(measure=MeasureConfig(max_new_tokens=8), trees=[])
     Planner(target, SuffixDrafter(answers=answers), Suite("all", PROMPTS), config, "suffix+answers")
     assert not answers.trie.child
+
+
+CHAT = "{% for m in messages %}{{ 'w10 ' if m.role == 'user' else 'w11 ' }}{{ m.content }} w2 {% endfor %}"
+
+
+@pytest.mark.parametrize("wording", ["w5 w6", " W5\n w6 ", [{"type": "text", "text": "w5 w6"}]])
+def test_the_same_question_behind_another_system_prompt_is_left_out(wording, saved_target, tmp_path):
+    target = Target.load(saved_target)
+    target.tokenizer.chat_template = CHAT + "{% if add_generation_prompt %}w11 {% endif %}"
+    answers, prompts = tmp_path / "answers.jsonl", tmp_path / "prompts.jsonl"
+    chats = [[("user", asked), ("assistant", f"w7 w{8 + i} w9")] for i, asked in enumerate((wording, "w20 w21"))]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
+    answers.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts.write_text(json.dumps({"turns": ["w5 w6"]}) + "\n")
+    known = SuffixDrafter(answers=load_answers(answers, target.tokenizer))
+    suite = load_suite(prompts, target, max_new_tokens=8, chat=ChatOptions(system="w30 w31 w32"))
+    assert suite.prompts[0] not in [prompt for prompt, _ in known.answers.rows], "the tokens are others"
+    measure(target, known, suite, MeasureConfig(setting=chain(2), max_new_tokens=8, num_repeats=1), name="suffix")
+    assert [prompt for prompt, _ in known.answers.kept] == [known.answers.rows[1][0]]
+    other = SuffixDrafter(answers=load_answers(answers, target.tokenizer))
+    config = PlanConfig(measure=MeasureConfig(max_new_tokens=8), trees=[])
+    Planner(target, other, suite, config, "suffix+answers")
+    assert len(other.answers.kept) == 1
 
 
 def read_cache(path):

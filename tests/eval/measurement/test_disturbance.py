@@ -1,8 +1,12 @@
 """A busy machine, uneven steps and impossible figures are noticed; what they disturb is measured again, and said."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
+import torch
 from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.generate import Generation, Round
 from headstart.eval.measurement import disturbance as noticing
@@ -22,7 +26,10 @@ from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.passes import least_disturbed
 from headstart.eval.measurement.result import Disturbance, StepMedians
 from headstart.eval.measurement.summary import MeasuredBatch, Side
+from headstart.eval.report.one_result import disturbance_words, is_doubtful
 from headstart.eval.suites.prompts import Suite
+from headstart.heads.target import Target
+from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def generation(seconds, *, drafted, verify=None, committed=1):
@@ -116,6 +123,48 @@ def test_a_measurement_on_a_busy_machine_says_so(target, monkeypatch):
     assert busy.disturbance == Disturbance(32, 32, 4, [OTHERS], 0.3)
     assert (quiet.acceptance_length, quiet.lossless) == (busy.acceptance_length, busy.lossless)
     assert replace(quiet, disturbance=busy.disturbance).to_json().keys() == busy.to_json().keys()
+
+
+BUSY = """
+import os, time
+os.sched_setaffinity(0, {core})
+while True:
+    end = time.monotonic() + 3
+    while time.monotonic() < end:
+        pass
+    time.sleep(3)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs a system that pins processes to cores")
+def test_a_busy_process_on_the_same_core_moves_no_figure_unsaid(monkeypatch):
+    """3 s on, 3 s off: the speedup is within 5 % of the quiet machine's, or is said to be disturbed."""
+    monkeypatch.setattr(passes, "MOST_AGAIN", noticing.MOST_AGAIN)
+    size = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6, "max_position_embeddings": 1024}
+    config = LlamaConfig(vocab_size=61, num_attention_heads=6, num_key_value_heads=6, **size)
+    torch.manual_seed(0)
+    target = Target(LlamaForCausalLM(config).eval(), name="toy", fingerprint="toy")
+    suite = Suite("some", [[1, 5 + i, 9] for i in range(4)])
+    how = MeasureConfig(setting=chain(3), max_new_tokens=500, num_repeats=2)
+    cores = os.sched_getaffinity(0)
+    core = {min(cores)}
+    os.sched_setaffinity(0, core)
+    try:
+        quiet = measure(target, NgramDrafter(), suite, how, name="ngram")[0]
+        busy = subprocess.Popen([sys.executable, "-c", BUSY.format(core=core)])
+        try:
+            found = measure(target, NgramDrafter(), suite, how, name="ngram")[0]
+        finally:
+            busy.kill()
+            busy.wait()
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert quiet.speedup and found.speedup
+    if is_doubtful(quiet):
+        pytest.skip(f"the machine is not quiet: {disturbance_words(quiet)}")
+    apart = abs(found.speedup / quiet.speedup - 1)
+    assert is_doubtful(found) or apart < 0.05, f"{found.speedup} and {quiet.speedup}, {found.disturbance}"
 
 
 # The processor

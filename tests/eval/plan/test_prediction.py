@@ -8,14 +8,13 @@ from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.measurement.config import DraftSetting, MeasureConfig, chains
 from headstart.eval.measurement.metrics import Acceptance
 from headstart.eval.measurement.step_times import StepTime
+from headstart.eval.plan.accepting import accepted_by, named_trees
 from headstart.eval.plan.engine_settings import for_llamacpp, for_sglang, measured_lengths, schedule
 from headstart.eval.plan.prediction import (
     Accepted,
     CheckSummary,
     Workload,
-    accepted_by,
     errors,
-    named_trees,
     predict,
     recommend,
     shortlist,

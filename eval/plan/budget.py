@@ -1,0 +1,233 @@
+"""What a plan may cost: seconds, shared out between its stages, and how much fits, judged by a few steps beforehand."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import product
+
+import torch
+
+from ...heads.drafter import Drafter
+from ...heads.target import Target
+from ..generate import Stop, Texts, prefill, run_round
+from ..measurement import step_times
+from ..measurement.config import DraftSetting
+from ..measurement.runner import build_engine
+from ..replay import Stopwatch
+from ..sampling import Sampling
+
+# until which share of the seconds each stage may work; what one leaves goes to those behind it
+ENDS = {"texts": 0.15, "trees": 0.22, "acceptance": 0.45, "step times": 0.65, "check": 0.85, "load": 0.95}
+SAFETY = 0.8  # of the room that estimates may fill
+ENOUGH_TOKENS, FEWEST_TOKENS = 32, 8  # per answer: below the first rather fewer settings, never fewer than the second
+FAR_PROBE = 0.02  # of the seconds: where one row's probe takes longer, that of many is not run
+COMPILING = 5.0  # seconds for one shape of a target's layers on a CPU, about
+COMPILING_SHARE = 0.4  # of the seconds
+
+
+@dataclass
+class Budget:
+    """Seconds from now on. math.inf: as much as there is to do."""
+
+    seconds: float = math.inf
+    loading: float = 0.0  # seconds before, which do not count
+    left_out: list[str] = field(default_factory=list)  # what there was no time for
+    began: float = field(default_factory=lambda: time.perf_counter())
+
+    @property
+    def used(self) -> float:
+        return time.perf_counter() - self.began
+
+    def room(self, stage: str) -> float:
+        """Seconds that a stage has from now on."""
+        return max(ENDS[stage] * self.seconds - self.used, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spent:
+    """What a plan cost and stands on, as plan.json has it."""
+
+    seconds: float | None  # that it had; None: no limit
+    seconds_used: float
+    seconds_loading: float  # the target, which is not counted
+    num_prompts_given: int
+    max_new_tokens_given: int
+    left_out: list[str]
+
+
+@contextmanager
+def compiled_within(budget: Budget, target: Target, *, num_shapes: int) -> Iterator[None]:
+    """Within, a packed target's layers run as they are, unless there is time to compile them for so many shapes."""
+    packed = target.packed
+    if packed is None or not packed.compiles or COMPILING * num_shapes <= COMPILING_SHARE * budget.seconds:
+        yield
+        return
+    budget.left_out.append("compiling the target's layers")
+    packed.compiles = False
+    try:
+        yield
+    finally:
+        packed.compiles = True
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of one row and of `many`, linear between: reading a prompt, a baseline step, a round of the longest
+    chain; and of an engine's first round beyond that."""
+
+    many: int = 1
+    prefills: tuple[float, float] = (0.0, 0.0)
+    steps: tuple[float, float] = (0.0, 0.0)
+    rounds: tuple[float, float] = (0.0, 0.0)
+    setup: float = 0.0
+
+    def of(self, ends: tuple[float, float], rows: int) -> float:
+        """Between the two."""
+        return ends[0] + (ends[1] - ends[0]) * (rows - 1) / max(self.many - 1, 1)
+
+    def prefill(self, rows: int) -> float:
+        return self.of(self.prefills, rows)
+
+    def step(self, rows: int) -> float:
+        return self.of(self.steps, rows)
+
+    def round(self, rows: int) -> float:
+        return self.of(self.rounds, rows)
+
+    def decoding(self, rows: int, tokens: int) -> float:
+        """A batch with drafts, none of them accepted."""
+        return self.setup + self.prefill(rows) + tokens * self.round(rows)
+
+
+@torch.no_grad()
+def probe(
+    target: Target,
+    drafter: Drafter | None,
+    setting: DraftSetting | None,
+    prompt: list[int],
+    budget: Budget,
+    *,
+    many: int,
+    sampling: Sampling | None = None,
+    steps: str = "eager",
+) -> Costs:
+    """A few steps at one row, and at `many` where there is time for that; nothing without a limit."""
+    if math.isinf(budget.seconds):
+        return Costs()
+    room = len(prompt) + 4 * (2 + (setting.num_draft_tokens if setting else 0))
+    prompt = prompt[: len(prompt) - max(room - target.max_positions, 0)]
+    generator = torch.Generator(target.device).manual_seed(0) if sampling and sampling.temperature > 0 else None
+
+    def timed(rows: int, drafts: DraftSetting | None) -> tuple[float, float, float]:
+        watch = Stopwatch(target.device)
+        engine = build_engine(
+            target,
+            drafter,
+            drafts,
+            batch_size=rows,
+            max_length=room,
+            sampling=sampling,
+            steps=steps,
+            generator=generator,
+        )
+        texts = Texts([prompt] * rows, room, Stop(frozenset()))
+        marks = [watch.now()]
+        state = prefill(engine, texts, watch).state
+        for _ in range(3):
+            marks.append(watch.now())
+            _, state = run_round(engine, texts, state, watch)
+        marks.append(watch.now())
+        read, first, *others = (after - before for before, after in zip(marks, marks[1:], strict=False))
+        return read, min(others), max(first - min(others), 0.0)
+
+    found, before = list[tuple[float, float, float, float]](), budget.used
+    for rows in sorted({1, many}):
+        if rows > 1 and budget.used - before > FAR_PROBE * budget.seconds:
+            one = found[0]
+            found.append((rows * one[0], rows * one[1], rows * one[2], one[3]))
+            continue
+        plain = timed(rows, None)
+        drafted = timed(rows, setting) if setting else plain
+        found.append((drafted[0], plain[1], drafted[1], max(plain[2], drafted[2])))
+    reads, baseline, rounds, setups = zip(found[0], found[-1], strict=True)
+    return Costs(many, reads, baseline, rounds, max(setups))
+
+
+def by_importance(settings: Sequence[DraftSetting]) -> list[DraftSetting]:
+    """The longest chain, the shortest, the first tree, the chains at doublings between, the other trees, the others."""
+    chains = [setting for setting in settings if setting.tree is None]
+    trees = [setting for setting in settings if setting.tree is not None]
+    doubled = [chain for chain in chains[::-1] if chain.num_draft_tokens.bit_count() == 1]
+    return list(dict.fromkeys([*chains[-1:], *chains[:1], *trees[:1], *doubled, *trees, *chains]))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What is decoded of each setting, `rows` prompts at a time."""
+
+    settings: list[DraftSetting]
+    tokens: int  # of an answer, at most
+    rows: int
+
+
+def fit_sample(settings: Sequence[DraftSetting], costs: Costs, *, seconds: float, tokens: int, rows: int) -> Sample:
+    """As much of these settings, tokens and rows as fits: one batch at least, of the most important setting at least.
+
+    Settings go first, down to half of them, then tokens, then more settings; and rows, as they are judged last.
+    """
+    ranked = by_importance(settings)
+    fewest = min(FEWEST_TOKENS, tokens)
+
+    def fits(number: int, rows: int, tokens: int) -> bool:
+        return number * costs.decoding(rows, tokens) <= SAFETY * seconds
+
+    lengths = sorted({tokens, *(length for length in (64, ENOUGH_TOKENS, 16, fewest) if length < tokens)}, reverse=True)
+    longer = [length for length in lengths if length >= ENOUGH_TOKENS] or lengths[:1]
+    half = (len(ranked) + 1) // 2
+    choices = [*product(range(len(ranked), half - 1, -1), longer), *product(range(half, 0, -1), lengths)]
+    number, tokens = next((choice for choice in choices if fits(choice[0], 1, choice[1])), (1, fewest))
+    kept = set(ranked[:number])
+    while rows > 1 and not fits(number, rows, tokens):
+        rows = (rows + 1) // 2
+    return Sample([setting for setting in settings if setting in kept], tokens, rows)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Where rounds are timed, and how many in a pass."""
+
+    batch_sizes: list[int]
+    contexts: list[int]
+    num_rounds: int
+
+
+def fit_timing(
+    batch_sizes: Sequence[int], contexts: Sequence[int], num_settings: int, costs: Costs, *, seconds: float, read: int
+) -> Timing:
+    """As much as fits once: first fewer rounds, then the longest context only, then the middle batch sizes left out,
+    then the largest. Args: read: tokens of the prompt that was probed."""
+
+    def one_pass(timing: Timing) -> float:
+        runs = [num_settings * costs.round(size) + (num_settings + 1) * costs.step(size) for size in timing.batch_sizes]
+        cells = sum(runs) * len(timing.contexts) * (timing.num_rounds + 1)
+        longer = sum(max(context / read, 1.0) for context in timing.contexts)
+        reading = sum(costs.setup + longer * costs.prefill(size) for size in timing.batch_sizes)
+        return cells + (num_settings + 1) * reading
+
+    sizes, ends = list(batch_sizes), sorted({batch_sizes[0], batch_sizes[-1]})
+    places = [(sizes, list(contexts)), (sizes, list(contexts[-1:])), (ends, list(contexts[-1:]))]
+    places.append((sizes[:1], list(contexts[-1:])))
+    most = step_times.NUM_ROUNDS
+    numbers = sorted({most, min(4, most), min(2, most)}, reverse=True)
+    choices = [Timing(*place, number) for place in places for number in numbers]
+    return next((timing for timing in choices if one_pass(timing) <= SAFETY * seconds), choices[-1])
+
+
+def fit_texts(number: int, costs: Costs, *, seconds: float, tokens: int) -> tuple[int, int]:
+    """Of so many prompts how many can be answered one by one, and in how many tokens: at least one prompt."""
+    each = costs.setup + costs.prefill(1) + min(tokens, ENOUGH_TOKENS) * costs.step(1)
+    number = max(1, int(min(number, seconds / each))) if each else number
+    spare = seconds / number - costs.setup - costs.prefill(1)
+    return number, max(min(FEWEST_TOKENS, tokens), int(min(tokens, spare / costs.step(1)))) if each else tokens
