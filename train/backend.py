@@ -72,7 +72,9 @@ class Backend:
         name = actual_launch(self.accelerator).backend
         if self.config.optimizer == "muon" and (self.is_zero or self.is_fsdp):
             instead = "take ddp, or train.optimizer=adamw train.matrix_learning_rate= train.learning_rate=4e-4"
-            raise BadInput(f"train.optimizer muon under {name}: it needs whole matrices, and a rank has parts; {instead}")
+            raise BadInput(
+                f"train.optimizer muon under {name}: it needs whole matrices, and a rank has parts; {instead}"
+            )
         if self.head.adapts_target and (self.is_zero3 or self.is_fsdp):
             raise BadInput(f"{name} would shard the adapters that the target runs through: launch this head with ddp")
 
