@@ -1,5 +1,7 @@
 """A first layer in closed form: what it predicts is what the layer itself computes, and where its queries look."""
 
+from typing import Any
+
 import pytest
 import torch
 from headstart.configs.errors import BadInput
@@ -34,7 +36,7 @@ def batches(target):
     return made
 
 
-def head_of(target, start, **more):
+def head_of(target, start, **more) -> Any:
     return build_head(Eagle3Config(feature_layers=[1, 2], num_depths=2, start=start, **more), target)
 
 
