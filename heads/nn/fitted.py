@@ -56,8 +56,8 @@ def positions_of(batches: Iterable[Sequence[Tensor]], *, most: int) -> Positions
         found += len(parts[-1][0])
         if found >= most:
             break
-    *floats, goes_on = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    return Positions(*(tensor.float() for tensor in floats), goes_on)
+    features, embedded, states, following, goes_on = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return Positions(features.float(), embedded.float(), states.float(), following.float(), goes_on)
 
 
 @torch.no_grad()
