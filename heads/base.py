@@ -8,7 +8,7 @@ has read x_0..x_t and has itself produced x_{t+1}. The draft at depth k (0-based
 follows n committed tokens starts at t = n - 2, and the first round of an answer starts at the last prompt position.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -165,6 +165,9 @@ class DraftHead(nn.Module, Drafter, Expands):
         raise NotImplementedError
 
     # training
+
+    def begin_training(self, batches: Iterable[DraftBatch]) -> None:
+        """Before the first step of a fresh head: what it learns of its rows without gradients, where a family does."""
 
     def learning_rate_scales(self, step: int) -> dict[str, float]:
         """Factors on the learning rate at a step, by the beginning of parameters' names; 1 for all others."""

@@ -15,6 +15,7 @@ position t), drafted hidden states fed back before the output norm (after it wit
 ascending layer order.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
@@ -25,8 +26,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ..configs.errors import BadInput, first_line
-from .base import ChainStarts
+from .base import ChainStarts, DraftBatch
 from .drafter import Reading
+from .nn.fitted import best_scale, fit_layer, positions_of
 from .nn.layers import Attention, RMSNorm, Rotary, llama_config, serving_keys
 from .nn.parallel import ParallelConfig, behind, last_and_behind
 from .recurrent import Context, LlamaLayer, RecurrentHead, RecurrentState
@@ -34,6 +36,7 @@ from .target import Target, TargetOutput
 
 OUTPUT_GAIN = 3.0  # of a head that starts as the target, see start_from_target
 NUM_PROBED = 64  # tokens on which the size of features is measured
+NUM_FITTED = 16_384  # positions that a fitted start is made of, about
 
 
 @dataclass(kw_only=True)
@@ -51,13 +54,17 @@ class Eagle3Config(ParallelConfig):
     norm_before_residual: bool = False
     norm_before_fc: bool = False  # one RMSNorm over all features side by side, before they are fused
     architecture: dict[str, Any] = field(default_factory=dict)  # values unlike the target's, by `layers.ARCHITECTURE`
-    start: Literal["random", "target"] = "random"  # of the first layer; target: see start_from_target
+    # of the first layer; target: see start_from_target; fitted: on the first rows of training, see nn/fitted.py
+    start: Literal["random", "target", "fitted"] = "random"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.norm_before_fc and self.fc_norm:
             raise BadInput("norm_before_fc: not together with fc_norm")
         self.check_least(1, "num_layers")
+        more_norms = self.fc_norm or self.norm_before_fc or self.norm_before_residual or self.norm_output
+        if self.start == "fitted" and (self.num_layers > 1 or self.parallel or more_norms):
+            raise BadInput("start fitted: only of one layer, without parallel drafts and further norms")
 
     def resolved(self, target: Target) -> "Eagle3Config":
         layers = default_feature_layers(target.num_layers) if self.feature_layers is None else self.feature_layers
@@ -138,6 +145,11 @@ class Eagle3Head(RecurrentHead):
     @property
     def method(self) -> str:
         return "eagle3" if self.mask_token is None else "p-eagle"
+
+    @torch.no_grad()
+    def begin_training(self, batches: Iterable[DraftBatch]) -> None:
+        if self.config.start == "fitted":
+            fit_start(self, batches)
 
     def serving_config(self) -> dict[str, Any]:
         layers = self.feature_layers
@@ -265,3 +277,24 @@ def start_from_target(head: Eagle3Head) -> None:
         head.lm_head.weight.div_(OUTPUT_GAIN)
     except (AttributeError, RuntimeError) as error:
         raise BadInput(f"head.start target: not with the layers of {target.name}: {first_line(error)}") from error
+
+
+@torch.no_grad()
+def fit_start(head: Eagle3Head, batches: Iterable[DraftBatch]) -> None:
+    """Start a head by `fit_layer`. Logits are scaled to the least cross entropy, by an output norm of larger gain over
+    rows of lm_head as much smaller. Raises: BadInput where rows have too few positions for that."""
+    target, first = head.target, cast(Eagle3Layer, head.decoder_layers[0])
+    gain = target.final_norm_scale().float()
+    by = gain.where(gain.abs() > 1e-3, torch.inf)
+    read = ((b.loss_mask, b.output.features, target.embed(b.input_ids), b.output.post_norm / by) for b in batches)
+    positions = positions_of(read, most=NUM_FITTED)
+    found, least = len(positions.states), 2 * target.hidden_size
+    if found < least:
+        raise BadInput(f"head.start fitted: needs {least} supervised tokens, not {found}")
+    predicted = fit_layer(head.fc, first.self_attn, first.both, positions, head.rotary.frequencies)
+    first.mlp.down_proj.weight.zero_()
+    some = torch.linspace(0, len(predicted) - 1, 256).long()
+    probs = target.logits(positions.following[some].to(gain) * gain).softmax(-1).cpu()
+    probs = probs if head.vocabulary is None else probs[:, head.vocabulary.to_target.cpu()]
+    head.norm.weight.mul_(OUTPUT_GAIN * best_scale(head.draft_logits(predicted[some], 0), probs))
+    head.lm_head.weight.div_(OUTPUT_GAIN)

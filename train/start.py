@@ -1,7 +1,9 @@
 """What a run starts from: target, rows, head and optimizer, of its config or its last checkpoint."""
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,14 +17,14 @@ from ..configs.files import remove_unfinished
 from ..configs.loader import dump_config
 from ..configs.owned import OwnedFolder
 from ..heads.adapters import add_adapters
-from ..heads.base import DraftHead
+from ..heads.base import DraftBatch, DraftHead
 from ..heads.fit import check_fit
 from ..heads.nn.fusing import fuse
 from ..heads.registry import build_head, head_record, start_head
 from ..heads.target import Target
 from .backend import Backend
 from .checkpoint import Best, Progress, checkpoints, load_checkpoint, read_progress
-from .config import RunConfig, differing_key
+from .config import RunConfig, TrainConfig, differing_key
 from .data import TrainingData, check_stored_states, draft_token_ids, held_by_main, load_data
 from .launch import actual_launch, start_accelerator
 from .optim import build_optimizer, without_whole_matrices
@@ -90,6 +92,8 @@ def find_inputs(run: RunConfig, folder: Path, console: Console, holding: ExitSta
     target.to(accelerator.device)
     head = first_head(run, target, draft_token_ids(run, data, target, console), console)
     check_stored_states(data, head, target)
+    if checkpoint is None and run.train.start_from is None:
+        head.begin_training(first_batches(run.train, data, head))
     optimizer, record = build_optimizer(head, run.train), TrainingRecord.of(resolved, target, data)
     first_step, best = progress.step, progress.best
     return Start(resolved, target, accelerator, data, head, optimizer, checkpoint, first_step, best, record, owned)
@@ -147,6 +151,14 @@ def first_head(run: RunConfig, target: Target, ids: Tensor | None, console: Cons
             torch.manual_seed(config.seed)
             add_adapters(head, rank=config.lora_rank, alpha=config.lora_alpha, vocab_size=size, key="train.lora_rank")
     return head
+
+
+def first_batches(config: TrainConfig, data: TrainingData, head: DraftHead) -> Iterator[DraftBatch]:
+    """The rows in the order of training, once; the same in every process."""
+    target, plan = head.target, data.plan(batch_size=config.batch_size, seed=config.seed)
+    read = partial(target.forward, feature_layers=head.feature_layers)
+    for number in range(max(1, len(data.samples) // config.batch_size)):
+        yield data.batch(plan.rows(number)).to(target.device).filled(read)
 
 
 def check_same_run(folder: Path, run: RunConfig, *, before: int, now: int) -> None:

@@ -73,6 +73,11 @@ class Rotary:
         # [positions, H] each, by size; none is dropped: a captured CUDA graph reads the one it was captured with
         self.tables: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
+    @property
+    def frequencies(self) -> Tensor:
+        """[H / 2] radians per position."""
+        return self.embedding.get_buffer("inv_freq").float().cpu()
+
     def __call__(self, positions: Tensor, *, like: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
         """cos, sin [B, 1, Q, H] in `like`'s dtype for positions [B, Q], all below num_positions."""
         size = max(256, 1 << (num_positions - 1).bit_length())

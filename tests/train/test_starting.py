@@ -42,6 +42,13 @@ def test_a_run_goes_on_from_a_head(head_type, run, capsys):
         torch.testing.assert_close(value, final(first)[name])
 
 
+def test_a_fitted_start_lowers_the_first_loss_and_resumes_exactly(run):
+    whole = run("eagle3", "whole", "head.start=fitted")
+    run("eagle3", "half", "head.start=fitted", "train.stop_at_step=3")
+    assert same(run("eagle3", "half", "head.start=fitted"), whole)
+    assert losses(whole)[0][1] < losses(run("eagle3", "random"))[0][1]
+
+
 def test_adapters_alone_train_and_resume_exactly(head_type, run):
     first = run(head_type, "first")
     how = (f"train.start_from={first / 'final'}", "train.lora_rank=2", "train.lora_alpha=4", "train.weight_decay=0.1")

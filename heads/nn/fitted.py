@@ -1,0 +1,147 @@
+"""A first layer that knows, before the first step, what linear maps of the target's states can know.
+
+A fresh EAGLE-3 layer reads the embedding of x_{t+1} by attention alone, and its attention looks everywhere: it takes
+many steps to find its own position. Here `fc` starts as the ridge regression of the target's last state on its
+features, one query head of each group looks at its own position, and values and output projection carry the low-rank
+regression of the change from that state to the next one on [embedding, state]. The layer's own predictions are among
+what is regressed on, so that drafts further ahead are covered too. The MLP adds nothing yet.
+
+Source: our own; measured in docs/LOG.md, 2026-11-22.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .layers import Attention
+
+NUM_DEPTHS = 3  # drafts ahead that the regression covers
+NATS = 8.0  # by which a query prefers its own position to any other
+SCALE = 2.0  # of the weights, relative to those of a fresh nn.Linear: larger ones change less in a step
+FARTHEST = 512  # positions that are told apart
+
+
+@dataclass
+class Positions:
+    """n positions t of rows, in order. States are the target's last ones before its final norm's gain."""
+
+    features: Tensor  # [n, L * D] at t
+    embedded: Tensor  # [n, D] of x_{t+1}
+    states: Tensor  # [n, D] at t
+    following: Tensor  # [n, D] at t + 1
+    goes_on: Tensor  # [n] bool: the next of these is t + 1 of the same row
+
+
+def positions_of(batches: Iterable[Sequence[Tensor]], *, most: int) -> Positions:
+    """Positions t at which, as at t - 1, a chain starts, until there are so many or the batches end.
+
+    Args: batches: loss_mask [B, T], features [B, T, L, D], embedding [B, T, D] of x_t, states [B, T, D] each.
+    """
+    parts, found = list[list[Tensor]](), 0
+    for loss_mask, features, embedded, states in batches:
+        starts = loss_mask[:, 1:-1] & loss_mask[:, 2:]  # [B, T - 2]
+        at = starts[:, 1:] & starts[:, :-1]  # [B, T - 3], of t = 1 on; the states at t and t + 1 are kept
+        read = (
+            features[:, 1:-2].flatten(2),
+            embedded[:, 2:-1],
+            states[:, 1:-2],
+            states[:, 2:-1],
+            F.pad(at[:, 1:], (0, 1)),
+        )
+        parts.append([tensor[at].cpu() for tensor in read])
+        found += len(parts[-1][0])
+        if found >= most:
+            break
+    features, embedded, states, following, goes_on = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return Positions(features.float(), embedded.float(), states.float(), following.float(), goes_on)
+
+
+@torch.no_grad()
+def fit_layer(
+    fc: nn.Linear, attention: Attention, read: Callable[[Tensor, Tensor], Tensor], at: Positions, frequencies: Tensor
+) -> Tensor:
+    """Sets `fc` and the attention's projections; returns the predictions [n, D] of the following states.
+
+    Args: read: what the projections read of embeddings and hidden states [n, D]: [n, 2D]. frequencies: [H / 2] radians
+    per position of the rotary embedding.
+    """
+    sizes = at.features.square().mean(0).sqrt().clamp_min(1e-6)
+    fused = ridge(at.features / sizes, at.states) / sizes[:, None]  # [L * D, D]
+    hidden = at.features @ fused
+    reads, missing = [read(at.embedded, hidden)], [at.following - hidden]
+    look_at_itself(attention, ridge(reads[0], torch.ones(len(hidden), 1), strength=1e-3)[:, 0], frequencies)
+    change, out, index = ridge(reads[0], missing[0]), hidden, torch.arange(len(hidden))
+    for _ in range(NUM_DEPTHS - 1):
+        goes_on = at.goes_on[index]
+        out, index = (out + reads[-1] @ change)[goes_on], index[goes_on] + 1
+        reads.append(read(at.embedded[index], out))
+        missing.append(at.following[index] - out)
+        change = ridge(torch.cat(reads), torch.cat(missing))
+    rank = min(attention.v_proj.out_features, hidden.shape[1])
+    changes = torch.cat(reads) @ change
+    directions = torch.linalg.eigh((changes.T @ changes).double())[1][:, -rank:].float()  # [D, rank]
+    values = change @ directions  # [2D, rank]
+    larger, of_values = (fresh_size(linear) * SCALE for linear in (fc, attention.v_proj))
+    larger, of_values = larger / rms(fused), of_values / rms(values)
+    fc.weight.copy_(larger * fused.T)
+    attention.v_proj.weight[:rank] = of_values * values.T
+    group, channel = torch.arange(rank) // attention.head_dim, torch.arange(rank) % attention.head_dim
+    first_heads = group * (attention.num_heads // attention.num_kv_heads) * attention.head_dim + channel
+    attention.o_proj.weight.zero_()
+    attention.o_proj.weight[:, first_heads] = larger / of_values * directions
+    return hidden + reads[0] @ values @ directions.T
+
+
+def look_at_itself(attention: Attention, constant: Tensor, frequencies: Tensor) -> None:
+    """Has the first query head of each group attend to its own position alone, by the faster half of the channels.
+
+    Queries and keys there are the same for all tokens, so the rotation alone decides. Args: constant: [in] the linear
+    map of what the projections read to about 1.
+    """
+    pairs = max(len(frequencies) // 2, min(len(frequencies), 8))
+    sizes, angle = own_position(frequencies[:pairs])
+    sizes = (sizes * math.sqrt(attention.head_dim)).sqrt()[:, None] * constant  # [pairs, in]
+    low, high = torch.arange(pairs), torch.arange(pairs) + attention.head_dim // 2
+    keys = attention.k_proj.weight.unflatten(0, (attention.num_kv_heads, -1))
+    keys[:, low], keys[:, high] = sizes, 0.0
+    queries = attention.q_proj.weight.unflatten(0, (attention.num_kv_heads, -1, attention.head_dim))[:, 0]
+    queries.zero_()
+    queries[:, low], queries[:, high] = math.cos(angle) * sizes, math.sin(angle) * sizes
+
+
+def own_position(frequencies: Tensor) -> tuple[Tensor, float]:
+    """Sizes [P] and the angle with which sum_f size * cos(f * distance + angle) is NATS larger at 0 than behind it."""
+    distances, best = torch.arange(1, FARTHEST)[:, None] * frequencies, (0.0, frequencies, 0.0)
+    for power in (0.0, 0.25, 0.5, 0.75, 1.0):
+        for angle in (0.25, 0.5, 0.75, 1.0, 1.25):
+            sizes = frequencies**power / (frequencies**power).sum()
+            gap = float((sizes * (math.cos(angle) - torch.cos(distances + angle))).sum(1).min())
+            best = max(best, (gap, sizes, angle), key=lambda found: found[0])
+    gap, sizes, angle = best
+    return NATS / max(gap, 0.05) * sizes, angle
+
+
+def ridge(x: Tensor, y: Tensor, *, strength: float = 1e-2) -> Tensor:
+    """x [n, in], y [n, out] -> [in, out] the regularised least-squares map. strength: relative to the mean of x^2."""
+    squares = (x.T @ x).double()
+    squares.diagonal().add_(strength * squares.diagonal().mean())
+    return torch.linalg.solve(squares, (x.T @ y).double()).float()
+
+
+def best_scale(logits: Tensor, probs: Tensor) -> float:
+    """The factor 0.1 .. 1 on logits [n, Vd] with the least cross entropy to probs [n, Vd]."""
+    scales = [i / 10 for i in range(1, 11)]
+    return min(scales, key=lambda scale: -float((probs * (scale * logits).log_softmax(-1)).sum()))
+
+
+def fresh_size(linear: nn.Linear) -> float:
+    """The root mean square of a fresh nn.Linear's weights."""
+    return (3 * linear.in_features) ** -0.5
+
+
+def rms(x: Tensor) -> float:
+    return float(x.square().mean().sqrt().clamp_min(1e-9))

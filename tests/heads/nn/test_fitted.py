@@ -1,0 +1,78 @@
+"""A first layer in closed form: what it predicts is what the layer itself computes, and where its queries look."""
+
+from typing import Any
+
+import pytest
+import torch
+from headstart.configs.errors import BadInput
+from headstart.heads.base import DraftBatch
+from headstart.heads.eagle3 import Eagle3Config
+from headstart.heads.nn.fitted import look_at_itself, ridge
+from headstart.heads.registry import build_head
+
+LENGTH = 40
+
+
+@pytest.fixture
+def signed(target):
+    """Real targets have a few channels of negative gain."""
+    gain = target.final_norm.weight
+    before = gain.detach().clone()
+    with torch.no_grad():
+        gain[::7] *= -1.5
+    yield
+    with torch.no_grad():
+        gain.copy_(before)
+
+
+@pytest.fixture
+def batches(target):
+    """Rows in which each token decides the next one."""
+    source, made = torch.Generator().manual_seed(3), []
+    for _ in range(12):
+        ids = torch.randint(3, target.vocab_size, (4, LENGTH), generator=source)
+        mask = torch.arange(LENGTH).expand(4, -1) >= 3
+        made.append(DraftBatch(ids, mask, target.forward(ids, feature_layers=(1, 2))))
+    return made
+
+
+def head_of(target, start, **more) -> Any:
+    return build_head(Eagle3Config(feature_layers=[1, 2], num_depths=2, start=start, **more), target)
+
+
+@pytest.mark.usefixtures("signed")
+def test_a_fitted_head_begins_below_even_guessing_and_below_a_fresh_one(target, batches):
+    fresh, fitted = head_of(target, "random"), head_of(target, "fitted")
+    fitted.begin_training(iter(batches[:-1]))
+    losses = [head(batches[-1]).depth_loss / head(batches[-1]).depth_count for head in (fresh, fitted)]
+    assert (losses[1] < losses[0]).all()
+    assert (losses[1] <= torch.tensor(float(target.vocab_size)).log() + 0.1).all()
+
+
+def test_one_query_head_of_each_group_looks_at_its_own_position(target):
+    """Where one channel of what is read is the same for all tokens, however far back they are."""
+    head = head_of(target, "random")
+    attention, read = head.midlayer.self_attn, torch.randn(1, 200, 2 * target.hidden_size)
+    read[..., 5], constant = 1.0, torch.zeros(2 * target.hidden_size)
+    constant[5] = 1.0
+    with torch.no_grad():
+        look_at_itself(attention, constant, head.rotary.frequencies)
+    rotary = head.rotary(torch.arange(200)[None], like=read, num_positions=200)
+    keys, queries = attention.keys_values(read, rotary)[0], attention.queries(read, rotary)
+    scores = queries[:, :: attention.num_heads // attention.num_kv_heads] @ keys.transpose(-1, -2)
+    scores = scores.masked_fill(torch.ones(200, 200).triu(1).bool(), -torch.inf)
+    assert (scores.argmax(-1) == torch.arange(200)).all()
+
+
+def test_too_few_rows_and_other_kinds_of_heads_are_refused(target, batches):
+    few = DraftBatch(batches[0].input_ids, batches[0].loss_mask & (torch.arange(LENGTH) < 10), batches[0].output)
+    with pytest.raises(BadInput, match="head.start fitted: needs 64 supervised tokens, not"):
+        head_of(target, "fitted").begin_training(iter([few]))
+    for more in ({"parallel": True}, {"norm_output": True}, {"num_layers": 2}):
+        with pytest.raises(BadInput, match="start fitted: only of one layer"):
+            head_of(target, "fitted", **more)
+
+
+def test_ridge_finds_a_linear_map():
+    x, weight = torch.randn(200, 5), torch.randn(5, 3)
+    torch.testing.assert_close(ridge(x, x @ weight, strength=1e-9), weight, atol=1e-4, rtol=1e-4)
