@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 from headstart.scripts import cli
-from headstart.scripts.auto import budget
 from headstart.scripts.auto import run as stages
 from headstart.scripts.auto.journal import Machine, Measured
 from headstart.scripts.auto.prediction import RoundCost
-from headstart.scripts.auto.steps import Runner, StepRecord
+from headstart.scripts.unattended import clock
+from headstart.scripts.unattended.steps import Runner, StepRecord
 from transformers import AutoTokenizer
 
 TEMPLATE = (
@@ -71,8 +71,8 @@ def in_process(monkeypatch):
         return StepRecord(name, self.shown(words), str(log), seconds, int(code), False)
 
     monkeypatch.setattr(Runner, "run", run)
-    monkeypatch.setattr(budget, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(budget, "LEAST_BUDGET", 1.0)
+    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(clock, "LEAST_BUDGET", 1.0)
     monkeypatch.setattr(stages, "start_seconds", lambda: 0.1)
     return ran
 
