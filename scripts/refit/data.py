@@ -13,6 +13,8 @@ LEAST_HELD_OUT = LEAST_TIMED  # from which an interval holds
 LEAST_CONVERSATIONS = 3 * LEAST_HELD_OUT  # a third is held out
 MOST_VALIDATION = 8  # rows of each side by which training tells its best step
 
+NEW, OLD = "new", "old"  # with which keys begin
+
 Keyed = dict[str, Served]  # rows by key, in the order in which they are read
 
 
@@ -37,7 +39,7 @@ def split(new: Sequence[Served], old: Sequence[Served], *, seed: int) -> tuple[P
     kept_back = set[str]().union(*chosen)
     new_part, old_part = (
         parts_of(name, rows, questions, kept_back, seed=seed)
-        for name, rows, questions in zip(("new", "old"), (new, old), chosen, strict=True)
+        for name, rows, questions in zip((NEW, OLD), (new, old), chosen, strict=True)
     )
     return new_part, old_part
 

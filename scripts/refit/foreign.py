@@ -19,6 +19,7 @@ TESTED = (LOWEST, 0.7, 1.0)  # temperatures that are tried where rows do not say
 OWN = (0.0, 0.7, 1.0)  # those at which the target answers in the run, for comparison
 SPREAD = 3.0  # standard deviations below its own answers from which an answer is not the target's
 FITS = -1.0  # typicality that an answer has at about its own temperature or above
+MOST = 6.0  # nats by which one token may fall short: a single odd one, of another rounding, condemns no answer
 POSITIONS = 256  # whose logits are held at a time
 
 
@@ -38,7 +39,7 @@ class OwnAnswers:
         return min(statistics.fmean(values), 0.0) - SPREAD * max(spread, 1.0)
 
 
-def tested(temperature: float | None) -> tuple[float, ...]:
+def temperatures_for(temperature: float | None) -> tuple[float, ...]:
     """The temperatures at which an answer is tested. None: not known."""
     return TESTED if temperature is None else (max(temperature, LOWEST),)
 
@@ -53,7 +54,7 @@ def typicality(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     probs = logs.exp()
     entropy = -(probs * logs).sum(-1)
     variance = (probs * (logs + entropy[:, None]).square()).sum(-1)
-    excess = logs.gather(-1, tokens[:, None])[:, 0] + entropy
+    excess = (logs.gather(-1, tokens[:, None])[:, 0] + entropy).clamp(min=-MOST)
     return torch.stack([excess.sum(), variance.sum()])
 
 

@@ -16,7 +16,7 @@ from .journal import Plan
 from .session import Settings
 
 LEAST_STEPS = 10
-LOOKS = 6  # validations of the run,
+LOOKS = 4  # validations of the run,
 PATIENCE = 2  # which ends after so many without a better one
 MOST_EPOCHS = 10  # of its rows, behind which little is learnt
 WARMUP = 10  # steps

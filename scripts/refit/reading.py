@@ -21,7 +21,8 @@ from ...eval.measurement.metrics import expected_acceptance
 from ...heads.base import ChainStarts, DraftBatch, DraftHead
 from ...heads.target import Target
 from ...train.validation import prompt_of
-from .foreign import LOWEST, OWN, POSITIONS, OwnAnswers, standardised, tested, typicality
+from .data import NEW
+from .foreign import LOWEST, OWN, POSITIONS, OwnAnswers, standardised, temperatures_for, typicality
 
 WINDOW = 64  # rows among which those of similar length share a batch
 BATCH_TOKENS = 4096  # of a batch, padding included
@@ -49,11 +50,12 @@ class Reading:
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads rows with a head. max_length: tokens of a row."""
+    """Reads rows with a head. max_length: tokens of a row. judges: whether answers to new rows are this target's."""
 
     target: Target
     head: DraftHead
     max_length: int
+    judges: bool = True
 
     def sample(self, row: Served) -> Sample:
         """Raises BadInput where the row cannot be read."""
@@ -94,13 +96,17 @@ class Reader:
             counted = expected_acceptance(starts, drafted.hits[i : i + 1], num_draft_tokens=num_draft)
             at = laid.loss_mask[i].nonzero()[:, 0]  # [N] positions of the answers
             tokens = laid.input_ids[i, at]
-            typical = self._typicality(output.post_norm[i, at - 1], tokens, tested(row.temperature))
+            # without the last token: an answer that was cut, and does not say so, has an end there of another's
+            temperatures = temperatures_for(row.temperature) if self.judges and key.startswith(NEW) else ()
+            typical = self._typicality(output.post_norm[i, at[:-1] - 1], tokens[:-1], temperatures)
             known = tokens if head.vocabulary is None else tokens[torch.isin(tokens, head.vocabulary.to_target)]
             readings.append(Reading(key, typical, len(tokens), len(known), counted.num_rounds, counted.num_committed))
         return readings
 
     def _typicality(self, states: Tensor, tokens: Tensor, temperatures: Sequence[float]) -> dict[str, float]:
         """Args: states: [N, D] from which the tokens [N] were predicted."""
+        if not temperatures:
+            return {}
         sums = torch.zeros(len(temperatures), 2, device=states.device)
         for part, following in zip(states.split(POSITIONS), tokens.split(POSITIONS), strict=True):
             logits = self.target.logits(part).float()  # [N, V]

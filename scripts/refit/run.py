@@ -14,7 +14,7 @@ from ...heads.loading import release_memory
 from ...heads.registry import load_head
 from ...heads.target import Target
 from ..unattended.steps import last_line, start_seconds
-from .data import LEAST_HELD_OUT, Keyed, Parts, mixed, split, validation_of
+from .data import LEAST_HELD_OUT, NEW, OLD, Keyed, Parts, mixed, split, validation_of
 from .decision import STAYS, decide
 from .drift import compare, drift_of
 from .foreign import is_foreign, served_temperature
@@ -44,12 +44,12 @@ class Work:
         settings = self.run.settings
         return Target.load(settings.target, dtype=settings.dtype, device=settings.device)
 
-    def reader(self, head: str) -> Reader:
+    def reader(self, head: str, *, judges: bool = False) -> Reader:
         """Raises BadInput on a head that changes the target."""
         loaded = load_head(head, self.target)
         if loaded.adapts_target:
             raise BadInput(f"--head {head}: it computes with adapters on the target, whose answers would be others")
-        return Reader(self.target, loaded, self.run.settings.max_length)
+        return Reader(self.target, loaded, self.run.settings.max_length, judges)
 
     def release(self) -> None:
         """Lets go of the target: training has one of its own."""
@@ -81,7 +81,7 @@ class Work:
         return {
             key: row
             for key, row in rows.items()
-            if key in found and (key.startswith("old") or not is_foreign(found[key].typicality, foreign.served, own))
+            if key in found and (key.startswith(OLD) or not is_foreign(found[key].typicality, foreign.served, own))
         }
 
 
@@ -121,7 +121,7 @@ def read(work: Work) -> None:
     run, journal = work.run, work.run.journal
     if journal.foreign is not None:
         return
-    reader = work.reader(run.settings.head)
+    reader = work.reader(run.settings.head, judges=True)
     run.keep()
     if journal.reading_until is None:
         journal.reading_until = run.clock.used + READING * run.settings.budget
@@ -139,7 +139,7 @@ def read(work: Work) -> None:
     journal.foreign = foreign_of(work, found)
     own, named = len(work.own({**work.new.held_out, **work.new.rest})), journal.foreign
     run.say(f"  {len(named.origins)} answers are not this target's; {own} are, at about temperature {named.served}")
-    for name, part in (("new", work.new), ("old", work.old)):
+    for name, part in ((NEW, work.new), (OLD, work.old)):
         journal.drift += drift_of(name, work.own({**part.held_out, **part.rest}), work.readings)
     few = min(len(work.own(work.new.held_out)) - LEAST_HELD_OUT, len(work.own(work.new.rest)) - LEAST_ROWS)
     if few < 0:
@@ -232,7 +232,7 @@ def conclude(work: Work) -> None:
         seconds = (len(new) + len(old)) * journal.row_seconds
         run.say(f"the new head reads {len(new)} held-out answers, and {len(old)} old ones", seconds=seconds)
         after = work.read(work.reader(journal.head), {**new, **old}, "compared.jsonl")
-        for name, rows in (("new", new), ("old", old)):
+        for name, rows in ((NEW, new), (OLD, old)):
             journal.compared += compare(name, rows, work.readings, after) if rows else []
         write_text(run.folder / "data" / "held_out.jsonl", written(new.values()))
         run.write()

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from headstart.scripts.refit import decision, learning
+from headstart.scripts.refit import decision
 from headstart.scripts.unattended.steps import Runner
 
 
@@ -24,10 +24,7 @@ def refit(headstart, chat_target, head_folder, in_process, tmp_path):
     return call
 
 
-def test_a_head_learns_what_is_served_and_the_page_says_what_it_brings(
-    refit, served_by, file_of, in_process, monkeypatch, tmp_path
-):
-    monkeypatch.setattr(learning, "PATIENCE", learning.LOOKS)
+def test_from_served_traffic_to_a_decision(refit, served_by, file_of, in_process, tmp_path):
     old, new = served_by("old", 16), served_by("new", 40)
     others = [{**row, "domain": "others"} for row in served_by("others", 10, by="another")]
     rows = [{**row, "timestamp": 1770000000 + 604800 * (i % 2)} for i, row in enumerate([*new, *others])]
@@ -38,14 +35,14 @@ def test_a_head_learns_what_is_served_and_the_page_says_what_it_brings(
     assert lines == set(range(len(new) + 1, len(rows) + 1)), "the answers of others are found, and no more"
     assert {part["week"] for part in found["drift"]} == {"all", "2026-W06", "2026-W07"}
     assert {(part["traffic"], part["domain"]) for part in found["drift"]} >= {("new", "all"), ("new", "new")}
-    assert [words[0] for words in in_process] == ["train"]
+    assert [words[0] for words in in_process] == ["train"] and found["steps"][0]["command"] in said
     train = [json.loads(line) for line in (tmp_path / "refit" / "data" / "train.jsonl").read_text().splitlines()]
     held_out = [json.loads(line) for line in (tmp_path / "refit" / "data" / "held_out.jsonl").read_text().splitlines()]
     learnt = {row["messages"][0]["content"] for row in train}
     assert not learnt & {row["messages"][0]["content"] for row in held_out}, "held out is never learnt from"
     assert sum(row["category"] == "old" for row in train) == len(train) // 2, "half of what is learnt is old"
     [whole] = [each for each in found["compared"] if (each["traffic"], each["domain"]) == ("new", "all")]
-    assert whole["interval"][0] < whole["ratio"] < whole["interval"][1] and whole["after"] > whole["before"]
+    assert whole["interval"][0] < whole["ratio"] < whole["interval"][1] and whole["conversations"] == 13
     assert found["decision"]["deploy"] == (whole["interval"][0] > 1 and whole["ratio"] >= decision.LEAST_GAIN)
     page = (tmp_path / "refit" / "refit.html").read_text()
     assert found["decision"]["headline"] in page and "<script" not in page and found["decision"]["headline"] in said
@@ -74,6 +71,7 @@ def test_a_folder_of_other_traffic_is_refused(refit, served_by, file_of):
     assert code == 2 and "begun with rows" in said and "give a new folder" in said
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_it_was_killed(refit, served_by, file_of, monkeypatch):
     """Killed behind the first batch that was read, and in training."""
     from headstart.scripts.refit import run as stages
