@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from ...configs.errors import BadInput
 from ...data_pipelines.traffic import Served
@@ -56,6 +57,12 @@ def parts_of(name: str, rows: Sequence[Served], held_out: set[str], kept_back: s
     random.Random(seed).shuffle(keyed)
     rest = {key: row for key, row in keyed if row.question not in kept_back}
     return Parts({key: row for key, row in keyed if row.question in held_out}, rest)
+
+
+def by_turns(*parts: Keyed) -> Keyed:
+    """The first of each, then the second, ...: where there is time for some rows alone, they are of all parts."""
+    turns = zip_longest(*(part.items() for part in parts))
+    return dict(item for turn in turns for item in turn if item is not None)
 
 
 def validation_of(rows: Mapping[str, Served]) -> set[str]:

@@ -14,7 +14,7 @@ from ...heads.loading import release_memory
 from ...heads.registry import load_head
 from ...heads.target import Target
 from ..unattended.steps import last_line, start_seconds
-from .data import LEAST_HELD_OUT, NEW, OLD, Keyed, Parts, mixed, split, validation_of
+from .data import LEAST_HELD_OUT, NEW, OLD, Keyed, Parts, by_turns, mixed, split, validation_of
 from .decision import STAYS, decide
 from .drift import compare, drift_of
 from .foreign import is_foreign, served_temperature
@@ -128,7 +128,7 @@ def read(work: Work) -> None:
         run.write()
     left = max(journal.reading_until - run.clock.used, 0)
     run.say("target and head read the answers; the target writes some itself", seconds=left)
-    rows = {**work.new.held_out, **work.old.held_out, **work.new.rest}
+    rows = by_turns(work.new.held_out, work.new.rest, work.old.held_out)
     if not journal.own:
         journal.own = reader.own_answers(list(work.new.rest.values()), seed=run.settings.seed, go_on=run.go_on)
         run.write()

@@ -7,7 +7,7 @@ import torch
 from headstart.configs.errors import BadInput
 from headstart.data_pipelines.traffic import Served
 from headstart.eval.generate import generate
-from headstart.scripts.refit.data import mixed, split
+from headstart.scripts.refit.data import by_turns, mixed, split
 from headstart.scripts.refit.decision import STAYS, decide
 from headstart.scripts.refit.drift import compare, drift_of
 from headstart.scripts.refit.foreign import (
@@ -38,6 +38,11 @@ def test_held_out_conversations_are_learnt_from_on_neither_side():
     assert list(again.rest) == list(new.rest)
 
 
+def test_rows_are_read_by_turns_so_that_little_time_does_for_all_parts():
+    a, b, c = (dict(zip(names, rows_of(len(names)), strict=True)) for names in ("aA", "bBxyz", "c"))
+    assert list(by_turns(a, b, c)) == ["a", "b", "c", "A", "B", "x", "y", "z"]
+
+
 def test_too_few_conversations_are_refused():
     with pytest.raises(BadInput, match="--traffic: 11 different conversations, at least 12 are needed"):
         split(rows_of(11, of=2), [], seed=0)
@@ -54,10 +59,10 @@ def test_old_rows_have_their_share_of_what_is_learnt(share, count):
     assert len(mixed(new, [], replay_share=share, seed=0)) == 10
 
 
-def typical(target, prompt, answer, temperatures):
+def typical(target, prompt, answer):
     states = target.forward(torch.tensor([prompt + answer])).post_norm[0, len(prompt) - 1 : -1]
     logits = target.logits(states).float()
-    return {str(at): standardised(typicality(logits, torch.tensor(answer), at)) for at in temperatures}
+    return {str(at): standardised(typicality(logits, torch.tensor(answer), at)) for at in temperatures_for(None)}
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +74,11 @@ def answers(target):
     for temperature in (0.0, 0.7, 1.0):
         how = {"temperature": temperature, "generator": drawn, "max_new_tokens": 24, "eos_token_ids": []}
         texts = generate(target, None, prompts, **how).token_ids
-        own = [typical(target, *pair, temperatures_for(None)) for pair in zip(prompts, texts, strict=True)]
+        own = [typical(target, *pair) for pair in zip(prompts, texts, strict=True)]
         random = torch.randint(3, 61, (20, 24), generator=drawn).tolist()
         found[temperature] = (
             own,
-            [typical(target, *pair, temperatures_for(None)) for pair in zip(prompts, random, strict=False)],
+            [typical(target, *pair) for pair in zip(prompts, random, strict=False)],
         )
     return found
 
