@@ -3,7 +3,7 @@
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -20,18 +20,28 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     return [data for _, data in iter_jsonl(path)]
 
 
-def iter_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def iter_jsonl(
+    path: str | Path, *, on_fault: Callable[[BadInput], object] | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields (line number from 1, object), reading one line at a time; blank lines are skipped but counted.
 
-    BadInput as for `read_jsonl`, raised at the line.
+    BadInput as for `read_jsonl`, raised at the line; with `on_fault`, a line that is no object goes there instead.
     """
     num_objects = line_number = 0
     try:
         with _open(Path(path)) as file:
             for line_number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield line_number, _parse(line, where=f"{path}:{line_number}")
-                    num_objects += 1
+                if not line.strip():
+                    continue
+                num_objects += 1
+                try:
+                    data = _parse(line, where=f"{path}:{line_number}")
+                except BadInput as error:
+                    if on_fault is None:
+                        raise
+                    on_fault(error)
+                    continue
+                yield line_number, data
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise BadInput(f"{path}:{line_number + 1}: damaged gzip file: {error}") from error
     if num_objects == 0:

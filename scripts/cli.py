@@ -20,10 +20,11 @@ from .heads_command import heads
 from .overrides import Overrides
 from .plan_command import plan
 from .push_command import push
+from .refit.command import refit
 from .target_command import target
 
 # in the order of the help
-COMMANDS = ("auto", "target", "heads", "data", "train", "eval", "compare", "plan", "export", "check", "push", "doctor")
+COMMANDS = "auto refit target heads data train eval compare plan export check push doctor".split()
 
 
 class InOrder(TyperGroup):
@@ -76,6 +77,7 @@ def train(
 
 
 app.command(cls=PanelledCommand)(auto)
+app.command(cls=PanelledCommand)(refit)
 app.command(name="eval", cls=PanelledCommand)(evaluate)
 for command in (plan, heads, compare, export, check, push, doctor):
     app.command()(command)

@@ -1,6 +1,5 @@
 """`headstart auto`, as a command."""
 
-import hashlib
 import os
 from functools import partial
 from pathlib import Path
@@ -46,9 +45,11 @@ def auto(
     from ...data_pipelines.answers.store import check_settings
     from ...heads.loading import default_device
     from ...train.stopping import Stopping
-    from .budget import Clock, parse_budget
+    from ..unattended.clock import Clock, parse_budget
+    from ..unattended.session import digest, target_dtype
     from .candidates import check_engine
-    from .run import run_all, target_dtype
+    from .journal import Journal
+    from .run import run_all
     from .session import Session, Settings
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -74,13 +75,5 @@ def auto(
         check_settings(folder.settings, vars(settings), folder=folder.path)
         with Stopping() as stopping:
             clock = Clock(folder.path / "clock.json", seconds)
-            run_all(Session(settings, folder.path, clock, stopping, PlainConsole(stderr=True), folder.keep))
-
-
-def digest(paths: list[str]) -> str:
-    """Of what is in the files; of others, such as data sets on the hub, their names."""
-    found = hashlib.sha256()
-    for path in paths:
-        file = Path(path).expanduser()
-        found.update(file.read_bytes() if file.is_file() else path.encode())
-    return found.hexdigest()[:16]
+            journal = Journal.read(folder.path, vars(settings))
+            run_all(Session(settings, journal, folder.path, clock, stopping, PlainConsole(stderr=True), folder.keep))

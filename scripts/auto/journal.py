@@ -1,15 +1,13 @@
 """auto.json: what a run found and decided, with the figures it went by. A run that was killed goes on from it."""
 
-import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...configs.errors import BadInput
 from ...configs.files import write_json
-from ...configs.loader import build
+from ..unattended.session import read_journal
+from ..unattended.steps import StepRecord
 from .prediction import RoundCost
-from .steps import StepRecord
 
 SCHEMA_VERSION = 1
 NAME = "auto.json"
@@ -156,11 +154,4 @@ class Journal:
     @classmethod
     def read(cls, folder: Path, settings: dict[str, Any]) -> "Journal":
         """As a run left it; a new one where there is none. Raises BadInput on a damaged file."""
-        path = folder / NAME
-        if not path.exists():
-            return cls(settings)
-        try:
-            found = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise BadInput(f"{path}: cannot be read; give a new folder") from error
-        return build(cls, found, where=str(path))
+        return read_journal(folder / NAME, cls, cls(settings))

@@ -11,11 +11,11 @@ from typing import Any
 import yaml
 
 from ...configs.files import write_text
+from ..unattended.steps import Runner, StepRecord
 from .candidates import Candidate
 from .halving import Pace, steps_within
 from .journal import Answers, Chosen, Machine, Rung, Score
 from .prediction import RoundCost, predict
-from .steps import Runner, StepRecord
 
 NEVER = 1_000_000  # steps: halving ends before; rates are constant, so the number changes nothing
 WARMUP = 10  # steps

@@ -4,32 +4,26 @@ Heads are fresh: their drafts are wrong, which a round does not notice until its
 trained one.
 """
 
-import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from ...configs.errors import BadInput
-from ...configs.loader import build
 from ...eval.measurement.config import chain
 from ...eval.measurement.step_times import TimedCell
-from ...heads.base import DraftBatch, DraftHead
+from ...heads.base import DraftHead
 from ...heads.fit import NoSkeleton, build_skeleton_head, load_skeleton
 from ...heads.loading import TargetConfig
 from ...heads.nn.packed import pack_linears
 from ...heads.registry import build_head
 from ...heads.target import Target
-from ...train.config import TrainConfig
-from ...train.optim import build_optimizer
+from ..unattended.pace import learning_seconds
 from .candidates import Candidate, is_served
 from .journal import Machine, Measured
 from .prediction import LEAST_GAIN, RoundCost, bound
 
 MOST_DRAFTED = 5  # the longest chain that is considered
-ROWS = 2  # of the batch on which a training step is timed
 VOCABULARY_SHARE = 16  # a cut vocabulary, before the answers are known, is one in so many of the target's tokens,
 LEAST_VOCABULARY = 1024  # and at least so many
 
@@ -86,7 +80,8 @@ def measured(
         ids = None if candidate.head.draft_vocab_size is None else torch.arange(candidate.head.draft_vocab_size)
         head = build_head(candidate.head, target, draft_token_ids=ids)
         parameters = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
-        seconds = learning_seconds(target, head, candidate.train, work)
+        length = work.context + work.max_new_tokens // 2
+        seconds = learning_seconds(target, head, candidate.train, work.text, length=length)
         costs = drafting_costs(target, head, work, steps)
     except BadInput as error:
         return Measured(name, out=str(error))
@@ -126,39 +121,3 @@ def drafting_costs(target: Target, head: DraftHead, work: Workload, steps: str) 
     cell.run()
     base = cell.baseline.round_ms
     return [RoundCost(time.num_draft_tokens, round(time.round_ms / base, 4)) for time in cell.rounds]
-
-
-def learning_seconds(target: Target, head: DraftHead, train: dict[str, Any], work: Workload) -> float:
-    """An optimizer step as training takes it: the target reads, the head learns, the weights move."""
-    config = build(TrainConfig, {**train, "output_dir": "", "max_steps": 100})
-    optimizer = build_optimizer(head, config)
-    length = work.context + work.max_new_tokens // 2
-    text = [work.text[i % len(work.text)] for i in range(ROWS * length)]
-    rows = torch.tensor(text, device=target.device).view(ROWS, length)  # [B, T]
-    learn(target, head, rows[:1, : min(length, 16)])
-    began = time.perf_counter()
-    learn(target, head, rows)
-    reading = time.perf_counter() - began
-    optimizer.step()  # makes its state
-    began = time.perf_counter()
-    optimizer.step()
-    synchronised(target)
-    return reading * config.batch_size / ROWS + time.perf_counter() - began
-
-
-def learn(target: Target, head: DraftHead, rows: torch.Tensor) -> None:
-    """Forward and backward on rows of token ids [B, T], of which all but the first few are supervised."""
-    mask = torch.ones_like(rows, dtype=torch.bool)
-    mask[:, : min(8, rows.shape[1] // 2)] = False
-    head.train()
-    batch = DraftBatch(rows, mask, target.forward(rows, feature_layers=head.feature_layers))
-    is_narrow = target.dtype == torch.bfloat16
-    with torch.autocast(target.device.type, torch.bfloat16) if is_narrow else nullcontext():
-        loss = head.loss(replace(batch, starts=head.training_starts(mask))).loss
-    loss.backward()
-    synchronised(target)
-
-
-def synchronised(target: Target) -> None:
-    if target.device.type == "cuda":
-        torch.cuda.synchronize(target.device)

@@ -1,43 +1,37 @@
 """auto.html: one page of what to do, and of how that was found; and the same in a few lines for the terminal."""
 
+from dataclasses import replace
 from pathlib import Path
 
-from ...configs.files import write_text
 from ...eval.report.document import short_name
-from ...eval.report.one_result import number
-from ...eval.report.page import page_template
 from ...eval.report.sections import Table, cell
-from .budget import clock_words
+from ..unattended.clock import clock_words
+from ..unattended.page import Part, figure_of, steps_part, write_page
 from .journal import Journal
 
-Part = tuple[str, str, Table]  # title, text and table
 
-
-def write_page(folder: Path, journal: Journal) -> Path:
+def write(folder: Path, journal: Journal) -> Path:
     """Of a journal with a decision."""
-    assert journal.decision is not None and journal.machine is not None
-    machine = journal.machine
-    page = page_template("auto.html.j2", Path(__file__).parent).render(
-        target=short_name(str(journal.settings["target"])),
-        device=f"{machine.device}, {machine.dtype}, batch {machine.batch_size}",
-        used=clock_words(journal.seconds),
-        budget=clock_words(float(journal.settings["budget"])),
-        decision=journal.decision,
-        figure=figure(journal),
-        warnings=journal.answers.warnings if journal.answers else [],
+    decision, machine = journal.decision, journal.machine
+    assert decision is not None and machine is not None
+    warnings = journal.answers.warnings if journal.answers else []
+    target, device = short_name(str(journal.settings["target"])), f"{machine.device}, {machine.dtype}"
+    times = f"{clock_words(journal.seconds)} of {clock_words(float(journal.settings['budget']))}"
+    return write_page(
+        folder / "auto.html",
+        decision=replace(decision, cautions=[*decision.cautions, *warnings]),
+        heading=f"headstart auto: {target} on {device}, batch {machine.batch_size}, {times}",
+        figure=(figure(journal), "speedup [95 % interval], on held-out prompts"),
         report="eval/report.html" if journal.evaluation else "",
-        parts=[part for part in (candidates(journal), learning(journal), steps(journal)) if part],
+        parts=[candidates(journal), learning(journal), steps_part(journal.steps)],
+        guide="docs/auto.md",
     )
-    return write_text(folder / "auto.html", page)
 
 
 def figure(journal: Journal) -> str:
     """`1.92 [1.81, 2.03]`; empty where nothing is to be deployed."""
     decision = journal.decision
-    if decision is None or decision.speedup is None:
-        return ""
-    low, high = decision.speedup_ci95
-    return f"{number(decision.speedup)} [{number(low)}, {number(high)}]"
+    return "" if decision is None else figure_of(decision.speedup, decision.speedup_ci95)
 
 
 def summary(journal: Journal, page: Path) -> list[str]:
@@ -99,10 +93,3 @@ def learning(journal: Journal) -> Part | None:
     text += " Lengths are of answers to validation prompts, decoded; the last run starts anew from the head before it."
     columns = ["rung", "candidate", "", "steps", "tokens per round", "speedup predicted"]
     return "What they learnt", text, Table("Rungs of equal time", columns, rows, num_labels=3)
-
-
-def steps(journal: Journal) -> Part:
-    """The commands, to be repeated by hand."""
-    rows = [[step.command, clock_words(step.seconds), cell(step.exit_code)] for step in journal.steps]
-    table = Table("Commands", ["command", "time", "exit"], rows)
-    return "How to repeat it", "Each step is an ordinary command; its output is in logs/.", table

@@ -5,11 +5,12 @@ Each stage writes what it found into auto.json; a stage that is there is not run
 
 from pathlib import Path
 
-from ...configs.errors import BadInput, first_line
+from ...configs.errors import BadInput
 from ...eval.measurement.metrics import LEAST_TIMED
 from ...heads.fit import NoSkeleton, load_skeleton
-from ...heads.loading import TargetConfig, default_dtype, release_memory
+from ...heads.loading import TargetConfig, release_memory
 from ...heads.target import Target
+from ..unattended.steps import last_line, start_seconds
 from . import data
 from .budget import ANSWERS, MACHINE
 from .candidates import OURS, find_candidates
@@ -19,9 +20,8 @@ from .evaluation import decide as decision_of
 from .halving import LEAST_STEPS
 from .journal import Decision, Evaluation, Journal, Measured
 from .machine import Workload, measure_machine
-from .page import summary, write_page
+from .page import summary, write
 from .session import Session
-from .steps import last_line, start_seconds
 
 NO_CANDIDATE = (
     "No head was trained: even with four in five of its drafts accepted, none would be worth it on this machine, with "
@@ -42,7 +42,7 @@ def run_all(run: Session) -> Journal:
         if run.machine.able or run.settings.engine == OURS:
             evaluate(run)
         decide(run)
-    for line in summary(journal, write_page(run.folder, journal)):
+    for line in summary(journal, write(run.folder, journal)):
         run.console.print(line, highlight=False, soft_wrap=True)
     return journal
 
@@ -68,9 +68,7 @@ def prepare(run: Session) -> None:
     found: list[Measured] = []
 
     def go_on(measured: Measured | None) -> bool:
-        if run.stopping.received:
-            raise SystemExit(run.stopping.exit_code)
-        run.clock.note()
+        run.go_on()
         if measured is not None:
             found.append(measured)
             verdict = measured.out or f"up to {measured.bound:.2f} times the speed"
@@ -214,11 +212,3 @@ def export(run: Session, head: str, served: Path) -> None:
     if record.exit_code:
         raise BadInput(f"the check found problems: {last_line(Path(record.log))}")
     run.journal.exported = str(served)
-
-
-def target_dtype(target: str, device: str, dtype: str) -> str:
-    """As `headstart eval` has it. Raises BadInput where there is no such target."""
-    try:
-        return dtype or default_dtype(target, device)
-    except OSError as error:
-        raise BadInput(f"--target {target}: {first_line(error)}") from error

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from headstart.scripts.auto.steps import Runner
+from headstart.scripts.unattended.steps import Runner
 
 
 def journal_of(folder):

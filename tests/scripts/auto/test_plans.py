@@ -7,12 +7,12 @@ import pytest
 from headstart.configs.errors import BadInput
 from headstart.heads.registry import HEADS
 from headstart.scripts.auto import candidates
-from headstart.scripts.auto.budget import Clock, clock_words, parse_budget
 from headstart.scripts.auto.candidates import by_gain_per_cost, check_engine, find_candidates, is_served
 from headstart.scripts.auto.data import split_prompts, vocabulary_for, warnings_of
 from headstart.scripts.auto.halving import LEAST_STEPS, Pace, field, rung_seconds, rung_sizes, steps_within, survivors
 from headstart.scripts.auto.learning import extended
 from headstart.scripts.auto.prediction import RoundCost, bound, cost_of, expected_length, predict
+from headstart.scripts.unattended.clock import Clock, clock_words, parse_budget
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("20m", 1200), ("2h", 7200), ("1h30m", 5400), ("1.5m", 90)])

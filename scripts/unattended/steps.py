@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ...configs.errors import BadInput
 from ...train.stopping import Stopping
-from .budget import Clock
+from .clock import Clock
 
 POLL = 0.2  # seconds
 PATIENCE = 60.0  # seconds that a command has to end after SIGTERM

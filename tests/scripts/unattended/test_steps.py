@@ -6,8 +6,8 @@ import time
 
 import pytest
 from headstart.configs.errors import BadInput
-from headstart.scripts.auto.budget import Clock
-from headstart.scripts.auto.steps import Runner
+from headstart.scripts.unattended.clock import Clock
+from headstart.scripts.unattended.steps import Runner
 from headstart.train.stopping import Stopping
 
 
@@ -47,7 +47,7 @@ def test_training_is_started_by_the_launcher_alone(tmp_path):
 def test_a_command_ends_with_the_process_that_started_it(tmp_path):
     script = (
         "import os, signal, subprocess; from functools import partial; "
-        "from headstart.scripts.auto.steps import _end_with; "
+        "from headstart.scripts.unattended.steps import _end_with; "
         "child = subprocess.Popen(['sleep', '60'], preexec_fn=partial(_end_with, os.getpid())); "
         "print(child.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )

@@ -1,0 +1,236 @@
+"""Served traffic as rows to learn from: logs of requests with their responses, of several servers, and chats.
+
+Read are, in a line of JSON each (docs/refit.md has examples):
+  request and response   OpenAI's chat completions and completions, under `request` and `response` (`body`, `input`,
+                         `output` ...) or side by side; a stream as its chunks, as server-sent events, or joined text
+  prompt and answer      as vLLM (`prompt`, `outputs`) and llama-server (`prompt`, `content`) write them
+  chats                  `messages` or `conversations` whose last turn is the assistant's
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from ..configs.errors import BadInput
+from ..configs.jsonl import iter_jsonl, loads, naming_faults
+from .masks.messages import Message, normalise
+from .row_shapes import Conversation, conversation_of, digest
+from .sources import Row
+
+REQUEST_KEYS = ("request", "request_body", "body", "input")
+RESPONSE_KEYS = ("response", "response_body", "output", "completion", "answer")
+TEXT_KEYS = ("content", "text", "generated_text", "response", "completion", "output")
+TIME_KEYS = ("timestamp", "created", "created_at", "time", "ts")
+DOMAIN_KEYS = ("category", "domain")  # as in prompt files
+CUT = ("length", "limit", "max_tokens")  # finish reasons of an answer that was cut
+YEAR = 365 * 86_400.0  # seconds
+MOST_YEARS = 1000  # since 1970; what is beyond is counted in smaller units
+
+
+@dataclass(frozen=True)
+class Served:
+    """An answered conversation.
+
+    row: as training reads it. question: of the turns up to the first answer; equal ones are of one conversation, or ask
+    the same. time: seconds since 1970. temperature: as it was asked for; None: not known.
+    """
+
+    row: dict[str, Any]
+    origin: str
+    question: str
+    domain: str | None = None
+    time: float | None = None
+    temperature: float | None = None
+
+    @property
+    def week(self) -> str | None:
+        """`2026-W07`, of ISO 8601."""
+        if self.time is None:
+            return None
+        year, week, _ = datetime.fromtimestamp(self.time, UTC).isocalendar()
+        return f"{year}-W{week:02}"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a file holds. unread: rows that are none of it, by the reason and an example. repeated: rows that say the
+    same as another, or the beginning of it."""
+
+    rows: list[Served]
+    unread: dict[str, int]
+    repeated: int
+
+
+def read_traffic(path: str) -> Traffic:
+    """Raises BadInput where no row of the file can be read."""
+    found: list[tuple[Served, Conversation]] = []
+    unread: dict[str, int] = {}
+
+    def count(error: BadInput) -> None:
+        reason = str(error).removeprefix(f"{path}:").partition(": ")[2]
+        unread[reason] = unread.get(reason, 0) + 1
+
+    for line, data in iter_jsonl(path, on_fault=count):
+        try:
+            found.append(served(data, f"{path}:{line}"))
+        except BadInput as error:
+            count(error)
+    if not found:
+        reason = next(iter(unread))
+        raise BadInput(f"{path}: none of its {sum(unread.values())} rows is a request with its answer: {reason}")
+    rows = longest_only(found)
+    return Traffic(rows, dict(sorted(unread.items(), key=lambda item: -item[1])), len(found) - len(rows))
+
+
+def longest_only(found: list[tuple[Served, Conversation]]) -> list[Served]:
+    """Each conversation once: without rows that are the beginning of another, as logs have one for each turn."""
+    begun, kept = set[bytes](), dict[bytes, Served]()
+    for _, conversation in found:
+        ends = [i for i, (role, _) in enumerate(conversation.turns) if role == "assistant"]
+        begun |= {digest(conversation.turns[: end + 1], exact=True) for end in ends[:-1]}
+    for row, conversation in found:
+        whole = digest(conversation.turns, exact=True)
+        if whole not in begun:
+            kept.setdefault(whole, row)
+    return list(kept.values())
+
+
+def served(data: Mapping[str, Any], origin: str) -> tuple[Served, Conversation]:
+    """Raises BadInput, which opens with the origin, on a row of another shape, and on one without an answer."""
+    data = {key: value for key, value in data.items() if value is not None}
+    request, response = part(data, REQUEST_KEYS), part(data, RESPONSE_KEYS)
+    request = request if isinstance(request, dict) else data
+    everything = [data, request, *([response] if isinstance(response, dict) else [])]
+    if isinstance(response, dict) and isinstance(response.get("body"), dict):  # OpenAI's batches
+        response = response["body"]
+        everything.append(response)
+    answer, reason = answer_of(response if response is not None else data, origin)
+    with naming_faults(data, origin):
+        row = row_of(request, answer, origin)
+        if reason in CUT or data.get("truncated") is True:
+            row["truncated"] = True
+        conversation = conversation_of(Row(row, origin))
+    if not any(text.strip() for text in conversation.answers):
+        raise BadInput(f"{origin}: no answer in it")
+    first = digest(conversation.prompt).hex()
+    temperature = first_of(everything, ("temperature",), (int, float))
+    domain = first_of(everything, DOMAIN_KEYS, (str,))
+    return Served(row, origin, first, domain, time_of(everything), temperature), conversation
+
+
+def part(data: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
+    """What is under the first of these keys, read where it is JSON in a text; None where there is none."""
+    value = next((data[key] for key in keys if key in data), None)
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+        try:
+            read = loads(value)
+        except ValueError:
+            return value  # a text that only looks like it
+        return read if keys is REQUEST_KEYS or is_response(read) else value
+    return value if isinstance(value, dict | list) or keys is RESPONSE_KEYS else None
+
+
+def is_response(value: Any) -> bool:
+    """Whether it is a server's, and no answer that is JSON itself."""
+    chunks = value if isinstance(value, list) else [value]
+    return bool(chunks) and all(isinstance(each, dict) and ({"choices", "body"} & each.keys()) for each in chunks)
+
+
+def answer_of(response: Any, origin: str) -> tuple[Message | None, str | None]:
+    """The assistant's message and why it ended; None where `response` is a chat that holds the answer itself.
+
+    Raises BadInput where there is none.
+    """
+    if isinstance(response, str) and response.lstrip().startswith("data:"):
+        events = [line.strip()[5:].strip() for line in response.splitlines() if line.strip().startswith("data:")]
+        try:
+            response = [loads(event) for event in events if event != "[DONE]"]
+        except ValueError as error:
+            raise BadInput(f"{origin}: a stream with an event that is no JSON: {error}") from error
+    if isinstance(response, str):
+        return {"role": "assistant", "content": response}, None
+    if isinstance(response, list):
+        return joined([chunk for chunk in response if isinstance(chunk, dict)], origin)
+    if not isinstance(response, dict):
+        raise BadInput(f"{origin}: no answer in it")
+    choices = response.get("choices") or response.get("outputs")
+    if choices and isinstance(choices, list) and isinstance(choices[0], dict):
+        choice = choices[0]
+        message = choice.get("message") or {"content": choice.get("text")}
+        return {"role": "assistant", **message}, choice.get("finish_reason")
+    reason = response.get("finish_reason") or response.get("stop_type")
+    if isinstance(response.get("message"), dict):
+        return {"role": "assistant", **response["message"]}, reason
+    if "messages" not in response and "conversations" not in response:
+        text = next((response[key] for key in TEXT_KEYS if isinstance(response.get(key), str)), None)
+        if text is None:
+            raise BadInput(f"{origin}: no answer among the keys {', '.join(response) or '(none)'}")
+        return {"role": "assistant", "content": text}, reason
+    return None, reason
+
+
+def joined(chunks: list[dict[str, Any]], origin: str) -> tuple[Message, str | None]:
+    """A stream's first choice as one message."""
+    texts, traces, reason = [], [], None
+    for chunk in chunks:
+        choice = next((each for each in chunk.get("choices") or [] if each.get("index", 0) == 0), {})
+        delta = choice.get("delta") or choice
+        if delta.get("tool_calls"):
+            raise BadInput(f"{origin}: a stream with tool calls, which are not put together here")
+        texts.append(delta.get("content") or choice.get("text") or "")
+        traces.append(delta.get("reasoning_content") or delta.get("reasoning") or "")
+        reason = choice.get("finish_reason") or reason
+    trace = {"reasoning_content": "".join(traces)} if any(traces) else {}
+    return {"role": "assistant", "content": "".join(texts), **trace}, reason
+
+
+def row_of(request: Mapping[str, Any], answer: Message | None, origin: str) -> dict[str, Any]:
+    """A request and its answer as a row of training. Raises BadInput where there is no request."""
+    tools = {"tools": request["tools"]} if request.get("tools") else {}
+    turns = request.get("messages", request.get("conversations"))
+    if turns is not None:
+        messages = normalise(turns, origin)
+        if answer is not None:
+            messages += normalise([answer], origin)
+        if messages[-1]["role"] != "assistant" or len(messages) == 1:
+            raise BadInput(f"{origin}: no answer in it")
+        return {"messages": messages, **tools}
+    prompt = request.get("prompt", request.get("question"))
+    if isinstance(prompt, list) and len(prompt) == 1:
+        prompt = prompt[0]
+    if not isinstance(prompt, str) or answer is None:
+        raise BadInput(f"{origin}: no prompt among the keys {', '.join(request) or '(none)'}")
+    if not isinstance(answer.get("content"), str):
+        raise BadInput(f"{origin}: no answer in it")
+    return {"prompt": prompt, "response": answer["content"]}
+
+
+def first_of(places: list[Any], keys: tuple[str, ...], kinds: tuple[type, ...]) -> Any:
+    """The first value of such a kind under such a key, also in `metadata`."""
+    places = [place for place in places if isinstance(place, dict)]
+    places += [place["metadata"] for place in places if isinstance(place.get("metadata"), dict)]
+    values = (place[key] for place in places for key in keys if key in place)
+    return next((value for value in values if isinstance(value, kinds) and not isinstance(value, bool)), None)
+
+
+def time_of(places: list[Any]) -> float | None:
+    """Seconds since 1970, of a number of seconds, milliseconds or microseconds, or of ISO 8601."""
+    value = first_of(places, TIME_KEYS, (int, float, str))
+    if isinstance(value, str):
+        try:
+            value = float(value) if value.replace(".", "", 1).isdigit() else datetime.fromisoformat(value)
+        except ValueError:
+            return None
+        if isinstance(value, datetime):
+            value = (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
+    while value is not None and value > MOST_YEARS * YEAR:
+        value /= 1000
+    return value if value is not None and value > 0 else None
+
+
+def written(rows: Iterable[Served]) -> str:
+    """Rows as a file of training or of prompts has them."""
+    lines = ({**each.row, **({"category": each.domain} if each.domain else {})} for each in rows)
+    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

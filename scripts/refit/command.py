@@ -1,0 +1,83 @@
+"""`headstart refit`, as a command."""
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...configs.errors import BadInput
+
+HEAD, TIME, MACHINE = (partial(typer.Option, rich_help_panel=panel) for panel in ("Head and traffic", "Run", "Machine"))
+
+
+def refit(
+    *,
+    target: Annotated[str, HEAD(help="The target that serves: local folder or hub id.")],
+    head: Annotated[str, HEAD(help="The head that drafts for it now: folder or hub id.")],
+    traffic: Annotated[str, HEAD(help="JSONL of what was served: requests with their responses, or chats.")],
+    replay: Annotated[str, HEAD(help="JSONL of what the head was trained on, so that it is not forgotten.")] = "",
+    replay_share: Annotated[float, HEAD(help="Share of those rows in what is learnt.", min=0.0, max=0.9)] = 0.5,
+    temperature: Annotated[
+        float | None, HEAD(help="At which it was served; default: as rows say, else found out.", min=0.0)
+    ] = None,
+    max_length: Annotated[int, HEAD(help="Tokens of a conversation; longer ones are cut.", min=16)] = 2048,
+    budget: Annotated[str, TIME(help="The time for all of it: 90s, 30m, 2h.")],
+    output: Annotated[Path, TIME(help="Folder for refit.html, refit.json and all that is made.")],
+    seed: Annotated[int, TIME(help="Of the split and of training.", min=0)] = 0,
+    dtype: Annotated[str, MACHINE(help="As for `headstart eval`.")] = "",
+    device: Annotated[str, MACHINE(help="cpu, cuda ...; default: cuda where there is one.")] = "",
+    launcher: Annotated[
+        str, MACHINE(help="What starts training on several devices: 'accelerate launch --config_file FILE'.")
+    ] = "",
+) -> None:
+    """Keep a head fresh on the traffic that it serves, or say that nothing is to be won.
+
+    \b
+    Example:
+      headstart refit --target MODEL --head HEAD --traffic logs.jsonl --replay old.jsonl --budget 30m --output DIR
+
+    Answers that the target did not write are found and left out; what the head drafts of the rest is reported by domain
+    and week; it learns on from there, with old rows among the new; and the result is offered where it is shown to be
+    better on conversations that were held out, and no worse on old ones. The same command again continues a run that
+    was killed. refit.json has every decision with its figures.
+    """
+    from ...configs.owned import OwnedFolder
+    from ...configs.terminal import PlainConsole
+    from ...data_pipelines.answers.store import check_settings
+    from ...heads.loading import default_device
+    from ...train.stopping import Stopping
+    from ..unattended.clock import Clock, parse_budget
+    from ..unattended.session import digest, target_dtype
+    from .journal import Journal
+    from .run import run_all
+    from .session import Session, Settings
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise BadInput("headstart refit is started once; --launcher says how training is started on several devices")
+    device = device or default_device()
+    weights = [str(Path(head, name)) for name in ("config.json", "model.safetensors")]
+    settings = Settings(
+        target=target,
+        head=head,
+        traffic=traffic,
+        replay=replay,
+        replay_share=replay_share,
+        temperature=temperature,
+        max_length=max_length,
+        budget=parse_budget(budget),
+        dtype=target_dtype(target, device, dtype),
+        device=device,
+        launcher=launcher,
+        seed=seed,
+        rows=digest([path for path in (traffic, replay, *weights) if path]),
+    )
+    with OwnedFolder(output, command="headstart refit", settings=vars(settings)) as folder:
+        check_settings(folder.settings, vars(settings), folder=folder.path)
+        with Stopping() as stopping:
+            clock, journal = (
+                Clock(folder.path / "clock.json", settings.budget),
+                Journal.read(folder.path, vars(settings)),
+            )
+            run_all(Session(settings, journal, folder.path, clock, stopping, PlainConsole(stderr=True), folder.keep))

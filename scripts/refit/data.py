@@ -1,0 +1,79 @@
+"""The traffic and the old rows: conversations that nothing is learnt from, and those that are learnt from."""
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from ...configs.errors import BadInput
+from ...data_pipelines.traffic import Served
+from ...eval.measurement.metrics import LEAST_TIMED
+
+MOST_HELD_OUT = 64  # conversations
+LEAST_HELD_OUT = LEAST_TIMED  # from which an interval holds
+LEAST_CONVERSATIONS = 3 * LEAST_HELD_OUT  # a third is held out
+MOST_VALIDATION = 8  # rows of each side by which training tells its best step
+
+NEW, OLD = "new", "old"  # with which keys begin
+
+Keyed = dict[str, Served]  # rows by key, in the order in which they are read
+
+
+@dataclass(frozen=True)
+class Parts:
+    """One side, new traffic or old rows. held_out: nothing is learnt from them, nor from what asks the same."""
+
+    held_out: Keyed
+    rest: Keyed
+
+
+def split(new: Sequence[Served], old: Sequence[Served], *, seed: int) -> tuple[Parts, Parts]:
+    """By conversation: rows that ask the same first are on one side. Raises BadInput where there are too few."""
+    for name, rows in (("--traffic", new), ("--replay", old)):
+        count = len({row.question for row in rows})
+        if count < LEAST_CONVERSATIONS and (rows or name == "--traffic"):
+            raise BadInput(
+                f"{name}: {count} different conversations, at least {LEAST_CONVERSATIONS} are needed: a third is held "
+                "out to measure on"
+            )
+    chosen = [held_out_questions(rows, seed=seed) for rows in (new, old)]
+    kept_back = set[str]().union(*chosen)
+    new_part, old_part = (
+        parts_of(name, rows, questions, kept_back, seed=seed)
+        for name, rows, questions in zip((NEW, OLD), (new, old), chosen, strict=True)
+    )
+    return new_part, old_part
+
+
+def held_out_questions(rows: Iterable[Served], *, seed: int) -> set[str]:
+    questions = sorted({row.question for row in rows})
+    random.Random(seed).shuffle(questions)
+    return set(questions[: min(len(questions) // 3, MOST_HELD_OUT)])
+
+
+def parts_of(name: str, rows: Sequence[Served], held_out: set[str], kept_back: set[str], *, seed: int) -> Parts:
+    """Both parts, shuffled. Args: kept_back: questions held out of either side."""
+    keyed = [(f"{name}:{i}", row) for i, row in enumerate(rows)]
+    random.Random(seed).shuffle(keyed)
+    rest = {key: row for key, row in keyed if row.question not in kept_back}
+    return Parts({key: row for key, row in keyed if row.question in held_out}, rest)
+
+
+def by_turns(*parts: Keyed) -> Keyed:
+    """The first of each, then the second, ...: where there is time for some rows alone, they are of all parts."""
+    turns = zip_longest(*(part.items() for part in parts))
+    return dict(item for turn in turns for item in turn if item is not None)
+
+
+def validation_of(rows: Mapping[str, Served]) -> set[str]:
+    """Keys of rows that score steps of training; of few rows none too many."""
+    return set(list(rows)[: min(len(rows) // 8, MOST_VALIDATION)])
+
+
+def mixed(new: Sequence[Served], old: Sequence[Served], *, replay_share: float, seed: int) -> list[Served]:
+    """All of the new rows, and old ones for their share, again from the first where there are too few; shuffled."""
+    share = replay_share if old else 0.0
+    count = round(len(new) * share / (1 - share))
+    rows = [*new, *(old[i % len(old)] for i in range(count))]
+    random.Random(seed).shuffle(rows)
+    return rows

@@ -1,0 +1,72 @@
+"""Whether the new head is offered: shown to be better on held-out new traffic, and as good on old."""
+
+from collections.abc import Sequence
+from shlex import quote
+
+from .data import LEAST_HELD_OUT
+from .drift import ALL
+from .journal import Compared, Decision, DriftPart
+
+LEAST_GAIN = 1.02  # a ratio that is worth a deployment
+MOST_LOSS = 0.99  # of the old traffic
+LEAST_COVERED = 0.95  # share of the traffic's tokens that a head can draft, below which it should be trained anew
+STAYS = "Nothing is to be won: the old head stays"
+
+
+def decide(compared: Sequence[Compared], drift: Sequence[DriftPart], *, head: str, new_head: str) -> Decision:
+    """Args: compared: on held-out rows, those of `old` where there are any."""
+    whole = {each.traffic: each for each in compared if each.domain == ALL}
+    new, old = whole["new"], whole.get("old")
+    cautions = coverage_cautions(drift)
+    if new.ratio is None or new.conversations < LEAST_HELD_OUT:
+        few = f"{new.conversations} conversations could be compared, {LEAST_HELD_OUT} are the least."
+        return Decision(False, STAYS, [few], cautions)
+    reasons = [f"On new traffic: {words(new)}."]
+    low = new.interval[0]
+    is_better = low is not None and low > 1 and new.ratio >= LEAST_GAIN
+    if not is_better:
+        least = "" if low is None or low <= 1 else f", which is less than the {LEAST_GAIN:.2f} that are worth it"
+        reasons.append(f"That is not shown to be better{least}." if not least else f"That is better{least}.")
+    keeps = True
+    if old is not None and old.ratio is not None:
+        keeps = old.ratio >= MOST_LOSS
+        reasons.append(f"On old traffic: {words(old)}" + ("." if keeps else ", a loss of more than 1 %."))
+        if keeps and (old.interval[0] is None or old.interval[0] < MOST_LOSS):
+            cautions.append("A loss of more than 1 % on old traffic is not ruled out: its interval goes further.")
+    else:
+        cautions.append("No old rows were given with --replay: what the new head loses on them is not known.")
+    cautions += [
+        f"Worse on {each.traffic} traffic of {each.domain}: {words(each)}."
+        for each in compared
+        if each.domain != ALL and each.interval[1] is not None and each.interval[1] < 1
+    ]
+    if not (is_better and keeps):
+        return Decision(False, STAYS, reasons, cautions)
+    commands = [
+        f"headstart eval --target TARGET --drafter head:{quote(head)} --drafter head:{quote(new_head)} "
+        "--prompts data/held_out.jsonl --output EVAL",
+        f"headstart export {quote(new_head)} SERVED --to ENGINE --target TARGET",
+    ]
+    return Decision(True, "Deploy the new head", reasons, cautions, commands)
+
+
+def words(compared: Compared) -> str:
+    """`1.20 [1.15, 1.26] times the tokens per forward, 2.10 for 1.75, over 40 conversations`."""
+    low, high = (f"{end:.3f}" if end is not None else "-" for end in compared.interval)
+    lengths = f"{compared.after:.2f} for {compared.before:.2f}"
+    return (
+        f"{compared.ratio:.3f} [{low}, {high}] times the tokens per forward, {lengths}, over "
+        f"{compared.conversations} conversations"
+    )
+
+
+def coverage_cautions(drift: Sequence[DriftPart]) -> list[str]:
+    """Of a head that can draft too little of the traffic, whatever it learns."""
+    return [
+        f"The head can draft {part.covered:.0%} of the tokens of new traffic, by its draft vocabulary, which stays: a "
+        "head trained anew (headstart auto) may gain more."
+        for part in drift
+        if (part.traffic, part.domain, part.week) == ("new", ALL, ALL)
+        and part.covered is not None
+        and part.covered < LEAST_COVERED
+    ]

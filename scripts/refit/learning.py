@@ -1,0 +1,86 @@
+"""The head learns on: one run of `headstart train` that starts from it, for the time that there is."""
+
+from pathlib import Path
+
+import yaml
+
+from ...configs.errors import BadInput
+from ...configs.files import write_text
+from ...data_pipelines.traffic import Served, written
+from ...heads.base import HeadConfig
+from ...heads.registry import start_head
+from ...heads.target import Target
+from ..auto.candidates import TRAINING, find_candidates
+from ..unattended.pace import learning_seconds
+from .journal import Plan
+from .session import Settings
+
+LEAST_STEPS = 10
+LOOKS = 4  # validations of the run,
+PATIENCE = 2  # which ends after so many without a better one
+MOST_EPOCHS = 10  # of its rows, behind which little is learnt
+WARMUP = 10  # steps
+SAVE_SECONDS = 60.0  # of learning that a kill may cost
+SAFETY = 0.9  # share of the time that a plan fills
+
+
+def training_of(config: HeadConfig) -> dict[str, object]:
+    """The keys of a run's `train` with which heads of that family are trained (`configs/auto`)."""
+    alike = [candidate.train for candidate in find_candidates() if candidate.head.type == config.type]
+    return alike[0] if alike else dict(TRAINING)
+
+
+def step_seconds(target: Target, config: HeadConfig, folder: str, row: list[int]) -> float:
+    """Of an optimizer step from that head. Args: row: tokens of one of the usual length."""
+    head = start_head(config, target, folder)
+    return learning_seconds(target, head, training_of(config), row, length=len(row))
+
+
+def planned_steps(seconds: float, *, step: float, start: float, look: float, num_rows: int, batch_size: int) -> int:
+    """Args: seconds: for all of it. step, start, look: seconds of a step, before the first, of a validation."""
+    steps = int((SAFETY * (seconds - LOOKS * look) - start) / step)
+    if steps < LEAST_STEPS:
+        missing = (LEAST_STEPS * step + start) / SAFETY + LOOKS * look - seconds
+        raise BadInput(f"--budget: too short for this target here; {-(-missing // 60):.0f}m more are the least")
+    return min(steps, max(MOST_EPOCHS * num_rows // batch_size, LEAST_STEPS))
+
+
+def write_run(
+    folder: Path,
+    settings: Settings,
+    config: HeadConfig,
+    plan: Plan,
+    *,
+    train: list[Served],
+    validation: list[Served],
+    look_rows: int,
+) -> Path:
+    """The rows, and the run's config. Args: look_rows: of validation; none: no validation."""
+    write_text(folder / "data" / "train.jsonl", written(train))
+    write_text(folder / "data" / "validation.jsonl", written(validation))
+    looks = {"validate_every": max(plan.max_steps // LOOKS, 1), "patience": PATIENCE, "decode_prompts": 0}
+    rows = {"train": str(folder / "data" / "train.jsonl"), "max_length": settings.max_length}
+    run = {
+        "target": {"path": settings.target, "dtype": settings.dtype},
+        "head": config.as_dict(),
+        "data": rows | ({"validation": str(folder / "data" / "validation.jsonl")} if look_rows else {}),
+        "train": {
+            **training_of(config),
+            "output_dir": str(folder / "training"),
+            "start_from": settings.head,
+            "max_steps": plan.max_steps,
+            "warmup_steps": min(WARMUP, plan.max_steps - 1),
+            "precision": "bf16" if settings.dtype == "bfloat16" else "fp32",
+            "seed": settings.seed,
+            "device": "cpu" if settings.device == "cpu" else None,
+            "checkpoint_every": max(int(SAVE_SECONDS / plan.step_seconds), 1),
+            "keep_checkpoints": 1,
+            **(looks if look_rows else {}),
+        },
+    }
+    return write_text(folder / "refit.yaml", yaml.safe_dump(run, sort_keys=False, allow_unicode=True))
+
+
+def head_of(run: Path) -> str:
+    """The best head of a run by its validations, else its last; empty where there is none."""
+    return next((str(run / name) for name in ("best", "final") if (run / name).is_dir()), "")

@@ -1,0 +1,102 @@
+"""refit.html: one page of whether the head is to be replaced, and why; and the same in a few lines for the terminal."""
+
+from pathlib import Path
+
+from ...eval.report.document import short_name
+from ...eval.report.one_result import number
+from ...eval.report.sections import Table, cell, percent
+from ..unattended.clock import clock_words
+from ..unattended.page import Part, figure_of, steps_part, write_page
+from .drift import ALL
+from .journal import Journal
+
+
+def write(folder: Path, journal: Journal) -> Path:
+    """Of a journal with a decision."""
+    assert journal.decision is not None
+    settings = journal.settings
+    target, head = short_name(str(settings["target"])), short_name(str(settings["head"]))
+    times = f"{clock_words(journal.seconds)} of {clock_words(float(settings['budget']))}"
+    return write_page(
+        folder / "refit.html",
+        decision=journal.decision,
+        heading=f"headstart refit: {head} on {target}, {times}",
+        figure=(figure(journal), "tokens per forward of the new head over the old one's [95 % interval], new traffic"),
+        report="",
+        parts=[comparison(journal), drift(journal), rows(journal), steps_part(journal.steps)],
+        guide="docs/refit.md",
+    )
+
+
+def figure(journal: Journal) -> str:
+    """`1.22 [1.11, 1.33]`; empty where nothing was compared."""
+    whole = [each for each in journal.compared if (each.traffic, each.domain) == ("new", ALL)]
+    return figure_of(whole[0].ratio, whole[0].interval) if whole else ""
+
+
+def summary(journal: Journal, page: Path) -> list[str]:
+    """The page in a few lines."""
+    decision = journal.decision
+    assert decision is not None
+    return [decision.headline, *decision.reasons, *decision.cautions, *decision.commands, f"written to {page}"]
+
+
+def comparison(journal: Journal) -> Part | None:
+    """Both heads on held-out answers."""
+    table = [
+        [
+            each.traffic,
+            each.domain,
+            cell(each.conversations),
+            number(each.before),
+            number(each.after),
+            figure_of(each.ratio, each.interval) or "-",
+        ]
+        for each in journal.compared
+    ]
+    columns = ["traffic", "domain", "conversations", "old head", "new head", "ratio [95 %]"]
+    text = (
+        "Tokens per forward of the target on the answers that were served, drafted greedily. Nothing was learnt from "
+        "these conversations, nor from others that ask the same."
+    )
+    return ("The new head and the old one", text, Table("Held out", columns, table, num_labels=2)) if table else None
+
+
+def drift(journal: Journal) -> Part:
+    """What the old head drafts."""
+    table = [
+        [
+            part.traffic,
+            part.domain,
+            part.week,
+            cell(part.rows),
+            cell(part.tokens),
+            number(part.acceptance_length),
+            percent(part.covered),
+        ]
+        for part in journal.drift
+    ]
+    columns = ["traffic", "domain", "week", "rows", "tokens", "tokens per forward", "can be drafted"]
+    text = (
+        "Of the old head, before anything was learnt. Old rows that it was trained on flatter it. Can be drafted: the "
+        "share of the tokens that are in its draft vocabulary."
+    )
+    return "Drift", text, Table("The old head", columns, table, num_labels=3)
+
+
+def rows(journal: Journal) -> Part:
+    """What was in the files, and what was left out."""
+    found, foreign = journal.found, journal.foreign
+    assert found is not None and foreign is not None
+    table = [["answered conversations", cell(found.new)], ["held out", cell(found.held_out_new)]]
+    table += [["old ones", cell(found.old)], ["old ones held out", cell(found.held_out_old)]]
+    table += [["the same as another, or its beginning", cell(found.repeated)]]
+    table += [["not this target's", cell(len(foreign.origins))], ["not read, for lack of time", cell(foreign.late)]]
+    table += [[reason, cell(count)] for reason, count in {**found.unread, **foreign.refused}.items()]
+    thresholds = ", ".join(f"{limit} at temperature {at}" for at, limit in foreign.thresholds.items())
+    text = (
+        "An answer is not this target's where it is less typical of it than the limits that its own answers give: "
+        f"{thresholds}. Answers that do not say their temperature were taken as served at about {foreign.served}. "
+        "refit.json names them."
+    )
+    return "What was read", text, Table("Rows", ["", "rows"], table)

@@ -1,0 +1,157 @@
+"""Target and head read answered rows, once each: how typical the answers are of the target, and what is accepted."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...configs.errors import BadInput
+from ...data_pipelines.config import DataConfig
+from ...data_pipelines.loader import collate
+from ...data_pipelines.masks.chat import encode_row
+from ...data_pipelines.sources import Row
+from ...data_pipelines.storage.samples import Sample
+from ...data_pipelines.storage.shard_file import StoredSample
+from ...data_pipelines.traffic import Served
+from ...eval.generate import generate
+from ...eval.measurement.metrics import expected_acceptance
+from ...heads.base import ChainStarts, DraftBatch, DraftHead
+from ...heads.target import Target
+from ...train.validation import prompt_of
+from .data import NEW
+from .foreign import LOWEST, OWN, POSITIONS, OwnAnswers, standardised, temperatures_for, typicality
+
+WINDOW = 64  # rows among which those of similar length share a batch
+BATCH_TOKENS = 4096  # of a batch, padding included
+ASKED = 8  # prompts that the target answers itself
+ANSWER_TOKENS = 64  # of these answers, at most
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a row is to target and head.
+
+    key: of the row. typicality: of its answers, by temperature; empty where it is not of that shape. problem: why the
+    row cannot be read. rounds, committed: that decoding its answers would take and give. covered: tokens that the head
+    can draft.
+    """
+
+    key: str
+    typicality: dict[str, float]
+    tokens: int = 0
+    covered: int = 0
+    rounds: int = 0
+    committed: int = 0
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads rows with a head. max_length: tokens of a row. judges: whether answers to new rows are this target's."""
+
+    target: Target
+    head: DraftHead
+    max_length: int
+    judges: bool = True
+
+    def sample(self, row: Served) -> Sample:
+        """Raises BadInput where the row cannot be read."""
+        config = DataConfig(train="", max_length=min(self.max_length, self.target.max_positions))
+        samples = encode_row(Row(row.row, row.origin), self.target.tokenizer, config)
+        if not samples:
+            raise BadInput(f"{row.origin}: nothing of its answers is within {config.max_length} tokens")
+        return samples[0]
+
+    def read(self, rows: Sequence[tuple[str, Served]]) -> Iterator[list[Reading]]:
+        """Rows with their keys, some at a time, in about their order."""
+        for start in range(0, len(rows), WINDOW):
+            samples: list[tuple[str, Served, Sample]] = []
+            refused = []
+            for key, row in rows[start : start + WINDOW]:
+                try:
+                    samples.append((key, row, self.sample(row)))
+                except BadInput as error:
+                    refused.append(Reading(key, {}, problem=str(error).removeprefix(f"{row.origin}: ")))
+            if refused:
+                yield refused
+            samples.sort(key=lambda each: len(each[2]))
+            while samples:
+                size = max(BATCH_TOKENS // len(samples[-1][2]), 1)  # the longest first
+                batch, samples = samples[-size:], samples[:-size]
+                yield self._batch(batch)
+
+    @torch.no_grad()
+    def _batch(self, rows: Sequence[tuple[str, Served, Sample]]) -> list[Reading]:
+        target, head = self.target, self.head
+        laid = collate([[StoredSample(sample)] for _, _, sample in rows]).to(target.device)
+        output = target.forward(laid.input_ids, feature_layers=head.feature_layers)
+        num_draft = min(head.num_depths, head.default_draft_tokens)
+        drafted = head.loss(DraftBatch(laid.input_ids, laid.loss_mask, output), num_depths=num_draft)
+        readings = []
+        for i, (key, row, _) in enumerate(rows):
+            starts = ChainStarts(drafted.starts.positions[i : i + 1], drafted.starts.valid[i : i + 1])
+            counted = expected_acceptance(starts, drafted.hits[i : i + 1], num_draft_tokens=num_draft)
+            at = laid.loss_mask[i].nonzero()[:, 0]  # [N] positions of the answers
+            tokens = laid.input_ids[i, at]
+            # without the last token: an answer that was cut, and does not say so, has an end there of another's
+            temperatures = temperatures_for(row.temperature) if self.judges and key.startswith(NEW) else ()
+            typical = self._typicality(output.post_norm[i, at[:-1] - 1], tokens[:-1], temperatures)
+            known = tokens if head.vocabulary is None else tokens[torch.isin(tokens, head.vocabulary.to_target)]
+            readings.append(Reading(key, typical, len(tokens), len(known), counted.num_rounds, counted.num_committed))
+        return readings
+
+    def _typicality(self, states: Tensor, tokens: Tensor, temperatures: Sequence[float]) -> dict[str, float]:
+        """Args: states: [N, D] from which the tokens [N] were predicted."""
+        if not temperatures:
+            return {}
+        sums = torch.zeros(len(temperatures), 2, device=states.device)
+        for part, following in zip(states.split(POSITIONS), tokens.split(POSITIONS), strict=True):
+            logits = self.target.logits(part).float()  # [N, V]
+            sums += torch.stack([typicality(logits, following, temperature) for temperature in temperatures])
+        pairs = zip(temperatures, sums, strict=True)
+        return {str(temperature): round(standardised(parts), 3) for temperature, parts in pairs}
+
+    @torch.no_grad()
+    def own_answers(self, rows: Sequence[Served], *, seed: int, go_on: Callable[[], None]) -> list[OwnAnswers]:
+        """The target answers the prompts of some rows itself, at the temperatures of OWN."""
+        prompts: list[list[int]] = []
+        for row in rows:
+            try:
+                prompt = prompt_of(self.sample(row))
+            except BadInput:
+                continue
+            if len(prompt) + ANSWER_TOKENS <= self.target.max_positions and len(prompts) < ASKED:
+                prompts.append(prompt)
+        found = []
+        for temperature in OWN if prompts else ():
+            go_on()
+            source = torch.Generator(self.target.device).manual_seed(seed)
+            how = {"max_new_tokens": ANSWER_TOKENS, "temperature": temperature, "generator": source}
+            answers = generate(self.target, None, prompts, **how).token_ids
+            values = []
+            for prompt, answer in zip(prompts, answers, strict=True):
+                ids = torch.tensor([prompt + answer], device=self.target.device)
+                states = self.target.forward(ids).post_norm[0, len(prompt) - 1 : -1]
+                values += self._typicality(states, ids[0, len(prompt) :], [max(temperature, LOWEST)]).values()
+            found.append(OwnAnswers(temperature, values))
+        return found
+
+
+def readings_in(path: Path) -> dict[str, Reading]:
+    """Those that were kept, by key; the last line of a run that was killed may be cut."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    found = [Reading(**json.loads(line)) for line in lines if line.endswith(b"\n")]
+    return {reading.key: reading for reading in found}
+
+
+def keep(path: Path, readings: Sequence[Reading]) -> None:
+    """Behind those that are there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = path.read_bytes() if path.exists() else b""
+    with path.open("r+b" if path.exists() else "wb") as file:
+        file.seek(whole.rfind(b"\n") + 1)  # over what a kill cut
+        file.write("".join(json.dumps(asdict(reading)) + "\n" for reading in readings).encode())
+        file.truncate()

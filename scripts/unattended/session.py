@@ -1,0 +1,112 @@
+"""What all stages of an unattended run share: settings, folder, the journal as it grows, and steps that it keeps."""
+
+import hashlib
+import json
+import shlex
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from rich.console import Console
+
+from ...configs.errors import BadInput, first_line
+from ...configs.loader import build
+from ...heads.loading import default_dtype
+from ...train.stopping import Stopping
+from .clock import Clock, clock_words
+from .steps import Runner, StepRecord
+
+
+class Settings(Protocol):
+    """What a run was asked for; a folder goes on with the same alone. budget: seconds. launcher: of training."""
+
+    @property
+    def budget(self) -> float: ...
+    @property
+    def launcher(self) -> str: ...
+
+
+class Journal(Protocol):
+    """What a run found and decided. A run that was killed goes on from it."""
+
+    seconds: float
+    steps: list[StepRecord]
+
+    def write(self, folder: Path) -> None: ...
+
+
+S = TypeVar("S", bound=Settings)
+J = TypeVar("J", bound=Journal)
+T = TypeVar("T")
+
+
+@dataclass
+class Session(Generic[S, J]):
+    """A run in its folder. keep: called when from then on a failure is to leave the folder."""
+
+    settings: S
+    journal: J
+    folder: Path
+    clock: Clock
+    stopping: Stopping
+    console: Console
+    keep: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        launcher = shlex.split(self.settings.launcher)
+        self.runner = Runner(self.folder / "logs", self.clock, self.stopping, launcher)
+
+    def say(self, words: str, *, seconds: float | None = None, command: str = "") -> None:
+        """What is done next, and how long that takes about."""
+        about = "" if seconds is None else f" (about {clock_words(seconds)})"
+        now = f"[{clock_words(self.clock.used)} of {clock_words(self.settings.budget)}]"
+        self.console.print(f"{now} {words}{about}", highlight=False, soft_wrap=True)
+        if command:
+            self.console.print(f"    {command}", style="dim", highlight=False, soft_wrap=True)
+
+    def write(self) -> None:
+        self.clock.note()
+        self.journal.seconds = round(self.clock.used, 1)
+        self.journal.write(self.folder)
+
+    def step(self, what: str, words: list[str], *, name: str, seconds: float, until: float | None = None) -> StepRecord:
+        """Say and run a command, and keep its record."""
+        self.say(what, seconds=seconds, command=self.runner.shown(words))
+        record = self.runner.run(name, words, until=until)
+        self.journal.steps.append(record)
+        return record
+
+    def go_on(self) -> None:
+        """Between two parts of a stage in this process. Raises SystemExit where it was told to stop."""
+        if self.stopping.received:
+            raise SystemExit(self.stopping.exit_code)
+        self.clock.note()
+
+
+def read_journal(path: Path, cls: type[T], new: T) -> T:
+    """As a run left it; the new one where there is none. Raises BadInput on a damaged file."""
+    if not path.exists():
+        return new
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path}: cannot be read; give a new folder") from error
+    return build(cls, found, where=str(path))
+
+
+def digest(paths: Iterable[str]) -> str:
+    """Of what is in the files; of others, such as data sets on the hub, their names."""
+    found = hashlib.sha256()
+    for path in paths:
+        file = Path(path).expanduser()
+        found.update(file.read_bytes() if file.is_file() else path.encode())
+    return found.hexdigest()[:16]
+
+
+def target_dtype(target: str, device: str, dtype: str) -> str:
+    """As `headstart eval` has it. Raises BadInput where there is no such target."""
+    try:
+        return dtype or default_dtype(target, device)
+    except OSError as error:
+        raise BadInput(f"--target {target}: {first_line(error)}") from error

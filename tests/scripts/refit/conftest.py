@@ -1,0 +1,65 @@
+"""Traffic that a tiny target served, and a head that drafts for it."""
+
+import json
+import random
+
+import pytest
+import torch
+from headstart.eval.generate import generate
+from headstart.heads.target import Target
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}w03 {{ m['content'] }} w02 {% else %}w01 {{ m['content'] "
+    "}} {% endif %}{% endfor %}{% if add_generation_prompt %}w03 {% endif %}"
+)
+
+
+@pytest.fixture
+def chat_target(chat_target):
+    """With words of which none begins with another, and a template that puts the same before every answer."""
+    words = Tokenizer(models.WordLevel({f"w{i:02}": i for i in range(61)}, unk_token="w00"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w02", pad_token="w00")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(chat_target)
+    return chat_target
+
+
+@pytest.fixture
+def served_by(chat_target):
+    """served_by("greetings", 20): a target's answers to as many prompts of a domain; `by` another one's, at random."""
+    target = Target.load(chat_target)
+
+    def answered(domain, count, *, by="target", temperature=0.0):
+        source = random.Random(domain)
+        first = 4 + source.randrange(20)
+        asked = [" ".join(f"w{first + source.randrange(30):02}" for _ in range(3)) for _ in range(count)]
+        rows = [[{"role": "user", "content": question}] for question in asked]
+        kind = {"add_generation_prompt": True, "return_dict": True}
+        prompts = [target.tokenizer.apply_chat_template(row, **kind)["input_ids"] for row in rows]
+        drawn = torch.Generator().manual_seed(1)
+        answers = generate(target, None, prompts, max_new_tokens=20, temperature=temperature, generator=drawn).token_ids
+        if by != "target":
+            answers = [[source.randrange(3, 61) for _ in range(20)] for _ in prompts]
+        texts = [" ".join(f"w{token:02}" for token in answer if token != 2) for answer in answers]
+        return [
+            {"messages": [*row, {"role": "assistant", "content": text}], "domain": domain, "truncated": True}
+            for row, text in zip(rows, texts, strict=True)
+            if len(text.split()) > 3
+        ]
+
+    return answered
+
+
+@pytest.fixture
+def file_of(tmp_path):
+    """file_of("logs", rows): a JSONL file of that name."""
+
+    def write(name, rows):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    return write

@@ -1,0 +1,103 @@
+"""`headstart refit` as a whole: what it makes, what it refuses, and that it goes on where it was killed."""
+
+import json
+
+import pytest
+from headstart.scripts.refit import decision
+from headstart.scripts.unattended.steps import Runner
+
+
+def journal_of(folder):
+    return json.loads((folder / "refit.json").read_text())
+
+
+@pytest.fixture
+def refit(headstart, chat_target, head_folder, in_process, tmp_path):
+    """refit(traffic, replay): exit code, what was said, and refit.json, None where there is none."""
+
+    def call(traffic, replay=None, line="--budget 60s --max-length 64"):
+        folder = tmp_path / "refit"
+        files = ["--traffic", traffic, *([] if replay is None else ["--replay", replay]), "--output", folder]
+        code, out, err = headstart(f"refit {line}", "--target", chat_target, "--head", head_folder, *files)
+        return code, out + err, journal_of(folder) if (folder / "refit.json").exists() else None
+
+    return call
+
+
+def test_from_served_traffic_to_a_decision(refit, served_by, file_of, in_process, tmp_path):
+    old, new = served_by("old", 16), served_by("new", 40)
+    others = [{**row, "domain": "others"} for row in served_by("others", 10, by="another")]
+    rows = [{**row, "timestamp": 1770000000 + 604800 * (i % 2)} for i, row in enumerate([*new, *others])]
+    code, said, found = refit(file_of("logs", [*rows, {"no": "row"}]), file_of("old", old))
+    assert code == 0, said
+    assert found["found"]["unread"] == {"no answer among the keys no": 1}
+    lines = {int(origin.rpartition(":")[2]) for origin in found["foreign"]["origins"]}
+    assert lines == set(range(len(new) + 1, len(rows) + 1)), "the answers of others are found, and no more"
+    assert {part["week"] for part in found["drift"]} == {"all", "2026-W06", "2026-W07"}
+    assert {(part["traffic"], part["domain"]) for part in found["drift"]} >= {("new", "all"), ("new", "new")}
+    assert [words[0] for words in in_process] == ["train"] and found["steps"][0]["command"] in said
+    train = [json.loads(line) for line in (tmp_path / "refit" / "data" / "train.jsonl").read_text().splitlines()]
+    held_out = [json.loads(line) for line in (tmp_path / "refit" / "data" / "held_out.jsonl").read_text().splitlines()]
+    learnt = {row["messages"][0]["content"] for row in train}
+    assert not learnt & {row["messages"][0]["content"] for row in held_out}, "held out is never learnt from"
+    assert sum(row["category"] == "old" for row in train) == len(train) // 2, "half of what is learnt is old"
+    [whole] = [each for each in found["compared"] if (each["traffic"], each["domain"]) == ("new", "all")]
+    assert whole["interval"][0] < whole["ratio"] < whole["interval"][1] and whole["conversations"] == 13
+    assert found["decision"]["deploy"] == (whole["interval"][0] > 1 and whole["ratio"] >= decision.LEAST_GAIN)
+    page = (tmp_path / "refit" / "refit.html").read_text()
+    assert found["decision"]["headline"] in page and "<script" not in page and found["decision"]["headline"] in said
+    ran = len(in_process)
+    code, said, again = refit(tmp_path / "logs.jsonl", tmp_path / "old.jsonl")
+    assert (code, len(in_process), again) == (0, ran, found), "a finished run says its decision again, and does nothing"
+
+
+def test_where_the_answers_are_anothers_nothing_is_learnt(refit, served_by, file_of, in_process):
+    code, said, found = refit(file_of("logs", served_by("new", 20, by="another")))
+    assert code == 0 and not in_process, said
+    assert "are this target's: too few to learn from. Is it the target that served them?" in said
+    assert found["decision"]["headline"] == decision.STAYS and not found["decision"]["deploy"]
+
+
+def test_too_little_traffic_is_refused_and_leaves_nothing(refit, served_by, file_of, tmp_path):
+    code, said, found = refit(file_of("logs", served_by("new", 8)))
+    assert code == 2 and "different conversations, at least 12 are needed" in said
+    assert found is None and not (tmp_path / "refit").exists()
+
+
+def test_a_folder_of_other_traffic_is_refused(refit, served_by, file_of):
+    rows = served_by("new", 20, by="another")
+    assert refit(file_of("logs", rows))[0] == 0
+    code, said, _ = refit(file_of("logs", rows[:-1]))
+    assert code == 2 and "begun with rows" in said and "give a new folder" in said
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_it_was_killed(refit, served_by, file_of, monkeypatch):
+    """Killed behind the first batch that was read, and in training."""
+    from headstart.scripts.refit import run as stages
+
+    logs = file_of("logs", served_by("new", 40))
+    whole_keep, whole_run, calls = stages.keep, Runner.run, []
+
+    def dies(path, readings):
+        whole_keep(path, readings)
+        calls.append(len(readings))
+        raise SystemExit(137)
+
+    monkeypatch.setattr(stages, "keep", dies)
+    assert refit(logs)[0] == 137
+    monkeypatch.setattr(
+        stages, "keep", lambda path, readings: (calls.append(len(readings)), whole_keep(path, readings))
+    )
+
+    def dies_too(self, name, words, *, until=None):
+        raise SystemExit(137)
+
+    monkeypatch.setattr(Runner, "run", dies_too)
+    code, said, before = refit(logs)
+    assert code == 137 and sum(calls) == before["foreign"]["read"], "no row is read twice"
+    monkeypatch.setattr(Runner, "run", whole_run)
+    code, said, found = refit(logs)
+    assert code == 0, said
+    assert all(found[key] == before[key] for key in ("found", "own", "foreign", "drift", "plan"))
+    assert found["decision"] is not None
