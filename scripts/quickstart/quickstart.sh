@@ -25,7 +25,7 @@ step "3. Train an EAGLE-3 head on those answers; the target stays frozen"
 test -f $run/eagle3/final/config.json || "$python" -m headstart.train configs/runs/quickstart_eagle3.yaml
 
 step "4. Evaluate on held-out orders, and on general requests as a contrast: the head, look-ups in its training answers, both"
-headstart eval --target $run/target --drafter head:$run/eagle3/final@3 --drafter suffix:$answers --drafter hybrid:$run/eagle3/final:$answers \
+headstart eval --target $run/target --drafter head:$run/eagle3/final@4 --drafter suffix:$answers --drafter hybrid:$run/eagle3/final:$answers \
     --max-new-tokens 96 --prompts $run/data/orders.jsonl --prompts $run/data/contrast.jsonl --output $run/greedy --repeats 1
 
 step "5. The same with sampled answers, at temperature 0.7"
