@@ -44,12 +44,14 @@ class StepTime:
 
     @classmethod
     def of(
-        cls, setting: DraftSetting | None, *, batch_size: float, context: float, num_timed: int = 0, **parts: float
+        cls, setting: DraftSetting | None, *, batch_size: float, context: float, num_timed: float = 0, **parts: float
     ) -> "StepTime":
         """Of a round of a setting, or of a baseline step. Args: parts: PARTS by name."""
         num_drafted, num_draft = (setting.num_drafted, setting.num_draft_tokens) if setting else (0, 0)
         name = setting.name if setting else None
-        return cls(name, round(batch_size), round(context), 1 + num_drafted, num_draft, **parts, num_timed=num_timed)
+        return cls(
+            name, round(batch_size), round(context), 1 + num_drafted, num_draft, **parts, num_timed=round(num_timed)
+        )
 
     @property
     def round_ms(self) -> float:

@@ -1,7 +1,7 @@
 """`headstart data plan`: run the target in every epoch, or extract its states once? Measured on a sample of rows."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from ...data_pipelines.plan import Comparison
+    from ...data_pipelines.sources import Row
     from ...data_pipelines.storage.samples import Sample
 
 
@@ -66,10 +67,10 @@ def plan(
     reads = reads_of(run, target)
     data = replace(run.data, max_length=min(run.data.max_length, target.max_positions))
 
-    def rows() -> "Iterator[dict[str, Any]]":
+    def rows() -> "Iterator[Row]":
         return iter_rows(data.train, num_rows=data.num_rows)
 
-    def encoded(rows: "Iterable[dict[str, Any]]") -> "Iterator[Sample]":
+    def encoded(rows: "Iterable[Row]") -> "Iterator[Sample]":
         return encode_rows(rows, target.tokenizer, data, counts=Counter())
 
     every = one_of(rows(), lambda probed: list(encoded(probed)), seconds=SURVEY_SHARE * seconds)

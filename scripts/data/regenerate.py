@@ -150,8 +150,8 @@ class EngineAnswers:
                     asked.append(Asked(key, prompt))
 
         yield from take()
-        how = {"batch_size": self.batch_size, "max_new_tokens": limit}
-        for key, tokens in answer_continuously(self.target, asked, drafter=self.head, **how):
+        rows, head = self.batch_size, self.head
+        for key, tokens in answer_continuously(self.target, asked, batch_size=rows, max_new_tokens=limit, drafter=head):
             yield key, self.answer(prompts[key], tokens)
             yield from take()  # the next turn of this conversation
 

@@ -37,12 +37,12 @@ def test_heads_draft_for_rows_that_join_and_leave_what_they_draft_for_one_alone(
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=source))
-    prompts, how = [[token % 6 for token in prompt] for prompt in PROMPTS[:7]], {"max_new_tokens": 24}
+    prompts = [[token % 6 for token in prompt] for prompt in PROMPTS[:7]]
     rounds, run = [], continuous.run_round
     monkeypatch.setattr(continuous, "run_round", lambda *given: rounds.append(run(*given)) or rounds[-1])
     waiting = deque(Asked(str(i), prompt) for i, prompt in enumerate(prompts))
-    answers = dict(answer_continuously(target, waiting, batch_size=3, drafter=head, **how))
-    one_by_one = [generate(target, head, prompt, **how) for prompt in prompts]
+    answers = dict(answer_continuously(target, waiting, batch_size=3, max_new_tokens=24, drafter=head))
+    one_by_one = [generate(target, head, prompt, max_new_tokens=24) for prompt in prompts]
     assert answers == {str(i): done.token_ids[0] for i, done in enumerate(one_by_one)}
     expected = sorted(n for done in one_by_one for one in done.rounds[1:] for n in one.num_committed)
     assert sorted(n for done, _ in rounds[1:] for n in done.num_committed if n) == expected, "the first fills caches"

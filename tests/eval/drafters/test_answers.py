@@ -100,13 +100,14 @@ def test_the_same_question_behind_another_system_prompt_is_left_out(wording, sav
     prompts.write_text(json.dumps({"turns": ["w5 w6"]}) + "\n")
     known = SuffixDrafter(answers=load_answers(answers, target.tokenizer))
     suite = load_suite(prompts, target, max_new_tokens=8, chat=ChatOptions(system="w30 w31 w32"))
+    assert known.answers is not None
     assert suite.prompts[0] not in [prompt for prompt, _ in known.answers.rows], "the tokens are others"
     measure(target, known, suite, MeasureConfig(setting=chain(2), max_new_tokens=8, num_repeats=1), name="suffix")
     assert [prompt for prompt, _ in known.answers.kept] == [known.answers.rows[1][0]]
     other = SuffixDrafter(answers=load_answers(answers, target.tokenizer))
     config = PlanConfig(measure=MeasureConfig(max_new_tokens=8), trees=[])
     Planner(target, other, suite, config, "suffix+answers")
-    assert len(other.answers.kept) == 1
+    assert other.answers is not None and len(other.answers.kept) == 1
 
 
 def read_cache(path):

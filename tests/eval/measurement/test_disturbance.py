@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -141,7 +142,12 @@ while True:
 def test_a_busy_process_on_the_same_core_moves_no_figure_unsaid(monkeypatch):
     """3 s on, 3 s off: the speedup is within 5 % of the quiet machine's, or is said to be disturbed."""
     monkeypatch.setattr(passes, "MOST_AGAIN", noticing.MOST_AGAIN)
-    size = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6, "max_position_embeddings": 1024}
+    size: dict[str, Any] = {
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_hidden_layers": 6,
+        "max_position_embeddings": 1024,
+    }
     config = LlamaConfig(vocab_size=61, num_attention_heads=6, num_key_value_heads=6, **size)
     torch.manual_seed(0)
     target = Target(LlamaForCausalLM(config).eval(), name="toy", fingerprint="toy")

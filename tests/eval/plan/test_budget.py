@@ -124,11 +124,9 @@ def test_what_is_checked_fits_and_keeps_enough_batches_for_an_interval():
 def test_prompts_are_spread_and_their_rounds_are_those_of_decoding_them_alone(target):
     config = MeasureConfig(max_new_tokens=10, batch_size=2)
     settings = chains(NgramDrafter(), (2,))
-    how = {"seconds": 1e-9, "batch_seconds": 1.0}
-    chosen, [found] = accepted_within(target, NgramDrafter(), PROMPTS, settings, config, **how)
-    everything, [whole] = accepted_within(
-        target, NgramDrafter(), PROMPTS, settings, config, seconds=1e9, batch_seconds=1
-    )
+    drafter = NgramDrafter()
+    chosen, [found] = accepted_within(target, drafter, PROMPTS, settings, config, seconds=1e-9, batch_seconds=1.0)
+    everything, [whole] = accepted_within(target, drafter, PROMPTS, settings, config, seconds=1e9, batch_seconds=1)
     assert chosen == [0, 4] and everything == list(range(8))
     assert found.emitted == [whole.emitted[i] for i in chosen]
 
