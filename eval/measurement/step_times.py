@@ -47,11 +47,9 @@ class StepTime:
         cls, setting: DraftSetting | None, *, batch_size: float, context: float, num_timed: float = 0, **parts: float
     ) -> "StepTime":
         """Of a round of a setting, or of a baseline step. Args: parts: PARTS by name."""
-        num_drafted, num_draft = (setting.num_drafted, setting.num_draft_tokens) if setting else (0, 0)
-        name = setting.name if setting else None
-        return cls(
-            name, round(batch_size), round(context), 1 + num_drafted, num_draft, **parts, num_timed=round(num_timed)
-        )
+        name, *sizes = (setting.name, setting.num_drafted, setting.num_draft_tokens) if setting else (None, 0, 0)
+        timed = {**parts, "num_timed": round(num_timed)}
+        return cls(name, round(batch_size), round(context), 1 + sizes[0], sizes[1], **timed)
 
     @property
     def round_ms(self) -> float:
