@@ -149,7 +149,9 @@ class Eagle3Head(RecurrentHead):
     @torch.no_grad()
     def begin_training(self, batches: Iterable[DraftBatch]) -> None:
         if self.config.start == "fitted":
-            fit_start(self, batches)
+            device = self.fc.weight.device
+            fit_start(self.cpu(), batches)
+            self.to(device)
 
     def serving_config(self) -> dict[str, Any]:
         layers = self.feature_layers
@@ -279,18 +281,16 @@ def start_from_target(head: Eagle3Head) -> None:
         raise BadInput(f"head.start target: not with the layers of {target.name}: {first_line(error)}") from error
 
 
-@torch.no_grad()
 def fit_start(head: Eagle3Head, batches: Iterable[DraftBatch]) -> None:
-    """Start a head by `fit_layer`. Logits are scaled to the least cross entropy, by an output norm of larger gain over
-    rows of lm_head as much smaller. Raises: BadInput where rows have too few positions for that."""
+    """Start a head, on the CPU, by `fit_layer`. Logits are scaled to the least cross entropy, by an output norm of
+    larger gain over rows of lm_head as much smaller. Raises: BadInput where rows have too few positions for that."""
     target, first = head.target, cast(Eagle3Layer, head.decoder_layers[0])
     gain = target.final_norm_scale().float()
     by = gain.where(gain.abs() > 1e-3, torch.inf)
     read = ((b.loss_mask, b.output.features, target.embed(b.input_ids), b.output.post_norm / by) for b in batches)
     positions = positions_of(read, most=NUM_FITTED)
-    found, least = len(positions.states), 2 * target.hidden_size
-    if found < least:
-        raise BadInput(f"head.start fitted: needs {least} supervised tokens, not {found}")
+    if len(positions.states) < (least := 2 * target.hidden_size):
+        raise BadInput(f"head.start fitted: needs {least} supervised tokens, not {len(positions.states)}")
     predicted = fit_layer(head.fc, first.self_attn, first.both, positions, head.rotary.frequencies)
     first.mlp.down_proj.weight.zero_()
     some = torch.linspace(0, len(predicted) - 1, 256).long()
