@@ -290,7 +290,7 @@ def fit_start(head: Eagle3Head, batches: Iterable[DraftBatch]) -> None:
     read = ((b.loss_mask, b.output.features, target.embed(b.input_ids), b.output.post_norm / by) for b in batches)
     positions = positions_of(read, most=NUM_FITTED)
     if len(positions.states) < (least := 2 * target.hidden_size):
-        raise BadInput(f"head.start fitted: needs {least} supervised tokens, not {len(positions.states)}")
+        raise BadInput(f"head.start fitted: {len(positions.states)} supervised tokens, needs {least}; else random")
     predicted = fit_layer(head.fc, first.self_attn, first.both, positions, head.rotary.frequencies)
     first.mlp.down_proj.weight.zero_()
     some = torch.linspace(0, len(predicted) - 1, 256).long()
