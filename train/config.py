@@ -73,8 +73,6 @@ class TrainConfig:
             raise BadInput(f"lora_rank {self.lora_rank}: adapters need a trained head, so train.start_from is required")
         if self.matrix_learning_rate is not None and self.optimizer != "muon":
             raise BadInput(f"matrix_learning_rate {self.matrix_learning_rate}: only with optimizer muon")
-        if self.adamw_learning_rate is not None and self.optimizer != "muon":
-            raise BadInput(f"adamw_learning_rate {self.adamw_learning_rate}: only with optimizer muon, in its place")
 
 
 @dataclass(kw_only=True)
