@@ -64,9 +64,7 @@ class Eagle3Config(ParallelConfig):
         self.check_least(1, "num_layers")
         more_norms = self.fc_norm or self.norm_before_fc or self.norm_before_residual or self.norm_output
         if self.start == "fitted" and (self.num_layers > 1 or self.parallel or more_norms):
-            raise BadInput(
-                "start fitted: only of one layer, without parallel drafts and further norms; take start: random"
-            )
+            raise BadInput("start fitted: only of one layer, not parallel, without further norms; take start random")
 
     def resolved(self, target: Target) -> "Eagle3Config":
         layers = default_feature_layers(target.num_layers) if self.feature_layers is None else self.feature_layers
