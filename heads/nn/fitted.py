@@ -127,8 +127,11 @@ def own_position(frequencies: Tensor) -> tuple[Tensor, float]:
 
 def ridge(x: Tensor, y: Tensor, *, strength: float = 1e-2) -> Tensor:
     """x [n, in], y [n, out] -> [in, out] the regularised least-squares map. strength: relative to the mean of x^2."""
-    squares = (x.T @ x).double()
-    squares.diagonal().add_(strength * squares.diagonal().mean())
+    is_wide = x.shape[1] > len(x)  # then the same by the kernel, which is smaller
+    squares = (x @ x.T if is_wide else x.T @ x).double()
+    squares.diagonal().add_(strength * squares.trace() / x.shape[1])
+    if is_wide:
+        return x.T @ torch.linalg.solve(squares, y.double()).float()
     return torch.linalg.solve(squares, (x.T @ y).double()).float()
 
 

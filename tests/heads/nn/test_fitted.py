@@ -76,3 +76,10 @@ def test_too_few_rows_and_other_kinds_of_heads_are_refused(target, batches):
 def test_ridge_finds_a_linear_map():
     x, weight = torch.randn(200, 5), torch.randn(5, 3)
     torch.testing.assert_close(ridge(x, x @ weight, strength=1e-9), weight, atol=1e-4, rtol=1e-4)
+
+
+def test_with_fewer_rows_than_channels_ridge_is_the_same_map():
+    x, y = torch.randn(20, 50), torch.randn(20, 3)
+    squares = x.T @ x
+    wanted = torch.linalg.solve(squares + 1e-2 * squares.diagonal().mean() * torch.eye(50), x.T @ y)
+    torch.testing.assert_close(ridge(x, y), wanted, atol=1e-4, rtol=1e-4)
