@@ -1,15 +1,14 @@
 """`headstart refit`, as a command."""
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ...configs.errors import BadInput
+from ..unattended.options import TIME, Device, Dtype, Launcher, Seed
 
-HEAD, TIME, MACHINE = (partial(typer.Option, rich_help_panel=panel) for panel in ("Head and traffic", "Run", "Machine"))
+HEAD = partial(typer.Option, rich_help_panel="Head and traffic")
 
 
 def refit(
@@ -25,12 +24,10 @@ def refit(
     max_length: Annotated[int, HEAD(help="Tokens of a conversation; longer ones are cut.", min=16)] = 2048,
     budget: Annotated[str, TIME(help="The time for all of it: 90s, 30m, 2h.")],
     output: Annotated[Path, TIME(help="Folder for refit.html, refit.json and all that is made.")],
-    seed: Annotated[int, TIME(help="Of the split and of training.", min=0)] = 0,
-    dtype: Annotated[str, MACHINE(help="As for `headstart eval`.")] = "",
-    device: Annotated[str, MACHINE(help="cpu, cuda ...; default: cuda where there is one.")] = "",
-    launcher: Annotated[
-        str, MACHINE(help="What starts training on several devices: 'accelerate launch --config_file FILE'.")
-    ] = "",
+    seed: Seed = 0,
+    dtype: Dtype = "",
+    device: Device = "",
+    launcher: Launcher = "",
 ) -> None:
     """Keep a head fresh on the traffic that it serves, or say that nothing is to be won.
 
@@ -43,19 +40,14 @@ def refit(
     better on conversations that were held out, and no worse on old ones. The same command again continues a run that
     was killed. refit.json has every decision with its figures.
     """
-    from ...configs.owned import OwnedFolder
-    from ...configs.terminal import PlainConsole
-    from ...data_pipelines.answers.store import check_settings
     from ...heads.loading import default_device
-    from ...train.stopping import Stopping
-    from ..unattended.clock import Clock, parse_budget
-    from ..unattended.session import digest, target_dtype
+    from ..unattended.clock import parse_budget
+    from ..unattended.session import check_started_once, digest, opened, target_dtype
     from .journal import Journal
     from .run import run_all
     from .session import Session, Settings
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise BadInput("headstart refit is started once; --launcher says how training is started on several devices")
+    check_started_once("headstart refit")
     device = device or default_device()
     weights = [str(Path(head, name)) for name in ("config.json", "model.safetensors")]
     settings = Settings(
@@ -73,11 +65,5 @@ def refit(
         seed=seed,
         rows=digest([path for path in (traffic, replay, *weights) if path]),
     )
-    with OwnedFolder(output, command="headstart refit", settings=vars(settings)) as folder:
-        check_settings(folder.settings, vars(settings), folder=folder.path)
-        with Stopping() as stopping:
-            clock, journal = (
-                Clock(folder.path / "clock.json", settings.budget),
-                Journal.read(folder.path, vars(settings)),
-            )
-            run_all(Session(settings, journal, folder.path, clock, stopping, PlainConsole(stderr=True), folder.keep))
+    with opened("headstart refit", output, settings, Journal.read, Session) as run:
+        run_all(run)

@@ -1,11 +1,8 @@
 """refit.json: what a run found and decided, with the figures it went by. A run that was killed goes on from it."""
 
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
 
-from ...configs.files import write_json
-from ..unattended.session import read_journal
+from ..unattended.session import StoredJournal
 from ..unattended.steps import StepRecord
 from .foreign import OwnAnswers
 
@@ -90,10 +87,10 @@ class Decision:
 
 
 @dataclass
-class Journal:
+class Journal(StoredJournal):
     """Everything, in the order in which it comes about; what is not known yet is null or empty."""
 
-    settings: dict[str, Any]
+    file_name = NAME
     schema_version: int = SCHEMA_VERSION
     found: Found | None = None
     reading_until: float | None = None  # seconds of the budget
@@ -107,11 +104,3 @@ class Journal:
     decision: Decision | None = None
     seconds: float = 0.0
     steps: list[StepRecord] = field(default_factory=list)
-
-    def write(self, folder: Path) -> None:
-        write_json(folder / NAME, asdict(self))
-
-    @classmethod
-    def read(cls, folder: Path, settings: dict[str, Any]) -> "Journal":
-        """As a run left it; a new one where there is none. Raises BadInput on a damaged file."""
-        return read_journal(folder / NAME, cls, cls(settings))

@@ -2,16 +2,22 @@
 
 import hashlib
 import json
+import os
 import shlex
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from rich.console import Console
 
 from ...configs.errors import BadInput, first_line
+from ...configs.files import write_json
 from ...configs.loader import build
+from ...configs.owned import OwnedFolder
+from ...configs.terminal import PlainConsole
+from ...data_pipelines.answers.store import check_settings
 from ...heads.loading import default_dtype
 from ...train.stopping import Stopping
 from .clock import Clock, clock_words
@@ -84,15 +90,53 @@ class Session(Generic[S, J]):
         self.clock.note()
 
 
-def read_journal(path: Path, cls: type[T], new: T) -> T:
-    """As a run left it; the new one where there is none. Raises BadInput on a damaged file."""
-    if not path.exists():
-        return new
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{path}: cannot be read; give a new folder") from error
-    return build(cls, found, where=str(path))
+@dataclass
+class StoredJournal:
+    """A journal as a JSON file of the run's folder. settings: what the run was asked for, as in the folder's marker."""
+
+    file_name: ClassVar[str]
+    settings: dict[str, Any]
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / self.file_name, asdict(self))
+
+    @classmethod
+    def read(cls, folder: Path, settings: dict[str, Any]) -> Self:
+        """As a run left it; a new one where there is none. Raises BadInput on a damaged file."""
+        path = folder / cls.file_name
+        if not path.exists():
+            return cls(settings)
+        try:
+            found = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise BadInput(f"{path}: cannot be read; give a new folder") from error
+        return build(cls, found, where=str(path))
+
+
+@contextmanager
+def opened(
+    command: str,
+    output: Path,
+    settings: S,
+    journal: Callable[[Path, dict[str, Any]], J],
+    session: Callable[[S, J, Path, Clock, Stopping, Console, Callable[[], None]], T],
+) -> Iterator[T]:
+    """A run in its folder, begun or gone on with; Ctrl-C stops it softly.
+
+    Raises: BadInput on a folder that is not the command's, or was made with other settings.
+    """
+    asked = vars(settings)
+    with OwnedFolder(output, command=command, settings=asked) as folder:
+        check_settings(folder.settings, asked, folder=folder.path)
+        with Stopping() as stopping:
+            clock, found = Clock(folder.path / "clock.json", settings.budget), journal(folder.path, asked)
+            yield session(settings, found, folder.path, clock, stopping, PlainConsole(stderr=True), folder.keep)
+
+
+def check_started_once(command: str) -> None:
+    """Raises BadInput in one of several processes: steps that need them start them."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise BadInput(f"{command} is started once; --launcher says how training is started on several devices")
 
 
 def digest(paths: Iterable[str]) -> str:
