@@ -174,6 +174,8 @@ def test_what_a_head_draws_is_a_function_of_seed_step_and_rank(run):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_and_leaves(number, code, run, monkeypatch, tmp_path, capsys):
+    if number == signal.SIGINT:  # which shells ignore in what they start in the background
+        signal.signal(number, signal.default_int_handler)
     whole = run("medusa", "whole")
 
     def stepped(self, step, batches, real=trainer.Loop.step):
