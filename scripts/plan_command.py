@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -53,6 +54,11 @@ def plan(
     batch_size: Annotated[list[int] | None, Option(help="Repeatable. [default: 1, 4, 16]", min=1)] = None,
     context: Annotated[list[int] | None, Option(help="Also plan for so much context. Repeatable.", min=1)] = None,
     machine: Annotated[str, Option(help="Predict for this machine: a shipped profile's name, or a machine.json.")] = "",
+    served: Annotated[
+        Path | None, Option(help="For llama-server instead: what `headstart export --to llama.cpp` wrote of this head.")
+    ] = None,
+    server_bin: Annotated[Path | None, Option(envvar="LLAMA_SERVER", help="Its binary, for --served.")] = None,
+    server_args: Annotated[str, Option(help="More flags of its, as one types them.")] = "",
     check: Annotated[
         str, Option(help="Measure too: advice (the most promising, to choose from), all (every cell), none.")
     ] = "advice",
@@ -74,6 +80,7 @@ def plan(
       headstart plan --target MODEL --head runs/a/final --prompts prompts.jsonl --output runs/a/plan
       headstart plan --target MODEL --synthetic-acceptance 0.8,0.7,0.6 --prompts prompts.jsonl --output runs/what-if
       headstart plan --target MODEL --head runs/a/final --machine h100-llama-3.1-8b-vllm ...
+      headstart plan --target MODEL --head runs/a/final --served served/a --server-bin llama-server ...
 
     Each setting decodes the prompts once, for what is accepted; a few rounds are timed per setting, batch size and
     context. The most promising are then measured, chosen from, and the prediction's error shown. With --machine nothing
@@ -87,11 +94,15 @@ def plan(
     from ..eval.plan.budget import Budget, compiled_within
     from ..eval.plan.machine_profile import load_profile
     from ..eval.plan.planner import PlanConfig, Planner
+    from ..eval.plan.served import ServedPlanner, exported_files
     from ..heads.loading import default_device, default_dtype
     from ..heads.target import Target
     from .eval_run import WantedSuites, progress
 
     rates = check_choices(head, drafter, synthetic_acceptance, head_type)
+    if served and (not head or machine):
+        raise BadInput(f"--served {served}: goes with --head, and without --machine")
+    files_served = exported_files(served, server_bin, server_args) if served else None
     if prompts and suite:
         raise BadInput("give --prompts or --suite, not both: a plan is for one kind of traffic")
     files, named = ([], [suite]) if suite else ([prompts or GENERAL_PROMPTS], [])
@@ -100,7 +111,7 @@ def plan(
         measure=MeasureConfig(max_new_tokens=max_new_tokens, temperature=temperature, num_repeats=repeats),
         lengths=num_draft_tokens or range(1, 9),
         trees=None if tree is None else [name for name in tree if name != "none"],
-        batch_sizes=sorted(set(batch_size or (1, 4, 16))),
+        batch_sizes=sorted(set(batch_size or ((1,) if served else (1, 4, 16)))),
         contexts=context or (),
         check=check,
         machine=load_profile(machine) if machine else None,
@@ -121,7 +132,8 @@ def plan(
                 traffic, config = answerable(loaded, traffic, config, budget)
             new = config.measure.max_new_tokens
             name, chosen = planned_drafter(loaded, spec, traffic, rates, head_type, max_new_tokens=new)
-            planned = Planner(loaded, chosen, traffic, config, name, bar=progress, budget=budget).plan()
+            kind = partial(ServedPlanner, files=files_served) if files_served else Planner
+            planned = kind(loaded, chosen, traffic, config, name, bar=progress, budget=budget).plan()
         folder.record(settings)
         write(loaded, planned, folder.path)
     show(planned, PlainConsole())
@@ -180,7 +192,7 @@ def write(target: "Target", planned: "Plan", output: Path) -> None:
     from ..eval.plan.machine_profile import fit_profile
 
     here = Environment.of(target)
-    if planned.step_times:
+    if planned.step_times and planned.engine == "headstart":
         source = f"headstart plan, headstart {here.headstart}, torch {here.torch}, {here.num_threads} threads"
         name, device = output.resolve().name, here.device
         profile = fit_profile(target, planned.step_times, name=name, device=device, source=source)
@@ -214,7 +226,7 @@ def show(planned: "Plan", console: Console) -> None:
     if check.num_cells:
         apart = f"median {check.median_error:.1%}, at most {check.max_error:.1%}"
         console.print(f"prediction against measurement in {check.num_cells} cells: {apart} apart", highlight=False)
-    most = max(part.num_draft_tokens for part in planned.vllm_schedule)
+    most = max((part.num_draft_tokens for part in planned.vllm_schedule), default=0)
     if most:
         keys = {"num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": planned.vllm_schedule}
         console.print(f"vLLM, in --speculative-config: {json.dumps(keys)[1:-1]}", highlight=False, soft_wrap=True)

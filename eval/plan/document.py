@@ -53,6 +53,7 @@ class Plan:
     max_new_tokens: int
     temperature: float
     machine: str | None  # the profile's name, of a plan for another machine
+    engine: str = "headstart"  # whose rounds were timed; or llama-server
     acceptance: list[Accepted]
     step_times: list[StepTime]  # measured here; none for another machine
     cells: list[Cell]

@@ -1,0 +1,121 @@
+"""The plan of a head in llama-server: its step times and its check in place of ours."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ...configs.errors import BadInput
+from ..measurement.config import DraftSetting, MeasureConfig
+from ..measurement.metrics import LEAST_TIMED
+from ..measurement.result import Result
+from ..measurement.servers.llama_server import ServerFiles
+from ..measurement.servers.served import measure_served
+from ..measurement.step_times import StepTime
+from .document import Plan
+from .engine_settings import ScheduleRange
+from .load import LoadPoint
+from .planner import Planner, spread
+from .prediction import Accepted, Cell, StepTimes, shortlist
+
+
+def exported_files(folder: Path, binary: Path | None, args: str) -> ServerFiles:
+    """What `headstart export --to llama.cpp` wrote, as the server reads it. Raises BadInput where a file is missing."""
+    if binary is None:
+        raise BadInput(f"--served {folder}: name llama-server's binary with --server-bin or in LLAMA_SERVER")
+    for name, how in (("head.gguf", ""), ("target.gguf", " and --target-outtype bf16")):
+        if not (folder / name).is_file():
+            raise BadInput(
+                f"--served {folder}: no {name}; headstart export --to llama.cpp --outtype bf16{how} writes it"
+            )
+    return ServerFiles(binary, folder / "target.gguf", folder / "head.gguf", args)
+
+
+@dataclass
+class ServedPlanner(Planner):
+    """Of chains at batch 1, greedy, as llama-server drafts. What texts accept is decoded here: it accepts the same."""
+
+    files: ServerFiles = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        config = self.config
+        if config.measure.temperature or config.trees or list(config.batch_sizes) != [1] or config.contexts:
+            raise BadInput("--served: plans chains at batch 1, greedily; leave out --temperature, --tree and --context")
+        self.config = replace(config, trees=[])
+        super().__post_init__()
+
+    def plan(self) -> Plan:
+        """As its own, without what other engines take."""
+        return replace(super().plan(), engine="llama-server", vllm_schedule=[], sglang_flags=None)
+
+    def time(self, accepted: Sequence[Accepted]) -> list[StepTime]:
+        """Rounds of llama-server, drafting included. Chains between the measured ones are left to the table."""
+        timed = spread([each.setting for each in accepted])
+        results = self.serve(timed, most=LEAST_TIMED, seconds=self.budget.room("step times"), repeats=1)
+        bases = [result.baseline_time_per_output_token_ms or 0.0 for result in results]
+        if not all(bases) or not all(result.num_rounds for result in results):
+            raise BadInput("--prompts: llama-server's answers end too early to be timed")
+        step = statistics.median(bases)
+        context = self.workload.context
+        times = [StepTime.of(None, batch_size=1, context=context, verify_ms=step, draft_ms=0.0, overhead_ms=0.0)]
+        for setting, result, base in zip(timed, results, bases, strict=True):
+            per_round = (result.time_per_output_token_ms or 0.0) * result.num_committed / result.num_rounds
+            times.append(
+                StepTime.of(
+                    setting,
+                    batch_size=1,
+                    context=context,
+                    num_timed=result.num_rounds,
+                    verify_ms=per_round * step / base,  # in baseline steps beside it
+                    draft_ms=0.0,
+                    overhead_ms=0.0,
+                )
+            )
+        return times
+
+    def check(self, cells: Sequence[Cell]) -> list[Cell]:
+        """The cells, those that are chosen timed in llama-server, by turns with its plain decoding."""
+        chosen = {"all": list(cells), "advice": shortlist(cells), "none": []}[self.config.check]
+        room, each = self.budget.room("check"), 2 * self.answer_seconds
+        if chosen and room < each * len(chosen) * LEAST_TIMED:
+            chosen.sort(key=lambda cell: -cell.predicted_speedup)
+            fits = int(room / each / LEAST_TIMED)
+            self.budget.left_out += [f"measuring {self.name} at {cell.setting.name}" for cell in chosen[fits:]]
+            chosen = chosen[:fits]
+        repeats = self.config.measure.num_repeats
+        settings = [cell.setting for cell in chosen]
+        results = self.serve(settings, most=len(self.suite.prompts), seconds=room, repeats=repeats) if chosen else []
+        found = {
+            cell.setting: replace(
+                cell,
+                measured_speedup=result.speedup,
+                measured_ci95=result.speedup_ci95,
+                num_timed=result.num_timed,
+            )
+            for cell, result in zip(chosen, results, strict=True)
+        }
+        return [found.get(cell.setting, cell) for cell in cells]
+
+    def load(
+        self, accepted: list[Accepted], times: StepTimes, fixed: DraftSetting, ranges: list[ScheduleRange], most: int
+    ) -> list[LoadPoint]:
+        """None: batches are not served."""
+        return []
+
+    @property
+    def answer_seconds(self) -> float:
+        """What one plain answer takes at most: our engine's time, which is no shorter."""
+        return self.costs.prefill(1) + self.config.measure.max_new_tokens * self.costs.step(1)
+
+    def serve(self, settings: Sequence[DraftSetting], *, most: int, seconds: float, repeats: int) -> list[Result]:
+        """Each setting on the first so many prompts that fit, at most `most`."""
+        fits = int(seconds / (len(settings) * 2 * repeats * max(self.answer_seconds, 1e-6)))
+        number = max(1, min(most, fits, len(self.suite.prompts)))
+        new = self.config.measure.max_new_tokens
+        config = MeasureConfig(max_new_tokens=new, num_repeats=repeats)
+        tick = self.bar(number * len(settings), f"llama-server with {self.name}")
+        lengths = [setting.num_draft_tokens for setting in settings]
+        part = self.suite.subset(range(number))
+        results = measure_served(self.target, self.files, part, config, lengths, on_prompt=tick)
+        tick()
+        return results
