@@ -2,6 +2,7 @@
 accepted in a round as in our engine."""
 
 from collections import Counter
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ import torch
 from headstart.data_pipelines.parallel import chunks
 from headstart.eval.generate import generate
 from headstart.eval.measurement.config import MeasureConfig
-from headstart.eval.measurement.metrics import acceptance
 from headstart.eval.measurement.servers.llama_server import ServerFiles
 from headstart.eval.measurement.servers.served import measure_served
 from headstart.eval.suites.prompts import Suite
+from headstart.heads.base import DraftBatch, DraftHead
 from headstart.heads.block import BlockHead
 from headstart.heads.export.check import check_export
 from headstart.heads.export.llamacpp import Conversion
@@ -24,15 +25,17 @@ from headstart.heads.target import Target
 from headstart.scripts.quickstart.prompts import orders
 from headstart.scripts.target_command import KNOWN, fetch
 
-# LENGTH: a first token and whole rounds of K + 1, as llama-server drafts no more than the text has room for
+# LENGTH: a first token and whole rounds of K + 1, so that all drafts can be accepted up to the text's end
 NUM_PROMPTS, LENGTH, K = 32, 25, 3
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
-    "eagle3, cut vocabulary": ("eagle3", {"start": "target", "num_depths": K, "draft_vocab_size": 1024}),
-    "eagle3, whole vocabulary": ("eagle3", {"start": "target", "num_depths": K}),
+    "eagle3, cut vocabulary": ("eagle3", {"start": "fitted", "num_depths": K, "draft_vocab_size": 1024}),
+    "eagle3, whole vocabulary": ("eagle3", {"start": "fitted", "num_depths": K}),
     "dspark": ("block", {"num_depths": K, "markov_rank": 64, "draft_vocab_size": 1024, "output": "own"}),
     "the target as its own draft model": ("draft_lm", {"num_depths": K}),
 }
-ACCEPTED = {"dspark": 1.3, "the target as its own draft model": 3.99}  # at least; fresh EAGLE-3 heads have next to none
+LEAST = {
+    "the target as its own draft model": 3.99
+}  # tokens per forward; others 1.3, so that there is something to compare
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
@@ -81,6 +84,14 @@ def draft_what_followed(head: BlockHead, answers: list[list[int]]) -> None:
         first[before] = 12 * second[head.vocabulary.to_draft[token]]
 
 
+def texts_of(target: Target, head: DraftHead, suite: Suite, answers: list[list[int]]) -> Iterator[DraftBatch]:
+    """Prompts and answers, for a start in closed form: without a step of training, drafts are accepted."""
+    for prompt, answer in zip(suite.prompts, answers, strict=True):
+        ids = torch.tensor([[*prompt, *answer]])
+        output = target.forward(ids, feature_layers=tuple(head.feature_layers))
+        yield DraftBatch(ids, torch.ones_like(ids).bool(), output)
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_llama_server_keeps_the_text_and_accepts_as_many_drafts_as_we_do(
     name, llamacpp, world, target_gguf, tmp_path, figures
@@ -97,6 +108,8 @@ def test_llama_server_keeps_the_text_and_accepts_as_many_drafts_as_we_do(
     head = build_head(config, target, draft_token_ids=ids, seed=1)
     if isinstance(head, BlockHead):
         draft_what_followed(head, answers)
+    if family == "eagle3":
+        head.begin_training(texts_of(target, head, suite, answers))
     save_head(head, tmp_path / "run" / "final")
     out, conversion = tmp_path / "out", Conversion(checkout, "f32", None if target_gguf.exists() else "f32")
     export_head(tmp_path / "run", out, to="llama.cpp", dtype="float32", conversion=conversion)
@@ -109,21 +122,19 @@ def test_llama_server_keeps_the_text_and_accepts_as_many_drafts_as_we_do(
     [theirs] = measure_served(target, files, suite, measured, [K])
     ends = sorted(target.eos_token_ids)
     how = {"max_new_tokens": LENGTH, "eos_token_ids": ends, "num_draft_tokens": K}
-    runs = [generate(target, head, prompts, **how) for prompts in chunks(suite.prompts, size=8)]
-    ours = acceptance((done for run in runs for done in run.rounds), num_draft_tokens=K)
-    assert ours.length is not None and theirs.acceptance_length is not None
-    if name in ACCEPTED:
-        assert ours.length > ACCEPTED[name], "drafts are accepted, so that there is something to compare"
+    rounds = [done for part in chunks(suite.prompts, size=8) for done in generate(target, head, part, **how).rounds[1:]]
+    # of the last round's tokens only those that the text has room for, as there
+    ours = sum(sum(done.num_emitted) for done in rounds) / sum(one > 0 for done in rounds for one in done.num_committed)
+    assert theirs.acceptance_length is not None
+    assert ours > LEAST.get(name, 1.3)
     assert theirs.lossless.identical == theirs.lossless.checked == NUM_PROMPTS
-    assert theirs.acceptance_length - 1 == pytest.approx(ours.length - 1, rel=0.02)
+    assert theirs.acceptance_length - 1 == pytest.approx(ours - 1, rel=0.02)
     figures.append(
         {
             "head": name,
             "K": K,
-            "acceptance_length": round(ours.length, 4),
+            "acceptance_length": round(ours, 4),
             "llama_server_acceptance_length": theirs.acceptance_length,
-            "llama_server_speedup": theirs.speedup,
-            "llama_server_speedup_ci95": theirs.speedup_ci95,
             "identical_texts": f"{theirs.lossless.identical}/{theirs.lossless.checked}",
         }
     )
