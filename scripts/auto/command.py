@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ...configs.errors import BadInput
 from ..unattended.options import TIME, Device, Dtype, Launcher, Seed
 
 TRAFFIC = partial(typer.Option, rich_help_panel="Traffic")
@@ -21,6 +22,10 @@ def auto(
     output: Annotated[Path, TIME(help="Folder for auto.html, auto.json and all that is made.")],
     engine: Annotated[str, TIME(help="That will serve the head: headstart, vllm, sglang or llama.cpp.")] = "headstart",
     batch_size: Annotated[int, TIME(help="Rows that are served at a time.", min=1)] = 1,
+    load: Annotated[
+        float,
+        TIME(help="Instead: requests per second. Rows that they keep busy follow from step times.", min=0),
+    ] = 0.0,
     seed: Seed = 0,
     dtype: Dtype = "",
     device: Device = "",
@@ -48,6 +53,8 @@ def auto(
     check_started_once("headstart auto")
     seconds = parse_budget(budget)
     check_engine(engine)
+    if load and batch_size != 1:
+        raise BadInput("give --load or --batch-size, not both")
     device = device or default_device()
     settings = Settings(
         target=target,
@@ -56,6 +63,7 @@ def auto(
         budget=seconds,
         engine=engine,
         batch_size=batch_size,
+        load=load,
         max_new_tokens=max_new_tokens,
         dtype=target_dtype(target, device, dtype),
         device=device,

@@ -111,6 +111,15 @@ class Evaluation:
     report: str = ""
 
 
+@dataclass
+class SizePlan:
+    """The head's K or tree by batch size. plan: has it; empty until it is there. problem: why there is none."""
+
+    seconds: float
+    plan: str = ""
+    problem: str = ""
+
+
 @dataclass(frozen=True)
 class Decision:
     """What to do. commands: that serve it, or decode with it. drafter: as `headstart eval --drafter` takes it."""
@@ -140,6 +149,7 @@ class Journal(StoredJournal):
     rungs: list[Rung] = field(default_factory=list)
     chosen: Chosen | None = None
     evaluation: Evaluation | None = None
+    sizes: SizePlan | None = None
     exported: str = ""  # folder
     decision: Decision | None = None
     seconds: float = 0.0

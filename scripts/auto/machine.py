@@ -26,6 +26,7 @@ from .prediction import LEAST_GAIN, RoundCost, bound
 MOST_DRAFTED = 5  # the longest chain that is considered
 VOCABULARY_SHARE = 16  # a cut vocabulary, before the answers are known, is one in so many of the target's tokens,
 LEAST_VOCABULARY = 1024  # and at least so many
+MOST_ROWS = 64  # that a load is spread over
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def measure_machine(
     go_on: Callable[[Measured | None], bool],
 ) -> Machine:
     """Args: go_on: called before the first candidate and after each; False: the rest is left out, for lack of time."""
-    steps = "eager" if target.device.type == "cpu" else "graph"
+    steps = steps_of(target)
     cell = TimedCell(target, None, [], batch_size=work.batch_size, context=work.context, text=work.text, steps=steps)
     for _ in range(2):
         cell.run()
@@ -63,6 +64,33 @@ def measure_machine(
         is_on = go_on(found[-1])
     device, dtype = str(target.device), str(target.dtype).removeprefix("torch.")
     return Machine(round(cell.baseline.round_ms, 3), work.batch_size, dtype, device, round(start_seconds, 1), found)
+
+
+def busy_rows(load: float, work: Workload, step_ms: Callable[[int], float]) -> tuple[int, bool]:
+    """Rows that so many requests per second keep busy without drafts, and whether MOST_ROWS serve them all.
+
+    Little's law: rows = rate * seconds in service, which grow with the rows. Answers count as of full length.
+    Args: step_ms: of a step of the target, by rows.
+    """
+    rows = 1
+    while True:
+        busy = load * work.max_new_tokens * step_ms(rows) / 1000
+        if busy <= rows:
+            return max(1, round(busy)), True
+        if rows == MOST_ROWS:
+            return MOST_ROWS, False
+        rows *= 2
+
+
+def baseline_ms(target: Target, work: Workload, rows: int) -> float:
+    """A step of the target for so many rows."""
+    cell = TimedCell(target, None, [], batch_size=rows, context=work.context, text=work.text, steps=steps_of(target))
+    cell.run()
+    return cell.baseline.round_ms
+
+
+def steps_of(target: Target) -> str:
+    return "eager" if target.device.type == "cpu" else "graph"
 
 
 def measured(

@@ -8,6 +8,7 @@ from ...eval.report.sections import Table, cell
 from ..unattended.clock import clock_words
 from ..unattended.page import Part, figure_of, steps_part, write_page
 from .journal import Journal
+from .sizes import sizes_part
 
 
 def write(folder: Path, journal: Journal) -> Path:
@@ -23,7 +24,12 @@ def write(folder: Path, journal: Journal) -> Path:
         heading=f"headstart auto: {target} on {device}, batch {machine.batch_size}, {times}",
         figure=(figure(journal), "speedup [95 % interval], on held-out prompts"),
         report="eval/report.html" if journal.evaluation else "",
-        parts=[candidates(journal), learning(journal), steps_part(journal.steps)],
+        parts=[
+            candidates(journal),
+            learning(journal),
+            sizes_part(journal.sizes.plan if journal.sizes else ""),
+            steps_part(journal.steps),
+        ],
         guide="docs/auto.md",
     )
 

@@ -3,10 +3,13 @@
 Each stage writes what it found into auto.json; a stage that is there is not run again.
 """
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ...configs.errors import BadInput
 from ...eval.measurement.metrics import LEAST_TIMED
+from ...eval.report.one_result import counted_words
 from ...heads.fit import NoSkeleton, load_skeleton
 from ...heads.loading import TargetConfig, release_memory
 from ...heads.target import Target
@@ -18,10 +21,11 @@ from .choosing import choose, learn
 from .evaluation import EXPORTING, ending_seconds, evaluate_words, prompts_within
 from .evaluation import decide as decision_of
 from .halving import LEAST_STEPS
-from .journal import Decision, Evaluation, Journal, Measured
-from .machine import Workload, measure_machine
+from .journal import Decision, Evaluation, Journal, Measured, SizePlan
+from .machine import MOST_ROWS, Workload, baseline_ms, busy_rows, measure_machine
 from .page import summary, write
 from .session import Session
+from .sizes import plan_words, planning_seconds
 
 NO_CANDIDATE = (
     "No head was trained: even with four in five of its drafts accepted, none would be worth it on this machine, with "
@@ -41,6 +45,7 @@ def run_all(run: Session) -> Journal:
             learn(run)
         if run.machine.able or run.settings.engine == OURS:
             evaluate(run)
+        plan_sizes(run)
         decide(run)
     for line in summary(journal, write(run.folder, journal)):
         run.console.print(line, highlight=False, soft_wrap=True)
@@ -57,7 +62,8 @@ def prepare(run: Session) -> None:
     target = Target.load(settings.target, dtype=settings.dtype, device=settings.device)
     if not target.tokenizer.chat_template:
         raise BadInput(f"--target {settings.target}: its tokenizer has no chat template to ask with")
-    folder, most_held_out = run.held_out.parent, max(data.MOST_HELD_OUT, LEAST_TIMED * settings.batch_size)
+    rows = MOST_ROWS if settings.load else settings.batch_size
+    folder, most_held_out = run.held_out.parent, max(data.MOST_HELD_OUT, LEAST_TIMED * rows)
     counts = data.split_prompts(
         settings.prompts, settings.chats, folder, most_held_out=most_held_out, seed=settings.seed
     )
@@ -65,6 +71,12 @@ def prepare(run: Session) -> None:
     split = data.describe_split(counts, run.held_out, target, max_new_tokens=new)
     text = data.timing_text(run.held_out, target, max_new_tokens=new)
     work = Workload(settings.batch_size, split.context, text, new)
+    if settings.load:
+        rows, is_served = busy_rows(settings.load, work, partial(baseline_ms, target, work))
+        many = counted_words(rows, "row")
+        words = f"keep {many} busy" if is_served else f"are more than {many} can serve without drafts"
+        run.say(f"  {settings.load:g} requests per second {words}")
+        work = replace(work, batch_size=rows)
     found: list[Measured] = []
 
     def go_on(measured: Measured | None) -> bool:
@@ -146,8 +158,11 @@ def evaluate(run: Session) -> None:
         return
     chosen, new = journal.chosen, settings.max_new_tokens
     left = max(run.clock.left, 0) if chosen else min(FREE_SECONDS, max(run.clock.left, 0))
-    spare = left - EXPORTING * run.machine.start_seconds * (settings.engine != OURS)
+    planning = planning_seconds(settings.budget, engine=settings.engine) if chosen else 0.0
+    starts = EXPORTING * (settings.engine != OURS) + bool(planning)
+    spare = left - planning - starts * run.machine.start_seconds
     if journal.evaluation is None:
+        journal.sizes = SizePlan(planning) if planning else None
         limit = prompts_within(spare, run.machine, max_new_tokens=new, most=journal.split.held_out)
         length = (chosen.score.num_draft_tokens if chosen and chosen.score else 0) or 3
         journal.evaluation = Evaluation(limit, length)
@@ -164,6 +179,28 @@ def evaluate(run: Session) -> None:
     if not (output / "report.json").exists():
         raise BadInput(f"the evaluation failed: {last_line(Path(record.log))}")
     journal.evaluation.report = str(output / "report.json")
+    run.write()
+
+
+def plan_sizes(run: Session) -> None:
+    """K or tree of the chosen head at several batch sizes. Where that fails, the run has no plan, and says so."""
+    journal, settings, wanted = run.journal, run.settings, run.journal.sizes
+    if wanted is None or wanted.plan or wanted.problem or journal.chosen is None:
+        return
+    output, new = run.folder / "plan", settings.max_new_tokens
+    words = plan_words(
+        *(settings.target, journal.chosen.head, run.held_out, output, run.machine),
+        seconds=wanted.seconds,
+        max_new_tokens=new,
+    )
+    try:
+        record = run.step("K and trees by batch size", words, name="plan", seconds=wanted.seconds)
+        if record.exit_code:
+            raise BadInput(last_line(Path(record.log)))
+        wanted.plan = str(output / "plan.json")
+    except BadInput as error:
+        wanted.problem = str(error)
+        run.say(f"no plan by batch size: {error}")
     run.write()
 
 

@@ -18,6 +18,7 @@ class Settings:
     budget: float
     engine: str
     batch_size: int
+    load: float  # requests per second; 0: batch_size says what is served at a time
     max_new_tokens: int
     dtype: str
     device: str

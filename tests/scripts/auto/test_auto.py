@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from headstart.scripts.auto import sizes
 from headstart.scripts.unattended.steps import Runner
 
 
@@ -56,6 +57,21 @@ def test_one_command_goes_from_prompts_to_a_decision(auto, machine_is, in_proces
     code, said, again = auto("--budget 20s --max-new-tokens 12")
     assert (code, len(in_process), again) == (0, ran, found), "a finished run says its decision again, and does nothing"
     assert found["decision"]["headline"] in said
+
+
+def test_the_chosen_head_is_planned_by_batch_size(auto, machine_is, monkeypatch, in_process, tmp_path):
+    machine_is(medusa=1.2)
+    monkeypatch.setattr(sizes, "LEAST_SECONDS", 0.5)
+    code, said, found = auto("--budget 20s --max-new-tokens 12 --load 0.01")
+    assert code == 0, said
+    assert "0.01 requests per second keep 1 row busy" in said
+    [words] = [words for words in in_process if words[0] == "plan"]
+    assert words[words.index("--head") + 1] == found["chosen"]["head"]
+    plan = json.loads((tmp_path / "auto" / "plan" / "plan.json").read_text())
+    advice = {one["batch_size"]: one["setting"] for one in plan["recommendation"]}
+    page = (tmp_path / "auto" / "auto.html").read_text()
+    assert found["sizes"]["plan"] and "What to draft at which batch size" in page
+    assert all(setting in page for setting in advice.values())
 
 
 @pytest.mark.slow

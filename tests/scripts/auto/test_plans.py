@@ -11,6 +11,7 @@ from headstart.scripts.auto.candidates import by_gain_per_cost, check_engine, fi
 from headstart.scripts.auto.data import split_prompts, vocabulary_for, warnings_of
 from headstart.scripts.auto.halving import LEAST_STEPS, Pace, field, rung_seconds, rung_sizes, steps_within, survivors
 from headstart.scripts.auto.learning import extended
+from headstart.scripts.auto.machine import Workload, busy_rows
 from headstart.scripts.auto.prediction import RoundCost, bound, cost_of, expected_length, predict
 from headstart.scripts.unattended.clock import Clock, clock_words, parse_budget
 
@@ -62,6 +63,19 @@ def test_what_cannot_pay_even_with_generous_acceptance_is_known_before_training(
 def test_rates_of_positions_that_were_not_tried_are_the_last_ones():
     assert extended([0.8, 0.6], 4) == [0.8, 0.6, 0.6, 0.6]
     assert extended([0.8, 0.6, 0.5], 2) == [0.8, 0.6]
+
+
+def test_a_load_keeps_as_many_rows_busy_as_littles_law_says():
+    work = Workload(1, 40, [1], 100)
+
+    def step_ms(rows: int) -> float:
+        return 10.0 + rows
+
+    for load in (0.1, 2.0, 5.0):
+        rows, is_served = busy_rows(load, work, step_ms)
+        size = next(2**i for i in range(7) if load * 100 * step_ms(2**i) / 1000 <= 2**i)
+        assert is_served and rows == max(1, round(load * 100 * step_ms(size) / 1000))
+    assert busy_rows(1e3, work, step_ms) == (64, False), "more than it serves"
 
 
 def test_rungs_halve_until_one_is_left():
