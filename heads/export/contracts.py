@@ -174,6 +174,10 @@ def serves_itself(config: Mapping[str, Any], contract: Contract) -> None:
     contract.report(not name, f"{opening}verifier.name_or_path: missing; vLLM finds the target by it")
     methods = how.get("proposal_methods")
     contract.report(not methods, f"{opening}proposal_methods: missing; vLLM reads the draft's length there")
+    kind = config.get("model_type")
+    contract.report(
+        kind not in (None, "speculators"), f"model_type: {kind}: vLLM asks transformers for such a model; leave it out"
+    )
 
 
 def feature_ids(config: Mapping[str, Any], contract: Contract) -> None:

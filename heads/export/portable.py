@@ -72,7 +72,7 @@ def write_speculators(head: HeadFolder, folder: Path, *, to: str) -> None:
 
 def as_speculators(head: HeadFolder, *, architecture: str, layer_keys: Iterable[str]) -> dict[str, Any]:
     """The keys that all kinds of heads have there. vLLM starts from the layer's part and takes few keys from outside
-    it, so those that it needs are there too.
+    it, so those that it needs are there too. There is no `model_type`: vLLM would ask transformers for a model of it.
 
     Args: layer_keys: of the layer's part, besides those of every Llama.
     Raises: BadInput where the target is not there to be named.
@@ -83,7 +83,6 @@ def as_speculators(head: HeadFolder, *, architecture: str, layer_keys: Iterable[
     how |= {"accept_tolerance": 0.0, "verifier_accept_k": 1}
     return {
         "architectures": [architecture],
-        "model_type": "speculator_model",
         "speculators_model_type": head.method,
         "speculators_version": VERSION,
         "speculators_config": {

@@ -2,24 +2,26 @@
 
     python client.py JOB.json RESULT.json
 
-JOB: {TARGET: {"folder", "max_new_tokens", "prompts": [[token ids]], "heads": {NAME: {"method", "model",
-"num_speculative_tokens"}}}}; a head without a "model" lies in the target's folder that it names as "within". RESULT:
-{NAME: {"texts": token ids, "rounds": per prompt the drafted tokens of every round, "num_drafts", "accepted_at": drafts
-accepted at each position}}.
+JOB: {TARGET: {"folder", "dtype", "max_new_tokens", "prompts": [[token ids]], "heads": {NAME: {"method", "model",
+"num_speculative_tokens"}}}}; a head without a "model" lies in the folder that it names as "within": its target's, or
+one that says itself how it is served; for "norms_apart" see there. RESULT: {NAME: {"texts": token ids, "rounds": per
+prompt the drafted tokens of every round, "num_drafts", "accepted_at": drafts accepted at each position}}.
 """
 
 import gc
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 from vllm.distributed import cleanup_dist_env_and_memory  # type: ignore[import-not-found]
 
 ENGINE: dict[str, Any] = {
-    "dtype": "float32",
     "max_model_len": 256,
     "max_num_seqs": 1,
     "enforce_eager": True,
@@ -40,7 +42,8 @@ def main() -> None:
         for name, speculation in one["heads"].items():
             started = time.monotonic()
             try:
-                results[name] = decoded(one, speculation)
+                with norms_apart() if speculation.pop("norms_apart", False) else nullcontext():
+                    results[name] = decoded(one, speculation)
             except Exception as error:  # whatever an engine does not take: the others are still of interest
                 results[name] = {"error": f"{type(error).__name__}: {error}"}
             print(f"{name}: {time.monotonic() - started:.0f} s", flush=True)
@@ -49,7 +52,7 @@ def main() -> None:
 
 def decoded(job: dict[str, Any], speculation: dict[str, Any]) -> dict[str, Any]:
     folder = speculation.pop("within", job["folder"])
-    llm = LLM(model=folder, **ENGINE, speculative_config=speculation)
+    llm = LLM(model=folder, dtype=job["dtype"], **ENGINE, speculative_config=speculation or None)
     drafts: list[list[int]] = []
     executor = llm.llm_engine.engine_core.engine_core.model_executor
     spy_on(executor.driver_worker.worker.model_runner.drafter, drafts)
@@ -70,6 +73,26 @@ def decoded(job: dict[str, Any], speculation: dict[str, Any]) -> dict[str, Any]:
     gc.collect()
     cleanup_dist_env_and_memory()
     return {"texts": texts, "rounds": rounds, **counts}
+
+
+@contextmanager
+def norms_apart() -> Iterator[None]:
+    """DFlash's keys of the context, each layer's by its own norm.
+
+    vLLM normalises those of all layers by one call with a weight for each. Its kernel for CPUs takes the first layer's
+    for all (0.32).
+    """
+    from vllm import _custom_ops as ops  # type: ignore[import-not-found]
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model  # type: ignore[import-not-found]
+
+    def normalised(self: Any, keys: Any) -> Any:
+        out = keys.new_empty(keys.shape)
+        for layer, weight in enumerate(self._k_norm_weights):
+            ops.rms_norm(out[layer], keys[layer], weight, self._rms_norm_eps)
+        return out
+
+    with patch.object(DFlashQwen3Model, "_normalize_context_k", normalised):
+        yield
 
 
 def spy_on(drafter: Any, drafts: list[list[int]]) -> None:

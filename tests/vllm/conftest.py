@@ -10,6 +10,7 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--vllm-python", help="an interpreter that can import vllm")
+    parser.addoption("--smollm2-head", help="a trained head of SmolLM2-135M-Instruct; else one is trained, a little")
     parser.addoption("--vllm-log", help="a JSON file for what both engines counted")
 
 

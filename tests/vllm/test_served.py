@@ -10,27 +10,36 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from headstart.configs.errors import BadInput
+from headstart.data_pipelines.parallel import chunks
 from headstart.eval.engine import Engine
 from headstart.eval.generate import Stop, decode, generate
 from headstart.eval.sampling import Sampling
+from headstart.heads.base import DraftHead
 from headstart.heads.export.check import check_folder
 from headstart.heads.export.write import export_head
+from headstart.heads.importing.gguf import cache_folder
 from headstart.heads.registry import load_head
 from headstart.heads.target import Target
+from headstart.scripts.quickstart.prompts import orders
+from headstart.scripts.target_command import KNOWN, fetch
 from headstart.train.config import load_run
 from headstart.train.trainer import train
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
+Trained = tuple[Path, Path, list[list[int]]]  # a target's folder, a head's, and prompts
 World = dict[str, tuple[Path, list[list[int]]]]  # of each kind of target a folder, and the prompts
 SIZE = 120  # tokens of the vocabulary
 LENGTH = 40  # tokens of an answer
+NUM_ORDERS, ORDER_LENGTH = 16, 64  # of the real target
 TARGETS: dict[str, Callable[..., Any]] = {
     "llama": LlamaConfig,
     "qwen3": partial(Qwen3Config, head_dim=32),
     "qwen2": partial(Qwen2Config, architectures=["Qwen2ForCausalLM"]),
 }
-HEADS = {  # name: target, config, vLLM's method, K
+DFLASH = {"type": "block", "num_depths": 4, "num_layers": 1, "sample_from_anchor": False, "markov_rank": 0}
+HEADS = {  # name: target, config, vLLM's method (none: the folder names it and the target), K
     "eagle3": ("llama", {"type": "eagle3", "num_depths": 4}, "eagle3", 4),
     "eagle": ("llama", {"type": "eagle", "num_depths": 3}, "eagle", 3),
     "medusa": ("llama", {"type": "medusa", "num_depths": 3, "output": "own"}, "medusa", 3),
@@ -38,6 +47,15 @@ HEADS = {  # name: target, config, vLLM's method, K
     "eagle3 of qwen3": ("qwen3", {"type": "eagle3", "num_depths": 3}, "eagle3", 3),
     "cut vocabulary": ("qwen3", {"type": "eagle3", "num_depths": 3, "draft_vocab_size": 60}, "eagle3", 3),
     "mtp": ("qwen2", {"type": "mtp", "layout": "mimo", "num_depths": 1}, "mtp", 1),
+    "dflash": ("llama", DFLASH, "dflash", 4),
+    "dflash, fewer than trained": ("llama", DFLASH, "dflash", 2),
+    "dflash of three layers": ("llama", DFLASH | {"num_layers": 3}, "dflash", 4),
+    "dflash of qwen3": ("qwen3", DFLASH | {"output": "own", "draft_vocab_size": 60}, "dflash", 4),
+    "dflash that serves itself": ("llama", DFLASH, None, 4),
+    "eagle3 that serves itself": ("llama", {"type": "eagle3", "num_depths": 3}, None, 3),
+    "p-eagle": ("llama", {"type": "eagle3", "num_depths": 4, "parallel": True}, "eagle3", 4),
+    "p-eagle of qwen3": ("qwen3", {"type": "eagle3", "num_depths": 3, "parallel": True}, "eagle3", 3),
+    "pard": ("llama", {"type": "draft_lm", "num_depths": 4, "parallel": True}, "draft_model", 4),
 }
 OFFLINE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 pytestmark = pytest.mark.timeout(3600)  # an engine starts for every head
@@ -88,21 +106,38 @@ def make_target(kind: str, folder: Path, prompts: list[list[int]]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(python: str, world: World, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """What vLLM made of every head."""
-    job: dict[str, Any] = {
-        kind: {"folder": str(folder / "target"), "prompts": prompts, "max_new_tokens": LENGTH, "heads": {}}
-        for kind, (folder, prompts) in world.items()
-    }
-    for i, (name, (kind, config, method, num_draft)) in enumerate(HEADS.items()):
+def served(python: str, world: World, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict:
+    """What vLLM made of every head that is asked for."""
+    asked = [str(item.callspec.params.get("name")) for item in request.session.items if hasattr(item, "callspec")]
+    job: dict[str, Any] = {kind: job_of(folder / "target", prompts) for kind, (folder, prompts) in world.items()}
+    for i, name in enumerate(name for name in HEADS if name in asked):
+        kind, config, method, num_draft = HEADS[name]
         folder, _ = world[kind]
-        export_head(trained(folder, f"run{i}", config), folder / f"head{i}", to="vllm")
+        export_head(trained(folder, f"run{i}", config), folder / f"head{i}", to="vllm" if method else "speculators")
         assert check_folder(folder / f"head{i}").problems == []
-        where = "within" if method == "mtp" else "model"
-        speculation = {"method": method, where: str(folder / f"head{i}"), "num_speculative_tokens": num_draft}
-        job[kind]["heads"][name] = speculation
+        job[kind]["heads"][name] = speculation(folder / f"head{i}", config, method, num_draft)
         (folder / f"{name}.txt").write_text(str(folder / f"run{i}" / "final"))
-    work = tmp_path_factory.mktemp("job")
+    return asked_vllm(python, job, tmp_path_factory.mktemp("job"))
+
+
+def job_of(target: Path, prompts: list[list[int]], *, dtype: str = "float32", length: int = LENGTH) -> dict[str, Any]:
+    return {"folder": str(target), "dtype": dtype, "prompts": prompts, "max_new_tokens": length, "heads": {}}
+
+
+def speculation(folder: Path, config: dict[str, Any], method: str | None, num_draft: int) -> dict[str, Any]:
+    """vLLM's own keys, and what client.py takes out of them."""
+    if method is None:
+        return {"within": str(folder)}
+    asked: dict[str, Any] = {"method": method, "num_speculative_tokens": num_draft}
+    asked["within" if method == "mtp" else "model"] = str(folder)
+    if config.get("parallel"):
+        asked["parallel_drafting"] = True
+    if method == "dflash" and config["num_layers"] > 1:
+        asked["norms_apart"] = True
+    return asked
+
+
+def asked_vllm(python: str, job: dict[str, Any], work: Path) -> dict[str, Any]:
     (work / "job.json").write_text(json.dumps(job))
     command = [python, str(Path(__file__).with_name("client.py")), str(work / "job.json"), str(work / "out.json")]
     done = subprocess.run(command, capture_output=True, text=True, env={**OFFLINE, "PATH": "/usr/bin:/bin"})
@@ -120,43 +155,121 @@ def trained(folder: Path, name: str, head: dict[str, Any]) -> Path:
     return train(load_run(folder / f"{name}.yaml"))
 
 
+def decoded(target: Target, head: DraftHead, prompt: list[int], *, num_draft: int, length: int) -> tuple[list, list]:
+    """Our text, and the drafts of every round."""
+    most = len(prompt) + length
+    engine = Engine(
+        target, head, batch_size=1, max_length=most, num_draft_tokens=num_draft, tree=None, sampling=Sampling(),
+        generator=None,
+    )  # fmt: skip
+    drafts: list[list[int]] = []
+    draft = engine.draft
+
+    def kept(read: Any) -> Any:
+        proposal = draft(read)
+        drafts.append(proposal.tokens[0].tolist())
+        return proposal
+
+    engine.draft = kept  # type: ignore[method-assign]
+    return decode(engine, [prompt], max_new_tokens=length, stop=Stop.of(target)).token_ids[0], drafts
+
+
+def accepted_at(text: list[int], drafts: list[list[int]]) -> tuple[int, list[int]]:
+    """How many rounds a text took, the prefill's token aside, and how often each draft position was accepted in it."""
+    counts, num_rounds, at = [0] * len(drafts[0]), 0, 1
+    while at < len(text):
+        num_accepted = 0
+        while num_accepted < len(counts) and text[at : at + 1] == [drafts[num_rounds][num_accepted]]:
+            counts[num_accepted] += 1
+            num_accepted, at = num_accepted + 1, at + 1
+        num_rounds, at = num_rounds + 1, at + 1
+    return num_rounds, counts
+
+
+def counted(texts: list[list[int]], rounds: list[list[list[int]]]) -> dict[str, Any]:
+    """Over prompts."""
+    every = [accepted_at(text, drafts) for text, drafts in zip(texts, rounds, strict=True)]
+    at = [sum(counts) for counts in zip(*(counts for _, counts in every), strict=True)]
+    return {"num_rounds": sum(num_rounds for num_rounds, _ in every), "accepted_at": at}
+
+
 @pytest.mark.parametrize("name", list(HEADS))
 def test_vllm_drafts_and_accepts_what_we_measure(name: str, world: World, served: dict, figures: list) -> None:
-    kind, _, _, num_draft = HEADS[name]
+    kind, _, method, num_draft = HEADS[name]
     folder, prompts = world[kind]
     theirs = served[name]
     assert "error" not in theirs, theirs["error"]
     target = Target.load(folder / "target", dtype="float32")
     head = load_head(Path((folder / f"{name}.txt").read_text()), target)
-    num_rounds, accepted_at = 0, [0] * num_draft
-    for prompt, text, drafted in zip(prompts, theirs["texts"], theirs["rounds"], strict=True):
-        how: dict[str, Any] = {
-            "batch_size": 1,
-            "max_length": len(prompt) + LENGTH,
-            "num_draft_tokens": num_draft,
-            "tree": None,
-        }
-        engine = Engine(target, head, **how, sampling=Sampling(), generator=None)
-        ours: list[list[int]] = []
-        draft = engine.draft
-
-        def kept(read, draft=draft, ours=ours):
-            proposal = draft(read)
-            ours.append(proposal.tokens[0].tolist())
-            return proposal
-
-        engine.draft = kept  # type: ignore[method-assign]
-        done = decode(engine, [prompt], max_new_tokens=LENGTH, stop=Stop.of(target))
-        assert done.token_ids[0] == text
-        assert drafted[: len(ours)] == ours and len(drafted) - len(ours) <= 1  # vLLM may draft behind the end too
-        num_rounds += len(ours)
-        for one in done.rounds[1:]:
-            for k in range(one.num_accepted[0]):
-                accepted_at[k] += 1
-    assert theirs["num_drafts"] == num_rounds
-    assert sum(accepted_at) > num_rounds / 4  # it did learn: equal drafts that never stand would show little
-    for ours_at, theirs_at in zip(accepted_at, theirs["accepted_at"], strict=True):
+    ours = [decoded(target, head, prompt, num_draft=num_draft, length=LENGTH) for prompt in prompts]
+    assert [text for text, _ in ours] == theirs["texts"]
+    for (_, drafts), drafted in zip(ours, theirs["rounds"], strict=True):
+        assert drafted[: len(drafts)] == drafts and len(drafted) - len(drafts) <= 1  # vLLM drafts behind the end too
+    found = counted(*map(list, zip(*ours, strict=True)))
+    assert theirs["num_drafts"] == found["num_rounds"]
+    assert sum(found["accepted_at"]) > found["num_rounds"] / 4  # it did learn: drafts that never stand show little
+    for ours_at, theirs_at in zip(found["accepted_at"], theirs["accepted_at"], strict=True):
         assert 0 <= theirs_at - ours_at <= len(prompts)  # drafts behind the end of a text count there
-    counted = {"num_rounds": num_rounds, "accepted_at": accepted_at, "vllm_accepted_at": theirs["accepted_at"]}
-    of = {"head": name, "target": kind, "method": HEADS[name][2], "num_draft_tokens": num_draft}
-    figures.append({**of, "num_texts_equal": len(prompts), **counted, "vllm_num_drafts": theirs["num_drafts"]})
+    of = {"head": name, "target": kind, "method": method, "num_draft_tokens": num_draft}
+    seen = {"vllm_accepted_at": theirs["accepted_at"], "vllm_num_drafts": theirs["num_drafts"]}
+    figures.append({**of, "num_texts_equal": len(prompts), **found, **seen})
+
+
+@pytest.fixture(scope="module")
+def smollm2(python: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """SmolLM2-135M-Instruct, an EAGLE-3 head of it, and orders that the head has not seen."""
+    folder = cache_folder() / "smollm2-135m-instruct"
+    if not (folder / "config.json").is_file():
+        try:
+            fetch(KNOWN["smollm2-135m-instruct"], folder, "any")
+        except BadInput as error:
+            pytest.skip(f"needs SmolLM2-135M-Instruct, by `headstart target get`: {error}")
+    target = Target.load(folder)
+    held_out = as_ids(target, orders(NUM_ORDERS, seed=1, held_out=True))
+    found = request.config.getoption("--smollm2-head", default=None)
+    if found:
+        return folder, Path(str(found)).absolute(), held_out
+    work, ends = tmp_path_factory.mktemp("smollm2"), sorted(target.eos_token_ids)
+    with (work / "rows.jsonl").open("w") as file:
+        for prompts in chunks(as_ids(target, orders(48, seed=0, held_out=False)), size=8):
+            answers = generate(target, None, prompts, max_new_tokens=ORDER_LENGTH, eos_token_ids=ends).token_ids
+            for prompt, answer in zip(prompts, answers, strict=True):
+                file.write(json.dumps({"input_ids": prompt + answer, "prompt_length": len(prompt)}) + "\n")
+    recipe = Path(__file__).parents[2] / "configs/runs/quickstart_eagle3.yaml"
+    how = [f"target.path={folder}", f"data.train={work / 'rows.jsonl'}", f"train.output_dir={work / 'run'}"]
+    return folder, train(load_run(recipe, [*how, "train.max_steps=20"])), held_out
+
+
+def as_ids(target: Target, texts: list[str]) -> list[list[int]]:
+    """Prompts in the target's chat template."""
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    how: dict[str, Any] = {"add_generation_prompt": True, "return_dict": True}
+    return [target.tokenizer.apply_chat_template(chat, **how)["input_ids"] for chat in chats]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_vllm_accepts_as_many_drafts_of_a_real_target_as_we_do(
+    dtype: str, python: str, smollm2: Trained, figures: list, tmp_path: Path
+) -> None:
+    folder, run, prompts = smollm2
+    target = Target.load(folder, dtype=dtype)
+    head, num_draft = load_head(run, target), 3
+    export_head(run, tmp_path / "head", to="vllm", target=str(folder), dtype=dtype)
+    job = {"smollm2": job_of(folder, prompts, dtype=dtype, length=ORDER_LENGTH)}
+    job["smollm2"]["heads"]["head"] = speculation(tmp_path / "head", {}, "eagle3", num_draft)
+    theirs = asked_vllm(python, job, tmp_path)["head"]
+    assert "error" not in theirs, theirs["error"]
+    both = [decoded(target, head, prompt, num_draft=num_draft, length=ORDER_LENGTH) for prompt in prompts]
+    texts, rounds = map(list, zip(*both, strict=True))
+    ours, found = counted(texts, rounds), counted(theirs["texts"], theirs["rounds"])
+    num_equal = sum(a == b for a, b in zip(texts, theirs["texts"], strict=True))
+    lengths = [1 + sum(one["accepted_at"]) / one["num_rounds"] for one in (ours, found)]
+    assert lengths[0] > 1.3  # there is something to compare
+    if dtype == "float32":
+        assert num_equal == len(prompts) and found == ours
+    else:
+        assert lengths[1] - 1 == pytest.approx(lengths[0] - 1, rel=0.03)
+    of = {"head": f"eagle3 of SmolLM2-135M-Instruct, {dtype}", "target": "llama", "method": "eagle3"}
+    seen = {"vllm_num_rounds": found["num_rounds"], "vllm_accepted_at": found["accepted_at"]}
+    of |= {"num_draft_tokens": num_draft, "num_texts": len(prompts), "num_texts_equal": num_equal}
+    figures.append({**of, **ours, **seen})

@@ -219,6 +219,11 @@ FAULTS = {
     "residual not said": ("speculators", key("norm_before_residual", ...), "norm_before_residual: must be there"),
     "norms said once": ("speculators", key("transformer_layer_config.norm_output", ...), "vLLM starts from that"),
     "no target": ("speculators", key("speculators_config.verifier", {}), "vLLM finds the target by it"),
+    "a kind of model": (
+        "speculators",
+        key("model_type", "speculator_model"),
+        "vLLM asks transformers for such a model",
+    ),
     "another algorithm": ("speculators", key("speculators_model_type", "mtp"), "expected 'eagle3', found 'mtp'"),
     "one architecture": ("eagle", key("architectures", ["LlamaForCausalLMEagle"]), "with LlamaForCausalLM behind it"),
     "another architecture": ("eagle3", key("architectures", ["LlamaForCausalLM"]), "the only name that every engine"),
