@@ -9,10 +9,10 @@ DSpark's Markov head adds a low-rank score of the token before to each slot's lo
 through K small products, which conditions drafts on each other. Its confidence head estimates what is accepted.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from .loss.functions import LossSpec
 from .nn.attention import grouped_attention
 from .nn.block_layer import BlockLayer, ConfidenceHead, MarkovHead, attend_blocks
 from .nn.cache import SlotCache
+from .nn.fitted_block import fit_block
 from .nn.layers import RMSNorm, Rotary, llama_config, serving_keys
 from .nn.mask_token import default_mask_token
 from .target import Target, TargetOutput
@@ -50,6 +51,7 @@ class BlockConfig(HeadConfig):
     has_head_norms: bool = True  # of queries and keys, as in Qwen3 and as engines have it
     output: str = "shared"  # shared: the target's output layer, frozen; own: one that starts as its drafted rows
     mask_token_id: int | None = None  # None: see `default_mask_token`
+    start: Literal["random", "fitted"] = "random"  # fitted: on the first rows of training, see nn/fitted_block.py
     # a training step draws so many blocks per row; of these, the share narrow_share is narrower than num_depths, so
     # that the head drafts well where fewer tokens are asked of it
     num_blocks: int = 512
@@ -179,7 +181,16 @@ class BlockHead(DraftHead):
         masks = torch.full_like(anchors, self.mask_token).repeat(1, num_depths + self.first_slot - 1)
         return self.target.embed(torch.cat([anchors, masks], 1)).to(self.fc.weight.dtype)
 
+    def output_rows(self) -> Tensor:
+        """[Vd, D] of the output layer."""
+        return (self.target.output_layer if self.config.output == "shared" else self.lm_head).weight
+
     # training
+
+    @torch.no_grad()
+    def begin_training(self, batches: Iterable[DraftBatch]) -> None:
+        if self.config.start == "fitted":
+            fit_block(self, batches)
 
     def training_starts(self, loss_mask: Tensor) -> ChainStarts:
         config = self.config

@@ -9,6 +9,7 @@ blocks, then slot j + 1. For attention they are further heads, so that one mask 
 """
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from torch import Tensor, nn
 from transformers import LlamaConfig
@@ -19,6 +20,7 @@ from .layers import Attention, RMSNorm
 
 # queries [B, N, Q, H], keys and values [B, Nkv, Q, H] of a block's slots -> [B, Q, N, H]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+WIDE = 128  # channels of a head in published drafters
 
 
 class BlockLayer(nn.Module):
@@ -31,6 +33,11 @@ class BlockLayer(nn.Module):
         self.self_attn = Attention(config, has_head_norms=has_head_norms)
         self.post_attention_layernorm = RMSNorm(size, eps=eps)
         self.mlp = LlamaMLP(config)
+        if (
+            has_head_norms
+        ):  # which bound scores by gain^2 sqrt(H): narrow heads begin as sharp as those of WIDE channels
+            for norm in (self.self_attn.q_norm, self.self_attn.k_norm):
+                nn.init.constant_(cast(Tensor, norm.weight), max(1.0, WIDE / self.self_attn.head_dim) ** 0.25)
 
     def keys_values(self, context: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """[B, T, D] fused features, which are not normalised again -> two of [B, Nkv, T, H]."""
@@ -75,8 +82,9 @@ class MarkovHead(nn.Module):
         super().__init__()
         self.markov_w1 = nn.Embedding(vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, num_drafted, bias=False)
-        for parameter in self.parameters():
-            nn.init.normal_(parameter, std=0.01)
+        # rows of length 1: an optimizer whose steps have a fixed size hardly moves two factors that are both small
+        nn.init.normal_(self.markov_w1.weight, std=rank**-0.5)
+        nn.init.normal_(self.markov_w2.weight, std=0.01)
 
 
 class ConfidenceHead(nn.Module):

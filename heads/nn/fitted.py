@@ -127,12 +127,18 @@ def own_position(frequencies: Tensor) -> tuple[Tensor, float]:
 
 def ridge(x: Tensor, y: Tensor, *, strength: float = 1e-2) -> Tensor:
     """x [n, in], y [n, out] -> [in, out] the regularised least-squares map. strength: relative to the mean of x^2."""
-    is_wide = x.shape[1] > len(x)  # then the same by the kernel, which is smaller
-    squares = (x @ x.T if is_wide else x.T @ x).double()
+    if x.shape[1] <= len(x):
+        return ridge_of(x.T @ x, x.T @ y, strength=strength)
+    squares = (x @ x.T).double()  # the same by the kernel, which is smaller
     squares.diagonal().add_(strength * squares.trace() / x.shape[1])
-    if is_wide:
-        return x.T @ torch.linalg.solve(squares, y.double()).float()
-    return torch.linalg.solve(squares, (x.T @ y).double()).float()
+    return x.T @ torch.linalg.solve(squares, y.double()).float()
+
+
+def ridge_of(squares: Tensor, products: Tensor, *, strength: float = 1e-2) -> Tensor:
+    """`ridge` of x^T x [in, in] and x^T y [in, out]."""
+    squares = squares.double()
+    squares.diagonal().add_(strength * squares.trace() / len(squares))
+    return torch.linalg.solve(squares, products.double()).float()
 
 
 def best_scale(logits: Tensor, probs: Tensor) -> float:
