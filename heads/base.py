@@ -8,7 +8,7 @@ has read x_0..x_t and has itself produced x_{t+1}. The draft at depth k (0-based
 follows n committed tokens starts at t = n - 2, and the first round of an answer starts at the last prompt position.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -21,9 +21,9 @@ from .drafting import Draws, Expands, Proposal, StaticTree, Tree, draft_chain, d
 from .loss.chains import ChainStarts, accepted_share, chain_starts, mean_of
 from .loss.chunked import Drafts, chunk_size
 from .loss.functions import DraftVocabulary, LossSpec, check_mix, depth_weights_of
-from .nn.cache import visibility_mask
-from .nn.documents import Documents
-from .target import Target, TargetOutput
+from .nn.batch import DraftBatch
+from .nn.start import first_rows, losses_by_factor, quieter, spread
+from .target import Target
 
 
 @dataclass(kw_only=True)
@@ -77,36 +77,6 @@ class HeadConfig:
 
 
 @dataclass
-class DraftBatch:
-    """Right-padded rows and the target's states on them, computed now or read from shards."""
-
-    input_ids: Tensor  # [B, T]
-    loss_mask: Tensor  # [B, T] bool, True on the tokens that count
-    output: TargetOutput
-    weights: Tensor | None = None  # [B, T] how much each token counts as a label, 0 or more; None: all 1
-    # where a row holds several texts; None: one. The first token of each is not supervised, so that no chain runs from
-    # one into the next
-    documents: Documents | None = None
-    starts: ChainStarts | None = None  # the chains to train on, `training_starts`; None: all that decoding could run
-
-    @property
-    def row_positions(self) -> Tensor:
-        """[B, T] of each token in its row."""
-        return torch.arange(self.input_ids.shape[1], device=self.input_ids.device).expand_as(self.input_ids)
-
-    @property
-    def positions(self) -> Tensor:
-        """[B, T] of each token in its text."""
-        return self.row_positions if self.documents is None else self.documents.positions
-
-    def visibility(self, queries: Tensor, *, dtype: torch.dtype, window: int | None = None) -> Tensor:
-        """The additive mask [B, 1, Q, T] of queries at positions [B, Q] of their rows over the row's tokens."""
-        if self.documents is not None:
-            return self.documents.mask(queries, dtype=dtype, window=window)
-        return visibility_mask(queries, extent=self.input_ids.shape[1], dtype=dtype, window=window)
-
-
-@dataclass
 class LossOutput:
     """The loss of a batch, and its figures by depth."""
 
@@ -149,6 +119,11 @@ class DraftHead(nn.Module, Drafter, Expands):
         return self.config.num_depths
 
     @property
+    def num_drafted(self) -> int:
+        """Vd: tokens that it can draft."""
+        return self.target.vocab_size if self.vocabulary is None else len(self.vocabulary.to_target)
+
+    @property
     def method(self) -> str:
         """How it drafts, in engines' words: the family's name where that drafts in one way only."""
         return self.config.type
@@ -166,8 +141,29 @@ class DraftHead(nn.Module, Drafter, Expands):
 
     # training
 
+    @torch.no_grad()
     def begin_training(self, batches: Iterable[DraftBatch]) -> None:
-        """Before the first step of a fresh head: what it learns of its rows without gradients, where a family does."""
+        """Before the first step of a fresh head: `fit` to the first rows, and then logits as loud as rows behind those
+        show to be right, where they begin above the loss of guessing evenly."""
+        rows, judged = first_rows(batches)
+        self.fit(rows)
+        losses = []
+        with torch.random.fork_rng():  # which may draw chains, or noise
+            torch.manual_seed(0)
+            starts = self.training_starts(judged.loss_mask)
+            for depth, hidden in enumerate(self.unroll(judged, starts)):
+                some = spread(starts.valid[..., depth])  # [B, S] bool
+                probs = self.target.logits(starts.take(judged.output.post_norm, offset=depth + 1)[some]).softmax(-1)
+                probs = probs if self.vocabulary is None else probs[:, self.vocabulary.to_target]
+                losses.append(losses_by_factor(self.draft_logits(hidden[some], depth).float(), probs))
+        parts = [torch.stack(losses)] * len(losses) if self.has_one_output else [loss[None] for loss in losses]
+        self.scale_outputs([quieter(part, self.num_drafted) for part in parts])
+
+    def fit(self, batches: Sequence[DraftBatch]) -> None:
+        """Linear maps in closed form, where a family has them; `start.linear_map` says how many rows that takes."""
+
+    def scale_outputs(self, factors: Sequence[float]) -> None:
+        """Multiply the draft logits of a fresh head by a factor for each depth, of K equal ones with has_one_output."""
 
     def learning_rate_scales(self, step: int) -> dict[str, float]:
         """Factors on the learning rate at a step, by the beginning of parameters' names; 1 for all others."""
@@ -253,9 +249,8 @@ class DraftHead(nn.Module, Drafter, Expands):
 
     def positions_per_chunk(self, num_depths: int) -> int:
         """Positions whose logits exist at a time."""
-        num_drafted = self.target.vocab_size if self.vocabulary is None else len(self.vocabulary.to_target)
         num_at_once = num_depths if self.has_one_output else 1
-        return chunk_size(self.target.vocab_size + num_at_once * num_drafted, self.target.device)
+        return chunk_size(self.target.vocab_size + num_at_once * self.num_drafted, self.target.device)
 
     def loss_spec(self, depth: int) -> LossSpec:
         """The loss at a depth."""

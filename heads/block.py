@@ -9,7 +9,7 @@ DSpark's Markov head adds a low-rank score of the token before to each slot's lo
 through K small products, which conditions drafts on each other. Its confidence head estimates what is accepted.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -29,6 +29,7 @@ from .nn.cache import SlotCache
 from .nn.fitted_block import fit_block
 from .nn.layers import RMSNorm, Rotary, llama_config, serving_keys
 from .nn.mask_token import default_mask_token
+from .nn.start import scale_norm
 from .target import Target, TargetOutput
 
 FEWEST_LAYERS = 8  # of a target whose tapped layers follow the published rule
@@ -188,9 +189,12 @@ class BlockHead(DraftHead):
     # training
 
     @torch.no_grad()
-    def begin_training(self, batches: Iterable[DraftBatch]) -> None:
+    def fit(self, batches: Sequence[DraftBatch]) -> None:
         if self.config.start == "fitted":
             fit_block(self, batches)
+
+    def scale_outputs(self, factors: Sequence[float]) -> None:
+        scale_norm(self.norm, min(factors))
 
     def training_starts(self, loss_mask: Tensor) -> ChainStarts:
         config = self.config

@@ -11,7 +11,7 @@ What is saved is a plain Hugging Face model, which any engine serves as a draft 
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from .drafter import Reading
 from .loading import quiet_loading
 from .nn.cache import SlotCache, newest_slots, seen_by_children
 from .nn.parallel import ParallelConfig, behind, last_and_behind, with_masks
+from .nn.start import copy_layers, scale_norm
 from .target import Target
 
 PADDING = 0.01  # sizes of one family's vocabularies differ by this share at most, for padding
@@ -41,7 +42,7 @@ class DraftLMConfig(ParallelConfig):
     type: str = "draft_lm"
     num_depths: int = 5
     # local folder or hub id of a causal language model with the target's vocabulary. None: a fresh one of the target's
-    # architecture, whose embedding and output layer start as the target's where sizes match
+    # architecture, which starts from the target's embedding, output layer and layers where sizes match
     path: LocalPath | None = None
     num_layers: int = 2  # of a fresh one
     hidden_size: int | None = None  # of a fresh one; None: the target's
@@ -128,6 +129,11 @@ class DraftLMHead(DraftHead):
     def training_starts(self, loss_mask: Tensor) -> ChainStarts:
         starts = super().training_starts(loss_mask)
         return self.config.drawn(starts) if self.config.parallel else starts
+
+    def scale_outputs(self, factors: Sequence[float]) -> None:
+        norm = self.reader.final_norm
+        if norm is not None and self.config.path is None:
+            scale_norm(norm, factors[0])
 
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         if self.mask_token is not None:
@@ -251,6 +257,8 @@ def fresh_model(config: DraftLMConfig, target: Target) -> Any:
     for ours, theirs in zip(ends, (target.input_embedding, target.output_layer), strict=True):
         if ours.weight.shape == theirs.weight.shape:
             ours.load_state_dict(theirs.state_dict())
+    if size == target.hidden_size:
+        copy_layers(Target(model, name="draft_lm", fingerprint=""), target)
     return model
 
 

@@ -14,7 +14,7 @@ embedding and output layer are the target's, so no cut draft vocabulary. SGLang 
 `bias` zeros are saved, and a trained one is served by SGLang alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch, HeadConfig
 from .nn.layers import Rotary, llama_config, serving_keys
+from .nn.start import FITTED_DEPTHS, linear_map
 from .recurrent import LlamaLayer, RecurrentHead
 from .target import Target, TargetOutput
 
@@ -86,6 +87,34 @@ class EagleHead(RecurrentHead):
     @property
     def decoder_layers(self) -> list[LlamaLayer]:
         return cast(list[LlamaLayer], list(self.layers))
+
+    @torch.no_grad()
+    def fit(self, batches: Sequence[DraftBatch]) -> None:
+        """`fc` maps the embedding and the state before, the target's or its own estimate, onto the target's next state;
+        the layers add nothing yet."""
+        reads, wanted, at = list[Tensor](), list[Tensor](), list[Tensor]()
+        chains = [self.chain_starts(batch.loss_mask, num_depths=FITTED_DEPTHS) for batch in batches]
+        hidden, weight = [s.take(b.output.post_norm).float() for b, s in zip(batches, chains, strict=True)], None
+        for depth in range(FITTED_DEPTHS):
+            for i, (batch, starts) in enumerate(zip(batches, chains, strict=True)):
+                embedded = self.target.embed(starts.take(batch.input_ids, offset=depth + 1)).float()
+                reads.append(torch.cat([embedded, hidden[i]], -1))  # [B, S, 2D]
+                wanted.append(starts.take(batch.output.post_norm, offset=depth + 1))
+                at.append(starts.valid[..., depth])
+            pairs = [torch.cat([x[some] for x, some in zip(side, at, strict=True)]) for side in (reads, wanted)]
+            weight = linear_map(*pairs)
+            if weight is None:
+                return
+            hidden = [x @ weight for x in reads[-len(batches) :]]
+        self.fc.weight.copy_(cast(Tensor, weight).T)
+        for layer in self.decoder_layers:
+            nn.init.zeros_(layer.self_attn.o_proj.weight)
+            nn.init.zeros_(layer.mlp.down_proj.weight)
+
+    def scale_outputs(self, factors: Sequence[float]) -> None:
+        """The state goes into the target's output layer as it is."""
+        for layer in (self.fc, *(p for x in self.decoder_layers for p in (x.self_attn.o_proj, x.mlp.down_proj))):
+            layer.weight.mul_(factors[0])
 
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         if self.training and self.config.noise:

@@ -15,7 +15,7 @@ position t), drafted hidden states fed back before the output norm (after it wit
 ascending layer order.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
@@ -25,18 +25,17 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from ..configs.errors import BadInput, first_line
+from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch
 from .drafter import Reading
-from .nn.fitted import best_scale, fit_layer, positions_of
+from .nn.fitted import best_scale, fit_layer, positions_of, start_from_target
 from .nn.layers import Attention, RMSNorm, Rotary, llama_config, serving_keys
 from .nn.parallel import ParallelConfig, behind, last_and_behind
 from .recurrent import Context, LlamaLayer, RecurrentHead, RecurrentState
 from .target import Target, TargetOutput
 
-OUTPUT_GAIN = 3.0  # of a head that starts as the target, see start_from_target
-NUM_PROBED = 64  # tokens on which the size of features is measured
-NUM_FITTED = 16_384  # positions that a fitted start is made of, about
+# of a start that is not random, and rows of `lm_head` as much smaller: the same logits, of rows that learn faster
+OUTPUT_GAIN = 3.0
 
 
 @dataclass(kw_only=True)
@@ -54,17 +53,22 @@ class Eagle3Config(ParallelConfig):
     norm_before_residual: bool = False
     norm_before_fc: bool = False  # one RMSNorm over all features side by side, before they are fused
     architecture: dict[str, Any] = field(default_factory=dict)  # values unlike the target's, by `layers.ARCHITECTURE`
-    # of the first layer; target: see start_from_target; fitted: on the first rows of training, see nn/fitted.py
-    start: Literal["random", "target", "fitted"] = "random"
+    # of the first layer; target, and fitted, on the first rows of training: see nn/fitted.py. None: fitted where that
+    # can be, and else random with an output layer as quiet as it has to be
+    start: Literal["random", "target", "fitted"] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.norm_before_fc and self.fc_norm:
             raise BadInput("norm_before_fc: not together with fc_norm")
         self.check_least(1, "num_layers")
-        more_norms = self.fc_norm or self.norm_before_fc or self.norm_before_residual or self.norm_output
-        if self.start == "fitted" and (self.num_layers > 1 or self.parallel or more_norms):
+        if self.start == "fitted" and not self.can_be_fitted:
             raise BadInput("start fitted: only of one layer, not parallel, without further norms; take start random")
+
+    @property
+    def can_be_fitted(self) -> bool:
+        more_norms = self.fc_norm or self.norm_before_fc or self.norm_before_residual or self.norm_output
+        return not (self.num_layers > 1 or self.parallel or more_norms)
 
     def resolved(self, target: Target) -> "Eagle3Config":
         layers = default_feature_layers(target.num_layers) if self.feature_layers is None else self.feature_layers
@@ -140,18 +144,26 @@ class Eagle3Head(RecurrentHead):
             rows = target.output_layer.weight
             self.lm_head.weight.copy_(rows if self.vocabulary is None else rows[self.vocabulary.to_target])
         if config.start == "target" and target.device.type != "meta" and self.fc.weight.device.type != "meta":
-            start_from_target(self)
+            start_from_target(target, layers, self.fc, first)
+            self.norm.weight.data.mul_(OUTPUT_GAIN)
+            self.lm_head.weight.data.div_(OUTPUT_GAIN)
 
     @property
     def method(self) -> str:
         return "eagle3" if self.mask_token is None else "p-eagle"
 
     @torch.no_grad()
-    def begin_training(self, batches: Iterable[DraftBatch]) -> None:
-        if self.config.start == "fitted":
+    def fit(self, batches: Sequence[DraftBatch]) -> None:
+        how = self.config.start
+        if how == "fitted" or (how is None and self.config.can_be_fitted):
             device = self.fc.weight.device
             fit_start(self.cpu(), batches)
             self.to(device)
+
+    def scale_outputs(self, factors: Sequence[float]) -> None:
+        if self.config.start in (None, "fitted") and factors[0] < 1:
+            self.norm.weight.mul_(OUTPUT_GAIN)
+            self.lm_head.weight.mul_(factors[0] / OUTPUT_GAIN)
 
     def serving_config(self) -> dict[str, Any]:
         layers = self.feature_layers
@@ -243,53 +255,17 @@ class Eagle3Head(RecurrentHead):
         return self.norm(hidden)
 
 
-@torch.no_grad()
-def start_from_target(head: Eagle3Head) -> None:
-    """Start a head as the target goes on from its highest feature: `fc` passes that one on, and the first layer is the
-    target's second behind it, which reads the embedding with small random weights besides.
-
-    `fc` also reads the other features, with random weights as small as each feature is large: channels are weighed as
-    the target's own norms weigh them, and so a few huge ones do not drown the rest. The output norm's gain is larger,
-    and rows of `lm_head` as much smaller, than the target's: the same logits, of rows that learn faster.
-
-    Source: our own; measured in docs/LOG.md, 2026-11-22. Raises: BadInput where the target's layers have no parts of a
-    Llama layer, or other shapes.
-    """
-    target, size, layers = head.target, head.target.hidden_size, list(head.feature_layers)
-    behind: Any = target.layers[min(layers[-1] + 1, target.num_layers - 1)]
-    first = cast(Eagle3Layer, head.decoder_layers[0])
-    ids = torch.arange(NUM_PROBED, device=target.device) * (target.vocab_size // NUM_PROBED)
-    states = target.forward(ids[None], feature_layers=tuple(layers)).features[0].float()  # [T, L, D]
-    typical = states.square().mean(-1).sqrt().median(0).values.cpu()  # [L] rms; the first token's may be huge
-    try:
-        norms = [cast(Any, target.layers[i]).input_layernorm.weight.float().cpu() for i in layers]
-        scale = torch.cat([norm / size_of for norm, size_of in zip(norms, typical, strict=True)])  # [L * D]
-        head.fc.weight.mul_(0.1 * typical[-1] * scale / scale.square().mean().sqrt())
-        head.fc.weight[:, -size:] += torch.eye(size)
-        for name in ("q_proj", "k_proj", "v_proj"):
-            weight = getattr(first.self_attn, name).weight  # [out, 2 D]: embedding, hidden
-            weight[:, :size] *= 0.3
-            weight[:, size:] = getattr(behind.self_attn, name).weight
-        first.self_attn.o_proj.weight.copy_(behind.self_attn.o_proj.weight)
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            getattr(first.mlp, name).weight.copy_(getattr(behind.mlp, name).weight)
-        first.hidden_norm.weight.copy_(behind.input_layernorm.weight)
-        first.post_attention_layernorm.weight.copy_(behind.post_attention_layernorm.weight)
-        head.norm.weight.mul_(OUTPUT_GAIN)
-        head.lm_head.weight.div_(OUTPUT_GAIN)
-    except (AttributeError, RuntimeError) as error:
-        raise BadInput(f"head.start target: not with the layers of {target.name}: {first_line(error)}") from error
-
-
-def fit_start(head: Eagle3Head, batches: Iterable[DraftBatch]) -> None:
+def fit_start(head: Eagle3Head, batches: Sequence[DraftBatch]) -> None:
     """Start a head, on the CPU, by `fit_layer`. Logits are scaled to the least cross entropy, by an output norm of
-    larger gain over rows of lm_head as much smaller. Raises: BadInput where rows have too few positions for that."""
+    larger gain over rows of lm_head as much smaller. Raises: BadInput where `start: fitted` has too few positions."""
     target, first = head.target, cast(Eagle3Layer, head.decoder_layers[0])
     gain = target.final_norm_scale().float()
     by = gain.where(gain.abs() > 1e-3, torch.inf)
     read = ((b.loss_mask, b.output.features, target.embed(b.input_ids), b.output.post_norm / by) for b in batches)
-    positions = positions_of(read, most=NUM_FITTED)
+    positions = positions_of(read)
     if len(positions.states) < (least := 2 * target.hidden_size):
+        if head.config.start is None:
+            return
         raise BadInput(f"head.start fitted: {len(positions.states)} supervised tokens, needs {least}; else random")
     predicted = fit_layer(head.fc, first.self_attn, first.both, positions, head.rotary.frequencies)
     first.mlp.down_proj.weight.zero_()

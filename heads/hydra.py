@@ -11,9 +11,9 @@ of their own; the prefix layer's output is not normalised again.
 No serving engine known to us loads Hydra heads: names of tensors and config keys are our own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +87,7 @@ class HydraHead(BlocksHead):
             "prefix_attention": self.config.prefix_attention,
         }
 
-    def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
+    def inputs(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         states = self._cast(batch.output.post_norm)  # [B, T, D]
         x = starts.take(states)  # [B, S, D]
         if self.prefix is not None:
@@ -99,7 +99,23 @@ class HydraHead(BlocksHead):
         for depth in range(starts.num_depths):
             embedded = self.target.embed(starts.take(batch.input_ids, offset=depth + 1))  # [B, S, D]
             x = torch.cat([x, self._cast(embedded)], -1)  # [B, S, (depth + 2) * D]
+            yield x
+
+    def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
+        for depth, x in enumerate(self.inputs(batch, starts)):
             yield self.blocks[depth](x)
+
+    def set_map(self, depth: int, weight: Tensor) -> None:
+        self._skip(depth).weight.copy_(weight.T)
+
+    def scale_outputs(self, factors: Sequence[float]) -> None:
+        """By the state that goes into the output layer."""
+        for depth, factor in enumerate(factors):
+            self._skip(depth).weight.mul_(factor)
+
+    def _skip(self, depth: int) -> nn.Linear:
+        """What a depth's first block passes on; at the start the others are the identity."""
+        return cast(nn.Linear, cast(nn.Sequential, self.blocks[depth])[0].skip)
 
     def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
         return self.target.logits(hidden) if self.config.output == "shared" else self.lm_heads[depth](hidden)

@@ -1,8 +1,9 @@
 """Medusa-1 and Medusa-2: independent heads, residual blocks on the target's last state (Cai et al. 2024)."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice, repeat
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from .drafter import Reading
 from .loss.chains import mean_of
 from .loss.chunked import chunk_size, summed_loss
 from .loss.functions import LossSpec
+from .nn.start import linear_map
 from .target import Target
 
 
@@ -68,11 +70,38 @@ class BlocksHead(DraftHead):
         self.max_draft_tokens = config.num_depths
         self.has_one_output = config.output == "shared"
 
-    def new_output_layer(self) -> nn.Linear:
-        """The drafted rows of the target's output layer, copied."""
+    def inputs(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
+        """For each depth, [B, S, in] what its blocks read."""
+        raise NotImplementedError
+
+    def set_map(self, depth: int, weight: Tensor) -> None:
+        """Has a fresh head's depth pass `weight` [in, D] of what its blocks read on to the target's output layer."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def fit(self, batches: Sequence[DraftBatch]) -> None:
+        """What the blocks of each depth read, mapped onto the target's state that the drafted token comes from."""
+        for depth in range(self.num_depths):
+            reads, wanted = list[Tensor](), list[Tensor]()
+            for batch in batches:
+                starts = self.chain_starts(batch.loss_mask)
+                at = starts.valid[..., depth]
+                reads.append(next(islice(self.inputs(batch, starts), depth, None))[at])
+                wanted.append(starts.take(batch.output.post_norm, offset=depth + 1)[at])
+            weight = linear_map(torch.cat(reads), torch.cat(wanted))
+            if weight is not None:
+                self.set_map(depth, weight)
+
+    def drafted_rows(self) -> dict[str, Tensor]:
+        """The target's output layer, of the tokens that are drafted."""
         source = self.target.output_layer.state_dict()
         if self.vocabulary is not None:
             source = {name: value[self.vocabulary.to_target] for name, value in source.items()}
+        return source
+
+    def new_output_layer(self) -> nn.Linear:
+        """The drafted rows of the target's output layer, copied."""
+        source = self.drafted_rows()
         layer = nn.Linear(self.target.hidden_size, len(source["weight"]), bias="bias" in source)
         layer.load_state_dict(source)
         return layer
@@ -166,9 +195,22 @@ class MedusaHead(BlocksHead):
         own = mean_of(self._target_loss(batch), counts[0])
         return replace(out, loss=own + self.config.head_weight * out.loss)
 
+    def inputs(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
+        yield from repeat(starts.take(batch.output.post_norm), starts.num_depths)
+
+    def set_map(self, depth: int, weight: Tensor) -> None:
+        if self.config.output == "own":  # the blocks are the identity
+            layer = cast(nn.Linear, self._parts(depth)[-1])
+            layer.weight.copy_(self.drafted_rows()["weight"].float() @ weight.T)
+
+    def scale_outputs(self, factors: Sequence[float]) -> None:
+        """A head's own output layer; without one nothing can be scaled."""
+        for depth, factor in enumerate(factors if self.config.output == "own" else []):
+            for parameter in self._parts(depth)[-1].parameters():
+                parameter.mul_(factor)
+
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
-        hidden = starts.take(batch.output.post_norm)  # [B, S, D]
-        for k in range(starts.num_depths):
+        for k, hidden in enumerate(self.inputs(batch, starts)):
             yield self._blocks(hidden, k)
 
     def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:

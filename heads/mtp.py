@@ -12,8 +12,9 @@ attends to its own keys at positions <= j. In training each module is one causal
 new token moves all modules by one position, module k being k positions behind: lane k.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -26,6 +27,7 @@ from .importing.mtp_checkpoint import LAYOUTS, Layout, read_modules
 from .nn.cache import SlotCache, newest_slots, seen_by_children
 from .nn.decoder_layer import ChainKeys, LayerCache, LayerDriver
 from .nn.split_attention import whole_parts
+from .nn.start import FITTED_DEPTHS, linear_map, scale_norm
 from .target import Target
 
 INITS = ("last_layer", "random", "checkpoint")
@@ -72,9 +74,12 @@ class MtpModule(nn.Module):
         self, embedded: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor | None, cache: LayerCache
     ) -> Tensor:
         """embedded, hidden [B, Q, D] at positions [B, Q] -> [B, Q, D], before the norm; mask and cache as there."""
-        halves = [self.enorm(embedded), self.hnorm(hidden)]
-        x = self.eh_proj(torch.cat(halves[::-1] if self.hidden_first else halves, -1))  # [B, Q, 2D] -> [B, Q, D]
+        x = self.eh_proj(self.halves(embedded, hidden))  # [B, Q, 2D] -> [B, Q, D]
         return self.driver(self.block, x, positions, mask, cache)
+
+    def halves(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        halves = [self.enorm(embedded), self.hnorm(hidden)]
+        return torch.cat(halves[::-1] if self.hidden_first else halves, -1)
 
     @torch.no_grad()
     def start_from_target(self) -> None:
@@ -134,6 +139,30 @@ class MtpHead(DraftHead):
         return {**self.target.config.to_dict(), self.layout.count_key: len(self.lanes)}
 
     # training
+
+    @torch.no_grad()
+    def fit(self, batches: Sequence[DraftBatch]) -> None:
+        """`eh_proj` maps what it reads, own outputs too, onto what the copied layer reads at the next position."""
+        if self.config.init != "last_layer":
+            return
+        is_many, read, layers = self.config.independent, self.target.forward, (self.driver.index,)
+        reads, wanted, newest = list[Tensor](), list[Tensor](), -len(batches) if is_many else 0
+        entering = [read(b.input_ids, feature_layers=layers, documents=b.documents).features[:, :, 0] for b in batches]
+        for depth in range(len(self.lanes) if is_many else FITTED_DEPTHS):
+            for batch, states in zip(batches, entering, strict=True):
+                starts = self.chain_starts(batch.loss_mask, num_depths=depth + 1)
+                at, hidden = starts.valid[..., depth], starts.take(self._cast(batch.output.post_norm))
+                *_, hidden = hidden, *islice(self.unroll(batch, starts), depth)  # of the depth before
+                embedded = self._cast(self.target.embed(starts.take(batch.input_ids, offset=depth + 1)))
+                reads.append(self._lane(0).halves(embedded, hidden)[at])  # norms are the same in all
+                wanted.append(starts.take(states, offset=depth + 1)[at])
+            weight = linear_map(torch.cat(reads[newest:]), torch.cat(wanted[newest:]), keeps_size=True)
+            for lane in range(depth if is_many else 0, len(self.lanes) if weight is not None else 0):
+                self._lane(lane).eh_proj.weight.copy_(cast(Tensor, weight).T)
+
+    def scale_outputs(self, factors: Sequence[float]) -> None:
+        for k, factor in enumerate(factors[: len(self.lanes)] if self.config.init != "checkpoint" else []):
+            scale_norm(self._lane(k).norm, factor)
 
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         ids, hidden = batch.input_ids, self._cast(batch.output.post_norm)  # [B, T], [B, T, D]

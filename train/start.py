@@ -32,6 +32,8 @@ from .provenance import read_starts, record_start
 from .tracking import check_trackers
 from .training_record import TrainingRecord
 
+ROWS_AT_ONCE = 4  # that a head's start is made of
+
 
 @dataclass
 class Start:
@@ -154,10 +156,10 @@ def first_head(run: RunConfig, target: Target, ids: Tensor | None, console: Cons
 
 
 def first_batches(config: TrainConfig, data: TrainingData, head: DraftHead) -> Iterator[DraftBatch]:
-    """The rows in the order of training, once; the same in every process."""
-    target, plan = head.target, data.plan(batch_size=config.batch_size, seed=config.seed)
+    """The rows in the order of training, once; the same in every process, and however a step's rows are spread."""
+    target, plan = head.target, data.plan(batch_size=ROWS_AT_ONCE, seed=config.seed)
     read = partial(target.forward, feature_layers=head.feature_layers)
-    for number in range(max(1, len(data.samples) // config.batch_size)):
+    for number in range(max(1, len(data.samples) // ROWS_AT_ONCE)):
         yield data.batch(plan.rows(number)).to(target.device).filled(read)
 
 

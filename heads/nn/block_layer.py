@@ -33,9 +33,7 @@ class BlockLayer(nn.Module):
         self.self_attn = Attention(config, has_head_norms=has_head_norms)
         self.post_attention_layernorm = RMSNorm(size, eps=eps)
         self.mlp = LlamaMLP(config)
-        if (
-            has_head_norms
-        ):  # which bound scores by gain^2 sqrt(H): narrow heads begin as sharp as those of WIDE channels
+        if has_head_norms:  # they bound scores by gain^2 sqrt(H): narrow heads begin as sharp as those of WIDE channels
             for norm in (self.self_attn.q_norm, self.self_attn.k_norm):
                 nn.init.constant_(cast(Tensor, norm.weight), max(1.0, WIDE / self.self_attn.head_dim) ** 0.25)
 

@@ -12,17 +12,56 @@ Source: our own; measured in docs/LOG.md, 2026-11-22.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...configs.errors import BadInput, first_line
+from ..target import Target
 from .layers import Attention
+from .start import ridge
 
 NUM_DEPTHS = 3  # drafts ahead that the regression covers
 NATS = 8.0  # by which a query prefers its own position to any other
 SCALE = 2.0  # of the weights, relative to those of a fresh nn.Linear: larger ones change less in a step
 FARTHEST = 512  # positions that are told apart
+NUM_PROBED = 64  # tokens on which the size of features is measured
+
+
+@torch.no_grad()
+def start_from_target(target: Target, feature_layers: Sequence[int], fc: nn.Linear, first: Any) -> None:
+    """Start a head as the target goes on from its highest feature: `fc` passes that one on, and `first`, an EAGLE-3
+    layer, is the target's second behind it, which reads the embedding with small random weights besides.
+
+    `fc` also reads the other features, with random weights as small as each feature is large: channels are weighed as
+    the target's own norms weigh them, and so a few huge ones do not drown the rest.
+
+    Source: our own; measured in docs/LOG.md, 2026-11-22. Raises: BadInput where the target's layers have no parts of a
+    Llama layer, or other shapes.
+    """
+    size, layers = target.hidden_size, list(feature_layers)
+    behind: Any = target.layers[min(layers[-1] + 1, target.num_layers - 1)]
+    ids = torch.arange(NUM_PROBED, device=target.device) * (target.vocab_size // NUM_PROBED)
+    states = target.forward(ids[None], feature_layers=tuple(layers)).features[0].float()  # [T, L, D]
+    typical = states.square().mean(-1).sqrt().median(0).values.cpu()  # [L] rms; the first token's may be huge
+    try:
+        norms = [cast(Any, target.layers[i]).input_layernorm.weight.float().cpu() for i in layers]
+        scale = torch.cat([norm / size_of for norm, size_of in zip(norms, typical, strict=True)])  # [L * D]
+        fc.weight.mul_(0.1 * typical[-1] * scale / scale.square().mean().sqrt())
+        fc.weight[:, -size:] += torch.eye(size)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            weight = getattr(first.self_attn, name).weight  # [out, 2 D]: embedding, hidden
+            weight[:, :size] *= 0.3
+            weight[:, size:] = getattr(behind.self_attn, name).weight
+        first.self_attn.o_proj.weight.copy_(behind.self_attn.o_proj.weight)
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            getattr(first.mlp, name).weight.copy_(getattr(behind.mlp, name).weight)
+        first.hidden_norm.weight.copy_(behind.input_layernorm.weight)
+        first.post_attention_layernorm.weight.copy_(behind.post_attention_layernorm.weight)
+    except (AttributeError, RuntimeError) as error:
+        raise BadInput(f"head.start target: not with the layers of {target.name}: {first_line(error)}") from error
 
 
 @dataclass
@@ -36,12 +75,12 @@ class Positions:
     goes_on: Tensor  # [n] bool: the next of these is t + 1 of the same row
 
 
-def positions_of(batches: Iterable[Sequence[Tensor]], *, most: int) -> Positions:
-    """Positions t at which, as at t - 1, a chain starts, until there are so many or the batches end.
+def positions_of(batches: Iterable[Sequence[Tensor]]) -> Positions:
+    """Positions t at which, as at t - 1, a chain starts.
 
     Args: batches: loss_mask [B, T], features [B, T, L, D], embedding [B, T, D] of x_t, states [B, T, D] each.
     """
-    parts, found = list[list[Tensor]](), 0
+    parts = list[list[Tensor]]()
     for loss_mask, features, embedded, states in batches:
         starts = loss_mask[:, 1:-1] & loss_mask[:, 2:]  # [B, T - 2]
         at = starts[:, 1:] & starts[:, :-1]  # [B, T - 3], of t = 1 on; the states at t and t + 1 are kept
@@ -53,9 +92,6 @@ def positions_of(batches: Iterable[Sequence[Tensor]], *, most: int) -> Positions
             F.pad(at[:, 1:], (0, 1)),
         )
         parts.append([tensor[at].cpu() for tensor in read])
-        found += len(parts[-1][0])
-        if found >= most:
-            break
     features, embedded, states, following, goes_on = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     return Positions(features.float(), embedded.float(), states.float(), following.float(), goes_on)
 
@@ -123,22 +159,6 @@ def own_position(frequencies: Tensor) -> tuple[Tensor, float]:
             best = max(best, (gap, sizes, angle), key=lambda found: found[0])
     gap, sizes, angle = best
     return NATS / max(gap, 0.05) * sizes, angle
-
-
-def ridge(x: Tensor, y: Tensor, *, strength: float = 1e-2) -> Tensor:
-    """x [n, in], y [n, out] -> [in, out] the regularised least-squares map. strength: relative to the mean of x^2."""
-    if x.shape[1] <= len(x):
-        return ridge_of(x.T @ x, x.T @ y, strength=strength)
-    squares = (x @ x.T).double()  # the same by the kernel, which is smaller
-    squares.diagonal().add_(strength * squares.trace() / x.shape[1])
-    return x.T @ torch.linalg.solve(squares, y.double()).float()
-
-
-def ridge_of(squares: Tensor, products: Tensor, *, strength: float = 1e-2) -> Tensor:
-    """`ridge` of x^T x [in, in] and x^T y [in, out]."""
-    squares = squares.double()
-    squares.diagonal().add_(strength * squares.trace() / len(squares))
-    return torch.linalg.solve(squares, products.double()).float()
 
 
 def best_scale(logits: Tensor, probs: Tensor) -> float:

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from ...configs.errors import BadInput
-from ..base import DraftBatch
 from ..loss.chains import ChainStarts
 from ..loss.functions import DraftVocabulary
 from ..target import Target
+from .batch import DraftBatch
 from .block_layer import BlockLayer, MarkovHead
-from .fitted import FARTHEST, SCALE, best_scale, fresh_size, ridge, ridge_of, rms
+from .fitted import FARTHEST, SCALE, best_scale, fresh_size, rms
 from .layers import Attention, Rotary
+from .start import ridge, ridge_of
 
 NUM_FITTED = 16_384  # blocks that a start is made of, about
 SHRINKS = 4.0  # occurrences of a token that make what is known of it count half
