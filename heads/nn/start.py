@@ -20,7 +20,7 @@ NUM_FITTED = 16_384  # positions that a start is made of, about
 FITTED_DEPTHS = 3  # drafts ahead that a recurrent head's start covers
 NUM_JUDGED = 128  # positions at each depth on which the loss is measured
 FACTORS = [0.5 ** (i / 2) for i in range(26)]  # on logits
-SLACK = 0.03  # nats above the least loss
+SLACK = 0.01  # nats above the least loss
 STRENGTH = 1e-2  # of the regression, relative to the mean square of what is read
 
 
