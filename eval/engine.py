@@ -158,8 +158,7 @@ class Engine:
     def rehearse(self, state: DecodeState) -> None:
         """Record or compile this round's steps, unless they are, by running them; nothing is committed, none drawn."""
         steps = ("verify",) if self.drafter is None or self.drafts_on_host else ("draft", "verify")
-        is_ready = self.target.is_ready(self.batch_size, self.num_drafted + 1)
-        if is_ready and all(self.replay.has((step, self.extent)) for step in steps):
+        if all(self.replay.has((step, self.extent)) for step in steps):
             return
         generator_state = None if self.generator is None else self.generator.get_state()
         nothing = self.no_tokens.new_zeros(self.batch_size, self.num_drafted)
