@@ -95,7 +95,7 @@ class Engine:
         self.num_slots = whole_parts(num_slots, target.device)
         self.cache: SlotCache = target.new_cache(self.num_slots)
         self.replay = Replay(steps, target.device, generator)
-        self.compiles_layers = steps == "graph" or target.device.type == "cpu"  # for shapes that come again
+        self.compiles_layers = steps == "graph"  # for shapes that come again
         self.drafts_on_host = drafter is not None and drafter.on_host
         self.state = drafter.begin(batch_size=batch_size, max_length=self.num_slots) if drafter else None
         # one query that sees all there is needs no mask; shapes that grow by one each step cost nothing on a CPU
