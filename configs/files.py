@@ -24,6 +24,11 @@ LocalPath = Annotated[str, LOCAL]  # of a config: the loader replaces `~` by the
 UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)  # by the file system, such as NFS, or an old kernel
 
 
+def cache_root() -> Path:
+    """Where what can be made again is kept: $HEADSTART_CACHE, else ~/.cache/headstart."""
+    return Path(os.environ.get("HEADSTART_CACHE") or "~/.cache/headstart").expanduser()
+
+
 def write_text(path: str | Path, text: str) -> Path:
     """Writes a UTF-8 file; returns its path."""
     with replacing(path) as temporary:

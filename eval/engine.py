@@ -95,7 +95,7 @@ class Engine:
         self.num_slots = whole_parts(num_slots, target.device)
         self.cache: SlotCache = target.new_cache(self.num_slots)
         self.replay = Replay(steps, target.device, generator)
-        self.compiles_layers = steps == "graph" or target.device.type == "cpu"  # for shapes that come again
+        self.compiles_layers = steps == "graph"  # for shapes that come again
         self.drafts_on_host = drafter is not None and drafter.on_host
         self.state = drafter.begin(batch_size=batch_size, max_length=self.num_slots) if drafter else None
         # one query that sees all there is needs no mask; shapes that grow by one each step cost nothing on a CPU
@@ -158,8 +158,7 @@ class Engine:
     def rehearse(self, state: DecodeState) -> None:
         """Record or compile this round's steps, unless they are, by running them; nothing is committed, none drawn."""
         steps = ("verify",) if self.drafter is None or self.drafts_on_host else ("draft", "verify")
-        is_ready = self.target.is_ready(self.batch_size, self.num_drafted + 1)
-        if is_ready and all(self.replay.has((step, self.extent)) for step in steps):
+        if all(self.replay.has((step, self.extent)) for step in steps):
             return
         generator_state = None if self.generator is None else self.generator.get_state()
         nothing = self.no_tokens.new_zeros(self.batch_size, self.num_drafted)

@@ -17,7 +17,7 @@ from transformers.utils import logging as hf_logging
 from ..configs.errors import BadInput, first_line
 from ..configs.files import LocalPath
 from .importing.gguf import gguf_folder
-from .nn.packed import multiplies_bf16
+from .nn.cpu_kernels import multiplies_bf16
 
 
 @dataclass(kw_only=True)

@@ -11,7 +11,7 @@ from .base import DraftHead, HeadConfig
 from .families import HEADS, build_head, head_class
 from .folder import ADAPTER, HeadRecord, is_head_folder, load_weights, read_record, read_tensors, save_head
 from .importing.importers import import_head, imported_start, record_of
-from .nn.packed import pack_linears
+from .nn.cpu_kernels import pack_linears
 from .target import Target
 
 __all__ = ["HEADS", "build_head", "head_class", "head_record", "load_head", "save_head", "start_head"]

@@ -13,8 +13,9 @@ from .loading import FrozenModel, TargetConfig, found_path, load_model
 from .nn.attention import NAME as GROUPED_ATTENTION
 from .nn.attention import Watch
 from .nn.cache import SlotCache
+from .nn.cpu_decoder import CpuDecoder
 from .nn.documents import Documents
-from .nn.packed_decoder import PackedDecoder
+from .nn.joined_decoder import JoinedDecoder
 
 WindowMask = Callable[[int | None], Tensor]  # the additive mask [B, 1, Q, P] for a sliding window, or None
 MOST_PACKED = 256  # positions whose logits are computed by the packed output layer
@@ -51,7 +52,7 @@ class Target(FrozenModel):
         self._captured: dict[int, Tensor] = {}  # by layer, the residual stream that entered it in the last forward
         self._watched: set[int] = set()
         self.is_adapted = False  # whether it computes with a head's adapters, see adapters.TargetAdapter
-        self._packed: PackedDecoder | None = None  # made on the first use of a cache, where
+        self._packed: CpuDecoder | JoinedDecoder | None = None  # made on the first use of a cache, where
         self._is_packable: bool | None = None  # this turns out to be so
         if self.device.type != "meta":  # shapes without weights: nothing to compare
             self._check_against_model()
@@ -80,21 +81,19 @@ class Target(FrozenModel):
         return cls(model, name=config.path, fingerprint=fingerprint, source=config)
 
     @property
-    def packed(self) -> PackedDecoder | None:
-        """The same layers for decoding in bf16 on a CPU; None where they are of an unknown kind, or adapted."""
+    def packed(self) -> CpuDecoder | JoinedDecoder | None:
+        """The same layers for decoding, in bf16 on a CPU or joined on a GPU; None where they are of an unknown kind, or
+        adapted."""
         if self.is_adapted or self.is_spread or self._window is not None or torch.compiler.is_compiling():
             return None
         if self._is_packable is None:  # asked once: it looks at every layer
             weight = self.output_layer.weight
-            self._is_packable = PackedDecoder.takes(self.layers, self.config, weight)
-            if self._is_packable and self.final_norm is not None:
-                self._packed = PackedDecoder(self.base, self.layers, self.final_norm, self.config, weight)
+            kinds = CpuDecoder, JoinedDecoder
+            kind = next((kind for kind in kinds if kind.takes(self.layers, self.config, weight)), None)
+            self._is_packable = kind is not None
+            if kind is not None and self.final_norm is not None:
+                self._packed = kind(self.base, self.layers, self.final_norm, self.config, weight)
         return self._packed
-
-    def is_ready(self, batch_size: int, num_tokens: int) -> bool:
-        """Whether rounds that read num_tokens of so many rows run without being compiled first."""
-        packed = self.packed
-        return packed is None or packed.is_ready(batch_size, num_tokens)
 
     def new_cache(self, max_length: int) -> SlotCache:
         """An empty cache with `max_length` slots (tokens) per row.
@@ -178,7 +177,7 @@ class Target(FrozenModel):
         """
         if cache.extent > self.max_positions:  # never accepted there; clamped so that learned embeddings exist
             positions = positions.clamp(max=self.max_positions - 1)
-        if watch is None and (packed := self.packed) is not None:
+        if watch is None and (packed := self.packed) is not None and input_ids.numel() <= packed.most_tokens:
             tokens, seen = self.input_embedding(input_ids), None if mask is None else mask(None)
             post_norm, self._captured = packed.read(
                 tokens, positions, cache, seen, wanted=self._watched, is_round=is_round

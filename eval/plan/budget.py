@@ -23,7 +23,7 @@ ENDS = {"texts": 0.15, "trees": 0.22, "acceptance": 0.45, "step times": 0.65, "c
 SAFETY = 0.8  # of the room that estimates may fill
 ENOUGH_TOKENS, FEWEST_TOKENS = 32, 8  # per answer: below the first rather fewer settings, never fewer than the second
 FAR_PROBE = 0.02  # of the seconds: where one row's probe takes longer, that of many is not run
-COMPILING = 5.0  # seconds for one shape of a target's layers on a CPU, about
+COMPILING = 5.0  # seconds for one shape of a target's layers on a GPU, about
 COMPILING_SHARE = 0.4  # of the seconds
 
 
@@ -59,7 +59,7 @@ class Spent:
 
 @contextmanager
 def compiled_within(budget: Budget, target: Target, *, num_shapes: int) -> Iterator[None]:
-    """Within, a packed target's layers run as they are, unless there is time to compile them for so many shapes."""
+    """Within, joined layers run as they are, unless there is time to compile them for so many shapes."""
     packed = target.packed
     if packed is None or not packed.compiles or COMPILING * num_shapes <= COMPILING_SHARE * budget.seconds:
         yield

@@ -1,7 +1,6 @@
 """Targets in GGUF, the files that llama.cpp serves: dequantised once into a Hugging Face folder in the user's cache."""
 
 import hashlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ...configs.errors import BadInput, first_line
-from ...configs.files import replacing_folder, restore_folder
+from ...configs.files import cache_root, replacing_folder, restore_folder
 
 MAGIC = b"GGUF"
 FLOATS = {"F32": torch.float32, "F16": torch.float16}  # files of these keep their precision; all others become bf16
@@ -18,7 +17,7 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16}  # files of these keep the
 
 def cache_folder() -> Path:
     """Where targets that were fetched or dequantised are kept: $HEADSTART_CACHE, else ~/.cache/headstart."""
-    return Path(os.environ.get("HEADSTART_CACHE") or "~/.cache/headstart").expanduser() / "targets"
+    return cache_root() / "targets"
 
 
 def gguf_folder(path: str | Path) -> Path:

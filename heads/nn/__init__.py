@@ -1,4 +1,5 @@
 """What targets and heads compute with: `layers` (parts of a Llama layer), `cache` and `attention` for decoding, with
 `split_attention` for long caches; `decoder_layer`, a layer of any target by itself; `chain_attention` and `fusing`
-for training; `documents` keeps packed texts apart; `packed` and `packed_decoder` decode in bf16 on a CPU.
+for training; `documents` keeps packed texts apart; `cpu_decoder` and `cpu_kernels` decode in bf16 on a CPU,
+`joined_decoder` on a GPU.
 """

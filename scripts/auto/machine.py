@@ -15,7 +15,7 @@ from ...eval.measurement.step_times import TimedCell
 from ...heads.base import DraftHead
 from ...heads.fit import NoSkeleton, build_skeleton_head, load_skeleton
 from ...heads.loading import TargetConfig
-from ...heads.nn.packed import pack_linears
+from ...heads.nn.cpu_kernels import pack_linears
 from ...heads.registry import build_head
 from ...heads.target import Target
 from ..unattended.pace import learning_seconds

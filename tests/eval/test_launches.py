@@ -12,7 +12,7 @@ from headstart.eval.verify import accept_sampled
 from headstart.heads.drafter import Reading
 from headstart.heads.drafting import Proposal, StaticTree
 from headstart.heads.fit import build_skeleton_head
-from headstart.heads.nn import attention, packed_decoder
+from headstart.heads.nn import attention, joined_decoder
 from headstart.heads.nn.cache import SlotCache
 from headstart.heads.nn.split_attention import reads_in_parts
 from headstart.heads.registry import HEADS, build_head
@@ -130,7 +130,7 @@ def attended(skeleton: Target, monkeypatch: pytest.MonkeyPatch, context: int, he
             states = [torch.zeros(1, width, *size, device="meta") for size in ((len(engine.layers), 64), (64,))]
             ids = tokens.expand(1, width)
             read = Reading(ids, ids, TargetOutput(*states), start, torch.ones_like(start))
-        for module in (attention, packed_decoder):
+        for module in (attention, joined_decoder):
             monkeypatch.setattr(module, "masked_attention", watched, raising=False)
         engine.verify(DecodeState(read, tokens, start), engine.draft(read))
     return seen
@@ -153,7 +153,7 @@ def test_no_prompt_is_read_through_kernels_that_are_planned_anew_for_its_length(
         allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
         return plain(query, *others, **more)
 
-    for module in (attention, packed_decoder):
+    for module in (attention, joined_decoder):
         monkeypatch.setattr(module, "masked_attention", watched, raising=False)
     for head_type in ("eagle", "eagle3", "hydra", "mtp", "draft_lm"):
         head = build_skeleton_head(HEADS[head_type].config_class(type=head_type), skeleton)
@@ -239,7 +239,7 @@ def test_joined_layers_decode_what_the_models_own_do(family, tiny_target, monkey
         how: dict[str, Any] = {"max_new_tokens": 20, "eos_token_ids": [], "tree": tree}
         wanted = generate(target, head, prompts, **how)
         joined = tiny_target(family)
-        monkeypatch.setattr(packed_decoder, "decodes_joined", lambda device: True)
+        monkeypatch.setattr(joined_decoder, "decodes_joined", lambda device: True)
         head_of_joined = build_head(HEADS["eagle3"].config_class(type="eagle3"), joined, seed=1).eval()
         found = generate(joined, head_of_joined, prompts, **how)
         monkeypatch.undo()

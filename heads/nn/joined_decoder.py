@@ -1,10 +1,10 @@
-"""The layers of a Llama-shaped target for decoding: joined weights, few operations, one compilation for all.
+"""The layers of a Llama-shaped target for decoding on a GPU: joined weights, few launches, one compilation for all.
 
-A step of one token reads every weight once; what is not reading weights is kept small. Queries, keys and values are one
-product, as are gate and up, and the mask is tiled once; what lies between products is compiled, once for all layers. On
-a CPU weights are copied, packed for its kernels; elsewhere the model's own become views of the joined ones.
+Queries, keys and values are one product, as are gate and up, whose weights become views of the joined ones; the mask is
+tiled once; what lies between products is compiled, once for all layers. On a CPU, see cpu_decoder.py.
 """
 
+import math
 import shutil
 import warnings
 from collections.abc import Callable
@@ -19,19 +19,17 @@ from ...configs.errors import first_line
 from .attention import kernels_for
 from .cache import SlotCache
 from .layers import rotate
-from .packed import multiplies_bf16, pack, packed_linear
 from .split_attention import masked_attention
 
 # decoder layers of transformers that compute what `decoder_layer` does
 KNOWN_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 FEWEST_COMPILED = 2**24  # weights: compiling takes seconds, in which a smaller target writes its texts
 NUM_PRODUCTS = 7  # of a layer: queries, keys, values, output, gate, up, down
-FEWEST_ROWS = 4  # that a product is faster with than with fewer
 COMPILES_FROM = "2.11"  # earlier torch cannot compile ahead of time
 
 
 class LayerWeights(NamedTuple):
-    """One layer's: norms as they are, products packed; bias [out], query_norm and key_norm [H] where there are any."""
+    """One layer's; bias [out], query_norm and key_norm [H] where there are any."""
 
     attention_norm: Tensor  # [D]
     qkv: Tensor  # [(N + 2 Nkv) H, D]
@@ -49,7 +47,6 @@ class Sizes(NamedTuple):
     num_kv_heads: int
     head_dim: int
     eps: float
-    is_packed: bool  # weights are those of `pack`
 
 
 class Shared(NamedTuple):
@@ -70,35 +67,31 @@ def decodes_joined(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-class PackedDecoder:
-    """The joined layers of a target, on a CPU packed and in bf16; its results are the model's own up to rounding."""
+class JoinedDecoder:
+    """The joined layers of a target; its results are the model's own up to rounding."""
+
+    most_tokens = math.inf  # of one forward
 
     def __init__(self, model: nn.Module, layers: nn.ModuleList, final_norm: nn.Module, config: Any, output: Tensor):
         first: Any = layers[0]
-        self.is_joined = decodes_joined(output.device)
         heads = config.num_attention_heads, config.num_key_value_heads, first.self_attn.head_dim
-        self.sizes = Sizes(*heads, config.rms_norm_eps, is_packed=not self.is_joined)
-        self.layers = [weights_of(layer, is_joined=self.is_joined) for layer in layers]
+        self.sizes = Sizes(*heads, config.rms_norm_eps)
+        self.layers = [weights_of(layer) for layer in layers]
         self.final_norm: Any = final_norm.weight
-        self.output = output.detach() if self.is_joined else pack(output)
+        self.output = output.detach()
         self.rotary: Any = model.rotary_emb
-        self.compiled: dict[tuple[int, int, int | bool], Layer] = {}
+        self.compiled: dict[tuple[int, int, int], Layer] = {}
         num_weights = sum(weight.numel() for weight in model.parameters())
         self.compiles = num_weights >= FEWEST_COMPILED and can_compile(output.device)
 
     @staticmethod
     def takes(layers: nn.ModuleList, config: Any, weight: Tensor) -> bool:
-        """Whether this decoder computes what these layers do: of a known class, frozen, and on a CPU in bf16, where it
-        has that.
+        """Whether this decoder computes what these layers do, which are frozen, and not on a CPU.
 
         Args: weight: [V, D] of the output layer.
         """
-        is_known = type(layers[0]).__name__ in KNOWN_LAYERS and config.hidden_act == "silu"
-        if decodes_joined(weight.device):
-            is_taken = not any(parameter.requires_grad for parameter in layers.parameters())
-        else:
-            is_taken = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and multiplies_bf16()
-        return is_known and is_taken and all(has_plain_products(layer, weight.dtype) for layer in layers)
+        is_frozen = not any(parameter.requires_grad for parameter in layers.parameters())
+        return decodes_joined(weight.device) and is_frozen and is_known(layers, config, weight)
 
     def read(
         self,
@@ -132,24 +125,17 @@ class PackedDecoder:
             x = layer(x, weights, keys, values, shared, self.sizes)
         return rms_norm(x, self.final_norm, self.sizes.eps), kept
 
-    def is_ready(self, batch_size: int, num_queries: int) -> bool:
-        """Whether rounds of this shape run without being compiled first."""
-        known = self.is_joined or any(key[:2] == (batch_size, num_queries) for key in self.compiled)
-        return not self.compiles or known  # joined layers compile within steps that are recorded
-
     def logits(self, post_norm: Tensor) -> Tensor:
-        """[..., D] -> [..., V] bf16."""
-        return product(post_norm, self.output, self.sizes.is_packed)
+        """[..., D] -> [..., V]."""
+        return F.linear(post_norm, self.output)
 
     def _compiled(
         self, x: Tensor, weights: LayerWeights, keys: Tensor, values: Tensor, shared: Shared, sizes: Sizes
     ) -> Tensor:
-        key = (x.shape[0], x.shape[1], keys.shape[2] if self.is_joined else shared.mask is None)
+        key = x.shape[0], x.shape[1], keys.shape[2]
         if key not in self.compiled:
             try:
-                self.compiled[key] = compiled_layer(
-                    x, weights, keys, values, shared, sizes, any_length=not self.is_joined
-                )
+                self.compiled[key] = compiled_layer(x, weights, keys, values, shared, sizes)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # of dynamo, inductor or the C++ compiler
@@ -162,8 +148,8 @@ class PackedDecoder:
 def decoder_layer(x: Tensor, w: LayerWeights, keys: Tensor, values: Tensor, shared: Shared, sizes: Sizes) -> Tensor:
     """One decoder layer over a cache. x: [B, Q, D]. keys, values: [B, Nkv, P, H], to which the new ones are written."""
     num_rows, num_queries, _ = x.shape
-    num_heads, num_kv, head_dim, eps, is_packed = sizes
-    projected = product(rms_norm(x, w.attention_norm, eps), w.qkv, is_packed)
+    num_heads, num_kv, head_dim, eps = sizes
+    projected = F.linear(rms_norm(x, w.attention_norm, eps), w.qkv)
     if w.bias is not None:
         projected = projected + w.bias
     heads = projected.view(num_rows, num_queries, num_heads + 2 * num_kv, head_dim).transpose(
@@ -186,20 +172,9 @@ def decoder_layer(x: Tensor, w: LayerWeights, keys: Tensor, values: Tensor, shar
         with kernels_for(num_queries, x.device):
             mixed = masked_attention(grouped, keys, values, shared.mask)
     mixed = mixed.reshape(num_rows, num_heads, num_queries, head_dim).transpose(1, 2)
-    x = x + product(mixed.reshape(num_rows, num_queries, num_heads * head_dim), w.output, is_packed)
-    gate, up = product(rms_norm(x, w.mlp_norm, eps), w.gate_up, is_packed).chunk(2, -1)
-    return x + product(F.silu(gate) * up, w.down, is_packed)
-
-
-def product(x: Tensor, weight: Tensor, is_packed: bool = True) -> Tensor:
-    """[B, Q, in] -> [B, Q, out]. Fewer than four rows are filled up, which compiled code does for nothing: oneDNN's
-    kernels for so few read weights more slowly."""
-    num_rows, num_queries, _ = x.shape
-    if not is_packed:
-        return F.linear(x, weight)
-    if num_rows * num_queries >= FEWEST_ROWS:
-        return packed_linear(x, weight)
-    return packed_linear(F.pad(x, (0, 0, 0, FEWEST_ROWS - num_queries)), weight)[:, :num_queries]
+    x = x + F.linear(mixed.reshape(num_rows, num_queries, num_heads * head_dim), w.output)
+    gate, up = F.linear(rms_norm(x, w.mlp_norm, eps), w.gate_up).chunk(2, -1)
+    return x + F.linear(F.silu(gate) * up, w.down)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -211,22 +186,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
-def weights_of(layer: Any, *, is_joined: bool = False) -> LayerWeights:
-    """The weights of a known decoder layer, joined; and packed, or, with is_joined, the module's from now on."""
+def weights_of(layer: Any) -> LayerWeights:
+    """The weights of a known decoder layer, joined; the module's from now on."""
     attention, mlp = layer.self_attn, layer.mlp
     inputs = attention.q_proj, attention.k_proj, attention.v_proj
     biases = [module.bias for module in inputs]
-    prepared = joined if is_joined else lambda *modules: pack(torch.cat([module.weight for module in modules]))
     return LayerWeights(
         layer.input_layernorm.weight.detach(),
-        prepared(*inputs),
+        joined(*inputs),
         None if biases[0] is None else torch.cat(biases).detach(),
         attention.q_norm.weight.detach() if hasattr(attention, "q_norm") else None,
         attention.k_norm.weight.detach() if hasattr(attention, "k_norm") else None,
-        prepared(attention.o_proj),
+        joined(attention.o_proj),
         layer.post_attention_layernorm.weight.detach(),
-        prepared(mlp.gate_proj, mlp.up_proj),
-        prepared(mlp.down_proj),
+        joined(mlp.gate_proj, mlp.up_proj),
+        joined(mlp.down_proj),
     )
 
 
@@ -238,6 +212,12 @@ def joined(*modules: nn.Linear) -> Tensor:
     for module, rows in zip(modules, whole.split([module.out_features for module in modules]), strict=True):
         module.weight.data = rows
     return whole
+
+
+def is_known(layers: nn.ModuleList, config: Any, weight: Tensor) -> bool:
+    """Whether layers compute what `decoder_layer` does. Args: weight: [V, D] of the output layer, of their dtype."""
+    is_named = type(layers[0]).__name__ in KNOWN_LAYERS and config.hidden_act == "silu"
+    return is_named and all(has_plain_products(layer, weight.dtype) for layer in layers)
 
 
 def has_plain_products(layer: nn.Module, dtype: torch.dtype) -> bool:
@@ -265,20 +245,14 @@ def compiled_layer(
     values: Tensor,
     shared: Shared,
     sizes: Sizes,
-    *,
-    any_length: bool = True,
 ) -> Layer:
-    """`decoder_layer` compiled for rows and queries as here, any layer's weights, and any number of slots if asked."""
+    """`decoder_layer` compiled for rows, queries and slots as here, and any layer's weights."""
 
     def layer(x: Tensor, *rest: Any) -> Tensor:
         num = len(LayerWeights._fields)
         keys, values, *shared = rest[num:]
         return decoder_layer(x, LayerWeights(*rest[:num]), keys, values, Shared(*shared), sizes)
 
-    for tensor in (keys, values) if any_length else ():
-        torch._dynamo.mark_dynamic(tensor, 2)
-    if shared.mask is not None and any_length:
-        torch._dynamo.mark_dynamic(shared.mask, 3)
     options: Any = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
     before_2_13: Any = torch._dynamo.config.patch(enable_aot_compile=True)  # pyright: ignore[reportAttributeAccessIssue]
     with warnings.catch_warnings(), before_2_13:

@@ -1,0 +1,304 @@
+// The decoder layers of a Llama-shaped model in bf16 on a CPU with AVX512-BF16, for a few tokens at a time.
+//
+// A step of one token reads every weight once, and is as fast as these are read: weights lie in blocks of 32 outputs in
+// the order in which they are multiplied, a forward is one parallel region, and nothing between products is written
+// wider than it must be.
+//
+// What a token gives does not depend on the tokens beside it: each sum over channels runs in one order whatever the
+// number of tokens, and attention goes through the slots that a token sees in their order, passing over the others. So
+// verifying drafted tokens at once gives, bit for bit, what decoding them one by one gives.
+//
+// Called from cpu_decoder.py, which builds it. All tensors are bf16 and contiguous unless strides are given.
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+using bf16 = uint16_t;
+constexpr int64_t BLOCK = 32;  // outputs of a product that are computed together
+constexpr int TILE = 8;        // tokens likewise
+
+// Products [N, K] as blocks [N / 32, K / 2, 32, 2], zeros behind N; gate_up has the blocks of gate and up by turns.
+// bias, query_norm and key_norm may be null.
+struct Layer {
+  const bf16 *attention_norm, *qkv, *bias, *query_norm, *key_norm, *output, *mlp_norm, *gate_up, *down;
+  bf16 *keys, *values;  // [B, Nkv, slots, H]
+  bf16* kept;           // [M, D] for what enters the layer; null: not wanted
+};
+
+struct Shape {
+  int64_t hidden, num_heads, num_kv_heads, head_dim, mlp;
+  int64_t num_rows, num_queries, extent;  // B, Q, and the slots that may be seen
+  int64_t row_stride, head_stride;        // of keys and values, in elements
+  int64_t num_threads;
+  float eps;
+};
+
+namespace {
+
+inline __mmask16 first(int64_t n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1; }
+
+inline __m512 load(const bf16* from, int64_t n) {
+  __m256i half = _mm256_maskz_loadu_epi16(first(n), from);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+inline void store(bf16* to, __m512 x, int64_t n) {
+  _mm256_mask_storeu_epi16(to, first(n), (__m256i)_mm512_cvtneps_pbh(x));
+}
+
+inline __m512 rounded(__m512 x) {  // to bf16 and back
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)), 16));
+}
+
+// exp(x) = 2^n exp(r), |r| <= ln(2) / 2, by its Taylor polynomial
+inline __m512 exponential(__m512 x) {
+  x = _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(88.0f)), _mm512_set1_ps(-87.0f));
+  __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  __m512 y = _mm512_set1_ps(1.0f / 720);
+  for (float factor : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(factor));
+  return _mm512_scalef_ps(y, n);
+}
+
+// out [M, 32] = x [M, K] of a block of weights
+template <int M>
+void tile(const bf16* x, int64_t K, const bf16* w, float* out) {
+  __m512 sums[M][2];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; m++) sums[m][0] = sums[m][1] = _mm512_setzero_ps();
+  for (int64_t k = 0; k < K; k += 2, w += 2 * BLOCK) {
+    _mm_prefetch((const char*)(w + 1024), _MM_HINT_T0);
+    _mm_prefetch((const char*)(w + 1056), _MM_HINT_T0);
+    __m512bh low = (__m512bh)_mm512_loadu_si512(w), high = (__m512bh)_mm512_loadu_si512(w + BLOCK);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) {
+      int32_t pair;
+      std::memcpy(&pair, x + m * K + k, sizeof pair);
+      __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+      sums[m][0] = _mm512_dpbf16_ps(sums[m][0], low, both);
+      sums[m][1] = _mm512_dpbf16_ps(sums[m][1], high, both);
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < M; m++) {
+    _mm512_storeu_ps(out + m * BLOCK, sums[m][0]);
+    _mm512_storeu_ps(out + m * BLOCK + 16, sums[m][1]);
+  }
+}
+
+void any_tile(int m, const bf16* x, int64_t K, const bf16* w, float* out) {
+  static constexpr void (*tiles[])(const bf16*, int64_t, const bf16*, float*) = {
+      tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>, tile<7>, tile<8>};
+  tiles[m - 1](x, K, w, out);
+}
+
+// Within a parallel region: then(token, output, sums, n) for each token and 16 outputs from `output` on, n of them real.
+template <class Then>
+void product(const bf16* x, int64_t M, int64_t K, const bf16* w, int64_t N, Then then) {
+#pragma omp for
+  for (int64_t block = 0; block < (N + BLOCK - 1) / BLOCK; block++) {
+    alignas(64) float out[TILE * BLOCK];
+    for (int64_t m = 0; m < M; m += TILE) {
+      int count = std::min<int64_t>(TILE, M - m);
+      any_tile(count, x + m * K, K, w + block * BLOCK * K, out);
+      for (int i = 0; i < count; i++)
+        for (int64_t n = block * BLOCK, j = 0; j < BLOCK && n < N; j += 16, n += 16)
+          then(m + i, n, _mm512_load_ps(out + i * BLOCK + j), std::min<int64_t>(16, N - n));
+    }
+  }
+}
+
+// y = x / rms(x) * gain over n channels; x in fp32 of bf16, as transformers rounds it
+void normalise(const bf16* x, const bf16* gain, bf16* y, int64_t n, float eps) {
+  __m512 squares = _mm512_setzero_ps();
+  for (int64_t i = 0; i < n; i += 16) {
+    __m512 part = load(x + i, n - i);
+    squares = _mm512_fmadd_ps(part, part, squares);
+  }
+  __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / n + eps));
+  for (int64_t i = 0; i < n; i += 16) {
+    __m512 part = rounded(_mm512_mul_ps(load(x + i, n - i), scale));
+    store(y + i, _mm512_mul_ps(part, load(gain + i, n - i)), n - i);
+  }
+}
+
+// x [H], normalised where there is a gain, then rotated, to y
+void position(const bf16* x, const bf16* gain, const bf16* cos, const bf16* sin, bf16* y, int64_t H, float eps) {
+  std::vector<bf16> held;
+  if (gain) {
+    held.resize(H);
+    normalise(x, gain, held.data(), H, eps);
+    x = held.data();
+  }
+  int64_t half = H / 2;
+  for (int64_t i = 0; i < half; i += 16) {
+    int64_t n = half - i;
+    __m512 low = load(x + i, n), high = load(x + half + i, n);
+    __m512 a = _mm512_mul_ps(low, load(cos + i, n)), b = _mm512_mul_ps(high, load(cos + half + i, n));
+    store(y + i, _mm512_fnmadd_ps(high, load(sin + i, n), a), n);
+    store(y + half + i, _mm512_fmadd_ps(low, load(sin + half + i, n), b), n);
+  }
+}
+
+// The sums of 16 vectors, one per lane.
+inline __m512 sums_of(const __m512* x) {
+  __m512 pairs[8], fours[4], halves[2];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++)
+    pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    __m512d low = _mm512_castps_pd(pairs[2 * i]), high = _mm512_castps_pd(pairs[2 * i + 1]);
+    fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)), _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++)
+    halves[i] = _mm512_add_ps(_mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0x88),
+                              _mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0xdd));
+  return _mm512_add_ps(_mm512_shuffle_f32x4(halves[0], halves[1], 0x88), _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
+}
+
+// One query over the n slots that it sees, in their order: out [H], where C = H / 32, rounded up.
+template <int C>
+void attend(const bf16* q, const bf16* keys, const bf16* values, const int32_t* slots, int64_t n, int64_t H, bf16* out,
+            std::vector<float>& scores) {
+  scores.resize(n + 16);
+  __mmask32 some[C];
+  __m512i query[C];
+#pragma GCC unroll 8
+  for (int c = 0; c < C; c++) {
+    some[c] = H - 32 * c >= 32 ? 0xffffffff : (1u << (H - 32 * c)) - 1;
+    query[c] = _mm512_maskz_loadu_epi16(some[c], q + 32 * c);
+  }
+  __m512 scale = _mm512_set1_ps(1.0f / std::sqrt((float)H)), most = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
+  for (int64_t i = 0; i < n; i += 16) {
+    __m512 sums[16];
+    for (int64_t j = 0; j < 16; j++) {
+      sums[j] = _mm512_setzero_ps();
+      const bf16* k = keys + slots[std::min(i + j, n - 1)] * H;
+#pragma GCC unroll 8
+      for (int c = 0; c < C; c++)
+        sums[j] = _mm512_dpbf16_ps(sums[j], (__m512bh)query[c], (__m512bh)_mm512_maskz_loadu_epi16(some[c], k + 32 * c));
+    }
+    __m512 part = _mm512_mul_ps(sums_of(sums), scale);
+    most = _mm512_mask_max_ps(most, first(n - i), most, part);
+    _mm512_storeu_ps(&scores[i], part);
+  }
+  most = _mm512_set1_ps(_mm512_reduce_max_ps(most));
+  for (int64_t i = 0; i < n; i += 16) {
+    __m512 part = exponential(_mm512_sub_ps(_mm512_loadu_ps(&scores[i]), most));
+    total = _mm512_mask_add_ps(total, first(n - i), total, part);
+    _mm512_storeu_ps(&scores[i], part);
+  }
+  __m512 even[C], odd[C];  // channels
+#pragma GCC unroll 8
+  for (int c = 0; c < C; c++) even[c] = odd[c] = _mm512_setzero_ps();
+  const __m512i high = _mm512_set1_epi32(0xffff0000);
+  for (int64_t i = 0; i < n; i++) {
+    const bf16* v = values + slots[i] * H;
+    __m512 weight = _mm512_set1_ps(scores[i]);
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++) {
+      __m512i both = _mm512_maskz_loadu_epi16(some[c], v + 32 * c);
+      even[c] = _mm512_fmadd_ps(weight, _mm512_castsi512_ps(_mm512_slli_epi32(both, 16)), even[c]);
+      odd[c] = _mm512_fmadd_ps(weight, _mm512_castsi512_ps(_mm512_and_si512(both, high)), odd[c]);
+    }
+  }
+  __m512 whole = _mm512_set1_ps(_mm512_reduce_add_ps(total));
+#pragma GCC unroll 8
+  for (int c = 0; c < C; c++) {
+    __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_div_ps(even[c], whole)));
+    __m512i up = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_div_ps(odd[c], whole)));
+    _mm512_mask_storeu_epi16(out + 32 * c, some[c], _mm512_or_si512(low, _mm512_slli_epi32(up, 16)));
+  }
+}
+
+using Attend = void (*)(const bf16*, const bf16*, const bf16*, const int32_t*, int64_t, int64_t, bf16*, std::vector<float>&);
+constexpr Attend by_size[] = {attend<1>, attend<2>, attend<3>, attend<4>, attend<5>, attend<6>, attend<7>, attend<8>};
+
+}  // namespace
+
+// x [B, Q, D] goes through the layers in place; keys and values are written to `slots` [B, Q]. cos, sin: [B, Q, H].
+// mask: [B, Q, extent], negative where a slot is hidden; null: all of extent is seen.
+extern "C" void decode(const Layer* layers, int64_t num_layers, const Shape* shape, bf16* x, const bf16* cos,
+                       const bf16* sin, const int64_t* slots, const bf16* mask) {
+  const Shape& s = *shape;
+  int64_t D = s.hidden, H = s.head_dim, N = s.num_heads, kv = s.num_kv_heads, Q = s.num_queries, M = s.num_rows * Q;
+  int64_t width = (N + 2 * kv) * H;
+  std::vector<bf16> read(M * D), projected(M * width), mixed(M * N * H), active(M * s.mlp);
+  std::vector<int32_t> seen(M * s.extent);
+  std::vector<int64_t> num_seen(M, 0);
+  for (int64_t m = 0; m < M; m++)
+    for (int64_t p = 0; p < s.extent; p++)
+      if (!mask || !(mask[m * s.extent + p] >> 15)) seen[m * s.extent + num_seen[m]++] = p;
+
+#pragma omp parallel num_threads(s.num_threads)
+  {
+    std::vector<float> scores;
+    for (int64_t i = 0; i < num_layers; i++) {
+      const Layer& w = layers[i];
+#pragma omp for
+      for (int64_t m = 0; m < M; m++) {
+        if (w.kept) std::memcpy(w.kept + m * D, x + m * D, D * sizeof(bf16));
+        normalise(x + m * D, w.attention_norm, &read[m * D], D, s.eps);
+      }
+      product(read.data(), M, D, w.qkv, width, [&](int64_t m, int64_t n, __m512 sum, int64_t count) {
+        if (w.bias) sum = _mm512_add_ps(rounded(sum), load(w.bias + n, count));
+        store(&projected[m * width + n], sum, count);
+      });
+#pragma omp for
+      for (int64_t task = 0; task < M * (N + 2 * kv); task++) {
+        int64_t m = task / (N + 2 * kv), head = task % (N + 2 * kv), at = head - N;
+        bf16* from = &projected[m * width + head * H];
+        int64_t place = m / Q * s.row_stride + slots[m] * H;
+        if (head < N)
+          position(from, w.query_norm, cos + m * H, sin + m * H, from, H, s.eps);
+        else if (at < kv)
+          position(from, w.key_norm, cos + m * H, sin + m * H, w.keys + place + at * s.head_stride, H, s.eps);
+        else
+          std::memcpy(w.values + place + (at - kv) * s.head_stride, from, H * sizeof(bf16));
+      }
+#pragma omp for
+      for (int64_t task = 0; task < M * N; task++) {
+        int64_t m = task / N, head = task % N, at = m / Q * s.row_stride + head / (N / kv) * s.head_stride;
+        by_size[(H - 1) / 32](&projected[m * width + head * H], w.keys + at, w.values + at, &seen[m * s.extent],
+                              num_seen[m], H, &mixed[(m * N + head) * H], scores);
+      }
+      auto add = [&](int64_t m, int64_t n, __m512 sum, int64_t count) {
+        store(x + m * D + n, _mm512_add_ps(load(x + m * D + n, count), rounded(sum)), count);
+      };
+      product(mixed.data(), M, N * H, w.output, D, add);
+#pragma omp for
+      for (int64_t m = 0; m < M; m++) normalise(x + m * D, w.mlp_norm, &read[m * D], D, s.eps);
+#pragma omp for
+      for (int64_t block = 0; block < (s.mlp + BLOCK - 1) / BLOCK; block++) {
+        alignas(64) float gate[TILE * BLOCK], up[TILE * BLOCK];
+        const bf16* weights = w.gate_up + 2 * block * BLOCK * D;
+        for (int64_t m = 0; m < M; m += TILE) {
+          int count = std::min<int64_t>(TILE, M - m);
+          any_tile(count, &read[m * D], D, weights, gate);
+          any_tile(count, &read[m * D], D, weights + BLOCK * D, up);
+          for (int k = 0; k < count; k++)
+            for (int64_t n = block * BLOCK, j = 0; j < BLOCK && n < s.mlp; j += 16, n += 16) {
+              __m512 g = rounded(_mm512_load_ps(gate + k * BLOCK + j)), u = rounded(_mm512_load_ps(up + k * BLOCK + j));
+              __m512 one = _mm512_set1_ps(1.0f), divisor = _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), g)));
+              store(&active[(m + k) * s.mlp + n], _mm512_mul_ps(rounded(_mm512_div_ps(g, divisor)), u), s.mlp - n);
+            }
+        }
+      }
+      product(active.data(), M, s.mlp, w.down, D, add);
+    }
+  }
+}
+
+// y [M, N] = x [M, K] of a blocked weight
+extern "C" void multiply(const bf16* x, int64_t M, int64_t K, const bf16* w, int64_t N, bf16* y, int64_t num_threads) {
+#pragma omp parallel num_threads(num_threads)
+  product(x, M, K, w, N, [&](int64_t m, int64_t n, __m512 sum, int64_t count) { store(y + m * N + n, sum, count); });
+}

@@ -1,0 +1,118 @@
+"""Products in bf16 on a CPU that multiplies it, by kernels of our own (cpu_kernels.cpp), built once per machine.
+
+They read weights at the memory's rate, which oneDNN's do not for few rows, and what a row gives does not depend on the
+rows beside it.
+"""
+
+import ctypes
+import functools
+import hashlib
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...configs.files import cache_root, replacing
+
+SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
+FLAGS = "-O3 -std=c++17 -fPIC -fopenmp -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mfma".split()
+BLOCK = 32  # outputs that are computed together, as in the source
+COMPILERS = ("g++", "clang++")
+
+
+def multiplies_bf16() -> bool:
+    """Whether this processor has instructions for products of bf16 (AVX512-BF16, AMX), and torch uses them."""
+    has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return bool(has_instructions and torch.backends.mkldnn.is_available())
+
+
+@functools.cache
+def kernels() -> ctypes.CDLL | None:
+    """The kernels, built on first use, in seconds. None: not for this processor, or, with a warning, not built."""
+    if not torch.cpu._is_avx512_bf16_supported():
+        return None
+    try:
+        return ctypes.CDLL(str(built()))
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
+        line = next((line for line in (said or "").splitlines() if line.strip()), "no reason given")
+        warnings.warn(f"decoding in bf16 without its own kernels, and several times slower: {line}", stacklevel=2)
+        return None
+
+
+def built() -> Path:
+    """The library, from the cache or compiled. Raises: OSError, CalledProcessError."""
+    source = SOURCE.read_bytes()
+    path = cache_root() / "kernels" / f"{hashlib.sha256(source + ' '.join(FLAGS).encode()).hexdigest()[:16]}.so"
+    if path.is_file():
+        return path
+    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+    if compiler is None:
+        raise OSError(f"none of {', '.join(COMPILERS)} is on PATH")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder, replacing(path) as library:
+        objects = str(Path(folder) / "kernels.o")
+        # linked without OpenMP's library: torch's own is loaded, and two of them would wait for each other's threads
+        for line in ([*FLAGS, "-c", str(SOURCE), "-o", objects], ["-shared", objects, "-o", str(library)]):
+            subprocess.run([compiler, *line], check=True, capture_output=True, text=True)
+    return path
+
+
+def blocked(weight: Tensor) -> Tensor:
+    """[N, K], K even, as the kernels read it: [N / 32, K / 2, 32, 2], zeros behind N."""
+    num, size = weight.shape
+    whole = F.pad(weight.detach(), (0, 0, 0, -num % BLOCK))
+    return whole.view(-1, BLOCK, size // 2, 2).transpose(1, 2).contiguous()
+
+
+def multiply(x: Tensor, weight: Tensor, num_outputs: int) -> Tensor:
+    """[..., K] -> [..., N], by a blocked weight."""
+    library, x = kernels(), x.contiguous()
+    assert library is not None
+    y, size = x.new_empty(*x.shape[:-1], num_outputs), x.shape[-1]
+    sizes = number(x.numel() // size), number(size)
+    library.multiply(
+        pointer(x), *sizes, pointer(weight), number(num_outputs), pointer(y), number(torch.get_num_threads())
+    )
+    return y
+
+
+def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+number = ctypes.c_int64
+
+
+def pack_linears(module: nn.Module) -> None:
+    """Let the linear layers within a module in bf16 on a CPU compute by these kernels, where no gradient is asked.
+
+    The weights themselves stay as they are, and must stay so: what is read is a copy. Nothing happens elsewhere.
+    """
+    linears = [each for each in module.modules() if type(each) is nn.Linear and is_multiplied(each.weight)]
+    if linears and kernels() is not None:
+        for linear in linears:
+            linear.forward = _packed_forward(linear)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_multiplied(weight: Tensor) -> bool:
+    """Whether the kernels take a weight [N, K]."""
+    return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.shape[1] % 2 == 0
+
+
+def _packed_forward(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
+    weight, plain, num = blocked(linear.weight), linear.forward, linear.out_features
+
+    def forward(x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or x.dtype != torch.bfloat16:
+            return plain(x)
+        out = multiply(x, weight, num)
+        return out if linear.bias is None else out + linear.bias
+
+    return forward

@@ -1,0 +1,140 @@
+"""The kernels for bf16 on a CPU compute what the model's own layers do, as near to fp32 as those, through caches,
+batches and trees; and a token's states do not depend on what is read with it."""
+
+import pytest
+import torch
+from headstart.heads.nn import cpu_kernels
+from headstart.heads.nn.cpu_decoder import CpuDecoder
+from headstart.heads.nn.cpu_kernels import blocked, kernels, multiply, pack_linears
+from headstart.heads.target import Target
+from torch import nn
+
+needs_kernels = pytest.mark.skipif(kernels() is None, reason="no products of bf16 on this processor, or no compiler")
+KNOWN = ["llama", "qwen2", "qwen3"]
+
+
+@pytest.fixture(scope="module", params=KNOWN)
+def targets(request, tiny_model):
+    """The same weights in fp32, and in bf16 as it decodes on a CPU."""
+    wide = tiny_model(request.param, hidden_size=64, intermediate_size=96)
+    with torch.no_grad():
+        for parameter in wide.parameters():
+            parameter.copy_(parameter.to(torch.bfloat16) * 0.5 if parameter.ndim > 1 else parameter)
+    narrow = tiny_model(request.param, hidden_size=64, intermediate_size=96)
+    narrow.load_state_dict(wide.state_dict())
+    return Target(wide, name="wide", fingerprint=""), Target(narrow.to(torch.bfloat16), name="narrow", fingerprint="")
+
+
+def read(target, ids, split, *, layers=(1, 3)):
+    """Post-norm states, features and logits of ids [B, T], read in pieces of these lengths through a cache."""
+    cache, outputs, start = target.new_cache(64), [], 0
+    for width in split:
+        positions = torch.arange(start, start + width).expand(len(ids), -1)
+        part, start = ids[:, start : start + width], start + width
+        outputs.append(target.forward(part, feature_layers=layers, cache=cache, positions=positions, extent=start))
+    post_norm = torch.cat([output.post_norm for output in outputs], 1)
+    return post_norm, torch.cat([output.features for output in outputs], 1), target.logits(post_norm)
+
+
+@needs_kernels
+@pytest.mark.parametrize("split", [(20,), (12, 1, 6, 1), (1,) * 20], ids=str)
+@torch.no_grad()
+def test_states_features_and_logits_are_the_models_own(targets, split):
+    wide, narrow = targets
+    ids = torch.randint(3, 61, (2, 20), generator=torch.Generator().manual_seed(0))
+    exact, ours = read(wide, ids, split), read(narrow, ids, split)
+    assert isinstance(narrow.packed, CpuDecoder), "the kernels were used"
+    theirs = narrow.model(ids, output_hidden_states=True)
+    their_features = torch.stack([theirs.hidden_states[i] for i in (1, 3)], 2)
+    for true, found, plain in zip(exact, ours, (theirs.hidden_states[-1], their_features, theirs.logits), strict=True):
+        error, usual = (found.float() - true).norm(), (plain.float() - true).norm()
+        assert error <= 1.5 * usual + 1e-3, "no further from fp32 than the model in bf16"
+
+
+@needs_kernels
+@torch.no_grad()
+def test_a_tokens_states_do_not_depend_on_what_is_read_with_it(targets):
+    """So verifying drafts gives what decoding token by token gives, bit for bit: in any width, batch and order."""
+    _, narrow = targets
+    ids = torch.randint(3, 61, (3, 20), generator=torch.Generator().manual_seed(0))
+    alone = [read(narrow, row[None], (1,) * 20) for row in ids]
+    for split in ((20,), (12, 1, 6, 1), (3, 17), (9, 11)):
+        together = read(narrow, ids, split)
+        for i, one in enumerate(alone):
+            assert all(torch.equal(part[i], own[0]) for part, own in zip(together, one, strict=True))
+
+
+@needs_kernels
+@torch.no_grad()
+def test_a_path_through_a_tree_has_the_states_of_a_chain(targets):
+    """Its nodes lie in slots with others between them, which are passed over, and not added as zeros."""
+    _, narrow = targets
+    ids = torch.randint(3, 61, (1, 14), generator=torch.Generator().manual_seed(1))
+    wanted = read(narrow, ids, (1,) * 14)[0][:, 10:]
+    cache = narrow.new_cache(64)
+    narrow.forward(ids[:, :10], feature_layers=(), cache=cache, positions=torch.arange(10)[None], extent=10)
+    # a root, two children, of the second of them one: the path is root, second, its child
+    nodes = torch.tensor([[ids[0, 10], 7, ids[0, 11], ids[0, 12]]])
+    seen = torch.tensor([[[0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 1, 1]]]).bool()
+    positions = torch.tensor([[10, 11, 11, 12]])
+    output = narrow.forward(nodes, feature_layers=(), cache=cache, positions=positions, extent=14, seen=seen)
+    assert torch.equal(output.post_norm[:, [0, 2, 3]], wanted[:, :3])
+
+
+@needs_kernels
+def test_other_layers_and_other_precisions_are_left_to_the_model(tiny_model):
+    for family, dtype in (("gemma3", torch.bfloat16), ("llama", torch.float32), ("gpt_neox", torch.bfloat16)):
+        target = Target(tiny_model(family).to(dtype), name=family, fingerprint="")
+        assert not CpuDecoder.takes(target.layers, target.config, target.output_layer.weight)
+
+
+@needs_kernels
+@pytest.mark.parametrize("biases", [{"attention_bias": True}, {"mlp_bias": True}], ids=str)
+@torch.no_grad()
+def test_biases_that_it_does_not_add_are_left_to_the_model(tiny_model, biases):
+    """Llama's attention_bias is of the output product, too."""
+    model = tiny_model("llama", **biases)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_()
+    target = Target(model.to(torch.bfloat16), name="biased", fingerprint="")
+    ids = torch.randint(3, 61, (1, 9), generator=torch.Generator().manual_seed(2))
+    _, _, logits = read(target, ids, (9,))
+    assert target.packed is None
+    assert torch.allclose(logits, target.model(ids).logits.float(), rtol=0.05, atol=0.1)
+
+
+@needs_kernels
+@pytest.mark.parametrize("num_rows", [1, 5, 8, 9, 21])
+@pytest.mark.parametrize(("num_outputs", "size"), [(32, 64), (47, 30), (1, 2), (100, 576)])
+def test_a_product_is_the_product_for_any_sizes(num_rows, num_outputs, size):
+    source = torch.Generator().manual_seed(num_rows)
+    x, weight = (torch.randn(n, size, generator=source).bfloat16() for n in (num_rows, num_outputs))
+    exact = x.double() @ weight.double().T
+    found = multiply(x, blocked(weight), num_outputs)
+    assert found.shape == exact.shape
+    torch.testing.assert_close(found.double(), exact, rtol=2**-7, atol=1e-3 * size**0.5)
+
+
+@needs_kernels
+def test_packed_linears_give_the_same_product_and_leave_gradients_alone():
+    layers = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 48, bias=False)).to(torch.bfloat16)
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        wanted = layers(x)
+    pack_linears(layers)
+    with torch.no_grad():
+        assert torch.allclose(layers(x), wanted, rtol=0.02, atol=0.02)
+    layers(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in layers.parameters())
+
+
+@needs_kernels
+def test_without_a_compiler_the_model_decodes_itself_and_that_is_said(monkeypatch, tmp_path, tiny_model):
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
+    monkeypatch.setattr(cpu_kernels.shutil, "which", lambda name: None)
+    monkeypatch.setattr("headstart.heads.nn.cpu_decoder.kernels", cpu_kernels.kernels.__wrapped__)
+    target = Target(tiny_model("llama").to(torch.bfloat16), name="plain", fingerprint="")
+    with pytest.warns(UserWarning, match="without its own kernels.*none of g\\+\\+, clang\\+\\+ is on PATH"):
+        assert target.packed is None
+    assert not list((tmp_path / "kernels").glob("*")) if (tmp_path / "kernels").exists() else True
