@@ -22,6 +22,9 @@ from .functions import ALL_LOSSES, LossSpec, Rows, TargetRows
 # logits, the target's and the drafts', that exist at a time: few enough for a CPU's cache; on a GPU as many as fit, as
 # each chunk adds to the gradient of the whole output layer
 CHUNK = {"cpu": 2**21}
+# of a position, at which that stops: of wider ones a chunk has as many positions, or reading the output layer for each
+# chunk costs more than its products
+WIDEST = 2**15
 CHUNK_ELSEWHERE, MOST_CHUNK = 2**28, 2**31
 BYTES_PER_CHUNK = 20e9  # of a GPU's memory, for each CHUNK_ELSEWHERE: its logits take 1.4 GB
 
@@ -47,7 +50,8 @@ class Plan:
 def chunk_size(num_logits: int, device: torch.device) -> int:
     """Positions in a chunk, given how many logits each takes."""
     num_held = most_logits(device) if device.type == "cuda" else CHUNK.get(device.type, CHUNK_ELSEWHERE)
-    return max(1, num_held // max(1, num_logits))
+    widest = WIDEST if device.type in CHUNK else num_logits
+    return max(1, num_held // max(1, min(num_logits, widest)))
 
 
 @cache

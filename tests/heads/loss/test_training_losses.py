@@ -52,6 +52,13 @@ def test_chunks_are_larger_where_a_gpus_memory_allows(gigabytes, size, monkeypat
     depth_loss.most_logits.cache_clear()
 
 
+def test_a_cpu_scores_enough_positions_at_a_time_of_any_vocabulary():
+    """Else it reads the output layer again for every few of them: of 49,152 tokens and 7 depths, for every 5."""
+    cpu = torch.device("cpu")
+    sizes = [depth_loss.chunk_size(8 * vocabulary, cpu) for vocabulary in (512, 4096, 49152, 152064)]
+    assert sizes == [512, 64, 64, 64]
+
+
 @pytest.mark.parametrize("name", list(LOSSES))
 def test_every_loss_trains_every_head(name, head_type, target, make_batch):
     """Ten steps on one batch lower it; `feature` alone leaves out an output layer of the head's own."""
