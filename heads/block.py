@@ -188,7 +188,6 @@ class BlockHead(DraftHead):
 
     # training
 
-    @torch.no_grad()
     def fit(self, batches: Sequence[DraftBatch]) -> None:
         if self.config.start == "fitted":
             fit_block(self, batches)

@@ -85,7 +85,7 @@ class CpuDecoder:
         library = kernels()
         assert library is not None
         x = x.contiguous().clone()
-        cos, sin = (part.to(x.dtype).contiguous() for part in self.rotary(x, positions))
+        cos, sin = (part.to(x.dtype).contiguous() for part in self.rotary(x, positions.expand(len(x), -1)))
         slots = cache.positions.expand(len(x), -1).contiguous()
         seen = None if mask is None else mask.expand(len(x), 1, x.shape[1], -1).contiguous()
         kept = {i: torch.empty_like(x) for i in wanted if i < len(self.weights)}
