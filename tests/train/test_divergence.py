@@ -41,7 +41,13 @@ def test_the_last_good_checkpoint_stays(what, run, monkeypatch, tmp_path):
 
 
 def test_divergence_is_named_once_and_the_checkpoints_of_before_stay(run, tmp_path, capsys):
-    how = ("train.max_steps=14", "train.warmup_steps=8", "train.learning_rate=40", "train.stop_at_step=5", "head.start=random")
+    how = (
+        "train.max_steps=14",
+        "train.warmup_steps=8",
+        "train.learning_rate=40",
+        "train.stop_at_step=5",
+        "head.start=random",
+    )
     folder = run("eagle3", "a", *how, "train.checkpoint_every=1")
     told = " ".join(capsys.readouterr().err.split())
     assert told.count("step 3: the loss diverges (losses of late 11.92, ") == told.count("the loss diverges") == 1
