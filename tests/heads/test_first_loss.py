@@ -99,8 +99,8 @@ def test_on_all_architectures_of_all_sizes(case, architecture, size, gain, loud_
 
 def test_what_starts_right_is_left_as_it_is(target):
     """A draft model of all of the target's layers is the target, and stays so."""
-    config: Any = HEADS["draft_lm"].config_class(type="draft_lm", num_layers=target.num_layers)
-    head = build_head(config, target, seed=1)
+    options: dict[str, Any] = {"type": "draft_lm", "num_layers": target.num_layers}
+    head = build_head(HEADS["draft_lm"].config_class(**options), target, seed=1)
     *rows, unseen = batches_of(target, head)
     head.begin_training(iter(rows))
     starts, logits = head.teacher_forced_logits(unseen)
