@@ -220,7 +220,8 @@ def show(planned: "Plan", console: Console) -> None:
         if advice.is_off:
             what = f"leave drafting off: the best is {what}"
         console.print(f"batch {cell.batch_size}, {cell.context} tokens of context{busy}: {what}", highlight=False)
-    show_load(planned.load, console)
+    if planned.load:
+        show_load(planned.load, console)
     show_budget(planned, console)
     check = planned.check
     if check.num_cells:

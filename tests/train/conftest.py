@@ -68,7 +68,7 @@ class Launching:
         train |= {"decode_tokens": 12}
         config = {
             "target": {"path": str(self.world / "target")},
-            "head": {"type": "eagle3", "num_depths": 3},
+            "head": {"type": "eagle3", "num_depths": 3, "start": "random"},
             "data": {"train": str(self.world / "rows.jsonl"), "validation": str(self.world / "rows.jsonl")},
             "train": {**train, "output_dir": str(folder), "batch_size": batch_size},
         }
