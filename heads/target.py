@@ -18,7 +18,7 @@ from .nn.documents import Documents
 from .nn.joined_decoder import JoinedDecoder
 
 WindowMask = Callable[[int | None], Tensor]  # the additive mask [B, 1, Q, P] for a sliding window, or None
-MOST_PACKED = 256  # positions whose logits are computed by the packed output layer
+MOST_DECODED = 256  # positions whose logits the decoder computes
 
 
 @dataclass
@@ -52,8 +52,8 @@ class Target(FrozenModel):
         self._captured: dict[int, Tensor] = {}  # by layer, the residual stream that entered it in the last forward
         self._watched: set[int] = set()
         self.is_adapted = False  # whether it computes with a head's adapters, see adapters.TargetAdapter
-        self._packed: CpuDecoder | JoinedDecoder | None = None  # made on the first use of a cache, where
-        self._is_packable: bool | None = None  # this turns out to be so
+        self._decoder: CpuDecoder | JoinedDecoder | None = None  # made on the first use of a cache, where
+        self._has_decoder: bool | None = None  # this turns out to be so
         if self.device.type != "meta":  # shapes without weights: nothing to compare
             self._check_against_model()
 
@@ -81,19 +81,19 @@ class Target(FrozenModel):
         return cls(model, name=config.path, fingerprint=fingerprint, source=config)
 
     @property
-    def packed(self) -> CpuDecoder | JoinedDecoder | None:
+    def decoder(self) -> CpuDecoder | JoinedDecoder | None:
         """The same layers for decoding, in bf16 on a CPU or joined on a GPU; None where they are of an unknown kind, or
         adapted."""
         if self.is_adapted or self.is_spread or self._window is not None or torch.compiler.is_compiling():
             return None
-        if self._is_packable is None:  # asked once: it looks at every layer
+        if self._has_decoder is None:  # asked once: it looks at every layer
             weight = self.output_layer.weight
             kinds = CpuDecoder, JoinedDecoder
             kind = next((kind for kind in kinds if kind.takes(self.layers, self.config, weight)), None)
-            self._is_packable = kind is not None
+            self._has_decoder = kind is not None
             if kind is not None and self.final_norm is not None:
-                self._packed = kind(self.base, self.layers, self.final_norm, self.config, weight)
-        return self._packed
+                self._decoder = kind(self.base, self.layers, self.final_norm, self.config, weight)
+        return self._decoder
 
     def new_cache(self, max_length: int) -> SlotCache:
         """An empty cache with `max_length` slots (tokens) per row.
@@ -177,9 +177,9 @@ class Target(FrozenModel):
         """
         if cache.extent > self.max_positions:  # never accepted there; clamped so that learned embeddings exist
             positions = positions.clamp(max=self.max_positions - 1)
-        if watch is None and (packed := self.packed) is not None and input_ids.numel() <= packed.most_tokens:
+        if watch is None and (decoder := self.decoder) is not None and input_ids.numel() <= decoder.most_tokens:
             tokens, seen = self.input_embedding(input_ids), None if mask is None else mask(None)
-            post_norm, self._captured = packed.read(
+            post_norm, self._captured = decoder.read(
                 tokens, positions, cache, seen, wanted=self._watched, is_round=is_round
             )
             return post_norm
@@ -198,11 +198,11 @@ class Target(FrozenModel):
 
     def logits(self, post_norm: Tensor) -> Tensor:
         """[..., D] -> [..., V] fp32 logits, as the model itself computes them."""
-        packed = self._packed if post_norm.dim() == 3 and post_norm[..., 0].numel() <= MOST_PACKED else None
-        if packed is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        decoder = self._decoder if post_norm.dim() == 3 and post_norm[..., 0].numel() <= MOST_DECODED else None
+        if decoder is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
             logits = self.output_layer(post_norm.to(self.dtype)).to(post_norm.device).float()
         else:
-            logits = packed.logits(post_norm.to(self.dtype)).float()
+            logits = decoder.logits(post_norm.to(self.dtype)).float()
         cap = getattr(self.config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

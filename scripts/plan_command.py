@@ -83,9 +83,10 @@ def plan(
       headstart plan --target MODEL --head runs/a/final --served served/a --server-bin llama-server ...
 
     Each setting decodes the prompts once, for what is accepted; a few rounds are timed per setting, batch size and
-    context. The most promising are then measured, chosen from, and the prediction's error shown. With --machine nothing
-    is timed: the profile says what steps take there. machine.json is this machine's profile, for use elsewhere. What is
-    decoded and timed is chosen to fit --seconds; plan.json has the rounds behind each prediction, and its interval.
+    context. The most promising are then measured, chosen from, and the prediction's error shown. With --served rounds
+    are timed in llama-server. With --machine nothing is timed: the profile says what steps take there. machine.json is
+    this machine's profile, for use elsewhere. What is decoded and timed is chosen to fit --seconds; plan.json has the
+    rounds behind each prediction, and its interval.
     """
     settings = {key: value for key, value in locals().items() if key not in ("output", "overwrite")}
 

@@ -60,16 +60,16 @@ class Spent:
 @contextmanager
 def compiled_within(budget: Budget, target: Target, *, num_shapes: int) -> Iterator[None]:
     """Within, joined layers run as they are, unless there is time to compile them for so many shapes."""
-    packed = target.packed
-    if packed is None or not packed.compiles or COMPILING * num_shapes <= COMPILING_SHARE * budget.seconds:
+    decoder = target.decoder
+    if decoder is None or not decoder.compiles or COMPILING * num_shapes <= COMPILING_SHARE * budget.seconds:
         yield
         return
     budget.left_out.append("compiling the target's layers")
-    packed.compiles = False
+    decoder.compiles = False
     try:
         yield
     finally:
-        packed.compiles = True
+        decoder.compiles = True
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .cache import SlotCache
 from .cpu_kernels import blocked, is_multiplied, kernels, multiply, number, pointer
-from .joined_decoder import is_known
+from .joined_decoder import LayerWeights, is_known
 
 MOST_CHANNELS = 256  # of a head
 
@@ -21,13 +21,7 @@ MOST_CHANNELS = 256  # of a head
 class LayerPointers(ctypes.Structure):
     """`Layer` of the source."""
 
-    _fields_ = [
-        (name, ctypes.c_void_p)
-        for name in (
-            *("attention_norm", "qkv", "bias", "query_norm", "key_norm", "output", "mlp_norm", "gate_up", "down"),
-            *("keys", "values", "kept"),
-        )
-    ]
+    _fields_ = [(name, ctypes.c_void_p) for name in (*LayerWeights._fields, "keys", "values", "kept")]
 
 
 class Shape(ctypes.Structure):
@@ -59,7 +53,7 @@ class CpuDecoder:
         self.weights = [weights_of(layer) for layer in layers]
         self.layers = (LayerPointers * len(layers))()
         for layer, weights in zip(self.layers, self.weights, strict=True):
-            for name, weight in weights.items():
+            for name, weight in zip(LayerWeights._fields, weights, strict=True):
                 setattr(layer, name, None if weight is None else weight.data_ptr())
         self.output, self.vocab_size = blocked(output), len(output)
 
@@ -113,19 +107,18 @@ class CpuDecoder:
         return multiply(post_norm, self.output, self.vocab_size)
 
 
-def weights_of(layer: Any) -> dict[str, Tensor | None]:
-    """Of a known decoder layer, by the names of LayerPointers: norms and biases as they are, products blocked."""
+def weights_of(layer: Any) -> LayerWeights:
+    """Of a known decoder layer: norms and biases as they are, products blocked, the blocks of gate and up by turns."""
     attention, mlp = layer.self_attn, layer.mlp
     inputs = attention.q_proj, attention.k_proj, attention.v_proj
-    gate, up = blocked(mlp.gate_proj.weight), blocked(mlp.up_proj.weight)
-    return {
-        "attention_norm": layer.input_layernorm.weight.detach().contiguous(),
-        "qkv": blocked(torch.cat([module.weight for module in inputs])),
-        "bias": None if inputs[0].bias is None else torch.cat([module.bias for module in inputs]).detach(),
-        "query_norm": attention.q_norm.weight.detach() if hasattr(attention, "q_norm") else None,
-        "key_norm": attention.k_norm.weight.detach() if hasattr(attention, "k_norm") else None,
-        "output": blocked(attention.o_proj.weight),
-        "mlp_norm": layer.post_attention_layernorm.weight.detach().contiguous(),
-        "gate_up": torch.stack([gate, up], 1).contiguous(),  # their blocks by turns
-        "down": blocked(mlp.down_proj.weight),
-    }
+    return LayerWeights(
+        attention_norm=layer.input_layernorm.weight.detach(),
+        qkv=blocked(torch.cat([module.weight for module in inputs])),
+        bias=None if inputs[0].bias is None else torch.cat([module.bias for module in inputs]).detach(),
+        query_norm=attention.q_norm.weight.detach() if hasattr(attention, "q_norm") else None,
+        key_norm=attention.k_norm.weight.detach() if hasattr(attention, "k_norm") else None,
+        output=blocked(attention.o_proj.weight),
+        mlp_norm=layer.post_attention_layernorm.weight.detach(),
+        gate_up=torch.stack([blocked(mlp.gate_proj.weight), blocked(mlp.up_proj.weight)], 1),
+        down=blocked(mlp.down_proj.weight),
+    )

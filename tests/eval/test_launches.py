@@ -243,7 +243,7 @@ def test_joined_layers_decode_what_the_models_own_do(family, tiny_target, monkey
         head_of_joined = build_head(HEADS["eagle3"].config_class(type="eagle3"), joined, seed=1).eval()
         found = generate(joined, head_of_joined, prompts, **how)
         monkeypatch.undo()
-        assert joined.packed is not None and target.packed is None
+        assert joined.decoder is not None and target.decoder is None
         assert found.token_ids == wanted.token_ids
         assert [one.num_accepted for one in found.rounds] == [one.num_accepted for one in wanted.rounds]
         layer: Any = joined.layers[1]

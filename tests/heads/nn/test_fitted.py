@@ -10,7 +10,7 @@ from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.nn.fitted import look_at_itself, ridge
 from headstart.heads.registry import build_head
 
-LENGTH = 40
+LENGTH = 40  # of the fixture's rows
 
 
 @pytest.fixture
@@ -23,17 +23,6 @@ def signed(target):
     yield
     with torch.no_grad():
         gain.copy_(before)
-
-
-@pytest.fixture
-def batches(target):
-    """Rows in which each token decides the next one."""
-    source, made = torch.Generator().manual_seed(3), []
-    for _ in range(12):
-        ids = torch.randint(3, target.vocab_size, (4, LENGTH), generator=source)
-        mask = torch.arange(LENGTH).expand(4, -1) >= 3
-        made.append(DraftBatch(ids, mask, target.forward(ids, feature_layers=(1, 2))))
-    return made
 
 
 def head_of(target, start, **more) -> Any:

@@ -11,23 +11,13 @@ from headstart.heads.nn.block_layer import MarkovHead
 from headstart.heads.nn.fitted_block import fit_markov, look_at_context
 from headstart.heads.registry import build_head
 
-LENGTH = 40
+LENGTH = 40  # of the fixture's rows
 OPTIONS: list[dict[str, Any]] = [
     {"markov_rank": 8},
     {"markov_rank": 8, "output": "own", "sample_from_anchor": False},
     {"markov_rank": 0, "num_layers": 2, "has_head_norms": False},
     {"markov_rank": 64, "num_blocks": 4, "narrow_share": 0.5},
 ]
-
-
-@pytest.fixture
-def batches(target):
-    source, made = torch.Generator().manual_seed(3), []
-    for _ in range(12):
-        ids = torch.randint(3, target.vocab_size, (4, LENGTH), generator=source)
-        mask = torch.arange(LENGTH).expand(4, -1) >= 3
-        made.append(DraftBatch(ids, mask, target.forward(ids, feature_layers=(1, 2))))
-    return made
 
 
 def head_of(target, start, **more) -> Any:
