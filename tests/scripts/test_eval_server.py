@@ -36,7 +36,7 @@ def test_k_is_swept_and_the_report_written(headstart, world):
     code, _, err = headstart(f"{SERVED} {FILES}")
     assert code == 0, err
     results = json.loads((world / "out" / "report.json").read_text())["results"]
-    assert [entry["num_draft_tokens"] for entry in results] == [1, 2, 3, 5, 7]
+    assert [entry["num_draft_tokens"] for entry in results] == [1, 2, 3, 4, 5, 6, 7]
     assert {entry["engine"] for entry in results} == {"llama-server"}
     assert (world / "out" / "report.html").is_file() and not (world / "out" / "measured.jsonl").exists()
 
