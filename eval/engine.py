@@ -276,7 +276,8 @@ class Engine:
             mask = torch.cat([torch.zeros_like(mask[:, :1]), mask], 1)  # [B, S + 1, S]: the root attends to no node
             positions = start[:, None] + mask.sum(-1)
         output = self._forward(tokens, positions, mask, is_round=self.compiles_layers)
-        return tokens, mask, output, self.target.logits(output.post_norm)
+        is_greedy = self.sampling.temperature == 0  # the largest of narrow logits is the same
+        return tokens, mask, output, (self.target.narrow_logits if is_greedy else self.target.logits)(output.post_norm)
 
     def _forward(
         self, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None, *, is_round: bool = False

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..configs.errors import BadInput
+from ..heads.nn.cpu_kernels import best
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +90,7 @@ def choose(
     Args: as target_probs. Returns: [...] token ids.
     """
     if sampling.temperature == 0:
-        return penalised(logits, sampling, history).argmax(-1)
+        return best(logits if sampling.repetition_penalty == 1 else penalised(logits, sampling, history))
     return sample(target_probs(logits, sampling, history), generator)
 
 

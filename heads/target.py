@@ -154,7 +154,13 @@ class Target(FrozenModel):
                 return cache.mask(positions, dtype=self.dtype, window=window, seen=seen)
 
             post_norm = self.read_slots(
-                input_ids, positions, cache, None if is_exact else mask, watch, is_round=is_round
+                input_ids,
+                positions,
+                cache,
+                None if is_exact else mask,
+                watch,
+                is_chain=seen is None,
+                is_round=is_round,
             )
         post_norm = post_norm.to(input_ids.device)  # elsewhere only for a target on several devices
         chosen = [self._captured[i].to(input_ids.device) for i in feature_layers]
@@ -169,16 +175,20 @@ class Target(FrozenModel):
         mask: WindowMask | None,
         watch: Watch | None,
         *,
+        is_chain: bool = False,
         is_round: bool = False,
     ) -> Tensor:
         """Read tokens [B, T] into the slots that `cache.seek` set: the post-norm states [B, T, D].
 
-        Args: positions: [B, T]. mask: None: the tokens see the whole cache. watch, is_round: as in `forward`.
+        Args:
+            positions: [B, T]. mask: None: the tokens see the whole cache. watch, is_round: as in `forward`.
+            is_chain: each token sees the slots up to its own, which is what the mask says.
         """
         if cache.extent > self.max_positions:  # never accepted there; clamped so that learned embeddings exist
             positions = positions.clamp(max=self.max_positions - 1)
         if watch is None and (decoder := self.decoder) is not None and input_ids.numel() <= decoder.most_tokens:
-            tokens, seen = self.input_embedding(input_ids), None if mask is None else mask(None)
+            has_mask = mask is not None and not (is_chain and decoder.knows_chains)
+            tokens, seen = self.input_embedding(input_ids), mask(None) if has_mask else None
             post_norm, self._captured = decoder.read(
                 tokens, positions, cache, seen, wanted=self._watched, is_round=is_round
             )
@@ -198,13 +208,17 @@ class Target(FrozenModel):
 
     def logits(self, post_norm: Tensor) -> Tensor:
         """[..., D] -> [..., V] fp32 logits, as the model itself computes them."""
+        return self.narrow_logits(post_norm).float()
+
+    def narrow_logits(self, post_norm: Tensor) -> Tensor:
+        """`logits` in the dtype that they are computed in, for those who only look for the largest."""
         decoder = self._decoder if post_norm.dim() == 3 and post_norm[..., 0].numel() <= MOST_DECODED else None
         if decoder is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
-            logits = self.output_layer(post_norm.to(self.dtype)).to(post_norm.device).float()
+            logits = self.output_layer(post_norm.to(self.dtype)).to(post_norm.device)
         else:
-            logits = decoder.logits(post_norm.to(self.dtype)).float()
+            logits = decoder.logits(post_norm.to(self.dtype))
         cap = getattr(self.config, "final_logit_softcapping", None)
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return logits if cap is None else torch.tanh(logits.float() / cap) * cap
 
     def final_norm_scale(self) -> Tensor:
         """[D] fp32 gain of the final norm, for heads that start from it; ones where it is not a plain RMSNorm."""

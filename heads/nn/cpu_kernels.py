@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -83,6 +83,37 @@ def multiply(x: Tensor, weight: Tensor, num_outputs: int) -> Tensor:
     return y
 
 
+def normalised(x: Tensor, gain: Tensor, eps: float) -> Tensor | None:
+    """x / rms(x) * gain, over the last of x's dimensions; None where the kernels do not compute it."""
+    library = usable_kernels(x)
+    if library is None or gain.dtype != x.dtype:
+        return None
+    x = x.contiguous()
+    y, size = torch.empty_like(x), x.shape[-1]
+    library.normalise_rows(
+        pointer(x), pointer(gain), pointer(y), number(x.numel() // size), number(size), ctypes.c_float(eps)
+    )
+    return y
+
+
+def best(logits: Tensor) -> Tensor:
+    """[..., V] -> [...] where the largest is, the first of those that tie."""
+    library = usable_kernels(logits)
+    if library is None:
+        return logits.argmax(-1)
+    logits, size = logits.contiguous(), logits.shape[-1]
+    found = torch.empty(logits.shape[:-1], dtype=torch.long)
+    library.argmax(pointer(logits), number(found.numel()), number(size), pointer(found))
+    return found
+
+
+def usable_kernels(x: Tensor) -> ctypes.CDLL | None:
+    """The kernels, where they take such a tensor, no gradient is asked, and nothing is being compiled."""
+    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    return kernels()
+
+
 def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
@@ -90,12 +121,15 @@ def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
 number = ctypes.c_int64
 
 
-def pack_linears(module: nn.Module) -> None:
+def pack_linears(module: nn.Module, *, without: Iterable[nn.Module] = ()) -> None:
     """Let the linear layers within a module in bf16 on a CPU compute by these kernels, where no gradient is asked.
 
     The weights themselves stay as they are, and must stay so: what is read is a copy. Nothing happens elsewhere.
+    Args: without: parts of it whose layers stay as they are.
     """
-    linears = [each for each in module.modules() if type(each) is nn.Linear and is_multiplied(each.weight)]
+    others = {inner for part in without for inner in part.modules()}
+    inside = (each for each in module.modules() if type(each) is nn.Linear and each not in others)
+    linears = [linear for linear in inside if is_multiplied(linear.weight)]
     if linears and kernels() is not None:
         for linear in linears:
             linear.forward = _packed_forward(linear)  # pyright: ignore[reportAttributeAccessIssue]
@@ -110,7 +144,7 @@ def _packed_forward(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
     weight, plain, num = blocked(linear.weight), linear.forward, linear.out_features
 
     def forward(x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or x.dtype != torch.bfloat16:
+        if usable_kernels(x) is None:
             return plain(x)
         out = multiply(x, weight, num)
         return out if linear.bias is None else out + linear.bias

@@ -71,6 +71,7 @@ class JoinedDecoder:
     """The joined layers of a target; its results are the model's own up to rounding."""
 
     most_tokens = math.inf  # of one forward
+    knows_chains = False  # whether without a mask each token sees the slots up to its own, and not the whole cache
 
     def __init__(self, model: nn.Module, layers: nn.ModuleList, final_norm: nn.Module, config: Any, output: Tensor):
         first: Any = layers[0]
