@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..configs.errors import BadInput
-from ..heads.nn.cpu_kernels import best
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +20,11 @@ class Sampling:
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
     repetition_penalty: float = 1.0  # 1: off
+
+    @property
+    def takes_best(self) -> bool:
+        """Whether the largest logit is all that it reads."""
+        return self.temperature == 0 and self.repetition_penalty == 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
@@ -90,7 +94,7 @@ def choose(
     Args: as target_probs. Returns: [...] token ids.
     """
     if sampling.temperature == 0:
-        return best(logits if sampling.repetition_penalty == 1 else penalised(logits, sampling, history))
+        return penalised(logits, sampling, history).argmax(-1)
     return sample(target_probs(logits, sampling, history), generator)
 
 

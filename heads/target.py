@@ -208,12 +208,24 @@ class Target(FrozenModel):
 
     def logits(self, post_norm: Tensor) -> Tensor:
         """[..., D] -> [..., V] fp32 logits, as the model itself computes them."""
-        return self.narrow_logits(post_norm).float()
+        return self._narrow_logits(post_norm).float()
 
-    def narrow_logits(self, post_norm: Tensor) -> Tensor:
-        """`logits` in the dtype that they are computed in, for those who only look for the largest."""
-        decoder = self._decoder if post_norm.dim() == 3 and post_norm[..., 0].numel() <= MOST_DECODED else None
-        if decoder is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+    def best(self, post_norm: Tensor) -> Tensor:
+        """[..., D] -> [...] where `logits` are largest, the lowest of ids that tie."""
+        decoder = self._decoder_for(post_norm)
+        if isinstance(decoder, CpuDecoder):
+            return decoder.best(post_norm.to(self.dtype))
+        return self._narrow_logits(post_norm).argmax(-1)
+
+    def _decoder_for(self, post_norm: Tensor) -> CpuDecoder | JoinedDecoder | None:
+        """What computes logits of so few positions in decoding."""
+        is_few = post_norm.dim() == 3 and post_norm.shape[0] * post_norm.shape[1] <= MOST_DECODED
+        return self._decoder if is_few and not (torch.is_grad_enabled() or torch.compiler.is_compiling()) else None
+
+    def _narrow_logits(self, post_norm: Tensor) -> Tensor:
+        """[..., V] in the dtype that they are computed in."""
+        decoder = self._decoder_for(post_norm)
+        if decoder is None:
             logits = self.output_layer(post_norm.to(self.dtype)).to(post_norm.device)
         else:
             logits = decoder.logits(post_norm.to(self.dtype))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .cache import SlotCache
-from .cpu_kernels import BLOCK, blocked, is_multiplied, kernels, multiply, number, pointer, usable_kernels
+from .cpu_kernels import BLOCK, blocked, is_multiplied, kernels, multiply, multiply_argmax, usable_kernels
 from .joined_decoder import LayerWeights, has_plain_products, is_known
 from .layers import Rotary, Tables
 
@@ -117,7 +117,7 @@ class CpuLayers:
         mask = None if mask is None else mask.expand(len(x), 1, x.shape[1], -1).contiguous()
         slots = cache.positions.expand(x.shape[:2]).contiguous()
         last = slots if last is None else last.expand_as(slots).contiguous()
-        positions = positions.expand_as(slots).contiguous()
+        positions = slots if positions is cache.positions else positions.expand_as(slots).contiguous()
         read = None if read is None else read.contiguous()
         forward = self._forward(x, cache, tables, first_layer)
         forward.positions, forward.slots = positions.data_ptr(), slots.data_ptr()
@@ -129,7 +129,7 @@ class CpuLayers:
             forward.read = read.data_ptr()
         if final_norm is not None:
             forward.final_norm = final_norm.data_ptr()
-        library.decode(self.layers, number(len(self.layers)), ctypes.byref(forward), pointer(x))
+        library.decode(self.layers, len(self.layers), ctypes.byref(forward), x.data_ptr())
         return x
 
     def write(self, x: Tensor, cache: SlotCache, tables: Tables, positions: Tensor) -> None:
@@ -137,10 +137,10 @@ class CpuLayers:
         library, x = kernels(), x.contiguous()
         assert library is not None
         slots = cache.positions.expand(x.shape[:2]).contiguous()
-        positions = positions.expand_as(slots).contiguous()
+        positions = slots if positions is cache.positions else positions.expand_as(slots).contiguous()
         forward = self._forward(x, cache, tables, 0)
         forward.positions, forward.slots = positions.data_ptr(), slots.data_ptr()
-        library.write(self.layers, number(len(self.layers)), ctypes.byref(forward), pointer(x))
+        library.write(self.layers, len(self.layers), ctypes.byref(forward), x.data_ptr())
 
     def _forward(self, x: Tensor, cache: SlotCache, tables: Tables, first_layer: int) -> Forward:
         """Sizes, strides and the tensors of any forward."""
@@ -199,6 +199,10 @@ class CpuDecoder:
     def logits(self, post_norm: Tensor) -> Tensor:
         """[..., D] -> [..., V] bf16."""
         return multiply(post_norm, self.output, self.vocab_size)
+
+    def best(self, post_norm: Tensor) -> Tensor:
+        """[..., D] -> [...] where `logits` are largest."""
+        return multiply_argmax(post_norm, self.output, self.vocab_size)
 
 
 def weights_of(layer: Any) -> LayerWeights:

@@ -356,3 +356,13 @@ extern "C" void argmax(const bf16* x, int64_t M, int64_t n, int64_t* best) {
       }
   }
 }
+
+// best [M]: where the products [N] of each row of x with a blocked weight are largest. They are written to memory that is
+// kept: to be given new pages by the system takes longer than to look for the largest.
+extern "C" void multiply_argmax(const bf16* x, int64_t M, int64_t K, const bf16* w, int64_t N, int64_t* best,
+                                int64_t num_threads) {
+  static thread_local std::vector<bf16> products;
+  products.resize(M * N);
+  multiply(x, M, K, w, N, products.data(), num_threads);
+  argmax(products.data(), M, N, best);
+}

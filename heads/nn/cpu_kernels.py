@@ -38,12 +38,29 @@ def kernels() -> ctypes.CDLL | None:
     if not torch.cpu._is_avx512_bf16_supported():
         return None
     try:
-        return ctypes.CDLL(str(built()))
+        return declared(ctypes.CDLL(str(built())))
     except (OSError, subprocess.CalledProcessError) as error:
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
         line = next((line for line in (said or "").splitlines() if line.strip()), "no reason given")
         warnings.warn(f"decoding in bf16 without its own kernels, and several times slower: {line}", stacklevel=2)
         return None
+
+
+def declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    """The library, told its functions' arguments: addresses, but for numbers."""
+    address, number = ctypes.c_void_p, ctypes.c_int64
+    product = [address, number, number, address, number, address, number]
+    arguments = {
+        "decode": [address, number, address, address],
+        "write": [address, number, address, address],
+        "multiply": product,
+        "multiply_argmax": product,
+        "argmax": [address, number, number, address],
+        "normalise_rows": [address, address, address, number, number, ctypes.c_float],
+    }
+    for name, types in arguments.items():
+        getattr(library, name).argtypes = types
+    return library
 
 
 def built() -> Path:
@@ -76,11 +93,19 @@ def multiply(x: Tensor, weight: Tensor, num_outputs: int) -> Tensor:
     library, x = kernels(), x.contiguous()
     assert library is not None
     y, size = x.new_empty(*x.shape[:-1], num_outputs), x.shape[-1]
-    sizes = number(x.numel() // size), number(size)
-    library.multiply(
-        pointer(x), *sizes, pointer(weight), number(num_outputs), pointer(y), number(torch.get_num_threads())
-    )
+    product = x.data_ptr(), x.numel() // size, size, weight.data_ptr(), num_outputs
+    library.multiply(*product, y.data_ptr(), torch.get_num_threads())
     return y
+
+
+def multiply_argmax(x: Tensor, weight: Tensor, num_outputs: int) -> Tensor:
+    """[..., K] -> [...] where `multiply` gives the largest, the first of those that tie."""
+    library, x = kernels(), x.contiguous()
+    assert library is not None
+    found, size = torch.empty(x.shape[:-1], dtype=torch.long), x.shape[-1]
+    product = x.data_ptr(), found.numel(), size, weight.data_ptr(), num_outputs
+    library.multiply_argmax(*product, found.data_ptr(), torch.get_num_threads())
+    return found
 
 
 def normalised(x: Tensor, gain: Tensor, eps: float) -> Tensor | None:
@@ -90,9 +115,7 @@ def normalised(x: Tensor, gain: Tensor, eps: float) -> Tensor | None:
         return None
     x = x.contiguous()
     y, size = torch.empty_like(x), x.shape[-1]
-    library.normalise_rows(
-        pointer(x), pointer(gain), pointer(y), number(x.numel() // size), number(size), ctypes.c_float(eps)
-    )
+    library.normalise_rows(x.data_ptr(), gain.data_ptr(), y.data_ptr(), x.numel() // size, size, eps)
     return y
 
 
@@ -103,7 +126,7 @@ def best(logits: Tensor) -> Tensor:
         return logits.argmax(-1)
     logits, size = logits.contiguous(), logits.shape[-1]
     found = torch.empty(logits.shape[:-1], dtype=torch.long)
-    library.argmax(pointer(logits), number(found.numel()), number(size), pointer(found))
+    library.argmax(logits.data_ptr(), found.numel(), size, found.data_ptr())
     return found
 
 
@@ -112,13 +135,6 @@ def usable_kernels(x: Tensor) -> ctypes.CDLL | None:
     if x.dtype != torch.bfloat16 or x.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
     return kernels()
-
-
-def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
-
-
-number = ctypes.c_int64
 
 
 def pack_linears(module: nn.Module, *, without: Iterable[nn.Module] = ()) -> None:
