@@ -219,7 +219,7 @@ class Engine:
         """[B, Q] the target's own choice behind each position."""
         states, target, sampling = output.post_norm, self.target, self.sampling
         if sampling.takes_best:
-            return target.best(states)
+            return target.best(states) if output.best is None else output.best
         return choose(target.logits(states), sampling, history=history, generator=self.generator)
 
     def _draft(self, *tensors: Tensor | None) -> Tensors:
@@ -282,10 +282,10 @@ class Engine:
             mask = ancestors(parents, self.depth)  # [B, S, S]
             mask = torch.cat([torch.zeros_like(mask[:, :1]), mask], 1)  # [B, S + 1, S]: the root attends to no node
             positions = start[:, None] + mask.sum(-1)
-        return tokens, mask, self._forward(tokens, positions, mask, is_round=self.compiles_layers)
+        return tokens, mask, self._forward(tokens, positions, mask, in_round=True)
 
     def _forward(
-        self, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None, *, is_round: bool = False
+        self, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None, *, in_round: bool = False
     ) -> TargetOutput:
         return self.target.forward(
             tokens,
@@ -295,5 +295,6 @@ class Engine:
             extent=self.extent,
             seen=tree_mask,
             is_newest=self.is_newest and tokens.shape[1] == 1,
-            is_round=is_round,
+            is_round=in_round and self.compiles_layers,
+            chooses=in_round and self.sampling.takes_best,
         )

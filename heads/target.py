@@ -15,7 +15,7 @@ from .nn.attention import Watch
 from .nn.cache import SlotCache
 from .nn.cpu_decoder import CpuDecoder
 from .nn.documents import Documents
-from .nn.joined_decoder import JoinedDecoder
+from .nn.joined_decoder import BEST, JoinedDecoder
 
 WindowMask = Callable[[int | None], Tensor]  # the additive mask [B, 1, Q, P] for a sliding window, or None
 MOST_DECODED = 256  # positions whose logits the decoder computes
@@ -27,6 +27,7 @@ class TargetOutput:
 
     features: Tensor  # [B, T, L, D] what the chosen layers read (HF `hidden_states[i]`), BEFORE any final norm
     post_norm: Tensor  # [B, T, D] the last layer's output AFTER the final norm, which the output layer reads
+    best: Tensor | None = None  # [B, T] `Target.best` of it, where it came with the states
 
     def at(self, positions: Tensor) -> "TargetOutput":
         """One position per batch row. positions: [B]. Returns tensors with T = 1."""
@@ -117,6 +118,7 @@ class Target(FrozenModel):
         seen: Tensor | None = None,
         is_newest: bool = False,
         is_round: bool = False,
+        chooses: bool = False,
         documents: Documents | None = None,
         watch: Watch | None = None,
     ) -> TargetOutput:
@@ -132,6 +134,7 @@ class Target(FrozenModel):
                 nodes, written to the slots behind it in their order, and each attends to the nodes named here.
             is_newest: one token of one row, in slot extent - 1: it sees the whole cache, so a mask can be left out.
             is_round: forwards of this shape come again and again, so compiling for it pays; not of prompts.
+            chooses: `best` of all positions will be asked for.
             documents: without a cache, rows that hold several texts.
             watch: with a cache, called in each layer with what its attention reads; not by targets whose attention
                 is not ours (`grouped_attention`).
@@ -161,11 +164,12 @@ class Target(FrozenModel):
                 watch,
                 is_chain=seen is None,
                 is_round=is_round,
+                chooses=chooses,
             )
         post_norm = post_norm.to(input_ids.device)  # elsewhere only for a target on several devices
         chosen = [self._captured[i].to(input_ids.device) for i in feature_layers]
         features = torch.stack(chosen, 2) if chosen else post_norm.new_empty(*post_norm.shape[:2], 0, self.hidden_size)
-        return TargetOutput(features, post_norm)
+        return TargetOutput(features, post_norm, self._captured.get(BEST) if chooses else None)
 
     def read_slots(
         self,
@@ -177,11 +181,12 @@ class Target(FrozenModel):
         *,
         is_chain: bool = False,
         is_round: bool = False,
+        chooses: bool = False,
     ) -> Tensor:
         """Read tokens [B, T] into the slots that `cache.seek` set: the post-norm states [B, T, D].
 
         Args:
-            positions: [B, T]. mask: None: the tokens see the whole cache. watch, is_round: as in `forward`.
+            positions: [B, T]. mask: None: the tokens see the whole cache. watch, is_round, chooses: as there.
             is_chain: each token sees the slots up to its own, which is what the mask says.
         """
         if cache.extent > self.max_positions:  # never accepted there; clamped so that learned embeddings exist
@@ -190,9 +195,10 @@ class Target(FrozenModel):
             has_mask = mask is not None and not (is_chain and decoder.knows_chains)
             tokens, seen = self.input_embedding(input_ids), mask(None) if has_mask else None
             post_norm, self._captured = decoder.read(
-                tokens, positions, cache, seen, wanted=self._watched, is_round=is_round
+                tokens, positions, cache, seen, wanted=self._watched, is_round=is_round, chooses=chooses
             )
             return post_norm
+        self._captured.pop(BEST, None)
         return self.base(
             input_ids=input_ids,
             position_ids=positions,

@@ -7,14 +7,14 @@ is the text that was decoded token by token.
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .cache import SlotCache
 from .cpu_kernels import BLOCK, blocked, is_multiplied, kernels, multiply, multiply_argmax, usable_kernels
-from .joined_decoder import LayerWeights, has_plain_products, is_known
+from .joined_decoder import BEST, LayerWeights, has_plain_products, is_known
 from .layers import Rotary, Tables
 
 MOST_CHANNELS = 256  # of a head
@@ -30,7 +30,7 @@ class LayerPointers(ctypes.Structure):
 
 SIZES = "hidden num_heads num_kv_heads head_dim mlp read_size num_rows num_queries extent".split()
 STRIDES = "layer_stride value_stride row_stride head_stride num_threads".split()
-TENSORS = "cache cos sin positions slots last mask read final_norm".split()
+TENSORS = "cache cos sin positions slots last mask read final_norm output best".split()
 
 
 class Forward(ctypes.Structure):
@@ -39,8 +39,17 @@ class Forward(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in (*SIZES, *STRIDES)),
         *((name, ctypes.c_void_p) for name in TENSORS),
+        ("num_outputs", ctypes.c_int64),
         ("eps", ctypes.c_float),
     ]
+
+
+class Choice(NamedTuple):
+    """Where the products with an output layer are largest."""
+
+    weight: Tensor  # blocked
+    num_outputs: int
+    best: Tensor  # [B, Q] is written
 
 
 class CpuLayers:
@@ -99,6 +108,7 @@ class CpuLayers:
         first_layer: int = 0,
         kept: Iterable[Tensor | None] = (),
         final_norm: Tensor | None = None,
+        choice: "Choice | None" = None,
     ) -> Tensor:
         """Read tokens into the slots that `cache.seek` set: [B, Q, D] -> [B, Q, D].
 
@@ -109,6 +119,7 @@ class CpuLayers:
             first_layer: the first one's place in the cache.
             kept: by layer, where to put the residual stream that enters it, like x; None: nowhere.
             final_norm: [D] gain of a norm behind the last layer.
+            choice: of each token, made in the same call.
         """
         library, x = kernels(), x.clone(memory_format=torch.contiguous_format)
         assert library is not None
@@ -129,6 +140,9 @@ class CpuLayers:
             forward.read = read.data_ptr()
         if final_norm is not None:
             forward.final_norm = final_norm.data_ptr()
+        if choice is not None:
+            forward.output, forward.num_outputs = choice.weight.data_ptr(), choice.num_outputs
+            forward.best = choice.best.data_ptr()
         library.decode(self.layers, len(self.layers), ctypes.byref(forward), x.data_ptr())
         return x
 
@@ -183,8 +197,10 @@ class CpuDecoder:
         *,
         wanted: set[int],
         is_round: bool = False,
+        chooses: bool = False,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """As JoinedDecoder.read; mask None: each token sees the slots up to its own."""
+        choice = Choice(self.output, self.vocab_size, torch.empty(x.shape[:2], dtype=torch.long)) if chooses else None
         kept = {i: torch.empty_like(x) for i in wanted}
         by_layer = [kept.get(i) for i in range(len(self.layers.weights))]
         if self.has_tables:
@@ -193,8 +209,9 @@ class CpuDecoder:
             cos, sin = self.rotary.embedding(x, positions.expand(x.shape[:2]))
             tables = Tables(cos.contiguous(), sin.contiguous())
             positions = torch.arange(x[..., 0].numel()).view(x.shape[:2])
-        out = self.layers(x, cache, tables, positions, mask=mask, kept=by_layer, final_norm=self.final_norm)
-        return out, kept
+        ends = {"final_norm": self.final_norm, "choice": choice}
+        out = self.layers(x, cache, tables, positions, mask=mask, kept=by_layer, **ends)
+        return out, kept if choice is None else {**kept, BEST: choice.best}
 
     def logits(self, post_norm: Tensor) -> Tensor:
         """[..., D] -> [..., V] bf16."""

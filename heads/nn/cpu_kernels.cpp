@@ -44,6 +44,9 @@ struct Forward {
   const bf16* mask;                  // [B, Q, extent], negative where a slot is hidden
   const bf16* read;                  // [B, Q, read_size] what the first layer's attention reads; null: x, normalised
   const bf16* final_norm;            // null: none
+  const bf16* output;                // blocked, of the largest of whose num_outputs products of a token the index
+  int64_t* best;                     // goes here, [B, Q]; null: they are not computed
+  int64_t num_outputs;
   float eps;
 };
 
@@ -266,6 +269,8 @@ extern "C" void write(const Layer* layers, int64_t num_layers, const Forward* fo
   }
 }
 
+extern "C" void multiply_argmax(const bf16*, int64_t, int64_t, const bf16*, int64_t, int64_t*, int64_t);
+
 // x [B, Q, D] goes through the layers in place, and through the final norm.
 extern "C" void decode(const Layer* layers, int64_t num_layers, const Forward* forward, bf16* x) {
   const Forward& s = *forward;
@@ -329,6 +334,7 @@ extern "C" void decode(const Layer* layers, int64_t num_layers, const Forward* f
     for (int64_t m = 0; m < M; m++)
       if (s.final_norm) normalise(x + m * D, s.final_norm, x + m * D, D, s.eps);
   }
+  if (s.best) multiply_argmax(x, M, D, s.output, s.num_outputs, s.best, s.num_threads);
 }
 
 // y [M, n] = x / rms(x) * gain
