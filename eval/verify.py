@@ -17,16 +17,15 @@ import torch
 from torch import Tensor
 
 from ..configs.errors import BadInput
-from .sampling import Sampling, sample, target_probs
+from .sampling import Sampling, choose, sample, target_probs
 
 
 @dataclass
 class AcceptedPath:
-    """What is accepted of a drafted tree.
+    """What is accepted of a drafted tree, num_accepted [B] nodes.
 
-    num_accepted: [B]. path: [B, depth] accepted node at each depth, 0..S-1; behind num_accepted, any valid index.
-    bonus: [B] the token to commit behind the accepted ones.
-    """
+    path: [B, depth] the accepted node at each depth, 0..S-1; behind num_accepted, any valid index. bonus: [B] the token
+    to commit behind the accepted ones."""
 
     num_accepted: Tensor
     path: Tensor
@@ -40,17 +39,17 @@ class AcceptedPath:
 class Candidates(NamedTuple):
     """Drafted tokens and the target's logits on them: what an accept rule reads.
 
-    tokens, parents: [B, S]. chosen: [B, S + 1] the target's own token at the root and behind each node, and logits
-    [B, S + 1, V] there, computed when they are asked for. draft_probs: [B, S + 1, V], as in `Proposal`; None where the
-    tokens were not drawn at random. history: [B, S + 1, V], as `target_probs` takes it.
+    tokens, parents: [B, S]. logits: [B, S + 1, V] at the root and behind each node, computed when they are asked for;
+    read_best: where their argmax is all that `chosen` reads. draft_probs: [B, S + 1, V], as in `Proposal`; None where
+    the tokens were not drawn at random. history: [B, S + 1, V], as `target_probs` takes it.
     """
 
     tokens: Tensor
     parents: Tensor
     depth: int
     is_chain: bool
-    chosen: Callable[[], Tensor]
     read_logits: Callable[[], Tensor]
+    read_best: Callable[[], Tensor] | None
     draft_probs: Tensor | None
     sampling: Sampling
     history: Tensor | None = None
@@ -64,6 +63,12 @@ class Candidates(NamedTuple):
     def target_probs(self) -> Tensor:
         """[B, S + 1, V] the target's distribution at the root and behind each node."""
         return target_probs(self.logits, self.sampling, self.history)
+
+    def chosen(self) -> Tensor:
+        """[B, S + 1] the target's own token at the root and behind each node."""
+        if self.read_best is not None:
+            return self.read_best()
+        return choose(self.logits, sampling=self.sampling, history=self.history, generator=self.generator)
 
 
 # Deterministic drafts
