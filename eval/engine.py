@@ -1,6 +1,7 @@
 """The device side of decoding: caches, and the two steps of a round, drafting and verifying, in fixed shapes."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -103,6 +104,7 @@ class Engine:
         self.extent = 0  # slots that this round's attention reads
         self.history = TokenHistory.of(self.sampling, batch_size, target.vocab_size, target.device)
         self.offsets = torch.arange(max(self.num_slots, self.num_drafted + 1), device=target.device)
+        self.chain_parents = (self.offsets[: self.num_drafted] - 1).expand(batch_size, -1)
         self.no_tokens = torch.zeros(batch_size, 0, dtype=torch.long, device=target.device)
 
     @on_device
@@ -119,9 +121,8 @@ class Engine:
         if self.history is not None:
             self.history.committed.zero_()
             self.history.add(tokens, num_valid)
-        logits = self.target.logits(output.at(num_valid - 1).post_norm)  # [B, 1, V]
         history = None if self.history is None else self.history.committed[:, None]
-        return output, choose(logits, sampling=self.sampling, history=history, generator=self.generator)
+        return output, self._chosen(output.at(num_valid - 1), history)
 
     @on_device
     def commit_prompts(self, read: Reading) -> Reading | None:
@@ -212,8 +213,14 @@ class Engine:
         return cast(Tensor, self.replay(("choose", self.extent), self._choose, last, nodes, parents, start)[0])
 
     def _choose(self, last: Tensor, nodes: Tensor, parents: Tensor | None, start: Tensor) -> Tensors:
-        *_, logits = self._read_nodes(last, nodes, parents, start)
-        return (choose(logits, sampling=self.sampling, generator=self.generator),)
+        return (self._chosen(self._read_nodes(last, nodes, parents, start)[2]),)
+
+    def _chosen(self, output: TargetOutput, history: Tensor | None = None) -> Tensor:
+        """[B, Q] the target's own choice behind each position."""
+        states, target, sampling = output.post_norm, self.target, self.sampling
+        if sampling.takes_best:
+            return target.best(states) if output.best is None else output.best
+        return choose(target.logits(states), sampling, history=history, generator=self.generator)
 
     def _draft(self, *tensors: Tensor | None) -> Tensors:
         """From the six tensors of a Reading to those of a Proposal; like `_verify` without a host read."""
@@ -232,17 +239,18 @@ class Engine:
     ) -> Tensors:
         if self.rule.needs_draft_probs and draft_probs is None:
             raise BadInput("this accept rule needs draft probabilities, and the drafter gives none")
-        tokens, mask, output, logits = self._read_nodes(last, drafted, parents, start)
+        tokens, mask, output = self._read_nodes(last, drafted, parents, start)
         history = None if self.history is None else self.history.at(tokens, mask)
+        read = tokens, output.features, output.post_norm
         if self.num_drafted == 0:
-            chosen = choose(logits, sampling=self.sampling, history=history, generator=self.generator)  # [B, 1]
-            return torch.zeros_like(start), chosen, tokens, output.features, output.post_norm, None
+            return torch.zeros_like(start), self._chosen(output, history), *read, None
         candidates = Candidates(
             tokens=drafted,
-            parents=(self.offsets[: self.num_drafted] - 1).expand_as(drafted) if parents is None else parents,
+            parents=self.chain_parents if parents is None else parents,
             depth=self.depth,
             is_chain=parents is None,
-            logits=logits,
+            read_logits=partial(self.target.logits, output.post_norm),
+            read_best=partial(self._chosen, output) if self.sampling.takes_best else None,
             draft_probs=draft_probs,
             sampling=self.sampling,
             history=history,
@@ -251,7 +259,7 @@ class Engine:
         )
         accepted = self.rule.function(candidates)
         if parents is None:
-            return accepted.num_accepted, with_bonus(tokens, accepted), tokens, output.features, output.post_norm, None
+            return accepted.num_accepted, accepted.committed(tokens), *read, None
         return self._keep_path(accepted, tokens, output, start)
 
     def _keep_path(self, accepted: AcceptedPath, tokens: Tensor, output: TargetOutput, start: Tensor) -> Tensors:
@@ -261,25 +269,23 @@ class Engine:
         rows = self.cache.rows
         kept = torch.cat([torch.zeros_like(accepted.path[:, :1]), accepted.path + 1], 1)  # [B, D + 1]
         tokens = tokens[rows, kept]
-        committed = with_bonus(tokens, accepted)
         features, post_norm = output.features[rows, kept], output.post_norm[rows, kept]
-        return accepted.num_accepted, committed, tokens, features, post_norm, accepted.path
+        return accepted.num_accepted, accepted.committed(tokens), tokens, features, post_norm, accepted.path
 
     def _read_nodes(
         self, last: Tensor, nodes: Tensor, parents: Tensor | None, start: Tensor
-    ) -> tuple[Tensor, Tensor | None, TargetOutput, Tensor]:
-        """The tokens read [B, S + 1], of a tree their mask [B, S + 1, S], the states, and logits [B, S + 1, V]."""
+    ) -> tuple[Tensor, Tensor | None, TargetOutput]:
+        """The tokens read [B, S + 1], of a tree their mask [B, S + 1, S], and the states."""
         tokens, mask = torch.cat([last, nodes], 1), None
         positions = start[:, None] + self.offsets[: tokens.shape[1]]
         if parents is not None:
             mask = ancestors(parents, self.depth)  # [B, S, S]
             mask = torch.cat([torch.zeros_like(mask[:, :1]), mask], 1)  # [B, S + 1, S]: the root attends to no node
             positions = start[:, None] + mask.sum(-1)
-        output = self._forward(tokens, positions, mask, is_round=self.compiles_layers)
-        return tokens, mask, output, self.target.logits(output.post_norm)
+        return tokens, mask, self._forward(tokens, positions, mask, in_round=True)
 
     def _forward(
-        self, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None, *, is_round: bool = False
+        self, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None, *, in_round: bool = False
     ) -> TargetOutput:
         return self.target.forward(
             tokens,
@@ -289,10 +295,6 @@ class Engine:
             extent=self.extent,
             seen=tree_mask,
             is_newest=self.is_newest and tokens.shape[1] == 1,
-            is_round=is_round,
+            is_round=in_round and self.compiles_layers,
+            chooses=in_round and self.sampling.takes_best,
         )
-
-
-def with_bonus(path: Tensor, accepted: AcceptedPath) -> Tensor:
-    """[B, D + 1] the last committed token and the accepted path to what is committed, the bonus token last."""
-    return path.roll(-1, 1).scatter(1, accepted.num_accepted[:, None], accepted.bonus[:, None])

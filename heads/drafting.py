@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..configs.errors import BadInput
+from .nn.cpu_kernels import best
 
 
 @dataclass
@@ -129,10 +130,10 @@ class Expands:
 def draft_chain(head: Expands, state: Any, *, num_draft_tokens: int) -> Proposal:
     """The greedy chain: each depth's most probable token."""
     logits = [head.first_logits(state)]  # [B, Vd] per depth
-    tokens = [head.to_target(logits[0].argmax(-1))]  # [B] per depth
+    tokens = [head.to_target(best(logits[0]))]  # [B] per depth
     for depth in range(1, num_draft_tokens):
         logits.append(head.expand(state, tokens[-1][:, None], None, depth=depth)[:, 0])
-        tokens.append(head.to_target(logits[-1].argmax(-1)))
+        tokens.append(head.to_target(best(logits[-1])))
     return Proposal(torch.stack(tokens, 1), logits=logits)
 
 
