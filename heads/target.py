@@ -192,8 +192,8 @@ class Target(FrozenModel):
         if cache.extent > self.max_positions:  # never accepted there; clamped so that learned embeddings exist
             positions = positions.clamp(max=self.max_positions - 1)
         if watch is None and (decoder := self.decoder) is not None and input_ids.numel() <= decoder.most_tokens:
-            has_mask = mask is not None and not (is_chain and decoder.knows_chains)
-            tokens, seen = self.input_embedding(input_ids), mask(None) if has_mask else None
+            mask = None if is_chain and decoder.knows_chains else mask
+            tokens, seen = self.input_embedding(input_ids), None if mask is None else mask(None)
             post_norm, self._captured = decoder.read(
                 tokens, positions, cache, seen, wanted=self._watched, is_round=is_round, chooses=chooses
             )

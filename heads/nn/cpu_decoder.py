@@ -7,7 +7,7 @@ is the text that was decoded token by token.
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -177,9 +177,9 @@ class CpuDecoder:
 
     def __init__(self, model: nn.Module, layers: nn.ModuleList, final_norm: nn.Module, config: Any, output: Tensor):
         self.layers = CpuLayers(list(layers), eps=config.rms_norm_eps)
-        norm: Any = final_norm
+        base, norm, rope = cast(Any, model), cast(Any, final_norm), config.rope_parameters or {}
         self.final_norm: Tensor = norm.weight.detach()
-        self.rotary, rope = Rotary(config, of=model.rotary_emb), config.rope_parameters or {}
+        self.rotary = Rotary(config, of=base.rotary_emb)
         self.has_tables = rope.get("rope_type", "default") in FIXED_ROPES
         self.output, self.vocab_size = blocked(output), len(output)
 
@@ -233,12 +233,12 @@ def weights_of(layer: Any) -> LayerWeights:
         query_norm=gain_of(attention.q_norm) if hasattr(attention, "q_norm") else None,
         key_norm=gain_of(attention.k_norm) if hasattr(attention, "k_norm") else None,
         output=blocked(attention.o_proj.weight),
-        mlp_norm=gain_of(layer.post_attention_layernorm),
+        mlp_norm=layer.post_attention_layernorm.weight.detach(),
         gate_up=torch.stack([blocked(mlp.gate_proj.weight), blocked(mlp.up_proj.weight)], 1),
         down=blocked(mlp.down_proj.weight),
     )
 
 
-def gain_of(norm: Any) -> Tensor | None:
-    """[D] of a norm; None where there is none."""
+def gain_of(norm: Any) -> Any:
+    """[D] of a norm; None where there is none, as before a head's first layer."""
     return None if isinstance(norm, nn.Identity) else norm.weight.detach()
