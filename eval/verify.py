@@ -50,6 +50,7 @@ class Candidates(NamedTuple):
     history: Tensor | None = None
     generator: torch.Generator | None = None
     tries: Sequence[int] | None = None  # of a tree of fixed shape, as `accept_sampled` takes it
+    offered: Tensor | None = None  # [B] of a chain, how many of its tokens are verified; None: all
 
     def target_probs(self) -> Tensor:
         """[B, S + 1, V] the target's distribution at the root and behind each node."""
@@ -244,11 +245,9 @@ def exact(drafted: Candidates) -> AcceptedPath:
     """The lossless rule for how the tokens were drafted: drawn from draft_probs, or deterministic."""
     tokens, parents, depth = drafted.tokens, drafted.parents, drafted.depth
     if drafted.draft_probs is not None:
-        probs, generator = drafted.target_probs(), drafted.generator
         tries = [1] * depth if drafted.is_chain else drafted.tries
-        return accept_sampled(
-            probs, drafted.draft_probs, tokens, parents, depth=depth, tries=tries, generator=generator
-        )
+        given = drafted.target_probs(), drafted.draft_probs, tokens, parents
+        return accept_sampled(*given, depth=depth, tries=tries, generator=drafted.generator)
     chosen = drafted.chosen()
     if not drafted.is_chain:
         return accept_tree(chosen, tokens, parents, depth=depth)
@@ -276,6 +275,17 @@ class AcceptRule:
     function: Callable[[Candidates], AcceptedPath]
     is_lossless: bool = False
     needs_draft_probs: bool = False
+
+    def __call__(self, drafted: Candidates) -> AcceptedPath:
+        """At most what is offered is accepted; behind it nothing was tried, so the target's own choice follows."""
+        accepted, offered, history = self.function(drafted), drafted.offered, drafted.history
+        if offered is None:
+            return accepted
+        rows = torch.arange(len(offered), device=offered.device)
+        history = None if history is None else history[rows, offered][:, None]
+        own = drafted._replace(logits=drafted.logits[rows, offered][:, None], history=history).chosen()  # [B, 1]
+        bonus = torch.where(accepted.num_accepted >= offered, own[:, 0], accepted.bonus)
+        return AcceptedPath(torch.minimum(accepted.num_accepted, offered), accepted.path, bonus)
 
 
 ACCEPT_RULES = {"exact": AcceptRule(exact, is_lossless=True), "typical": AcceptRule(TypicalAcceptance())}

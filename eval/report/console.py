@@ -61,7 +61,17 @@ def details(result: Result) -> str:
         f"by medians of steps {speedup_words(result.step_medians)}; "
         f"rate by position {' '.join(map(number, result.acceptance_rate))}"
         + ("" if forced is None else f"; teacher-forced acceptance length {forced:.2f}")
+        + stopping_words(result)
     )
+
+
+def stopping_words(result: Result) -> str:
+    """How many drafts were verified, and how true the estimates were that said so; empty where all were."""
+    if result.verify_cost is None:
+        return ""
+    brier = "" if result.calibration is None else f", Brier score of the estimates {result.calibration.brier:.3f}"
+    verified = f"{number(result.drafts_verified)} of {result.num_draft_tokens} drafts verified per round"
+    return f"; {verified}, one more token being taken to cost {result.verify_cost:.3f} rounds{brier}"
 
 
 def training_warnings(results: Iterable[Result]) -> list[str]:
