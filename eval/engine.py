@@ -207,9 +207,8 @@ class Engine:
 
         Args: last, start: as of `DecodeState`. nodes [B, S], parents: as of a Proposal that this engine drafts.
         """
-        return cast(
-            Tensor, self.replay(("choose", self.extent, nodes.shape[1]), self._choose, last, nodes, parents, start)[0]
-        )
+        key = ("choose", self.extent, nodes.shape[1])
+        return cast(Tensor, self.replay(key, self._choose, last, nodes, parents, start)[0])
 
     def _choose(self, last: Tensor, nodes: Tensor, parents: Tensor | None, start: Tensor) -> Tensors:
         *_, logits = self._read_nodes(last, nodes, parents, start)
@@ -260,14 +259,12 @@ class Engine:
 
     def _keep_path(self, accepted: AcceptedPath, tokens: Tensor, output: TargetOutput, start: Tensor) -> Tensors:
         """Move the accepted path up behind the last committed token, in the cache and in what the drafter reads."""
-        behind = start[:, None] + 1  # [B, 1] slot of node 0
-        self.cache.move(behind + accepted.path, behind + self.offsets[: accepted.path.shape[1]])
+        behind, path = start[:, None] + 1, accepted.path  # [B, 1] slot of node 0
+        self.cache.move(behind + path, behind + self.offsets[: path.shape[1]])
         rows = self.cache.rows
-        kept = torch.cat([torch.zeros_like(accepted.path[:, :1]), accepted.path + 1], 1)  # [B, D + 1]
-        tokens = tokens[rows, kept]
-        committed = with_bonus(tokens, accepted)
-        features, post_norm = output.features[rows, kept], output.post_norm[rows, kept]
-        return accepted.num_accepted, committed, tokens, features, post_norm, accepted.path
+        kept = torch.cat([torch.zeros_like(path[:, :1]), path + 1], 1)  # [B, D + 1]
+        tokens, features, post_norm = (one[rows, kept] for one in (tokens, output.features, output.post_norm))
+        return accepted.num_accepted, with_bonus(tokens, accepted), tokens, features, post_norm, path
 
     def _read_nodes(
         self, last: Tensor, nodes: Tensor, parents: Tensor | None, start: Tensor
