@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from itertools import pairwise
+from math import inf
 from types import MethodType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -170,6 +171,8 @@ class Widths:
 
     def __init__(self, num_drafted: int, cost: float | None, steps: str):
         """Args: cost: of verifying one more token, as `worth_verifying` takes it; None: all are verified."""
+        if cost is not None and not 0 <= cost < inf:
+            raise BadInput(f"verify_cost {cost}: expected 0 or more")
         self.num_drafted, self.cost, self.steps = num_drafted, cost, steps
         few = [(1 << i) - 1 for i in range(num_drafted.bit_length())]
         less = [] if cost is None else range(num_drafted) if steps == "eager" else few

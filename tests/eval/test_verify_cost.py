@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from headstart.configs.errors import BadInput
 from headstart.eval import replay
 from headstart.eval.engine import Engine
 from headstart.eval.generate import Stop, decode, generate
@@ -15,6 +16,7 @@ from headstart.eval.suites.prompts import Suite
 from headstart.heads.block import BlockConfig
 from headstart.heads.drafting import Proposal, worth_verifying
 from headstart.heads.registry import HEADS, build_head
+from headstart.scripts.eval_drafts import WantedDrafts
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
 COST = 0.1
@@ -80,11 +82,11 @@ def unsure(target_as_drafter):
     return Unsure
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_rows_stop_apart_and_keep_their_greedy_texts(kind, tiny_target, unsure):
-    target = tiny_target(kind)
-    wanted = generate(target, None, PROMPTS, max_new_tokens=30, eos_token_ids=[])
-    found = generate(target, unsure(target), PROMPTS, max_new_tokens=30, eos_token_ids=[], verify_cost=COST)
+@pytest.mark.parametrize(("kind", "penalty"), [("llama", 1.0), ("gemma3", 1.0), ("llama", 1.3)])
+def test_rows_stop_apart_and_keep_their_greedy_texts(kind, penalty, tiny_target, unsure):
+    target, how = tiny_target(kind), {"max_new_tokens": 30, "eos_token_ids": [], "repetition_penalty": penalty}
+    wanted = generate(target, None, PROMPTS, **how)
+    found = generate(target, unsure(target), PROMPTS, verify_cost=COST, **how)
     assert found.token_ids == wanted.token_ids
     assert len(set(offered_of(found))) >= 4, "rows verify one, two ... drafts"
     assert any(len(set(one.num_offered)) > 2 for one in found.rounds[1:]), "in one round too"
@@ -192,3 +194,12 @@ def test_the_cost_of_a_token_is_measured(target):
     text = [1, 5, 9, 11]
     cost = verify_cost(target, block(target), 4, text, batch_size=1, context=4, steps="eager")
     assert 0 <= cost < 1
+
+
+def test_a_cost_below_nothing_is_refused(target):
+    with pytest.raises(BadInput, match=r"^verify_cost -0.1: expected 0 or more$"):
+        generate(target, block(target), [1], verify_cost=-0.1)
+    with pytest.raises(BadInput, match=r"^--verify-cost cheap: expected measured, or a number above 0$"):
+        WantedDrafts.of(["x"], [], ["chain"], 8, temperature=0, verify_cost="cheap")
+    with pytest.raises(BadInput, match=r"^--verify-cost 0.1: none of ngram estimates what is accepted$"):
+        WantedDrafts.of([], ["ngram"], ["chain"], 8, temperature=0, verify_cost="0.1").load(target)
