@@ -278,7 +278,8 @@ class BlockHead(DraftHead):
         for i, layer in enumerate(self.decoder_layers):
 
             def attend(queries: Tensor, keys: Tensor, values: Tensor, i: int = i) -> Tensor:
-                return grouped_attention(self, queries, *state.cache.update(keys, values, i), mask)[0]
+                keys, values = state.cache.update(keys, values, i)
+                return grouped_attention(self, queries, keys, values, mask)[0]
 
             hidden = layer(hidden, rotary, attend)
         state.hidden = self.norm(hidden)[:, self.first_slot :]  # [B, K, D]
@@ -294,7 +295,5 @@ class BlockHead(DraftHead):
 
     @torch.no_grad()
     def confidence(self, state: BlockState, tokens: Tensor) -> Tensor | None:
-        if self.confidence_head is None:
-            return None
-        before = torch.cat([state.anchor, tokens[:, :-1]], 1)  # [B, K]
-        return self.confidence_head(beside(state.hidden, self.markov_head, before)).float().sigmoid()
+        head, before = self.confidence_head, torch.cat([state.anchor, tokens[:, :-1]], 1)  # [B, K]
+        return None if head is None else head(beside(state.hidden, self.markov_head, before)).float().sigmoid()
