@@ -1,6 +1,7 @@
 """The device side of decoding: caches, and the two steps of a round, drafting and verifying, in fixed shapes."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -106,6 +107,7 @@ class Engine:
         self.extent = 0  # slots that this round's attention reads
         self.history = TokenHistory.of(self.sampling, batch_size, target.vocab_size, target.device)
         self.offsets = torch.arange(max(self.num_slots, self.num_drafted + 1), device=target.device)
+        self.chain_parents = (self.offsets[: self.num_drafted] - 1).expand(batch_size, -1)
         self.no_tokens = torch.zeros(batch_size, 0, dtype=torch.long, device=target.device)
 
     @on_device
@@ -122,9 +124,8 @@ class Engine:
         if self.history is not None:
             self.history.committed.zero_()
             self.history.add(tokens, num_valid)
-        logits = self.target.logits(output.at(num_valid - 1).post_norm)  # [B, 1, V]
         history = None if self.history is None else self.history.committed[:, None]
-        return output, choose(logits, sampling=self.sampling, history=history, generator=self.generator)
+        return output, self._chosen(output.at(num_valid - 1), history)
 
     @on_device
     def commit_prompts(self, read: Reading) -> Reading | None:
@@ -136,8 +137,9 @@ class Engine:
         if self.drafter is None:
             return None
         if self.drafts_on_host:
-            start, num_valid = read.start.cpu(), read.num_valid.cpu()
-            return Reading(read.tokens.cpu(), read.next_tokens.cpu(), read.output, start, num_valid)
+            return Reading(
+                read.tokens.cpu(), read.next_tokens.cpu(), read.output, read.start.cpu(), read.num_valid.cpu()
+            )
         prompts = replace(read, extent=self.extent + self.num_spare, cache=self.cache)
         self.drafter.commit_prompts(self.state, prompts, most=PREFILL_CHUNK)
         return read.again(self.depth + 1)
@@ -211,8 +213,14 @@ class Engine:
         return cast(Tensor, self.replay(key, self._choose, last, nodes, parents, start)[0])
 
     def _choose(self, last: Tensor, nodes: Tensor, parents: Tensor | None, start: Tensor) -> Tensors:
-        *_, logits = self._read_nodes(last, nodes, parents, start)
-        return (choose(logits, sampling=self.sampling, generator=self.generator),)
+        return (self._chosen(self._read_nodes(last, nodes, parents, start)[2]),)
+
+    def _chosen(self, output: TargetOutput, history: Tensor | None = None) -> Tensor:
+        """[B, Q] the target's own choice behind each position."""
+        states, target, sampling = output.post_norm, self.target, self.sampling
+        if sampling.takes_best:
+            return target.best(states) if output.best is None else output.best
+        return choose(target.logits(states), sampling, history=history, generator=self.generator)
 
     def _draft(self, *tensors: Tensor | None) -> Tensors:
         """From the six tensors of a Reading to those of a Proposal; like `_verify` without a host read."""
@@ -233,18 +241,18 @@ class Engine:
         parents, draft_probs, limit = tensors[2], tensors[3], tensors[5]
         if self.rule.needs_draft_probs and draft_probs is None:
             raise BadInput("this accept rule needs draft probabilities, and the drafter gives none")
-        tokens, mask, output, logits = self._read_nodes(last, drafted, parents, start)
+        tokens, mask, output = self._read_nodes(last, drafted, parents, start)
         history = None if self.history is None else self.history.at(tokens, mask)
-        num_drafted = drafted.shape[1]
+        read, num_drafted = (tokens, output.features, output.post_norm), drafted.shape[1]
         if num_drafted == 0:
-            chosen = choose(logits, sampling=self.sampling, history=history, generator=self.generator)  # [B, 1]
-            return torch.zeros_like(start), chosen, tokens, output.features, output.post_norm, None
+            return torch.zeros_like(start), self._chosen(output, history), *read, None
         candidates = Candidates(
             tokens=drafted,
-            parents=(self.offsets[:num_drafted] - 1).expand_as(drafted) if parents is None else parents,
+            parents=self.chain_parents[:, :num_drafted] if parents is None else parents,
             depth=min(self.depth, num_drafted),
             is_chain=parents is None,
-            logits=logits,
+            read_logits=partial(self.target.logits, output.post_norm),
+            read_best=partial(self._chosen, output) if self.sampling.takes_best else None,
             draft_probs=draft_probs,
             sampling=self.sampling,
             history=history,
@@ -252,9 +260,9 @@ class Engine:
             tries=self.tree.most_children[:num_drafted] if isinstance(self.tree, StaticTree) else None,
             offered=limit,
         )
-        accepted = self.rule(candidates)
+        accepted = self.widths.accepted(self.rule, candidates)
         if parents is None:
-            return accepted.num_accepted, with_bonus(tokens, accepted), tokens, output.features, output.post_norm, None
+            return accepted.num_accepted, accepted.committed(tokens), *read, None
         return self._keep_path(accepted, tokens, output, start)
 
     def _keep_path(self, accepted: AcceptedPath, tokens: Tensor, output: TargetOutput, start: Tensor) -> Tensors:
@@ -264,23 +272,22 @@ class Engine:
         rows = self.cache.rows
         kept = torch.cat([torch.zeros_like(path[:, :1]), path + 1], 1)  # [B, D + 1]
         tokens, features, post_norm = (one[rows, kept] for one in (tokens, output.features, output.post_norm))
-        return accepted.num_accepted, with_bonus(tokens, accepted), tokens, features, post_norm, path
+        return accepted.num_accepted, accepted.committed(tokens), tokens, features, post_norm, path
 
     def _read_nodes(
         self, last: Tensor, nodes: Tensor, parents: Tensor | None, start: Tensor
-    ) -> tuple[Tensor, Tensor | None, TargetOutput, Tensor]:
-        """The tokens read [B, S + 1], of a tree their mask [B, S + 1, S], the states, and logits [B, S + 1, V]."""
+    ) -> tuple[Tensor, Tensor | None, TargetOutput]:
+        """The tokens read [B, S + 1], of a tree their mask [B, S + 1, S], and the states."""
         tokens, mask = torch.cat([last, nodes], 1), None
         positions = start[:, None] + self.offsets[: tokens.shape[1]]
         if parents is not None:
             mask = ancestors(parents, self.depth)  # [B, S, S]
             mask = torch.cat([torch.zeros_like(mask[:, :1]), mask], 1)  # [B, S + 1, S]: the root attends to no node
             positions = start[:, None] + mask.sum(-1)
-        output = self._forward(tokens, positions, mask, is_round=self.compiles_layers)
-        return tokens, mask, output, self.target.logits(output.post_norm)
+        return tokens, mask, self._forward(tokens, positions, mask, in_round=True)
 
     def _forward(
-        self, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None, *, is_round: bool = False
+        self, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None, *, in_round: bool = False
     ) -> TargetOutput:
         return self.target.forward(
             tokens,
@@ -290,10 +297,6 @@ class Engine:
             extent=self.extent,
             seen=tree_mask,
             is_newest=self.is_newest and tokens.shape[1] == 1,
-            is_round=is_round,
+            is_round=in_round and self.compiles_layers,
+            chooses=in_round and self.sampling.takes_best,
         )
-
-
-def with_bonus(path: Tensor, accepted: AcceptedPath) -> Tensor:
-    """[B, D + 1] the last committed token and the accepted path to what is committed, the bonus token last."""
-    return path.roll(-1, 1).scatter(1, accepted.num_accepted[:, None], accepted.bonus[:, None])

@@ -280,11 +280,11 @@ def run_round(engine: Engine, texts: Texts, state: DecodeState, watch: Stopwatch
     nodes = engine.no_tokens if path is None else path
     results = torch.cat([accepted[:, None], state.start[:, None], committed, tokens, nodes], 1).cpu()  # the host read
     # Commit
-    read, width = state.read, committed.shape[1]
-    done = texts.commit(results[:, 0].tolist(), results[:, 2 : 2 + width].tolist(), num_drafted=engine.num_drafted)
+    read, width, rows = state.read, committed.shape[1], results.tolist()
+    chosen = [row[2 : 2 + width] for row in rows]
+    done = texts.commit([row[0] for row in rows], chosen, num_drafted=engine.num_drafted)
     if path is not None:
-        paths = results[:, 2 + 2 * width :].tolist()
-        done.paths = [nodes[:num] for nodes, num in zip(paths, done.num_accepted, strict=True)]
+        done.paths = [row[2 + 2 * width :][:num] for row, num in zip(rows, done.num_accepted, strict=True)]
     done.num_offered, estimates = num_offered, proposal.confidence
     done.estimates = [] if estimates is None else estimates.tolist()
     num_valid, grows = accepted + 1, torch.tensor([not ended for ended in texts.ended])

@@ -20,6 +20,8 @@ from torch.torch_version import TorchVersion
 from ..configs.errors import BadInput, first_line
 from ..heads.drafter import Reading
 from ..heads.drafting import worth_verifying
+from .sampling import choose
+from .verify import AcceptedPath, AcceptRule, Candidates, exact
 
 Tensors = tuple[Tensor | None, ...]
 Step = Callable[..., Tensors]
@@ -191,6 +193,18 @@ class Widths:
     def of(self, num_offered: Sequence[int]) -> int:
         """Drafts that a forward reads where so many of each row are verified."""
         return next(width for width in self.known if width >= max(num_offered))
+
+    def accepted(self, rule: AcceptRule, drafted: Candidates) -> AcceptedPath:
+        """At most what is offered is accepted; behind it nothing was tried, so the target's own choice follows."""
+        accepted, offered, history = rule.function(drafted), drafted.offered, drafted.history
+        if offered is None or (drafted.is_chain and drafted.draft_probs is None and rule.function is exact):
+            return accepted
+        rows = torch.arange(len(offered), device=offered.device)
+        history = None if history is None else history[rows, offered][:, None]
+        logits = drafted.logits[rows, offered][:, None]  # [B, 1, V]
+        own = choose(logits, drafted.sampling, history=history, generator=drafted.generator)
+        bonus = torch.where(accepted.num_accepted >= offered, own[:, 0], accepted.bonus)
+        return AcceptedPath(torch.minimum(accepted.num_accepted, offered), accepted.path, bonus)
 
     def filled(self, result: Tensor) -> Tensor:
         """[B, width + 1, ...] to the full width where steps are recorded, with zeros."""

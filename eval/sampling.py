@@ -21,6 +21,11 @@ class Sampling:
     top_p: float = 1.0  # 1: off
     repetition_penalty: float = 1.0  # 1: off
 
+    @property
+    def takes_best(self) -> bool:
+        """Whether the largest logit is all that it reads."""
+        return self.temperature == 0 and self.repetition_penalty == 1
+
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
             raise BadInput(f"temperature {self.temperature}: expected 0 or more")

@@ -22,29 +22,34 @@ from .sampling import Sampling, choose, sample, target_probs
 
 @dataclass
 class AcceptedPath:
-    """What is accepted of a drafted tree.
+    """What is accepted of a drafted tree, num_accepted [B] nodes.
 
-    num_accepted: [B]. path: [B, depth] accepted node at each depth, 0..S-1; behind num_accepted, any valid index.
-    bonus: [B] the token to commit behind the accepted ones.
-    """
+    path: [B, depth] the accepted node at each depth, 0..S-1; behind num_accepted, any valid index. bonus: [B] the token
+    to commit behind the accepted ones."""
 
     num_accepted: Tensor
     path: Tensor
     bonus: Tensor
 
+    def committed(self, tokens: Tensor) -> Tensor:
+        """[B, depth + 1] what is committed, the bonus last, of the last committed token and those along the path."""
+        return tokens.roll(-1, 1).scatter(1, self.num_accepted[:, None], self.bonus[:, None])
+
 
 class Candidates(NamedTuple):
     """Drafted tokens and the target's logits on them: what an accept rule reads.
 
-    tokens, parents: [B, S]. logits: [B, S + 1, V] at the root and behind each node. draft_probs: [B, S + 1, V], as in
-    `Proposal`; None where the tokens were not drawn at random. history: [B, S + 1, V], as `target_probs` takes it.
+    tokens, parents: [B, S]. logits: [B, S + 1, V] at the root and behind each node, computed when they are asked for;
+    read_best: where their argmax is all that `chosen` reads. draft_probs: [B, S + 1, V], as in `Proposal`; None where
+    the tokens were not drawn at random. history: [B, S + 1, V], as `target_probs` takes it.
     """
 
     tokens: Tensor
     parents: Tensor
     depth: int
     is_chain: bool
-    logits: Tensor
+    read_logits: Callable[[], Tensor]
+    read_best: Callable[[], Tensor] | None
     draft_probs: Tensor | None
     sampling: Sampling
     history: Tensor | None = None
@@ -52,12 +57,18 @@ class Candidates(NamedTuple):
     tries: Sequence[int] | None = None  # of a tree of fixed shape, as `accept_sampled` takes it
     offered: Tensor | None = None  # [B] of a chain, how many of its tokens are verified; None: all
 
+    @property
+    def logits(self) -> Tensor:
+        return self.read_logits()
+
     def target_probs(self) -> Tensor:
         """[B, S + 1, V] the target's distribution at the root and behind each node."""
         return target_probs(self.logits, self.sampling, self.history)
 
     def chosen(self) -> Tensor:
         """[B, S + 1] the target's own token at the root and behind each node."""
+        if self.read_best is not None:
+            return self.read_best()
         return choose(self.logits, sampling=self.sampling, history=self.history, generator=self.generator)
 
 
@@ -77,7 +88,7 @@ def accept_chain(chosen: Tensor, drafted: Tensor) -> Tensor:
 
     Returns: [B] number of accepted tokens a, 0..K. chosen[:, : a + 1] are the tokens to commit, bonus token last.
     """
-    return (chosen[:, : drafted.shape[1]] == drafted).long().cumprod(1).sum(1)
+    return (chosen[:, : drafted.shape[1]] == drafted).cumprod(1).sum(1)
 
 
 def accept_tree(chosen: Tensor, drafted: Tensor, parents: Tensor, *, depth: int) -> AcceptedPath:
@@ -251,9 +262,9 @@ def exact(drafted: Candidates) -> AcceptedPath:
     chosen = drafted.chosen()
     if not drafted.is_chain:
         return accept_tree(chosen, tokens, parents, depth=depth)
-    num_accepted = accept_chain(chosen, tokens)
-    path = torch.arange(depth, device=tokens.device).expand_as(tokens)
-    return AcceptedPath(num_accepted, path, chosen.gather(1, num_accepted[:, None]).squeeze(1))
+    num_accepted, offered = accept_chain(chosen, tokens), drafted.offered
+    num_accepted = num_accepted if offered is None else torch.minimum(num_accepted, offered)
+    return AcceptedPath(num_accepted, parents + 1, chosen.gather(1, num_accepted[:, None]).squeeze(1))
 
 
 @dataclass(frozen=True)
@@ -275,17 +286,6 @@ class AcceptRule:
     function: Callable[[Candidates], AcceptedPath]
     is_lossless: bool = False
     needs_draft_probs: bool = False
-
-    def __call__(self, drafted: Candidates) -> AcceptedPath:
-        """At most what is offered is accepted; behind it nothing was tried, so the target's own choice follows."""
-        accepted, offered, history = self.function(drafted), drafted.offered, drafted.history
-        if offered is None:
-            return accepted
-        rows = torch.arange(len(offered), device=offered.device)
-        history = None if history is None else history[rows, offered][:, None]
-        own = drafted._replace(logits=drafted.logits[rows, offered][:, None], history=history).chosen()  # [B, 1]
-        bonus = torch.where(accepted.num_accepted >= offered, own[:, 0], accepted.bonus)
-        return AcceptedPath(torch.minimum(accepted.num_accepted, offered), accepted.path, bonus)
 
 
 ACCEPT_RULES = {"exact": AcceptRule(exact, is_lossless=True), "typical": AcceptRule(TypicalAcceptance())}

@@ -22,6 +22,7 @@ from .loss.chains import ChainStarts, accepted_share, chain_starts, mean_of
 from .loss.chunked import Drafts, chunk_size
 from .loss.functions import DraftVocabulary, LossSpec, check_mix, depth_weights_of
 from .nn.batch import DraftBatch
+from .nn.cpu_kernels import pack_linears
 from .nn.start import first_rows, losses_by_factor, quieter, spread
 from .target import Target
 
@@ -139,6 +140,10 @@ class DraftHead(nn.Module, Drafter, Expands):
     def serving_config(self) -> dict[str, Any]:
         """The keys of config.json that serving engines read."""
         raise NotImplementedError
+
+    def pack(self) -> None:
+        """Draft by the kernels for bf16 on a CPU from now on, where they compute what it does: see `pack_linears`."""
+        pack_linears(self)
 
     # training
 

@@ -23,9 +23,10 @@ from .drafter import Reading
 from .drafting import Draws, Proposal, Tree
 from .loss.chains import drawn_starts
 from .loss.functions import LossSpec
-from .nn.attention import grouped_attention
-from .nn.block_layer import BlockLayer, ConfidenceHead, MarkovHead, attend_blocks, beside
+from .nn.block_layer import BlockLayer, ConfidenceHead, MarkovHead, attend_blocks, beside, draft_block, write_context
 from .nn.cache import SlotCache
+from .nn.cpu_decoder import CpuLayers
+from .nn.cpu_kernels import pack_linears
 from .nn.fitted_block import fit_block
 from .nn.layers import RMSNorm, Rotary, llama_config, serving_keys
 from .nn.mask_token import default_mask_token
@@ -102,6 +103,7 @@ class BlockHead(DraftHead):
 
     config_class = BlockConfig
     has_one_output = True
+    packed: CpuLayers | None = None  # the layers for drafting in bf16 on a CPU
 
     def __init__(self, config: BlockConfig, target: Target, draft_token_ids: Tensor | None = None):
         config = config.resolved(target)
@@ -239,6 +241,11 @@ class BlockHead(DraftHead):
 
     # drafting
 
+    def pack(self) -> None:
+        packed = CpuLayers.of(self.decoder_layers, self.llama)
+        self.packed = packed if packed is not None and packed.writes else None
+        pack_linears(self, without=self.decoder_layers if self.packed else ())
+
     def begin(self, *, batch_size: int, max_length: int) -> BlockState:
         cache = SlotCache(num_layers=self.config.num_layers, max_length=max_length)
         ids = torch.zeros(batch_size, 1, dtype=torch.long, device=self.fc.weight.device)
@@ -251,9 +258,8 @@ class BlockHead(DraftHead):
         positions = read.start[:, None] + torch.arange(context.shape[1], device=context.device)  # [B, Q]
         state.extent = read.extent or state.cache.max_length
         state.cache.seek(positions, extent=state.extent)
-        rotary = self.rotary(positions, like=context, num_positions=state.cache.max_length)
-        for i, layer in enumerate(self.decoder_layers):
-            state.cache.update(*layer.keys_values(context, rotary), i)
+        parts = self.decoder_layers, self.packed, context, positions
+        write_context(*parts, cache=state.cache, rotary=self.rotary)
         state.position = read.start + read.last
         state.anchor = read.next_tokens.gather(1, read.last[:, None])
 
@@ -271,17 +277,9 @@ class BlockHead(DraftHead):
     def first_logits(self, state: BlockState) -> Tensor:
         hidden = self.slots(state.anchor, state.num_depths)  # [B, W, D]
         positions = state.position[:, None] + 1 + torch.arange(hidden.shape[1], device=hidden.device)  # [B, W]
-        # the slots take the places behind the context until true features are written there
         state.cache.seek(positions, extent=state.extent)
-        mask = state.cache.mask(positions[:, -1:].expand_as(positions), dtype=hidden.dtype)
-        rotary = self.rotary(positions, like=hidden, num_positions=state.cache.max_length)
-        for i, layer in enumerate(self.decoder_layers):
-
-            def attend(queries: Tensor, keys: Tensor, values: Tensor, i: int = i) -> Tensor:
-                keys, values = state.cache.update(keys, values, i)
-                return grouped_attention(self, queries, keys, values, mask)[0]
-
-            hidden = layer(hidden, rotary, attend)
+        parts = self.decoder_layers, self.packed, hidden, positions
+        hidden = draft_block(*parts, cache=state.cache, rotary=self.rotary)
         state.hidden = self.norm(hidden)[:, self.first_slot :]  # [B, K, D]
         state.logits = self._output(state.hidden)
         return self.expand(state, state.anchor, None, depth=0)[:, 0]

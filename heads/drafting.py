@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..configs.errors import BadInput
+from .nn.cpu_kernels import best
 
 
 @dataclass
@@ -54,7 +55,7 @@ def worth_verifying(estimates: Tensor, cost: float) -> Tensor:
     """[B] how many drafts of each chain pay to be verified, 0..K: those before the first whose gain is below its cost.
 
     A round that verifies k drafts takes 1 + cost k, in rounds that verify none, and commits 1 + r_1 + ... + r_k tokens
-    on average: r_i, the product of the first i estimates, is the chance that draft i is accepted. One more draft raises
+    on average: r_i, the product of the first i estimates [B, K], is draft i's chance to be accepted. One more raises
     the tokens per time if r_{k+1} is at least `cost` times the tokens per time so far; r falls, so no later one pays
     where one does not.
 
@@ -62,8 +63,6 @@ def worth_verifying(estimates: Tensor, cost: float) -> Tensor:
     Behind these it is tried, and the accept rule commits by the target's distribution, or it is not, and the target's
     own choice is committed. An estimate that saw a drawn token would try likely draws alone, and commit them too often;
     the draft's best guess is no draw, and its own probability may be used.
-
-    Args: estimates: [B, K] of `Proposal.estimates`.
     """
     reach = estimates.float().clamp(0, 1).cumprod(1)  # [B, K] r
     num_before = torch.arange(reach.shape[1], device=reach.device)
@@ -174,10 +173,10 @@ class Expands:
 def draft_chain(head: Expands, state: Any, *, num_draft_tokens: int) -> Proposal:
     """The greedy chain: each depth's most probable token."""
     logits = [head.first_logits(state)]  # [B, Vd] per depth
-    tokens = [head.to_target(logits[0].argmax(-1))]  # [B] per depth
+    tokens = [head.to_target(best(logits[0]))]  # [B] per depth
     for depth in range(1, num_draft_tokens):
         logits.append(head.expand(state, tokens[-1][:, None], None, depth=depth)[:, 0])
-        tokens.append(head.to_target(logits[-1].argmax(-1)))
+        tokens.append(head.to_target(best(logits[-1])))
     chain = torch.stack(tokens, 1)  # [B, K]
     return Proposal(chain, logits=logits, confidence=head.confidence(state, chain))
 

@@ -31,7 +31,7 @@ from .drafter import Reading
 from .nn.fitted import best_scale, fit_layer, positions_of, start_from_target
 from .nn.layers import Attention, RMSNorm, Rotary, llama_config, serving_keys
 from .nn.parallel import ParallelConfig, behind, last_and_behind
-from .recurrent import Context, LlamaLayer, RecurrentHead, RecurrentState
+from .recurrent import LlamaLayer, RecurrentHead, RecurrentState
 from .target import Target, TargetOutput
 
 # of a start that is not random, and rows of `lm_head` as much smaller: the same logits, of rows that learn faster
@@ -104,8 +104,8 @@ class Eagle3Layer(LlamaLayer):
 class NormedResidualLayer(Eagle3Layer):
     """The residual is the hidden state after `hidden_norm`."""
 
-    def forward(self, x: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], context: Context) -> Tensor:
-        return super().forward(x, self.hidden_norm(hidden), rotary, context)
+    def residual(self, hidden: Tensor) -> Tensor:
+        return self.hidden_norm(hidden)
 
 
 class Eagle3Head(RecurrentHead):

@@ -21,6 +21,8 @@ from .drafter import Reading
 from .nn.attention import grouped_attention
 from .nn.cache import SlotCache, newest_slots, seen_by_children
 from .nn.chain_attention import Block, attend_chains, blocks_of, laid_out, recomputing
+from .nn.cpu_decoder import CpuLayers
+from .nn.cpu_kernels import pack_linears
 from .nn.layers import Attention, RMSNorm, Rotary
 from .target import TargetOutput
 
@@ -66,13 +68,17 @@ class LlamaLayer(nn.Module):
         """What the projections read."""
         return self.input_layernorm(x)
 
+    def residual(self, hidden: Tensor) -> Tensor:
+        """What the layer adds to."""
+        return hidden
+
     def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> KeysValues:
         """[B, Q, in] -> two of [B, Nkv, Q, H]."""
         return self.self_attn.keys_values(self.normalised(x), rotary)
 
     def forward(self, x: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], context: Context) -> Tensor:
         """x [B, Q, in], which attention reads, and the residual stream [B, Q, D] -> [B, Q, D]."""
-        hidden = hidden + attend(self.self_attn, self.normalised(x), rotary, context)
+        hidden = self.residual(hidden) + attend(self.self_attn, self.normalised(x), rotary, context)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -142,6 +148,7 @@ class RecurrentHead(DraftHead):
     fc: nn.Linear  # what fuses the layers' input
     llama: LlamaConfig
     rotary: Rotary
+    packed: CpuLayers | None = None  # the layers for drafting in bf16 on a CPU
 
     @property
     def decoder_layers(self) -> list[LlamaLayer]:
@@ -219,6 +226,10 @@ class RecurrentHead(DraftHead):
 
     # drafting
 
+    def pack(self) -> None:
+        self.packed = CpuLayers.of(self.decoder_layers, self.llama)
+        pack_linears(self, without=self.decoder_layers if self.packed else ())
+
     def begin(self, *, batch_size: int, max_length: int) -> RecurrentState:
         nothing = self.fc.weight.new_zeros(batch_size, 1, 0)
         cache = SlotCache(num_layers=len(self.decoder_layers), max_length=max_length)
@@ -251,15 +262,21 @@ class RecurrentHead(DraftHead):
         self, state: RecurrentState, token_ids: Tensor, hidden: Tensor, positions: Tensor, *, in_tree: bool = False
     ) -> Tensor:
         """One forward over the cache. token_ids, positions [B, Q]; hidden [B, Q, D] -> [B, Q, D]."""
+        cache, layers, packed = state.cache, self.decoder_layers, self.packed
+        packed = packed if packed is not None and packed.is_for(hidden) else None
         if in_tree:
-            state.cache.seek(newest_slots(state.position, state.seen), extent=state.extent)
-            mask = state.cache.tree_mask(positions, state.position, state.seen, dtype=hidden.dtype)
+            cache.seek(newest_slots(state.position, state.seen), extent=state.extent)
+            mask = cache.tree_mask(positions, state.position, state.seen, dtype=hidden.dtype)
         else:  # each slot is the token's position, and a token sees all before it
-            state.cache.seek(positions, extent=state.extent)
-            mask = state.cache.mask(positions, dtype=hidden.dtype)
+            cache.seek(positions, extent=state.extent)
+            mask = None if packed is not None else cache.mask(positions, dtype=hidden.dtype)
         x, hidden = self.read(token_ids, hidden)
-        rotary = self.rotary(positions, like=x, num_positions=state.cache.max_length)
-        for i, layer in enumerate(self.decoder_layers):
-            keys, values = state.cache.update(*layer.keys_values(x, rotary), i)
+        if packed is not None:
+            tables, read = self.rotary.tables(cache.max_length, like=x), layers[0].normalised(x)
+            return packed(layers[0].residual(hidden), cache, tables, positions, mask=mask, read=read)
+        assert mask is not None
+        rotary = self.rotary(positions, like=x, num_positions=cache.max_length)
+        for i, layer in enumerate(layers):
+            keys, values = cache.update(*layer.keys_values(x, rotary), i)
             hidden = x = layer(x, hidden, rotary, Context(keys, values, mask))
         return hidden

@@ -11,7 +11,6 @@ from .base import DraftHead, HeadConfig
 from .families import HEADS, build_head, head_class
 from .folder import ADAPTER, HeadRecord, is_head_folder, load_weights, read_record, read_tensors, save_head
 from .importing.importers import import_head, imported_start, record_of
-from .nn.cpu_kernels import pack_linears
 from .target import Target
 
 __all__ = ["HEADS", "build_head", "head_class", "head_record", "load_head", "save_head", "start_head"]
@@ -29,7 +28,7 @@ def load_head(folder: str | Path, target: Target) -> DraftHead:
     Raises: BadInput where the folder is no head, belongs to another target, or its tensors do not fit.
     """
     head = read_head(folder, target) if is_head_folder(folder) else import_head(folder, target)
-    pack_linears(head)
+    head.pack()
     return head
 
 

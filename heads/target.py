@@ -15,7 +15,7 @@ from .nn.attention import Watch
 from .nn.cache import SlotCache
 from .nn.cpu_decoder import CpuDecoder
 from .nn.documents import Documents
-from .nn.joined_decoder import JoinedDecoder
+from .nn.joined_decoder import BEST, JoinedDecoder
 
 WindowMask = Callable[[int | None], Tensor]  # the additive mask [B, 1, Q, P] for a sliding window, or None
 MOST_DECODED = 256  # positions whose logits the decoder computes
@@ -27,6 +27,7 @@ class TargetOutput:
 
     features: Tensor  # [B, T, L, D] what the chosen layers read (HF `hidden_states[i]`), BEFORE any final norm
     post_norm: Tensor  # [B, T, D] the last layer's output AFTER the final norm, which the output layer reads
+    best: Tensor | None = None  # [B, T] `Target.best` of it, where it came with the states
 
     def at(self, positions: Tensor) -> "TargetOutput":
         """One position per batch row. positions: [B]. Returns tensors with T = 1."""
@@ -117,6 +118,7 @@ class Target(FrozenModel):
         seen: Tensor | None = None,
         is_newest: bool = False,
         is_round: bool = False,
+        chooses: bool = False,
         documents: Documents | None = None,
         watch: Watch | None = None,
     ) -> TargetOutput:
@@ -132,6 +134,7 @@ class Target(FrozenModel):
                 nodes, written to the slots behind it in their order, and each attends to the nodes named here.
             is_newest: one token of one row, in slot extent - 1: it sees the whole cache, so a mask can be left out.
             is_round: forwards of this shape come again and again, so compiling for it pays; not of prompts.
+            chooses: `best` of all positions will be asked for.
             documents: without a cache, rows that hold several texts.
             watch: with a cache, called in each layer with what its attention reads; not by targets whose attention
                 is not ours (`grouped_attention`).
@@ -154,12 +157,19 @@ class Target(FrozenModel):
                 return cache.mask(positions, dtype=self.dtype, window=window, seen=seen)
 
             post_norm = self.read_slots(
-                input_ids, positions, cache, None if is_exact else mask, watch, is_round=is_round
+                input_ids,
+                positions,
+                cache,
+                None if is_exact else mask,
+                watch,
+                is_chain=seen is None,
+                is_round=is_round,
+                chooses=chooses,
             )
         post_norm = post_norm.to(input_ids.device)  # elsewhere only for a target on several devices
         chosen = [self._captured[i].to(input_ids.device) for i in feature_layers]
         features = torch.stack(chosen, 2) if chosen else post_norm.new_empty(*post_norm.shape[:2], 0, self.hidden_size)
-        return TargetOutput(features, post_norm)
+        return TargetOutput(features, post_norm, self._captured.get(BEST) if chooses else None)
 
     def read_slots(
         self,
@@ -169,20 +179,26 @@ class Target(FrozenModel):
         mask: WindowMask | None,
         watch: Watch | None,
         *,
+        is_chain: bool = False,
         is_round: bool = False,
+        chooses: bool = False,
     ) -> Tensor:
         """Read tokens [B, T] into the slots that `cache.seek` set: the post-norm states [B, T, D].
 
-        Args: positions: [B, T]. mask: None: the tokens see the whole cache. watch, is_round: as in `forward`.
+        Args:
+            positions: [B, T]. mask: None: the tokens see the whole cache. watch, is_round, chooses: as there.
+            is_chain: each token sees the slots up to its own, which is what the mask says.
         """
         if cache.extent > self.max_positions:  # never accepted there; clamped so that learned embeddings exist
             positions = positions.clamp(max=self.max_positions - 1)
         if watch is None and (decoder := self.decoder) is not None and input_ids.numel() <= decoder.most_tokens:
-            tokens, seen = self.input_embedding(input_ids), None if mask is None else mask(None)
+            has_mask = mask is not None and not (is_chain and decoder.knows_chains)
+            tokens, seen = self.input_embedding(input_ids), mask(None) if has_mask else None
             post_norm, self._captured = decoder.read(
-                tokens, positions, cache, seen, wanted=self._watched, is_round=is_round
+                tokens, positions, cache, seen, wanted=self._watched, is_round=is_round, chooses=chooses
             )
             return post_norm
+        self._captured.pop(BEST, None)
         return self.base(
             input_ids=input_ids,
             position_ids=positions,
@@ -198,13 +214,29 @@ class Target(FrozenModel):
 
     def logits(self, post_norm: Tensor) -> Tensor:
         """[..., D] -> [..., V] fp32 logits, as the model itself computes them."""
-        decoder = self._decoder if post_norm.dim() == 3 and post_norm[..., 0].numel() <= MOST_DECODED else None
-        if decoder is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
-            logits = self.output_layer(post_norm.to(self.dtype)).to(post_norm.device).float()
+        return self._narrow_logits(post_norm).float()
+
+    def best(self, post_norm: Tensor) -> Tensor:
+        """[..., D] -> [...] where `logits` are largest, the lowest of ids that tie."""
+        decoder = self._decoder_for(post_norm)
+        if isinstance(decoder, CpuDecoder):
+            return decoder.best(post_norm.to(self.dtype))
+        return self._narrow_logits(post_norm).argmax(-1)
+
+    def _decoder_for(self, post_norm: Tensor) -> CpuDecoder | JoinedDecoder | None:
+        """What computes logits of so few positions in decoding."""
+        is_few = post_norm.dim() == 3 and post_norm.shape[0] * post_norm.shape[1] <= MOST_DECODED
+        return self._decoder if is_few and not (torch.is_grad_enabled() or torch.compiler.is_compiling()) else None
+
+    def _narrow_logits(self, post_norm: Tensor) -> Tensor:
+        """[..., V] in the dtype that they are computed in."""
+        decoder = self._decoder_for(post_norm)
+        if decoder is None:
+            logits = self.output_layer(post_norm.to(self.dtype)).to(post_norm.device)
         else:
-            logits = decoder.logits(post_norm.to(self.dtype)).float()
+            logits = decoder.logits(post_norm.to(self.dtype))
         cap = getattr(self.config, "final_logit_softcapping", None)
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return logits if cap is None else torch.tanh(logits.float() / cap) * cap
 
     def final_norm_scale(self) -> Tensor:
         """[D] fp32 gain of the final norm, for heads that start from it; ones where it is not a plain RMSNorm."""

@@ -1,5 +1,6 @@
 """The plan of a head in llama-server: its step times and its check in place of ours."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,11 +13,12 @@ from ..measurement.result import Result
 from ..measurement.servers.llama_server import ServerFiles
 from ..measurement.servers.served import measure_served
 from ..measurement.step_times import StepTime
+from .budget import ENDS, FEWEST_TOKENS, SAFETY
 from .document import Plan
 from .engine_settings import ScheduleRange
 from .load import LoadPoint
 from .planner import Planner, spread
-from .prediction import Accepted, Cell, StepTimes, shortlist
+from .prediction import MOST_FINALISTS, Accepted, Cell, StepTimes, shortlist
 
 
 def exported_files(folder: Path, binary: Path | None, args: str) -> ServerFiles:
@@ -44,6 +46,23 @@ class ServedPlanner(Planner):
         self.config = replace(config, trees=[])
         super().__post_init__()
 
+    def accept(self, settings: Sequence[DraftSetting]) -> list[Accepted]:
+        """Of as many prompts and tokens as every stage has time for: a prediction is for those that check it."""
+        checked = {"all": len(settings), "advice": MOST_FINALISTS, "none": 0}[self.config.check]
+        runs = 2 * self.config.measure.num_repeats * checked
+        stages = {"acceptance": len(settings), "step times": 2 * len(spread(settings)), "check": runs}
+        begins, answers = self.budget.used, math.inf  # answers: of full length, per setting
+        for stage, number in stages.items():
+            room = ENDS[stage] * self.budget.seconds - begins
+            answers = min(answers, SAFETY * room / (max(number, 1) * max(self.answer_seconds, 1e-6)))
+            begins = ENDS[stage] * self.budget.seconds
+        if answers < LEAST_TIMED:
+            new = max(FEWEST_TOKENS, int(self.config.measure.max_new_tokens * answers / LEAST_TIMED))
+            self.config = replace(self.config, measure=replace(self.config.measure, max_new_tokens=new))
+        if answers < len(self.suite.prompts):
+            self.suite = self.suite.subset(range(min(len(self.suite.prompts), max(LEAST_TIMED, int(answers)))))
+        return super().accept(settings)
+
     def plan(self) -> Plan:
         """As its own, without what other engines take."""
         return replace(super().plan(), engine="llama-server", vllm_schedule=[], sglang_flags=None)
@@ -51,7 +70,7 @@ class ServedPlanner(Planner):
     def time(self, accepted: Sequence[Accepted]) -> list[StepTime]:
         """Rounds of llama-server, drafting included. Chains between the measured ones are left to the table."""
         timed = spread([each.setting for each in accepted])
-        results = self.serve(timed, most=LEAST_TIMED, seconds=self.budget.room("step times"), repeats=1)
+        results = self.serve(timed, repeats=1)
         bases = [result.baseline_time_per_output_token_ms or 0.0 for result in results]
         if not all(bases) or not all(result.num_rounds for result in results):
             raise BadInput("--prompts: llama-server's answers end too early to be timed")
@@ -76,15 +95,14 @@ class ServedPlanner(Planner):
     def check(self, cells: Sequence[Cell]) -> list[Cell]:
         """The cells, those that are chosen timed in llama-server, by turns with its plain decoding."""
         chosen = {"all": list(cells), "advice": shortlist(cells), "none": []}[self.config.check]
-        room, each = self.budget.room("check"), 2 * self.answer_seconds
-        if chosen and room < each * len(chosen) * LEAST_TIMED:
+        room, each = self.budget.room("check"), 2 * self.config.measure.num_repeats * self.answer_seconds
+        if chosen and room < each * len(chosen) * len(self.suite.prompts):
             chosen.sort(key=lambda cell: -cell.predicted_speedup)
-            fits = int(room / each / LEAST_TIMED)
+            fits = int(room / each / len(self.suite.prompts))
             self.budget.left_out += [f"measuring {self.name} at {cell.setting.name}" for cell in chosen[fits:]]
             chosen = chosen[:fits]
         repeats = self.config.measure.num_repeats
-        settings = [cell.setting for cell in chosen]
-        results = self.serve(settings, most=len(self.suite.prompts), seconds=room, repeats=repeats) if chosen else []
+        results = self.serve([cell.setting for cell in chosen], repeats=repeats) if chosen else []
         found = {
             cell.setting: replace(
                 cell,
@@ -107,15 +125,11 @@ class ServedPlanner(Planner):
         """What one plain answer takes at most: our engine's time, which is no shorter."""
         return self.costs.prefill(1) + self.config.measure.max_new_tokens * self.costs.step(1)
 
-    def serve(self, settings: Sequence[DraftSetting], *, most: int, seconds: float, repeats: int) -> list[Result]:
-        """Each setting on the first so many prompts that fit, at most `most`."""
-        fits = int(seconds / (len(settings) * 2 * repeats * max(self.answer_seconds, 1e-6)))
-        number = max(1, min(most, fits, len(self.suite.prompts)))
-        new = self.config.measure.max_new_tokens
-        config = MeasureConfig(max_new_tokens=new, num_repeats=repeats)
-        tick = self.bar(number * len(settings), f"llama-server with {self.name}")
+    def serve(self, settings: Sequence[DraftSetting], *, repeats: int) -> list[Result]:
+        """Each setting on all prompts."""
+        config = MeasureConfig(max_new_tokens=self.config.measure.max_new_tokens, num_repeats=repeats)
+        tick = self.bar(len(self.suite.prompts) * len(settings), f"llama-server with {self.name}")
         lengths = [setting.num_draft_tokens for setting in settings]
-        part = self.suite.subset(range(number))
-        results = measure_served(self.target, self.files, part, config, lengths, on_prompt=tick)
+        results = measure_served(self.target, self.files, self.suite, config, lengths, on_prompt=tick)
         tick()
         return results

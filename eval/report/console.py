@@ -1,6 +1,7 @@
 """What a terminal shows of a report: a table, what its columns mean, and lines of warning."""
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from ..measurement.result import ENGINE, Result
@@ -23,14 +24,17 @@ def show(report: Report, console: Any) -> None:
     target, environment = report.target, report.environment
     name = f"{target.name} with the head's adapters" if target.is_adapted else target.name
     console.print(f"{name} ({target.dtype}) on {environment.device}, {environment.num_threads} threads")
+    named = [(drafter_name(result), result.suite, result.tree) for result in report.results]
+    varies = [len(set(column)) > 1 for column in zip(*named, strict=True)] or [True] * 3
+    if not all(varies):  # what is the same in all rows stands above them
+        console.print(", ".join(word for word, differs in zip(named[0], varies, strict=True) if not differs))
+    titles = [title for title, differs in zip(("drafter", "suite", "tree"), varies, strict=True) if differs]
     figures = ("T/B/K", "length", "tok/s", "base", "speedup [95 %]", "lossless")
-    columns = ["drafter", "suite", "tree", *(Column(title, justify="right", no_wrap=True) for title in figures)]
+    columns = [*titles, *(Column(title, justify="right", no_wrap=True) for title in figures)]
     table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0))
-    for result in report.results:
+    for result, names in zip(report.results, named, strict=True):
         table.add_row(
-            result.drafter if result.engine == ENGINE else f"{result.engine}: {result.drafter}",
-            result.suite,
-            result.tree,
+            *(word for word, differs in zip(names, varies, strict=True) if differs),
             f"{result.temperature:g}/{result.batch_size}/{result.num_draft_tokens}",
             number(result.acceptance_length),
             number(result.tokens_per_second, 0),
@@ -41,11 +45,17 @@ def show(report: Report, console: Any) -> None:
     console.print(table)
     for line in LEGEND:
         console.print(line, soft_wrap=True)
-    console.print(bandwidth_words(report))
-    for line in (*failure_words(report.results), *disturbance_lines(report.results), *loop_lines(report.results)):
+    results = report.results
+    lines = bandwidth_lines(report), failure_words(results), disturbance_lines(results), loop_lines(results)
+    for line in chain.from_iterable(lines):
         console.print(line, markup=False)
     for result in report.results:
         console.print(details(result))
+
+
+def drafter_name(result: Result) -> str:
+    """A cell: the drafter, behind the engine that it was measured in where that is not ours."""
+    return result.drafter if result.engine == ENGINE else f"{result.engine}: {result.drafter}"
 
 
 def details(result: Result) -> str:
@@ -55,23 +65,27 @@ def details(result: Result) -> str:
         return f"{result.engine}, {result.drafter}, {result.suite}: ours over theirs {ratio}"
     spread = "/".join(map(number, (result.speedup_p10, result.speedup_median, result.speedup_p90)))
     forced = result.teacher_forced_acceptance_length
-    return (
-        f"{result.drafter} {result.tree} on {result.suite}: "
-        f"speedup per {'prompt' if result.batch_size == 1 else 'batch'} {spread} (p10/median/p90); "
-        f"by medians of steps {speedup_words(result.step_medians)}; "
-        f"rate by position {' '.join(map(number, result.acceptance_rate))}"
-        + ("" if forced is None else f"; teacher-forced acceptance length {forced:.2f}")
-        + stopping_words(result)
-    )
+    where = f"{result.drafter} {result.tree} on {result.suite}"
+    parts = [
+        f"{where}, K {result.num_draft_tokens}: "
+        f"speedup per {'prompt' if result.batch_size == 1 else 'batch'} {spread} (p10/median/p90)"
+    ]
+    if result.step_medians.speedup is not None:
+        parts.append(f"by medians of steps {speedup_words(result.step_medians)}")
+    if any(rate is not None for rate in result.acceptance_rate):
+        parts.append(f"rate by position {' '.join(map(number, result.acceptance_rate))}")
+    if forced is not None:
+        parts.append(f"teacher-forced acceptance length {forced:.2f}")
+    if result.verify_cost is not None:
+        parts.append(stopping_words(result, result.verify_cost))
+    return "; ".join(parts)
 
 
-def stopping_words(result: Result) -> str:
-    """How many drafts were verified, and how true the estimates were that said so; empty where all were."""
-    if result.verify_cost is None:
-        return ""
+def stopping_words(result: Result, cost: float) -> str:
+    """How many drafts were verified, and how true the estimates were that said so."""
     brier = "" if result.calibration is None else f", Brier score of the estimates {result.calibration.brier:.3f}"
     verified = f"{number(result.drafts_verified)} of {result.num_draft_tokens} drafts verified per round"
-    return f"; {verified}, one more token being taken to cost {result.verify_cost:.3f} rounds{brier}"
+    return f"{verified}, one more token being taken to cost {cost:.3f} rounds{brier}"
 
 
 def training_warnings(results: Iterable[Result]) -> list[str]:
@@ -118,14 +132,14 @@ def loop_lines(results: Iterable[Result]) -> list[str]:
     ]
 
 
-def bandwidth_words(report: Report) -> str:
-    """A line: what the baselines read per second, beside what a copy reaches on this machine."""
+def bandwidth_lines(report: Report) -> list[str]:
+    """What the baselines read per second, beside what a copy reaches on this machine; none where that was not timed."""
     shares: Sequence[float] = sorted(
         share for result in report.results if (share := result.baseline_bandwidth.share_of_copy) is not None
     )
     ends = dict.fromkeys(f"{share:.0%}" for share in (*shares[:1], *shares[-1:]))
     copied = f"{report.environment.copy_gigabytes_per_second:.1f} GB/s"
-    return f"base reads weights and cache at {' to '.join(ends) or '-'} of a copy's {copied}"
+    return [f"base reads weights and cache at {' to '.join(ends)} of a copy's {copied}"] if ends else []
 
 
 def lossless_words(result: Result) -> str:

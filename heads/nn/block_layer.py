@@ -16,8 +16,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from .attention import grouped_attention
+from .cache import SlotCache
 from .chain_attention import Block, attend_chains, laid_out
-from .layers import Attention, RMSNorm
+from .cpu_decoder import CpuLayers
+from .layers import Attention, RMSNorm, Rotary
 
 # queries [B, N, Q, H], keys and values [B, Nkv, Q, H] of a block's slots -> [B, Q, N, H]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -72,6 +75,53 @@ def attend_blocks(
     queries = queries.unflatten(2, (-1, num_blocks)).flatten(1, 2)  # [B, N * W, S, H]
     mixed = attend_chains(queries, *context, mask, blocks=blocks, drafted=list(slots), sees_own=sees_slots)
     return mixed.unflatten(1, (num_heads, -1)).flatten(2, 3).transpose(1, 2)
+
+
+def write_context(
+    layers: Sequence[BlockLayer],
+    packed: CpuLayers | None,
+    context: Tensor,
+    positions: Tensor,
+    *,
+    cache: SlotCache,
+    rotary: Rotary,
+) -> None:
+    """Keys and values that each layer makes of the context [B, Q, D] at positions [B, Q], to those slots.
+
+    Args: packed: the same layers for decoding, or None.
+    """
+    if packed is not None and packed.is_for(context):
+        packed.write(context, cache, rotary.tables(cache.max_length, like=context), positions)
+        return
+    turned = rotary(positions, like=context, num_positions=cache.max_length)
+    for i, layer in enumerate(layers):
+        cache.update(*layer.keys_values(context, turned), i)
+
+
+def draft_block(
+    layers: Sequence[BlockLayer],
+    packed: CpuLayers | None,
+    hidden: Tensor,
+    positions: Tensor,
+    *,
+    cache: SlotCache,
+    rotary: Rotary,
+) -> Tensor:
+    """The slots of one block per row [B, W, D] -> [B, W, D], at positions [B, W] behind the context, where their keys
+    and values lie until true features are written there. Each sees the context and all slots."""
+    last = positions[:, -1:].expand_as(positions)
+    if packed is not None and packed.is_for(hidden):
+        return packed(hidden, cache, rotary.tables(cache.max_length, like=hidden), positions, last=last)
+    mask = cache.mask(last, dtype=hidden.dtype)
+    turned = rotary(positions, like=hidden, num_positions=cache.max_length)
+    for i, layer in enumerate(layers):
+
+        def attend(queries: Tensor, keys: Tensor, values: Tensor, i: int = i) -> Tensor:
+            keys, values = cache.update(keys, values, i)
+            return grouped_attention(layers[i], queries, keys, values, mask)[0]
+
+        hidden = layer(hidden, turned, attend)
+    return hidden
 
 
 class MarkovHead(nn.Module):

@@ -87,6 +87,15 @@ class SlotCache(Cache):
             layer.lazy_initialization(*self._room(index, keys, values))
         return layer
 
+    def whole(self, num_rows: int, num_kv_heads: int, head_dim: int, *, like: Tensor) -> Tensor:
+        """[layers, 2, B, Nkv, slots, H] all keys and values, of layers that are alike; where nothing was written yet,
+        in the dtype and on the device of `like`."""
+        if not self.stored:
+            nothing = like.new_empty(num_rows, num_kv_heads, 0, head_dim)
+            for i in range(len(self.layers)):
+                self.layer(i, nothing, nothing)
+        return self.stored[0]
+
     def _room(self, index: int, keys: Tensor, values: Tensor) -> Sequence[Tensor]:
         shapes = [(*x.shape[:2], self.max_length, x.shape[-1]) for x in (keys, values)]
         # zeros, not empty: a masked slot still takes part in 0 * value, and 0 * nan is nan

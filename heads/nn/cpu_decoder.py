@@ -1,4 +1,4 @@
-"""The decoder layers of a Llama-shaped target in bf16 on a CPU, by the kernels of cpu_kernels.cpp.
+"""The decoder layers of a Llama-shaped target, and of heads, in bf16 on a CPU, by the kernels of cpu_kernels.cpp.
 
 A forward is one call: no operation of torch lies between its products, so a step takes about as long as reading the
 weights. A token's states are the same whatever else is read with it, bit for bit: a text that was drafted and verified
@@ -6,64 +6,187 @@ is the text that was decoded token by token.
 """
 
 import ctypes
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .cache import SlotCache
-from .cpu_kernels import blocked, is_multiplied, kernels, multiply, number, pointer
-from .joined_decoder import LayerWeights, is_known
+from .cpu_kernels import BLOCK, blocked, is_multiplied, kernels, multiply, multiply_argmax, usable_kernels
+from .joined_decoder import BEST, LayerWeights, has_plain_products, is_known
+from .layers import Rotary, Tables
 
 MOST_CHANNELS = 256  # of a head
+FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # whose angles do not depend on how long a text is
+MOST_TOKENS = 512  # of one forward: torch's own attention is faster for many
 
 
 class LayerPointers(ctypes.Structure):
     """`Layer` of the source."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in (*LayerWeights._fields, "keys", "values", "kept")]
+    _fields_ = [(name, ctypes.c_void_p) for name in (*LayerWeights._fields, "kept")]
 
 
-class Shape(ctypes.Structure):
-    """`Shape` of the source."""
+SIZES = "hidden num_heads num_kv_heads head_dim mlp read_size num_rows num_queries extent".split()
+STRIDES = "layer_stride value_stride row_stride head_stride num_threads".split()
+TENSORS = "cache cos sin positions slots last mask read final_norm output best".split()
+
+
+class Forward(ctypes.Structure):
+    """`Forward` of the source."""
 
     _fields_ = [
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                *("hidden", "num_heads", "num_kv_heads", "head_dim", "mlp", "num_rows", "num_queries", "extent"),
-                *("row_stride", "head_stride", "num_threads"),
-            )
-        ),
+        *((name, ctypes.c_int64) for name in (*SIZES, *STRIDES)),
+        *((name, ctypes.c_void_p) for name in TENSORS),
+        ("num_outputs", ctypes.c_int64),
         ("eps", ctypes.c_float),
     ]
 
 
-class CpuDecoder:
-    """A target's layers and output layer, their weights copied in the order in which the kernels read them."""
+class Choice(NamedTuple):
+    """Where the products with an output layer are largest."""
 
-    compiles = False  # there is nothing to compile by shape
-    most_tokens = 512  # of one forward: the model's own attention is faster for many
+    weight: Tensor  # blocked
+    num_outputs: int
+    best: Tensor  # [B, Q] is written
 
-    def __init__(self, model: nn.Module, layers: nn.ModuleList, final_norm: nn.Module, config: Any, output: Tensor):
+
+class CpuLayers:
+    """Decoder layers, their weights copied in the order in which the kernels read them."""
+
+    def __init__(self, layers: Sequence[nn.Module], *, eps: float):
+        """Args: layers: as `takes` takes them, alike but for what the first one's attention reads."""
         first: Any = layers[0]
-        self.config, self.head_dim = config, first.self_attn.head_dim
-        self.final_norm: Any = final_norm
-        self.rotary: Any = model.rotary_emb
+        attention, mlp = first.self_attn, first.mlp
+        self.hidden_size, self.head_dim = attention.o_proj.out_features, attention.head_dim
+        self.num_heads = attention.q_proj.out_features // self.head_dim
+        self.num_kv_heads = attention.k_proj.out_features // self.head_dim
+        self.sizes = self.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim, mlp.gate_proj.out_features
+        self.read_size, self.eps = attention.q_proj.in_features, eps
         self.weights = [weights_of(layer) for layer in layers]
         self.layers = (LayerPointers * len(layers))()
         for layer, weights in zip(self.layers, self.weights, strict=True):
             for name, weight in zip(LayerWeights._fields, weights, strict=True):
                 setattr(layer, name, None if weight is None else weight.data_ptr())
+
+    @staticmethod
+    def takes(layers: Sequence[nn.Module]) -> bool:
+        """Whether the kernels are there, and take the sizes and types of Llama-shaped layers with SiLU."""
+        first: Any = layers[0]
+        attention, mlp = first.self_attn, first.mlp
+        weight, head_dim = attention.o_proj.weight, attention.head_dim
+        sizes = weight.shape[0], mlp.gate_proj.out_features, attention.q_proj.in_features, head_dim
+        is_fit = all(size % 2 == 0 for size in sizes) and head_dim <= MOST_CHANNELS and is_multiplied(weight)
+        return is_fit and all(has_plain_products(layer, weight.dtype) for layer in layers) and kernels() is not None
+
+    @classmethod
+    def of(cls, layers: Sequence[nn.Module], config: Any) -> "CpuLayers | None":
+        """The layers of a head, of this config; None where the kernels do not compute them."""
+        is_known = config.hidden_act == "silu" and cls.takes(layers)
+        return cls(layers, eps=config.rms_norm_eps) if is_known else None
+
+    def is_for(self, x: Tensor) -> bool:
+        """Whether the kernels are to read so many tokens [B, Q, D]: where no gradient is asked."""
+        return x[..., 0].numel() <= MOST_TOKENS and usable_kernels(x) is not None
+
+    @property
+    def writes(self) -> bool:
+        """Whether `write` works: keys and values are whole blocks of a product."""
+        return self.num_heads * self.head_dim % BLOCK == 0
+
+    def __call__(
+        self,
+        x: Tensor,
+        cache: SlotCache,
+        tables: Tables,
+        positions: Tensor,
+        *,
+        mask: Tensor | None = None,
+        last: Tensor | None = None,
+        read: Tensor | None = None,
+        first_layer: int = 0,
+        kept: Iterable[Tensor | None] = (),
+        final_norm: Tensor | None = None,
+        choice: "Choice | None" = None,
+    ) -> Tensor:
+        """Read tokens into the slots that `cache.seek` set: [B, Q, D] -> [B, Q, D].
+
+        Args:
+            x: the residual stream. tables: of the rotary embedding. positions: [B, Q] in these.
+            mask: [B, 1, Q, P] additive; None: a token sees the slots up to its own, or up to `last` [B, Q].
+            read: [B, Q, in] what the first layer's attention reads; None: the residual stream, normalised.
+            first_layer: the first one's place in the cache.
+            kept: by layer, where to put the residual stream that enters it, like x; None: nowhere.
+            final_norm: [D] gain of a norm behind the last layer.
+            choice: of each token, made in the same call.
+        """
+        library, x = kernels(), x.clone(memory_format=torch.contiguous_format)
+        assert library is not None
+        for layer, place in zip(self.layers, kept, strict=False):
+            layer.kept = None if place is None else place.data_ptr()
+        mask = None if mask is None else mask.expand(len(x), 1, x.shape[1], -1).contiguous()
+        slots = cache.positions.expand(x.shape[:2]).contiguous()
+        last = slots if last is None else last.expand_as(slots).contiguous()
+        positions = slots if positions is cache.positions else positions.expand_as(slots).contiguous()
+        read = None if read is None else read.contiguous()
+        forward = self._forward(x, cache, tables, first_layer)
+        forward.positions, forward.slots = positions.data_ptr(), slots.data_ptr()
+        if mask is None:
+            forward.last = last.data_ptr()
+        else:
+            forward.mask = mask.data_ptr()
+        if read is not None:
+            forward.read = read.data_ptr()
+        if final_norm is not None:
+            forward.final_norm = final_norm.data_ptr()
+        if choice is not None:
+            forward.output, forward.num_outputs = choice.weight.data_ptr(), choice.num_outputs
+            forward.best = choice.best.data_ptr()
+        library.decode(self.layers, len(self.layers), ctypes.byref(forward), x.data_ptr())
+        return x
+
+    def write(self, x: Tensor, cache: SlotCache, tables: Tables, positions: Tensor) -> None:
+        """Keys and values of x [B, Q, D], as it is, in every layer, to the slots that `cache.seek` set."""
+        library, x = kernels(), x.contiguous()
+        assert library is not None
+        slots = cache.positions.expand(x.shape[:2]).contiguous()
+        positions = slots if positions is cache.positions else positions.expand_as(slots).contiguous()
+        forward = self._forward(x, cache, tables, 0)
+        forward.positions, forward.slots = positions.data_ptr(), slots.data_ptr()
+        library.write(self.layers, len(self.layers), ctypes.byref(forward), x.data_ptr())
+
+    def _forward(self, x: Tensor, cache: SlotCache, tables: Tables, first_layer: int) -> Forward:
+        """Sizes, strides and the tensors of any forward."""
+        whole = cache.whole(len(x), self.num_kv_heads, self.head_dim, like=x)
+        strides = whole.stride()[:4]
+        start = whole.data_ptr() + first_layer * strides[0] * whole.element_size()
+        return Forward(
+            *(*self.sizes, self.read_size, *x.shape[:2], cache.extent, *strides, torch.get_num_threads()),
+            *(start, tables.cos.data_ptr(), tables.sin.data_ptr()),
+            eps=self.eps,
+        )
+
+
+class CpuDecoder:
+    """A target's layers and output layer for decoding."""
+
+    compiles = False  # there is nothing to compile by shape
+    knows_chains = True
+    most_tokens = MOST_TOKENS
+
+    def __init__(self, model: nn.Module, layers: nn.ModuleList, final_norm: nn.Module, config: Any, output: Tensor):
+        self.layers = CpuLayers(list(layers), eps=config.rms_norm_eps)
+        norm: Any = final_norm
+        self.final_norm: Tensor = norm.weight.detach()
+        self.rotary, rope = Rotary(config, of=model.rotary_emb), config.rope_parameters or {}
+        self.has_tables = rope.get("rope_type", "default") in FIXED_ROPES
         self.output, self.vocab_size = blocked(output), len(output)
 
     @staticmethod
     def takes(layers: nn.ModuleList, config: Any, weight: Tensor) -> bool:
         """Whether the kernels compute what these layers do, and are there. Args: weight: [V, D] of the output layer."""
-        head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        sizes = config.hidden_size, config.intermediate_size, head_dim
-        is_fit = all(size % 2 == 0 for size in sizes) and head_dim <= MOST_CHANNELS
-        return is_fit and is_multiplied(weight) and is_known(layers, config, weight) and kernels() is not None
+        return is_multiplied(weight) and is_known(layers, config, weight) and CpuLayers.takes(list(layers))
 
     def read(
         self,
@@ -74,37 +197,29 @@ class CpuDecoder:
         *,
         wanted: set[int],
         is_round: bool = False,
+        chooses: bool = False,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """As JoinedDecoder.read."""
-        library = kernels()
-        assert library is not None
-        x = x.contiguous().clone()
-        cos, sin = (part.to(x.dtype).contiguous() for part in self.rotary(x, positions.expand(len(x), -1)))
-        slots = cache.positions.expand(len(x), -1).contiguous()
-        seen = None if mask is None else mask.expand(len(x), 1, x.shape[1], -1).contiguous()
-        kept = {i: torch.empty_like(x) for i in wanted if i < len(self.weights)}
-        empty = x.new_empty(len(x), self.config.num_key_value_heads, 0, self.head_dim)
-        keys = values = empty
-        for i, layer in enumerate(self.layers):
-            keys, values = cache.layer(i, empty, empty).readable_slots(cache.extent)
-            layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
-            layer.kept = kept[i].data_ptr() if i in kept else None
-        shape = Shape(
-            *(x.shape[-1], self.config.num_attention_heads, keys.shape[1], self.head_dim),
-            *(self.config.intermediate_size, x.shape[0], x.shape[1], cache.extent, keys.stride(0), keys.stride(1)),
-            *(torch.get_num_threads(), self.config.rms_norm_eps),
-        )
-        library.decode(
-            self.layers,
-            number(len(self.layers)),
-            ctypes.byref(shape),
-            *map(pointer, (x, cos, sin, slots, seen)),
-        )
-        return self.final_norm(x), kept
+        """As JoinedDecoder.read; mask None: each token sees the slots up to its own."""
+        choice = Choice(self.output, self.vocab_size, torch.empty(x.shape[:2], dtype=torch.long)) if chooses else None
+        kept = {i: torch.empty_like(x) for i in wanted}
+        by_layer = [kept.get(i) for i in range(len(self.layers.weights))]
+        if self.has_tables:
+            tables = self.rotary.tables(cache.max_length, like=x)
+        else:
+            cos, sin = self.rotary.embedding(x, positions.expand(x.shape[:2]))
+            tables = Tables(cos.contiguous(), sin.contiguous())
+            positions = torch.arange(x[..., 0].numel()).view(x.shape[:2])
+        ends = {"final_norm": self.final_norm, "choice": choice}
+        out = self.layers(x, cache, tables, positions, mask=mask, kept=by_layer, **ends)
+        return out, kept if choice is None else {**kept, BEST: choice.best}
 
     def logits(self, post_norm: Tensor) -> Tensor:
         """[..., D] -> [..., V] bf16."""
         return multiply(post_norm, self.output, self.vocab_size)
+
+    def best(self, post_norm: Tensor) -> Tensor:
+        """[..., D] -> [...] where `logits` are largest."""
+        return multiply_argmax(post_norm, self.output, self.vocab_size)
 
 
 def weights_of(layer: Any) -> LayerWeights:
@@ -112,13 +227,18 @@ def weights_of(layer: Any) -> LayerWeights:
     attention, mlp = layer.self_attn, layer.mlp
     inputs = attention.q_proj, attention.k_proj, attention.v_proj
     return LayerWeights(
-        attention_norm=layer.input_layernorm.weight.detach(),
+        attention_norm=gain_of(layer.input_layernorm),
         qkv=blocked(torch.cat([module.weight for module in inputs])),
         bias=None if inputs[0].bias is None else torch.cat([module.bias for module in inputs]).detach(),
-        query_norm=attention.q_norm.weight.detach() if hasattr(attention, "q_norm") else None,
-        key_norm=attention.k_norm.weight.detach() if hasattr(attention, "k_norm") else None,
+        query_norm=gain_of(attention.q_norm) if hasattr(attention, "q_norm") else None,
+        key_norm=gain_of(attention.k_norm) if hasattr(attention, "k_norm") else None,
         output=blocked(attention.o_proj.weight),
-        mlp_norm=layer.post_attention_layernorm.weight.detach(),
+        mlp_norm=gain_of(layer.post_attention_layernorm),
         gate_up=torch.stack([blocked(mlp.gate_proj.weight), blocked(mlp.up_proj.weight)], 1),
         down=blocked(mlp.down_proj.weight),
     )
+
+
+def gain_of(norm: Any) -> Tensor | None:
+    """[D] of a norm; None where there is none."""
+    return None if isinstance(norm, nn.Identity) else norm.weight.detach()

@@ -1,4 +1,4 @@
-// The decoder layers of a Llama-shaped model in bf16 on a CPU with AVX512-BF16, for a few tokens at a time.
+// The decoder layers of a Llama-shaped model, or of a head, in bf16 on a CPU with AVX512-BF16, for a few tokens at a time.
 //
 // A step of one token reads every weight once, and is as fast as these are read: weights lie in blocks of 32 outputs in
 // the order in which they are multiplied, a forward is one parallel region, and nothing between products is written
@@ -8,7 +8,8 @@
 // number of tokens, and attention goes through the slots that a token sees in their order, passing over the others. So
 // verifying drafted tokens at once gives, bit for bit, what decoding them one by one gives.
 //
-// Called from cpu_decoder.py, which builds it. All tensors are bf16 and contiguous unless strides are given.
+// Called from cpu_decoder.py and cpu_kernels.py, which builds it. All tensors are bf16 and contiguous unless strides are
+// given.
 
 #include <immintrin.h>
 
@@ -23,18 +24,29 @@ constexpr int64_t BLOCK = 32;  // outputs of a product that are computed togethe
 constexpr int TILE = 8;        // tokens likewise
 
 // Products [N, K] as blocks [N / 32, K / 2, 32, 2], zeros behind N; gate_up has the blocks of gate and up by turns.
-// bias, query_norm and key_norm may be null.
+// The norms and bias may be null: there are none.
 struct Layer {
   const bf16 *attention_norm, *qkv, *bias, *query_norm, *key_norm, *output, *mlp_norm, *gate_up, *down;
-  bf16 *keys, *values;  // [B, Nkv, slots, H]
-  bf16* kept;           // [M, D] for what enters the layer; null: not wanted
+  bf16* kept;  // [M, D] for what enters the layer; null: not wanted
 };
 
-struct Shape {
-  int64_t hidden, num_heads, num_kv_heads, head_dim, mlp;
-  int64_t num_rows, num_queries, extent;  // B, Q, and the slots that may be seen
-  int64_t row_stride, head_stride;        // of keys and values, in elements
+// One forward over B rows of Q tokens each. Keys of layer i lie in the cache at i * layer_stride, [B, Nkv, slots, H], and
+// its values at value_stride behind them; strides are in elements.
+struct Forward {
+  int64_t hidden, num_heads, num_kv_heads, head_dim, mlp, read_size;
+  int64_t num_rows, num_queries, extent;  // B, Q, and the slots that a mask tells of
+  int64_t layer_stride, value_stride, row_stride, head_stride;
   int64_t num_threads;
+  bf16* cache;
+  const bf16 *cos, *sin;             // [positions, H]
+  const int64_t *positions, *slots;  // [B, Q] in these tables, and where keys and values are written
+  const int64_t* last;               // [B, Q] each token sees the slots up to this one; null where there is
+  const bf16* mask;                  // [B, Q, extent], negative where a slot is hidden
+  const bf16* read;                  // [B, Q, read_size] what the first layer's attention reads; null: x, normalised
+  const bf16* final_norm;            // null: none
+  const bf16* output;                // blocked, of the largest of whose num_outputs products of a token the index
+  int64_t* best;                     // goes here, [B, Q]; null: they are not computed
+  int64_t num_outputs;
   float eps;
 };
 
@@ -224,50 +236,74 @@ constexpr Attend by_size[] = {attend<1>, attend<2>, attend<3>, attend<4>, attend
 
 }  // namespace
 
-// x [B, Q, D] goes through the layers in place; keys and values are written to `slots` [B, Q]. cos, sin: [B, Q, H].
-// mask: [B, Q, extent], negative where a slot is hidden; null: all of extent is seen.
-extern "C" void decode(const Layer* layers, int64_t num_layers, const Shape* shape, bf16* x, const bf16* cos,
-                       const bf16* sin, const int64_t* slots, const bf16* mask) {
-  const Shape& s = *shape;
+// Within a parallel region: keys and values of M tokens to their slots, from projected [M, width], where the heads from
+// `first` on are those of keys, then those of values; heads before it are queries, which stay where they are.
+static void place(const Forward& s, const Layer& w, bf16* keys, bf16* projected, int64_t width, int64_t first) {
+  int64_t H = s.head_dim, kv = s.num_kv_heads, num = width / H;
+#pragma omp for
+  for (int64_t task = 0; task < s.num_rows * s.num_queries * num; task++) {
+    int64_t m = task / num, head = task % num, at = head - first;
+    bf16 *from = &projected[m * width + head * H], *to = keys + m / s.num_queries * s.row_stride + s.slots[m] * H;
+    const bf16 *cos = s.cos + s.positions[m] * H, *sin = s.sin + s.positions[m] * H;
+    if (at < 0)
+      position(from, w.query_norm, cos, sin, from, H, s.eps);
+    else if (at < kv)
+      position(from, w.key_norm, cos, sin, to + at * s.head_stride, H, s.eps);
+    else
+      std::memcpy(to + s.value_stride + (at - kv) * s.head_stride, from, H * sizeof(bf16));
+  }
+}
+
+// Only keys and values, of x [B, Q, D] as it is, in every layer. N * H is a multiple of 32.
+extern "C" void write(const Layer* layers, int64_t num_layers, const Forward* forward, const bf16* x) {
+  const Forward& s = *forward;
+  int64_t D = s.hidden, H = s.head_dim, M = s.num_rows * s.num_queries, width = 2 * s.num_kv_heads * H;
+  std::vector<bf16> projected(M * width);
+#pragma omp parallel num_threads(s.num_threads)
+  for (int64_t i = 0; i < num_layers; i++) {
+    product(x, M, D, layers[i].qkv + s.num_heads * H * D, width, [&](int64_t m, int64_t n, __m512 sum, int64_t count) {
+      if (layers[i].bias) sum = _mm512_add_ps(rounded(sum), load(layers[i].bias + s.num_heads * H + n, count));
+      store(&projected[m * width + n], sum, count);
+    });
+    place(s, layers[i], s.cache + i * s.layer_stride, projected.data(), width, 0);
+  }
+}
+
+extern "C" void multiply_argmax(const bf16*, int64_t, int64_t, const bf16*, int64_t, int64_t*, int64_t);
+
+// x [B, Q, D] goes through the layers in place, and through the final norm.
+extern "C" void decode(const Layer* layers, int64_t num_layers, const Forward* forward, bf16* x) {
+  const Forward& s = *forward;
   int64_t D = s.hidden, H = s.head_dim, N = s.num_heads, kv = s.num_kv_heads, Q = s.num_queries, M = s.num_rows * Q;
-  int64_t width = (N + 2 * kv) * H;
-  std::vector<bf16> read(M * D), projected(M * width), mixed(M * N * H), active(M * s.mlp);
-  std::vector<int32_t> seen(M * s.extent);
+  int64_t width = (N + 2 * kv) * H, extent = s.mask ? s.extent : *std::max_element(s.last, s.last + M) + 1;
+  std::vector<bf16> normed(M * D), projected(M * width), mixed(M * N * H), active(M * s.mlp);
+  std::vector<int32_t> seen(M * extent);
   std::vector<int64_t> num_seen(M, 0);
   for (int64_t m = 0; m < M; m++)
-    for (int64_t p = 0; p < s.extent; p++)
-      if (!mask || !(mask[m * s.extent + p] >> 15)) seen[m * s.extent + num_seen[m]++] = p;
+    for (int64_t p = 0; p < extent; p++)
+      if (s.mask ? !(s.mask[m * extent + p] >> 15) : p <= s.last[m]) seen[m * extent + num_seen[m]++] = p;
 
 #pragma omp parallel num_threads(s.num_threads)
   {
     std::vector<float> scores;
     for (int64_t i = 0; i < num_layers; i++) {
       const Layer& w = layers[i];
+      bf16* keys = s.cache + i * s.layer_stride;
+      const bf16* read = i == 0 && s.read ? s.read : w.attention_norm ? normed.data() : x;
 #pragma omp for
       for (int64_t m = 0; m < M; m++) {
         if (w.kept) std::memcpy(w.kept + m * D, x + m * D, D * sizeof(bf16));
-        normalise(x + m * D, w.attention_norm, &read[m * D], D, s.eps);
+        if (read == normed.data()) normalise(x + m * D, w.attention_norm, &normed[m * D], D, s.eps);
       }
-      product(read.data(), M, D, w.qkv, width, [&](int64_t m, int64_t n, __m512 sum, int64_t count) {
+      product(read, M, read == s.read ? s.read_size : D, w.qkv, width, [&](int64_t m, int64_t n, __m512 sum, int64_t count) {
         if (w.bias) sum = _mm512_add_ps(rounded(sum), load(w.bias + n, count));
         store(&projected[m * width + n], sum, count);
       });
-#pragma omp for
-      for (int64_t task = 0; task < M * (N + 2 * kv); task++) {
-        int64_t m = task / (N + 2 * kv), head = task % (N + 2 * kv), at = head - N;
-        bf16* from = &projected[m * width + head * H];
-        int64_t place = m / Q * s.row_stride + slots[m] * H;
-        if (head < N)
-          position(from, w.query_norm, cos + m * H, sin + m * H, from, H, s.eps);
-        else if (at < kv)
-          position(from, w.key_norm, cos + m * H, sin + m * H, w.keys + place + at * s.head_stride, H, s.eps);
-        else
-          std::memcpy(w.values + place + (at - kv) * s.head_stride, from, H * sizeof(bf16));
-      }
+      place(s, w, keys, projected.data(), width, N);
 #pragma omp for
       for (int64_t task = 0; task < M * N; task++) {
         int64_t m = task / N, head = task % N, at = m / Q * s.row_stride + head / (N / kv) * s.head_stride;
-        by_size[(H - 1) / 32](&projected[m * width + head * H], w.keys + at, w.values + at, &seen[m * s.extent],
+        by_size[(H - 1) / 32](&projected[m * width + head * H], keys + at, keys + s.value_stride + at, &seen[m * extent],
                               num_seen[m], H, &mixed[(m * N + head) * H], scores);
       }
       auto add = [&](int64_t m, int64_t n, __m512 sum, int64_t count) {
@@ -275,15 +311,15 @@ extern "C" void decode(const Layer* layers, int64_t num_layers, const Shape* sha
       };
       product(mixed.data(), M, N * H, w.output, D, add);
 #pragma omp for
-      for (int64_t m = 0; m < M; m++) normalise(x + m * D, w.mlp_norm, &read[m * D], D, s.eps);
+      for (int64_t m = 0; m < M; m++) normalise(x + m * D, w.mlp_norm, &normed[m * D], D, s.eps);
 #pragma omp for
       for (int64_t block = 0; block < (s.mlp + BLOCK - 1) / BLOCK; block++) {
         alignas(64) float gate[TILE * BLOCK], up[TILE * BLOCK];
         const bf16* weights = w.gate_up + 2 * block * BLOCK * D;
         for (int64_t m = 0; m < M; m += TILE) {
           int count = std::min<int64_t>(TILE, M - m);
-          any_tile(count, &read[m * D], D, weights, gate);
-          any_tile(count, &read[m * D], D, weights + BLOCK * D, up);
+          any_tile(count, &normed[m * D], D, weights, gate);
+          any_tile(count, &normed[m * D], D, weights + BLOCK * D, up);
           for (int k = 0; k < count; k++)
             for (int64_t n = block * BLOCK, j = 0; j < BLOCK && n < s.mlp; j += 16, n += 16) {
               __m512 g = rounded(_mm512_load_ps(gate + k * BLOCK + j)), u = rounded(_mm512_load_ps(up + k * BLOCK + j));
@@ -294,11 +330,45 @@ extern "C" void decode(const Layer* layers, int64_t num_layers, const Shape* sha
       }
       product(active.data(), M, s.mlp, w.down, D, add);
     }
+#pragma omp for
+    for (int64_t m = 0; m < M; m++)
+      if (s.final_norm) normalise(x + m * D, s.final_norm, x + m * D, D, s.eps);
   }
+  if (s.best) multiply_argmax(x, M, D, s.output, s.num_outputs, s.best, s.num_threads);
+}
+
+// y [M, n] = x / rms(x) * gain
+extern "C" void normalise_rows(const bf16* x, const bf16* gain, bf16* y, int64_t M, int64_t n, float eps) {
+  for (int64_t m = 0; m < M; m++) normalise(x + m * n, gain, y + m * n, n, eps);
 }
 
 // y [M, N] = x [M, K] of a blocked weight
 extern "C" void multiply(const bf16* x, int64_t M, int64_t K, const bf16* w, int64_t N, bf16* y, int64_t num_threads) {
 #pragma omp parallel num_threads(num_threads)
   product(x, M, K, w, N, [&](int64_t m, int64_t n, __m512 sum, int64_t count) { store(y + m * N + n, sum, count); });
+}
+
+// best [M]: where the largest of each row [n] is, the first of those that tie
+extern "C" void argmax(const bf16* x, int64_t M, int64_t n, int64_t* best) {
+  for (int64_t m = 0; m < M; m++, x += n) {
+    __m512 most = _mm512_set1_ps(-INFINITY);
+    for (int64_t i = 0; i < n; i += 16) most = _mm512_mask_max_ps(most, first(n - i), most, load(x + i, n - i));
+    most = _mm512_set1_ps(_mm512_reduce_max_ps(most));
+    best[m] = 0;
+    for (int64_t i = 0; i < n; i += 16)
+      if (__mmask16 found = _mm512_mask_cmpeq_ps_mask(first(n - i), most, load(x + i, n - i))) {
+        best[m] = i + __builtin_ctz(found);
+        break;
+      }
+  }
+}
+
+// best [M]: where the products [N] of each row of x with a blocked weight are largest. They are written to memory that is
+// kept: to be given new pages by the system takes longer than to look for the largest.
+extern "C" void multiply_argmax(const bf16* x, int64_t M, int64_t K, const bf16* w, int64_t N, int64_t* best,
+                                int64_t num_threads) {
+  static thread_local std::vector<bf16> products;
+  products.resize(M * N);
+  multiply(x, M, K, w, N, products.data(), num_threads);
+  argmax(products.data(), M, N, best);
 }

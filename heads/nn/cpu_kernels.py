@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -38,12 +38,29 @@ def kernels() -> ctypes.CDLL | None:
     if not torch.cpu._is_avx512_bf16_supported():
         return None
     try:
-        return ctypes.CDLL(str(built()))
+        return declared(ctypes.CDLL(str(built())))
     except (OSError, subprocess.CalledProcessError) as error:
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
         line = next((line for line in (said or "").splitlines() if line.strip()), "no reason given")
         warnings.warn(f"decoding in bf16 without its own kernels, and several times slower: {line}", stacklevel=2)
         return None
+
+
+def declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    """The library, told its functions' arguments: addresses, but for numbers."""
+    address, number = ctypes.c_void_p, ctypes.c_int64
+    product = [address, number, number, address, number, address, number]
+    arguments = {
+        "decode": [address, number, address, address],
+        "write": [address, number, address, address],
+        "multiply": product,
+        "multiply_argmax": product,
+        "argmax": [address, number, number, address],
+        "normalise_rows": [address, address, address, number, number, ctypes.c_float],
+    }
+    for name, types in arguments.items():
+        getattr(library, name).argtypes = types
+    return library
 
 
 def built() -> Path:
@@ -76,26 +93,59 @@ def multiply(x: Tensor, weight: Tensor, num_outputs: int) -> Tensor:
     library, x = kernels(), x.contiguous()
     assert library is not None
     y, size = x.new_empty(*x.shape[:-1], num_outputs), x.shape[-1]
-    sizes = number(x.numel() // size), number(size)
-    library.multiply(
-        pointer(x), *sizes, pointer(weight), number(num_outputs), pointer(y), number(torch.get_num_threads())
-    )
+    product = x.data_ptr(), x.numel() // size, size, weight.data_ptr(), num_outputs
+    library.multiply(*product, y.data_ptr(), torch.get_num_threads())
     return y
 
 
-def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+def multiply_argmax(x: Tensor, weight: Tensor, num_outputs: int) -> Tensor:
+    """[..., K] -> [...] where `multiply` gives the largest, the first of those that tie."""
+    library, x = kernels(), x.contiguous()
+    assert library is not None
+    found, size = torch.empty(x.shape[:-1], dtype=torch.long), x.shape[-1]
+    product = x.data_ptr(), found.numel(), size, weight.data_ptr(), num_outputs
+    library.multiply_argmax(*product, found.data_ptr(), torch.get_num_threads())
+    return found
 
 
-number = ctypes.c_int64
+def normalised(x: Tensor, gain: Tensor, eps: float) -> Tensor | None:
+    """x / rms(x) * gain, over the last of x's dimensions; None where the kernels do not compute it."""
+    library = usable_kernels(x)
+    if library is None or gain.dtype != x.dtype:
+        return None
+    x = x.contiguous()
+    y, size = torch.empty_like(x), x.shape[-1]
+    library.normalise_rows(x.data_ptr(), gain.data_ptr(), y.data_ptr(), x.numel() // size, size, eps)
+    return y
 
 
-def pack_linears(module: nn.Module) -> None:
+def best(logits: Tensor) -> Tensor:
+    """[..., V] -> [...] where the largest is, the first of those that tie."""
+    library = usable_kernels(logits)
+    if library is None:
+        return logits.argmax(-1)
+    logits, size = logits.contiguous(), logits.shape[-1]
+    found = torch.empty(logits.shape[:-1], dtype=torch.long)
+    library.argmax(logits.data_ptr(), found.numel(), size, found.data_ptr())
+    return found
+
+
+def usable_kernels(x: Tensor) -> ctypes.CDLL | None:
+    """The kernels, where they take such a tensor, no gradient is asked, and nothing is being compiled."""
+    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    return kernels()
+
+
+def pack_linears(module: nn.Module, *, without: Iterable[nn.Module] = ()) -> None:
     """Let the linear layers within a module in bf16 on a CPU compute by these kernels, where no gradient is asked.
 
     The weights themselves stay as they are, and must stay so: what is read is a copy. Nothing happens elsewhere.
+    Args: without: parts of it whose layers stay as they are.
     """
-    linears = [each for each in module.modules() if type(each) is nn.Linear and is_multiplied(each.weight)]
+    others = {inner for part in without for inner in part.modules()}
+    inside = (each for each in module.modules() if type(each) is nn.Linear and each not in others)
+    linears = [linear for linear in inside if is_multiplied(linear.weight)]
     if linears and kernels() is not None:
         for linear in linears:
             linear.forward = _packed_forward(linear)  # pyright: ignore[reportAttributeAccessIssue]
@@ -110,7 +160,7 @@ def _packed_forward(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
     weight, plain, num = blocked(linear.weight), linear.forward, linear.out_features
 
     def forward(x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or x.dtype != torch.bfloat16:
+        if usable_kernels(x) is None:
             return plain(x)
         out = multiply(x, weight, num)
         return out if linear.bias is None else out + linear.bias

@@ -25,6 +25,7 @@ from .split_attention import masked_attention
 KNOWN_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 FEWEST_COMPILED = 2**24  # weights: compiling takes seconds, in which a smaller target writes its texts
 NUM_PRODUCTS = 7  # of a layer: queries, keys, values, output, gate, up, down
+BEST = -1  # beside layers
 COMPILES_FROM = "2.11"  # earlier torch cannot compile ahead of time
 
 
@@ -71,6 +72,7 @@ class JoinedDecoder:
     """The joined layers of a target; its results are the model's own up to rounding."""
 
     most_tokens = math.inf  # of one forward
+    knows_chains = False  # whether without a mask each token sees the slots up to its own, and not the whole cache
 
     def __init__(self, model: nn.Module, layers: nn.ModuleList, final_norm: nn.Module, config: Any, output: Tensor):
         first: Any = layers[0]
@@ -102,12 +104,14 @@ class JoinedDecoder:
         *,
         wanted: set[int],
         is_round: bool = False,
+        chooses: bool = False,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Read embedded tokens into the slots that `cache.seek` set.
 
         Args:
             x: [B, Q, D]. positions: [B, Q]. mask: [B, 1, Q, P] additive, or None. wanted: layers whose input to keep.
             is_round: forwards of this shape come again and again: the layer is compiled for it.
+            chooses: also give each token's best [B, Q] under BEST, where that costs less here than by itself.
         Returns: the post-norm states [B, Q, D], and by wanted layer the residual stream that enters it.
         """
         cos, sin = self.rotary(x, positions)  # [B, Q, H]

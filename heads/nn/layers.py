@@ -1,6 +1,6 @@
 """Parts of a Llama layer, and the Llama config of a head's layers."""
 
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +9,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ...configs.errors import BadInput, first_line
+from .cpu_kernels import normalised
 
 # keys of a Llama config in which a head's layers may differ from the target's
 ARCHITECTURE = tuple(
@@ -28,9 +29,11 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if (out := normalised(x, self.weight, self.eps)) is not None:
+            return out
         weight = self.weight.float()
         if x.device.type == "cpu" and torch.is_grad_enabled():
-            out: Tensor = Normalise.apply(x.float(), weight, self.eps)  # pyright: ignore[reportAssignmentType]
+            out = cast(Tensor, Normalise.apply(x.float(), weight, self.eps))
             return out.to(x.dtype)
         return F.rms_norm(x.float(), x.shape[-1:], weight, self.eps).to(x.dtype)
 
@@ -61,6 +64,13 @@ class Normalise(torch.autograd.Function):
         return None if for_x is None else for_x.view_as(x), for_weight, None
 
 
+class Tables(NamedTuple):
+    """Of a rotary embedding, by position."""
+
+    cos: Tensor  # [positions, H]
+    sin: Tensor
+
+
 class Rotary:
     """Cosine and sine tables of the target's rotary embedding, by position (Su et al. 2021).
 
@@ -68,10 +78,11 @@ class Rotary:
     the target's. Half-split rotation as in Llama: the pair of channel i is i + H/2.
     """
 
-    def __init__(self, config: LlamaConfig):
-        self.embedding = LlamaRotaryEmbedding(config)
-        # [positions, H] each, by size; none is dropped: a captured CUDA graph reads the one it was captured with
-        self.tables: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+    def __init__(self, config: LlamaConfig, *, of: nn.Module | None = None):
+        """Args: of: the target's own; None: one like that is made of the config."""
+        self.embedding = LlamaRotaryEmbedding(config) if of is None else of
+        # by size; none is dropped: a captured CUDA graph reads the one it was captured with
+        self.made: dict[tuple[int, torch.device, torch.dtype], Tables] = {}
 
     @property
     def frequencies(self) -> Tensor:
@@ -80,13 +91,17 @@ class Rotary:
 
     def __call__(self, positions: Tensor, *, like: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
         """cos, sin [B, 1, Q, H] in `like`'s dtype for positions [B, Q], all below num_positions."""
-        size = max(256, 1 << (num_positions - 1).bit_length())
-        if (size, positions.device) not in self.tables:
-            all_positions = torch.arange(size, device=positions.device)[None]
-            cos, sin = self.embedding.to(positions.device)(torch.zeros(1, device=positions.device), all_positions)
-            self.tables[size, positions.device] = cos[0], sin[0]
-        cos, sin = self.tables[size, positions.device]
-        return cos[positions][:, None].to(like.dtype), sin[positions][:, None].to(like.dtype)
+        cos, sin = self.tables(num_positions, like=like)
+        return cos[positions][:, None], sin[positions][:, None]
+
+    def tables(self, num_positions: int, *, like: Tensor) -> Tables:
+        """For so many positions at least, in `like`'s dtype and on its device."""
+        key = max(256, 1 << (num_positions - 1).bit_length()), like.device, like.dtype
+        if key not in self.made:
+            positions = torch.arange(key[0], device=like.device)[None]
+            cos, sin = self.embedding.to(like.device)(torch.zeros(1, device=like.device), positions)
+            self.made[key] = Tables(cos[0].to(like.dtype), sin[0].to(like.dtype))
+        return self.made[key]
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:

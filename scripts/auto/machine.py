@@ -15,7 +15,6 @@ from ...eval.measurement.step_times import TimedCell
 from ...heads.base import DraftHead
 from ...heads.fit import NoSkeleton, build_skeleton_head, load_skeleton
 from ...heads.loading import TargetConfig
-from ...heads.nn.cpu_kernels import pack_linears
 from ...heads.registry import build_head
 from ...heads.target import Target
 from ..unattended.pace import learning_seconds
@@ -141,7 +140,7 @@ def longest(head: DraftHead) -> int:
 def drafting_costs(target: Target, head: DraftHead, work: Workload, steps: str) -> list[RoundCost]:
     """Rounds of the shortest chain, the longest, and one between them, in baseline steps measured beside them."""
     head = head.to(target.dtype).eval().requires_grad_(False)
-    pack_linears(head)
+    head.pack()
     most = longest(head)
     settings = [chain(length) for length in sorted({1, (most + 1) // 2, most})]
     size, context = work.batch_size, work.context

@@ -36,9 +36,16 @@ def test_k_is_swept_and_the_report_written(headstart, world):
     code, _, err = headstart(f"{SERVED} {FILES}")
     assert code == 0, err
     results = json.loads((world / "out" / "report.json").read_text())["results"]
-    assert [entry["num_draft_tokens"] for entry in results] == [1, 2, 3, 5, 7]
+    assert [entry["num_draft_tokens"] for entry in results] == [1, 2, 3, 4, 5, 6, 7]
     assert {entry["engine"] for entry in results} == {"llama-server"}
     assert (world / "out" / "report.html").is_file() and not (world / "out" / "measured.jsonl").exists()
+
+
+def test_the_table_has_columns_for_what_differs_and_lines_for_what_was_measured(headstart, world):
+    code, out, err = headstart(f"{SERVED} {FILES} --num-draft-tokens 2")
+    assert code == 0, err
+    assert "llama-server: HEAD.gguf, prompts, chain" in out
+    assert not any(word in out for word in ("by medians", "rate by position", "of a copy's"))  # a server tells none
 
 
 def test_a_text_that_differs_exits_with_1(headstart, world, monkeypatch):

@@ -17,7 +17,7 @@ from ..resume import BatchStore, Record, kept_in
 from ..summary import rounded, unmeasured, with_speedup
 from .llama_server import Answer, LlamaServer, ServerFiles
 
-SWEPT = (1, 2, 3, 5, 7)  # K, where none is named
+SWEPT = range(1, 8)  # K, where none is named
 HEADROOM = 16  # positions that the server keeps free beyond a prompt and its answer
 
 

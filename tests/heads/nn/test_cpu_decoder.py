@@ -5,7 +5,7 @@ import pytest
 import torch
 from headstart.heads.nn import cpu_kernels
 from headstart.heads.nn.cpu_decoder import CpuDecoder
-from headstart.heads.nn.cpu_kernels import blocked, kernels, multiply, pack_linears
+from headstart.heads.nn.cpu_kernels import best, blocked, kernels, multiply, pack_linears
 from headstart.heads.target import Target
 from torch import nn
 
@@ -79,6 +79,30 @@ def test_a_path_through_a_tree_has_the_states_of_a_chain(targets):
     positions = torch.tensor([[10, 11, 11, 12]])
     output = narrow.forward(nodes, feature_layers=(), cache=cache, positions=positions, extent=14, seen=seen)
     assert torch.equal(output.post_norm[:, [0, 2, 3]], wanted[:, :3])
+
+
+@needs_kernels
+@torch.no_grad()
+def test_choices_are_the_argmax_of_the_logits_with_the_states_or_by_themselves(targets):
+    ids = torch.randint(3, 61, (3, 20), generator=torch.Generator().manual_seed(3))
+    for target in targets:
+        cache, where = target.new_cache(64), {"positions": torch.arange(20).expand(3, -1), "extent": 20}
+        output = target.forward(ids, cache=cache, **where, chooses=True)
+        wanted = target.logits(output.post_norm).argmax(-1)
+        assert torch.equal(target.best(output.post_norm), wanted)
+        if isinstance(target.decoder, CpuDecoder):
+            assert output.best is not None and torch.equal(output.best, wanted)
+        assert target.forward(ids, cache=cache, **where).best is None, "it was not asked for"
+
+
+@needs_kernels
+def test_of_logits_that_tie_the_first_is_best():
+    with torch.no_grad():
+        for size in (1, 15, 47, 1024):
+            logits = torch.zeros(2, 3, size, dtype=torch.bfloat16)
+            logits[0, 1, size // 2 :] = 3.0
+            logits[1] = -5.0
+            assert torch.equal(best(logits), logits.argmax(-1))
 
 
 @needs_kernels

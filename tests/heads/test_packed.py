@@ -1,0 +1,112 @@
+"""Heads draft by the kernels for bf16 on a CPU what they draft in fp32, as near to it as their own layers in bf16:
+through rejected drafts, in trees, and in whole texts."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from headstart.heads.base import DraftHead
+from headstart.heads.drafter import Reading
+from headstart.heads.nn.cpu_decoder import CpuLayers
+from headstart.heads.nn.cpu_kernels import kernels
+from headstart.heads.registry import HEADS, build_head
+from headstart.heads.target import Target, TargetOutput
+
+needs_kernels = pytest.mark.skipif(kernels() is None, reason="no products of bf16 on this processor, or no compiler")
+SHAPES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle3": ("eagle3", {}),
+    "eagle3 of two layers": ("eagle3", {"num_layers": 2, "norm_output": True, "fc_norm": True}),
+    "eagle3 of others": ("eagle3", {"norm_before_residual": True, "draft_vocab_size": 20}),
+    "eagle": ("eagle", {"num_layers": 2}),
+    "dspark": ("block", {"mask_token_id": 0, "markov_rank": 8}),
+    "dflash": ("block", {"mask_token_id": 0, "markov_rank": 0, "sample_from_anchor": False, "has_head_norms": False}),
+}
+
+
+@dataclass
+class Versions:
+    """The same weights in fp32; in bf16; and in bf16 by the kernels."""
+
+    wide: DraftHead
+    plain: DraftHead
+    packed: DraftHead
+
+    @property
+    def all(self) -> tuple[DraftHead, ...]:
+        return self.wide, self.plain, self.packed
+
+
+@pytest.fixture(params=list(CASES.values()), ids=list(CASES))
+def versions(request, tiny_model):
+    family, options = request.param
+    model = tiny_model("llama", **SHAPES)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_((parameter * (0.5 if parameter.ndim > 1 else 1.0)).bfloat16())
+    narrow = tiny_model("llama", **SHAPES)
+    narrow.load_state_dict(model.state_dict())
+    wide = Target(model, name="wide", fingerprint="")
+    target = Target(narrow.to(torch.bfloat16), name="narrow", fingerprint="")
+    config = HEADS[family].config_class(type=family, **options)
+    ids = None if config.draft_vocab_size is None else torch.arange(0, 60, 3)
+    made = build_head(config, wide, draft_token_ids=ids, seed=2)
+    source = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_((parameter + 0.1 * torch.randn(parameter.shape, generator=source)).bfloat16())
+    heads = []
+    for _ in range(2):
+        head = build_head(config, target, draft_token_ids=ids).to(torch.bfloat16)
+        head.load_state_dict(made.state_dict())
+        heads.append(head.eval().requires_grad_(False))
+    heads[1].pack()
+    return Versions(made.eval(), *heads)
+
+
+@torch.no_grad()
+def drafted(head, *, in_tree):
+    """Logits of three rounds of two rows with given tokens, which reject some drafts, and the caches behind them."""
+    source, found = torch.Generator().manual_seed(0), []
+    state = head.begin(batch_size=2, max_length=64)
+    starts, widths = torch.zeros(2, dtype=torch.long), (9, 4, 4)
+    for width, num_valid in zip(widths, ([9, 6], [1, 3], [4, 2]), strict=True):
+        tokens, following = (torch.randint(3, 61, (2, width), generator=source) for _ in range(2))
+        states = torch.randn(2, width, 5, 64, generator=source).bfloat16()
+        dtype = next(head.parameters()).dtype
+        output = TargetOutput(states[:, :, : len(head.feature_layers)].to(dtype), states[:, :, 4].to(dtype))
+        valid = torch.tensor(num_valid)
+        head.commit(state, Reading(tokens, following, output, starts, valid, 40))
+        found.append(head.first_logits(state))
+        parents = torch.zeros(2, 3 if in_tree else 1, dtype=torch.long)
+        for depth in (1, 2):
+            nodes = torch.randint(3, 61, parents.shape, generator=source)
+            found.append(head.expand(state, nodes, parents if in_tree else None, depth=depth))
+            parents = torch.tensor([[0, 0, 2], [1, 2, 2]]) if in_tree else parents
+        starts = starts + valid
+    used = state.cache.stored[0][..., : int(starts.min()), :]
+    return torch.cat([part.flatten() for part in found]).float(), used.float()
+
+
+@needs_kernels
+@pytest.mark.parametrize("in_tree", [False, True], ids=["chain", "tree"])
+def test_logits_and_caches_are_as_near_to_fp32_as_the_heads_own(versions, in_tree):
+    assert isinstance(versions.packed.packed, CpuLayers), "the kernels were used"
+    exact, plain, ours = (drafted(head, in_tree=in_tree) for head in versions.all)
+    for true, usual, found in zip(exact, plain, ours, strict=True):
+        error, of_plain = (found - true).norm(), (usual - true).norm()
+        assert of_plain < 0.1 * true.norm(), "the comparison means something"
+        assert error <= 1.5 * of_plain + 1e-3
+
+
+@needs_kernels
+@torch.no_grad()
+def test_its_own_layers_read_what_the_kernels_do_not(versions, monkeypatch):
+    """Such as long prompts."""
+    head = versions.packed
+    before = drafted(head, in_tree=False)
+    monkeypatch.setattr("headstart.heads.nn.cpu_decoder.MOST_TOKENS", 0)
+    monkeypatch.setattr(CpuLayers, "__call__", None)
+    after = drafted(head, in_tree=False)
+    assert (after[0] - before[0]).norm() < 0.05 * before[0].norm()
