@@ -137,9 +137,8 @@ class Engine:
         if self.drafter is None:
             return None
         if self.drafts_on_host:
-            return Reading(
-                read.tokens.cpu(), read.next_tokens.cpu(), read.output, read.start.cpu(), read.num_valid.cpu()
-            )
+            start, num_valid = read.start.cpu(), read.num_valid.cpu()
+            return Reading(read.tokens.cpu(), read.next_tokens.cpu(), read.output, start, num_valid)
         prompts = replace(read, extent=self.extent + self.num_spare, cache=self.cache)
         self.drafter.commit_prompts(self.state, prompts, most=PREFILL_CHUNK)
         return read.again(self.depth + 1)
@@ -269,9 +268,8 @@ class Engine:
         """Move the accepted path up behind the last committed token, in the cache and in what the drafter reads."""
         behind, path = start[:, None] + 1, accepted.path  # [B, 1] slot of node 0
         self.cache.move(behind + path, behind + self.offsets[: path.shape[1]])
-        rows = self.cache.rows
-        kept = torch.cat([torch.zeros_like(path[:, :1]), path + 1], 1)  # [B, D + 1]
-        tokens, features, post_norm = (one[rows, kept] for one in (tokens, output.features, output.post_norm))
+        kept = self.cache.rows, torch.cat([torch.zeros_like(path[:, :1]), path + 1], 1)  # [B, 1], [B, D + 1]
+        tokens, features, post_norm = (one[kept] for one in (tokens, output.features, output.post_norm))
         return accepted.num_accepted, accepted.committed(tokens), tokens, features, post_norm, path
 
     def _read_nodes(
