@@ -14,7 +14,7 @@ from ..heads.nn.cache import EXTENT_STEP, SlotCache
 from ..heads.nn.split_attention import whole_parts
 from ..heads.target import Target, TargetOutput
 from .measurement.config import draft_length
-from .replay import Replay, Tensors, on_device
+from .replay import Replay, Tensors, Widths, on_device
 from .sampling import Sampling, TokenHistory, choose
 from .verify import AcceptedPath, AcceptRule, Candidates, accept_rule
 
@@ -37,13 +37,14 @@ class DecodeState:
 class Verified(NamedTuple):
     """num_accepted: [B]. committed: [B, D + 1], of which the first num_accepted + 1 are committed, bonus token last.
     tokens: [B, D + 1] what the target read along the accepted path, and output its states there. path: [B, D] of a
-    tree, the node at each depth, of which the first num_accepted are accepted."""
+    tree, the node at each depth, of which the first num_accepted are accepted. num_offered: as of `Round`."""
 
     num_accepted: Tensor
     committed: Tensor
     tokens: Tensor
     output: TargetOutput
     path: Tensor | None
+    num_offered: list[int]
 
 
 class Engine:
@@ -66,18 +67,20 @@ class Engine:
         accept: str | AcceptRule = "exact",
         steps: str = "eager",
         generator: torch.Generator | None = None,
+        verify_cost: float | None = None,
     ):
         """Args:
             max_length: tokens of the longest row, prompt and answer.
             num_draft_tokens: K of chains; None: the drafter's default. A tree brings its own size and depth.
             accept: a name in `verify.ACCEPT_RULES`, or a rule. `typical` is NOT lossless.
             steps: `eager`, `graph` (CUDA graphs) or `compile`: see `replay`.
+            verify_cost: of one more token, as `Widths` takes it, in chains and trees of one path; None: verify all.
 
         Raises: BadInput on a longer chain than the drafter drafts, and on a tree where it drafts chains only.
         """
         if isinstance(tree, StaticTree) and tree.is_chain:
             num_draft_tokens, tree = tree.depth, None
-        num_draft = draft_length(drafter, tree.depth if tree else num_draft_tokens)
+        self.depth = draft_length(drafter, tree.depth if tree else num_draft_tokens)
         if tree is not None and (drafter is None or not drafter.drafts_trees):
             raise BadInput(f"{type(drafter).__name__} drafts chains, not trees")
         self.target, self.drafter, self.tree = target, drafter, tree
@@ -87,8 +90,8 @@ class Engine:
         if steps == "compile" and self.sampling.temperature > 0:
             raise BadInput("steps compile: greedy only; sampling draws from a generator that compiled code cannot read")
         self.batch_size, self.max_length = batch_size, max_length
-        self.num_drafted = tree.num_nodes if tree else num_draft
-        self.depth = tree.depth if tree else num_draft
+        self.num_drafted = tree.num_nodes if tree else self.depth
+        self.widths = Widths(self.num_drafted, verify_cost if self.depth == self.num_drafted else None, steps)
         self.layers = drafter.feature_layers if drafter else ()
         # slots that one round may touch behind the committed tokens, the drafter's own expansions included
         self.num_spare = 1 + max(self.num_drafted, tree.num_expanded + 1 if tree else 0)
@@ -138,15 +141,7 @@ class Engine:
             return Reading(read.tokens.cpu(), read.next_tokens.cpu(), read.output, start, num_valid)
         prompts = replace(read, extent=self.extent + self.num_spare, cache=self.cache)
         self.drafter.commit_prompts(self.state, prompts, most=PREFILL_CHUNK)
-        last, width = read.last[:, None], self.depth + 1
-        tail = read.output.at(read.last)
-        return Reading(
-            read.tokens.gather(1, last).repeat(1, width),
-            read.next_tokens.gather(1, last).repeat(1, width),
-            TargetOutput(tail.features.repeat(1, width, 1, 1), tail.post_norm.repeat(1, width, 1)),
-            read.start + read.last,
-            torch.ones_like(read.num_valid),
-        )
+        return read.again(self.depth + 1)
 
     def begin_round(self, num_committed: int) -> None:
         """Set how far attention reads: num_committed tokens of the longest row, and what a round puts behind."""
@@ -166,7 +161,8 @@ class Engine:
         proposal = Proposal(nothing, None if self.tree is None else nothing - 1)
         if state.read is not None and not self.drafts_on_host:
             proposal = self.draft(state.read)
-        self._run_verify(state, proposal)
+        for width in self.widths.known:
+            self._run_verify(state, proposal, [width] * self.batch_size)
         if generator_state is not None and self.generator is not None:
             self.generator.set_state(generator_state)
 
@@ -178,31 +174,33 @@ class Engine:
         if self.drafts_on_host:
             self.drafter.commit(self.state, replace(read, extent=self.extent, cache=self.cache))
             drafted = self.drafter.propose_chain_or_tree(self.state, self.num_drafted, self.tree)
-            parents = None if drafted.parents is None else drafted.parents.to(self.target.device)
-            probs = None if drafted.draft_probs is None else drafted.draft_probs.to(self.target.device)
-            if probs is not None and self.replay.steps != "eager":
+            if drafted.draft_probs is not None and self.replay.steps != "eager":
                 raise BadInput(f"steps {self.replay.steps}: not with draft probabilities from the host; eager works")
-            return Proposal(drafted.tokens.to(self.target.device), parents, probs)
+            return drafted.to(self.target.device)
         output = read.output
         arguments = (read.tokens, read.next_tokens, output.features, output.post_norm, read.start, read.num_valid)
-        tokens, parents, draft_probs = self.replay(("draft", self.extent), self._draft, *arguments)
+        tokens, parents, draft_probs, estimates = self.replay(("draft", self.extent), self._draft, *arguments)
         assert tokens is not None
-        return Proposal(tokens, parents, draft_probs)
+        return Proposal(tokens, parents, draft_probs, confidence=estimates)
 
     @on_device
     def verify(self, state: DecodeState, proposal: Proposal) -> Verified:
-        """One forward over each row's last committed token and everything drafted behind it."""
-        verified = self._run_verify(state, proposal)
+        """One forward over each row's last committed token and the drafts behind it, all of them or those that pay."""
+        num_offered = self.widths.offered(proposal.confidence, state.read, self.batch_size)
+        verified = self._run_verify(state, proposal, num_offered)
         if self.history is not None:
             self.history.add(verified.tokens, verified.num_accepted + 1)
         return verified
 
-    def _run_verify(self, state: DecodeState, proposal: Proposal) -> Verified:
-        arguments = (state.last, proposal.tokens, proposal.parents, proposal.draft_probs, state.start)
-        results = self.replay(("verify", self.extent), self._verify, *arguments)
-        *results, path = results
-        accepted, committed, tokens, features, post_norm = cast(list[Tensor], results)
-        return Verified(accepted, committed, tokens, TargetOutput(features, post_norm), path)
+    def _run_verify(self, state: DecodeState, proposal: Proposal, num_offered: list[int]) -> Verified:
+        width, limit = self.widths.of(num_offered), None
+        if self.widths.cost is not None:
+            proposal, limit = proposal.first(width), torch.tensor(num_offered, device=state.start.device)
+        key = ("verify", self.extent) if width == self.num_drafted else ("verify", self.extent, width)
+        arguments = (state.last, proposal.tokens, proposal.parents, proposal.draft_probs, state.start, limit)
+        accepted, *results, path = cast(list[Tensor], self.replay(key, self._verify, *arguments))
+        committed, tokens, features, post_norm = map(self.widths.filled, results)
+        return Verified(accepted, committed, tokens, TargetOutput(features, post_norm), path, num_offered)
 
     @on_device
     def choose_behind(self, last: Tensor, nodes: Tensor, parents: Tensor | None, start: Tensor) -> Tensor:
@@ -210,7 +208,8 @@ class Engine:
 
         Args: last, start: as of `DecodeState`. nodes [B, S], parents: as of a Proposal that this engine drafts.
         """
-        return cast(Tensor, self.replay(("choose", self.extent), self._choose, last, nodes, parents, start)[0])
+        key = ("choose", self.extent, nodes.shape[1])
+        return cast(Tensor, self.replay(key, self._choose, last, nodes, parents, start)[0])
 
     def _choose(self, last: Tensor, nodes: Tensor, parents: Tensor | None, start: Tensor) -> Tensors:
         return (self._chosen(self._read_nodes(last, nodes, parents, start)[2]),)
@@ -232,22 +231,24 @@ class Engine:
         is_greedy = self.sampling.temperature == 0
         draws = None if is_greedy else Draws(self.sampling.temperature, self.target.vocab_size, self.generator)
         proposal = self.drafter.propose_chain_or_tree(self.state, self.num_drafted, self.tree, draws=draws)
-        return proposal.tokens, proposal.parents, proposal.draft_probs
+        estimates = None if self.widths.cost is None else proposal.estimates()
+        return proposal.tokens, proposal.parents, proposal.draft_probs, estimates
 
-    def _verify(
-        self, last: Tensor, drafted: Tensor, parents: Tensor | None, draft_probs: Tensor | None, start: Tensor
-    ) -> Tensors:
+    def _verify(self, *tensors: Tensor | None) -> Tensors:
+        """Of what a DecodeState and a Proposal have, and [B] how many drafts are verified."""
+        last, drafted, start = cast(tuple[Tensor, ...], (tensors[0], tensors[1], tensors[4]))
+        parents, draft_probs, limit = tensors[2], tensors[3], tensors[5]
         if self.rule.needs_draft_probs and draft_probs is None:
             raise BadInput("this accept rule needs draft probabilities, and the drafter gives none")
         tokens, mask, output = self._read_nodes(last, drafted, parents, start)
         history = None if self.history is None else self.history.at(tokens, mask)
-        read = tokens, output.features, output.post_norm
-        if self.num_drafted == 0:
+        read, num_drafted = (tokens, output.features, output.post_norm), drafted.shape[1]
+        if num_drafted == 0:
             return torch.zeros_like(start), self._chosen(output, history), *read, None
         candidates = Candidates(
             tokens=drafted,
-            parents=self.chain_parents if parents is None else parents,
-            depth=self.depth,
+            parents=self.chain_parents[:, :num_drafted] if parents is None else parents,
+            depth=min(self.depth, num_drafted),
             is_chain=parents is None,
             read_logits=partial(self.target.logits, output.post_norm),
             read_best=partial(self._chosen, output) if self.sampling.takes_best else None,
@@ -255,22 +256,21 @@ class Engine:
             sampling=self.sampling,
             history=history,
             generator=self.generator,
-            tries=self.tree.most_children if isinstance(self.tree, StaticTree) else None,
+            tries=self.tree.most_children[:num_drafted] if isinstance(self.tree, StaticTree) else None,
+            offered=limit,
         )
-        accepted = self.rule.function(candidates)
+        accepted = self.widths.accepted(self.rule, candidates)
         if parents is None:
             return accepted.num_accepted, accepted.committed(tokens), *read, None
         return self._keep_path(accepted, tokens, output, start)
 
     def _keep_path(self, accepted: AcceptedPath, tokens: Tensor, output: TargetOutput, start: Tensor) -> Tensors:
         """Move the accepted path up behind the last committed token, in the cache and in what the drafter reads."""
-        behind = start[:, None] + 1  # [B, 1] slot of node 0
-        self.cache.move(behind + accepted.path, behind + self.offsets[: self.depth])
-        rows = self.cache.rows
-        kept = torch.cat([torch.zeros_like(accepted.path[:, :1]), accepted.path + 1], 1)  # [B, D + 1]
-        tokens = tokens[rows, kept]
-        features, post_norm = output.features[rows, kept], output.post_norm[rows, kept]
-        return accepted.num_accepted, accepted.committed(tokens), tokens, features, post_norm, accepted.path
+        behind, path = start[:, None] + 1, accepted.path  # [B, 1] slot of node 0
+        self.cache.move(behind + path, behind + self.offsets[: path.shape[1]])
+        kept = self.cache.rows, torch.cat([torch.zeros_like(path[:, :1]), path + 1], 1)  # [B, 1], [B, D + 1]
+        tokens, features, post_norm = (one[kept] for one in (tokens, output.features, output.post_norm))
+        return accepted.num_accepted, accepted.committed(tokens), tokens, features, post_norm, path
 
     def _read_nodes(
         self, last: Tensor, nodes: Tensor, parents: Tensor | None, start: Tensor

@@ -72,6 +72,8 @@ class Round:
     draft_seconds: float = 0.0  # the drafter's share: taking in what was committed, and drafting
     verify_seconds: float = 0.0  # the target's share: its forward, logits and choice of tokens
     paths: list[list[int]] = field(default_factory=list)  # of trees: each row's accepted nodes, by index
+    num_offered: list[int] = field(default_factory=list)  # drafted tokens that the target verified; none of ended rows
+    estimates: list[list[float]] = field(default_factory=list)  # of each draft's acceptance, where they were asked for
 
 
 class Generation(NamedTuple):
@@ -153,24 +155,24 @@ def generate(
     eos_token_ids: Iterable[int] | None = None,
     stop_strings: Sequence[str] = (),
     accept: str | AcceptRule = "exact",
+    verify_cost: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Generation:
     """Generate with speculation; the text is the target's own, token for token at temperature 0.
 
     Args:
         drafter: what proposes; None for the autoregressive baseline.
-        input_ids: one or several prompts, of any lengths.
-        max_new_tokens: per row, exact.
+        input_ids: one or several prompts, of any lengths. max_new_tokens: per row, exact.
         temperature, top_k, top_p, repetition_penalty: as in `Sampling`; the bonus token is sampled alike.
         num_draft_tokens: K per round; None: the drafter's default.
         tree: draft trees of this shape instead of chains; then K is its depth.
         eos_token_ids: tokens that end a row (emitted); None: the target's own.
         stop_strings: texts that end a row; the token that completes one is its last.
         accept: a name in `verify.ACCEPT_RULES`, or a rule; the text is the target's own only with a lossless one.
+        verify_cost: of one more token, in rounds that verify none: rows verify drafts that pay. None: all of them.
         generator: the source of randomness at temperature > 0.
 
-    Raises: BadInput on empty prompts, tokens outside the vocabulary, prompts beyond the context, or a K that the
-        drafter cannot draft.
+    Raises: BadInput on empty prompts, unknown tokens, prompts beyond the context, or a K that cannot be drafted.
     """
     rows = as_rows(input_ids)
     check_request(rows, target=target, max_new_tokens=max_new_tokens)
@@ -183,6 +185,7 @@ def generate(
         tree=tree,
         sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty),
         accept=accept,
+        verify_cost=verify_cost,
         generator=generator,
     )
     stop = Stop.of(target, eos_token_ids=eos_token_ids, strings=stop_strings)
@@ -263,10 +266,7 @@ def prefill(engine: Engine, texts: Texts, watch: Stopwatch) -> Prefilled:
 
 
 def run_round(engine: Engine, texts: Texts, state: DecodeState, watch: Stopwatch) -> tuple[Round, DecodeState]:
-    """One propose-verify-commit of all rows; rows that have ended take part and stay where they are.
-
-    Returns: what the round did, and the state of the next one.
-    """
+    """One propose-verify-commit of all rows, and the next one's state. Rows that have ended stay where they are."""
     engine.begin_round(texts.num_committed)
     engine.rehearse(state)
     started = watch.now()
@@ -275,7 +275,7 @@ def run_round(engine: Engine, texts: Texts, state: DecodeState, watch: Stopwatch
     proposal = engine.draft(state.read)
     marks.append(watch.mark())
     # Verify: one forward over the last committed token and the drafted ones
-    accepted, committed, tokens, output, path = engine.verify(state, proposal)
+    accepted, committed, tokens, output, path, num_offered = engine.verify(state, proposal)
     marks.append(watch.mark())
     nodes = engine.no_tokens if path is None else path
     results = torch.cat([accepted[:, None], state.start[:, None], committed, tokens, nodes], 1).cpu()  # the host read
@@ -285,16 +285,16 @@ def run_round(engine: Engine, texts: Texts, state: DecodeState, watch: Stopwatch
     done = texts.commit([row[0] for row in rows], chosen, num_drafted=engine.num_drafted)
     if path is not None:
         done.paths = [row[2 + 2 * width :][:num] for row, num in zip(rows, done.num_accepted, strict=True)]
-    num_valid = accepted + 1
+    done.num_offered, estimates = num_offered, proposal.confidence
+    done.estimates = [] if estimates is None else estimates.tolist()
+    num_valid, grows = accepted + 1, torch.tensor([not ended for ended in texts.ended])
     if any(texts.ended):
-        num_valid = num_valid * torch.tensor([not ended for ended in texts.ended], device=accepted.device)
+        num_valid = num_valid * grows.to(accepted.device)
     if engine.drafts_on_host:
-        grows = torch.tensor([not ended for ended in texts.ended])
         on_host = results[:, 2 + width : 2 + 2 * width], results[:, 2 : 2 + width]
         read = Reading(*on_host, output, results[:, 1], (results[:, 0] + 1) * grows)
     elif engine.drafter is not None:
         read = Reading(tokens, committed, output, state.start, num_valid)
-    last = committed.gather(1, accepted[:, None])  # [B, 1]
     done.draft_seconds, done.verify_seconds = watch.between(*marks)
     done.seconds = time.perf_counter() - started
-    return done, DecodeState(read, last, state.start + num_valid)
+    return done, DecodeState(read, committed.gather(1, accepted[:, None]), state.start + num_valid)

@@ -4,18 +4,24 @@ import gc
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from itertools import pairwise
+from math import inf
 from types import MethodType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from ..configs.errors import BadInput, first_line
+from ..heads.drafter import Reading
+from ..heads.drafting import worth_verifying
+from .sampling import choose
+from .verify import AcceptedPath, AcceptRule, Candidates, exact
 
 Tensors = tuple[Tensor | None, ...]
 Step = Callable[..., Tensors]
@@ -156,6 +162,55 @@ class Graph:
                 own.copy_(given)
         self.graph.replay()
         return self.outputs
+
+
+class Widths:
+    """How many drafts of each row a round verifies, and how wide its forward is: as wide as its widest row.
+
+    Eager steps have any width. Recorded ones read 1, 2, 4, ... tokens, as each width is recorded by itself, and give
+    results of one width, as drafting is recorded for one.
+    """
+
+    def __init__(self, num_drafted: int, cost: float | None, steps: str):
+        """Args: cost: of verifying one more token, as `worth_verifying` takes it; None: all are verified."""
+        if cost is not None and not 0 <= cost < inf:
+            raise BadInput(f"verify_cost {cost}: expected 0 or more")
+        self.num_drafted, self.cost, self.steps = num_drafted, cost, steps
+        few = [(1 << i) - 1 for i in range(num_drafted.bit_length())]
+        less = [] if cost is None else range(num_drafted) if steps == "eager" else few
+        self.known = [*less, num_drafted] if num_drafted not in less else list(less)
+
+    def offered(self, confidence: Tensor | None, read: Reading | None, num_rows: int) -> list[int]:
+        """Drafts to verify of each row: where verifying has a cost, those that pay, and none of a row that has ended.
+
+        Args: confidence: [B, K] of a Proposal. read: what the drafter read before it.
+        """
+        if self.cost is None or confidence is None:
+            return [self.num_drafted] * num_rows
+        worth = worth_verifying(confidence, self.cost)
+        return (worth if read is None else worth * (read.num_valid > 0).to(worth.device)).tolist()
+
+    def of(self, num_offered: Sequence[int]) -> int:
+        """Drafts that a forward reads where so many of each row are verified."""
+        return next(width for width in self.known if width >= max(num_offered))
+
+    def accepted(self, rule: AcceptRule, drafted: Candidates) -> AcceptedPath:
+        """At most what is offered is accepted; behind it nothing was tried, so the target's own choice follows."""
+        accepted, offered, history = rule.function(drafted), drafted.offered, drafted.history
+        if offered is None or (drafted.is_chain and drafted.draft_probs is None and rule.function is exact):
+            return accepted
+        rows = torch.arange(len(offered), device=offered.device)
+        history = None if history is None else history[rows, offered][:, None]
+        logits = drafted.logits[rows, offered][:, None]  # [B, 1, V]
+        own = choose(logits, drafted.sampling, history=history, generator=drafted.generator)
+        bonus = torch.where(accepted.num_accepted >= offered, own[:, 0], accepted.bonus)
+        return AcceptedPath(torch.minimum(accepted.num_accepted, offered), accepted.path, bonus)
+
+    def filled(self, result: Tensor) -> Tensor:
+        """[B, width + 1, ...] to the full width where steps are recorded, with zeros."""
+        if self.cost is None or self.steps == "eager":
+            return result
+        return F.pad(result, (0, 0) * (result.ndim - 2) + (0, self.num_drafted + 1 - result.shape[1]))
 
 
 class Stopwatch:

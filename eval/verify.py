@@ -55,6 +55,7 @@ class Candidates(NamedTuple):
     history: Tensor | None = None
     generator: torch.Generator | None = None
     tries: Sequence[int] | None = None  # of a tree of fixed shape, as `accept_sampled` takes it
+    offered: Tensor | None = None  # [B] of a chain, how many of its tokens are verified; None: all
 
     @property
     def logits(self) -> Tensor:
@@ -255,15 +256,14 @@ def exact(drafted: Candidates) -> AcceptedPath:
     """The lossless rule for how the tokens were drafted: drawn from draft_probs, or deterministic."""
     tokens, parents, depth = drafted.tokens, drafted.parents, drafted.depth
     if drafted.draft_probs is not None:
-        probs, generator = drafted.target_probs(), drafted.generator
         tries = [1] * depth if drafted.is_chain else drafted.tries
-        return accept_sampled(
-            probs, drafted.draft_probs, tokens, parents, depth=depth, tries=tries, generator=generator
-        )
+        given = drafted.target_probs(), drafted.draft_probs, tokens, parents
+        return accept_sampled(*given, depth=depth, tries=tries, generator=drafted.generator)
     chosen = drafted.chosen()
     if not drafted.is_chain:
         return accept_tree(chosen, tokens, parents, depth=depth)
-    num_accepted = accept_chain(chosen, tokens)
+    num_accepted, offered = accept_chain(chosen, tokens), drafted.offered
+    num_accepted = num_accepted if offered is None else torch.minimum(num_accepted, offered)
     return AcceptedPath(num_accepted, parents + 1, chosen.gather(1, num_accepted[:, None]).squeeze(1))
 
 

@@ -97,6 +97,7 @@ class DraftHead(nn.Module, Drafter, Expands):
 
     config_class: ClassVar[type[HeadConfig]] = HeadConfig
     drafts_trees = True
+    estimates = True
     reads_post_norm: bool  # whether it drafts from the target's `post_norm`, which the losses of any head may read
     reads_context: bool = True  # whether a chain reads the target's states up to its start, and not at its start alone
     has_one_output: bool = False  # whether `draft_logits` is the same at every depth: all can be scored at once

@@ -23,7 +23,7 @@ from .drafter import Reading
 from .drafting import Draws, Proposal, Tree
 from .loss.chains import drawn_starts
 from .loss.functions import LossSpec
-from .nn.block_layer import BlockLayer, ConfidenceHead, MarkovHead, attend_blocks, draft_block, write_context
+from .nn.block_layer import BlockLayer, ConfidenceHead, MarkovHead, attend_blocks, beside, draft_block, write_context
 from .nn.cache import SlotCache
 from .nn.cpu_decoder import CpuLayers
 from .nn.cpu_kernels import pack_linears
@@ -93,7 +93,8 @@ class BlockState:
     num_depths: int  # tokens that the next block drafts
     position: Tensor  # [B] the last position that the target has read
     anchor: Tensor  # [B, 1] the token behind it
-    logits: Tensor  # [B, K, Vd] of the last block, without what the Markov head adds
+    hidden: Tensor  # [B, K, D] what the output layer reads of the last block
+    logits: Tensor  # [B, K, Vd] of it, without what the Markov head adds
 
 
 class BlockHead(DraftHead):
@@ -108,7 +109,6 @@ class BlockHead(DraftHead):
         config = config.resolved(target)
         super().__init__(config, target, draft_token_ids)
         self.config: BlockConfig = config
-        layers = self.ascending_layers()
         self.mask_token = cast(int, config.mask_token_id)
         if self.mask_token >= target.vocab_size:
             raise BadInput(f"head.mask_token_id {self.mask_token}: the target has {target.vocab_size} tokens")
@@ -116,28 +116,25 @@ class BlockHead(DraftHead):
         self.first_slot = 0 if config.sample_from_anchor else 1  # the one that drafts depth 0
         self.llama = llama_config(target.config, config.architecture)
         size, eps = target.hidden_size, self.llama.rms_norm_eps
-        self.fc = nn.Linear(len(layers) * size, size, bias=False)
+        self.fc = nn.Linear(len(self.ascending_layers()) * size, size, bias=False)
         self.hidden_norm = RMSNorm(size, eps=eps)
         self.layers = nn.ModuleList(
             BlockLayer(self.llama, has_head_norms=config.has_head_norms) for _ in range(config.num_layers)
         )
         self.norm = RMSNorm(size, eps=eps)
         self.rotary = Rotary(self.llama)
-        num_drafted = config.draft_vocab_size or target.vocab_size
-        self.markov_head: MarkovHead | None = None
-        if config.markov_rank:
-            self.markov_head = MarkovHead(target.vocab_size, num_drafted, rank=config.markov_rank)
-        self.confidence_head = ConfidenceHead(size + config.markov_rank) if config.confidence else None
+        rank = config.markov_rank
+        self.markov_head = MarkovHead(target.vocab_size, self.num_drafted, rank=rank) if rank else None
+        self.confidence_head = ConfidenceHead(size + rank) if config.confidence else None
         with torch.no_grad():
             self.norm.weight.copy_(target.final_norm_scale())
             if config.output == "own":
-                self.lm_head = nn.Linear(size, num_drafted, bias=False)
+                self.lm_head = nn.Linear(size, self.num_drafted, bias=False)
                 rows = target.output_layer.weight
                 self.lm_head.weight.copy_(rows if self.vocabulary is None else rows[self.vocabulary.to_target])
 
     def serving_config(self) -> dict[str, Any]:
-        config, layers = self.config, list(self.feature_layers)
-        ids = [i - 1 for i in layers]  # of layers' outputs
+        config, ids = self.config, [i - 1 for i in self.feature_layers]  # of layers' outputs
         served = {
             "model_type": "qwen3",
             **serving_keys(self.llama, num_layers=config.num_layers),
@@ -198,8 +195,8 @@ class BlockHead(DraftHead):
         scale_norm(self.norm, min(factors))
 
     def training_starts(self, loss_mask: Tensor) -> ChainStarts:
-        config = self.config
-        return drawn_starts(self.chain_starts(loss_mask), most=config.num_blocks, narrow_share=config.narrow_share)
+        every, config = self.chain_starts(loss_mask), self.config
+        return drawn_starts(every, most=config.num_blocks, narrow_share=config.narrow_share)
 
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         num_slots = starts.num_depths + self.first_slot
@@ -222,11 +219,8 @@ class BlockHead(DraftHead):
             hidden = layer(hidden, of_slots, partial(attend, context=keys_values))
         hidden = self.norm(hidden).unflatten(1, (num_slots, -1))  # [B, W, S, D]
         for depth in range(starts.num_depths):
-            states = hidden[:, depth + self.first_slot]  # [B, S, D]
-            if self.markov_head is not None:
-                before = self.markov_head.markov_w1(starts.take(batch.input_ids, offset=depth + 1))
-                states = torch.cat([states, before.to(states.dtype)], -1)  # [B, S, D + rank]
-            yield states
+            before = starts.take(batch.input_ids, offset=depth + 1)
+            yield beside(hidden[:, depth + self.first_slot], self.markov_head, before)
 
     def predicted_state(self, hidden: Tensor, depth: int) -> Tensor:
         return hidden[..., : self.target.hidden_size]
@@ -240,8 +234,7 @@ class BlockHead(DraftHead):
         spec, estimate = super().loss_spec(depth), self.confidence_head
         if estimate is None:
             return spec
-        mix = {**spec.mix, "confidence": self.config.confidence_weight}
-        return replace(spec, mix=mix, confidence=lambda hidden: estimate.proj(hidden)[..., 0])
+        return replace(spec, mix={**spec.mix, "confidence": self.config.confidence_weight}, confidence=estimate)
 
     def _output(self, hidden: Tensor) -> Tensor:
         return self.target.logits(hidden) if self.config.output == "shared" else self.lm_head(hidden)
@@ -257,7 +250,7 @@ class BlockHead(DraftHead):
         cache = SlotCache(num_layers=self.config.num_layers, max_length=max_length)
         ids = torch.zeros(batch_size, 1, dtype=torch.long, device=self.fc.weight.device)
         nothing = self.fc.weight.new_zeros(batch_size, 0, 0)
-        return BlockState(cache, max_length, self.num_depths, ids[:, 0], ids, nothing)
+        return BlockState(cache, max_length, self.num_depths, ids[:, 0], ids, nothing, nothing)
 
     @torch.no_grad()
     def commit(self, state: BlockState, read: Reading) -> None:
@@ -287,7 +280,8 @@ class BlockHead(DraftHead):
         state.cache.seek(positions, extent=state.extent)
         parts = self.decoder_layers, self.packed, hidden, positions
         hidden = draft_block(*parts, cache=state.cache, rotary=self.rotary)
-        state.logits = self._output(self.norm(hidden)[:, self.first_slot :])
+        state.hidden = self.norm(hidden)[:, self.first_slot :]  # [B, K, D]
+        state.logits = self._output(state.hidden)
         return self.expand(state, state.anchor, None, depth=0)[:, 0]
 
     @torch.no_grad()
@@ -296,3 +290,8 @@ class BlockHead(DraftHead):
         if self.markov_head is None:
             return logits.expand(-1, tokens.shape[1], -1)
         return logits + self.markov_head.markov_w2(self.markov_head.markov_w1(tokens))
+
+    @torch.no_grad()
+    def confidence(self, state: BlockState, tokens: Tensor) -> Tensor | None:
+        head, before = self.confidence_head, torch.cat([state.anchor, tokens[:, :-1]], 1)  # [B, K]
+        return None if head is None else head(beside(state.hidden, self.markov_head, before)).float().sigmoid()

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..configs.errors import BadInput
@@ -45,6 +46,17 @@ class Reading:
         start = self.start + first
         return replace(self, tokens=tokens, next_tokens=next_tokens, output=output, start=start, num_valid=num_valid)
 
+    def again(self, width: int) -> "Reading":
+        """Each row's last committed position once more, in the shape of a round that reads `width` positions."""
+        last, tail = self.last[:, None], self.output.at(self.last)
+        return Reading(
+            self.tokens.gather(1, last).repeat(1, width),
+            self.next_tokens.gather(1, last).repeat(1, width),
+            TargetOutput(tail.features.repeat(1, width, 1, 1), tail.post_norm.repeat(1, width, 1)),
+            self.start + self.last,
+            torch.ones_like(self.num_valid),
+        )
+
 
 class Drafter:
     """Anything that proposes tokens to the engine. `state` is the drafter's own and opaque to everyone else.
@@ -62,6 +74,7 @@ class Drafter:
     max_draft_tokens: int | None = None  # the longest chain, and the deepest tree, that it can draft; None: any
     default_draft_tokens: int = 5  # length of its chains where nothing else is asked; max_draft_tokens comes first
     drafts_trees: bool = False  # whether it can `propose_tree`
+    estimates: bool = False  # whether its chains come with estimates of what is accepted: `Proposal.estimates`
     # whether it computes with adapters on the target, which so becomes another model for all drafters
     adapts_target: bool = False
 
@@ -92,7 +105,8 @@ class Drafter:
     def propose(self, state: Any, *, num_draft_tokens: int) -> Proposal:
         """Draft a chain that follows the last committed token.
 
-        Where tokens are drawn at random, the proposal brings draft_probs, or the text would not be the target's.
+        Where tokens are drawn at random, the proposal brings draft_probs, or the text would not be the target's. It may
+        bring a confidence, by which the engine verifies fewer of them.
         """
         raise NotImplementedError
 

@@ -21,13 +21,53 @@ class Proposal:
     """What was drafted.
 
     draft_probs: where nodes were sampled, the distribution that the children of the root and of each node were drawn
-    from, zeros where there are none.
+    from, zeros where there are none. confidence: of a chain, and of a tree that is one path, how likely each token is
+    accepted where those before it are, estimated before the token itself was chosen; None: the drafter does not say.
     """
 
     tokens: Tensor  # [B, S] target ids
     parents: Tensor | None = None  # [B, S]; None: a chain, node j follows node j - 1
     draft_probs: Tensor | None = None  # [B, S + 1, V]
     logits: list[Tensor] = field(default_factory=list)  # of a chain, [B, Vd] per depth, where a vocabulary is scored
+    confidence: Tensor | None = None  # [B, K]
+
+    def estimates(self) -> Tensor | None:
+        """[B, K] the confidence, or without one the draft's own probability of each token of a greedy chain, by which
+        EAGLE-2 (Li et al. 2024) orders its nodes; None where neither is known."""
+        if self.confidence is not None or self.draft_probs is not None or not self.logits:
+            return self.confidence
+        return torch.stack([1 / (one.float() - one.amax(-1, True)).exp().sum(-1) for one in self.logits], 1)
+
+    def first(self, num_tokens: int) -> "Proposal":
+        """The first tokens of a chain."""
+        parents = None if self.parents is None else self.parents[:, :num_tokens]
+        probs = None if self.draft_probs is None else self.draft_probs[:, : num_tokens + 1]
+        return Proposal(self.tokens[:, :num_tokens], parents, probs)
+
+    def to(self, device: torch.device) -> "Proposal":
+        """All but the logits."""
+        tensors = (self.parents, self.draft_probs, self.confidence)
+        parents, probs, confidence = (None if one is None else one.to(device) for one in tensors)
+        return Proposal(self.tokens.to(device), parents, probs, confidence=confidence)
+
+
+def worth_verifying(estimates: Tensor, cost: float) -> Tensor:
+    """[B] how many drafts of each chain pay to be verified, 0..K: those before the first whose gain is below its cost.
+
+    A round that verifies k drafts takes 1 + cost k, in rounds that verify none, and commits 1 + r_1 + ... + r_k tokens
+    on average: r_i, the product of the first i estimates [B, K], is draft i's chance to be accepted. One more raises
+    the tokens per time if r_{k+1} is at least `cost` times the tokens per time so far; r falls, so no later one pays
+    where one does not.
+
+    Lossless: whether draft i is verified depends on estimates made before it was chosen, so on the tokens before it.
+    Behind these it is tried, and the accept rule commits by the target's distribution, or it is not, and the target's
+    own choice is committed. An estimate that saw a drawn token would try likely draws alone, and commit them too often;
+    the draft's best guess is no draw, and its own probability may be used.
+    """
+    reach = estimates.float().clamp(0, 1).cumprod(1)  # [B, K] r
+    num_before = torch.arange(reach.shape[1], device=reach.device)
+    pays = reach * (1 + cost * num_before) >= cost * (1 + reach.cumsum(1) - reach)
+    return pays.long().cumprod(1).sum(1)
 
 
 @dataclass(frozen=True)
@@ -126,6 +166,9 @@ class Expands:
         """Draft ids to target ids, any shape."""
         raise NotImplementedError
 
+    def confidence(self, state: Any, tokens: Tensor) -> Tensor | None:
+        """[B, K] of a drafted chain, tokens [B, K], as a Proposal has it; None where the head makes no estimate."""
+
 
 def draft_chain(head: Expands, state: Any, *, num_draft_tokens: int) -> Proposal:
     """The greedy chain: each depth's most probable token."""
@@ -134,7 +177,8 @@ def draft_chain(head: Expands, state: Any, *, num_draft_tokens: int) -> Proposal
     for depth in range(1, num_draft_tokens):
         logits.append(head.expand(state, tokens[-1][:, None], None, depth=depth)[:, 0])
         tokens.append(head.to_target(best(logits[-1])))
-    return Proposal(torch.stack(tokens, 1), logits=logits)
+    chain = torch.stack(tokens, 1)  # [B, K]
+    return Proposal(chain, logits=logits, confidence=head.confidence(state, chain))
 
 
 @dataclass(frozen=True)
@@ -208,7 +252,9 @@ def draft_static(head: Expands, state: Any, tree: StaticTree, draws: Draws | Non
         if len(level.kept):
             rows = level.kept_row.expand(batch_size, -1)  # [B, F]
             logits = head.expand(state, tokens[:, level.kept], rows, depth=depth)
-    return Proposal(torch.cat(drafted, 1), parents.expand(batch_size, -1), draft_probs)
+    tokens = torch.cat(drafted, 1)  # [B, S]
+    confidence = head.confidence(state, tokens) if tree.depth == tree.num_nodes else None
+    return Proposal(tokens, parents.expand(batch_size, -1), draft_probs, confidence=confidence)
 
 
 def draft_dynamic(head: Expands, state: Any, tree: DynamicTree) -> Proposal:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from ..configs.errors import BadInput
 from ..eval.drafters.registry import build_drafters, parse_drafter, training_record
@@ -36,16 +37,25 @@ def own_length(spec: str) -> tuple[str, int | None]:
 
 @dataclass(frozen=True)
 class WantedDrafts:
-    """The drafters and trees that the command line names. lengths: of each drafter its own K, or None."""
+    """The drafters and trees that the command line names. lengths: of each drafter its own K, or None. verify_cost: of
+    chains; `measured`, a number, or nothing: all drafts are verified."""
 
     specs: Sequence[str]
     lengths: Sequence[int | None]
     trees: Sequence[str]
     tree_nodes: int
+    verify_cost: str = ""
 
     @classmethod
     def of(
-        cls, heads: Sequence[str], drafters: Sequence[str], trees: Sequence[str], tree_nodes: int, *, temperature: float
+        cls,
+        heads: Sequence[str],
+        drafters: Sequence[str],
+        trees: Sequence[str],
+        tree_nodes: int,
+        *,
+        temperature: float,
+        verify_cost: str = "",
     ) -> "WantedDrafts":
         """Raises BadInput before anything is loaded. Args: heads: `--head X`, the same as the drafter `head:X`."""
         specs = [*(f"head:{folder}" for folder in heads), *drafters]
@@ -59,7 +69,9 @@ class WantedDrafts:
                 raise BadInput(f"--tree {name}: expected one of {', '.join(TREE_NAMES)}")
             if name in ("sampled", "sampled-chain") and temperature == 0:
                 raise BadInput(f"--tree {name}: needs --temperature above 0")
-        return cls(specs, lengths, trees, tree_nodes)
+        if verify_cost and verify_cost != "measured" and not is_positive(verify_cost):
+            raise BadInput(f"--verify-cost {verify_cost}: expected measured, or a number above 0")
+        return cls(specs, lengths, trees, tree_nodes, verify_cost)
 
     def load(self, target: Target) -> list[NamedDrafter]:
         """Raises BadInput where none of them drafts the trees."""
@@ -75,4 +87,15 @@ class WantedDrafts:
             if not any(drafts_tree(named.drafter, tree) for named in drafters):
                 names = ", ".join(named.name for named in drafters)
                 raise BadInput(f"--tree {tree}: not drafted by {names}")
+        if self.verify_cost and not any(named.drafter.estimates for named in drafters):
+            names = ", ".join(named.name for named in drafters)
+            raise BadInput(f"--verify-cost {self.verify_cost}: none of {names} estimates what is accepted")
         return drafters
+
+
+def is_positive(text: str) -> bool:
+    """Whether it is a finite number above 0."""
+    try:
+        return 0 < float(text) < inf
+    except ValueError:
+        return False

@@ -20,7 +20,7 @@ from ..eval.measurement.servers.beside import compare_llama_server
 from ..eval.measurement.servers.llama_server import ServerFiles
 from ..eval.measurement.servers.served import measure_served
 from ..eval.measurement.transformers_baseline import compare_transformers
-from ..eval.measurement.tree_search import SHAPED_TREES, drafts_tree, hold_out, named_tree
+from ..eval.measurement.tree_search import SHAPED_TREES, drafts_tree, hold_out, named_tree, verify_cost
 from ..eval.report.console import show, training_warnings
 from ..eval.report.document import build_report, write_report
 from ..eval.report.page import write_page
@@ -116,7 +116,7 @@ class EvalRun:
         measured = {}
         for suite, config in product(self.suites, configs):
             contenders = [
-                Contender(named.name, named.drafter, self.setting(named, suite, config, tree), named.training)
+                Contender(named.name, named.drafter, self.with_cost(named, suite, config, tree), named.training)
                 for named, tree in drafts
             ]
             names = ", ".join(dict.fromkeys(contender.name for contender in contenders))
@@ -160,6 +160,27 @@ class EvalRun:
         if isinstance(tree, StaticTree):
             self.store.add(key, TREE, asdict(tree))
         return DraftSetting(tree_name, tree.depth, tree)
+
+    def with_cost(self, named: NamedDrafter, suite: Suite, config: MeasureConfig, tree_name: str) -> DraftSetting:
+        """The setting; of a chain with what it costs to verify one more token, where that is to be minded: as a killed
+        measurement had it, where there was one."""
+        setting, cost = self.setting(named, suite, config, tree_name), self.drafts.verify_cost
+        if not cost or "chain" not in tree_name or not named.drafter.estimates or not suite.prompts:
+            return setting
+        if cost != "measured":
+            return replace(setting, verify_cost=float(cost))
+        length, longest = setting.num_draft_tokens, max(suite.prompts, key=len)
+        settings = {**asdict(config), "verify_cost": length}
+        key = settings_key(
+            self.target, named.drafter, suite, settings, name=named.name, engine="verify cost", store=self.store
+        )
+        record = self.store.get(key, TREE)
+        if record is None:
+            where = {"batch_size": config.batch_size, "context": len(longest)}
+            measured = verify_cost(self.target, named.drafter, length, longest, **where, steps=config.steps)
+            record = {"verify_cost": measured}
+            self.store.add(key, TREE, record)
+        return replace(setting, verify_cost=record["verify_cost"])
 
     def compare_transformers(self) -> list[Result]:
         """transformers on every suite: its plain generation, and each drafter that it has too."""

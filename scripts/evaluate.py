@@ -57,6 +57,13 @@ def evaluate(
         DRAFTS(help="chain, static, dynamic, optimal, sampled or sampled-chain. Repeatable. [default: chain]"),
     ] = None,
     tree_nodes: Annotated[int, DRAFTS(help="Nodes of a tree, at most.", min=1)] = 24,
+    verify_cost: Annotated[
+        str,
+        DRAFTS(
+            help="Each row of a head's chains verifies the drafts that pay, given what one more token costs: measured, "
+            "or a number, in rounds that verify none. Default: all are verified."
+        ),
+    ] = "",
     prompts: Annotated[list[str] | None, PROMPTS(help="JSONL rows with prompt, messages or turns. Repeatable.")] = None,
     suite: Annotated[
         list[str] | None,
@@ -134,12 +141,19 @@ def evaluate(
         raise BadInput("--top-k and --top-p choose what is sampled: they need --temperature above 0")
     check_choices(accept=accept, allow_lossy=allow_lossy, typical=(typical_epsilon, typical_delta))
     yardstick = parse_yardstick(compare, target)
-    others = bool(drafter or tree or compare or batch_size)
+    others = bool(drafter or tree or compare or batch_size or verify_cost)
     served = served_files(engine, server_bin, target, head or [], server_args, others=others)
     wanted = WantedSuites.of(prompts or [], suite or [], suites_dir, system=system, thinking=thinking)
     drafts = None
     if not served:
-        drafts = WantedDrafts.of(head or [], drafter or [], tree or ["chain"], tree_nodes, temperature=temperature)
+        drafts = WantedDrafts.of(
+            head or [],
+            drafter or [],
+            tree or ["chain"],
+            tree_nodes,
+            temperature=temperature,
+            verify_cost=verify_cost,
+        )
     device = device or default_device()
     config = MeasureConfig(
         setting=None if num_draft_tokens is None else chain(num_draft_tokens),

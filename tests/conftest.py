@@ -221,12 +221,20 @@ def chi_square() -> Callable[..., float]:
     """Chi-square per degree of freedom of sampled texts against the target's distribution, enumerated exactly."""
 
     def measure(
-        target: Target, drafter: Any, *, num_rows: int = 4000, num_new: int = 4, tree: Any = None, **how
+        target: Target,
+        drafter: Any,
+        *,
+        num_rows: int = 4000,
+        num_new: int = 4,
+        tree: Any = None,
+        verify_cost: float | None = None,
+        **how,
     ) -> float:
         sampling = Sampling(**{"temperature": 1.0, **how})
         source = torch.Generator().manual_seed(11)
         prompts, size = [[1, 4, 3]] * num_rows, target.vocab_size
         settings = {**vars(sampling), "max_new_tokens": num_new, "generator": source, "tree": tree}
+        settings |= {} if verify_cost is None else {"verify_cost": verify_cost}
         rows = torch.tensor(generate(target, drafter, prompts, **settings).token_ids)  # [rows, new]
         places = size ** torch.arange(num_new)
         counts = torch.bincount((rows * places).sum(1), minlength=size**num_new).double()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from ...heads.base import DraftHead
 from ...heads.drafter import Drafter
 from ..suites.prompts import PromptSource
-from .metrics import Acceptance
+from .metrics import Acceptance, row_counts
 from .result import AcceptancePart, BeyondTraining, DomainPart, DraftVocabulary, TrainingRecord
 from .summary import MeasuredBatch, rounded, speedup_of, timed_seconds
 
@@ -32,7 +32,7 @@ def acceptance_by(
                     break
                 name = label(source, text, num_committed)
                 counted = counts.setdefault(name, Acceptance.nothing(num_draft_tokens))
-                counted.add(done.num_accepted[row], done.num_committed[row])
+                counted.add(*row_counts(done)[row])
                 num_committed += done.num_committed[row]
     return {name: part_of(counted) for name, counted in counts.items()}
 

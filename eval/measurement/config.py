@@ -17,6 +17,7 @@ class DraftSetting:
     name: str  # `K 3`, or a tree's, `static:16`
     num_draft_tokens: int  # of a tree its depth
     tree: Tree | None = None  # None: a chain
+    verify_cost: float | None = None  # of one more token, in rounds that verify none; None: all drafts are verified
 
     @property
     def num_drafted(self) -> int:

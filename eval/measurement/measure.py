@@ -173,10 +173,11 @@ def teacher_forced_length(
     """acceptance_length that the head's training-time view predicts for the very text that decoding wrote.
 
     It must equal the measured one up to rounds cut by max_new_tokens; a gap means that training and decoding disagree.
-    None for trees, for drafters that are no heads, and where more tokens are drafted than losses were mixed for.
+    None for trees, for drafters that are no heads, where drafts are not all verified, and where more tokens are drafted
+    than losses were mixed for.
     """
     num_draft = setting.num_draft_tokens
-    if setting.tree is not None or not isinstance(drafter, DraftHead):
+    if setting.tree is not None or setting.verify_cost is not None or not isinstance(drafter, DraftHead):
         return None
     if drafter.config.loss_by_depth is not None and num_draft > drafter.num_depths:
         return None

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import exp, sqrt
+from statistics import fmean
 
 from torch import Tensor
 
@@ -18,8 +19,10 @@ class Acceptance:
 
     num_rounds: int  # target forwards
     num_committed: int  # tokens they gave, bonus tokens included
-    tried: list[int]  # how often each draft position was reached: all before it accepted, the text not ended
+    # how often each draft position was reached: all before it accepted, the text not ended, and the draft verified
+    tried: list[int]
     taken: list[int]  # and how often it was accepted
+    num_offered: int = 0  # drafts that were verified
 
     @classmethod
     def nothing(cls, num_draft_tokens: int) -> "Acceptance":
@@ -33,20 +36,23 @@ class Acceptance:
 
     @property
     def rate(self) -> list[float | None]:
-        """acceptance_rate[k]: P(draft position k accepted | reached); None where never reached."""
+        """acceptance_rate[k]: P(draft position k accepted | reached and verified); None where never reached."""
         return [taken / tried if tried else None for taken, tried in zip(self.taken, self.tried, strict=True)]
 
     def __add__(self, other: "Acceptance") -> "Acceptance":
         """Of both together, drafts of one length."""
         tried, taken = zip(self.tried, other.tried, strict=True), zip(self.taken, other.taken, strict=True)
         rounds, committed = self.num_rounds + other.num_rounds, self.num_committed + other.num_committed
-        return Acceptance(rounds, committed, [a + b for a, b in tried], [a + b for a, b in taken])
+        offered = self.num_offered + other.num_offered
+        return Acceptance(rounds, committed, [a + b for a, b in tried], [a + b for a, b in taken], offered)
 
-    def add(self, accepted: int, committed: int) -> None:
-        """One round of one row."""
+    def add(self, accepted: int, committed: int, offered: int | None = None) -> None:
+        """One round of one row. Args: offered: drafts that were verified; None: all."""
+        offered = len(self.tried) if offered is None else offered
         self.num_rounds += 1
         self.num_committed += committed
-        for k in range(min(accepted + 1, len(self.tried), committed)):
+        self.num_offered += offered
+        for k in range(min(accepted + 1, len(self.tried), committed, offered)):
             self.tried[k] += 1
             self.taken[k] += k < accepted
 
@@ -57,10 +63,44 @@ def acceptance(rounds: Iterable[Round], *, num_draft_tokens: int) -> Acceptance:
     for round_ in rounds:
         if round_.num_drafted == 0:
             continue
-        for accepted, committed in zip(round_.num_accepted, round_.num_committed, strict=True):
+        for accepted, committed, offered in row_counts(round_):
             if committed:
-                counted.add(accepted, committed)
+                counted.add(accepted, committed, offered)
     return counted
+
+
+def row_counts(done: Round) -> list[tuple[int, int, int]]:
+    """Of each row: tokens accepted, committed, and drafted ones verified."""
+    offered = done.num_offered or [done.num_drafted] * len(done.num_accepted)
+    return list(zip(done.num_accepted, done.num_committed, offered, strict=True))
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Drafts that were reached and verified, by tenths of their estimates: `num_drafts` with an estimate in each, the
+    mean `estimated`, and the share `accepted`, None where there are none. brier: the mean of (estimate - accepted)^2
+    (Brier 1950); 0 is to know, 0.25 is to say a half to everything."""
+
+    brier: float
+    num_drafts: list[int]
+    estimated: list[float | None]
+    accepted: list[float | None]
+
+
+def calibration(rounds: Iterable[Round]) -> Calibration | None:
+    """How true the estimates of rounds were; None where there were none."""
+    tenths: list[list[tuple[float, bool]]] = [[] for _ in range(10)]
+    for done in rounds:
+        for (accepted, committed, offered), estimates in zip(row_counts(done), done.estimates, strict=False):
+            for k, estimate in enumerate(estimates[: min(accepted + 1, committed, offered)]):
+                tenths[min(int(10 * estimate), 9)].append((estimate, k < accepted))
+    every = [pair for pairs in tenths for pair in pairs]
+    if not every:
+        return None
+    means = [[round(fmean(each), 4) for each in zip(*pairs, strict=True)] or [None, None] for pairs in tenths]
+    brier = fmean((estimate - is_taken) ** 2 for estimate, is_taken in every)
+    estimated, accepted_share = zip(*means, strict=True)
+    return Calibration(round(brier, 4), list(map(len, tenths)), list(estimated), list(accepted_share))
 
 
 def expected_acceptance(starts: ChainStarts, hits: Tensor, *, num_draft_tokens: int) -> Acceptance:

@@ -71,7 +71,7 @@ def chosen_in_round(engine: Engine, whole: list[list[int]], starts: list[int], d
     device, depth = engine.target.device, max(done.num_emitted)
     start = torch.tensor(starts, device=device)
     last = torch.tensor([[row[at]] for row, at in zip(whole, starts, strict=True)], device=device)  # [B, 1]
-    nodes = last.repeat(1, engine.num_drafted)  # filler
+    nodes = last.repeat(1, engine.widths.of(done.num_offered))  # filler
     parents = None if engine.tree is None else torch.full_like(nodes, -1)
     paths = done.paths if engine.tree is not None else [list(range(num)) for num in done.num_accepted]
     chosen: list[list[int]] = [[] for _ in whole]

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, TypeVar
 from ...configs.errors import BadInput
 from ..suites.prompts import FailedPrompt
 from .lossless import LosslessReport
+from .metrics import Calibration
 from .repetition import Repetition, WithoutLoops
 from .sampling_check import SamplingCheck
 
@@ -202,6 +203,7 @@ class Result:
     steps: str
     batch_size: int
     num_draft_tokens: int
+    verify_cost: float | None = None
     num_prompts: int
     num_timed: int | None = None  # entries that the speedup's interval is over: prompts, or batches; None: not known
     failed: list[FailedPrompt]
@@ -212,6 +214,8 @@ class Result:
     num_committed: int = 0
     acceptance_length: float | None = None
     acceptance_rate: list[float | None] = field(default_factory=list)
+    drafts_verified: float | None = None
+    calibration: Calibration | None = None
     tokens_per_second: float | None = None
     baseline_tokens_per_second: float | None = None
     speedup: float | None = None
@@ -274,7 +278,8 @@ class Result:
         return read_json(cls, {**entry, "trained": raw}, where=where)
 
 
-LATER_KEYS = {"num_timed", "repetition", "without_loops"}  # which older reports do not have
+# which older reports do not have
+LATER_KEYS = {"num_timed", "repetition", "without_loops", "verify_cost", "drafts_verified", "calibration"}
 TYPICAL_KEYS = {"typical_epsilon", "typical_delta"}
 OTHER_ENGINES_KEYS = {"ours_tokens_per_second", "ours_over_theirs", "ours_over_theirs_ci95"}
 

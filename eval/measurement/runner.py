@@ -40,6 +40,7 @@ def build_engine(
         accept=accept,
         steps=steps,
         generator=generator,
+        verify_cost=setting.verify_cost if setting else None,
     )
 
 

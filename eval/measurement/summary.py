@@ -15,7 +15,7 @@ from ..suites.prompts import FailedPrompt, Suite
 from ..verify import TypicalAcceptance
 from .bandwidth import baseline_bandwidth
 from .config import DraftSetting, MeasureConfig
-from .metrics import Acceptance, acceptance, ratio_and_interval
+from .metrics import Acceptance, acceptance, calibration, ratio_and_interval, row_counts
 from .repetition import Repetition, TextRepetition, WithoutLoops, text_repetition
 from .result import Conventions, FixedTreeShape, Result, Timing, TreeLimits
 
@@ -96,6 +96,7 @@ def unmeasured(
         steps=config.steps,
         batch_size=config.batch_size,
         num_draft_tokens=setting.num_draft_tokens,
+        verify_cost=setting.verify_cost,
         num_prompts=num_prompts,
         failed=failed,
         max_new_tokens=config.max_new_tokens,
@@ -132,6 +133,8 @@ def with_figures(result: Result, target: Target, batches: Sequence[MeasuredBatch
         num_committed=counted.num_committed,
         acceptance_length=length,
         acceptance_rate=[rounded(rate) for rate in counted.rate],
+        drafts_verified=rounded(counted.num_offered / counted.num_rounds if counted.num_rounds else None),
+        calibration=calibration(done for run in runs for done in run.rounds),
         tokens_per_second=rounded(num_decoded / spec_seconds if spec_seconds else None, 2),
         baseline_tokens_per_second=rounded(num_decoded / base_seconds if base_seconds else None, 2),
         repetition=Repetition.of(list({text.prompt: text for rows in texts for text in rows}.values())),
@@ -175,9 +178,9 @@ def without_loops(
     counted = Acceptance.nothing(num_draft_tokens)
     for batch, rows in zip(batches, kept, strict=True):
         for done in (done for run in batch.drafted.runs[:counted_runs] for done in run.rounds[1:]):
-            for is_kept, accepted, committed in zip(rows, done.num_accepted, done.num_committed, strict=True):
+            for is_kept, (accepted, committed, offered) in zip(rows, row_counts(done), strict=True):
                 if is_kept and committed:
-                    counted.add(accepted, committed)
+                    counted.add(accepted, committed, offered)
     seconds = timed_seconds(batch for batch, rows in zip(batches, kept, strict=True) if all(rows))
     speedup, interval = speedup_of(seconds)
     prompts = {text.prompt for rows in texts for text in rows if not text.is_looping}
@@ -229,9 +232,12 @@ def conventions(counted: Acceptance, *, num_tokens: int) -> Conventions:
     if not counted.num_rounds:
         return Conventions(vllm_per_position=[0.0] * len(counted.tried), eagle_n_alpha=[0.0] * len(counted.tried))
     rates = [rate or 0.0 for rate in counted.rate]
+    joint = list(accumulate(rates, mul))
+    if counted.num_offered < counted.num_rounds * len(rates):  # a draft that is not verified is not accepted
+        joint = [taken / counted.num_rounds for taken in counted.taken]
     return Conventions(
         vllm_mean_acceptance_length=round(1 + sum(counted.taken) / counted.num_rounds, 4),
-        vllm_per_position=[round(joint, 4) for joint in accumulate(rates, mul)],
+        vllm_per_position=[round(share, 4) for share in joint],
         sglang_accept_length=round(num_tokens / counted.num_rounds, 4),
         eagle_n_alpha=[round(rate, 4) for rate in rates],
     )

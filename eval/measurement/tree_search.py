@@ -1,4 +1,5 @@
-"""Which tree to draft: built from how often each guess of each depth was right, and from what a node costs here."""
+"""Which tree to draft: built from how often each guess of each depth was right, and from what a node costs here. And
+what a token of a chain costs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from ...heads.drafting import DynamicTree, StaticTree, Tree
 from ...heads.target import Target
 from ..generate import generate
 from ..suites.prompts import Suite
-from .config import DraftSetting, chains, draft_length
+from .config import DraftSetting, chain, chains, draft_length
 from .step_times import interpolate, measure_step_times, most_tokens
 
 Accuracies = list[list[float]]  # [depth][rank]: P(the rank-th guess at a depth is right | the path to it is right)
@@ -123,6 +124,21 @@ def costs(
     verify = sorted({time.num_tokens: time.verify_ms + time.overhead_ms for time in times}.items())
     draft = [(time.num_draft_tokens, time.draft_ms) for time in times[1 : 1 + len(deepest)]]
     return lambda nodes: interpolate(verify, nodes + 1), lambda depth: interpolate(draft, depth)
+
+
+def verify_cost(
+    target: Target, drafter: Drafter, length: int, text: Sequence[int], *, batch_size: int, context: int, steps: str
+) -> float:
+    """What verifying one more token of each row takes, in rounds that draft so many and verify none: measured here.
+
+    The verification of all drafts, less a baseline step, over their number.
+    """
+    context = min(context, target.max_positions - most_tokens(chain(length)))
+    plain, drafted = measure_step_times(
+        target, drafter, [chain(length)], batch_sizes=[batch_size], contexts=[context], text=text, steps=steps
+    )
+    more = max(drafted.verify_ms - plain.verify_ms, 0.0)
+    return more / length / (drafted.round_ms - more)
 
 
 TREE_NAMES = ("chain", "static", "dynamic", "optimal", "sampled", "sampled-chain")

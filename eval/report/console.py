@@ -76,7 +76,16 @@ def details(result: Result) -> str:
         parts.append(f"rate by position {' '.join(map(number, result.acceptance_rate))}")
     if forced is not None:
         parts.append(f"teacher-forced acceptance length {forced:.2f}")
+    if result.verify_cost is not None:
+        parts.append(stopping_words(result, result.verify_cost))
     return "; ".join(parts)
+
+
+def stopping_words(result: Result, cost: float) -> str:
+    """How many drafts were verified, and how true the estimates were that said so."""
+    brier = "" if result.calibration is None else f", Brier score of the estimates {result.calibration.brier:.3f}"
+    verified = f"{number(result.drafts_verified)} of {result.num_draft_tokens} drafts verified per round"
+    return f"{verified}, one more token being taken to cost {cost:.3f} rounds{brier}"
 
 
 def training_warnings(results: Iterable[Result]) -> list[str]:

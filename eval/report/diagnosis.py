@@ -12,7 +12,10 @@ LEAST_GAIN = 0.02  # expected gain by fewer drafts below which K is left alone
 
 
 def diagnose(case: Case) -> list[Finding]:
-    """Every cause that the figures show; where acceptance is low and no cause of that shows, a finding of that."""
+    """Every cause that the figures show; where acceptance is low and no cause of that shows, a finding of that. Of rows
+    that stop, only what time says: their acceptance is compared with nothing, as other figures are of whole drafts."""
+    if case.result.verify_cost is not None:
+        return [finding for finding in [costs_more_than_it_saves(case)] if finding]
     of_acceptance = [finding for rule in ACCEPTANCE_RULES if (finding := rule(case))]
     of_time = [finding for rule in TIME_RULES if (finding := rule(case))]
     share, result = accepted_share(case), case.result

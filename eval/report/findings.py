@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import sqrt
-from operator import mul
+from operator import attrgetter, mul
 
 from ..measurement.environment import TargetInfo
 from ..measurement.result import AcceptancePart, Result, TrainingRecord
@@ -38,9 +38,9 @@ class Case:
 
     @property
     def alike(self) -> list[Result]:
-        """Peers with the same drafter, batch size, temperature and accept rule."""
-        ours = self.result.drafter, self.result.batch_size, self.result.temperature, self.result.accept
-        return [peer for peer in self.peers if (peer.drafter, peer.batch_size, peer.temperature, peer.accept) == ours]
+        """Peers with the same drafter, batch size, temperature, accept rule and verify cost."""
+        key = attrgetter("drafter", "batch_size", "temperature", "accept", "verify_cost")
+        return [peer for peer in self.peers if key(peer) == key(self.result)]
 
 
 Rule = Callable[[Case], Finding | None]

@@ -26,6 +26,8 @@ def label(result: Result, *, with_batch: bool = True) -> str:
     """A setting in a few words: drafter, tree, K, batch size. No line break between a number and its name."""
     tree = result.tree if "chain" in result.tree else f"{result.tree} tree of\xa0{result.num_drafted}"
     parts = [result.drafter, tree, f"K\xa0{result.num_draft_tokens}"]
+    if result.verify_cost is not None:
+        parts.append(f"{number(result.drafts_verified, 1)}\xa0verified")
     if result.engine != ENGINE:
         parts.insert(0, result.engine)
     if not has_lossless_rule(result):
@@ -36,7 +38,7 @@ def label(result: Result, *, with_batch: bool = True) -> str:
 def setting_of(result: Result) -> tuple[Any, ...]:
     """What a deployment chooses. Suite and batch size are not of it: they come with the traffic."""
     r = result
-    return r.drafter, r.tree, r.num_drafted, r.num_draft_tokens, r.accept, r.temperature
+    return r.drafter, r.tree, r.num_drafted, r.num_draft_tokens, r.verify_cost, r.accept, r.temperature
 
 
 def num_timed(result: Result) -> int:

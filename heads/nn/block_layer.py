@@ -11,6 +11,7 @@ blocks, then slot j + 1. For attention they are further heads, so that one mask 
 from collections.abc import Callable, Sequence
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -135,9 +136,18 @@ class MarkovHead(nn.Module):
         nn.init.normal_(self.markov_w2.weight, std=0.01)
 
 
+def beside(states: Tensor, markov: MarkovHead | None, before: Tensor) -> Tensor:
+    """[..., D + rank] slots' states [..., D], and those of the Markov head, if any, of the tokens before them [...]."""
+    return states if markov is None else torch.cat([states, markov.markov_w1(before).to(states.dtype)], -1)
+
+
 class ConfidenceHead(nn.Module):
     """From what the output layer reads of a slot, and the Markov head's state of the token before, to one logit."""
 
     def __init__(self, in_size: int):
         super().__init__()
         self.proj = nn.Linear(in_size, 1)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """[..., D + rank] -> [...] logits."""
+        return self.proj(states)[..., 0]

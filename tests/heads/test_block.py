@@ -320,3 +320,44 @@ def test_it_trains_in_bf16(rank, target, make_batch):
     loss.backward()
     assert loss.isfinite() and all(p.grad is None or p.grad.isfinite().all() for p in head.parameters())
     assert loss.item() == pytest.approx(head.loss(batch).loss.item(), rel=0.05)
+
+
+@pytest.mark.parametrize("sample_from_anchor", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_block_is_that_of_the_speculators_library(kind, sample_from_anchor, tiny_target):
+    """Its DFlash with our weights, on packed rows; where `pip install speculators` was done."""
+    theirs = pytest.importorskip("speculators.models.dflash")
+    from transformers import Qwen3Config
+
+    target = tiny_target(kind)
+    head = built(target, num_depths=3, num_layers=2, markov_rank=0, sample_from_anchor=sample_from_anchor)
+    batch = packed(target, head, [9, 14])
+    served = head.serving_config()
+    config = theirs.DFlashSpeculatorConfig(
+        transformer_layer_config=Qwen3Config(**{k: v for k, v in served.items() if k in vars(Qwen3Config())}),
+        draft_vocab_size=target.vocab_size,
+        aux_hidden_state_layer_ids=list(head.feature_layers),
+        **{key: served[key] for key in ("block_size", "mask_token_id", "sample_from_anchor")},
+    )
+    config.transformer_layer_config._attn_implementation = "sdpa"
+    model = theirs.DFlashDraftModel(config).eval()
+    table, output = target.input_embedding.weight, target.output_layer.weight
+    weights = {**head.state_dict(), "embed_tokens.weight": table, "lm_head.weight": output}
+    missing, unknown = model.load_state_dict(weights, strict=False)
+    assert not unknown and all(name.startswith("verifier") for name in missing)
+    documents = torch.tensor([[0] * 9 + [1] * 14])
+    supervised = documents.new_ones(1, 23)
+    width, features = served["block_size"], batch.output.features.flatten(2)
+    _, logits, _, _, places = model._backbone_forward(
+        features, batch.input_ids, supervised, batch.output.post_norm, documents, max_anchors=23 - width
+    )
+    blocks = dict(zip(places[::width].tolist(), logits[0].detach().split(width), strict=True))  # by anchor
+    starts, ours = head.teacher_forced_logits(batch)
+    num_checked = 0
+    for s, t in enumerate(starts.positions[0].tolist()):
+        valid = starts.valid[0, s]
+        if t + 1 in blocks and bool(valid.any()):
+            found = blocks[t + 1][head.first_slot :]
+            torch.testing.assert_close(ours[0, s][valid], found[valid], rtol=0, atol=1e-4)
+            num_checked += int(valid.sum())
+    assert num_checked > 30

@@ -39,7 +39,8 @@ class Oracle(Drafter):
         self.inner.commit(state, read)
 
     def propose(self, state, *, num_draft_tokens):
-        return self.inner.propose(state, num_draft_tokens=num_draft_tokens)
+        tokens = self.inner.propose(state, num_draft_tokens=num_draft_tokens).tokens
+        return Proposal(tokens, confidence=tokens % 7 / 6)
 
     def propose_tree(self, state, tree, *, draws=None):
         best = self.inner.propose(state, num_draft_tokens=3).tokens  # [B, 3]
@@ -67,8 +68,9 @@ def target_in(tiny_model):
     return make
 
 
-def checked(target, *, tree=None, batch_size=1, prompts=PROMPTS, drafter=None):
+def checked(target, *, tree=None, batch_size=1, prompts=PROMPTS, drafter=None, verify_cost=None):
     setting = chain(3) if tree is None else DraftSetting("static", tree.depth, tree)
+    setting = replace(setting, verify_cost=verify_cost)
     config = MeasureConfig(setting=setting, max_new_tokens=24, num_repeats=1, batch_size=batch_size)
     return measure(target, drafter or Oracle(target), Suite("many", prompts), config, name="oracle")[0].lossless
 
@@ -94,6 +96,13 @@ def test_in_half_precision_every_difference_is_proved(tree, batch_size, target_i
     if batch_size == 1:
         assert report.proved >= 3, "there is something to prove"
     assert all(divergence.is_proved for divergence in report.divergences)
+
+
+def test_texts_of_rounds_of_several_widths_are_proved_too(target_in, monkeypatch):
+    monkeypatch.setattr(Target, "decoder", None)
+    report = checked(target_in(torch.bfloat16), verify_cost=0.1)
+    assert report.checked == 16 and report.unexplained == 0, report.divergences
+    assert report.proved >= 3, "there is something to prove"
 
 
 def second_best(drafted):

@@ -120,3 +120,9 @@ def test_parts_of_a_result_add_up():
     assert both is not None and both.acceptance_length == pytest.approx(1.75)
     assert (both.num_rounds, both.acceptance_rate) == (400, [0.5, 0.5])
     assert merged([]) is None
+
+
+def test_rows_that_stop_are_not_held_against_whole_drafts():
+    """Few tokens per forward are what they stop for."""
+    assert named(entry(asked_as_trained=0.1)) == ["Template"]
+    assert named(entry(asked_as_trained=0.1, verify_cost=0.1, drafts_verified=1.2)) == []
