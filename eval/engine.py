@@ -219,7 +219,7 @@ class Engine:
         states, target, sampling = output.post_norm, self.target, self.sampling
         if sampling.takes_best:
             return target.best(states) if output.best is None else output.best
-        return choose(target.logits(states), sampling, history=history, generator=self.generator)
+        return choose(target.logits(states), sampling=sampling, history=history, generator=self.generator)
 
     def _draft(self, *tensors: Tensor | None) -> Tensors:
         """From the six tensors of a Reading to those of a Proposal; like `_verify` without a host read."""
