@@ -222,6 +222,15 @@ def test_an_empty_residual_is_replaced():
     assert sample(torch.tensor([[0.0, 1e-38, 0.0]]).expand(1000, -1), source()).unique().tolist() == [1]
 
 
+def test_rare_tokens_of_a_large_vocabulary_are_drawn_too():
+    """In sums of float32 behind a token of weight 1, all of weight 5e-8 are lost."""
+    weights = torch.full((30_000,), 5e-8)
+    weights[0] = 1
+    draws = torch.cat([sample(weights.expand(600, -1), source(i)) for i in range(10)])
+    assert 1 <= (draws > 0).sum() <= 30  # 9 are expected
+    assert sample(torch.zeros(2, 5), source()).shape == (2,)  # of a node without children: any valid token
+
+
 def test_no_nodes_leave_the_bonus_token():
     """The baseline's round: an empty tree."""
     chosen, none = torch.tensor([[4], [2]]), torch.zeros(2, 0, dtype=torch.long)
