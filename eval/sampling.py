@@ -78,8 +78,8 @@ def target_probs(logits: Tensor, sampling: Sampling, history: Tensor | None = No
 def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """One token per distribution [..., V], which need not sum to 1: [...] ids; never one of probability 0.
 
-    The first token at which the sum of probabilities so far exceeds one uniform number: a random number per token, as in
-    torch.multinomial's race of exponential clocks, takes a CPU longer than the forward where the vocabulary is large.
+    The first token at which the sum of probabilities exceeds one uniform number. A random number per token, as in
+    torch.multinomial's race of exponential clocks, takes a CPU as long as the forward where the vocabulary is large.
     Sums are in float64: in float32 those of 50,000 tokens lose the rare ones.
     """
     sums = probs.cumsum(-1, dtype=torch.float64)
