@@ -17,6 +17,7 @@ from headstart.eval.verify import ACCEPT_RULES, AcceptRule, exact
 from headstart.heads.drafter import Drafter
 from headstart.heads.drafting import Proposal, StaticTree
 from headstart.heads.nn import cache as caches
+from headstart.heads.nn.cpu_decoder import CpuLayers
 from headstart.heads.nn.cpu_kernels import kernels
 from headstart.heads.target import Target
 
@@ -140,10 +141,24 @@ def test_a_fault_that_the_replay_shares_is_not_proved(tree, dtype, target_in, mo
     """Masks and moves in the cache are the same code on both sides, but what they wrongly let through differs."""
     target = target_in(dtype)
     if tree is None:
+        monkeypatch.setattr(Target, "decoder", None)  # the kernels read no mask of a chain
         monkeypatch.setattr(caches, "visibility_mask", leaking)
     else:
         monkeypatch.setattr(caches.SlotCache, "move", lambda *_: None)
     report = checked(target, tree=tree, drafter=None if tree else NgramDrafter())
+    assert report.unexplained >= 8, report
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(kernels() is None, reason="no products of bf16 on this processor, or no compiler")
+def test_a_leak_of_the_kernels_is_not_proved(target_in, monkeypatch):
+    read = CpuLayers.__call__
+
+    def leaking(self, x, cache, *args, **how):
+        return read(self, x, cache, *args, **how | {"last": cache.positions.expand(x.shape[:2]) + 1})
+
+    monkeypatch.setattr(CpuLayers, "__call__", leaking)
+    report = checked(target_in(torch.bfloat16), drafter=NgramDrafter())
     assert report.unexplained >= 8, report
 
 
