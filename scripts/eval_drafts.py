@@ -44,7 +44,7 @@ class WantedDrafts:
     lengths: Sequence[int | None]
     trees: Sequence[str]
     tree_nodes: int
-    verify_cost: str = ""
+    verify_cost: str | None = None
 
     @classmethod
     def of(
@@ -55,7 +55,7 @@ class WantedDrafts:
         tree_nodes: int,
         *,
         temperature: float,
-        verify_cost: str = "",
+        verify_cost: str | None = None,
     ) -> "WantedDrafts":
         """Raises BadInput before anything is loaded. Args: heads: `--head X`, the same as the drafter `head:X`."""
         specs = [*(f"head:{folder}" for folder in heads), *drafters]

@@ -58,12 +58,12 @@ def evaluate(
     ] = None,
     tree_nodes: Annotated[int, DRAFTS(help="Nodes of a tree, at most.", min=1)] = 24,
     verify_cost: Annotated[
-        str,
+        str | None,
         DRAFTS(
             help="Each row of a head's chains verifies the drafts that pay, given what one more token costs: measured, "
             "or a number, in rounds that verify none. Default: all are verified."
         ),
-    ] = "",
+    ] = None,
     prompts: Annotated[list[str] | None, PROMPTS(help="JSONL rows with prompt, messages or turns. Repeatable.")] = None,
     suite: Annotated[
         list[str] | None,
