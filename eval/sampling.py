@@ -86,7 +86,8 @@ def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     total = sums[..., -1:]
     uniform = torch.rand(total.shape, dtype=torch.float64, device=probs.device, generator=generator)
     below = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))  # it may round up to the total
-    return torch.searchsorted(sums, below, right=True).squeeze(-1).clamp_max(probs.shape[-1] - 1)  # of zeros alone
+    first_above = torch.searchsorted(sums, below, right=True).squeeze(-1)
+    return first_above.clamp_max(probs.shape[-1] - 1)  # none is above where all are 0
 
 
 def choose(

@@ -15,7 +15,7 @@ from .nn.attention import Watch
 from .nn.cache import SlotCache
 from .nn.cpu_decoder import CpuDecoder
 from .nn.documents import Documents
-from .nn.joined_decoder import BEST, JoinedDecoder
+from .nn.joined_decoder import JoinedDecoder
 
 WindowMask = Callable[[int | None], Tensor]  # the additive mask [B, 1, Q, P] for a sliding window, or None
 MOST_DECODED = 256  # positions whose logits the decoder computes
@@ -51,6 +51,7 @@ class Target(FrozenModel):
         if self.config._attn_implementation == "sdpa":
             model.set_attn_implementation(GROUPED_ATTENTION)
         self._captured: dict[int, Tensor] = {}  # by layer, the residual stream that entered it in the last forward
+        self._best: Tensor | None = None  # of the last forward, where the decoder chose beside it
         self._watched: set[int] = set()
         self.is_adapted = False  # whether it computes with a head's adapters, see adapters.TargetAdapter
         self._decoder: CpuDecoder | JoinedDecoder | None = None  # made on the first use of a cache, where
@@ -169,7 +170,7 @@ class Target(FrozenModel):
         post_norm = post_norm.to(input_ids.device)  # elsewhere only for a target on several devices
         chosen = [self._captured[i].to(input_ids.device) for i in feature_layers]
         features = torch.stack(chosen, 2) if chosen else post_norm.new_empty(*post_norm.shape[:2], 0, self.hidden_size)
-        return TargetOutput(features, post_norm, self._captured.get(BEST) if chooses else None)
+        return TargetOutput(features, post_norm, self._best if chooses else None)
 
     def read_slots(
         self,
@@ -194,11 +195,11 @@ class Target(FrozenModel):
         if watch is None and (decoder := self.decoder) is not None and input_ids.numel() <= decoder.most_tokens:
             mask = None if is_chain and decoder.knows_chains else mask
             tokens, seen = self.input_embedding(input_ids), None if mask is None else mask(None)
-            post_norm, self._captured = decoder.read(
+            post_norm, self._captured, self._best = decoder.read(
                 tokens, positions, cache, seen, wanted=self._watched, is_round=is_round, chooses=chooses
             )
             return post_norm
-        self._captured.pop(BEST, None)
+        self._best = None
         return self.base(
             input_ids=input_ids,
             position_ids=positions,
@@ -214,21 +215,21 @@ class Target(FrozenModel):
 
     def logits(self, post_norm: Tensor) -> Tensor:
         """[..., D] -> [..., V] fp32 logits, as the model itself computes them."""
-        return self._narrow_logits(post_norm).float()
+        return self._computed_logits(post_norm).float()
 
     def best(self, post_norm: Tensor) -> Tensor:
         """[..., D] -> [...] where `logits` are largest, the lowest of ids that tie."""
         decoder = self._decoder_for(post_norm)
         if isinstance(decoder, CpuDecoder):
             return decoder.best(post_norm.to(self.dtype))
-        return self._narrow_logits(post_norm).argmax(-1)
+        return self._computed_logits(post_norm).argmax(-1)
 
     def _decoder_for(self, post_norm: Tensor) -> CpuDecoder | JoinedDecoder | None:
         """What computes logits of so few positions in decoding."""
         is_few = post_norm.dim() == 3 and post_norm.shape[0] * post_norm.shape[1] <= MOST_DECODED
         return self._decoder if is_few and not (torch.is_grad_enabled() or torch.compiler.is_compiling()) else None
 
-    def _narrow_logits(self, post_norm: Tensor) -> Tensor:
+    def _computed_logits(self, post_norm: Tensor) -> Tensor:
         """[..., V] in the dtype that they are computed in."""
         decoder = self._decoder_for(post_norm)
         if decoder is None:

@@ -234,7 +234,7 @@ def chi_square() -> Callable[..., float]:
         source = torch.Generator().manual_seed(1)
         prompts, size = [[1, 4, 3]] * num_rows, target.vocab_size
         settings = {**vars(sampling), "max_new_tokens": num_new, "generator": source, "tree": tree}
-        settings |= {} if verify_cost is None else {"verify_cost": verify_cost}
+        settings["verify_cost"] = verify_cost
         rows = torch.tensor(generate(target, drafter, prompts, **settings).token_ids)  # [rows, new]
         places = size ** torch.arange(num_new)
         counts = torch.bincount((rows * places).sum(1), minlength=size**num_new).double()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .cache import SlotCache
 from .cpu_kernels import BLOCK, blocked, is_multiplied, kernels, multiply, multiply_argmax, usable_kernels
-from .joined_decoder import BEST, LayerWeights, has_plain_products, is_known
+from .joined_decoder import Decoded, LayerWeights, has_plain_products, is_known
 from .layers import Rotary, Tables
 
 MOST_CHANNELS = 256  # of a head
@@ -198,7 +198,7 @@ class CpuDecoder:
         wanted: set[int],
         is_round: bool = False,
         chooses: bool = False,
-    ) -> tuple[Tensor, dict[int, Tensor]]:
+    ) -> Decoded:
         """As JoinedDecoder.read; mask None: each token sees the slots up to its own."""
         choice = Choice(self.output, self.vocab_size, torch.empty(x.shape[:2], dtype=torch.long)) if chooses else None
         kept = {i: torch.empty_like(x) for i in wanted}
@@ -211,7 +211,7 @@ class CpuDecoder:
             positions = torch.arange(x[..., 0].numel()).view(x.shape[:2])
         ends = {"final_norm": self.final_norm, "choice": choice}
         out = self.layers(x, cache, tables, positions, mask=mask, kept=by_layer, **ends)
-        return out, kept if choice is None else {**kept, BEST: choice.best}
+        return Decoded(out, kept, None if choice is None else choice.best)
 
     def logits(self, post_norm: Tensor) -> Tensor:
         """[..., D] -> [..., V] bf16."""

@@ -25,7 +25,6 @@ from .split_attention import masked_attention
 KNOWN_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 FEWEST_COMPILED = 2**24  # weights: compiling takes seconds, in which a smaller target writes its texts
 NUM_PRODUCTS = 7  # of a layer: queries, keys, values, output, gate, up, down
-BEST = -1  # beside layers
 COMPILES_FROM = "2.11"  # earlier torch cannot compile ahead of time
 
 
@@ -68,6 +67,14 @@ def decodes_joined(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+class Decoded(NamedTuple):
+    """What a decoder reads: post-norm states, and by wanted layer the residual stream that enters it."""
+
+    post_norm: Tensor  # [B, Q, D]
+    entering: dict[int, Tensor]  # each [B, Q, D]
+    best: Tensor | None = None  # [B, Q] the most probable token behind each, where it came with the states
+
+
 class JoinedDecoder:
     """The joined layers of a target; its results are the model's own up to rounding."""
 
@@ -105,14 +112,13 @@ class JoinedDecoder:
         wanted: set[int],
         is_round: bool = False,
         chooses: bool = False,
-    ) -> tuple[Tensor, dict[int, Tensor]]:
+    ) -> Decoded:
         """Read embedded tokens into the slots that `cache.seek` set.
 
         Args:
             x: [B, Q, D]. positions: [B, Q]. mask: [B, 1, Q, P] additive, or None. wanted: layers whose input to keep.
             is_round: forwards of this shape come again and again: the layer is compiled for it.
-            chooses: also give each token's best [B, Q] under BEST, where that costs less here than by itself.
-        Returns: the post-norm states [B, Q, D], and by wanted layer the residual stream that enters it.
+            chooses: also give each token's best, where that costs less here than by itself.
         """
         cos, sin = self.rotary(x, positions)  # [B, Q, H]
         groups = self.sizes.num_heads // self.sizes.num_kv_heads
@@ -127,7 +133,7 @@ class JoinedDecoder:
             keys, values = cache.layer(i, empty, empty).readable_slots(cache.extent)
             layer = self._compiled if is_round and self.compiles else decoder_layer  # one for all layers
             x = layer(x, weights, keys, values, shared, self.sizes)
-        return rms_norm(x, self.final_norm, self.sizes.eps), kept
+        return Decoded(rms_norm(x, self.final_norm, self.sizes.eps), kept)
 
     def logits(self, post_norm: Tensor) -> Tensor:
         """[..., D] -> [..., V]."""
