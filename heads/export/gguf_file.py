@@ -1,6 +1,7 @@
 """A GGUF file as its header says it is: keys, and shapes, types and values of tensors."""
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,13 @@ class GgufFile:
 def read_gguf(path: Path) -> GgufFile:
     """Raises BadInput where it is no GGUF file at all, or the package gguf is missing."""
     check_gguf(path)
+    stat = path.stat()
+    return _read(path, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=4)  # the package takes seconds for a vocabulary, and a command asks for one file several times
+def _read(path: Path, size: int, mtime_ns: int) -> GgufFile:
+    """size, mtime_ns: of the file as it is now, by which another one of the same name is read anew."""
     try:
         from gguf import GGUFReader
     except ImportError as error:

@@ -26,7 +26,7 @@ from headstart.scripts.quickstart.prompts import orders
 from headstart.scripts.target_command import KNOWN, fetch
 
 # LENGTH: a first token and whole rounds of K + 1, so that all drafts can be accepted up to the text's end
-NUM_PROMPTS, LENGTH, K = 32, 25, 3
+NUM_PROMPTS, LENGTH, K = 32, 21, 3
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3, cut vocabulary": ("eagle3", {"start": "fitted", "num_depths": K, "draft_vocab_size": 1024}),
     "eagle3, whole vocabulary": ("eagle3", {"start": "fitted", "num_depths": K}),
