@@ -66,6 +66,7 @@ class _Pass:
         zeros = torch.zeros(batch_size, dtype=torch.long, device=target.device)
         self.state = DecodeState(None, zeros[:, None].clone(), zeros)
         self.keys: list[str | None] = [None] * batch_size  # None: an idle row
+        self.last_read: list[int] = []  # the prompt whose keys and values the reader holds
 
     def run(self, waiting: deque[Asked]) -> Iterator[tuple[str, list[int]]]:
         while True:
@@ -91,7 +92,9 @@ class _Pass:
     def _join(self, row: int, asked: Asked) -> None:
         """Read a prompt alone, and copy its keys, values, first token and what the drafter keeps of it into the row."""
         alone = Texts([asked.prompt], self.max_new_tokens, self.stop)
-        read = prefill(self.reader, alone, self.watch).state
+        # what it shares with the prompt before it, as chat templates begin alike, lies in the reader's cache
+        kept = 0 if self.engine.drafter else min(num_shared(self.last_read, asked.prompt), len(asked.prompt) - 1)
+        read, self.last_read = prefill(self.reader, alone, self.watch, kept=kept).state, asked.prompt
         if not self.engine.cache.is_filled:
             self._fill()
         self.engine.cache.take_row(row, self.reader.cache, 0)
@@ -119,6 +122,11 @@ class _Pass:
         self.keys[row], self.texts.prompts[row], self.texts.new[row] = None, [], []
         self.state.start[row] = 0  # an idle row reads few slots
         return key, tokens
+
+
+def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens with which both begin."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def stacked(rows: Sequence[tuple[Reading, int]], *, num_rows: int) -> Reading:

@@ -111,12 +111,12 @@ class Engine:
         self.no_tokens = torch.zeros(batch_size, 0, dtype=torch.long, device=target.device)
 
     @on_device
-    def prefill(self, tokens: Tensor, num_valid: Tensor) -> tuple[TargetOutput, Tensor]:
-        """Read right-padded prompts [B, T] of num_valid [B] tokens: the states, and each row's first token [B, 1]."""
+    def prefill(self, tokens: Tensor, num_valid: Tensor, *, kept: int = 0) -> tuple[TargetOutput, Tensor]:
+        """States of right-padded prompts [B, T] behind `kept` tokens in the cache; their first tokens [B, 1]."""
         if self.drafts_on_host and self.drafter is not None:  # which keeps the texts of the last batch
             self.state = self.drafter.begin(batch_size=self.batch_size, max_length=self.num_slots)
-        parts, start = [], 0
-        for chunk in tokens.split(PREFILL_CHUNK, 1):
+        parts, start = [], kept
+        for chunk in tokens[:, kept:].split(PREFILL_CHUNK, 1):
             self.extent = start + chunk.shape[1]
             parts.append(self._forward(chunk, self.offsets[start : self.extent].expand_as(chunk)))
             start = self.extent
@@ -125,7 +125,7 @@ class Engine:
             self.history.committed.zero_()
             self.history.add(tokens, num_valid)
         history = None if self.history is None else self.history.committed[:, None]
-        return output, self._chosen(output.at(num_valid - 1), history)
+        return output, self._chosen(output.at(num_valid - 1 - kept), history)
 
     @on_device
     def commit_prompts(self, read: Reading) -> Reading | None:

@@ -252,11 +252,11 @@ class Prefilled(NamedTuple):
     commit_seconds: float
 
 
-def prefill(engine: Engine, texts: Texts, watch: Stopwatch) -> Prefilled:
-    """Read the prompts, right-padded: the target, which chooses each row's first token, then the drafter."""
+def prefill(engine: Engine, texts: Texts, watch: Stopwatch, *, kept: int = 0) -> Prefilled:
+    """Read the prompts: the target, behind `kept` tokens that its cache holds (no drafter then), and the drafter."""
     started = watch.now()
     tokens, num_valid = right_padded(texts.prompts, engine.target.device)
-    output, last = engine.prefill(tokens, num_valid)  # last [B, 1]: committed, not yet read
+    output, last = engine.prefill(tokens, num_valid, kept=kept)  # last [B, 1]: committed, not yet read
     next_tokens = torch.cat([tokens[:, 1:], last], 1).scatter(1, num_valid[:, None] - 1, last)  # [B, T]
     done = texts.commit([0] * len(last), last.tolist(), num_drafted=0)
     done.seconds = done.verify_seconds = watch.now() - started

@@ -29,6 +29,18 @@ def test_answers_are_those_of_generate(target, batch_size):
     assert not waiting
 
 
+def test_what_a_prompt_shares_with_the_one_before_it_is_read_once(target, monkeypatch):
+    """As with chat templates. One prompt is the next one's beginning, one comes twice."""
+    system = [3, 9, 4, 4, 8]
+    prompts = [[*system, 7], [*system, 7, 2, 6], [*system, 7, 2, 6], [*system, 1], [5, *system], system]
+    kept, read = [], continuous.prefill
+    monkeypatch.setattr(continuous, "prefill", lambda *given, **how: kept.append(how["kept"]) or read(*given, **how))
+    waiting = deque(Asked(str(i), prompt) for i, prompt in enumerate(prompts))
+    answers = dict(answer_continuously(target, waiting, batch_size=2, max_new_tokens=14))
+    assert answers == {str(i): alone(target, prompt, max_new_tokens=14) for i, prompt in enumerate(prompts)}
+    assert kept == [0, 6, 7, 5, 0, 0]
+
+
 def test_heads_draft_for_rows_that_join_and_leave_what_they_draft_for_one_alone(head_type, tiny_target, monkeypatch):
     """As many rounds for as many tokens, and the same answers. Six tokens, so that many a guess is right."""
     target = tiny_target("llama", vocab_size=6, eos_token_id=None)
