@@ -57,7 +57,9 @@ def declared(library: ctypes.CDLL) -> ctypes.CDLL:
         "multiply_argmax": product,
         "argmax": [address, number, number, address],
         "normalise_rows": [address, address, address, number, number, ctypes.c_float],
+        "widen": [ctypes.c_bool],
     }
+    library.widen.restype = ctypes.c_bool
     for name, types in arguments.items():
         getattr(library, name).argtypes = types
     return library

@@ -13,6 +13,16 @@ needs_kernels = pytest.mark.skipif(kernels() is None, reason="no products of bf1
 KNOWN = ["llama", "qwen2", "qwen3"]
 
 
+@pytest.fixture(autouse=True, params=[False, True], ids=["pairs", "fp32"])
+def widened(request):
+    """Both ways in which they multiply, of which a processor's maker decides otherwise."""
+    library = kernels()
+    before = library.widen(request.param) if library else None
+    yield
+    if library:
+        library.widen(before)
+
+
 @pytest.fixture(scope="module", params=KNOWN)
 def targets(request, tiny_model):
     """The same weights in fp32, and in bf16 as it decodes on a CPU."""
