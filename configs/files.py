@@ -184,9 +184,14 @@ def is_running(process: int) -> bool:
 
 
 def _sync_folder(path: Path) -> None:
+    """Flush a new folder, whose files others may read as they may read the folder: safetensors keeps them private."""
+    readable = path.stat().st_mode & 0o666
     for folder, _, names in os.walk(path):
         for name in names:
-            _sync(Path(folder, name))
+            file = Path(folder, name)
+            if not file.is_symlink():
+                file.chmod(file.stat().st_mode | readable)
+            _sync(file)
         _sync(Path(folder))
 
 

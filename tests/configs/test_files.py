@@ -120,9 +120,12 @@ def test_permissions_are_those_of_a_plain_write(tmp_path):
         (tmp_path / "plain.txt").write_text("")
         write_text(tmp_path / "whole.txt", "")
         save_folder(tmp_path / "whole", "new")
+        with files.replacing_folder(tmp_path / "tensors") as folder:
+            (folder / "private").touch(mode=0o600)  # as safetensors writes
     finally:
         os.umask(before)
-    for ours, plain in (("whole", "plain"), ("whole.txt", "plain.txt"), ("whole/a", "plain.txt")):
+    pairs = ("whole", "plain"), ("whole.txt", "plain.txt"), ("whole/a", "plain.txt"), ("tensors/private", "plain.txt")
+    for ours, plain in pairs:
         mode, expected = ((tmp_path / name).stat().st_mode for name in (ours, plain))
         assert stat.S_IMODE(mode) == stat.S_IMODE(expected), ours
 
