@@ -84,8 +84,8 @@ class StaticTree:
     def __post_init__(self) -> None:
         known: set[tuple[int, ...]] = {()}
         for path in self.paths:
-            if path[:-1] not in known or (known != {()} and len(path) < max(map(len, known))):
-                raise BadInput(f"tree path {path}: needs its prefix before it, and paths ordered by length")
+            if path in known or path[:-1] not in known or (known != {()} and len(path) < max(map(len, known))):
+                raise BadInput(f"tree path {path}: needs its prefix before it, and distinct paths ordered by length")
             known.add(path)
         if not self.paths:
             raise BadInput("a tree needs at least one node")
