@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...configs.errors import BadInput
+from ...configs.errors import BadInput, first_line
 from ..base import HeadConfig
 from ..export.folder import PROVENANCE
 from ..folder import HeadRecord
@@ -40,7 +40,10 @@ def own_config(config: dict[str, Any], *, plain: type[HeadConfig]) -> HeadConfig
     unknown = sorted(record.head.keys() - {f.name for f in fields(plain)})
     if unknown:
         raise BadInput(f"config keys of another version of Headstart: {unknown}")
-    return plain(**record.head)
+    try:
+        return plain(**record.head)
+    except (TypeError, AttributeError) as error:  # a value of the wrong type
+        raise BadInput(f"config.json: {PROVENANCE}.head: {first_line(error)}") from error
 
 
 def draft_ids(tensors: Tensors, target: Target) -> Tensor | None:

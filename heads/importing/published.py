@@ -42,6 +42,8 @@ def read_all(folder: Path) -> tuple[dict[str, Any], TensorFiles]:
         config = loads(path.read_text())
     except ValueError as error:
         raise BadInput(f"{path}: not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise BadInput(f"{path}: no JSON object")
     stored = read_tensor_files(folder)
     broken = [problem for problem in stored.problems if "not a whole" in problem or "names " in problem]
     if broken:
