@@ -181,7 +181,7 @@ class Backend:
                 self._fill(parameter, key, value)
 
     def _make_room(self, state: Mapping[str, Tensor], *, is_fused: bool) -> None:
-        """Allocate the state of ZeRO's flat partitions, as its first step would: zeros, at the step count of `state`."""
+        """Allocate the state of ZeRO's flat partitions as its first step would: zeros, at the step count of `state`."""
         zero, keys = self.optimizer.optimizer, {entry.rpartition("|")[2]: value for entry, value in state.items()}
         for flat in zero.single_partition_of_fp32_groups if self.is_zero2 else zero.fp32_partitioned_groups_flat:
             room = {key: torch.zeros_like(flat) if value.ndim else value.clone() for key, value in keys.items()}
