@@ -1,4 +1,4 @@
-"""Served traffic as rows to learn from: logs of requests with their responses, of several servers, and chats.
+"""Served traffic as training rows: logs of requests with their responses, of several servers, and chats.
 
 Read are, in a line of JSON each (docs/refit.md has examples):
   request and response   OpenAI's chat completions and completions, under `request` and `response` (`body`, `input`,
@@ -86,7 +86,7 @@ def read_traffic(path: str) -> Traffic:
 
 
 def longest_only(found: list[tuple[Served, Conversation]]) -> list[Served]:
-    """Each conversation once: without rows that are the beginning of another, as logs have one for each turn."""
+    """Each conversation once: logs have a row per turn, so rows that are the beginning of another are left out."""
     begun, kept = set[bytes](), dict[bytes, Served]()
     for _, conversation in found:
         ends = [i for i, (role, _) in enumerate(conversation.turns) if role == "assistant"]
@@ -209,7 +209,7 @@ def row_of(request: Mapping[str, Any], answer: Message | None, origin: str) -> d
 
 
 def first_of(places: list[Any], keys: tuple[str, ...], kinds: tuple[type, ...]) -> Any:
-    """The first value of such a kind under such a key, also in `metadata`."""
+    """The first value under one of `keys` with one of the types `kinds`; `metadata` is searched too."""
     places = [place for place in places if isinstance(place, dict)]
     places += [place["metadata"] for place in places if isinstance(place.get("metadata"), dict)]
     values = (place[key] for place in places for key in keys if key in place)
@@ -234,6 +234,6 @@ def time_of(places: list[Any]) -> float | None:
 
 
 def written(rows: Iterable[Served]) -> str:
-    """Rows as a file of training or of prompts has them."""
+    """Rows as the text of a JSON Lines file of training rows or prompts."""
     lines = ({**each.row, **({"category": each.domain} if each.domain else {})} for each in rows)
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
