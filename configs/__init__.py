@@ -1,2 +1,2 @@
-"""Strict YAML configs (loader.py), errors that a user sees (errors.py), files (files.py, jsonl.py): the lowest floor,
-which knows nothing of heads or training. The YAML and JSON files beside them are shipped with the package."""
+"""Strict YAML configs (loader.py), user-visible errors (errors.py), files (files.py, jsonl.py, owned.py): the lowest
+layer, independent of heads and training. The YAML and JSON files here are shipped with the package."""

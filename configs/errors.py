@@ -19,14 +19,14 @@ class BadInput(ValueError):
 
 
 def printable(text: str, *, kept: str = "") -> str:
-    """A text without characters that a terminal acts on, such as those that open an escape sequence; they are written
-    as in a Python string. kept: those that stay."""
+    """A text with the characters that a terminal acts on, such as ESC, escaped as in a Python string. kept: characters
+    to leave as they are."""
     return ACTING.sub(lambda found: found[0] if found[0] in kept else found[0].encode("unicode_escape").decode(), text)
 
 
 @contextmanager
 def writing_into(folder: str | Path) -> Iterator[None]:
-    """Raises BadInput naming the file, or the folder, where the system refuses to write: a full disk, and its like."""
+    """Turn errors of a full, failing or read-only disk into BadInput that names the file or the folder."""
     try:
         yield
     except Exception as error:

@@ -1,7 +1,7 @@
-"""Writes files and folders whole or not at all; with owned.py the only place that renames, removes or locks on disk.
+"""Writing files and folders atomically; with owned.py the only place that renames, removes or locks on disk.
 
-After a kill or a failure at any point the old or the new one is there, complete. What is being written is beside it,
-as `.NAME.PID.unfinished`; what a kill left of that is removed by the next writer of NAME.
+After a kill or a failure at any point, either the old or the new version exists, complete. The new one is written next
+to it as `.NAME.PID.unfinished`; leftovers of a kill are removed by the next writer of NAME.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)  # by the file system,
 
 
 def cache_root() -> Path:
-    """Where what can be made again is kept: $HEADSTART_CACHE, else ~/.cache/headstart."""
+    """The folder of files that can be recreated: $HEADSTART_CACHE, else ~/.cache/headstart."""
     return Path(os.environ.get("HEADSTART_CACHE") or "~/.cache/headstart").expanduser()
 
 
@@ -43,9 +43,9 @@ def write_json(path: str | Path, value: Any, *, indent: int | None = 2) -> Path:
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """A path beside `path` to write a file to, which takes its place at the end, or is removed after an exception.
+    """A temporary path next to `path` for a new file, which replaces `path` at the end; removed after an exception.
 
-    Folders that are missing above `path` are made.
+    Missing parent folders are created.
     """
     path = Path(path)
     temporary = unfinished(path)
@@ -60,12 +60,12 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(path: str | Path) -> Iterator[Path]:
-    """A new folder beside `path`, which takes its place at the end, or is removed after an exception.
+    """A temporary folder next to `path`, which replaces `path` at the end; removed after an exception.
 
-    The old folder, if any, is exchanged with the new one in one system call, and then removed. A file system without
-    that call needs two, and a kill between them leaves no folder: `restore_folder` then puts back the old one.
+    An old folder is exchanged with the new one in one system call, and then removed. File systems without that call
+    need two renames, and a kill between them leaves no folder: `restore_folder` then restores the old one.
 
-    Raises: NotADirectoryError where `path` is a file.
+    Raises: NotADirectoryError if `path` is a file.
     """
     path = Path(path)
     restore_folder(path)
@@ -89,9 +89,9 @@ def replacing_folder(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(path: str | Path) -> Iterator[Path]:
-    """A new folder beside `path`, which takes its place at the end, or is removed after an exception.
+    """A temporary folder, which is renamed to `path` at the end; removed after an exception.
 
-    Raises: BadInput where `path` exists, before or by then, or no folder can be made there.
+    Raises: BadInput if `path` exists, before or at the end, or the folder cannot be created.
     """
     path = Path(path).expanduser()
     if path.exists() or path.is_symlink():
@@ -114,7 +114,7 @@ def new_folder(path: str | Path) -> Iterator[Path]:
 
 
 def restore_folder(path: str | Path) -> None:
-    """Puts back the old folder where a kill came between the two steps of `replacing_folder`. Its readers call this."""
+    """Restore the old folder after a kill between the two renames of `replacing_folder`. Readers call this first."""
     path = Path(path)
     if path.exists():
         shutil.rmtree(_replaced(path), ignore_errors=True)
@@ -123,7 +123,7 @@ def restore_folder(path: str | Path) -> None:
 
 
 def remove(path: str | Path) -> None:
-    """Removes a file or a folder, if it is there; a folder is gone at once, and never half there."""
+    """Remove a file or a folder, if it exists; a folder disappears atomically."""
     path = Path(path)
     with suppress(FileNotFoundError, NotADirectoryError):
         if path.is_dir() and not path.is_symlink():
@@ -135,7 +135,7 @@ def remove(path: str | Path) -> None:
 
 
 def remove_unfinished(folder: str | Path, name: str | None = None) -> None:
-    """Removes from a folder what killed processes left there unfinished; name: of this file or folder alone."""
+    """Remove unfinished files that killed processes left in a folder; name: only those of this file or folder."""
     for path in Path(folder).iterdir() if Path(folder).is_dir() else ():
         match = re.fullmatch(r"\.(.+)\.(\d+)\.unfinished", path.name)
         if match and name in (None, match[1]) and not is_running(int(match[2])):
@@ -143,9 +143,9 @@ def remove_unfinished(folder: str | Path, name: str | None = None) -> None:
 
 
 def locked(path: str | Path) -> BinaryIO:
-    """A file opened to read and append, made if missing, and locked until it is closed or the process ends.
+    """A file opened for reading and appending, created if missing, and locked until it is closed or the process ends.
 
-    For use in a `with` statement, or to be closed. Raises BadInput where another process has it.
+    The caller closes it. Raises BadInput if another process has locked it.
     """
     file = Path(path).open("a+b")
     try:
@@ -157,7 +157,7 @@ def locked(path: str | Path) -> BinaryIO:
 
 
 def unfinished(path: Path) -> Path:
-    """Where this process writes what is to be `path`; nothing is there. Folders that are missing above it are made."""
+    """The temporary path at which this process writes `path`; it does not exist. Missing parent folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_unfinished(path.parent, path.name)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
@@ -196,7 +196,7 @@ def _sync_folder(path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """The file or folder is on the disk when this returns."""
+    """Flush a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -208,7 +208,7 @@ def _sync(path: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Gives two paths on one file system each other's name at once; False where the system cannot."""
+    """Atomically exchange two paths on one file system; returns False if the system does not support it."""
     library = ctypes.CDLL(None, use_errno=True)
     names = os.fsencode(first), os.fsencode(second)
     try:

@@ -1,4 +1,4 @@
-"""Reads JSON Lines files, plain or gzipped, and says in which file and line a fault is."""
+"""Reading JSON Lines files, plain or gzipped, with errors that name file and line."""
 
 import gzip
 import json
@@ -49,7 +49,7 @@ def iter_jsonl(
 
 
 def loads(text: str | bytes) -> Any:
-    """`json.loads`, with a ValueError of one line on whatever it does not take."""
+    """`json.loads`, but every failure is a ValueError with a one-line message."""
     try:
         return json.loads(text)
     except (json.JSONDecodeError, UnicodeDecodeError):
@@ -62,7 +62,7 @@ def loads(text: str | bytes) -> Any:
 
 @contextmanager
 def naming_faults(row: Mapping[str, Any], origin: str) -> Iterator[None]:
-    """Makes of an exception BadInput that opens with the origin, where the row holds what no text can."""
+    """Turn an exception into BadInput that names the origin, if the row itself cannot be encoded as UTF-8 JSON."""
     try:
         yield
     except Exception as error:

@@ -80,11 +80,11 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Replacing(dict):
-    """A mapping that takes the place of the one below it instead of being merged into it."""
+    """A mapping that replaces the one of the base file instead of being merged into it."""
 
 
 class _OneKeyOnceLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice in one mapping, where PyYAML silently takes the last."""
+    """SafeLoader that rejects duplicate keys in a mapping, of which PyYAML silently takes the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = set()

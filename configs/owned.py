@@ -1,8 +1,8 @@
-"""Output folders that a command fills: made with a marker of what they are, locked while a process writes into them.
+"""Output folders of commands: they have a marker file with command and settings, and a lock while they are written.
 
-A folder is made with its marker and its lock in one rename, so that it is never there without them. The lock is the
-system's (`flock`), which ends with the process, however that ends; its file names the holder. Where a file system has
-no such locks, that name decides: a holder that runs, or is on another host, keeps others out.
+A folder is created together with its marker and its lock in one rename. The lock is the system's (`flock`), which ends
+with the process in any case; the lock file names its holder. On file systems without such locks the name decides: the
+folder is in use if the holder is running, or is on another host.
 """
 
 import errno
@@ -21,24 +21,24 @@ from .errors import BadInput
 from .files import UNSUPPORTED, is_running, remove, unfinished, write_json
 
 MARKER, LOCK = ".headstart.json", ".headstart.lock"
-_held: set[BinaryIO] = set()  # the lock files of this process, which its forks must not hold
+_held: set[BinaryIO] = set()  # the lock files of this process, which forked children must not keep locked
 
 
 class OwnedFolder:
-    """A folder that this process alone writes, from here to the end of the `with` block.
+    """A folder that only this process writes, from here to the end of the `with` block.
 
-    A folder that is not there is made, also those above it; an empty one is taken. On an exception a folder that was
-    made here is removed, and an empty one is empty again, unless `keep` was called; any other is left as it is.
+    A missing folder is created, with its parents; an empty one is accepted. After an exception a folder that was
+    created here is removed, and an empty one emptied again, unless `keep` was called; any other stays as it is.
 
-    path: with `~` resolved. is_new: it was not there, or empty.
+    path: with `~` expanded. is_new: whether it was missing or empty.
 
-    Raises: BadInput, before anything is written, where another process holds it, where it was made by another command,
-    or holds files but no marker; and where it cannot be made or written.
+    Raises: BadInput, before anything is written, if another process holds it, another command made it, or it has files
+    but no marker; and if it cannot be created or written.
     """
 
     def __init__(self, path: str | Path, *, command: str, settings: Mapping[str, Any] | None = None):
-        """command: `headstart eval`. settings: what it was given, as JSON; of a folder that is there, those of its
-        marker stay until `record`."""
+        """Args: command: such as `headstart eval`. settings: its settings, as JSON; an existing marker keeps its own
+        until `record`."""
         self.path, self.command = Path(path).expanduser(), command
         self.is_new = self._is_kept = self._was_there = False
         try:
@@ -48,16 +48,16 @@ class OwnedFolder:
             raise BadInput(f"{path}: {error.strerror or error}") from error
 
     def keep(self) -> None:
-        """From here on a failure leaves the folder: the same command goes on with it."""
+        """From now on keep the folder after a failure, so that the same command can resume in it."""
         self._is_kept = True
 
     def record(self, settings: Mapping[str, Any]) -> None:
-        """What the folder is of from now on."""
+        """Replace the settings in the folder's marker."""
         self.settings = _plain(settings)
         _mark(self.path, self.command, self.settings)
 
     def check_settings(self, settings: Mapping[str, Any], *, finished: str, overwrite: bool) -> None:
-        """Raises BadInput where the file `finished` is there, made with other settings, and is not to be replaced."""
+        """Raises BadInput if the file `finished` is there, made with other settings, and is not to be replaced."""
         now, before = _plain(settings), self.settings
         key = next((key for key in [*now, *before] if now.get(key) != before.get(key)), None)
         if (self.path / finished).exists() and key is not None and not overwrite:
@@ -66,7 +66,7 @@ class OwnedFolder:
             raise BadInput(f"{self.path}: {problem}; --overwrite replaces it, or give a new folder")
 
     def close(self) -> None:
-        """Lets others have it."""
+        """Release the lock."""
         with suppress(OSError):
             self._lock.truncate(0)
         _held.discard(self._lock)
@@ -100,7 +100,7 @@ class OwnedFolder:
         raise FileNotFoundError(errno.ENOENT, "cannot be made")
 
     def _make(self, settings: Mapping[str, Any]) -> BinaryIO | None:
-        """The lock of a folder that is made now; None where another process was faster."""
+        """The lock of a folder that is made now; None if another process was faster."""
         temporary = unfinished(self.path.with_name(f"{self.path.name}.{platform.node()}"))  # no other host's
         temporary.mkdir()
         lock = None
@@ -121,7 +121,7 @@ class OwnedFolder:
 
 
 def check_owner(path: str | Path, *, command: str) -> None:
-    """Raises BadInput where a folder is not one that `command` may write into: a file, not ours, or another command's.
+    """Raises BadInput if a folder is not one that `command` may write into: a file, not ours, or another command's.
     Writes nothing."""
     path = Path(path).expanduser()
     if path.is_symlink() and not path.exists():
@@ -154,12 +154,12 @@ def _mark(path: Path, command: str, settings: Mapping[str, Any]) -> None:
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """As JSON gives it back."""
+    """The settings after a round trip through JSON."""
     return json.loads(json.dumps(dict(settings), default=str))
 
 
 def _locked(folder: Path, command: str) -> BinaryIO:
-    """The lock file of a folder that is there, locked, with this process's name in it. BadInput: another one has it."""
+    """Lock an existing folder; the lock file names this process. Raises BadInput if another process has the lock."""
     path = folder / LOCK
     while True:
         file = path.open("a+b")
@@ -189,7 +189,7 @@ def _locked(folder: Path, command: str) -> BinaryIO:
 
 
 def _holder(file: BinaryIO) -> dict[str, Any]:
-    """Who a lock file names; empty where it names nobody."""
+    """The holder named in a lock file; empty if there is none."""
     file.seek(0)
     try:
         return json.loads(file.read())
@@ -198,13 +198,13 @@ def _holder(file: BinaryIO) -> dict[str, Any]:
 
 
 def _is_held(file: BinaryIO) -> bool:
-    """By what the file says, where there are no locks."""
+    """Whether the named holder still has the folder, on file systems without locks."""
     holder = _holder(file)
     return bool(holder) and (holder["host"] != platform.node() or is_running(holder["pid"]))
 
 
 def _leave_to_parent() -> None:
-    """In a fork: a worker that outlives its parent keeps nobody out."""
+    """In a forked child: close inherited locks, so that a worker that outlives its parent does not block others."""
     while _held:
         _held.pop().close()
 

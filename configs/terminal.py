@@ -1,4 +1,4 @@
-"""What commands print through: names and rows are shown as they are, and cannot act on the terminal."""
+"""The console of all commands: texts are shown literally and cannot control the terminal."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from .errors import printable
 
 
 class PlainConsole(Console):
-    """rich's, where brackets in a text are no markup, and control characters are written out."""
+    """rich's Console without markup, and with control characters escaped."""
 
     def __init__(self, **settings: Any):
         super().__init__(**{"markup": False, "emoji": False, **settings})

@@ -1,4 +1,4 @@
-"""The `data:` section of a run: which rows, what of them is supervised, and how they are laid out in batches."""
+"""The `data:` section of a run: which rows to read, which tokens to supervise, and how to form batches."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -13,18 +13,18 @@ TURNS = ("all", "last")  # assistant turns of a conversation
 
 @dataclass(kw_only=True)
 class DataConfig:
-    """Where training rows come from and what becomes of them."""
+    """Which rows to train on, which of their tokens are supervised, and how batches are formed."""
 
     train: str | list[str | dict[str, Any]]  # a source or several, see sources.py: a file, a hub name, or a mapping
     validation: str | list[str | dict[str, Any]] | None = None
     num_rows: int | None = None  # the first rows of `train`, over all its sources; None: all
     max_length: int = 2048  # tokens of a row
-    too_long: str = "cut"  # a row with more is `cut` on the right, `split` into pieces (traces.py), or is `drop`ped
+    too_long: str = "cut"  # longer rows: `cut` on the right, `split` into pieces (traces.py), or `drop`
     turns: str = "all"  # supervise `all` assistant turns, or the `last`
     supervised: list[str] = field(default_factory=lambda: ["think", "answer"])  # segments
     segment_weights: dict[str, float] = field(default_factory=dict)  # of a supervised token in the loss; default: 1
-    think_markers: list[str] | None = None  # what opens and closes a trace; None: as in the tokenizer or its template
-    layout: str = "padded"  # or `bucketed`, by similar length; or `packed`, several in a row without seeing each other
+    think_markers: list[str] | None = None  # opening and closing text of a trace; None: from the tokenizer or template
+    layout: str = "padded"  # `padded`, `bucketed` (rows of similar length) or `packed` (several isolated samples a row)
     features: LocalPath | None = None  # a folder of `headstart data extract` on the same rows; None: the target runs
     num_workers: int = 1  # processes that render and tokenise rows; the samples do not depend on it
 

@@ -18,7 +18,7 @@ SIZE_CATEGORIES = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_0
 
 @dataclass
 class RowCounts:
-    """What became of rows."""
+    """How many rows were read, kept and dropped."""
 
     read: int
     kept: int
@@ -27,7 +27,7 @@ class RowCounts:
 
 @dataclass
 class SplitCounts:
-    """What a split's file holds."""
+    """Contents of a split's file."""
 
     rows: int = 0
     turns: int = 0
@@ -42,10 +42,10 @@ COUNTED = [field.name for field in fields(SplitCounts) if field.name != "sha256"
 
 @dataclass
 class Card(RowCounts):
-    """A prepared data set, as card.json has it."""
+    """The contents of a prepared data set's card.json."""
 
     sources: dict[str, RowCounts]
-    examples: dict[str, list[str]]  # where some of the rows stood that were dropped, by reason
+    examples: dict[str, list[str]]  # the origins of some dropped rows, by reason
     splits: dict[str, SplitCounts]
     files: dict[str, int]  # the local files that were read, with their bytes
     config: dict[str, Any]
@@ -75,7 +75,7 @@ class SplitFile:
 
 
 def read_card(output: Path) -> Card | None:
-    """The card of a data set that is there; None where there is none. BadInput: it is damaged."""
+    """The card of a data set that is there; None if there is none. BadInput: it is damaged."""
     if not (output / "card.json").exists():
         return None
     try:
@@ -138,7 +138,7 @@ def write_card(folder: Path, card: Card, *, name: str) -> None:
 
 
 def _table(header: list[str], rows: Sequence[list[Any]]) -> str:
-    """A Markdown table; numbers with thousands apart."""
+    """A Markdown table; integers with thousands separators."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)]]
     lines += [[f"{cell:,}" if isinstance(cell, int) else str(cell).replace("|", r"\|") for cell in row] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

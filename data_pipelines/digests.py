@@ -5,8 +5,8 @@ EMPTY = bytes(SIZE)
 
 
 class Digests:
-    """Digests of 16 bytes in one block of memory, hashed to their slots: 21 to 43 bytes a digest, while it grows half
-    as much again. (A Python set of them takes 100 and more.) All-zero is no digest."""
+    """Open-addressing hash set of 16-byte digests: 21 to 43 bytes of memory per digest, and 1.5 times that while the
+    table grows. (A Python set takes over 100.) All-zero bytes mark an empty slot and are not a valid digest."""
 
     def __init__(self) -> None:
         self._num_slots = 1024
@@ -17,7 +17,7 @@ class Digests:
         return self._count
 
     def add(self, digest: bytes) -> bool:
-        """Whether it is new; if so, it is kept."""
+        """Add the digest. Returns whether it was new."""
         assert len(digest) == SIZE and digest != EMPTY
         start = self._slot(digest)
         if self._table[start : start + SIZE] == digest:
@@ -29,7 +29,7 @@ class Digests:
         return True
 
     def _slot(self, digest: bytes) -> int:
-        """Where the digest is, or would be put."""
+        """The byte offset at which the digest is, or at which it would be inserted."""
         slot = int.from_bytes(digest[:8], "little") % self._num_slots
         while (there := self._table[slot * SIZE : slot * SIZE + SIZE]) != EMPTY and there != digest:
             slot = (slot + 1) % self._num_slots

@@ -1,4 +1,4 @@
-"""What a conversation can be dropped for, by the names that the counts have."""
+"""The filters that can drop a conversation; their names are the reasons in the counts of dropped rows."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from itertools import pairwise
 from ..configs.errors import BadInput
 from .row_shapes import Conversation
 
-BAD_CHARACTERS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufffd]")  # control, and what stands for no character
+BAD_CHARACTERS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufffd]")  # control and replacement characters
 PIECES = re.compile(r"\w{1,8}|[^\w\s]")  # words; a script without spaces, or `aaaaaa...`, in pieces
 RUN = 8  # pieces
 FEW = 64  # pieces, or characters: a shorter answer may repeat itself by chance

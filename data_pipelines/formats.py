@@ -11,7 +11,7 @@ from ..configs.jsonl import iter_jsonl, loads
 LOCAL_FORMATS = ".jsonl, .jsonl.gz, .json (a list), .parquet, .arrow"
 ROWS_AT_A_TIME = 256  # of a column format
 
-LocatedRows = Iterator[tuple[dict[str, Any], str]]  # each row, and where it stands
+LocatedRows = Iterator[tuple[dict[str, Any], str]]  # (row, its origin such as `train.jsonl:17`)
 Reader = Callable[[Path], LocatedRows]
 
 

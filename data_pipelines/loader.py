@@ -39,7 +39,7 @@ class BatchPlan:
         return self.sequence.num_samples_before(row) / len(self.sequence.lengths)
 
     def padding(self, *, num_batches: int = 16) -> float:
-        """The share of the first batches' positions that holds nothing, 0..1."""
+        """The share of padding among the positions of the first `num_batches` batches, 0..1."""
         filled = positions = 0
         for number in range(num_batches):
             lengths = [int(self.sequence.lengths[row].sum()) for row in self.rows(number)]
@@ -49,7 +49,7 @@ class BatchPlan:
 
 @dataclass
 class TrainingBatch:
-    """Rows on a device, with what was stored of the target's states: `output` None means that the target has to run.
+    """Rows on a device, with the target's stored states; `output` None means that the target has to run.
 
     Fields as in `heads.base.DraftBatch`. num_tokens: without padding.
     """
@@ -70,7 +70,7 @@ class TrainingBatch:
         return replace(self, **tensors, output=output)
 
     def filled(self, read: Callable[..., TargetOutput]) -> DraftBatch:
-        """What a head's loss takes. read(input_ids, documents=...): the live target, where no states are stored."""
+        """The input of a head's loss. read(input_ids, documents=...): runs the target; used if no states are stored."""
         output = self.output or read(self.input_ids, documents=self.documents)
         return DraftBatch(self.input_ids, self.loss_mask, output, self.weights, self.documents)
 
@@ -78,10 +78,10 @@ class TrainingBatch:
 def collate(
     rows: Sequence[Sequence[StoredSample]], *, segment_weights: Mapping[str, float] | None = None
 ) -> TrainingBatch:
-    """Samples laid into rows [B, T], padded on the right to the longest row.
+    """Samples placed into rows [B, T], padded on the right to the longest row.
 
-    Where a row holds several samples, none sees another. The first token of each is not supervised: there is nothing
-    before it to draft it from. `segment_weights`: by segment; not named: 1.
+    Samples that share a row do not attend to each other. The first token of each is not supervised: nothing precedes
+    it from which to draft it. `segment_weights`: loss weight by segment; 1 for segments not named.
     """
     lengths = [[len(stored.sample) for stored in row] for row in rows]
     shape = len(rows), max(sum(row) for row in lengths)

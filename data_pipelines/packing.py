@@ -1,8 +1,8 @@
-"""Which samples lie in which row of which batch: an endless sequence of rows, as a pure function of the seed.
+"""Assigns samples to rows: an endless sequence of rows, as a pure function of the seed.
 
-Samples come from one permutation per epoch. Laid out `padded`, a row is a sample. `bucketed`, rows are put next to
-others of like length; `packed`, a row holds as many samples as fit. Both look at a window of samples at a time, so that
-the order stays random and nothing is ever sorted whole.
+Samples come in a new permutation each epoch. `padded`: one sample per row. `bucketed`: one sample per row, rows of
+similar length next to each other. `packed`: as many samples per row as fit. The latter two arrange one window of
+samples at a time, so that the order stays random and the data set is never sorted as a whole.
 """
 
 from bisect import bisect_left, insort
@@ -18,10 +18,10 @@ Row = list[int]  # the samples of one row, by index
 
 
 class RowSequence:
-    """Rows 0, 1, 2, ... without end. Each call with the same arguments gives the same rows, in any order of asking.
+    """Rows 0, 1, 2, ... without end. The same arguments give the same rows, in whatever order they are read.
 
-    lengths: [num_samples] tokens of each sample. block: rows that one batch takes over all ranks: when bucketed, those
-    of like length. capacity: tokens of a packed row; no sample is longer.
+    lengths: [num_samples] tokens of each sample. block: rows of a batch over all ranks; when bucketed, these have
+    similar lengths. capacity: tokens of a packed row; no sample is longer.
     """
 
     def __init__(self, lengths: np.ndarray, *, layout: str, seed: int, block: int = 1, capacity: int = 0):

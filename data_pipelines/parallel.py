@@ -1,4 +1,4 @@
-"""Work on many rows by processes or by a thread, in order, with a bounded number of items under way."""
+"""Maps a function over many rows, by processes or by a thread, in order and with a bounded number of pending items."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 U = TypeVar("U")
 
-ROWS_AT_A_TIME = 256  # that go to a worker
+ROWS_AT_A_TIME = 256  # sent to a worker in one chunk
 
 
 def chunks(items: Iterable[T], *, size: int | None = None) -> Iterator[list[T]]:
@@ -20,8 +20,8 @@ def chunks(items: Iterable[T], *, size: int | None = None) -> Iterator[list[T]]:
 
 
 def in_order(function: Callable[[T], U], items: Iterable[T], *, num_workers: int) -> Iterator[U]:
-    """function of each item, in order; with one worker in this process, else some items go to a worker at a time.
-    Exceptions come in the order of the items."""
+    """function(item) for each item, in order. One worker: in this process; more: in that many processes, in chunks.
+    An exception is raised at its item's place in the order."""
     if num_workers == 1:
         yield from map(function, items)
         return
@@ -31,7 +31,8 @@ def in_order(function: Callable[[T], U], items: Iterable[T], *, num_workers: int
 
 
 def read_ahead(function: Callable[[T], U], items: Iterable[T], *, depth: int = 2) -> Iterator[U]:
-    """function of each item, in order, `depth` of them computed ahead in one thread; exceptions come in order."""
+    """function(item) for each item, in order, computed up to `depth` items ahead in one thread. An exception is raised
+    at its item's place in the order."""
     with ThreadPoolExecutor(1, thread_name_prefix="read_ahead") as thread:
         yield from _results(thread, function, items, ahead=depth)
 
@@ -50,7 +51,7 @@ def _results(pool: Executor, function: Callable[[T], U], items: Iterable[T], *, 
             future.cancel()
 
 
-_taken: list[Callable[[Any], Any]] = []  # in a worker: its function, sent once, with what may be large in it
+_taken: list[Callable[[Any], Any]] = []  # in a worker: its function, sent only once since it may hold large objects
 
 
 def _take(function: Callable[[Any], Any]) -> None:

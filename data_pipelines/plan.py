@@ -26,7 +26,7 @@ from .storage.shards import PROGRESS, Shards, ShardWriter
 
 NUM_SHARDS = 8  # that a measured sample is written in
 NUM_PASSES = 3  # that count
-EXTRACTED = 1.5  # forwards of the target that extraction in one dtype, and reading what it wrote, take about
+EXTRACTED = 1.5  # approximate time of extracting in one dtype and reading it back, in forwards of the target
 SURVEY_SHARE = 0.3  # of the time, for encoding and counting rows
 NUM_PROBED = 32  # rows that are encoded to see how long that takes
 
@@ -40,7 +40,7 @@ class Survey:
     num_supervised_tokens: int = 0
     num_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STORAGE, 0))  # of extraction, by dtype
     drawn: list[Sample] = field(default_factory=list)
-    every: int = 1  # of so many rows one was looked at, and the numbers are that many times what was found
+    every: int = 1  # every Nth row was counted, and the numbers are scaled by N
 
     def of_all(self, every: int) -> "Survey":
         """What it says of all rows, where it saw one of so many."""
@@ -260,7 +260,7 @@ class Comparison:
     spread: float  # of the timed passes, the largest: (slowest - fastest) / mean
     num_measured_tokens: int
     num_passes: int  # over them that counted, the fewest of any storage dtype
-    one_row_of: int  # rows that were counted: one of so many, where all would not fit the time
+    one_row_of: int  # N: every Nth row was counted; above 1 if counting all would exceed the time
     online: Online
     extracted: list[Extracted]
 

@@ -135,7 +135,7 @@ def prepared_before(config: PrepareConfig) -> Card | None:
 
 
 class _Tally:
-    """Rows read, kept and dropped, by source and reason, and where some of the dropped stood."""
+    """Rows read, kept and dropped, by source and reason, with the origins of some dropped rows."""
 
     def __init__(self, sources: list[str]):
         for source in sources:
@@ -171,7 +171,7 @@ def _row_counts(counts: Counter[str]) -> RowCounts:
 
 
 def judge(row: Row, config: PrepareConfig) -> JudgedRow:
-    """What a row becomes, without regard to the others: the work that processes share."""
+    """Judges and converts a row independently of the others, so that processes can share the work."""
     judged = JudgedRow(source=row.source, origin=row.origin, epoch=row.epoch)
     try:
         conversation = conversation_of(row, as_messages=config.as_messages)
@@ -205,7 +205,7 @@ def judge(row: Row, config: PrepareConfig) -> JudgedRow:
 def _reason_beside_others(
     row: JudgedRow, config: PrepareConfig, is_validation: bool, excluded: frozenset[bytes], digests: Digests
 ) -> str | None:
-    """What a row is dropped for beside other rows. Later epochs repeat the rows of the first, but for validation."""
+    """Why a row is dropped in view of earlier rows. Later epochs repeat the first one's rows, except for validation."""
     if row.question in excluded:
         return "excluded"
     if row.epoch and is_validation:

@@ -28,7 +28,7 @@ class Conversation:
 
     @property
     def answers(self) -> Iterator[str]:
-        """What a head would learn to draft."""
+        """The texts that a head would learn to draft."""
         return (text for role, text in self.turns if role in ("assistant", "text"))
 
     @cached_property
@@ -102,7 +102,7 @@ def known_keys(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answer_in(data: Mapping[str, Any]) -> Any:
-    """The answer to a prompt or an instruction, under any of its keys; None where there is none."""
+    """The answer to a prompt or an instruction, under any of its keys; None if there is none."""
     return next((data[key] for key in ("response", "completion", "output") if key in data), None)
 
 

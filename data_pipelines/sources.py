@@ -16,7 +16,7 @@ from .formats import LOCAL_FORMATS, is_known, one_line, read_file
 from .mixture import UNTIL, interleave
 
 Spec = str | Mapping[str, Any]  # a source as a config has it
-BESIDE_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # by datasets' save_to_disk
+BESIDE_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # metadata files of datasets' save_to_disk
 HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*/[\w.-]+)(@(?P<config>[^:]+))?(:(?P<split>.+))?")
 
 

@@ -1,4 +1,4 @@
-"""Served traffic as rows to learn from: logs of requests with their responses, of several servers, and chats.
+"""Served traffic as training rows: logs of requests with their responses, of several servers, and chats.
 
 Read are, in a line of JSON each (docs/refit.md has examples):
   request and response   OpenAI's chat completions and completions, under `request` and `response` (`body`, `input`,
@@ -26,7 +26,8 @@ TIME_KEYS = ("timestamp", "created", "created_at", "time", "ts")
 DOMAIN_KEYS = ("category", "domain")  # as in prompt files
 CUT = ("length", "limit", "max_tokens")  # finish reasons of an answer that was cut
 YEAR = 365 * 86_400.0  # seconds
-MOST_YEARS = 1000  # since 1970; what is beyond is counted in smaller units
+MOST_YEARS = 1000  # since 1970; larger times are in smaller units
+LATEST_NUMBER = 1e9 * MOST_YEARS * YEAR  # in nanoseconds; no time is larger
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class Served:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a file holds. unread: rows that are none of it, by the reason and an example. repeated: rows that say the
-    same as another, or the beginning of it."""
+    """Contents of a file. unread: rows that could not be read, by reason, with an example. repeated: rows equal to
+    another row or to its beginning."""
 
     rows: list[Served]
     unread: dict[str, int]
@@ -64,7 +65,7 @@ class Traffic:
 
 
 def read_traffic(path: str) -> Traffic:
-    """Raises BadInput where no row of the file can be read."""
+    """Raises BadInput if no row of the file can be read."""
     found: list[tuple[Served, Conversation]] = []
     unread: dict[str, int] = {}
 
@@ -85,7 +86,7 @@ def read_traffic(path: str) -> Traffic:
 
 
 def longest_only(found: list[tuple[Served, Conversation]]) -> list[Served]:
-    """Each conversation once: without rows that are the beginning of another, as logs have one for each turn."""
+    """Each conversation once: logs have a row per turn, so rows that are the beginning of another are left out."""
     begun, kept = set[bytes](), dict[bytes, Served]()
     for _, conversation in found:
         ends = [i for i, (role, _) in enumerate(conversation.turns) if role == "assistant"]
@@ -121,7 +122,7 @@ def served(data: Mapping[str, Any], origin: str) -> tuple[Served, Conversation]:
 
 
 def part(data: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
-    """What is under the first of these keys, read where it is JSON in a text; None where there is none."""
+    """What is under the first of these keys, read where it is JSON in a text; None if there is none."""
     value = next((data[key] for key in keys if key in data), None)
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
@@ -141,7 +142,7 @@ def is_response(value: Any) -> bool:
 def answer_of(response: Any, origin: str) -> tuple[Message | None, str | None]:
     """The assistant's message and why it ended; None where `response` is a chat that holds the answer itself.
 
-    Raises BadInput where there is none.
+    Raises BadInput if there is none.
     """
     if isinstance(response, str) and response.lstrip().startswith("data:"):
         events = [line.strip()[5:].strip() for line in response.splitlines() if line.strip().startswith("data:")]
@@ -187,7 +188,7 @@ def joined(chunks: list[dict[str, Any]], origin: str) -> tuple[Message, str | No
 
 
 def row_of(request: Mapping[str, Any], answer: Message | None, origin: str) -> dict[str, Any]:
-    """A request and its answer as a row of training. Raises BadInput where there is no request."""
+    """A request and its answer as a row of training. Raises BadInput if there is no request."""
     tools = {"tools": request["tools"]} if request.get("tools") else {}
     turns = request.get("messages", request.get("conversations"))
     if turns is not None:
@@ -208,7 +209,7 @@ def row_of(request: Mapping[str, Any], answer: Message | None, origin: str) -> d
 
 
 def first_of(places: list[Any], keys: tuple[str, ...], kinds: tuple[type, ...]) -> Any:
-    """The first value of such a kind under such a key, also in `metadata`."""
+    """The first value under one of `keys` with one of the types `kinds`; `metadata` is searched too."""
     places = [place for place in places if isinstance(place, dict)]
     places += [place["metadata"] for place in places if isinstance(place.get("metadata"), dict)]
     values = (place[key] for place in places for key in keys if key in place)
@@ -225,12 +226,14 @@ def time_of(places: list[Any]) -> float | None:
             return None
         if isinstance(value, datetime):
             value = (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
-    while value is not None and value > MOST_YEARS * YEAR:
+    if value is None or not 0 < value < LATEST_NUMBER:
+        return None
+    while value > MOST_YEARS * YEAR:
         value /= 1000
-    return value if value is not None and value > 0 else None
+    return value
 
 
 def written(rows: Iterable[Served]) -> str:
-    """Rows as a file of training or of prompts has them."""
+    """Rows as the text of a JSON Lines file of training rows or prompts."""
     lines = ({**each.row, **({"category": each.domain} if each.domain else {})} for each in rows)
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

@@ -1,4 +1,4 @@
-"""Continuous batching of answers: a row that ends makes room for the next prompt, which is read alone and joins."""
+"""Continuous batching: when a row ends, the next prompt is read by itself and takes its place in the batch."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from .replay import Stopwatch
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt that waits for its answer. key: by which the answer is told."""
+    """A prompt that waits for its answer. key: identifies the answer."""
 
     key: str
     prompt: list[int]
@@ -33,25 +33,25 @@ def answer_continuously(
     stop: Stop | None = None,
     drafter: Drafter | None = None,
 ) -> Iterator[tuple[str, list[int]]]:
-    """Greedy answers, as they end: the same as `generate` gives each prompt alone, up to rounding.
+    """Greedy answers in the order in which they end, equal to those of `generate` for each prompt alone up to rounding.
 
     Args:
-        waiting: what is asked, emptied as it is answered; the caller may append while it takes answers.
+        waiting: the queue of prompts, which is emptied; the caller may append to it while it iterates.
         batch_size: rows that decode together.
         max_new_tokens: per answer.
-        drafter: drafts chains of its own default length; the answers stay the same.
+        drafter: drafts chains of its default length, which does not change the answers.
 
     Yields: the key and the new tokens of each.
     """
     while waiting:
-        # no row of this pass needs more slots; what is appended later and is longer waits for the next pass
+        # sets the capacity of this pass; longer prompts that are appended later wait for the next pass
         longest = max(len(asked.prompt) for asked in waiting)
         num_rows = min(batch_size, len(waiting))
         yield from _Pass(target, drafter, longest, num_rows, max_new_tokens, stop or Stop.of(target)).run(waiting)
 
 
 class _Pass:
-    """One batch of fixed capacity, from when its first row joins until no row is left that fits it."""
+    """One batch of fixed capacity, run until no waiting prompt fits into it."""
 
     def __init__(
         self, target: Target, drafter: Drafter | None, longest: int, batch_size: int, max_new_tokens: int, stop: Stop
@@ -90,7 +90,7 @@ class _Pass:
         return None
 
     def _join(self, row: int, asked: Asked) -> None:
-        """Read a prompt alone, and copy its keys, values, first token and what the drafter keeps of it into the row."""
+        """Read a prompt by itself, and copy its keys, values, first token and the drafter's state into a row."""
         alone = Texts([asked.prompt], self.max_new_tokens, self.stop)
         # what it shares with the prompt before it, as chat templates begin alike, lies in the reader's cache
         kept = 0 if self.engine.drafter else min(num_shared(self.last_read, asked.prompt), len(asked.prompt) - 1)
@@ -109,7 +109,7 @@ class _Pass:
         self.texts.ended[row], self.keys[row] = alone.ended[0], asked.key
 
     def _fill(self) -> None:
-        """Caches come into being with a batch's first forwards."""
+        """Run one round on dummy rows, as the caches are allocated by a batch's first forwards."""
         if self.engine.drafter is None:
             run_round(self.engine, self.texts, self.state, self.watch)
             return
@@ -130,9 +130,9 @@ def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def stacked(rows: Sequence[tuple[Reading, int]], *, num_rows: int) -> Reading:
-    """These rows of readings, and idle ones behind them up to num_rows.
+    """A Reading of num_rows rows: the given rows of other Readings, then idle ones.
 
-    Of drafters on the host, prompts are wider than rounds: what is narrower is padded.
+    Narrower readings are padded: for drafters on the host, prompts are wider than rounds.
     """
     width = max(read.tokens.shape[1] for read, _ in rows)
 
@@ -153,10 +153,10 @@ def stacked(rows: Sequence[tuple[Reading, int]], *, num_rows: int) -> Reading:
 
 
 def take_row(into: Any, row: int, source: Any, source_row: int) -> None:
-    """Copy a row of a state into a row of another that was made for the same lengths.
+    """Copy a row of a drafter's state (see `Drafter.begin`) into a row of another state for the same lengths.
 
-    States are as `Drafter.begin` has them. Rows of a tensor lie along the dimension in which the two differ (the first,
-    where they do not). Tensors of other shapes are set by every commit, and left.
+    The row dimension of a tensor is the one in which the two states' shapes differ, or the first if they are equal.
+    Tensors whose shapes differ in more dimensions are skipped, since every commit sets them.
     """
     if isinstance(into, SlotCache):
         into.take_row(row, source, source_row)
@@ -172,7 +172,7 @@ def take_row(into: Any, row: int, source: Any, source_row: int) -> None:
 
 
 def take_tensor_row(into: Tensor, row: int, source: Tensor, source_row: int) -> None:
-    """Copy one row; nothing where shapes differ in more than one dimension, or a tensor has not that many rows."""
+    """Copy one row; do nothing if shapes differ in several dimensions or a tensor has too few rows."""
     if into.ndim != source.ndim or into.ndim == 0:
         return
     differ = [i for i in range(into.ndim) if into.shape[i] != source.shape[i]]

@@ -18,13 +18,13 @@ from .replay import Replay, Tensors, Widths, on_device
 from .sampling import Sampling, TokenHistory, choose
 from .verify import AcceptedPath, AcceptRule, Candidates, accept_rule
 
-PREFILL_CHUNK = 2048  # prompt tokens per forward: a mask over all of a long prompt at once would be its length squared
-SMALLEST_BUCKET = 128  # recorded steps read a power of two of slots, this many at least
+PREFILL_CHUNK = 2048  # prompt tokens per forward, since a mask over a whole prompt is quadratic in its length
+SMALLEST_BUCKET = 128  # recorded steps read a power of two of slots, at least this many
 
 
 @dataclass(frozen=True)
 class DecodeState:
-    """What a round starts from. read: what the drafter commits first; None: the baseline, which drafts nothing.
+    """The start of a round. read: what the drafter commits first; None: the baseline, which drafts nothing.
 
     last: [B, 1] each row's last committed token, not yet read by the target. start: [B] its position.
     """
@@ -35,9 +35,9 @@ class DecodeState:
 
 
 class Verified(NamedTuple):
-    """num_accepted: [B]. committed: [B, D + 1], of which the first num_accepted + 1 are committed, bonus token last.
-    tokens: [B, D + 1] what the target read along the accepted path, and output its states there. path: [B, D] of a
-    tree, the node at each depth, of which the first num_accepted are accepted. num_offered: as of `Round`."""
+    """The result of verification, for drafts of depth D. num_accepted: [B]. committed: [B, D + 1], of which the first
+    num_accepted + 1 are committed, bonus token last. tokens: [B, D + 1] the tokens read along the accepted path; output
+    has the target's states there. path: [B, D] for a tree, the node at each depth. num_offered: as in `Round`."""
 
     num_accepted: Tensor
     committed: Tensor
@@ -48,10 +48,10 @@ class Verified(NamedTuple):
 
 
 class Engine:
-    """Every round drafts `num_drafted` tokens per row and verifies them in one forward, of the same shape each time.
+    """Drafts `num_drafted` tokens per row in every round and verifies them in one forward, always of the same shape.
 
-    One engine decodes any number of texts, one batch after the other, so that recorded steps are recorded once. Without
-    a drafter it is the baseline: one token per round, the same caches, masks and choice of token.
+    One engine decodes any number of batches, so that steps are recorded only once. Without a drafter it is the
+    baseline: one token per round, with the same caches, masks and choice of token.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class Engine:
     ):
         """Args:
             max_length: tokens of the longest row, prompt and answer.
-            num_draft_tokens: K of chains; None: the drafter's default. A tree brings its own size and depth.
+            num_draft_tokens: K of chains; None: the drafter's default. Ignored with a tree.
             accept: a name in `verify.ACCEPT_RULES`, or a rule. `typical` is NOT lossless.
             steps: `eager`, `graph` (CUDA graphs) or `compile`: see `replay`.
-            verify_cost: of one more token, as `Widths` takes it, in chains and trees of one path; None: verify all.
+            verify_cost: of one more token, see `Widths`; for chains and trees of one path. None: verify all drafts.
 
-        Raises: BadInput on a longer chain than the drafter drafts, and on a tree where it drafts chains only.
+        Raises: BadInput if the chain is longer than the drafter can draft, or it drafts no trees.
         """
         if isinstance(tree, StaticTree) and tree.is_chain:
             num_draft_tokens, tree = tree.depth, None
@@ -86,25 +86,25 @@ class Engine:
         self.target, self.drafter, self.tree = target, drafter, tree
         self.sampling, self.generator = sampling or Sampling(), generator
         rule, exact = accept_rule(accept), accept_rule("exact")
-        self.rule = exact if drafter is None else rule  # the baseline has nothing to accept
+        self.rule = exact if drafter is None else rule  # the baseline has no drafts
         if steps == "compile" and self.sampling.temperature > 0:
             raise BadInput("steps compile: greedy only; sampling draws from a generator that compiled code cannot read")
         self.batch_size, self.max_length = batch_size, max_length
         self.num_drafted = tree.num_nodes if tree else self.depth
         self.widths = Widths(self.num_drafted, verify_cost if self.depth == self.num_drafted else None, steps)
         self.layers = drafter.feature_layers if drafter else ()
-        # slots that one round may touch behind the committed tokens, the drafter's own expansions included
+        # slots after the committed tokens that a round may write, the drafter's own expansions included
         self.num_spare = 1 + max(self.num_drafted, tree.num_expanded + 1 if tree else 0)
         num_slots = -(-(max_length + 1 + self.num_spare) // EXTENT_STEP) * EXTENT_STEP
         self.num_slots = whole_parts(num_slots, target.device)
         self.cache: SlotCache = target.new_cache(self.num_slots)
         self.replay = Replay(steps, target.device, generator)
-        self.compiles_layers = steps == "graph"  # for shapes that come again
+        self.compiles_layers = steps == "graph"  # its shapes repeat
         self.drafts_on_host = drafter is not None and drafter.on_host
         self.state = drafter.begin(batch_size=batch_size, max_length=self.num_slots) if drafter else None
-        # one query that sees all there is needs no mask; shapes that grow by one each step cost nothing on a CPU
+        # a single query that sees the whole cache needs no mask; growing shapes cost nothing on a CPU
         self.is_newest = drafter is None and batch_size == 1 and steps == "eager" and target.device.type == "cpu"
-        self.extent = 0  # slots that this round's attention reads
+        self.extent = 0  # number of slots that this round's attention reads
         self.history = TokenHistory.of(self.sampling, batch_size, target.vocab_size, target.device)
         self.offsets = torch.arange(max(self.num_slots, self.num_drafted + 1), device=target.device)
         self.chain_parents = (self.offsets[: self.num_drafted] - 1).expand(batch_size, -1)
@@ -113,7 +113,7 @@ class Engine:
     @on_device
     def prefill(self, tokens: Tensor, num_valid: Tensor, *, kept: int = 0) -> tuple[TargetOutput, Tensor]:
         """States of right-padded prompts [B, T] behind `kept` tokens in the cache; their first tokens [B, 1]."""
-        if self.drafts_on_host and self.drafter is not None:  # which keeps the texts of the last batch
+        if self.drafts_on_host and self.drafter is not None:  # its state has the texts of the last batch
             self.state = self.drafter.begin(batch_size=self.batch_size, max_length=self.num_slots)
         parts, start = [], kept
         for chunk in tokens[:, kept:].split(PREFILL_CHUNK, 1):
@@ -129,10 +129,10 @@ class Engine:
 
     @on_device
     def commit_prompts(self, read: Reading) -> Reading | None:
-        """Let the drafter read the prompts; returns what its first round reads, of the shape that all rounds have.
+        """Let the drafter read the prompts; returns the Reading for its first round, in the shape of all rounds.
 
-        That is each prompt's last position once more, which leaves its state as it is. Drafters on the host read texts
-        of any shape, the prompts in their first round.
+        That Reading repeats each prompt's last position, which does not change the drafter's state. Drafters on the
+        host accept any shape and read the prompts in their first round. None without a drafter.
         """
         if self.drafter is None:
             return None
@@ -144,7 +144,7 @@ class Engine:
         return read.again(self.depth + 1)
 
     def begin_round(self, num_committed: int) -> None:
-        """Set how far attention reads: num_committed tokens of the longest row, and what a round puts behind."""
+        """Set how many slots attention reads: num_committed tokens of the longest row, plus those of a round."""
         extent = num_committed if self.is_newest else num_committed + self.num_spare
         if self.replay.steps != "eager":
             extent = max(SMALLEST_BUCKET, 1 << (extent - 1).bit_length())
@@ -152,7 +152,7 @@ class Engine:
 
     @on_device
     def rehearse(self, state: DecodeState) -> None:
-        """Record or compile this round's steps, unless they are, by running them; nothing is committed, none drawn."""
+        """Record or compile this round's steps, if needed, by running them; commits nothing, restores the generator."""
         steps = ("verify",) if self.drafter is None or self.drafts_on_host else ("draft", "verify")
         if all(self.replay.has((step, self.extent)) for step in steps):
             return
@@ -168,7 +168,7 @@ class Engine:
 
     @on_device
     def draft(self, read: Reading | None) -> Proposal:
-        """Commit to the drafter what was read, and draft behind it; nothing without a drafter."""
+        """Commit the Reading to the drafter, and draft; an empty Proposal without a drafter."""
         if self.drafter is None or read is None:
             return Proposal(self.no_tokens)
         if self.drafts_on_host:
@@ -185,7 +185,7 @@ class Engine:
 
     @on_device
     def verify(self, state: DecodeState, proposal: Proposal) -> Verified:
-        """One forward over each row's last committed token and the drafts behind it, all of them or those that pay."""
+        """One forward over each row's last committed token and its drafts, all or those worth verifying."""
         num_offered = self.widths.offered(proposal.confidence, state.read, self.batch_size)
         verified = self._run_verify(state, proposal, num_offered)
         if self.history is not None:
@@ -204,9 +204,9 @@ class Engine:
 
     @on_device
     def choose_behind(self, last: Tensor, nodes: Tensor, parents: Tensor | None, start: Tensor) -> Tensor:
-        """[B, S + 1] the target's own choices at `last` and behind each of S nodes: the forward of `verify`, no rule.
+        """[B, S + 1] the target's own next token after `last` and after each of S nodes: `verify` without a rule.
 
-        Args: last, start: as of `DecodeState`. nodes [B, S], parents: as of a Proposal that this engine drafts.
+        Args: last, start: as in `DecodeState`. nodes [B, S], parents: as in this engine's proposals.
         """
         key = ("choose", self.extent, nodes.shape[1])
         return cast(Tensor, self.replay(key, self._choose, last, nodes, parents, start)[0])
@@ -215,14 +215,14 @@ class Engine:
         return (self._chosen(self._read_nodes(last, nodes, parents, start)[2]),)
 
     def _chosen(self, output: TargetOutput, history: Tensor | None = None) -> Tensor:
-        """[B, Q] the target's own choice behind each position."""
+        """[B, Q] the target's own next token after each position."""
         states, target, sampling = output.post_norm, self.target, self.sampling
         if sampling.takes_best:
             return target.best(states) if output.best is None else output.best
         return choose(target.logits(states), sampling=sampling, history=history, generator=self.generator)
 
     def _draft(self, *tensors: Tensor | None) -> Tensors:
-        """From the six tensors of a Reading to those of a Proposal; like `_verify` without a host read."""
+        """The six tensors of a Reading -> those of a Proposal; like `_verify`, without copies to the host."""
         assert self.drafter is not None
         tokens, next_tokens, features, post_norm, start, num_valid = cast(tuple[Tensor, ...], tensors)
         output = TargetOutput(features, post_norm)
@@ -235,7 +235,7 @@ class Engine:
         return proposal.tokens, proposal.parents, proposal.draft_probs, estimates
 
     def _verify(self, *tensors: Tensor | None) -> Tensors:
-        """Of what a DecodeState and a Proposal have, and [B] how many drafts are verified."""
+        """The step of `verify`. tensors: last, drafts, parents, draft_probs, start, [B] drafts to verify or None."""
         last, drafted, start = cast(tuple[Tensor, ...], (tensors[0], tensors[1], tensors[4]))
         parents, draft_probs, limit = tensors[2], tensors[3], tensors[5]
         if self.rule.needs_draft_probs and draft_probs is None:
@@ -265,7 +265,7 @@ class Engine:
         return self._keep_path(accepted, tokens, output, start)
 
     def _keep_path(self, accepted: AcceptedPath, tokens: Tensor, output: TargetOutput, start: Tensor) -> Tensors:
-        """Move the accepted path up behind the last committed token, in the cache and in what the drafter reads."""
+        """Move the accepted path right after the last committed token, in the cache and in what the drafter reads."""
         behind, path = start[:, None] + 1, accepted.path  # [B, 1] slot of node 0
         self.cache.move(behind + path, behind + self.offsets[: path.shape[1]])
         kept = self.cache.rows, torch.cat([torch.zeros_like(path[:, :1]), path + 1], 1)  # [B, 1], [B, D + 1]
@@ -275,7 +275,7 @@ class Engine:
     def _read_nodes(
         self, last: Tensor, nodes: Tensor, parents: Tensor | None, start: Tensor
     ) -> tuple[Tensor, Tensor | None, TargetOutput]:
-        """The tokens read [B, S + 1], of a tree their mask [B, S + 1, S], and the states."""
+        """The tokens read [B, S + 1]; for a tree the mask [B, S + 1, S] of the nodes that they see; the states."""
         tokens, mask = torch.cat([last, nodes], 1), None
         positions = start[:, None] + self.offsets[: tokens.shape[1]]
         if parents is not None:

@@ -1,6 +1,6 @@
-"""Decoding: draft -> verify -> commit, with the target's and the drafter's caches; one host read per round.
+"""The decoding loop: draft -> verify -> commit, with caches for target and drafter and one copy to the host per round.
 
-The baseline is this same loop without a drafter: one token per round, same caches, masks and choice of token.
+The baseline is the same loop without a drafter: one token per round, same caches, masks and choice of token.
 """
 
 import time
@@ -23,9 +23,9 @@ from .verify import AcceptRule
 
 @dataclass(frozen=True)
 class Stop:
-    """What ends a row. The token that ends it is emitted: an end token, or the one that completes a stop string.
+    """What ends a row: an end token or a stop string. The ending token itself is emitted.
 
-    eos: end tokens. strings: texts that end a row where they occur in what is new of it, also across tokens.
+    eos: end tokens. strings: texts that end a row when they occur in its new text, also across tokens.
     """
 
     eos: frozenset[int]
@@ -41,15 +41,15 @@ class Stop:
         return cls(eos, tuple(strings), target.tokenizer if strings else None)
 
     def first(self, before: Sequence[int], tokens: Sequence[int]) -> int | None:
-        """How many of the new tokens remain, the ending one included; None where nothing ends the row.
+        """The number of new tokens up to the ending one, included; None if none of them ends the row.
 
-        Args: before: what the row has emitted so far. tokens: what is to follow.
+        Args: before: the tokens that the row has emitted so far. tokens: the new ones.
         """
         end = next((i + 1 for i, token in enumerate(tokens) if token in self.eos), None)
         if not self.strings:
             return end
         tokens = tokens[:end]
-        # a character has four bytes at most, so four tokens; a few more, so that no match begins at the cut
+        # a character has at most four bytes, so at most four tokens; 8 more keep the cut clear of any match
         window = list(before[-(4 * max(map(len, self.strings)) + 8) :])
         if not self._holds([*window, *tokens]):
             return end
@@ -62,29 +62,29 @@ class Stop:
 
 @dataclass
 class Round:
-    """One propose-verify-commit over a batch; lists have an entry per row."""
+    """The record of one propose-verify-commit over a batch; lists have an entry per row."""
 
     seconds: float  # wall time, device synchronised
     num_drafted: int  # tokens proposed per row, all nodes of a tree; 0 for the prefill and the baseline
     num_accepted: list[int]  # drafted tokens that the target confirmed
-    num_committed: list[int]  # the bonus token included, what lies behind an end token not; 0: the row had ended before
-    num_emitted: list[int]  # those of them within max_new_tokens
-    draft_seconds: float = 0.0  # the drafter's share: taking in what was committed, and drafting
+    num_committed: list[int]  # bonus token included, tokens after an end token excluded; 0: the row had ended before
+    num_emitted: list[int]  # committed tokens within max_new_tokens
+    draft_seconds: float = 0.0  # the drafter's share: committing and drafting
     verify_seconds: float = 0.0  # the target's share: its forward, logits and choice of tokens
-    paths: list[list[int]] = field(default_factory=list)  # of trees: each row's accepted nodes, by index
-    num_offered: list[int] = field(default_factory=list)  # drafted tokens that the target verified; none of ended rows
-    estimates: list[list[float]] = field(default_factory=list)  # of each draft's acceptance, where they were asked for
+    paths: list[list[int]] = field(default_factory=list)  # for trees: each row's accepted nodes, by index
+    num_offered: list[int] = field(default_factory=list)  # drafted tokens that the target verified; 0 in ended rows
+    estimates: list[list[float]] = field(default_factory=list)  # of each draft's acceptance, if they were requested
 
 
 class Generation(NamedTuple):
-    """token_ids: new tokens of each row, the prompt left out. rounds: the prefill first, then every round."""
+    """token_ids: the new tokens of each row, without the prompt. rounds: the prefill, then every round."""
 
     token_ids: list[list[int]]
     rounds: list[Round]
 
 
 def as_rows(input_ids: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:
-    """One prompt or several, as a tensor [T] or [B, T] or as lists of ids, to a list of rows."""
+    """A list of rows, from one prompt or several as a tensor [T] or [B, T] or as lists. Raises BadInput if empty."""
     rows: Any = input_ids.tolist() if isinstance(input_ids, Tensor) else input_ids
     rows = [list(rows)] if len(rows) and isinstance(rows[0], int) else [list(row) for row in rows]
     if not rows or not all(rows):
@@ -93,7 +93,7 @@ def as_rows(input_ids: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> list
 
 
 def check_request(rows: Sequence[list[int]], *, target: Target, max_new_tokens: int) -> None:
-    """Raises BadInput on unknown token ids, on a prompt and answer beyond the context, and on no answer."""
+    """Raises BadInput on unknown token ids, a prompt and answer beyond the context, and max_new_tokens below 1."""
     if max_new_tokens < 1:
         raise BadInput(f"max_new_tokens {max_new_tokens}: expected at least 1")
     for i, row in enumerate(rows):
@@ -108,7 +108,7 @@ def check_request(rows: Sequence[list[int]], *, target: Target, max_new_tokens: 
 
 @dataclass
 class Texts:
-    """The rows of one decoding on the host: prompts, their new tokens, and which have ended."""
+    """The rows of a batch on the host: prompts, new tokens, and which have ended."""
 
     prompts: list[list[int]]
     max_new_tokens: int
@@ -124,7 +124,7 @@ class Texts:
         return max(len(prompt) + len(new) for prompt, new in zip(self.prompts, self.new, strict=True))
 
     def commit(self, accepted: list[int], chosen: list[list[int]], *, num_drafted: int) -> Round:
-        """Commit what the target chose: up to where the row ends, and emit up to max_new_tokens. Times come later."""
+        """Commit each row's accepted tokens and bonus up to its end, emit up to max_new_tokens. Times are set later."""
         done = Round(0.0, num_drafted, [], [], [])
         for i, (num, tokens) in enumerate(zip(accepted, chosen, strict=True)):
             tokens = [] if self.ended[i] else tokens[: num + 1]
@@ -161,15 +161,15 @@ def generate(
     """Generate with speculation; the text is the target's own, token for token at temperature 0.
 
     Args:
-        drafter: what proposes; None for the autoregressive baseline.
+        drafter: proposes tokens; None for the autoregressive baseline.
         input_ids: one or several prompts, of any lengths. max_new_tokens: per row, exact.
-        temperature, top_k, top_p, repetition_penalty: as in `Sampling`; the bonus token is sampled alike.
+        temperature, top_k, top_p, repetition_penalty: as in `Sampling`, for all tokens.
         num_draft_tokens: K per round; None: the drafter's default.
         tree: draft trees of this shape instead of chains; then K is its depth.
         eos_token_ids: tokens that end a row (emitted); None: the target's own.
         stop_strings: texts that end a row; the token that completes one is its last.
         accept: a name in `verify.ACCEPT_RULES`, or a rule; the text is the target's own only with a lossless one.
-        verify_cost: of one more token, in rounds that verify none: rows verify drafts that pay. None: all of them.
+        verify_cost: of one more token, in rounds that verify none: only drafts that pay are verified. None: all.
         generator: the source of randomness at temperature > 0.
 
     Raises: BadInput on empty prompts, unknown tokens, prompts beyond the context, or a K that cannot be drafted.
@@ -193,7 +193,7 @@ def generate(
 
 
 def decode(engine: Engine, rows: list[list[int]], *, max_new_tokens: int, stop: Stop) -> Generation:
-    """One batch of checked prompts through an engine of that batch size; see `generate`."""
+    """Decode one batch of checked prompts with an engine of that batch size; see `generate`."""
     decoding = Decoding(engine, rows, max_new_tokens=max_new_tokens, stop=stop)
     while not decoding.is_done:
         decoding.advance()
@@ -201,14 +201,14 @@ def decode(engine: Engine, rows: list[list[int]], *, max_new_tokens: int, stop: 
 
 
 class Decoding:
-    """One batch of checked prompts on its way through an engine of that batch size, a round at a time."""
+    """The decoding of one batch of checked prompts by an engine of that batch size, a round at a time."""
 
     def __init__(self, engine: Engine, rows: list[list[int]], *, max_new_tokens: int, stop: Stop):
         self.engine, self.watch = engine, Stopwatch(engine.target.device)
         self.texts = Texts(rows, max_new_tokens, stop)
         self.rounds: list[Round] = []
         self.state: DecodeState | None = None
-        self.commit_seconds = 0.0  # the drafter's, reading the prompts
+        self.commit_seconds = 0.0  # the drafter's time for reading the prompts
 
     @property
     def is_done(self) -> bool:
@@ -216,7 +216,7 @@ class Decoding:
 
     @property
     def num_new(self) -> int:
-        """New tokens of that row, of those that have not ended, which has the fewest."""
+        """The fewest new tokens of any row that has not ended; max_new_tokens if all have."""
         rows = zip(self.texts.new, self.texts.ended, strict=True)
         return min((len(new) for new, ended in rows if not ended), default=self.texts.max_new_tokens)
 
@@ -231,7 +231,7 @@ class Decoding:
             done, self.state, self.commit_seconds = prefill(self.engine, self.texts, self.watch)
         else:
             done, self.state = run_round(self.engine, self.texts, self.state, self.watch)
-            done.seconds += self.commit_seconds  # the first token was out before: part of the first round
+            done.seconds += self.commit_seconds  # counts as part of the first round, as the first token came before
             done.draft_seconds += self.commit_seconds
             self.commit_seconds = 0.0
         self.rounds.append(done)
@@ -245,7 +245,7 @@ def right_padded(rows: Sequence[list[int]], device: torch.device) -> tuple[Tenso
 
 
 class Prefilled(NamedTuple):
-    """round: the target's part, which gives each row's first token. commit_seconds: the drafter's, reading prompts."""
+    """round: the target's part, which gives each row's first token. commit_seconds: the drafter's time for prompts."""
 
     round: Round
     state: DecodeState
@@ -266,12 +266,12 @@ def prefill(engine: Engine, texts: Texts, watch: Stopwatch, *, kept: int = 0) ->
 
 
 def run_round(engine: Engine, texts: Texts, state: DecodeState, watch: Stopwatch) -> tuple[Round, DecodeState]:
-    """One propose-verify-commit of all rows, and the next one's state. Rows that have ended stay where they are."""
+    """One propose-verify-commit of all rows: its record, and the next state. Rows that have ended do not change."""
     engine.begin_round(texts.num_committed)
     engine.rehearse(state)
     started = watch.now()
     marks = [watch.mark()]
-    # Draft: the drafter takes in what was committed, then drafts
+    # Draft: the drafter commits the last reading, then drafts
     proposal = engine.draft(state.read)
     marks.append(watch.mark())
     # Verify: one forward over the last committed token and the drafted ones

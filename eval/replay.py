@@ -1,4 +1,4 @@
-"""How the engine runs its steps of fixed shape (as they are, compiled, or replayed as CUDA graphs), and times them."""
+"""How the engine runs and times its steps of fixed shape: eagerly, compiled, or replayed as CUDA graphs."""
 
 import gc
 import time
@@ -30,11 +30,11 @@ R = TypeVar("R")
 
 STEPS = ("eager", "graph", "compile")
 COMPILES_FROM = "2.11"  # earlier torch cannot trace the steps
-WARM_UPS = 2  # runs before a capture, in which kernels are chosen and workspaces made
+WARM_UPS = 2  # runs before a capture, in which kernels are chosen and workspaces allocated
 
 
 def check_steps(steps: str, device: torch.device) -> str:
-    """The word itself. Raises BadInput on one that is not known, or does not work on this device."""
+    """`steps` itself. Raises BadInput if it is unknown or not supported on this device."""
     if steps not in STEPS:
         raise BadInput(f"steps {steps!r}: expected one of {', '.join(STEPS)}")
     if steps == "graph" and device.type != "cuda":
@@ -45,12 +45,12 @@ def check_steps(steps: str, device: torch.device) -> str:
 
 
 def current_gpu(device: torch.device) -> AbstractContextManager[Any]:
-    """Within, a GPU is the current one: streams, events and graphs are made on that."""
+    """A context in which a GPU is current, so that streams, events and graphs are created on it."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def on_device(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """A method of something with a `target`: without gradients, and with the target's GPU as the current one."""
+    """Decorate a method of an object with a `target`: no gradients, and the target's GPU is current."""
 
     @wraps(method)
     def run(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -63,14 +63,14 @@ def on_device(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
 class Replay:
     """Records steps under keys, and runs the recorded ones.
 
-    A step takes and returns tensors, reads nothing to the host, and may be run again on the same arguments without
-    harm: what it writes besides its results, a later run writes again. So recording may run it as often as it likes.
+    A step takes and returns tensors, copies nothing to the host, and is idempotent: its other writes are repeated by
+    the next run on the same arguments. So recording may run it several times.
     """
 
     def __init__(self, steps: str, device: torch.device, generator: torch.Generator | None = None):
-        """Args: generator: what steps draw from; CUDA graphs must know it."""
+        """Args: generator: the steps' source of randomness, registered with CUDA graphs. Raises as `check_steps`."""
         self.steps, self.device, self.generator = check_steps(steps, device), device, generator
-        self.recorded: dict[Hashable, Step | None] = {}  # None: it could not be recorded, and runs as it is
+        self.recorded: dict[Hashable, Step | None] = {}  # None: it could not be recorded, so it runs eagerly
         self.has_warned = False
 
     def has(self, key: Hashable) -> bool:
@@ -78,10 +78,10 @@ class Replay:
         return self.steps == "eager" or key in self.recorded
 
     def __call__(self, key: Hashable, step: Step, *arguments: Tensor | None) -> Tensors:
-        """Run a step. key: of everything but the tensors' values that the step depends on, shapes included.
+        """Run a step. key: identifies all that the step depends on except the tensors' values, shapes included.
 
-        Results may be overwritten by the next run under the same key. A step that cannot be recorded runs eagerly, and
-        one line says so. Raises torch.OutOfMemoryError where memory is what recording lacks.
+        Results may be overwritten by the next run under the same key. A step that cannot be recorded runs eagerly, with
+        one warning. Raises: torch.OutOfMemoryError if recording runs out of memory.
         """
         if self.steps == "eager":
             return step(*arguments)
@@ -108,14 +108,15 @@ class Replay:
 
 
 def weakly(step: MethodType) -> Step:
-    """A method without a hold on its object: that holds what is recorded, and would not go before a collection."""
+    """The method with only a weak reference to its object, which refers to what is recorded: a strong one would be a
+    cycle that delays freeing memory."""
     owner, function = weakref.ref(step.__self__), step.__func__
     return lambda *tensors: function(owner(), *tensors)
 
 
 def lack_of_memory(error: BaseException | None) -> str:
-    """What an allocator said that is behind an exception; empty where none is. The end of a CUDA graph's capture raises
-    an error of its own while the allocator's is on its way."""
+    """The out-of-memory message in an exception's chain; empty if there is none. Ending the capture of a CUDA graph may
+    raise another error on top of the allocator's."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError | MemoryError) or "out of memory" in str(error):
             return first_line(error)
@@ -124,7 +125,7 @@ def lack_of_memory(error: BaseException | None) -> str:
 
 
 def compiled(step: Step, arguments: Tensors, *, backend: str = "inductor") -> Step:
-    """The step compiled whole for exactly these shapes, without guards: a key has one shape and one state."""
+    """The step compiled whole for exactly these shapes, without guards, as each key has only one shape."""
 
     def whole(*tensors: Tensor | None) -> Tensors:  # a bound method loses its object in aot_compile
         return step(*tensors)
@@ -132,10 +133,10 @@ def compiled(step: Step, arguments: Tensors, *, backend: str = "inductor") -> St
     options: Any = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
     before_2_13: Any = torch._dynamo.config.patch(enable_aot_compile=True)  # pyright: ignore[reportAttributeAccessIssue]
     with warnings.catch_warnings(), before_2_13:
-        warnings.simplefilter("ignore")  # dynamo's, of caches in transformers that it looks through
+        warnings.simplefilter("ignore")  # dynamo warns about caches in transformers
         ahead: Any = torch.compile(whole, fullgraph=True, dynamic=False, options=options, backend=backend)
         recorded = ahead.aot_compile((arguments, {}))
-    gc.collect()  # dynamo's own state of the tracing, circles which hold all that it saw
+    gc.collect()  # frees dynamo's tracing state, whose cycles hold all tensors that it saw
     return recorded
 
 
@@ -153,7 +154,7 @@ class Graph:
         self.graph = torch.cuda.CUDAGraph()
         if replay.generator is not None:
             self.graph.register_generator_state(replay.generator)
-        with torch.cuda.graph(self.graph, stream=stream):  # unnamed, it is one for all devices, of the first's
+        with torch.cuda.graph(self.graph, stream=stream):  # the default stream would be the first device's
             self.outputs = step(*self.inputs)
 
     def __call__(self, *arguments: Tensor | None) -> Tensors:
@@ -167,12 +168,12 @@ class Graph:
 class Widths:
     """How many drafts of each row a round verifies, and how wide its forward is: as wide as its widest row.
 
-    Eager steps have any width. Recorded ones read 1, 2, 4, ... tokens, as each width is recorded by itself, and give
-    results of one width, as drafting is recorded for one.
+    Eager steps have any width. Recorded ones read 1, 2, 4, ... tokens, as each width is recorded separately, and pad
+    their results to one width, as drafting is recorded for one.
     """
 
     def __init__(self, num_drafted: int, cost: float | None, steps: str):
-        """Args: cost: of verifying one more token, as `worth_verifying` takes it; None: all are verified."""
+        """Args: cost: of verifying one more token, as in `worth_verifying`, not negative; None: all are verified."""
         if cost is not None and not 0 <= cost < inf:
             raise BadInput(f"verify_cost {cost}: expected 0 or more")
         self.num_drafted, self.cost, self.steps = num_drafted, cost, steps
@@ -181,9 +182,9 @@ class Widths:
         self.known = [*less, num_drafted] if num_drafted not in less else list(less)
 
     def offered(self, confidence: Tensor | None, read: Reading | None, num_rows: int) -> list[int]:
-        """Drafts to verify of each row: where verifying has a cost, those that pay, and none of a row that has ended.
+        """The number of drafts to verify per row: with a cost, those that pay, and 0 in rows that have ended.
 
-        Args: confidence: [B, K] of a Proposal. read: what the drafter read before it.
+        Args: confidence: [B, K] of a Proposal. read: the Reading that the drafter committed before it.
         """
         if self.cost is None or confidence is None:
             return [self.num_drafted] * num_rows
@@ -191,11 +192,11 @@ class Widths:
         return (worth if read is None else worth * (read.num_valid > 0).to(worth.device)).tolist()
 
     def of(self, num_offered: Sequence[int]) -> int:
-        """Drafts that a forward reads where so many of each row are verified."""
+        """The width of the forward, in drafts, for these numbers of drafts per row."""
         return next(width for width in self.known if width >= max(num_offered))
 
     def accepted(self, rule: AcceptRule, drafted: Candidates) -> AcceptedPath:
-        """At most what is offered is accepted; behind it nothing was tried, so the target's own choice follows."""
+        """Apply a rule to the offered drafts; if all of these are accepted, the target's own choice is the bonus."""
         accepted, offered, history = rule.function(drafted), drafted.offered, drafted.history
         if offered is None or (drafted.is_chain and drafted.draft_probs is None and rule.function is exact):
             return accepted
@@ -207,20 +208,20 @@ class Widths:
         return AcceptedPath(torch.minimum(accepted.num_accepted, offered), accepted.path, bonus)
 
     def filled(self, result: Tensor) -> Tensor:
-        """[B, width + 1, ...] to the full width where steps are recorded, with zeros."""
+        """[B, width + 1, ...] padded with zeros to the full width if steps are recorded."""
         if self.cost is None or self.steps == "eager":
             return result
         return F.pad(result, (0, 0) * (result.ndim - 2) + (0, self.num_drafted + 1 - result.shape[1]))
 
 
 class Stopwatch:
-    """Time on the device between points in its stream, read when it has been waited for anyway."""
+    """Measures device time between points in its stream; reads events only when the device has been waited for."""
 
     def __init__(self, device: torch.device):
         self.device = device
 
     def now(self) -> float:
-        """Seconds, after all that the device was given is done."""
+        """Seconds, after waiting for all work on the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
@@ -234,7 +235,7 @@ class Stopwatch:
         return event
 
     def between(self, *marks: Any) -> list[float]:
-        """Seconds from each mark to the next, all of them passed."""
+        """Seconds from each mark to the next, after waiting for the last."""
         if self.device.type != "cuda":
             return [after - before for before, after in pairwise(marks)]
         marks[-1].synchronize()

@@ -1,6 +1,6 @@
-"""How the target turns logits into tokens: fp32, on the device, without a host read.
+"""How the target chooses tokens from logits: in fp32, on the device, without copies to the host.
 
-The same sampling applies everywhere: to a drafted token, to the bonus token, and to each token of the baseline.
+The same sampling applies to drafted tokens, the bonus token, and every token of the baseline.
 """
 
 import math
@@ -14,7 +14,9 @@ from ..configs.errors import BadInput
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """The parameters, as transformers defines them. The repetition penalty holds at temperature 0 too."""
+    """Sampling parameters as transformers defines them. The repetition penalty also applies at temperature 0.
+
+    Raises: BadInput on a value out of range."""
 
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: off
@@ -23,7 +25,7 @@ class Sampling:
 
     @property
     def takes_best(self) -> bool:
-        """Whether the largest logit is all that it reads."""
+        """Whether the choice is the argmax of the raw logits."""
         return self.temperature == 0 and self.repetition_penalty == 1
 
     def __post_init__(self) -> None:
@@ -38,7 +40,7 @@ class Sampling:
 
 
 def penalised(logits: Tensor, sampling: Sampling, history: Tensor | None) -> Tensor:
-    """fp32 logits after the repetition penalty (Keskar et al. 2019, CTRL; as transformers has it)."""
+    """fp32 logits after the repetition penalty (Keskar et al. 2019, CTRL; as in transformers)."""
     logits = logits.float()
     penalty = sampling.repetition_penalty
     if penalty == 1:
@@ -50,13 +52,12 @@ def penalised(logits: Tensor, sampling: Sampling, history: Tensor | None) -> Ten
 def target_probs(logits: Tensor, sampling: Sampling, history: Tensor | None = None) -> Tensor:
     """The distribution that the target samples from: penalty, temperature, top-k, top-p, in transformers' order.
 
-    top-k keeps all that tie with the k-th, top-p the lowest ids. Temperature 0: one-hot of the best, the lowest id of
-    those that tie.
+    Ties: top-k keeps all that equal the k-th, top-p keeps the lowest ids, temperature 0 is one-hot at the lowest id.
 
     Args:
         logits: [..., V].
-        history: [..., V] bool, tokens of the prompt and of the text before this position, drafted ones on the path
-            included; what the penalty falls on. Needed with a penalty only.
+        history: [..., V] bool, the tokens to penalise: those of the prompt and the text before this position, drafted
+            ones on the path included. Needed only with a penalty.
 
     Returns: [..., V] fp32, summing to 1.
     """
@@ -78,16 +79,16 @@ def target_probs(logits: Tensor, sampling: Sampling, history: Tensor | None = No
 def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """One token per distribution [..., V], which need not sum to 1: [...] ids; never one of probability 0.
 
-    The first token at which the sum of probabilities exceeds one uniform number. A random number per token, as in
-    torch.multinomial's race of exponential clocks, takes a CPU as long as the forward where the vocabulary is large.
-    Sums are in float64: in float32 those of 50,000 tokens lose the rare ones.
+    Takes the first token at which the cumulative sum exceeds one uniform number. torch.multinomial draws a random
+    number per token instead, which on a CPU with a large vocabulary takes as long as the forward. Sums are in float64,
+    as float32 sums over 50,000 tokens would lose the rare ones.
     """
     sums = probs.cumsum(-1, dtype=torch.float64)
     total = sums[..., -1:]
     uniform = torch.rand(total.shape, dtype=torch.float64, device=probs.device, generator=generator)
-    below = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))  # it may round up to the total
+    below = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))  # rounding could give the total
     first_above = torch.searchsorted(sums, below, right=True).squeeze(-1)
-    return first_above.clamp_max(probs.shape[-1] - 1)  # none is above where all are 0
+    return first_above.clamp_max(probs.shape[-1] - 1)  # if all probabilities are 0
 
 
 def choose(
@@ -95,9 +96,9 @@ def choose(
 ) -> Tensor:
     """The token that the target itself emits at each position: its argmax, or one sample at temperature > 0.
 
-    Used for every token of every run, the baseline's and the bonus token included, so that ties break alike.
+    Used for every token of every run, the baseline's and the bonus token included, so that ties break the same way.
 
-    Args: as target_probs. Returns: [...] token ids.
+    Args: as in target_probs. Returns: [...] token ids.
     """
     if sampling.temperature == 0:
         return penalised(logits, sampling, history).argmax(-1)
@@ -105,9 +106,9 @@ def choose(
 
 
 class TokenHistory:
-    """Which tokens each row holds so far, for the repetition penalty.
+    """Which tokens each row contains so far, for the repetition penalty.
 
-    committed: [B, V] bool; written in place, so that recorded steps read the latest.
+    committed: [B, V] bool; updated in place, so that recorded steps read the current values.
     """
 
     def __init__(self, batch_size: int, vocab_size: int, device: torch.device):
@@ -115,7 +116,7 @@ class TokenHistory:
 
     @classmethod
     def of(cls, sampling: "Sampling", batch_size: int, vocab_size: int, device: torch.device) -> "TokenHistory | None":
-        """None where nothing is penalised."""
+        """An empty history; None if the sampling has no penalty."""
         return cls(batch_size, vocab_size, device) if sampling.repetition_penalty != 1 else None
 
     def add(self, tokens: Tensor, num_valid: Tensor) -> None:
@@ -125,7 +126,7 @@ class TokenHistory:
         self.committed |= counts > 0
 
     def at(self, tokens: Tensor, tree_mask: Tensor | None) -> Tensor:
-        """[B, S + 1, V] the tokens up to each of tokens [B, S + 1], of which the first is the last committed one.
+        """[B, S + 1, V] the tokens up to each of tokens [B, S + 1], the first of which is the last committed one.
 
         Args: tree_mask: [B, S + 1, S] which drafted nodes each position attends to; None: a chain.
         """

@@ -1,12 +1,12 @@
-"""Accept rules: which drafted tokens are committed. Pure functions: fp32, on the device, without a host read.
+"""Accept rules: which drafted tokens are committed. Pure functions, in fp32, on the device, without copies to the host.
 
 A rule is lossless if the tokens it commits are distributed as the target's own samples. To add a rule, write a function
 from `Candidates` to `AcceptedPath` and give it a line in ACCEPT_RULES.
 
-A tree of S drafted nodes: parents [B, S] hold the index of each node's parent, -1 for the last committed token, the
-root; parents precede their children, and siblings are distinct tokens. Where values are held per position, [B, S + 1],
-index 0 is the root and node j has index j + 1. depth: nodes on the longest path. A chain is a tree, its parents
--1, 0, 1, ...
+A tree of S drafted nodes: parents [B, S] hold the index of each node's parent, -1 for the root, which is the last
+committed token; parents precede their children, and siblings are distinct tokens. In tensors per position,
+[B, S + 1, ...], index 0 is the root and node j has index j + 1. depth: nodes on the longest path. A chain is a tree
+with parents -1, 0, 1, ...
 """
 
 from collections.abc import Callable, Sequence
@@ -22,26 +22,26 @@ from .sampling import Sampling, choose, sample, target_probs
 
 @dataclass
 class AcceptedPath:
-    """What is accepted of a drafted tree, num_accepted [B] nodes.
+    """The accepted part of a drafted tree. num_accepted: [B].
 
-    path: [B, depth] the accepted node at each depth, 0..S-1; behind num_accepted, any valid index. bonus: [B] the token
-    to commit behind the accepted ones."""
+    path: [B, depth] the accepted node at each depth, 0..S-1; beyond num_accepted any valid index. bonus: [B] the token
+    to commit after the accepted ones."""
 
     num_accepted: Tensor
     path: Tensor
     bonus: Tensor
 
     def committed(self, tokens: Tensor) -> Tensor:
-        """[B, depth + 1] what is committed, the bonus last, of the last committed token and those along the path."""
+        """[B, depth + 1] the accepted tokens, then the bonus, from `tokens`: the last committed one and the path's."""
         return tokens.roll(-1, 1).scatter(1, self.num_accepted[:, None], self.bonus[:, None])
 
 
 class Candidates(NamedTuple):
-    """Drafted tokens and the target's logits on them: what an accept rule reads.
+    """The input of an accept rule: drafted tokens and the target's logits on them.
 
-    tokens, parents: [B, S]. logits: [B, S + 1, V] at the root and behind each node, computed when they are asked for;
-    read_best: where their argmax is all that `chosen` reads. draft_probs: [B, S + 1, V], as in `Proposal`; None where
-    the tokens were not drawn at random. history: [B, S + 1, V], as `target_probs` takes it.
+    tokens, parents: [B, S]. logits: [B, S + 1, V] at the root and each node, computed on demand; read_best: computes
+    their argmax if `chosen` needs no more. draft_probs: [B, S + 1, V], as in `Proposal`; None: the tokens were not
+    sampled. history: [B, S + 1, V], as in `target_probs`.
     """
 
     tokens: Tensor
@@ -54,19 +54,19 @@ class Candidates(NamedTuple):
     sampling: Sampling
     history: Tensor | None = None
     generator: torch.Generator | None = None
-    tries: Sequence[int] | None = None  # of a tree of fixed shape, as `accept_sampled` takes it
-    offered: Tensor | None = None  # [B] of a chain, how many of its tokens are verified; None: all
+    tries: Sequence[int] | None = None  # for a tree of fixed shape, as in `accept_sampled`
+    offered: Tensor | None = None  # [B] for a chain, how many of its tokens are verified; None: all
 
     @property
     def logits(self) -> Tensor:
         return self.read_logits()
 
     def target_probs(self) -> Tensor:
-        """[B, S + 1, V] the target's distribution at the root and behind each node."""
+        """[B, S + 1, V] the target's distribution of the next token at the root and each node."""
         return target_probs(self.logits, self.sampling, self.history)
 
     def chosen(self) -> Tensor:
-        """[B, S + 1] the target's own token at the root and behind each node."""
+        """[B, S + 1] the target's own next token at the root and each node."""
         if self.read_best is not None:
             return self.read_best()
         return choose(self.logits, sampling=self.sampling, history=self.history, generator=self.generator)
@@ -78,12 +78,12 @@ class Candidates(NamedTuple):
 def accept_chain(chosen: Tensor, drafted: Tensor) -> Tensor:
     """How many tokens of a drafted chain are accepted: those before the first that differs from the target's choice.
 
-    Lossless for greedy drafts at any temperature: the target's choice given the accepted prefix is emitted at every
-    position, whether the draft guessed it or not, so the text is distributed as the target's own. A drafted token x is
-    accepted with probability p(x), the most that a deterministic draft allows (Leviathan et al. 2023 with q one-hot).
+    Lossless for greedy drafts at any temperature: the target's own choice given the accepted prefix is emitted at every
+    position, whether the draft guessed it or not. A drafted token x is accepted with probability target_probs[x], the
+    most that a deterministic draft allows (Leviathan et al. 2023 with a one-hot draft distribution).
 
     Args:
-        chosen: [B, K + 1] the target's choices at the last committed token and behind each drafted one.
+        chosen: [B, K + 1] the target's own next token after the last committed token and after each drafted one.
         drafted: [B, K].
 
     Returns: [B] number of accepted tokens a, 0..K. chosen[:, : a + 1] are the tokens to commit, bonus token last.
@@ -92,14 +92,14 @@ def accept_chain(chosen: Tensor, drafted: Tensor) -> Tensor:
 
 
 def accept_tree(chosen: Tensor, drafted: Tensor, parents: Tensor, *, depth: int) -> AcceptedPath:
-    """Walks down from the root as long as a child equals the target's own choice; the choice behind it is the bonus.
+    """Walk down from the root while a child equals the target's own choice; the choice at the last node is the bonus.
 
     Lossless for deterministic children (top-k of the draft, n-grams) at any temperature: what is committed at each node
-    is the target's own choice there. In law this is SpecInfer's and EAGLE-2's loop with draft probability 1: accept
-    child x with its residual probability, else strike it out and renormalise.
+    is the target's own choice there. In distribution this equals SpecInfer's and EAGLE-2's loop with draft probability
+    1: accept child x with its residual probability, else remove it and renormalise.
 
     Args:
-        chosen: [B, S + 1] the target's choice at the root and behind each node, from choose.
+        chosen: [B, S + 1] the target's own next token at the root and each node, from `choose`.
         drafted: [B, S] tokens. parents: [B, S].
     """
     at = chosen.new_zeros(len(chosen), 1)  # [B, 1] 0: the root
@@ -109,7 +109,7 @@ def accept_tree(chosen: Tensor, drafted: Tensor, parents: Tensor, *, depth: int)
         node = match.long().argmax(1, keepdim=True)  # [B, 1]
         matched.append(match.any(1, keepdim=True))
         steps.append(node)
-        at = torch.where(matched[-1], node + 1, at)  # a row that has stopped matches nothing again
+        at = torch.where(matched[-1], node + 1, at)  # a row that has stopped never matches again
     path = torch.cat([at[:, :0], *steps], 1)  # [B, depth]
     return AcceptedPath(torch.cat(matched, 1).long().sum(1), path, chosen.gather(1, at).squeeze(1))
 
@@ -118,20 +118,20 @@ def accept_tree(chosen: Tensor, drafted: Tensor, parents: Tensor, *, depth: int)
 
 
 def normalised(weights: Tensor) -> Tensor:
-    """weights [B, V] to sum 1; all 0 where they are all 0."""
+    """weights [B, V] scaled to sum 1; rows of zeros stay zero."""
     return weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
 
 
 def without(draft: Tensor, token: Tensor) -> Tensor:
-    """The draft [B, V] that the next sibling was drawn from, token [B, 1] being taken."""
+    """The distribution [B, V] that the next sibling was drawn from, without the drawn token [B, 1]."""
     return normalised(draft.scatter(1, token, 0.0))
 
 
 def residual_behind(residual: Tensor, draft: Tensor, token: Tensor) -> Tensor:
     """The residual distribution after the rejection of token [B, 1]: max(residual - draft, 0), normalised. [B, V]
 
-    Nothing is left only where rounding rejected what exact sums accept: then the residual without the token, or, if
-    that is the whole of it, the residual as it was. So no token of target probability 0 is ever emitted.
+    The difference is empty only if rounding rejected what exact arithmetic accepts: then it is the residual without the
+    token or, if nothing else is left, the residual itself. So a token of target probability 0 is never emitted.
     """
     rest = (residual - draft).clamp_min(0)
     struck = residual.scatter(1, token, 0.0)
@@ -152,20 +152,20 @@ def accept_sampled(
     """Recursive rejection, for children drawn from the draft without replacement, in the order of their index.
 
     Lossless (Leviathan et al. 2023 for a chain; Sequoia, Chen et al. 2024, Algorithm 2 for a tree): child x is accepted
-    with min(1, residual[x] / draft[x]); if not, the residual becomes max(residual - draft, 0) and the draft loses x,
-    both normalised; behind the last accepted node the bonus is drawn from its residual. One child is accepted with
-    probability sum(min(target, draft)), more than a deterministic one mostly is.
+    with probability min(1, residual[x] / draft[x]); if rejected, the residual becomes max(residual - draft, 0) and x is
+    removed from the draft, both normalised. At the last accepted node the bonus is drawn from its residual. A single
+    child is accepted with probability sum(min(target, draft)), usually more than for a deterministic one.
 
-    A child to which the draft gives no probability was not drawn from it. It counts as deterministic, accepted with
-    residual[x]: so a row of zeros in draft_probs means that the children of that node are deterministic.
+    A child with draft probability 0 was not drawn from the draft. It is treated as deterministic and accepted with
+    probability residual[x]; so zeros in draft_probs mean that the children of that node are deterministic.
 
     Args:
-        probs: [B, S + 1, V] target_probs at the root and behind each node.
+        probs: [B, S + 1, V] target_probs at the root and each node.
         draft_probs: [B, S + 1, V] at index i the distribution that the children of i were drawn from, 0 outside the
-            draft vocabulary; not used at a node without children.
+            draft vocabulary; not used at nodes without children.
         drafted: [B, S] tokens. parents: [B, S].
-        tries: by depth, the most children of one node, where that is known: then depths are walked instead of nodes,
-            with fewer kernels; the draws and the result are the same.
+        tries: for each depth the largest number of children of a node, if known: the walk then goes depth by depth,
+            with fewer kernels and the same random numbers and result.
     """
     probs, draft_probs = probs.float(), draft_probs.float()
     num_rows, num_nodes = drafted.shape
@@ -175,17 +175,17 @@ def accept_sampled(
     num_accepted, path = at, parents.new_zeros(num_rows, depth)
     levels = torch.arange(depth, device=probs.device)
     index = torch.arange(num_nodes, device=probs.device)
-    if tries is None:  # parents precede children: one pass in the order of index is the whole walk
+    if tries is None:  # parents precede children, so one pass in index order visits all
         order, steps = index, [[j] for j in range(num_nodes)]
-    else:  # [B, S] of each node among its parent's children
+    else:  # order: [B, S] rank of each node among its parent's children
         order, steps = (parents[:, :, None] == parents[:, None]).tril(-1).sum(-1), [range(count) for count in tries]
     is_at = (order[..., None] == index).expand(num_rows, -1, -1)  # [B, S, S] whether a node has that place
     for places in steps:
         here = (parents + 1 == at)[..., None] & is_at[..., places[0] : places[-1] + 1]  # [B, S, n] a child at each
-        nodes = torch.where(here, index[:, None] + 1, 0).amax(1)  # [B, n] 1 + its index; 0: there is none
+        nodes = torch.where(here, index[:, None] + 1, 0).amax(1)  # [B, n] 1 + the child's index; 0: no child
         is_child, children = nodes > 0, (nodes - 1).clamp(min=0)
         tokens, draws = drafted.gather(1, children), uniform.gather(1, children)
-        going, behind = torch.ones_like(at, dtype=torch.bool), torch.full_like(at, -1)  # [B, 1]; where a row goes on
+        going, behind = torch.ones_like(at, dtype=torch.bool), torch.full_like(at, -1)  # [B, 1]; the accepted position
         for i in range(len(places)):
             token, tried = tokens[:, i : i + 1], is_child[:, i : i + 1] & going  # [B, 1]
             weight = draft.gather(1, token)
@@ -198,14 +198,14 @@ def accept_sampled(
             residual = torch.where(rejected, residual_behind(residual, drawn_from, token), residual)
             if tries is None:
                 draft = torch.where(rejected, without(draft, token), draft)
-            elif i + 1 < len(places):  # rows that have no further child do not read it
+            elif i + 1 < len(places):  # not read in rows without a further child
                 draft = without(draft, token)
         next_at = behind.clamp(min=0).squeeze(1)
         residual = torch.where(going, residual, probs[rows, next_at])
         draft = torch.where(going, draft, draft_probs[rows, next_at])
         path = torch.where((levels == num_accepted) & ~going, behind - 1, path)  # [B, depth]
         num_accepted = num_accepted + ~going
-        at = torch.where(going, at, behind) if tries is None else behind  # -1, no node's parent: the row has stopped
+        at = torch.where(going, at, behind) if tries is None else behind  # -1: the row has stopped
     return AcceptedPath(num_accepted.squeeze(1), path, sample(residual, generator))
 
 
@@ -218,11 +218,11 @@ def accept_typical(
     """Medusa's typical acceptance (Cai et al. 2024): NOT lossless, the text is not distributed as the target's own.
 
     A node is accepted if its probability exceeds min(epsilon, delta * exp(-entropy)) of the target's distribution at
-    its parent, and if its parent is accepted. The longest path wins, of equals the one that ends at the lowest index;
-    the bonus is the target's argmax behind it.
+    its parent, and if its parent is accepted. The longest path wins, and of equally long ones that with the lowest last
+    index; the bonus is the target's argmax after it.
 
     Args:
-        probs: [B, S + 1, V] target_probs at the root and behind each node.
+        probs: [B, S + 1, V] target_probs at the root and each node.
         drafted: [B, S] tokens. parents: [B, S].
     """
     probs = probs.float()
@@ -237,7 +237,7 @@ def accept_typical(
         length = torch.cat([length[:, :1], 1 + length.gather(1, above)], 1)
         accepted = torch.cat([accepted[:, :1], typical & accepted.gather(1, above)], 1)
     length = torch.where(accepted, length, 0)
-    at = length.argmax(1, keepdim=True)  # [B, 1] the root, at length 0, wins where no node is accepted
+    at = length.argmax(1, keepdim=True)  # [B, 1] the root, of length 0, if no node is accepted
     num_accepted = length.gather(1, at)  # [B, 1]
     bonus = probs[rows, at].argmax(-1)  # [B, 1]
     up = torch.cat([torch.zeros_like(at), above], 1)  # [B, S + 1] parent of each position; the root is its own
@@ -253,7 +253,7 @@ def accept_typical(
 
 
 def exact(drafted: Candidates) -> AcceptedPath:
-    """The lossless rule for how the tokens were drafted: drawn from draft_probs, or deterministic."""
+    """The lossless rule: rejection sampling for drafts sampled from draft_probs, else comparison with the choice."""
     tokens, parents, depth = drafted.tokens, drafted.parents, drafted.depth
     if drafted.draft_probs is not None:
         tries = [1] * depth if drafted.is_chain else drafted.tries
@@ -269,7 +269,7 @@ def exact(drafted: Candidates) -> AcceptedPath:
 
 @dataclass(frozen=True)
 class TypicalAcceptance:
-    """`accept_typical` with thresholds, for `generate` or an `Engine`: accept=AcceptRule(TypicalAcceptance(0.2))."""
+    """`accept_typical` with given thresholds, for `generate` or `Engine`: accept=AcceptRule(TypicalAcceptance(0.2))."""
 
     epsilon: float = 0.09
     delta: float = 0.3
@@ -281,7 +281,7 @@ class TypicalAcceptance:
 
 @dataclass(frozen=True)
 class AcceptRule:
-    """needs_draft_probs: only for drafts that were drawn at random, with the probabilities they were drawn from."""
+    """An accept rule. needs_draft_probs: it applies only to sampled drafts that come with their probabilities."""
 
     function: Callable[[Candidates], AcceptedPath]
     is_lossless: bool = False
@@ -292,7 +292,7 @@ ACCEPT_RULES = {"exact": AcceptRule(exact, is_lossless=True), "typical": AcceptR
 
 
 def accept_rule(accept: str | AcceptRule) -> AcceptRule:
-    """A rule by its name, or the rule itself. Raises BadInput on a name that is not in ACCEPT_RULES."""
+    """The rule of that name, or the rule itself. Raises BadInput on a name that is not in ACCEPT_RULES."""
     if isinstance(accept, AcceptRule):
         return accept
     if accept not in ACCEPT_RULES:

@@ -1,1 +1,1 @@
-"""Draft heads: what they read of the frozen target, how they learn and how they draft."""
+"""Draft heads: what they read from the frozen target, how they are trained, and how they draft."""

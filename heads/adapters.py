@@ -21,12 +21,12 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 def add_adapters(module: nn.Module, *, rank: int, alpha: float, vocab_size: int, key: str) -> None:
-    """Freeze a module and put a trainable adapter on each linear layer but output layers.
+    """Freeze a module and put a trainable adapter on each linear layer except output layers.
 
-    An adapter adds alpha / rank * B A x, with B zero at first. vocab_size: outputs of an output layer. key: of
-    the rank in the config.
+    An adapter adds alpha / rank * B A x; B starts as zeros.
 
-    Raises: BadInput without peft, and where the module has adapters or no layer for them.
+    Args: vocab_size: a layer with this many outputs is an output layer. key: config key of the rank, for messages.
+    Raises: BadInput if peft is missing, or the module already has adapters or has no layer for them.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model  # an optional part: see docs/dependencies.md
@@ -45,12 +45,12 @@ def add_adapters(module: nn.Module, *, rank: int, alpha: float, vocab_size: int,
 
 
 def adapted_layers(module: nn.Module) -> dict[str, Any]:
-    """The layers that `add_adapters` put in place of linear ones, by name."""
+    """The layers that `add_adapters` wrapped, by name."""
     return {name: layer for name, layer in module.named_modules() if hasattr(layer, "base_layer")}
 
 
 def merged_state(module: nn.Module) -> dict[str, Tensor]:
-    """The state of a module as if it never had adapters: each is merged into its layer, and names are the module's."""
+    """The module's state dict with each adapter merged into its layer, under the names of the unadapted module."""
     layers = adapted_layers(module)
     for name, layer in layers.items():
         plain = copy.deepcopy(layer.base_layer)
@@ -64,12 +64,12 @@ def merged_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 class TargetAdapter(nn.Module):
-    """Adapters on each linear layer of a target but its output's, held by the head that trains them (Medusa-2).
+    """Adapters on each linear layer of a target except its output layer, owned by the head that trains them (Medusa-2).
 
-    The target computes with them; its own weights do not change. Tensors, in fp32, are
-    `{layer}.lora_A.weight` and `{layer}.lora_B.weight`, the very ones that the target's layers use.
+    The target computes with them; its own weights do not change. The fp32 tensors `{layer}.lora_A.weight` and
+    `{layer}.lora_B.weight` are shared with the target's layers, not copies.
 
-    Raises: BadInput without peft, and where the target has adapters already.
+    Raises: BadInput if peft is missing or the target already has adapters.
     """
 
     def __init__(self, target: Target, *, rank: int, alpha: float):
@@ -77,7 +77,7 @@ class TargetAdapter(nn.Module):
         add_adapters(target.model, rank=rank, alpha=alpha, vocab_size=target.vocab_size, key="head.target_lora_rank")
         target.is_adapted = True
         adapted = adapted_layers(target.model)
-        self.layers_of_target = list(adapted.values())  # in a list, so no submodules
+        self.layers_of_target = list(adapted.values())  # in a list, so that they are not registered as submodules
         for name, layer in adapted.items():
             place: nn.Module = self
             for part in name.split("."):
@@ -99,14 +99,14 @@ class TargetAdapter(nn.Module):
         finally:
             for layer in self.layers_of_target:
                 layer.enable_adapters(True)
-            for parameter, flag in zip(self.parameters(), trained, strict=True):  # peft sets them as it sees fit
+            for parameter, flag in zip(self.parameters(), trained, strict=True):  # enable_adapters changes the flags
                 parameter.requires_grad_(flag)
 
 
 def write_adapter(tensors: dict[str, Tensor], target: Target, folder: Path) -> None:
-    """A target's adapter as peft writes it: `PeftModel.from_pretrained` puts it on the target's model.
+    """Write a target's adapter in peft's format, for `PeftModel.from_pretrained`.
 
-    Args: tensors: of a `TargetAdapter`, by its names.
+    Args: tensors: those of a `TargetAdapter`, under its names.
     """
     from peft import LoraConfig
 
@@ -123,6 +123,6 @@ def write_adapter(tensors: dict[str, Tensor], target: Target, folder: Path) -> N
 
 
 def read_adapter(folder: Path) -> dict[str, Tensor]:
-    """What `write_adapter` wrote, by the names of a `TargetAdapter`; nothing where there is none."""
+    """The tensors that `write_adapter` wrote, under the names of a `TargetAdapter`; empty if there are none."""
     path = folder / WEIGHTS
     return {name.removeprefix(PREFIX): value for name, value in load_file(path).items()} if path.is_file() else {}

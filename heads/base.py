@@ -1,4 +1,4 @@
-"""The contract of a head: what it reads of the target, how it is trained, how it drafts.
+"""The contract of a head: what it reads from the target, how it is trained, how it drafts.
 
 Shape legend, used everywhere: B rows, T positions, K draft depth, S chain starts per row, D hidden size, V target
 vocabulary, Vd draft vocabulary, L captured layers, N attention heads, H head dimension, Q positions of one forward.
@@ -36,19 +36,19 @@ class HeadConfig:
     num_depths: int = 4  # how many tokens ahead the head is trained to draft
     depth_weights: str = "geometric"  # weight of the loss at depth k, see `depth_weights_of`
     depth_decay: float = 0.8
-    # D-PACE: a depth of a chain also counts by its share in the chain's expected acceptance, with this smoothing: 0.5,
-    # as published; 0: by what is accepted alone; 1: by how many depths follow. None: not
+    # D-PACE: also weight each depth of a chain by its share in the chain's expected acceptance (`accepted_share`), with
+    # this smoothing. 0.5: as published; 0: acceptance only; 1: only the number of depths that follow; None: off
     dpace: float | None = None
     loss: dict[str, float] = field(default_factory=lambda: {"soft_ce": 1.0})  # weight of each loss, by name in `LOSSES`
-    loss_by_depth: list[dict[str, float]] | None = None  # a mix of losses for each depth instead
+    loss_by_depth: list[dict[str, float]] | None = None  # replaces `loss`: a mix for each depth
     loss_eta: float = 3.0  # how fast `lk_lambda` turns from kl to tv
-    loss_top_k: int = 10  # target tokens that `topk_ce` reads
+    loss_top_k: int = 10  # number of target tokens that `topk_ce` reads
     loss_exponent: float = 0.5  # g of `hard_gce` and `greedy_gce`, above 0 (nearly cross entropy) up to 1
-    # a depth counts a chain only if each of the data's tokens before it was among the head's so many best guesses
-    # (GRIFFIN: 3). 1: the chains that greedy drafting reaches: a recurrent head then reads its own drafts, and behind
-    # the first that differs from the data, the target has no label. None: all chains
+    # train a depth of a chain only if each earlier token of the data was among the head's k best guesses (GRIFFIN: 3).
+    # 1: only what greedy drafting reaches, as past the first wrong draft the data do not say what the target would
+    # answer. None: all chains
     align_top_k: int | None = None
-    draft_vocab_size: int | None = None  # draft only so many tokens, the data's most frequent ones; None: all
+    draft_vocab_size: int | None = None  # draft only this many tokens, the data's most frequent ones; None: all
 
     def __post_init__(self) -> None:
         self.check_least(1, "num_depths", "loss_top_k", "align_top_k")
@@ -63,7 +63,7 @@ class HeadConfig:
             raise BadInput(f"loss_by_depth: {len(self.loss_by_depth)} mixes for num_depths {self.num_depths}")
 
     def check_least(self, least: int, *names: str) -> None:
-        """Raises BadInput where one of these values is given and below 0 or 1."""
+        """Raises BadInput if one of these values is set and below `least`, which is 0 or 1."""
         for name in names:
             value = getattr(self, name)
             if value is not None and not value >= least:
@@ -73,19 +73,19 @@ class HeadConfig:
         return asdict(self)
 
     def resolved(self, target: Target) -> "HeadConfig":
-        """With all that the config leaves to the target filled in: what a head of it is saved with."""
+        """This config with every default that depends on the target filled in, as saved with the head."""
         return self
 
 
 @dataclass
 class LossOutput:
-    """The loss of a batch, and its figures by depth."""
+    """The loss of a batch, with sums and counts by depth."""
 
     loss: Tensor  # scalar
-    depth_loss: Tensor  # [K] sums over this batch
+    depth_loss: Tensor  # [K] summed over this batch
     depth_count: Tensor  # [K] `ChainStarts.counts` of this batch
     starts: ChainStarts
-    # [B, S, K] whether the greedy draft is the data's token, given the data's tokens before it; False where not valid
+    # [B, S, K] bool, whether the teacher-forced greedy draft equals the data's token; False where not valid
     hits: Tensor
 
 
@@ -98,12 +98,12 @@ class DraftHead(nn.Module, Drafter, Expands):
     config_class: ClassVar[type[HeadConfig]] = HeadConfig
     drafts_trees = True
     estimates = True
-    reads_post_norm: bool  # whether it drafts from the target's `post_norm`, which the losses of any head may read
-    reads_context: bool = True  # whether a chain reads the target's states up to its start, and not at its start alone
-    has_one_output: bool = False  # whether `draft_logits` is the same at every depth: all can be scored at once
+    reads_post_norm: bool  # whether it drafts from the target's `post_norm`; losses read that for every head
+    reads_context: bool = True  # whether a chain reads the target's states at all positions up to its start
+    has_one_output: bool = False  # whether `draft_logits` ignores the depth, so that all depths can be scored at once
 
     def __init__(self, config: HeadConfig, target: Target, draft_token_ids: Tensor | None = None):
-        """Args: draft_token_ids: [Vd] ascending target ids, where the config cuts the draft vocabulary."""
+        """draft_token_ids: [Vd] ascending target ids. Raises BadInput if Vd is not config.draft_vocab_size."""
         super().__init__()
         self.config = config
         self.feature_layers = tuple(config.feature_layers or ())
@@ -122,16 +122,16 @@ class DraftHead(nn.Module, Drafter, Expands):
 
     @property
     def num_drafted(self) -> int:
-        """Vd: tokens that it can draft."""
+        """Vd, the number of tokens that it can draft."""
         return self.target.vocab_size if self.vocabulary is None else len(self.vocabulary.to_target)
 
     @property
     def method(self) -> str:
-        """How it drafts, in engines' words: the family's name where that drafts in one way only."""
+        """The name that serving engines have for this kind of head; the family's unless it has several kinds."""
         return self.config.type
 
     def ascending_layers(self) -> list[int]:
-        """The feature layers, for families whose engines sort them. Raises BadInput where none are, or out of order."""
+        """The feature layers, which serving engines sort. Raises BadInput if there are none or they do not ascend."""
         layers = list(self.feature_layers)
         if not layers or layers != sorted(set(layers)):
             raise BadInput(f"head.feature_layers: {layers}: must ascend without repeats, as engines read")
@@ -142,19 +142,19 @@ class DraftHead(nn.Module, Drafter, Expands):
         raise NotImplementedError
 
     def pack(self) -> None:
-        """Draft by the kernels for bf16 on a CPU from now on, where they compute what it does: see `pack_linears`."""
+        """From now on use the bf16 CPU kernels for the layers that they support, see `pack_linears`."""
         pack_linears(self)
 
     # training
 
     @torch.no_grad()
     def begin_training(self, batches: Iterable[DraftBatch]) -> None:
-        """Before the first step of a fresh head: `fit` to the first rows, and then logits as loud as rows behind those
-        show to be right, where they begin above the loss of guessing evenly."""
+        """Initialise a fresh head from the first rows of training: `fit` it, then, if its loss on other rows is above
+        that of a uniform guess, scale its logits down (see nn/start.py)."""
         rows, judged = first_rows(batches)
         self.fit(rows)
         losses = []
-        with torch.random.fork_rng():  # which may draw chains, or noise
+        with torch.random.fork_rng():  # drafting may draw chains or noise
             torch.manual_seed(0)
             starts = self.training_starts(judged.loss_mask)
             for depth, hidden in enumerate(self.unroll(judged, starts)):
@@ -166,13 +166,13 @@ class DraftHead(nn.Module, Drafter, Expands):
         self.scale_outputs([quieter(part, self.num_drafted) for part in parts])
 
     def fit(self, batches: Sequence[DraftBatch]) -> None:
-        """Linear maps in closed form, where a family has them; `start.linear_map` says how many rows that takes."""
+        """Set linear maps in closed form, in families that have any; `start.linear_map` says how many rows it needs."""
 
     def scale_outputs(self, factors: Sequence[float]) -> None:
-        """Multiply the draft logits of a fresh head by a factor for each depth, of K equal ones with has_one_output."""
+        """Multiply the draft logits of a fresh head by [K] factors, one per depth; all equal with has_one_output."""
 
     def learning_rate_scales(self, step: int) -> dict[str, float]:
-        """Factors on the learning rate at a step, by the beginning of parameters' names; 1 for all others."""
+        """Factors on the learning rate at a step, by prefix of the parameters' names; 1 for all others."""
         return {}
 
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
@@ -196,9 +196,9 @@ class DraftHead(nn.Module, Drafter, Expands):
         return chain_starts(loss_mask, num_depths or self.num_depths)
 
     def training_starts(self, loss_mask: Tensor) -> ChainStarts:
-        """The chains that a step trains on: all, where a family does not draw some with torch's generator.
+        """The chains that a step trains on: all, unless the family samples some with torch's global generator.
 
-        The training loop has seeded that by (seed, step, rank), and takes the step's denominators from these chains.
+        The training loop seeds that generator by (seed, step, rank) and takes the step's denominators from the result.
         """
         return self.chain_starts(loss_mask)
 
@@ -207,20 +207,20 @@ class DraftHead(nn.Module, Drafter, Expands):
     ) -> LossOutput:
         """sum_k w_k * (weighted mean over supervised chains of the loss at depth k), w_k from config.depth_weights.
 
-        With config.align_top_k, chains that do not align contribute 0; the denominators stay.
+        With config.align_top_k, chains that are not aligned add 0 to the sum but still count in the denominator.
 
         Args:
             denominators: [K] `ChainStarts.counts` over all ranks and accumulated batches; None: of this batch.
-            num_depths: K, at most max_draft_tokens; None: as many as the head is trained for.
+            num_depths: K, at most max_draft_tokens; None: the number that the head is trained for.
         """
         starts, config = batch.starts or self.chain_starts(batch.loss_mask, num_depths=num_depths), self.config
         depths, counts = range(starts.num_depths), starts.counts(batch.weights)  # [K]
         by_depth = depth_weights_of(config.depth_weights, decay=config.depth_decay, num_depths=len(depths))
         coefficients = mean_of(counts.new_tensor(by_depth), counts if denominators is None else denominators)
         size = self.positions_per_chunk(len(depths))
-        plan = starts.plan(batch.input_ids.shape[1], size=size)  # waits for the device: before kernels are queued
+        plan = starts.plan(batch.input_ids.shape[1], size=size)  # synchronises, so it comes before kernels are queued
         hidden = [states.flatten(0, 1) for states in self.unroll(batch, starts)]  # [B * S, D] each
-        torch.clear_autocast_cache()  # copies of weights that are not read again
+        torch.clear_autocast_cache()  # frees low-precision copies of weights that are not read again
         drafts = Drafts(
             hidden=hidden,
             specs=[self.loss_spec(depth) for depth in depths],
@@ -244,17 +244,17 @@ class DraftHead(nn.Module, Drafter, Expands):
 
     @torch.no_grad()
     def _accepted_share(self, drafts: Drafts, valid: Tensor, labels: Tensor, *, smoothing: float) -> Tensor:
-        """[K, N] `accepted_share` of chains, of which valid [K, N] are; reads the output layer once more."""
+        """[K, N] `accepted_share` of chains with supervised depths valid [K, N]; costs one more output-layer pass."""
         mixed = [replace(spec, mix={"hard_ce": 1.0}) for spec in drafts.specs]
         plain = replace(drafts, specs=mixed, weights=None, align_top_k=None)
         plain.gradients()
         probs = (-plain.values).exp()
-        if self.vocabulary is not None:  # the loss of a label that cannot be drafted is 0
+        if self.vocabulary is not None:  # a label that cannot be drafted has loss 0, but probability 0 as well
             probs = probs * (self.vocabulary.to_draft[labels] >= 0)
         return accepted_share(probs, valid, smoothing=smoothing)
 
     def positions_per_chunk(self, num_depths: int) -> int:
-        """Positions whose logits exist at a time."""
+        """How many positions are scored at a time."""
         num_at_once = num_depths if self.has_one_output else 1
         return chunk_size(self.target.vocab_size + num_at_once * self.num_drafted, self.target.device)
 
@@ -274,7 +274,7 @@ class DraftHead(nn.Module, Drafter, Expands):
 
     @torch.no_grad()
     def teacher_forced_logits(self, batch: DraftBatch, *, num_depths: int | None = None) -> tuple[ChainStarts, Tensor]:
-        """[B, S, K, Vd] fp32 draft logits that the loss scores; num_depths as in `loss`. For small inputs."""
+        """The chains and their fp32 draft logits [B, S, K, Vd], held all at once; num_depths as in `loss`."""
         starts = self.chain_starts(batch.loss_mask, num_depths=num_depths)
         logits = [self.draft_logits(h, depth).float() for depth, h in enumerate(self.unroll(batch, starts))]
         return starts, torch.stack(logits, 2)
@@ -287,7 +287,7 @@ class DraftHead(nn.Module, Drafter, Expands):
 
     @torch.no_grad()
     def propose_tree(self, state: Any, tree: Tree, *, draws: Draws | None = None) -> Proposal:
-        """Draft a tree instead of a chain; with `draws`, a sampled one. Raises BadInput where it is too deep."""
+        """Draft a tree instead of a chain; with `draws`, a sampled one. Raises BadInput if it is too deep."""
         if tree.depth > (self.max_draft_tokens or tree.depth):
             raise BadInput(f"a tree of depth {tree.depth}: this head drafts {self.max_draft_tokens} tokens ahead")
         if isinstance(tree, StaticTree):

@@ -1,12 +1,12 @@
 """Block drafters: DFlash (Chen et al. 2026, arXiv 2602.06036) and DSpark, which fill K tokens in one pass.
 
 A chain that starts at t follows the anchor x_{t+1}: the token that the target itself produced and has not read yet. The
-first slot of its block holds the anchor at its own position t + 1, the slots behind it a mask token. What a block sees
-of the text is the target's fused features at positions <= t; how is in nn/block_layer.py. With `sample_from_anchor`
-(DSpark) the anchor's own slot drafts depth 0; without it (DFlash) the slot behind drafts it, and the anchor's is idle.
+first slot of its block holds the anchor at its position t + 1; the slots behind it hold a mask token. Of the text, a
+block sees the target's fused features at positions <= t (nn/block_layer.py). With `sample_from_anchor` (DSpark) the
+anchor's slot drafts depth 0; without it (DFlash) the next slot drafts depth 0 and the anchor's drafts nothing.
 
-DSpark's Markov head adds a low-rank score of the token before to each slot's logits: a block is one pass, then a walk
-through K small products, which conditions drafts on each other. Its confidence head estimates what is accepted.
+DSpark's Markov head adds to each slot's logits a low-rank term that depends on the previous token: after the one pass,
+K small products in sequence condition each draft on the one before. Its confidence head estimates acceptance.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ from .nn.mask_token import default_mask_token
 from .nn.start import scale_norm
 from .target import Target, TargetOutput
 
-FEWEST_LAYERS = 8  # of a target whose tapped layers follow the published rule
+FEWEST_LAYERS = 8  # of a target, for DFlash's choice of feature layers; shallower ones get fewer features
 
 
 @dataclass(kw_only=True)
@@ -41,24 +41,23 @@ class BlockConfig(HeadConfig):
     """A block drafter's keys; feature_layers None: see `default_feature_layers`."""
 
     type: str = "block"
-    num_depths: int = 7  # tokens of a block that are drafted
+    num_depths: int = 7  # tokens drafted per block
     depth_weights: str = "exponential"
     depth_decay: float = 4.0
     loss: dict[str, float] = field(default_factory=lambda: {"kl": 1.0})
     num_layers: int = 3  # decoder layers
     sample_from_anchor: bool = True  # the anchor's own slot drafts the token behind it
-    markov_rank: int = 256  # of the Markov head; 0: none, the slots of a block are independent
+    markov_rank: int = 256  # rank of the Markov head; 0: none, the slots of a block are drafted independently
     confidence: bool = False  # a confidence head, trained beside `loss` with confidence_weight
     confidence_weight: float = 1.0
-    has_head_norms: bool = True  # of queries and keys, as in Qwen3 and as engines have it
-    output: str = "shared"  # shared: the target's output layer, frozen; own: one that starts as its drafted rows
+    has_head_norms: bool = True  # normalise queries and keys of each head, as Qwen3 and the serving engines do
+    output: str = "shared"  # shared: the target's output layer, frozen; own: trained, starts as a copy of it
     mask_token_id: int | None = None  # None: see `default_mask_token`
     start: Literal["random", "fitted"] = "random"  # fitted: on the first rows of training, see nn/fitted_block.py
-    # a training step draws so many blocks per row; of these, the share narrow_share is narrower than num_depths, so
-    # that the head drafts well where fewer tokens are asked of it
-    num_blocks: int = 512
+    num_blocks: int = 512  # blocks that a training step draws per row
+    # the share of them that is narrower than num_depths, so that the head also drafts well at a smaller K
     narrow_share: float = 0.0
-    architecture: dict[str, Any] = field(default_factory=dict)  # values unlike the target's, by `layers.ARCHITECTURE`
+    architecture: dict[str, Any] = field(default_factory=dict)  # overrides of the target's values; `ARCHITECTURE` keys
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,7 +77,7 @@ class BlockConfig(HeadConfig):
 
 
 def default_feature_layers(num_layers: int) -> list[int]:
-    """Five layers' outputs, spread over n target layers as DFlash does: 2 to n - 2 as `hidden_states` counts them."""
+    """DFlash's choice for n target layers: five `hidden_states` indices spread evenly from 2 to n - 2."""
     if num_layers < FEWEST_LAYERS:
         return sorted({min(1, num_layers - 1), num_layers // 2, num_layers - 1})
     return sorted({round(2 + i * (num_layers - 4) / 4) for i in range(5)})
@@ -89,17 +88,17 @@ class BlockState:
     """The state of drafting."""
 
     cache: SlotCache  # keys and values of the context by position, then of the block's slots
-    extent: int  # slots of it in use, at most
+    extent: int  # upper bound on the slots in use
     num_depths: int  # tokens that the next block drafts
     position: Tensor  # [B] the last position that the target has read
-    anchor: Tensor  # [B, 1] the token behind it
-    hidden: Tensor  # [B, K, D] what the output layer reads of the last block
-    logits: Tensor  # [B, K, Vd] of it, without what the Markov head adds
+    anchor: Tensor  # [B, 1] the token that follows it
+    hidden: Tensor  # [B, K, D] the last block's states, input of the output layer
+    logits: Tensor  # [B, K, Vd] its logits, before the Markov head's term
 
 
 class BlockHead(DraftHead):
-    """Tensors as vLLM, SGLang and llama.cpp load them: fc, hidden_norm, layers.{i}.*, norm, and with the options
-    markov_head.*, lm_head."""
+    """A block drafter with the tensor names that vLLM, SGLang and llama.cpp load: fc, hidden_norm, layers.{i}.*, norm,
+    and depending on the config markov_head.*, confidence_head.*, lm_head."""
 
     config_class = BlockConfig
     has_one_output = True
@@ -134,7 +133,7 @@ class BlockHead(DraftHead):
                 self.lm_head.weight.copy_(rows if self.vocabulary is None else rows[self.vocabulary.to_target])
 
     def serving_config(self) -> dict[str, Any]:
-        config, ids = self.config, [i - 1 for i in self.feature_layers]  # of layers' outputs
+        config, ids = self.config, [i - 1 for i in self.feature_layers]  # engines count layer outputs here
         served = {
             "model_type": "qwen3",
             **serving_keys(self.llama, num_layers=config.num_layers),
@@ -173,16 +172,16 @@ class BlockHead(DraftHead):
         return cast(list[BlockLayer], list(self.layers))
 
     def features(self, output: TargetOutput) -> Tensor:
-        """[B, T, D] the target's features [B, T, L, D] fused: what all layers make keys and values of."""
+        """[B, T, D] the target's features [B, T, L, D] fused: the context that all layers attend to."""
         return self.hidden_norm(self.fc(output.features.to(self.fc.weight.dtype).flatten(2)))
 
     def slots(self, anchors: Tensor, num_depths: int) -> Tensor:
-        """[B, W * S, D] the slots of blocks behind anchors [B, S], slot by slot."""
+        """[B, W * S, D] the embedded slots of blocks with anchors [B, S]: slot 0 of all blocks, then slot 1, ..."""
         masks = torch.full_like(anchors, self.mask_token).repeat(1, num_depths + self.first_slot - 1)
         return self.target.embed(torch.cat([anchors, masks], 1)).to(self.fc.weight.dtype)
 
     def output_rows(self) -> Tensor:
-        """[Vd, D] of the output layer."""
+        """[Vd, D] weights of the output layer."""
         return (self.target.output_layer if self.config.output == "shared" else self.lm_head).weight
 
     # training
@@ -206,7 +205,8 @@ class BlockHead(DraftHead):
         offsets = torch.arange(num_slots, device=context.device)
         positions = 1 + starts.take(batch.positions)[:, None] + offsets[:, None]  # [B, W, S]
         hidden = self.slots(starts.take(batch.input_ids, offset=1), starts.num_depths)  # [B, W * S, D]
-        of_slots = self.rotary(positions.flatten(1), like=context, num_positions=limit)  # which autocast makes narrow
+        # like the context, which autocast may have in 16 bits
+        of_slots = self.rotary(positions.flatten(1), like=context, num_positions=limit)
         sees_slots = None if starts.widths is None else offsets < starts.widths[..., None] + self.first_slot
         attend = partial(
             attend_blocks,

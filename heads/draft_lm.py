@@ -1,13 +1,13 @@
 """A small language model of the target's family, fine-tuned on the target's own text (DistillSpec, Zhou et al. 2024).
 
-It reads tokens only. Token x_p is at position p and in slot p of its cache, and its state there predicts x_{p+1}. So
-depth k of a chain that starts at t is scored by the state at t + 1 + k given the data's tokens: one forward serves all
-depths. In decoding it reads x_0..x_{t+1}. A reading of the target from position p on gives x_p and x_{p+1}, ...; x_p is
-read again, which writes the same to slot p, so that all rounds have one shape.
+It reads tokens only. Token x_p is at position p and in slot p of its cache, and its state there predicts x_{p+1}. So in
+training, depth k of a chain that starts at t is scored at position t + 1 + k, and one forward serves all depths. In
+decoding it reads x_0..x_{t+1}. A `Reading` from position p has x_p, x_{p+1}, ...; x_p was read before, and reading it
+again writes the same values to slot p, so that all rounds have the same shape.
 
-With `parallel` (PARD) all depths of a chain are read at once: mask tokens stand behind x_{t+1}, see nn/parallel.py.
+With `parallel` (PARD) all depths of a chain are drafted in one pass, with mask tokens behind x_{t+1}: nn/parallel.py.
 
-What is saved is a plain Hugging Face model, which any engine serves as a draft model.
+It is saved as a plain Hugging Face model, which any engine serves as a draft model.
 """
 
 import json
@@ -32,7 +32,7 @@ from .nn.parallel import ParallelConfig, behind, last_and_behind, with_masks
 from .nn.start import copy_layers, scale_norm
 from .target import Target
 
-PADDING = 0.01  # sizes of one family's vocabularies differ by this share at most, for padding
+PADDING = 0.01  # vocabularies whose sizes differ by at most this share may be the same up to padding
 
 
 @dataclass(kw_only=True)
@@ -41,13 +41,13 @@ class DraftLMConfig(ParallelConfig):
 
     type: str = "draft_lm"
     num_depths: int = 5
-    # local folder or hub id of a causal language model with the target's vocabulary. None: a fresh one of the target's
-    # architecture, which starts from the target's embedding, output layer and layers where sizes match
+    # local folder or hub id of a causal language model with the target's vocabulary. None: a new one of the target's
+    # architecture, initialised from those of the target's weights whose sizes match
     path: LocalPath | None = None
-    num_layers: int = 2  # of a fresh one
-    hidden_size: int | None = None  # of a fresh one; None: the target's
-    intermediate_size: int | None = None  # of a fresh one; None: in proportion to the target's
-    # above 0: train low-rank adapters of all linear layers but the output's (Hu et al. 2022), merged when saved
+    num_layers: int = 2  # of a new model
+    hidden_size: int | None = None  # of a new model; None: the target's
+    intermediate_size: int | None = None  # of a new model; None: in proportion to the target's
+    # above 0: train low-rank adapters on all linear layers except the output layer (Hu et al. 2022), merged when saved
     lora_rank: int = 0
     lora_alpha: float = 32.0  # adapters are scaled by lora_alpha / lora_rank
     architecture: dict[str, Any] | None = None  # the model's Hugging Face config; set in saved heads
@@ -66,19 +66,19 @@ class DraftLMConfig(ParallelConfig):
 
 @dataclass
 class DraftLMState:
-    """The state of drafting. The last expansion is the pending token, behind the target's last reading (F is 1), then
-    each level of drafts."""
+    """The state of drafting. F: tokens of the last expansion, which is the pending token (the last committed one, not
+    read by the target yet; F is 1) and then each level of drafts."""
 
     cache: SlotCache  # keys and values of the tokens read, then of drafted ones
-    extent: int  # slots of it in use, at most
-    position: Tensor  # [B] of the pending token
-    hidden: Tensor  # [B, F, D] the last states of the last expansion; in one pass of all K depths, [B, K, D]
-    seen: Tensor  # [B, F, n] bool, which of n drafted nodes each of the last expansion attends to
+    extent: int  # upper bound on the slots in use
+    position: Tensor  # [B] position of the pending token
+    hidden: Tensor  # [B, F, D] final states of the last expansion; with `parallel` of all depths, [B, K, D]
+    seen: Tensor  # [B, F, n] bool, which of n drafted nodes each token of the last expansion attends to
     drafted: Tensor  # [B, n] positions of a tree's nodes
 
 
 class DraftLMHead(DraftHead):
-    """A causal language model whose modules are the head's own, so that its tensors have Hugging Face's names."""
+    """A causal language model, registered module by module so that its tensors keep Hugging Face's names."""
 
     config_class = DraftLMConfig
     has_one_output = True
@@ -121,7 +121,7 @@ class DraftLMHead(DraftHead):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         own = super().state_dict()
-        tied = {name: own[name] for name in self._tied()}  # the same storage that its other name loads into
+        tied = {name: own[name] for name in self._tied()}  # shares storage with the parameter that is loaded
         return super().load_state_dict({**tied, **state_dict}, strict=strict, assign=assign)
 
     # training
@@ -161,12 +161,13 @@ class DraftLMHead(DraftHead):
     def commit(self, state: DraftLMState, read: Reading) -> None:
         tokens = torch.cat([read.tokens[:, :1], read.next_tokens], 1)  # [B, Q + 1] x_p, x_{p+1}, ...
         state.extent, pending, num = read.extent or state.cache.max_length, read.last + 1, 1
-        if self.mask_token is not None:  # in the places of what was rejected, and behind them
+        if self.mask_token is not None:  # mask tokens replace rejected tokens and follow the accepted ones
             num = self.config.num_depths
             _, is_read = behind(pending + 1, num_more=num - 1, like=tokens)
             tokens = torch.where(is_read, F.pad(tokens, (0, num - 1)), self.mask_token)
         positions = read.start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        positions = positions if num == 1 else positions.clamp(max=state.extent - 1)  # beyond: more depths than asked
+        # positions beyond belong to depths that were not requested
+        positions = positions if num == 1 else positions.clamp(max=state.extent - 1)
         hidden = self._read(state, tokens, positions)  # [B, Q + num, D]
         state.hidden = last_and_behind(hidden, pending, num)
         state.position = read.start + pending
@@ -190,11 +191,11 @@ class DraftLMHead(DraftHead):
         return self.draft_logits(state.hidden, depth)
 
     def _read(self, state: DraftLMState, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Tokens [B, Q] that follow each other -> [B, Q, D]."""
+        """Consecutive tokens [B, Q] -> states [B, Q, D]."""
         return self.reader.forward(tokens, cache=state.cache, positions=positions, extent=state.extent).post_norm
 
     def _read_nodes(self, state: DraftLMState, tokens: Tensor, positions: Tensor) -> Tensor:
-        """The newest nodes [B, F] of a tree, each in the next free slot -> [B, F, D]."""
+        """The newest nodes [B, F] of a tree, each in the next free slot -> states [B, F, D]."""
         state.cache.seek(newest_slots(state.position, state.seen), extent=state.extent)
 
         def mask(window: int | None) -> Tensor:
@@ -206,12 +207,12 @@ class DraftLMHead(DraftHead):
         return self.reader.read_slots(tokens, positions, state.cache, mask, None)
 
     def _tied(self) -> set[str]:
-        """Further names of parameters that have one already."""
+        """Second names of parameters that are registered under two."""
         names = {name for name, _ in self.named_parameters(remove_duplicate=False)}
         return names - {name for name, _ in self.named_parameters()}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Casts and moves weights; rotary frequencies are only moved: in bf16 they would be inexact."""
+        """Cast and move weights, but only move rotary frequencies, which bf16 would round."""
         exact = [(m, n, b) for m in self.modules() for n, b in m.named_buffers(recurse=False) if b.is_floating_point()]
         super()._apply(fn, recurse)
         for module, name, buffer in exact:
@@ -220,7 +221,8 @@ class DraftLMHead(DraftHead):
 
 
 def build_model(config: DraftLMConfig, target: Target) -> Any:
-    """The language model, in fp32: as saved (without its weights), fresh, or loaded from config.path."""
+    """The language model in fp32: of config.architecture with random weights (a saved head's are loaded later), new, or
+    loaded from config.path. Raises BadInput as `fresh_model`, `check_vocabulary` and `Target.load`."""
     if config.architecture is not None:
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config.architecture), dtype=torch.float32)
     if config.path is None:
@@ -231,12 +233,12 @@ def build_model(config: DraftLMConfig, target: Target) -> Any:
     except BadInput as error:
         raise BadInput(f"head.path: {error}") from error
     if model.get_output_embeddings().weight.shape[0] != target.vocab_size:
-        model.resize_token_embeddings(target.vocab_size, mean_resizing=False)  # rows of padding, added or cut
+        model.resize_token_embeddings(target.vocab_size, mean_resizing=False)  # adds or removes rows of padding
     return model
 
 
 def fresh_model(config: DraftLMConfig, target: Target) -> Any:
-    """An untrained model of the target's architecture. Raises BadInput on sizes that it cannot have."""
+    """A new model of the target's architecture and smaller sizes. Raises BadInput if transformers refuses these."""
     if not 1 <= config.num_layers <= target.num_layers:
         raise BadInput(f"head.num_layers {config.num_layers}: expected 1 to {target.num_layers}, the target's")
     raw = target.config.to_dict()
@@ -263,7 +265,7 @@ def fresh_model(config: DraftLMConfig, target: Target) -> Any:
 
 
 def check_vocabulary(path: str, target: Target) -> None:
-    """Raises BadInput where a model's tokens cannot be the target's, before its weights are loaded."""
+    """Raises BadInput if a model's vocabulary is not the target's, before its weights are loaded."""
     try:
         with quiet_loading():
             size = AutoConfig.from_pretrained(path).get_text_config().vocab_size
@@ -292,6 +294,6 @@ def comes_with_tokenizer(path: str) -> bool:
 
 
 def differing_word(words: Mapping[str, int], others: Mapping[str, int]) -> str | None:
-    """A token of the smaller vocabulary with another id in the other, or none; None: one vocabulary holds the other."""
+    """A token of the smaller vocabulary that the larger lacks or has under another id; None if there is no such."""
     few, many = sorted((words, others), key=len)
     return next((word for word, i in few.items() if many.get(word) != i), None)

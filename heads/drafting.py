@@ -1,7 +1,7 @@
-"""How a head's guesses become a chain or a tree of drafted tokens; any head that can `expand` drafts them all.
+"""Drafting chains and trees of tokens with any head that implements `Expands`.
 
-A tree is flat: S nodes in an order where parents precede their children, and `parents` [B, S] with -1 for the last
-committed token, the root.
+A tree is stored flat: S nodes in an order in which parents precede their children, and `parents` [B, S], the index of
+each node's parent or -1 for the root, the last committed token.
 """
 
 from collections import Counter
@@ -20,49 +20,49 @@ from .nn.cpu_kernels import best
 class Proposal:
     """What was drafted.
 
-    draft_probs: where nodes were sampled, the distribution that the children of the root and of each node were drawn
-    from, zeros where there are none. confidence: of a chain, and of a tree that is one path, how likely each token is
-    accepted where those before it are, estimated before the token itself was chosen; None: the drafter does not say.
+    draft_probs: for sampled nodes, the distribution that the children of the root (row 0) and of each node were drawn
+    from; zeros for nodes without children. confidence: of a chain, or a tree that is one path, the probability that
+    each token is accepted given that those before it are, estimated before the token was chosen; None: no estimate.
     """
 
     tokens: Tensor  # [B, S] target ids
     parents: Tensor | None = None  # [B, S]; None: a chain, node j follows node j - 1
     draft_probs: Tensor | None = None  # [B, S + 1, V]
-    logits: list[Tensor] = field(default_factory=list)  # of a chain, [B, Vd] per depth, where a vocabulary is scored
+    logits: list[Tensor] = field(default_factory=list)  # per depth of a chain [B, Vd]; empty: the drafter has none
     confidence: Tensor | None = None  # [B, K]
 
     def estimates(self) -> Tensor | None:
-        """[B, K] the confidence, or without one the draft's own probability of each token of a greedy chain, by which
-        EAGLE-2 (Li et al. 2024) orders its nodes; None where neither is known."""
+        """[B, K] the confidence; without one, the draft's probability of each token of a greedy chain, by which EAGLE-2
+        (Li et al. 2024) orders its nodes; None if neither is known."""
         if self.confidence is not None or self.draft_probs is not None or not self.logits:
             return self.confidence
         return torch.stack([1 / (one.float() - one.amax(-1, True)).exp().sum(-1) for one in self.logits], 1)
 
     def first(self, num_tokens: int) -> "Proposal":
-        """The first tokens of a chain."""
+        """The first tokens of a chain, without logits and confidence."""
         parents = None if self.parents is None else self.parents[:, :num_tokens]
         probs = None if self.draft_probs is None else self.draft_probs[:, : num_tokens + 1]
         return Proposal(self.tokens[:, :num_tokens], parents, probs)
 
     def to(self, device: torch.device) -> "Proposal":
-        """All but the logits."""
+        """A copy on a device, without the logits."""
         tensors = (self.parents, self.draft_probs, self.confidence)
         parents, probs, confidence = (None if one is None else one.to(device) for one in tensors)
         return Proposal(self.tokens.to(device), parents, probs, confidence=confidence)
 
 
 def worth_verifying(estimates: Tensor, cost: float) -> Tensor:
-    """[B] how many drafts of each chain pay to be verified, 0..K: those before the first whose gain is below its cost.
+    """[B] how many drafts of each chain are worth verifying, 0..K: those before the first that costs more than it adds.
 
-    A round that verifies k drafts takes 1 + cost k, in rounds that verify none, and commits 1 + r_1 + ... + r_k tokens
-    on average: r_i, the product of the first i estimates [B, K], is draft i's chance to be accepted. One more raises
-    the tokens per time if r_{k+1} is at least `cost` times the tokens per time so far; r falls, so no later one pays
-    where one does not.
+    Verifying k drafts takes 1 + cost * k, where 1 is the time of a round that verifies none, and commits
+    1 + r_1 + ... + r_k tokens on average: r_i, the product of the first i of `estimates` [B, K], is the probability
+    that draft i is accepted. Draft k + 1 raises the tokens per time if r_{k+1} is at least `cost` times the tokens per
+    time so far. As r falls, no later draft pays once one does not.
 
-    Lossless: whether draft i is verified depends on estimates made before it was chosen, so on the tokens before it.
-    Behind these it is tried, and the accept rule commits by the target's distribution, or it is not, and the target's
-    own choice is committed. An estimate that saw a drawn token would try likely draws alone, and commit them too often;
-    the draft's best guess is no draw, and its own probability may be used.
+    Lossless: whether draft i is verified depends only on the tokens before it, as its estimate was made before it was
+    chosen. Verified, it is committed by the target's distribution; if not, the target's own choice is. An estimate that
+    depended on the sampled token itself would bias the text towards likely samples; a greedy draft is not sampled, so
+    its own probability may be used.
     """
     reach = estimates.float().clamp(0, 1).cumprod(1)  # [B, K] r
     num_before = torch.arange(reach.shape[1], device=reach.device)
@@ -72,11 +72,11 @@ def worth_verifying(estimates: Tensor, cost: float) -> Tensor:
 
 @dataclass(frozen=True)
 class StaticTree:
-    """A tree of fixed shape (Cai et al. 2024, section 2.3.3): a node is the path of its ranks, so (0, 1) is the second
-    guess behind the best first one. Paths are ordered by length; every prefix of a path is a path.
+    """A tree of fixed shape (Cai et al. 2024, section 2.3.3): a node is the path of ranks that leads to it, so (0, 1)
+    is the second guess after the best first one. Paths are distinct, ordered by length and follow their prefixes.
 
-    sampled: at temperature > 0, children are drawn from the draft's distribution without replacement, in the order of
-    their rank, instead of being its best guesses; a tree of one path is then a sampled chain."""
+    sampled: at temperature > 0, children are drawn from the draft's distribution without replacement, in order of rank,
+    instead of being its best guesses; a tree of one path is then a sampled chain. Raises: BadInput on other paths."""
 
     paths: tuple[tuple[int, ...], ...]
     sampled: bool = False
@@ -84,8 +84,8 @@ class StaticTree:
     def __post_init__(self) -> None:
         known: set[tuple[int, ...]] = {()}
         for path in self.paths:
-            if path[:-1] not in known or (known != {()} and len(path) < max(map(len, known))):
-                raise BadInput(f"tree path {path}: needs its prefix before it, and paths ordered by length")
+            if path in known or path[:-1] not in known or (known != {()} and len(path) < max(map(len, known))):
+                raise BadInput(f"tree path {path}: needs its prefix before it, and distinct paths ordered by length")
             known.add(path)
         if not self.paths:
             raise BadInput("a tree needs at least one node")
@@ -110,12 +110,12 @@ class StaticTree:
 
     @property
     def most_children(self) -> list[int]:
-        """By depth, the most children of one node."""
+        """For each depth, the largest number of children of one node."""
         children = Counter(path[:-1] for path in self.paths)
         return [max(num for path, num in children.items() if len(path) == depth) for depth in range(self.depth)]
 
     @property
-    def parents(self) -> list[int]:
+    def parents(self) -> list[int]:  # [S]
         index = {path: i for i, path in enumerate(self.paths)}
         return [index.get(path[:-1], -1) for path in self.paths]
 
@@ -144,7 +144,7 @@ Tree = StaticTree | DynamicTree
 
 
 class Expands:
-    """What tree drafting asks of a head."""
+    """What a head implements to draft chains and trees."""
 
     def first_logits(self, state: Any) -> Tensor:
         """[B, Vd] draft logits behind the last committed token."""
@@ -155,8 +155,8 @@ class Expands:
 
         Args:
             tokens: [B, F] target ids at this depth (1: the first drafted).
-            parents: [B, F] row of each token's parent among those of the last call (all 0 at depth 1); None: F is 1
-                and the token follows the last one read, as in a chain.
+            parents: [B, F] index of each token's parent among the tokens of the last call (all 0 at depth 1); None: F
+                is 1 and the token follows the last one read, as in a chain.
 
         Returns: [B, F, Vd].
         """
@@ -167,7 +167,7 @@ class Expands:
         raise NotImplementedError
 
     def confidence(self, state: Any, tokens: Tensor) -> Tensor | None:
-        """[B, K] of a drafted chain, tokens [B, K], as a Proposal has it; None where the head makes no estimate."""
+        """[B, K] `Proposal.confidence` of a drafted chain with tokens [B, K]; None if the head makes no estimate."""
 
 
 def draft_chain(head: Expands, state: Any, *, num_draft_tokens: int) -> Proposal:
@@ -191,10 +191,10 @@ class Draws:
 
 
 def ranked(logits: Tensor, count: int, draws: Draws | None) -> tuple[Tensor, Tensor | None]:
-    """The children of each row of logits [B, F, Vd], in order: ids [B, F, count], and the probabilities drawn from.
+    """`count` children for each row of logits [B, F, Vd]: draft ids [B, F, count] in order of rank.
 
-    The most probable ones, or draws without replacement: the largest of log-probability plus Gumbel noise are such
-    draws, in their order (Kool et al. 2019).
+    Without draws the most probable ones. Else samples without replacement, which are the largest log-probabilities
+    after adding Gumbel noise (Kool et al. 2019), and the probabilities [B, F, Vd] that they were drawn from.
     """
     if draws is None:
         return logits.topk(count, -1).indices, None
@@ -204,19 +204,19 @@ def ranked(logits: Tensor, count: int, draws: Draws | None) -> tuple[Tensor, Ten
 
 
 class Level(NamedTuple):
-    """The n nodes of one depth, and the F of them that have children themselves."""
+    """The n nodes of one depth, and the F of them that have children."""
 
     row: Tensor  # [n] index of each node's parent among the nodes last expanded
-    rank: Tensor  # [n] among that parent's children
-    num_ranks: int  # guesses needed of each parent
+    rank: Tensor  # [n] of each node among that parent's children
+    num_ranks: int  # guesses needed per parent
     parents: list[int]  # the nodes last expanded: 0 for the root, else 1 + index
     kept: Tensor  # [F] the nodes that have children
-    kept_row: Tensor  # [F] their parents' rows
+    kept_row: Tensor  # [F] `row` of these
 
 
 @cache  # never evicted: a captured graph reads the tensors it was captured with
 def levels(tree: StaticTree, device: torch.device) -> tuple[list[Level], Tensor]:
-    """A static tree's index tensors by depth, made once for a device; and its parents [S]."""
+    """A static tree's index tensors by depth, and its parents [S]; made once per device."""
     inner = {path[:-1] for path in tree.paths}
     index = {path: i for i, path in enumerate([(), *tree.paths])}
     expanded: list[tuple[int, ...]] = [()]
@@ -235,7 +235,7 @@ def levels(tree: StaticTree, device: torch.device) -> tuple[list[Level], Tensor]
 
 
 def draft_static(head: Expands, state: Any, tree: StaticTree, draws: Draws | None = None) -> Proposal:
-    """Fill a fixed shape: the node of rank r takes its parent's r-th most probable token, or r-th draw."""
+    """Draft a tree of fixed shape: the node of rank r takes its parent's r-th most probable token, or r-th sample."""
     logits = head.first_logits(state)[:, None]  # [B, F, Vd]
     device, batch_size = logits.device, len(logits)
     vocabulary = torch.arange(logits.shape[-1], device=device)  # [Vd]
@@ -288,7 +288,7 @@ def draft_dynamic(head: Expands, state: Any, tree: DynamicTree) -> Proposal:
 
 
 def ancestors(parents: Tensor, depth: int) -> Tensor:
-    """[B, S, S] bool: whether node j (last) is node i (middle) or above it. parents [B, S]; depth: the longest path."""
+    """[B, S, S] bool, whether node j (last) is node i (middle) or its ancestor. parents [B, S]; depth: of the tree."""
     size = parents.shape[1]
     nodes = torch.arange(size, device=parents.device)
     mask = (nodes[:, None] == nodes).expand(len(parents), -1, -1)

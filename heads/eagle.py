@@ -5,13 +5,13 @@ at depth k > 0 its own output of depth k - 1. Its output estimates the target's 
 from which the target's own frozen output layer makes logits.
 
 EAGLE-1 (num_depths 1) trains one step from true features, with noise in place of the head's own errors. HASS
-(num_depths 3) trains in the context of decoding: the chain at start t is unrolled on its own features, whose gradient
-stops between depths (`detach`; section 3.2). EAGLE-2 drafts dynamic trees from the same weights.
+(num_depths 3) trains as in decoding: the chain at start t is unrolled on the head's own features, without gradients
+between depths (`detach`; section 3.2). EAGLE-2 drafts dynamic trees with the same weights.
 
 Served conventions (vLLM 0.32, SGLang 0.5): the feature is the state AFTER the target's final norm; embedding first in
-the concatenation; positions from 0 (x_{t+1} at rotary position t); no input norm in layer 0 and none behind the last;
-embedding and output layer are the target's, so no cut draft vocabulary. SGLang needs fc.bias, vLLM ignores it: without
-`bias` zeros are saved, and a trained one is served by SGLang alone.
+the concatenation; positions from 0 (x_{t+1} at rotary position t); no input norm in layer 0 and none after the last;
+embedding and output layer are the target's, so the draft vocabulary is not cut. SGLang needs fc.bias and vLLM ignores
+it: without `bias`, zeros are saved; a head with a trained bias is served correctly by SGLang only.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,15 +34,15 @@ class EagleConfig(HeadConfig):
     """An EAGLE head's keys."""
 
     type: str = "eagle"
-    num_depths: int = 5  # 1 is EAGLE-1, 3 is HASS; the default is as deep as the head drafts
+    num_depths: int = 5  # 1: EAGLE-1, 3: HASS; the default is the length of the chains that it drafts
     loss: dict[str, float] = field(default_factory=lambda: {"feature": 1.0, "soft_ce": 0.1})
     num_layers: int = 1  # decoder layers
-    bias: bool = False  # whether `fc` has a trained one
+    bias: bool = False  # whether `fc` has a trained bias
     detach: bool = True  # stop the gradient between depths
     # width of the uniform noise on the target's features in training, U(-noise/2, noise/2) in feature units. The papers
-    # take 0.2; their code also scales it by 512 / tokens of the row, which we do not: rows are padded
+    # take 0.2; their code also scales it by 512 / tokens of the row, which we do not, as rows are padded
     noise: float = 0.0
-    # values of the layers that differ from the target's (keys: `layers.ARCHITECTURE`), of heads that others trained
+    # overrides of the target's values (keys: `layers.ARCHITECTURE`), for imported heads
     architecture: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -90,8 +90,8 @@ class EagleHead(RecurrentHead):
 
     @torch.no_grad()
     def fit(self, batches: Sequence[DraftBatch]) -> None:
-        """`fc` maps the embedding and the state before, the target's or its own estimate, onto the target's next state;
-        the layers add nothing yet."""
+        """Fit `fc` to map the embedding and the previous state, the target's or the head's own estimate, onto the
+        target's next state. The layers add nothing at first."""
         reads, wanted, at = list[Tensor](), list[Tensor](), list[Tensor]()
         chains = [self.chain_starts(batch.loss_mask, num_depths=FITTED_DEPTHS) for batch in batches]
         hidden, weight = [s.take(b.output.post_norm).float() for b, s in zip(batches, chains, strict=True)], None
@@ -112,7 +112,7 @@ class EagleHead(RecurrentHead):
             nn.init.zeros_(layer.mlp.down_proj.weight)
 
     def scale_outputs(self, factors: Sequence[float]) -> None:
-        """The state goes into the target's output layer as it is."""
+        """Scale the state, as it goes into the target's output layer without a norm."""
         for layer in (self.fc, *(p for x in self.decoder_layers for p in (x.self_attn.o_proj, x.mlp.down_proj))):
             layer.weight.mul_(factors[0])
 

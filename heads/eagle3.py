@@ -2,13 +2,13 @@
 
 The first layer reads, at position t, the embedding of x_{t+1} beside a hidden state: at depth 0 the fused low, middle
 and high features of the target at t, at depth k > 0 the head's own output of depth k - 1. The last layer's output,
-normalised, goes through an own output layer over the draft vocabulary.
+normalised, goes through the head's own output layer over the draft vocabulary.
 
 Training-time test (section 3.2): each chain start t is unrolled num_depths times with gradients through all of them.
 How chains are unrolled and drafted is in recurrent.py, which EAGLE shares.
 
-With `parallel` (P-EAGLE) a depth k > 0 reads a mask token and a learned state in the place of the features instead of
-the depth before, so that all drafts are read off one forward, see nn/parallel.py.
+With `parallel` (P-EAGLE) depths k > 0 read a mask token and a learned state instead of the previous depth's token and
+output, so that one forward drafts all depths, see nn/parallel.py.
 
 Served conventions (vLLM 0.32, SGLang 0.5): embedding first in the concatenation, positions from 0 (x_{t+1} at rotary
 position t), drafted hidden states fed back before the output norm (after it with norm_output, EAGLE 3.1), features in
@@ -34,7 +34,8 @@ from .nn.parallel import ParallelConfig, behind, last_and_behind
 from .recurrent import LlamaLayer, RecurrentHead, RecurrentState
 from .target import Target, TargetOutput
 
-# of a start that is not random, and rows of `lm_head` as much smaller: the same logits, of rows that learn faster
+# a start that is not random has the norm's gain times this and `lm_head` divided by it: the logits are the same, and
+# the smaller rows of `lm_head` learn faster
 OUTPUT_GAIN = 3.0
 
 
@@ -45,16 +46,15 @@ class Eagle3Config(ParallelConfig):
     type: str = "eagle3"
     num_depths: int = 7
     num_layers: int = 1  # decoder layers
-    # EAGLE 3.1: an RMSNorm on each feature before they are fused, and drafted states fed back after the output norm
-    fc_norm: bool = False
-    norm_output: bool = False
-    # of heads that others trained:
-    # the first layer's residual is the normalised hidden state (the speculators library; SGLang serves no such head)
+    fc_norm: bool = False  # EAGLE 3.1: an RMSNorm on each feature before they are fused
+    norm_output: bool = False  # EAGLE 3.1: feed drafted states back after the output norm
+    # The next three are for imported heads. norm_before_residual: the first layer's residual is the normalised hidden
+    # state (the speculators library; SGLang does not serve it)
     norm_before_residual: bool = False
-    norm_before_fc: bool = False  # one RMSNorm over all features side by side, before they are fused
-    architecture: dict[str, Any] = field(default_factory=dict)  # values unlike the target's, by `layers.ARCHITECTURE`
-    # of the first layer; target, and fitted, on the first rows of training: see nn/fitted.py. None: fitted where that
-    # can be, and else random with an output layer as quiet as it has to be
+    norm_before_fc: bool = False  # one RMSNorm over the concatenated features, before they are fused
+    architecture: dict[str, Any] = field(default_factory=dict)  # overrides of the target's values; `ARCHITECTURE` keys
+    # initial weights of the first layer, see nn/fitted.py: target: from the target's layers; fitted: by regression on
+    # the first rows of training. None: fitted if possible, else random with logits scaled down where needed
     start: Literal["random", "target", "fitted"] | None = None
 
     def __post_init__(self) -> None:
@@ -67,6 +67,7 @@ class Eagle3Config(ParallelConfig):
 
     @property
     def can_be_fitted(self) -> bool:
+        """Whether `start: fitted` supports this architecture."""
         more_norms = self.fc_norm or self.norm_before_fc or self.norm_before_residual or self.norm_output
         return not (self.num_layers > 1 or self.parallel or more_norms)
 
@@ -76,7 +77,7 @@ class Eagle3Config(ParallelConfig):
 
 
 def default_feature_layers(num_layers: int) -> list[int]:
-    """Low, middle and high of n target layers: [2, n/2, n-3], the engines' default; of few layers [1, n/2, n-1]."""
+    """Low, middle and high of n target layers: [2, n/2, n-3], the engines' default; [1, n/2, n-1] if n is small."""
     usual = [2, num_layers // 2, num_layers - 3]
     return usual if usual == sorted(set(usual)) else sorted({min(1, num_layers - 1), num_layers // 2, num_layers - 1})
 
@@ -85,7 +86,7 @@ class Eagle3Layer(LlamaLayer):
     """The first layer: its attention reads [embedding, hidden], both normalised; the residual is the raw hidden."""
 
     def __init__(self, config: LlamaConfig):
-        nn.Module.__init__(self)  # of the same parts, with another norm and wider projections
+        nn.Module.__init__(self)  # not LlamaLayer's: one more norm and wider projections
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps=eps)
         self.hidden_norm = RMSNorm(size, eps=eps)
@@ -94,7 +95,7 @@ class Eagle3Layer(LlamaLayer):
         self.mlp = LlamaMLP(config)
 
     def both(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """[B, Q, D] twice -> [B, Q, 2D], normalised: what the projections read."""
+        """Embeddings and hidden states [B, Q, D] -> [B, Q, 2D], normalised: the input of the projections."""
         return torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], -1)
 
     def normalised(self, x: Tensor) -> Tensor:
@@ -109,8 +110,8 @@ class NormedResidualLayer(Eagle3Layer):
 
 
 class Eagle3Head(RecurrentHead):
-    """EAGLE-3 with the tensor names that vLLM, SGLang and TensorRT-LLM load: fc, midlayer.*, norm, lm_head; of several
-    layers layers.{i}.*; with fc_norm, fc_norm.{i}; with norm_before_fc, input_norm."""
+    """EAGLE-3 with the tensor names that vLLM, SGLang and TensorRT-LLM load: fc, midlayer.*, norm, lm_head; with
+    several layers layers.{i}.*; with fc_norm, fc_norm.{i}; with norm_before_fc, input_norm."""
 
     config_class = Eagle3Config
 
@@ -208,7 +209,7 @@ class Eagle3Head(RecurrentHead):
         return self.fc(self.input_norm(flat) if self.config.norm_before_fc else flat)
 
     def masked(self) -> Tensor:
-        """[1, 1, D] what stands for the features of tokens that are not drafted yet."""
+        """[1, 1, D] the learned state that replaces the features of tokens that are not drafted yet."""
         return self.fused(self.mask_hidden.unflatten(-1, (len(self.feature_layers), -1)))
 
     def fed_back(self, hidden: Tensor) -> Tensor:
@@ -234,7 +235,8 @@ class Eagle3Head(RecurrentHead):
         tokens = torch.where(is_read, F.pad(read.next_tokens, (0, num - 1)), self.mask_token)  # [B, Q + K - 1]
         features = F.pad(self.features(read.output), (0, 0, 0, num - 1))
         features = torch.where(is_read[..., None], features, self.masked())
-        positions = (read.start[:, None] + index).clamp(max=state.extent - 1)  # beyond: more depths than asked
+        # positions beyond belong to depths that were not requested
+        positions = (read.start[:, None] + index).clamp(max=state.extent - 1)
         out = self._decode(state, tokens, features, positions)
         state.hidden = last_and_behind(out, read.last, num)  # [B, K, D]
 
@@ -256,8 +258,9 @@ class Eagle3Head(RecurrentHead):
 
 
 def fit_start(head: Eagle3Head, batches: Sequence[DraftBatch]) -> None:
-    """Start a head, on the CPU, by `fit_layer`. Logits are scaled to the least cross entropy, by an output norm of
-    larger gain over rows of lm_head as much smaller. Raises: BadInput where `start: fitted` has too few positions."""
+    """Initialise a head, which is on the CPU, by `fit_layer`, and scale its logits to the least cross entropy.
+
+    Raises: BadInput if `start: fitted` was requested and there are too few positions."""
     target, first = head.target, cast(Eagle3Layer, head.decoder_layers[0])
     gain = target.final_norm_scale().float()
     by = gain.where(gain.abs() > 1e-3, torch.inf)

@@ -26,7 +26,7 @@ HEADS: dict[str, type[DraftHead]] = {
 
 
 def head_class(name: str) -> type[DraftHead]:
-    """The family of that name. Raises BadInput with the names there are."""
+    """The family of that name. Raises BadInput, listing the names, if there is none."""
     if name not in HEADS:
         raise BadInput(f"head.type: {name!r}: expected one of {', '.join(HEADS)}")
     return HEADS[name]
@@ -39,7 +39,7 @@ def build_head(
 
     Args: draft_token_ids: [Vd] ascending target ids, where config.draft_vocab_size is set.
 
-    Raises: BadInput where another head has put its adapters on this target.
+    Raises: BadInput if another head has put its adapters on this target.
     """
     if target.is_adapted:
         raise BadInput(f"target {target.name}: computes with another head's adapters, so {config.type} needs it afresh")

@@ -17,11 +17,11 @@ FROZEN_BYTES = 4  # per frozen parameter of the head: an fp32 weight
 
 @dataclass(frozen=True)
 class HeadSize:
-    """What a head reads and costs."""
+    """What a head reads from the target, and its memory."""
 
     feature_layers: tuple[int, ...]
     reads_post_norm: bool
-    parameters: int  # trained ones
+    parameters: int  # trained ones only
     memory_bytes: int  # in training: weights, gradients and optimizer state; activations left out
     serving_bytes: int  # all the head's parameters in the target's dtype
 
@@ -33,7 +33,7 @@ class NoSkeleton(BadInput):
 def load_skeleton(config: TargetConfig) -> Target:
     """The target with shapes but no weights, on torch's meta device.
 
-    Raises: BadInput where there is no such model, or it cannot be built without weights.
+    Raises: BadInput if there is no such model, or it cannot be built without weights.
     """
     model_config = read_model_config(config)
     try:
@@ -45,7 +45,7 @@ def load_skeleton(config: TargetConfig) -> Target:
 
 
 def check_numbers(config: HeadConfig, skeleton: Target) -> None:
-    """Raises BadInput on a layer or a draft vocabulary that the target has not."""
+    """Raises BadInput if the target lacks a feature layer or has fewer tokens than the draft vocabulary."""
     skeleton.check_layers(tuple(config.feature_layers or ()))
     size = config.draft_vocab_size
     if size is not None and not 1 <= size <= skeleton.vocab_size:
@@ -53,20 +53,20 @@ def check_numbers(config: HeadConfig, skeleton: Target) -> None:
 
 
 def build_skeleton_head(config: HeadConfig, skeleton: Target) -> DraftHead:
-    """The head with shapes but no weights. Raises BadInput, with the numbers, where it does not fit the target."""
+    """The head with shapes but no weights. Raises BadInput if it does not fit the target."""
     check_numbers(config, skeleton)
     with torch.device("meta"):
         size = config.draft_vocab_size
-        ids = None if size is None else torch.arange(size)  # [Vd] which ones does not matter here
+        ids = None if size is None else torch.arange(size)  # [Vd] any tokens: only shapes matter
         head = head_class(config.type)(config, skeleton, ids)
     skeleton.check_layers(head.feature_layers)
     return head
 
 
 def check_fit(config: HeadConfig, target: TargetConfig) -> None:
-    """Raises BadInput where there is no such target or the head cannot be one of it, before any weights are loaded.
+    """Raises BadInput if there is no such target or the head does not fit it, before any weights are loaded.
 
-    What only weights tell (those that a head starts from, an unknown kind of model) is left to those who load them.
+    Heads that start from a checkpoint, and targets that cannot be built without weights, are checked when loaded.
     """
     try:
         skeleton = load_skeleton(target)
@@ -78,7 +78,7 @@ def check_fit(config: HeadConfig, target: TargetConfig) -> None:
 
 
 def head_size(config: HeadConfig, skeleton: Target) -> HeadSize:
-    """What the head reads and costs. Raises BadInput where it does not fit the target."""
+    """What the head reads and its memory. Raises BadInput if it does not fit the target."""
     head = build_skeleton_head(config, skeleton)
     trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
     every = sum(p.numel() for p in head.parameters())

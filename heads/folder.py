@@ -1,4 +1,4 @@
-"""A head's own folder: config.json, model.safetensors and, of some, an adapter of the target (peft)."""
+"""A head's own folder: config.json, model.safetensors and, for Medusa-2, an adapter of the target (peft)."""
 
 import hashlib
 from collections.abc import Mapping
@@ -24,12 +24,12 @@ ADAPTER = "adapter."  # prefix of the tensors that a head puts on the target's l
 
 @dataclass(frozen=True)
 class HeadRecord:
-    """The `headstart` part of a head's config.json, which every export carries along."""
+    """The `headstart` part of a head's config.json, which every export copies."""
 
-    head: dict[str, Any]  # its `HeadConfig.as_dict`; of heads that others trained, `type` alone
-    target_name: str  # folder or hub id that it was trained on; empty where that is not known
-    fingerprint: str | None  # of that target's weights (`loading.fingerprint_of`); None where it is not known
-    training: dict[str, Any] | None = None  # docs/run_folder.md: how it was trained
+    head: dict[str, Any]  # its `HeadConfig.as_dict`; of imported heads only `type`
+    target_name: str  # folder or hub id of the target that it was trained on; empty: not known
+    fingerprint: str | None  # of that target's weights (`loading.fingerprint_of`); None: not known
+    training: dict[str, Any] | None = None  # how it was trained, see docs/run_folder.md
     version: str = __version__
 
     @property
@@ -38,12 +38,12 @@ class HeadRecord:
 
     @property
     def head_fingerprint(self) -> str | None:
-        """Of the head's own weights (`fingerprint_of_tensors`), kept by every export and report; None: not recorded."""
+        """`fingerprint_of_tensors` of the head's own weights, kept by every export and report; None: not recorded."""
         return (self.training or {}).get("fingerprint")
 
     @classmethod
     def from_json(cls, raw: Any) -> "HeadRecord":
-        """Raises BadInput where it is none."""
+        """Parse the `headstart` part of a config.json. Raises BadInput if it is damaged."""
         try:
             target, head, training = raw["target"], dict(raw["head"]), raw.get("training")
             record = cls(head, target["name"], target["fingerprint"], training, raw.get("version", ""))
@@ -60,7 +60,7 @@ class HeadRecord:
         return known if self.training is None else {**known, "training": self.training}
 
     def check_target(self, folder: str | Path, target: Target) -> None:
-        """Raises BadInput where the head was trained on another target."""
+        """Raises BadInput if the head was trained on another target."""
         if self.fingerprint is not None and self.fingerprint != target.fingerprint:
             raise BadInput(
                 f"head {folder}: trained on target {self.target_name} (fingerprint {self.fingerprint[:12]}), "
@@ -71,13 +71,14 @@ class HeadRecord:
 def save_head(
     head: DraftHead, folder: str | Path, *, dtype: torch.dtype | None = None, training: dict[str, Any] | None = None
 ) -> Path:
-    """Write a head folder in one step; a head that was there before is replaced only when the new one is complete.
+    """Write a head folder atomically: a head that was there before is replaced only when the new one is complete.
 
     config.json has the serving keys of the family and, under `headstart`, the `HeadRecord`; model.safetensors has the
-    tensors under the family's served names, with `d2t` and `t2d` where the draft vocabulary is cut. Adapters of the
-    head's own layers are merged into them; those of the target are in peft's two files beside.
+    tensors under the family's served names, with `d2t` and `t2d` if the draft vocabulary is cut. Adapters of the head's
+    own layers are merged into them; those of the target are written as peft's two files.
 
     Args: dtype: of the stored weights; None: as they are. training: JSON of how it was trained (docs/run_folder.md).
+    Returns: the folder.
     """
     state = merged_state(head).items()
     tensors = {name: value.detach().to(dtype or value.dtype).cpu().contiguous() for name, value in state}
@@ -100,7 +101,7 @@ def save_head(
 
 
 def fingerprint_of_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """sha256 over names, shapes and 64 evenly spread values of each tensor: tells heads apart wherever they lie."""
+    """32 hex digits of sha256 over names, shapes and 64 evenly spread values of each tensor: identifies a head."""
     digest = hashlib.sha256()
     for name, value in sorted(tensors.items()):
         spread = value.flatten()[:: max(1, value.numel() // 64)][:64]
@@ -109,7 +110,7 @@ def fingerprint_of_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 
 def read_head_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of a head's own folder. Raises BadInput where it is none of ours."""
+    """config.json of a head folder that we wrote. Raises BadInput if it is missing, damaged or not ours."""
     path = Path(folder, "config.json")
     if not path.is_file():
         raise BadInput(f"head {folder}: {'no config.json in it' if Path(folder).is_dir() else 'no such folder'}")
@@ -123,7 +124,7 @@ def read_head_config(folder: str | Path) -> dict[str, Any]:
 
 
 def read_record(folder: str | Path) -> HeadRecord:
-    """The `headstart` part of config.json. Raises BadInput as `read_head_config`, and where that part is damaged."""
+    """The `headstart` part of config.json. Raises BadInput as `read_head_config`, and if that part is damaged."""
     try:
         return HeadRecord.from_json(read_head_config(folder)["headstart"])
     except BadInput as error:
@@ -131,7 +132,7 @@ def read_record(folder: str | Path) -> HeadRecord:
 
 
 def is_head_folder(folder: str | Path) -> bool:
-    """Whether `save_head` wrote it; else it is an export, a head that others trained, or a hub id."""
+    """Whether `save_head` wrote it; if not, it is an export, another project's head, or a hub id."""
     restore_folder(folder)
     try:
         return "headstart" in loads(Path(folder, "config.json").read_text())
@@ -140,7 +141,10 @@ def is_head_folder(folder: str | Path) -> bool:
 
 
 def read_tensors(folder: str | Path) -> tuple[dict[str, Tensor], Tensor | None]:
-    """The tensors of a head folder by the head's names, and the draft token ids [Vd] where its vocabulary is cut."""
+    """The tensors of a head folder by the head's names, and the draft token ids [Vd], None if the vocabulary is whole.
+
+    Raises: BadInput if a file is missing or damaged.
+    """
     path = Path(folder, "model.safetensors")
     try:
         tensors = load_file(path)
@@ -153,7 +157,7 @@ def read_tensors(folder: str | Path) -> tuple[dict[str, Tensor], Tensor | None]:
 
 
 def load_weights(head: DraftHead, tensors: dict[str, Tensor], folder: str | Path) -> None:
-    """Copy a folder's tensors into a head, in the head's own dtype. Raises BadInput unless they fit one to one."""
+    """Copy a folder's tensors into a head, in its dtype. Raises BadInput unless names and shapes match exactly."""
     expected = {name: tuple(value.shape) for name, value in head.state_dict().items()}
     stored = {name: tuple(value.shape) for name, value in tensors.items()}
     for name in sorted(expected.keys() | stored.keys()):

@@ -1,14 +1,14 @@
 """Hydra and Hydra++: draft heads that also read the tokens drafted before them (Ankner et al. 2024, arXiv 2402.05109).
 
-Head k predicts x_{t+2+k} from the target's post-norm state at t and the embeddings of x_{t+1}, ..., x_{t+1+k}, side by
-side: what Medusa's heads guess independently is here conditioned on the path. Hydra++ adds prefix attention: one
-decoder layer over the target's post-norm states of the whole prefix, whose output at t takes the place of the state.
+Head k predicts x_{t+2+k} from the concatenation of the target's post-norm state at t and the embeddings of x_{t+1},
+..., x_{t+1+k}: unlike Medusa's heads it is conditioned on the drafted path. Hydra++ adds prefix attention: one decoder
+layer over the target's post-norm states of the whole prefix, whose output at t replaces the state.
 
-Where we differ from the published code: the skip of a head's first block starts as the selection of the state, and the
-prefix layer as the identity, so that a fresh head scores as the target's output layer does; deeper blocks have weights
-of their own; the prefix layer's output is not normalised again.
+Differences from the published code: the skip of a head's first block starts as the selection of the state, and the
+prefix layer as the identity, so that a fresh head scores as the target's output layer does; deeper blocks have their
+own weights; the prefix layer's output is not normalised again.
 
-No serving engine known to us loads Hydra heads: names of tensors and config keys are our own.
+We know of no serving engine that loads Hydra heads: tensor names and config keys are our own.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,11 +45,11 @@ class HydraConfig(BlocksConfig):
 class HydraState:
     """The state of drafting."""
 
-    cache: SlotCache | None  # the prefix layer's keys and values by position; None without prefix attention
+    cache: SlotCache | None  # the prefix layer's keys and values, by position; None without prefix attention
     max_length: int
     hidden: Tensor  # [B, 1, D] the target's state at the last position it has read, or the prefix layer's output there
-    next_ids: Tensor  # [B, 1] the token behind it, committed but not yet read
-    path: Tensor  # [B, F, n] for each token of the last expansion, all tokens from next_ids to itself
+    next_ids: Tensor  # [B, 1] the token that follows it, committed but not yet read
+    path: Tensor  # [B, F, n] for each token of the last expansion, all tokens from next_ids up to it
 
 
 class HydraHead(BlocksHead):
@@ -109,12 +109,12 @@ class HydraHead(BlocksHead):
         self._skip(depth).weight.copy_(weight.T)
 
     def scale_outputs(self, factors: Sequence[float]) -> None:
-        """By the state that goes into the output layer."""
+        """Scale the state that goes into the output layer."""
         for depth, factor in enumerate(factors):
             self._skip(depth).weight.mul_(factor)
 
     def _skip(self, depth: int) -> nn.Linear:
-        """What a depth's first block passes on; at the start the others are the identity."""
+        """The skip connection of a depth's first block; a fresh head's other blocks are the identity."""
         return cast(nn.Linear, cast(nn.Sequential, self.blocks[depth])[0].skip)
 
     def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
@@ -155,7 +155,7 @@ class HydraHead(BlocksHead):
         return self._score(state, depth)
 
     def _score(self, state: HydraState, depth: int) -> Tensor:
-        """[B, F, Vd] draft logits of head `depth` behind each path."""
+        """[B, F, Vd] draft logits of head `depth` for the token after each path."""
         num_rows, num_nodes, _ = state.path.shape
         embedded = self._cast(self.target.embed(state.path.flatten(1)))  # [B, F * (depth + 1), D]
         embedded = embedded.reshape(num_rows, num_nodes, -1)  # [B, F, (depth + 1) * D]

@@ -1,4 +1,4 @@
-"""Reading a target from disk or the hub: path, config, dtype, device, fingerprint; and where a model's parts are."""
+"""Loading a target from disk or the hub (path, config, dtype, device, fingerprint), and locating its parts."""
 
 import gc
 import hashlib
@@ -26,15 +26,15 @@ class TargetConfig:
 
     path: LocalPath  # local folder, hub id or GGUF file
     dtype: str = "auto"  # float32, bfloat16, float16, or auto (as stored)
-    # for a target that no single GPU holds, as Accelerate takes it: `auto` spreads its layers over all GPUs of the
-    # machine and then over host memory, for one process; None: each process has it on a device of its own
+    # for a target too large for one GPU, as Accelerate takes it: `auto` spreads its layers over all GPUs of the machine
+    # and then over host memory, for a single process; None: each process loads it on its own device
     device_map: str | dict[str, str | int] | None = None
     revision: str | None = None  # of the hub repository
     trust_remote_code: bool = False
 
 
 def torch_dtype(name: str) -> torch.dtype | str:
-    """`torch.dtype` of a config's name; `auto` stays as it is. Raises BadInput on an unknown name."""
+    """The `torch.dtype` of a name in a config; `auto` is returned as it is. Raises BadInput on an unknown name."""
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     short = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
     if name == "auto":
@@ -45,9 +45,9 @@ def torch_dtype(name: str) -> torch.dtype | str:
 
 
 def found_path(path: str | Path) -> str:
-    """A hub id as it is, a local folder with `~` resolved, a GGUF file as the folder that it is dequantised into.
+    """A hub id unchanged, a local folder with `~` expanded, a GGUF file as the folder that it is dequantised into.
 
-    Raises BadInput where such a folder holds no model, or such a file cannot be read.
+    Raises: BadInput if a folder holds no model or a GGUF file cannot be read.
     """
     path = str(path)
     if path.endswith(".gguf"):
@@ -61,7 +61,7 @@ def found_path(path: str | Path) -> str:
 
 
 def read_model_config(target: TargetConfig) -> Any:
-    """The Hugging Face config of a model, without its weights. Raises BadInput where there is none."""
+    """The Hugging Face config of a model, without its weights. Raises BadInput if it cannot be loaded."""
     path, revision = found_path(target.path), target.revision
     try:
         with quiet_loading():
@@ -71,7 +71,7 @@ def read_model_config(target: TargetConfig) -> Any:
 
 
 def load_tokenizer(target: TargetConfig) -> Any:
-    """A model's tokenizer, without its weights. Raises BadInput where there is none."""
+    """A model's tokenizer, without its weights. Raises BadInput if it cannot be loaded."""
     path, revision = found_path(target.path), target.revision
     try:
         return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=target.trust_remote_code)
@@ -99,8 +99,8 @@ def default_device() -> str:
 
 
 def default_dtype(path: str | Path, device: str) -> str:
-    """What a target is measured in where nothing is asked: as stored on a GPU; on a CPU in float32, unless it is stored
-    in 16 bits and the processor multiplies bf16."""
+    """The dtype to measure a target in by default: as stored on a GPU; on a CPU float32, or bfloat16 if the weights are
+    stored in 16 bits and the processor has bf16 instructions."""
     if device != "cpu":
         return "auto"
     is_narrow = read_model_config(TargetConfig(path=str(path))).get_text_config().dtype in (
@@ -112,7 +112,7 @@ def default_dtype(path: str | Path, device: str) -> str:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Within, transformers prints no report of a checkpoint, and shows a progress bar on terminals only."""
+    """Silence transformers' loading reports, and its progress bars unless stderr is a terminal."""
     verbosity, bar = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     if not sys.stderr.isatty():
@@ -126,16 +126,16 @@ def quiet_loading() -> Iterator[None]:
 
 
 def fingerprint_of(model: nn.Module) -> str:
-    """sha256 over names, shapes and 64 evenly spread values of each parameter, as stored."""
+    """32 hex digits of sha256 over names, shapes and 64 evenly spread values of each parameter, as stored."""
     from accelerate.utils import align_module_device
 
     sampled: dict[str, tuple[Any, bytes]] = {}
     for place, module in model.named_modules():
-        with align_module_device(module):  # of weights that are kept elsewhere until they are used
+        with align_module_device(module):  # loads offloaded weights
             for name, value in module.named_parameters(recurse=False):
                 spread = value.detach().flatten()[:: max(1, value.numel() // 64)][:64]
                 sampled[f"{place}.{name}".lstrip(".")] = tuple(value.shape), spread.float().cpu().numpy().tobytes()
-    names = {name for name, _ in model.named_parameters()}  # of tied ones the first name
+    names = {name for name, _ in model.named_parameters()}  # tied parameters count once, under their first name
     digest = hashlib.sha256()
     for name in sorted(names):
         shape, values = sampled[name]
@@ -145,10 +145,10 @@ def fingerprint_of(model: nn.Module) -> str:
 
 
 def load_model(target: TargetConfig, *, device: str | torch.device | None = None) -> tuple[Any, str]:
-    """A causal language model of Hugging Face, and the fingerprint of its weights.
+    """Load a Hugging Face causal language model; returns it and the fingerprint of its weights.
 
-    Args: device: ignored where the config has a device_map.
-    Raises: BadInput where there is no such model or device, or weights are missing in the checkpoint.
+    Args: device: ignored if the config has a device_map.
+    Raises: BadInput if there is no such model or device, or the checkpoint lacks weights.
     """
     path, wanted, config = target.path, torch_dtype(target.dtype), read_model_config(target)
     if target.device_map is not None and isinstance(wanted, torch.dtype) and wanted != config.get_text_config().dtype:
@@ -187,12 +187,12 @@ LAYER_LISTS = ("layers", "h", "blocks")  # names of the list of decoder layers i
 
 
 class FrozenModel:
-    """A Hugging Face causal language model in evaluation mode, and where its parts are."""
+    """A Hugging Face causal language model in evaluation mode, and its parts under uniform names."""
 
     def __init__(
         self, model: Any, *, name: str, fingerprint: str, tokenizer: Any = None, source: TargetConfig | None = None
     ):
-        """source: what it was loaded by. Raises BadInput where no decoder layers are found."""
+        """Args: source: the config that it was loaded by. Raises: BadInput if no decoder layers are found."""
         self.model = model.eval().requires_grad_(False)
         self.name, self.fingerprint = name, fingerprint
         self._tokenizer, self._source = tokenizer, source or TargetConfig(path=name)
@@ -222,12 +222,12 @@ class FrozenModel:
 
     @property
     def is_spread(self) -> bool:
-        """Whether its layers are on several devices, or come from host memory or a disk when they are used."""
+        """Whether its layers are on several devices, or offloaded to host memory or disk."""
         return len(set(getattr(self.model, "hf_device_map", {}).values())) > 1
 
     @property
     def device(self) -> torch.device:
-        """Where its inputs and outputs are, also for a target on several devices."""
+        """The device of its inputs and outputs, also for a target on several devices."""
         if not self.is_spread:
             return self.output_layer.weight.device
         devices = [device for device in self.model.hf_device_map.values() if device not in ("cpu", "disk")]
@@ -253,16 +253,16 @@ class FrozenModel:
 
     @property
     def layer_types(self) -> list[str]:
-        """The attention type of each layer in Hugging Face's words; empty where all are alike."""
+        """The attention type of each layer, in Hugging Face's terms; empty if the config does not list them."""
         return getattr(self.config, "layer_types", None) or []
 
     @property
     def can_decode(self) -> bool:
-        """Whether rejected drafts can be taken back: not where layers keep a recurrent state."""
+        """Whether rejected drafts can be undone, which layers with a recurrent state do not allow."""
         return "linear_attention" not in self.layer_types
 
     def window_of(self, layer: int) -> int | None:
-        """Tokens that a layer's queries see at most, themselves included; None: all before them."""
+        """The sliding window of a layer in tokens, the query's own included; None: it has full attention."""
         return self._window if not self.layer_types or self.layer_types[layer] == "sliding_attention" else None
 
     def to(self, device: str | torch.device) -> Self:

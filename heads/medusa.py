@@ -39,9 +39,9 @@ class BlocksConfig(HeadConfig):
 
 
 class ResidualBlock(nn.Module):
-    """skip(x) + silu(W x + b), where the skip is linear if the block narrows its input, else the identity (eq. 1).
+    """skip(x) + silu(W x + b); the skip is linear if in_size differs from size, else the identity (eq. 1).
 
-    At the start it passes on the first `size` channels of its input.
+    [..., in_size] -> [..., size]. A new block returns the first `size` channels of its input.
     """
 
     def __init__(self, size: int, *, in_size: int | None = None):
@@ -61,7 +61,7 @@ class ResidualBlock(nn.Module):
 
 
 class BlocksHead(DraftHead):
-    """Residual blocks for each depth, behind them an output layer of the head's own or the target's."""
+    """Residual blocks for each depth, followed by an output layer of its own or the target's."""
 
     default_draft_tokens = 4
 
@@ -71,16 +71,16 @@ class BlocksHead(DraftHead):
         self.has_one_output = config.output == "shared"
 
     def inputs(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
-        """For each depth, [B, S, in] what its blocks read."""
+        """For each depth, the input of its blocks [B, S, in]."""
         raise NotImplementedError
 
     def set_map(self, depth: int, weight: Tensor) -> None:
-        """Has a fresh head's depth pass `weight` [in, D] of what its blocks read on to the target's output layer."""
+        """Initialise a depth so that its logits are those of the target's output layer on inputs @ weight [in, D]."""
         raise NotImplementedError
 
     @torch.no_grad()
     def fit(self, batches: Sequence[DraftBatch]) -> None:
-        """What the blocks of each depth read, mapped onto the target's state that the drafted token comes from."""
+        """For each depth, fit a linear map from its input to the target's state that predicts the drafted token."""
         for depth in range(self.num_depths):
             reads, wanted = list[Tensor](), list[Tensor]()
             for batch in batches:
@@ -93,14 +93,14 @@ class BlocksHead(DraftHead):
                 self.set_map(depth, weight)
 
     def drafted_rows(self) -> dict[str, Tensor]:
-        """The target's output layer, of the tokens that are drafted."""
+        """The state dict of the target's output layer, restricted to the draft vocabulary."""
         source = self.target.output_layer.state_dict()
         if self.vocabulary is not None:
             source = {name: value[self.vocabulary.to_target] for name, value in source.items()}
         return source
 
     def new_output_layer(self) -> nn.Linear:
-        """The drafted rows of the target's output layer, copied."""
+        """A trainable copy of the drafted rows of the target's output layer."""
         source = self.drafted_rows()
         layer = nn.Linear(self.target.hidden_size, len(source["weight"]), bias="bias" in source)
         layer.load_state_dict(source)
@@ -113,15 +113,15 @@ class MedusaConfig(BlocksConfig):
 
     type: str = "medusa"
     loss_eta: float = 10.0
-    # above 0: Medusa-2. Low-rank adapters of the target's linear layers train with the heads, and the text that is
-    # drafted and verified is that of the target with them
+    # above 0: Medusa-2. Low-rank adapters on the target's linear layers train with the heads, and the adapted target is
+    # the one whose text is drafted and verified
     target_lora_rank: int = 0
     target_lora_alpha: float = 16.0  # adapters are scaled by target_lora_alpha / target_lora_rank
     # the target's own loss: KL divergence from the target without adapters, or cross entropy on the data's tokens
     self_distillation: bool = True
-    head_weight: float = 0.2  # of the heads' loss, which is added to the target's own
-    target_learning_rate_scale: float = 0.25  # adapters learn at this share of the heads' rate ...
-    target_warmup_steps: int = 0  # ... from this step on
+    head_weight: float = 0.2  # weight of the heads' loss, which is added to the target's own
+    target_learning_rate_scale: float = 0.25  # the adapters' learning rate as a share of the heads' ...
+    target_warmup_steps: int = 0  # ... from this step on; 0 before
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -183,10 +183,10 @@ class MedusaHead(BlocksHead):
     def loss(
         self, batch: DraftBatch, denominators: Tensor | None = None, *, num_depths: int | None = None
     ) -> LossOutput:
-        """The heads' loss; of Medusa-2 head_weight times it, plus the target's own (section 2.2.2).
+        """The heads' loss; for Medusa-2 the target's own loss plus head_weight times it (section 2.2.2).
 
         The target's own is summed over all supervised tokens and divided by the first head's denominator, which has one
-        token less per answer: the spread of rows over batches does not change it.
+        token less per answer, so that it does not depend on how rows are split into batches.
         """
         out = super().loss(batch, denominators, num_depths=num_depths)
         if not self.adapts_target:
@@ -204,7 +204,7 @@ class MedusaHead(BlocksHead):
             layer.weight.copy_(self.drafted_rows()["weight"].float() @ weight.T)
 
     def scale_outputs(self, factors: Sequence[float]) -> None:
-        """A head's own output layer; without one nothing can be scaled."""
+        """Scale each head's own output layer; a shared one cannot be scaled."""
         for depth, factor in enumerate(factors if self.config.output == "own" else []):
             for parameter in self._parts(depth)[-1].parameters():
                 parameter.mul_(factor)
@@ -239,7 +239,7 @@ class MedusaHead(BlocksHead):
         states, supervised = batch.output.post_norm[:, :-1], batch.loss_mask[:, 1:]  # [B, T - 1, D], [B, T - 1]
         teacher = states.detach()
         if self.config.self_distillation:
-            # no autocast, as when the states to compare with were read
+            # without autocast, as the adapted target's states were computed
             with torch.no_grad(), self.adapter.off(), torch.autocast(states.device.type, enabled=False):
                 teacher = self.target.forward(batch.input_ids, documents=batch.documents).post_norm[:, :-1]
         spec = LossSpec(

@@ -5,11 +5,11 @@ hidden state, both normalised, through one projection, a decoder layer and a nor
 layer are shared and frozen. The hidden state of depth 0 is the target's after its final norm, as in engines.
 
 Recursive (FastMTP): one module for every depth. At depth k it reads x_{t+1+k} at position t + k beside its own output
-of depth k - 1, and attends to keys of true features at positions <= t and to its own drafted keys behind them.
+of depth k - 1, and attends to keys of true features at positions <= t and to the keys of its own drafts after them.
 
 Independent (equations 21 to 25): module k reads x_{j+1+k} at position j beside the output of module k - 1 there, and
 attends to its own keys at positions <= j. In training each module is one causal pass over the text. In decoding every
-new token moves all modules by one position, module k being k positions behind: lane k.
+new token advances all modules by one position, and module k (lane k) is k positions behind the text.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,8 +44,8 @@ class MtpConfig(HeadConfig):
     loss: dict[str, float] = field(default_factory=lambda: {"hard_ce": 1.0})
     layout: str = "deepseek_v3"  # whose conventions and tensor names, see `LAYOUTS`
     independent: bool = False  # one module per depth instead of one for all
-    init: str = "last_layer"  # the target's; or `random`; or `checkpoint`: the MTP weights in the target's folder
-    feedback: str = "post_norm"  # the next depth reads a module's output after its norm, as in engines; or `pre_norm`
+    init: str = "last_layer"  # copy the target's; or `random`; or `checkpoint`: the MTP weights in the target's folder
+    feedback: str = "post_norm"  # the next depth reads a module's output after its norm, as engines do; or `pre_norm`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,7 +59,7 @@ class MtpConfig(HeadConfig):
 
 
 class MtpModule(nn.Module):
-    """norm(block(eh_proj [enorm(embedding), hnorm(hidden)])), or with the halves the other way round."""
+    """norm(block(eh_proj [enorm(embedding), hnorm(hidden)])); layouts with `hidden_first` swap the two halves."""
 
     def __init__(self, driver: LayerDriver, *, layout: Layout, slot: int):
         super().__init__()
@@ -73,7 +73,7 @@ class MtpModule(nn.Module):
     def forward(
         self, embedded: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor | None, cache: LayerCache
     ) -> Tensor:
-        """embedded, hidden [B, Q, D] at positions [B, Q] -> [B, Q, D], before the norm; mask and cache as there."""
+        """embedded, hidden [B, Q, D] at positions [B, Q] -> [B, Q, D] before the norm; mask, cache: see LayerDriver."""
         x = self.eh_proj(self.halves(embedded, hidden))  # [B, Q, 2D] -> [B, Q, D]
         return self.driver(self.block, x, positions, mask, cache)
 
@@ -83,31 +83,31 @@ class MtpModule(nn.Module):
 
     @torch.no_grad()
     def start_from_target(self) -> None:
-        """The target's last layer and final norm, behind a projection that adds up both halves. hnorm takes the gain of
-        the final norm out again, so that the layer reads the direction of the residual stream, as it did there."""
+        """Copy the target's last layer and final norm, and let the projection add both halves. hnorm divides by the
+        gain of the final norm, so that the layer reads the direction of the residual stream, as it does there."""
         target = self.driver.target
         self.block.load_state_dict(target.layers[self.driver.index].state_dict())
         self.norm.load_state_dict(self.driver.final_norm.state_dict())
         gain = target.final_norm_scale()  # [D]
-        smallest = 0.1 * gain.abs().mean()  # channels that the final norm nearly drops stay small
+        smallest = 0.1 * gain.abs().mean()  # do not blow up channels that the final norm nearly removes
         inverse = 1 / torch.where(gain.abs() < smallest, smallest, gain)
-        cast(Tensor, self.hnorm.weight).add_(inverse - 1)  # its gain is 1 before, stored as 1 or as 0
+        cast(Tensor, self.hnorm.weight).add_(inverse - 1)  # a fresh gain of 1 is stored as 1 or, by some families, as 0
         self.eh_proj.weight.copy_(torch.eye(len(inverse)).repeat(1, 2))
 
 
 @dataclass
 class MtpState:
-    """The state of drafting. The last expansion is the last committed token (F is 1), then a level of drafted ones."""
+    """The state of drafting. F: tokens of the last expansion: the last committed token, then a level of drafts."""
 
     cache: SlotCache  # one layer per lane
-    extent: int  # slots of it in use, at most
+    extent: int  # upper bound on the slots in use
     root: Tensor  # [B] the last committed position
-    # [lanes, B, R, D] in row p % R a lane's fed-back output at position p, of the last two committed; R exceeds any
-    # round
+    # [lanes, B, R, D] ring buffer: row p % R has a lane's fed-back output at position p, for the last two committed
+    # positions; R exceeds the positions of any round
     committed: Tensor
     hidden: list[Tensor]  # per lane [B, F, D] its fed-back output for the last expansion
-    seen: Tensor  # [B, F, n] bool, which of n drafted nodes each of the last expansion attends to
-    depths: Tensor  # [n] how far behind the root those nodes are
+    seen: Tensor  # [B, F, n] bool, which of n drafted nodes each token of the last expansion attends to
+    depths: Tensor  # [n] distance of those nodes from the root
 
 
 class MtpHead(DraftHead):
@@ -135,14 +135,14 @@ class MtpHead(DraftHead):
                 self._lane(k).start_from_target()
 
     def serving_config(self) -> dict[str, Any]:
-        """The target's own config with the number of modules: engines read them as part of its checkpoint."""
+        """The target's config plus the number of modules: engines load them as part of its checkpoint."""
         return {**self.target.config.to_dict(), self.layout.count_key: len(self.lanes)}
 
     # training
 
     @torch.no_grad()
     def fit(self, batches: Sequence[DraftBatch]) -> None:
-        """`eh_proj` maps what it reads, own outputs too, onto what the copied layer reads at the next position."""
+        """Fit `eh_proj` to map its inputs, own outputs included, onto the copied layer's input at the next position."""
         if self.config.init != "last_layer":
             return
         is_many, read, layers = self.config.independent, self.target.forward, (self.driver.index,)
@@ -152,7 +152,7 @@ class MtpHead(DraftHead):
             for batch, states in zip(batches, entering, strict=True):
                 starts = self.chain_starts(batch.loss_mask, num_depths=depth + 1)
                 at, hidden = starts.valid[..., depth], starts.take(self._cast(batch.output.post_norm))
-                *_, hidden = hidden, *islice(self.unroll(batch, starts), depth)  # of the depth before
+                *_, hidden = hidden, *islice(self.unroll(batch, starts), depth)  # the previous depth's output
                 embedded = self._cast(self.target.embed(starts.take(batch.input_ids, offset=depth + 1)))
                 reads.append(self._lane(0).halves(embedded, hidden)[at])  # norms are the same in all
                 wanted.append(starts.take(states, offset=depth + 1)[at])
@@ -224,7 +224,7 @@ class MtpHead(DraftHead):
             earlier.append(hidden[rows, (read.last - 1).clamp(min=0)])  # [B, D]
         if len(self.lanes) == 1:
             return
-        # the last two, since the first round reads a prompt's last position again; of rows that end here, not before
+        # two positions, since the first round reads a prompt's last one again; rows that have ended keep theirs
         for fed_back, back in ((earlier, 1), ([last[:, 0] for last in state.hidden], 0)):
             at, is_new = (state.root - back) % num_kept, (read.num_valid > back)[:, None]
             for kept, fed in zip(state.committed, fed_back, strict=True):
@@ -236,7 +236,7 @@ class MtpHead(DraftHead):
 
     @torch.no_grad()
     def expand(self, state: MtpState, tokens: Tensor, parents: Tensor | None, *, depth: int) -> Tensor:
-        """Each lane that later depths read takes the tokens in; lane `depth` (recursive: the only one) scores."""
+        """Every lane that a later depth needs reads the tokens; lane `depth` (recursive: the only one) scores them."""
         before = state.hidden
         if parents is not None:
             rows = torch.arange(len(tokens), device=tokens.device)[:, None]
@@ -270,7 +270,7 @@ class MtpHead(DraftHead):
         self, state: MtpState, k: int, token_ids: Tensor, hidden: Tensor, positions: Tensor, *, in_tree: bool = False
     ) -> Tensor:
         """One forward of lane k over its cache. token_ids, positions [B, Q]; hidden [B, Q, D] -> [B, Q, D]."""
-        # lane k is k positions behind: the first slots take positions before the text, which no query sees
+        # slots are shifted, as lane k starts at position -k: no query sees slots of positions before the text
         shift = len(self.lanes) - 1
         shifted, root = positions + shift, state.root - k + shift  # [B, Q], [B]
         dtype, window = hidden.dtype, self.driver.window

@@ -1,4 +1,4 @@
-"""What a tokenizer's chat template tells: the markers of a reasoning trace, and a hash of the template itself."""
+"""What a tokenizer and its chat template say: the markers of a reasoning trace, and a hash of the template."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ CHANNEL_TOKENS = {"<|channel|>", "<|message|>", "<|end|>"}
 
 
 def think_markers(tokenizer: Any) -> tuple[str, str] | None:
-    """The texts that open and close a trace: tokens of the tokenizer, else texts in its chat template, else None."""
+    """The texts that open and close a trace: those that are tokens, else those in the chat template, else None."""
     vocabulary = tokenizer.get_vocab()
     for pair in MARKERS:
         if vocabulary.keys() >= set(pair):
@@ -27,7 +27,7 @@ def think_markers(tokenizer: Any) -> tuple[str, str] | None:
 
 
 def think_tokens(tokenizer: Any) -> tuple[int, int] | None:
-    """The ids of the tokens that open and close a trace; None where these are not single tokens."""
+    """The ids of the tokens that open and close a trace; None if there are no markers or they are not single tokens."""
     vocabulary, markers = tokenizer.get_vocab(), think_markers(tokenizer)
     if markers is None or not vocabulary.keys() >= set(markers):
         return None
@@ -40,5 +40,5 @@ def short_hash(text: str) -> str:
 
 
 def template_hash(tokenizer: Any) -> str:
-    """Of the tokenizer's chat template, of all of them where it has several; of `null` where it has none."""
+    """`short_hash` of the tokenizer's chat template, or of all if it has several; of `null` if it has none."""
     return short_hash(json.dumps(tokenizer.chat_template, sort_keys=True))

@@ -1,7 +1,7 @@
 """What EAGLE and EAGLE-3 share: Llama layers that read their own output, trained on unrolled chains.
 
-In decoding, a chain that starts at t sees keys of true features at positions <= t and its own drafted keys behind them.
-So in training a query of the chain at start t attends to the shared keys at positions <= t and, at depth k, to its own
+In decoding, a chain that starts at t sees keys of true features at positions <= t, then the keys of its own drafts. So
+in training a query of the chain at start t attends to the shared keys at positions <= t and, at depth k, to its own
 keys of depths 1..k, one per depth: the diagonal of the attention (EAGLE-3, section 3.2; HASS, section 3.2).
 """
 
@@ -36,7 +36,7 @@ class Context:
     keys: Tensor  # [B, Nkv, P, H]
     values: Tensor  # [B, Nkv, P, H]
     mask: Tensor  # [B, 1, Q, P] additive
-    # in training only: how queries are read, and per depth their own keys and values, [B, Nkv, Q, H] each
+    # in training only: the blocks of queries, and per depth the queries' own keys and values [B, Nkv, Q, H]
     blocks: Sequence[Block] | None = None
     drafted: list[KeysValues] = field(default_factory=list)
 
@@ -54,7 +54,7 @@ def attend(attention: Attention, x: Tensor, rotary: tuple[Tensor, Tensor], conte
 
 
 class LlamaLayer(nn.Module):
-    """A Llama decoder layer over a context; its attention may read something else than the residual stream."""
+    """A Llama decoder layer over a context; its attention may read another input than the residual stream."""
 
     def __init__(self, config: LlamaConfig, *, normalises_input: bool = True):
         super().__init__()
@@ -65,11 +65,11 @@ class LlamaLayer(nn.Module):
         self.mlp = LlamaMLP(config)
 
     def normalised(self, x: Tensor) -> Tensor:
-        """What the projections read."""
+        """The input of the projections."""
         return self.input_layernorm(x)
 
     def residual(self, hidden: Tensor) -> Tensor:
-        """What the layer adds to."""
+        """The residual stream that the layer adds to."""
         return hidden
 
     def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> KeysValues:
@@ -82,7 +82,7 @@ class LlamaLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-# what the depths of a step may keep of their intermediate results, in bytes; beyond it, backward computes them again
+# bytes of activations that the depths of a step may keep; above this, backward recomputes them
 KEPT_BYTES = 2**31
 
 # (inputs, contexts) -> the output [B, S, D] and, per layer, the keys and values that it added to its context
@@ -91,26 +91,26 @@ Step = Callable[..., tuple[Tensor, list[KeysValues]]]
 
 @dataclass
 class Chains:
-    """The layers' contexts in training, and what decides whether a depth's intermediate results are kept."""
+    """The layers' contexts in training, and what decides whether a depth's activations are kept or recomputed."""
 
     contexts: list[Context]  # of each layer
     config: LlamaConfig
     num_depths: int
 
     def advance(self, step: Step, *inputs: Any) -> Tensor:
-        """step(*inputs, contexts) for one depth of the chains: its output [B, S, D], with gradients.
+        """Run step(*inputs, contexts) for one depth of the chains; returns its output [B, S, D], with gradients.
 
         Args: inputs: the first is the hidden states [B, S, D].
         """
         before = [tuple(context.drafted) for context in self.contexts]
 
         def run(*inputs: Any) -> tuple[Tensor, list[KeysValues]]:
-            """backward may run it when more was drafted."""
+            """Uses `before`: when backward recomputes this depth, the contexts already hold later ones."""
             pairs = zip(self.contexts, before, strict=True)
             return step(*inputs, [replace(context, drafted=list(drafted)) for context, drafted in pairs])
 
         hidden, config = inputs[0], self.config
-        widths = 16 * config.hidden_size + 4 * config.intermediate_size  # about what a layer keeps per position
+        widths = 16 * config.hidden_size + 4 * config.intermediate_size  # elements kept per layer and position, roughly
         kept = hidden[..., 0].numel() * hidden.element_size() * widths * len(self.contexts) * self.num_depths
         if kept <= KEPT_BYTES or not torch.is_grad_enabled():
             out, added = run(*inputs)
@@ -129,23 +129,23 @@ class Chains:
 
 @dataclass
 class RecurrentState:
-    """The state of drafting. The last expansion is the last committed token (F is 1), then a level of drafted ones."""
+    """The state of drafting. F: tokens of the last expansion: the last committed token, then a level of drafts."""
 
     cache: SlotCache  # keys and values of the positions read, then of drafted tokens
-    extent: int  # slots of it in use, at most
-    position: Tensor  # [B] the last committed one
+    extent: int  # upper bound on the slots in use
+    position: Tensor  # [B] the last committed position
     hidden: Tensor  # [B, F, D] the head's output for the last expansion
-    seen: Tensor  # [B, F, n] bool, which of n drafted nodes each of the last expansion attends to
+    seen: Tensor  # [B, F, n] bool, which of n drafted nodes each token of the last expansion attends to
 
 
 class RecurrentHead(DraftHead):
     """Llama layers that read the target's features, and then their own output, beside the embedding of the next token.
 
-    A family makes the layers, and has the methods that raise NotImplementedError here.
+    A family builds the layers and implements the methods that raise NotImplementedError here.
     """
 
     has_one_output = True
-    fc: nn.Linear  # what fuses the layers' input
+    fc: nn.Linear  # fuses the input of the layers
     llama: LlamaConfig
     rotary: Rotary
     packed: CpuLayers | None = None  # the layers for drafting in bf16 on a CPU
@@ -155,19 +155,19 @@ class RecurrentHead(DraftHead):
         raise NotImplementedError
 
     def features(self, output: TargetOutput) -> Tensor:
-        """[B, T, D] what the first depth reads beside the embeddings."""
+        """[B, T, D] the hidden states that depth 0 reads beside the embeddings."""
         raise NotImplementedError
 
     def fed_back(self, hidden: Tensor) -> Tensor:
-        """[B, Q, D] the output of a depth as the next one reads it."""
+        """[B, Q, D] a depth's output in the form that the next depth reads."""
         raise NotImplementedError
 
     def drafted_tokens(self, tokens: Tensor) -> Tensor:
-        """[B, S] what a depth behind the first reads where the data have these tokens."""
+        """[B, S] the tokens that depths after the first read, given the data's tokens there."""
         return tokens
 
     def read(self, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """token_ids [B, Q], hidden [B, Q, D]: what the first layer's attention reads, and its residual stream."""
+        """token_ids [B, Q], hidden [B, Q, D] -> the first layer's attention input [B, Q, in] and residual [B, Q, D]."""
         raise NotImplementedError
 
     # training
@@ -204,7 +204,7 @@ class RecurrentHead(DraftHead):
     def _draft(
         self, hidden: Tensor, tokens: Tensor, rotary: tuple[Tensor, Tensor], contexts: list[Context]
     ) -> tuple[Tensor, list[KeysValues]]:
-        """A depth of chains behind the first: tokens [B, S] beside the output [B, S, D] of the depth before."""
+        """A depth after the first: reads tokens [B, S] beside the previous depth's output [B, S, D]."""
         x, hidden = self.read(tokens, self.fed_back(hidden))
         return self._step(hidden, x, rotary, contexts, is_drafted=True)
 

@@ -1,4 +1,4 @@
-"""The door to heads: build one, load one from any folder or hub id, or start training from one."""
+"""Entry points for heads: build one, load one from any folder or hub id, or start training from one."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -17,15 +17,15 @@ __all__ = ["HEADS", "build_head", "head_class", "head_record", "load_head", "sav
 
 
 def head_record(folder: str | Path) -> HeadRecord:
-    """What a head folder or hub id tells of its head without a target being loaded. Raises BadInput on none."""
+    """The record in a head's folder or hub repository, read without a target. Raises BadInput if it holds no head."""
     return read_record(folder) if is_head_folder(folder) else record_of(folder)
 
 
 def load_head(folder: str | Path, target: Target) -> DraftHead:
     """Load a head for the target it was trained on, in the target's dtype, on its device, in evaluation mode.
 
-    Args: folder: a run's (RUN/final), one that `headstart export` wrote, a published head's, or the hub id of such.
-    Raises: BadInput where the folder is no head, belongs to another target, or its tensors do not fit.
+    Args: folder: a run's (RUN/final), an export of `headstart export`, a published head, or a hub id.
+    Raises: BadInput if the folder holds no head, the head belongs to another target, or its tensors do not fit.
     """
     head = read_head(folder, target) if is_head_folder(folder) else import_head(folder, target)
     head.pack()
@@ -43,19 +43,19 @@ def read_head(folder: str | Path, target: Target) -> DraftHead:
     tensors, draft_token_ids = read_tensors(folder)
     try:
         head = build_head(config_class(**record.head), target, draft_token_ids=draft_token_ids)
-    except (TypeError, AttributeError) as error:  # a value of another type than the key has
+    except (TypeError, AttributeError) as error:  # a value of the wrong type
         raise BadInput(f"head {folder}: config.json: headstart.head: {first_line(error)}") from error
     load_weights(head, tensors, folder)
     return head.to(target.dtype).eval().requires_grad_(False)
 
 
 def start_head(config: HeadConfig, target: Target, folder: str | Path, *, seed: int = 0) -> DraftHead:
-    """A head to go on training, in fp32, with the weights and the draft vocabulary of a head folder.
+    """A new head in fp32 with the weights and the draft vocabulary of a head folder, to continue training from.
 
-    The folder's target may be another one. A head that adapts its target may start from one that does not.
+    The folder's head may be of another target. A head that adapts its target may start from one that does not.
 
     Args: folder: as in `load_head`.
-    Raises: BadInput where the folder holds another family, another draft vocabulary size or tensors of other shapes.
+    Raises: BadInput if the folder holds another family, another draft vocabulary size or tensors of other shapes.
     """
     tensors, draft_token_ids = start_tensors(config, target, folder)
     size = None if draft_token_ids is None else len(draft_token_ids)
@@ -73,7 +73,7 @@ def start_head(config: HeadConfig, target: Target, folder: str | Path, *, seed: 
 
 
 def start_tensors(config: HeadConfig, target: Target, folder: str | Path) -> tuple[dict[str, Tensor], Tensor | None]:
-    """`read_tensors` of whatever `load_head` takes. Raises BadInput where it is another family than the config's."""
+    """`read_tensors` of any folder that `load_head` takes. Raises BadInput if its family is not the config's."""
     if not is_head_folder(folder):
         imported = imported_start(folder, config, target)
         return dict(imported.tensors), imported.draft_token_ids

@@ -1,4 +1,4 @@
-"""The frozen model whose tokens are drafted: hidden states of chosen layers, embedding, output logits, caches."""
+"""The frozen target model: hidden states of chosen layers, embedding, output logits, caches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ MOST_DECODED = 256  # positions whose logits the decoder computes
 class TargetOutput:
     """What a head may read of one target forward."""
 
-    features: Tensor  # [B, T, L, D] what the chosen layers read (HF `hidden_states[i]`), BEFORE any final norm
-    post_norm: Tensor  # [B, T, D] the last layer's output AFTER the final norm, which the output layer reads
-    best: Tensor | None = None  # [B, T] `Target.best` of it, where it came with the states
+    features: Tensor  # [B, T, L, D] inputs of the chosen layers (HF `hidden_states[i]`), BEFORE any final norm
+    post_norm: Tensor  # [B, T, D] the last layer's output AFTER the final norm: the output layer's input
+    best: Tensor | None = None  # [B, T] `Target.best` of post_norm, if the forward computed it
 
     def at(self, positions: Tensor) -> "TargetOutput":
-        """One position per batch row. positions: [B]. Returns tensors with T = 1."""
+        """One position per row, positions [B]; the result has T = 1."""
         rows = torch.arange(len(positions), device=positions.device)
         return TargetOutput(self.features[rows, positions][:, None], self.post_norm[rows, positions][:, None])
 
@@ -46,16 +46,16 @@ class Target(FrozenModel):
     def __init__(
         self, model: Any, *, name: str, fingerprint: str, tokenizer: Any = None, source: TargetConfig | None = None
     ):
-        """Raises BadInput where the model's outputs cannot be reproduced."""
+        """Raises BadInput if the model's outputs cannot be reproduced from its parts."""
         super().__init__(model, name=name, fingerprint=fingerprint, tokenizer=tokenizer, source=source)
         if self.config._attn_implementation == "sdpa":
             model.set_attn_implementation(GROUPED_ATTENTION)
         self._captured: dict[int, Tensor] = {}  # by layer, the residual stream that entered it in the last forward
-        self._best: Tensor | None = None  # of the last forward, where the decoder chose beside it
+        self._best: Tensor | None = None  # [B, T] of the last forward, if the decoder computed it there
         self._watched: set[int] = set()
         self.is_adapted = False  # whether it computes with a head's adapters, see adapters.TargetAdapter
-        self._decoder: CpuDecoder | JoinedDecoder | None = None  # made on the first use of a cache, where
-        self._has_decoder: bool | None = None  # this turns out to be so
+        self._decoder: CpuDecoder | JoinedDecoder | None = None  # made on first use, if the layers are of a known kind
+        self._has_decoder: bool | None = None  # None: not determined yet
         if self.device.type != "meta":  # shapes without weights: nothing to compare
             self._check_against_model()
 
@@ -70,8 +70,9 @@ class Target(FrozenModel):
         trust_remote_code: bool = False,
         device_map: str | dict[str, str | int] | None = None,
     ) -> "Target":
-        """Load a target from a local folder or the hub, by the keys of `TargetConfig`. Raises BadInput as `load_model`,
-        and as the class does."""
+        """Load a target from a local folder, GGUF file or hub id; arguments as in `TargetConfig`.
+
+        Raises: BadInput as `load_model` and the constructor."""
         config = TargetConfig(
             path=found_path(path),
             dtype=dtype,
@@ -84,11 +85,11 @@ class Target(FrozenModel):
 
     @property
     def decoder(self) -> CpuDecoder | JoinedDecoder | None:
-        """The same layers for decoding, in bf16 on a CPU or joined on a GPU; None where they are of an unknown kind, or
-        adapted."""
+        """A faster implementation of the layers for decoding: kernels for bf16 on a CPU, joined weights on a GPU. None
+        if the layers are of an unknown kind, adapted, or on several devices."""
         if self.is_adapted or self.is_spread or self._window is not None or torch.compiler.is_compiling():
             return None
-        if self._has_decoder is None:  # asked once: it looks at every layer
+        if self._has_decoder is None:  # determined once, as it inspects every layer
             weight = self.output_layer.weight
             kinds = CpuDecoder, JoinedDecoder
             kind = next((kind for kind in kinds if kind.takes(self.layers, self.config, weight)), None)
@@ -100,7 +101,7 @@ class Target(FrozenModel):
     def new_cache(self, max_length: int) -> SlotCache:
         """An empty cache with `max_length` slots (tokens) per row.
 
-        Raises: BadInput where layers keep a recurrent state, from which a rejected draft could not be taken back.
+        Raises: BadInput if layers keep a recurrent state, from which a rejected draft could not be removed.
         """
         if not self.can_decode:
             layer = f"layer {self.layer_types.index('linear_attention')} is linear_attention"
@@ -123,22 +124,22 @@ class Target(FrozenModel):
         documents: Documents | None = None,
         watch: Watch | None = None,
     ) -> TargetOutput:
-        """Read tokens and return what heads read of them. Never computes logits.
+        """Run the layers over tokens and return the states that heads read. Never computes logits.
 
-        Its weights are frozen: gradients are recorded only where a head trains adapters on it, see adapters.py.
+        The weights are frozen: gradients are recorded only if a head trains adapters on the target, see adapters.py.
 
         Args:
             input_ids: [B, T]; without a cache, rows start at position 0 and may be right-padded with any token.
             feature_layers: HF `hidden_states` indices below num_layers.
             cache, positions [B, T], extent: as in `SlotCache.seek`, for decoding.
             seen: [B, T, T - 1] bool, for a drafted tree: the first token is the last committed one, the others are
-                nodes, written to the slots behind it in their order, and each attends to the nodes named here.
-            is_newest: one token of one row, in slot extent - 1: it sees the whole cache, so a mask can be left out.
-            is_round: forwards of this shape come again and again, so compiling for it pays; not of prompts.
-            chooses: `best` of all positions will be asked for.
-            documents: without a cache, rows that hold several texts.
-            watch: with a cache, called in each layer with what its attention reads; not by targets whose attention
-                is not ours (`grouped_attention`).
+                nodes, written in order to the slots after it; True at the nodes that each token attends to.
+            is_newest: a single token in slot extent - 1: it sees the whole cache, so no mask is needed.
+            is_round: whether many forwards of this shape will follow, so that compiling pays; False for prompts.
+            chooses: whether `best` of all positions will be needed.
+            documents: without a cache, for rows that hold several texts.
+            watch: with a cache, called in each layer with the inputs of its attention; only by targets whose attention
+                is `grouped_attention`.
         """
         if not self._watched.issuperset(feature_layers):
             self._watch(feature_layers)
@@ -167,7 +168,7 @@ class Target(FrozenModel):
                 is_round=is_round,
                 chooses=chooses,
             )
-        post_norm = post_norm.to(input_ids.device)  # elsewhere only for a target on several devices
+        post_norm = post_norm.to(input_ids.device)  # a copy only for a target on several devices
         chosen = [self._captured[i].to(input_ids.device) for i in feature_layers]
         features = torch.stack(chosen, 2) if chosen else post_norm.new_empty(*post_norm.shape[:2], 0, self.hidden_size)
         return TargetOutput(features, post_norm, self._best if chooses else None)
@@ -184,13 +185,13 @@ class Target(FrozenModel):
         is_round: bool = False,
         chooses: bool = False,
     ) -> Tensor:
-        """Read tokens [B, T] into the slots that `cache.seek` set: the post-norm states [B, T, D].
+        """Read tokens [B, T] into the slots that `cache.seek` set; returns the post-norm states [B, T, D].
 
         Args:
-            positions: [B, T]. mask: None: the tokens see the whole cache. watch, is_round, chooses: as there.
-            is_chain: each token sees the slots up to its own, which is what the mask says.
+            positions: [B, T]. mask: None: the tokens see the whole cache. watch, is_round, chooses: as in `forward`.
+            is_chain: whether the mask is causal: each token sees the slots up to its own.
         """
-        if cache.extent > self.max_positions:  # never accepted there; clamped so that learned embeddings exist
+        if cache.extent > self.max_positions:  # drafts there are never accepted, but learned embeddings need an index
             positions = positions.clamp(max=self.max_positions - 1)
         if watch is None and (decoder := self.decoder) is not None and input_ids.numel() <= decoder.most_tokens:
             mask = None if is_chain and decoder.knows_chains else mask
@@ -218,19 +219,19 @@ class Target(FrozenModel):
         return self._computed_logits(post_norm).float()
 
     def best(self, post_norm: Tensor) -> Tensor:
-        """[..., D] -> [...] where `logits` are largest, the lowest of ids that tie."""
+        """[..., D] -> [...] the argmax of `logits`; the lowest id if several tie."""
         decoder = self._decoder_for(post_norm)
         if isinstance(decoder, CpuDecoder):
             return decoder.best(post_norm.to(self.dtype))
         return self._computed_logits(post_norm).argmax(-1)
 
     def _decoder_for(self, post_norm: Tensor) -> CpuDecoder | JoinedDecoder | None:
-        """What computes logits of so few positions in decoding."""
+        """The decoder, if it should compute the logits of these positions: few, and without gradients."""
         is_few = post_norm.dim() == 3 and post_norm.shape[0] * post_norm.shape[1] <= MOST_DECODED
         return self._decoder if is_few and not (torch.is_grad_enabled() or torch.compiler.is_compiling()) else None
 
     def _computed_logits(self, post_norm: Tensor) -> Tensor:
-        """[..., V] in the dtype that they are computed in."""
+        """[..., V] `logits` before the cast to fp32."""
         decoder = self._decoder_for(post_norm)
         if decoder is None:
             logits = self.output_layer(post_norm.to(self.dtype)).to(post_norm.device)
@@ -240,22 +241,22 @@ class Target(FrozenModel):
         return logits if cap is None else torch.tanh(logits.float() / cap) * cap
 
     def final_norm_scale(self) -> Tensor:
-        """[D] fp32 gain of the final norm, for heads that start from it; ones where it is not a plain RMSNorm."""
+        """[D] fp32 gain of the final norm, for heads that start from it; ones if it is not an RMSNorm."""
         norm = self.final_norm
         if norm is None or "RMSNorm" not in type(norm).__name__:
             return torch.ones(self.hidden_size, device=self.device)
-        # an RMSNorm maps the all-ones vector onto its gain, also where the gain is stored as 1 + w
+        # an RMSNorm maps the all-ones vector to its gain, whether that is stored as w or as 1 + w
         return norm(torch.ones(1, self.hidden_size, device=self.device, dtype=self.dtype))[0].float()
 
     def check_layers(self, feature_layers: tuple[int, ...]) -> None:
-        """Raises BadInput on an index that is no layer's input."""
+        """Raises BadInput on an index outside 0..num_layers-1."""
         for i in feature_layers:
             if not 0 <= i < self.num_layers:
                 why = "the state after the last one is read as post_norm, not by index"
                 raise BadInput(f"feature layer {i}: {self.name} has layers 0..{self.num_layers - 1} ({why})")
 
     def _watch(self, feature_layers: tuple[int, ...]) -> None:
-        """Capture the residual stream that enters these layers, from now on."""
+        """From now on, capture the residual stream that enters these layers. Raises BadInput as `check_layers`."""
         self.check_layers(feature_layers)
         for i in set(feature_layers) - self._watched:
 
@@ -266,7 +267,9 @@ class Target(FrozenModel):
             self._watched.add(i)
 
     def _kept_apart(self, documents: Documents) -> dict[str, Any]:
-        """The arguments with which the model reads several texts in a row as if each were alone."""
+        """Model arguments that keep several texts in a row from seeing each other.
+
+        Raises: BadInput if the target has layers that a mask cannot separate."""
         kinds = set(self.layer_types) - {"full_attention", "sliding_attention"}
         if kinds:
             raise BadInput(f"target {self.name}: {', '.join(kinds)} reads a row as one text: use data.layout padded")
@@ -283,7 +286,8 @@ class Target(FrozenModel):
 
     @torch.no_grad()
     def _check_against_model(self) -> None:
-        """Compare our view with the model's own on a few tokens: layers, final norm and logits may differ by family."""
+        """Compare features, post-norm states and logits with the model's own on 4 tokens. Raises BadInput if they
+        differ, as they may in families that compute something extra."""
         ids = torch.arange(1, 5, device=self.device)[None] % self.vocab_size  # [1, 4]
         theirs = self.model(input_ids=ids, output_hidden_states=True, use_cache=False)
         layers = tuple(range(min(2, self.num_layers)))

@@ -1,1 +1,1 @@
-"""The `headstart` command and the shell stories built on it."""
+"""The `headstart` command line: one module or package per command."""

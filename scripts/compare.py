@@ -1,4 +1,4 @@
-"""`headstart compare`: runs or evaluations side by side: what differs, what came of it, who is ahead."""
+"""`headstart compare`: runs or evaluations side by side: differing settings, results, and the ranking."""
 
 import json
 import statistics
@@ -68,9 +68,9 @@ def is_evaluation(folder: Path) -> bool:
 
 
 def short_names(folders: list[Path]) -> list[str]:
-    """Of each path so many of its last parts as tell it from the others, those left out that all have at their end.
+    """The shortest trailing parts of each path that tell it from the others, without the end that all share.
 
-    Raises BadInput where two are the same.
+    Raises BadInput if two are the same.
     """
     from ..eval.suites.prompts import distinct_names
 
@@ -84,7 +84,7 @@ def short_names(folders: list[Path]) -> list[str]:
 
 
 def read_run(folder: Path, name: str) -> "TrainingRun":
-    """Raises BadInput where it is no run folder, or nothing was logged yet."""
+    """Raises BadInput if it is no run folder, or nothing was logged yet."""
     from ..configs.loader import read_config
     from ..eval.report.comparison_page import TrainingRun
     from ..train.tracking import flat, read_rows
@@ -138,5 +138,5 @@ def show(runs: "list[TrainingRun]", evaluations: "list[Evaluation]") -> None:
 
 
 def overrides(settings: dict[str, Any]) -> str:
-    """Settings as overrides on the command line; those that a run does not have are left out."""
+    """Settings as command-line overrides, without those that a run does not have."""
     return " ".join(f"{key}={value}" for key, value in settings.items() if value is not None) or "(the same)"

@@ -20,7 +20,7 @@ SHARDING = {"DEEPSPEED": "DeepSpeed", "FSDP": "FSDP2", "MULTI_GPU": "DDP", "NO":
 
 @dataclass(frozen=True)
 class LocalMachine:
-    """What launching a run depends on."""
+    """The hardware and software that launching a run depends on."""
 
     num_cores: int
     memory: int  # bytes
@@ -90,7 +90,7 @@ def shipped_configs() -> list[Path]:
 
 
 def find(name: str) -> Path:
-    """A launch config by path, here or in the package, or by its bare name. Raises BadInput where there is none."""
+    """A launch config by path, here or in the package, or by its bare name. Raises BadInput if there is none."""
     for path in [Path(name), *shipped_configs()]:
         if path.is_file() and (path == Path(name) or path.stem == name or path.as_posix().endswith(f"/{name}")):
             return path
@@ -99,7 +99,7 @@ def find(name: str) -> Path:
 
 
 def read(path: Path) -> LaunchConfig:
-    """Raises BadInput where the file is no launch config."""
+    """Raises BadInput if the file is no launch config."""
     from ..configs.loader import read_config
 
     raw = read_config(path)
@@ -113,7 +113,7 @@ def read(path: Path) -> LaunchConfig:
 def missing(
     launch: LaunchConfig, machine: LocalMachine, *, num_processes: int | None = None, cpu: bool = False
 ) -> list[str]:
-    """What a node needs for a launch config and this machine lacks; empty: it can run."""
+    """The requirements of a launch config that this machine does not meet; empty if it can run."""
     on_cpu, num_local = cpu or launch.use_cpu, (num_processes or launch.num_processes) // launch.num_nodes
     problems = [f"{name} is not installed" for name in ("torch", "accelerate") if machine.versions[name] is None]
     cores, num_gpus, is_many = machine.num_cores, len(machine.gpus), num_local > 1

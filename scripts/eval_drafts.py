@@ -23,14 +23,14 @@ class NamedDrafter:
     length: int | None = None
 
     def setting(self, config: MeasureConfig) -> DraftSetting:
-        """Its chain: K as named behind it, else for all drafters, else its default."""
+        """Its chain, with K from its own `@K`, else from the option for all drafters, else its default."""
         return (config if self.length is None else replace(config, setting=chain(self.length))).setting_for(
             self.drafter
         )
 
 
 def own_length(spec: str) -> tuple[str, int | None]:
-    """`suffix@7` -> (`suffix`, 7): a drafter, and the K that is named behind it."""
+    """Splits a drafter from its optional K: `suffix@7` -> (`suffix`, 7)."""
     drafter, _, length = spec.rpartition("@")
     return (drafter, int(length)) if drafter and length.isdecimal() and int(length) > 0 else (spec, None)
 
@@ -74,7 +74,7 @@ class WantedDrafts:
         return cls(specs, lengths, trees, tree_nodes, verify_cost)
 
     def load(self, target: Target) -> list[NamedDrafter]:
-        """Raises BadInput where none of them drafts the trees."""
+        """Raises BadInput if none of them drafts the trees."""
         built = build_drafters(self.specs, target)
         records = [training_record(spec) for spec in self.specs]
         drafters = [

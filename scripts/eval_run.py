@@ -79,7 +79,7 @@ class WantedSuites:
 
 
 def held_out(suites: Sequence[Suite], trees: Sequence[str]) -> list[Suite]:
-    """The suites, without the prompts that are to shape trees, where some of these are."""
+    """The suites, without the prompts set aside for shaping trees, if any."""
     if not any(tree in SHAPED_TREES for tree in trees):
         return list(suites)
     rest = [hold_out(suite) for suite in suites]
@@ -133,7 +133,7 @@ class EvalRun:
         return [result for result, _ in whole], [row for _, rows in whole for row in rows]
 
     def setting(self, named: NamedDrafter, suite: Suite, config: MeasureConfig, tree_name: str) -> DraftSetting:
-        """With the tree that a killed measurement began with, where there was one: step times shape some trees."""
+        """The setting with its tree; a resumed measurement keeps its tree, which may depend on step times."""
         if tree_name == "chain":
             return named.setting(config)
         if not suite.prompts:
@@ -183,7 +183,7 @@ class EvalRun:
         return replace(setting, verify_cost=record["verify_cost"])
 
     def compare_transformers(self) -> list[Result]:
-        """transformers on every suite: its plain generation, and each drafter that it has too."""
+        """transformers on every suite: its plain generation, and each drafter that it supports as well."""
         results = []
         drafters = [("none (generate)", None), *((named.name, named.drafter) for named in self.drafters)]
         for (name, drafter), suite in product(drafters, self.suites):
@@ -249,7 +249,7 @@ def parse_yardstick(spec: str, target: str) -> ServerFiles | None:
 
 
 def report_all(target: Target, results: list[Result], rounds: list[Row], output: Path) -> None:
-    """Write the report, as figures and as a page, and show it. Raises BadInput where every prompt failed."""
+    """Write the report, as figures and as a page, and show it. Raises BadInput if every prompt failed."""
     if not any(result.num_prompts for result in results):
         first = results[0].failed[0]
         raise BadInput(f"nothing could be measured: {first.row}: {first.reason}")
@@ -264,6 +264,6 @@ def report_all(target: Target, results: list[Result], rounds: list[Row], output:
 
 
 def progress(total: int, what: str) -> Callable[[], object]:
-    """A bar on stderr that each call moves on; one call more than `total` closes it."""
+    """A progress bar on stderr; each call advances it, and call `total` + 1 closes it."""
     bar = iter(track(range(total), escape(what), console=PlainConsole(stderr=True)))
     return lambda: next(bar, None)

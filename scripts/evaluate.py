@@ -1,4 +1,4 @@
-"""`headstart eval`: what drafters save, as a command."""
+"""`headstart eval`: the command that measures drafters."""
 
 from collections.abc import Sequence
 from functools import partial

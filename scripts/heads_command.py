@@ -1,4 +1,4 @@
-"""`headstart heads`: the families of heads, and what each would cost on a target, as a command."""
+"""`headstart heads`: lists the families of heads, and the cost of each on a target."""
 
 import inspect
 import json

@@ -1,4 +1,4 @@
-"""The argument of all commands that read a YAML: dotted keys that win over it."""
+"""The argument of all commands that read a YAML: dotted keys that override its values."""
 
 from typing import Annotated
 

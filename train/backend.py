@@ -1,7 +1,7 @@
-"""The head and its optimizer under DDP, DeepSpeed or FSDP2: all that differs between backends in training.
+"""The head and its optimizer under DDP, DeepSpeed or FSDP2: everything that differs between these backends.
 
-The loop and the checkpoints do not ask which one runs. Each shards the head as one unit: a rank gathers all its weights
-for the whole step, and every checkpoint holds whole tensors.
+The loop and the checkpoints are independent of the backend. Each backend shards the head as one unit: a rank gathers
+all its weights for the whole step, and every checkpoint holds whole tensors.
 """
 
 import copy
@@ -24,7 +24,7 @@ from .launch import actual_launch
 
 
 class Step(nn.Module):
-    """The head's loss as a tuple: wrappers hook the tensors in tuples, but not those in dataclasses."""
+    """The head's loss as a tuple, since wrappers hook tensors in tuples but not in dataclasses."""
 
     def __init__(self, head: DraftHead, *, dtype: torch.dtype | None):
         super().__init__()
@@ -43,7 +43,7 @@ class Step(nn.Module):
 class Backend:
     """A head and its optimizer under the launched backend.
 
-    autocast(): the context of the run's precision; `loss` enters it by itself.
+    autocast(): the context of the run's precision, which `loss` enters itself.
     """
 
     def __init__(
@@ -79,17 +79,17 @@ class Backend:
 
     @contextmanager
     def accumulating(self, *, is_last: bool) -> Iterator[None]:
-        """Around the loss and backward pass of a batch; gradients are summed over ranks with the last of a step."""
+        """Context of a batch's loss and backward pass; gradients are reduced over ranks only in a step's last batch."""
         self.accelerator.sync_gradients = is_last
         with nullcontext() if is_last else self.accelerator.no_sync(self.wrapped):
             yield
 
     def backward(self, loss: Tensor) -> None:
-        """Gradients of the sum of `loss` over ranks: data parallelism takes their mean."""
+        """Compute gradients of the sum of `loss` over ranks, compensating for data parallelism's mean."""
         self.accelerator.backward(loss * self.accelerator.num_processes)
 
     def update(self) -> float:
-        """Clips, steps and clears the gradients; returns their norm before. DeepSpeed did all of it in `backward`."""
+        """Clip, step and clear the gradients; returns their norm before clipping. DeepSpeed does this in `backward`."""
         most = self.config.max_grad_norm or math.inf  # 0: not clipped
         norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), most)
         self.optimizer.step()
@@ -97,7 +97,7 @@ class Backend:
         return float(whole_tensor(norm))
 
     def is_finite(self) -> bool:
-        """Whether all weights, and all of the optimizer's state, are finite in all ranks."""
+        """Whether all weights and the optimizer's state are finite, over all ranks."""
         parameters = cast(Any, self.head.parameters())
         weights = [parameter.ds_tensor if self.is_zero3 else parameter for parameter in parameters]
         state = [value for part in self._torch_optimizer.state.values() for value in part.values()]
@@ -111,9 +111,9 @@ class Backend:
 
     @contextmanager
     def whole(self) -> Iterator[DraftHead]:
-        """The head with all its weights in every process, to read: for any use but the training step.
+        """A context with the head's whole weights in every process, read-only, for any use except the training step.
 
-        All processes enter and leave together; inside, they need not do the same.
+        All processes must enter and leave it together; what they do inside may differ.
         """
         if self.plain is self.head:
             yield self.head
@@ -137,12 +137,12 @@ class Backend:
             yield parameter
 
     def weights(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of the head, in the main process; elsewhere nothing."""
+        """The head's tensors for a checkpoint, in the main process; empty elsewhere."""
         with self.whole() as head:
             return head_tensors(head) if self.accelerator.is_main_process else {}
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """`NAME|KEY`: the state of each parameter, whole, on the CPU of the main process; elsewhere nothing."""
+        """The whole state of each parameter by `NAME|KEY`, on the CPU in the main process; empty elsewhere."""
         if self.is_zero2:
             self._link_state()
         whole = {}
@@ -161,11 +161,11 @@ class Backend:
 
         if not parameter.requires_grad:
             return {}
-        flat = next(iter(self._torch_optimizer.state.values()), {})  # of any part: all are at the same step
+        flat = next(iter(self._torch_optimizer.state.values()), {})  # of any partition, as all are at the same step
         return {key: full(parameter, key) if value.ndim else value.clone() for key, value in flat.items()}
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        """Puts back what `optimizer_state` gave under any backend."""
+        """Restore the result of `optimizer_state`, which may come from another backend."""
         optimizer, parameters = self._torch_optimizer, dict(self.head.named_parameters())
         # a fused optimizer counts its steps on the device
         is_fused = any(group.get("fused") for group in optimizer.param_groups)
@@ -181,7 +181,7 @@ class Backend:
                 self._fill(parameter, key, value)
 
     def _make_room(self, state: Mapping[str, Tensor], *, is_fused: bool) -> None:
-        """Zeros for the state of ZeRO's flat partitions, which its first step would make; at the step of `state`."""
+        """Allocate the state of ZeRO's flat partitions as its first step would: zeros, at the step count of `state`."""
         zero, keys = self.optimizer.optimizer, {entry.rpartition("|")[2]: value for entry, value in state.items()}
         for flat in zero.single_partition_of_fp32_groups if self.is_zero2 else zero.fp32_partitioned_groups_flat:
             room = {key: torch.zeros_like(flat) if value.ndim else value.clone() for key, value in keys.items()}
@@ -190,9 +190,9 @@ class Backend:
             self._link_state()
 
     def _link_state(self) -> None:
-        """Tells each parameter where in ZeRO-2's flat partitions its state is.
+        """Link each parameter to its state in ZeRO-2's flat partitions.
 
-        DeepSpeed does so when its first step updates the first group of parameters, too early for the other groups.
+        DeepSpeed does so when its first step updates the first parameter group, which is too early for other groups.
         """
         from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
@@ -215,16 +215,16 @@ class Backend:
 
     @property
     def _torch_optimizer(self) -> torch.optim.Optimizer:
-        """Behind the wrapper of Accelerate and, under ZeRO, that of DeepSpeed."""
+        """The optimizer inside the wrappers of Accelerate and, under ZeRO, DeepSpeed."""
         return self.optimizer.optimizer.optimizer if self.is_zero else self.optimizer.optimizer
 
 
 def gather_as_one(step: Step, offload: Any) -> None:
-    """Has ZeRO-3 gather all weights when a step's forward begins and when its backward does, and at no other time.
+    """Make ZeRO-3 gather all weights only at the start of a step's forward and of its backward.
 
-    DeepSpeed fetches, prefetches and releases the weights of each module whenever that is called or differentiated, in
-    an order that all ranks must share. How often is a matter of a rank's own rows: chunks of the loss, depths that
-    backward computes again. So only the hooks of the whole stay.
+    DeepSpeed fetches, prefetches and releases each module's weights whenever it is called or differentiated, in an
+    order that must be the same in all ranks. Here the number of calls depends on a rank's rows (chunks of the loss,
+    recomputed depths), so all hooks except those of the whole module are removed.
     """
     whole = (step._forward_pre_hooks, step._forward_hooks)
     for hook in [*offload.forward_hooks, *offload.backward_hooks]:
@@ -248,14 +248,14 @@ def whole_tensor(value: Any) -> Any:
 
 
 def own_part(value: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+    """This rank's part of a tensor."""
     from torch.distributed.tensor import DTensor
 
     return value.to_local() if isinstance(value, DTensor) else value
 
 
 def sharded_like(parameter: Any, value: Tensor) -> Tensor:
-    """A whole tensor as this rank's part of it, cut as its parameter is."""
+    """A whole tensor, sharded in the same way as a parameter."""
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(value, parameter.device_mesh, parameter.placements) if value.ndim else value

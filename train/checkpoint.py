@@ -1,6 +1,7 @@
-"""Checkpoints: weights and optimizer as safetensors, no pickle, in folders that are complete or not there at all.
+"""Checkpoints: weights and optimizer state as safetensors (no pickle), in folders that are written atomically.
 
-They hold whole tensors under the head's own names, so that another backend or number of processes can go on from them.
+They hold whole tensors under the head's own names, so that a run can resume with another backend or number of
+processes.
 """
 
 import json
@@ -23,11 +24,11 @@ class Best:
     """The best validation of a run so far."""
 
     step: int = 0
-    acceptance_length: float = 0.0  # taught
-    waited: int = 0  # validations since then
+    acceptance_length: float = 0.0  # teacher-forced
+    waited: int = 0  # number of validations since then
 
     def take(self, step: int, acceptance_length: float | None) -> bool:
-        """Takes in a validation; returns whether it is the best."""
+        """Record a validation; returns whether it is the best so far."""
         if acceptance_length is not None and acceptance_length > self.acceptance_length:
             self.step, self.acceptance_length, self.waited = step, acceptance_length, 0
             return True
@@ -53,10 +54,10 @@ def save_checkpoint(
     keep: int,
     since: int = 0,
 ) -> Path:
-    """Writes FOLDER/step_N and removes all but the newest `keep`.
+    """Write FOLDER/step_N and remove all checkpoints but the newest `keep`.
 
-    Args: weights: `head_tensors`. optimizer_state: `NAME|KEY` of each parameter. since: checkpoints of earlier steps
-    than this one stay.
+    Args: weights: `head_tensors`. optimizer_state: by `NAME|KEY`. since: do not remove checkpoints of earlier steps.
+    Returns: the checkpoint's folder.
     """
     path = folder / f"step_{progress.step:08d}"
     with replacing_folder(path) as temporary:
@@ -69,14 +70,14 @@ def save_checkpoint(
 
 
 def head_tensors(head: DraftHead) -> dict[str, Tensor]:
-    """The trained parameters on the CPU, and which tokens a cut draft vocabulary holds."""
+    """The trained parameters on the CPU, and the token ids of a cut draft vocabulary."""
     tensors = {name: p.detach().cpu().contiguous() for name, p in head.named_parameters()}
     return tensors if head.vocabulary is None else {**tensors, "draft_token_ids": head.vocabulary.to_target.cpu()}
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
-    return sorted(folder.glob(f"step_{'[0-9]' * 8}"))  # none that a user copied beside them
+    return sorted(folder.glob(f"step_{'[0-9]' * 8}"))  # exact, to skip copies that a user made
 
 
 def read_progress(folder: Path) -> Progress:
@@ -89,9 +90,9 @@ def read_progress(folder: Path) -> Progress:
 
 
 def load_checkpoint(folder: Path, head: DraftHead) -> dict[str, Tensor]:
-    """Puts the weights into the head; returns the optimizer's state as `save_checkpoint` takes it.
+    """Load the weights into the head; returns the optimizer's state as passed to `save_checkpoint`.
 
-    Raises: BadInput on a damaged checkpoint, one of another head, or where the data now give another draft vocabulary.
+    Raises: BadInput if the checkpoint is damaged or of another head, or the data now give another draft vocabulary.
     """
     try:
         weights, state = load_file(folder / "head.safetensors"), load_file(folder / "optimizer.safetensors")

@@ -35,7 +35,7 @@ class TrainConfig:
     matrix_learning_rate: Rate | None = None  # the peak for Muon's matrices; None: learning_rate
     # Muon needs whole matrices, and in zero2, zero3 and fsdp2 ranks have parts: then AdamW, at this peak; None: refused
     adamw_learning_rate: Rate | None = None
-    warmup_steps: NonNegativeInt = -1  # fewer than max_steps; not given: 50, or a tenth of a run as short as that
+    warmup_steps: NonNegativeInt = -1  # below max_steps; not given: 50, or a tenth of max_steps if that is at most 50
     min_lr_ratio: Share = 0.0
     weight_decay: Amount = 0.0  # of matrices
     beta1: Decay = 0.9  # of AdamW, as beta2; Muon's momentum is 0.95
@@ -47,20 +47,20 @@ class TrainConfig:
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     log_every: PositiveInt = 1
     validate_every: NonNegativeInt = 0  # 0: at the end only
-    decode_prompts: NonNegativeInt = 8  # a validation also decodes answers to the prompts of so many rows; 0: to none
+    decode_prompts: NonNegativeInt = 8  # a validation also decodes answers to this many of the rows' prompts; 0: none
     decode_tokens: PositiveInt = 64  # length of those answers
-    patience: NonNegativeInt = 0  # ends the run after so many validations without a better acceptance_length; 0: never
+    patience: NonNegativeInt = 0  # end after this many validations without a better acceptance_length; 0: never
     checkpoint_every: NonNegativeInt = 0  # 0: only when interrupted
     keep_checkpoints: PositiveInt = 2
-    stop_at_step: PositiveInt | None = None  # leave then as if interrupted; the same command without it goes on
-    start_from: LocalPath | None = None  # a head of the same family and shapes: a folder or a hub id; None: a fresh one
-    lora_rank: NonNegativeInt = 0  # above 0: train adapters of that head's linear layers alone, merged on saving
+    stop_at_step: PositiveInt | None = None  # stop there as if interrupted; the same command without it resumes
+    start_from: LocalPath | None = None  # a head of the same family and shapes: a folder or a hub id; None: a new head
+    lora_rank: NonNegativeInt = 0  # above 0: train only adapters on that head's linear layers, merged on saving
     lora_alpha: Rate = 32.0  # adapters are scaled by lora_alpha / lora_rank
-    wandb_project: str | None = None  # also log to Weights & Biases, offline where there is no key
+    wandb_project: str | None = None  # also log to Weights & Biases, offline if there is no key
     tensorboard: bool = False  # also log to OUTPUT_DIR/tensorboard
     device: Literal["cpu", "cuda"] | None = None  # None: cuda if there is one; CUDA_VISIBLE_DEVICES selects GPUs
 
-    watchdog_minutes: Amount = 20.0  # without any progress that end a process, see watchdog.py; 0: it waits for ever
+    watchdog_minutes: Amount = 20.0  # end the process after this time without progress, see watchdog.py; 0: never
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 0:
@@ -122,7 +122,7 @@ def inputs_of(outline: Outline, path: str | Path) -> Inputs:
     )
 
 
-WITHOUT_EFFECT = {  # on the losses; target and rows are compared by what is in them
+WITHOUT_EFFECT = {  # keys that do not change the losses; target and rows are compared by their contents
     "target": {"path", "device_map", "revision", "trust_remote_code"},
     "head": set[str](),
     "data": {"train", "features", "validation", "num_workers"},
@@ -132,7 +132,7 @@ WITHOUT_EFFECT = {  # on the losses; target and rows are compared by what is in 
 
 
 def differing_key(run: RunConfig, other: dict[str, Any]) -> str | None:
-    """The first key, of those that change the losses, in which a resolved config differs from a written one."""
+    """The first key in which a resolved config differs from a written one, of those that change the losses."""
     for section, values in asdict(run).items():
         before = other.get(section) or {}
         for key, value in values.items():

@@ -1,4 +1,4 @@
-"""What a run trains on: its rows, encoded once into the run folder, or extracted features; and batches of them."""
+"""The data of a run: its rows, encoded once into the run folder, or extracted features; and batches of them."""
 
 import json
 import sys
@@ -38,7 +38,7 @@ from .config import Inputs, RunConfig
 
 HEARTBEAT_SECONDS = 60.0
 LONGEST_WAIT_SECONDS = 24 * 3600.0
-turns: Counter[int] = Counter()  # by process, how often it waited for the main one, or was it
+turns: Counter[int] = Counter()  # by process, the number of its `on_main` calls
 
 
 @dataclass
@@ -65,9 +65,9 @@ class TrainingData:
 
 
 def load_data(run: RunConfig, target: Target, accelerator: Accelerator, console: Console) -> TrainingData:
-    """The run's samples: those in its folder where an earlier start left them, else encoded there now.
+    """The run's samples: those that an earlier start left in its folder, else encoded there now.
 
-    Raises: BadInput, in every process, where there is nothing to train on.
+    Raises: BadInput, in every process, if there is nothing to train on.
     """
     config = replace(run.data, max_length=min(run.data.max_length, target.max_positions))
     rows = iter_rows(config.validation) if config.validation else ()
@@ -89,9 +89,9 @@ def load_data(run: RunConfig, target: Target, accelerator: Accelerator, console:
 
 
 def encode_into(folder: Path, config: DataConfig, target: Target, console: Console, *, is_begun: bool) -> None:
-    """Writes the rows of data.train as a folder of samples, unless it is there.
+    """Write the rows of data.train as a folder of samples, unless it exists already.
 
-    Raises: BadInput where no token of them can be drafted, or where work that has begun used other rows.
+    Raises: BadInput if no token of the rows can be drafted, or a run that has begun used other rows.
     """
     origin = rows_of(config, target.tokenizer)
     if (folder / "manifest.json").is_file():
@@ -123,7 +123,7 @@ def encode_into(folder: Path, config: DataConfig, target: Target, console: Conso
 
 
 def rows_of(config: DataConfig, tokenizer: Any) -> dict[str, Any]:
-    """What decides the encoded rows, wherever their files lie; without `data.train` where these are gone."""
+    """Everything that the encoded rows depend on, except where files are; without `data.train` if these are gone."""
     origin = origin_of(config, tokenizer)
     settings = {key: value for key, value in origin.pop("data").items() if key != "train"}
     origin |= {f"data.{key}": value for key, value in json.loads(json.dumps(settings)).items()}
@@ -134,7 +134,7 @@ def rows_of(config: DataConfig, tokenizer: Any) -> dict[str, Any]:
 
 
 def source_record(source: Source) -> dict[str, Any]:
-    """A source by what is in its files; one on the hub by its name."""
+    """A source identified by the contents of its files, or on the hub by its name."""
     settings, files = asdict(source), []
     for path in source.files():
         with path.open("rb") as file:
@@ -147,7 +147,7 @@ def summary_of(counts: Counter[str]) -> str:
 
 
 def draft_token_ids(run: RunConfig, data: TrainingData, target: Target, console: Console) -> Tensor | None:
-    """The tokens that a fresh head is to draft, [Vd], where its config cuts the vocabulary; prints what they cover."""
+    """[Vd] the draft vocabulary of a new head, None if it is not cut; prints what it covers."""
     size = run.head.draft_vocab_size
     if size is None or run.train.start_from is not None:
         return None
@@ -169,7 +169,7 @@ def count_rows(inputs: Inputs, target: Target) -> tuple[np.ndarray, int]:
 
 
 def check_stored_states(data: TrainingData, head: DraftHead, target: Target) -> None:
-    """Raises BadInput where extracted features are not what this head reads of this target."""
+    """Raises BadInput if extracted features are not what this head reads of this target."""
     if data.config.features is not None:
         check_features(data.samples, head, target, data=data.config)
 
@@ -185,7 +185,7 @@ def held_by_main(
 
 
 def on_main(accelerator: Accelerator, work: Callable[[], None]) -> None:
-    """Does the work in the main process, however long it takes; a BadInput there is raised in all of them."""
+    """Do the work in the main process, while the others wait however long it takes; its BadInput is raised in all."""
     problem: list[str | None] = [None]
     key = f"headstart/main/{turns[accelerator.process_index]}"
     turns[accelerator.process_index] += 1
@@ -205,9 +205,9 @@ def on_main(accelerator: Accelerator, work: Callable[[], None]) -> None:
 
 
 def wait_for(key: str, *, says_so: bool) -> None:
-    """Wait until the processes' store has a key: not in a collective, which gives up after ten minutes (NCCL's).
+    """Wait until the processes' store has a key. A collective would time out after ten minutes (NCCL).
 
-    Args: says_so: a line each HEARTBEAT_SECONDS. Raises BadInput after LONGEST_WAIT_SECONDS.
+    Args: says_so: print a line every HEARTBEAT_SECONDS. Raises: BadInput after LONGEST_WAIT_SECONDS.
     """
     store, began, lines = dist.distributed_c10d._get_default_store(), time.monotonic(), 0
     while not store.check([key]):

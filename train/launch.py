@@ -1,4 +1,4 @@
-"""Checks that what was launched is what runs: several launches silently run as something else."""
+"""Checking that the backend and processes that were launched are those that run, since some launches fail silently."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def is_on(environ: Mapping[str, str], key: str) -> bool:
 
 
 def requested_launch(environ: Mapping[str, str]) -> Launch:
-    """What a launcher's environment variables ask for. Raises BadInput where that would not run."""
+    """What a launcher's environment variables ask for. Raises BadInput if that would not run."""
     num_processes = int(environ.get("WORLD_SIZE", "1"))
     if "WORLD_SIZE" not in environ:
         for key in OTHER_LAUNCHERS:
@@ -73,7 +73,7 @@ def actual_launch(accelerator: Accelerator) -> Launch:
 
 
 def start_accelerator(config: TrainConfig) -> Accelerator:
-    """Accelerate as launched. Raises BadInput where something else than the launch asked for would run."""
+    """Accelerate as launched. Raises BadInput if something else than the launch asked for would run."""
     requested = requested_launch(os.environ)
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision not in ("no", config.precision):

@@ -42,10 +42,11 @@ class Loop:
         self.should_stop = False  # some rank received a signal; all of them know it after the same step
 
     def step(self, step: int, batches: Iterator[TrainingBatch]) -> dict[str, Any]:
-        """One optimizer step over the next `accumulation` batches; its row of metrics.jsonl.
+        """One optimizer step over the next `accumulation` batches; returns its row of metrics.jsonl.
 
-        Denominators are the supervised chains, by their labels' weights, of all ranks and all batches of the step: how
-        rows are spread over ranks and batches does not change the gradient.
+        Denominators count the supervised chains, weighted by their labels, of all ranks and batches of the step, so
+        that the gradient does not depend on how rows are split over ranks and batches. Raises: BadInput if the loss is
+        not finite.
         """
         self.watchdog.at(f"step {step + 1}: its batches")
         started = time.perf_counter()
@@ -73,7 +74,7 @@ class Loop:
         }
 
     def _learn(self, step: int, batches: Sequence[TrainingBatch]) -> dict[str, Any]:
-        """Forward, backward and update; what they gave, over all ranks."""
+        """Forward, backward and update; returns the figures over all ranks."""
         at = self.watchdog.at
         at(f"step {step + 1}: the counts of all ranks")
         chains = [self.head.training_starts(batch.loss_mask) for batch in batches]
@@ -111,18 +112,18 @@ class Loop:
         }
 
     def _read(self, input_ids: Tensor, *, documents: Documents | None = None) -> TargetOutput:
-        """What the head reads of the live target."""
+        """Run the target for the states that the head reads."""
         return self.target.forward(input_ids, feature_layers=self.head.feature_layers, documents=documents)
 
     def check_finite(self, step: int) -> None:
-        """Raises BadInput, in all processes, where weights or the optimizer's state are not finite: nothing that is
-        written has such, and the checkpoints before stay."""
+        """Raises BadInput, in all processes, if weights or the optimizer's state are not finite. Called before anything
+        is written, so that earlier checkpoints stay valid."""
         self.watchdog.at(f"step {step}: checking the weights")
         if not self.backend.is_finite():
             raise BadInput(f"step {step}: the weights are not finite any more ({self.trend}): {ADVICE}")
 
     def save(self, folder: Path, *, step: int, best: Best) -> None:
-        """The main process writes a checkpoint of what all of them hold. Raises BadInput as `check_finite`."""
+        """Write a checkpoint of all ranks' state, in the main process. Raises BadInput as `check_finite`."""
         self.check_finite(step)
         self.watchdog.at(f"step {step}: the checkpoint")
         weights, state = self.backend.weights(), self.backend.optimizer_state()
@@ -143,5 +144,5 @@ class Loop:
 
 
 def seed_of(seed: int, step: int, rank: int) -> int:
-    """The seed of whatever a rank draws in a step: a resumed run draws the same."""
+    """The random seed of a rank in a step, so that a resumed run draws the same numbers."""
     return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0] >> 1)

@@ -14,10 +14,10 @@ from .config import TrainConfig
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon for matrices and AdamW for the rest as one optimizer, with one state and one list of groups.
+    """Muon for matrices and AdamW for the rest, as one optimizer with one state and one list of groups.
 
-    Muon orthogonalises the momentum of a matrix, so that every direction of the update has the same size (Jordan 2024);
-    scaled to the update that AdamW would make (Liu et al. 2025), both take learning rates of the same order.
+    Muon orthogonalises the momentum of a matrix, so that every direction of the update has the same size (Jordan 2024).
+    It is scaled to the size of AdamW's updates (Liu et al. 2025), so that both use learning rates of the same order.
     """
 
     def __init__(self, matrices: list[dict[str, Any]], others: list[dict[str, Any]], **adamw: Any):
@@ -33,7 +33,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Has the parts work on this optimizer's own groups and state, also after both were loaded."""
+        """Make both parts use this optimizer's groups and state, also after loading."""
         start = 0
         for part in self.parts:
             count = len(part.param_groups)
@@ -48,10 +48,10 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def build_optimizer(head: DraftHead, config: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW, or Muon with AdamW for vectors and whatever has the vocabulary as a side; decay on matrices only.
+    """AdamW, or Muon with AdamW for vectors and matrices with a vocabulary dimension; weight decay only on matrices.
 
-    Each group keeps its `peak`, the learning rate that `schedule` scales, and its `part`: how the names of its
-    parameters begin where `DraftHead.learning_rate_scales` tells them apart, else "".
+    Each group has `peak`, the learning rate that `schedule` scales, and `part`: its prefix of parameter names in
+    `DraftHead.learning_rate_scales`, or "".
     """
     size = head.target.vocab_size if head.vocabulary is None else len(head.vocabulary.to_target)
     trained = [p for p in head.parameters() if p.requires_grad]
@@ -84,9 +84,9 @@ def build_optimizer(head: DraftHead, config: TrainConfig) -> torch.optim.Optimiz
 
 
 def without_whole_matrices(config: TrainConfig, backend: str) -> TrainConfig:
-    """The config for a backend whose ranks hold parts of matrices: AdamW takes Muon's place.
+    """The config for a backend whose ranks hold parts of matrices: AdamW replaces Muon.
 
-    Raises BadInput where the config has no learning rate for it.
+    Raises: BadInput if the config has no learning rate for AdamW.
     """
     if config.optimizer != "muon":
         return config

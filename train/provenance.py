@@ -1,4 +1,4 @@
-"""What config.yaml does not say of a run: code, packages, machine, target and data of each start, in RUN/run.json."""
+"""RUN/run.json: code version, packages, machine, target and data of each start, which config.yaml does not have."""
 
 import json
 import platform
@@ -20,7 +20,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "dataset
 
 
 def record_start(path: Path, target: Target, data: TrainingData, *, num_processes: int) -> None:
-    """Adds a start to run.json, a list: an interrupted run has several."""
+    """Append a start to run.json, a list, as an interrupted run has several."""
     manifest = data.samples.manifest
     sizes = {key: getattr(manifest, key) for key in ("num_rows", "num_tokens", "num_supervised_tokens")}
     start = {
@@ -38,7 +38,7 @@ def record_start(path: Path, target: Target, data: TrainingData, *, num_processe
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:
-    """run.json; empty where there is none. Raises BadInput where it is damaged."""
+    """run.json; empty where there is none. Raises BadInput if it is damaged."""
     try:
         starts = json.loads(path.read_text()) if path.is_file() else []
         for start in starts:
@@ -49,7 +49,7 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
 
 
 def git_state(folder: Path) -> dict[str, str | bool] | None:
-    """The commit that the code is of, and whether it was changed since; None: not a checkout."""
+    """The code's commit, and whether there are uncommitted changes; None: not a checkout."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(folder), *arguments]

@@ -1,4 +1,4 @@
-"""How fast a run is compared with what its machine can do: operations of a step, the measured rate, memory."""
+"""The speed of a run relative to its machine's: operations per step, measured matmul rate, memory."""
 
 import resource
 import time
@@ -21,19 +21,17 @@ TRIALS = 5
 
 @dataclass(frozen=True)
 class StepSpeed:
-    """Of a step: what two equal runs differ in."""
+    """The figures of a step that differ between identical runs."""
 
-    tokens_per_second: float  # positions read, of all processes
-    mfu: float  # floating point operations per second over `matmul_rate`; what backward computes again does not count
+    tokens_per_second: float  # positions read, over all processes
+    mfu: float  # floating point operations per second / `matmul_rate`; recomputation in backward does not count
     data_wait: float  # share of the time in which it waited for data
     peak_bytes: int  # see `peak_bytes`
 
 
 class Speed:
-    """Counts the operations of a start's first step, and scales them to the others by their positions.
-
-    They are those of the target's forward and of the head's forward and backward (`Operations`).
-    """
+    """Counts the operations of the first step (target forward, head forward and backward: `Operations`), and scales
+    them to other steps by the number of positions."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
         """Measures the device's rate, once in a process: milliseconds on a GPU, a quarter of a second on a CPU core."""
@@ -66,9 +64,9 @@ class Operations(TorchDispatchMode):
     """Counts floating point operations as they run: of matrix products, convolutions and attention. Attention counts
     for all queries and keys that a kernel is given, masked ones too; elementwise operations do not count.
 
-    total: all. repeated: those that backward does a second time: layers whose inner results were not kept, and scores
-    of attention. torch's own counter decomposes some operations first, which changes their rounding, where a resumed
-    run must give the same numbers; and it knows no attention on CPUs.
+    total: all. repeated: those that backward recomputes: layers whose activations were not kept, and attention scores.
+    torch's own counter is not used: it decomposes some operations, which changes their rounding although a resumed run
+    must give the same numbers, and it does not know attention on CPUs.
     """
 
     def __init__(self) -> None:

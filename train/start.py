@@ -1,4 +1,4 @@
-"""What a run starts from: target, rows, head and optimizer, of its config or its last checkpoint."""
+"""Preparing a run: target, rows, head and optimizer, from its config or its last checkpoint."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -37,7 +37,7 @@ ROWS_AT_ONCE = 4  # that a head's start is made of
 
 @dataclass
 class Start:
-    """What a run starts from. owned: its folder, in the main process."""
+    """Everything that a run starts from. owned: its folder, in the main process."""
 
     run: RunConfig  # the head's part resolved for the target
     target: Target
@@ -57,9 +57,9 @@ class Start:
 
 
 def find_inputs(run: RunConfig, folder: Path, console: Console, holding: ExitStack) -> Start:
-    """Loads and checks everything that a run needs. Raises BadInput on anything that would stop it later.
+    """Load and check everything that a run needs. Raises BadInput on anything that would make it fail later.
 
-    Args: holding: gets the run folder, which is then this run's until it ends.
+    Args: holding: the stack that keeps the run folder locked.
     """
     check_fit(run.head, run.target)
     check_trackers(run.train)
@@ -102,7 +102,7 @@ def find_inputs(run: RunConfig, folder: Path, console: Console, holding: ExitSta
 
 
 def fuse_where_asked(asked: bool | None, device: torch.device, console: Console) -> None:
-    """`fuse` as `train.compile` says. Where it says nothing, on a GPU, and with a line and no more where that fails."""
+    """`fuse` as train.compile says; if that is None, only on a GPU, and a failure only prints a line."""
     try:
         fuse(device.type == "cuda" if asked is None else asked, device)
     except BadInput as error:
@@ -164,7 +164,7 @@ def first_batches(config: TrainConfig, data: TrainingData, head: DraftHead) -> I
 
 
 def check_same_run(folder: Path, run: RunConfig, *, before: int, now: int) -> None:
-    """Raises BadInput where a run folder holds a run of another config.
+    """Raises BadInput if a run folder holds a run of another config.
 
     With another number of processes, batch_size and accumulation may differ too: a step must read the same rows.
 
@@ -191,7 +191,7 @@ def check_same_run(folder: Path, run: RunConfig, *, before: int, now: int) -> No
 
 
 def check_same_inputs(folder: Path, target: Target, data: TrainingData) -> None:
-    """Raises BadInput where the target's weights, or the rows, are not those that the run was started with."""
+    """Raises BadInput if the target's weights, or the rows, are not those that the run was started with."""
     for start in read_starts(folder / "run.json")[-1:]:
         if start["target"]["fingerprint"] != target.fingerprint:
             name = start["target"]["name"]

@@ -1,4 +1,4 @@
-"""On SIGTERM and SIGINT a run finishes its step, saves, and exits with the signal's exit code."""
+"""Graceful stopping: on SIGTERM or SIGINT a run finishes its step, saves, and exits with the signal's exit code."""
 
 import signal
 import threading
@@ -6,11 +6,11 @@ import time
 from types import FrameType, TracebackType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-REPEATED = 5.0  # seconds: a launcher sends its processes once more what the terminal has already sent them
+REPEATED = 5.0  # seconds in which a repeated signal is ignored: a launcher forwards what the terminal has sent already
 
 
 class Stopping:
-    """Records a signal instead of obeying it; a second one, later than REPEATED, ends the process at once.
+    """Records a signal instead of ending the process; a second one, later than REPEATED, ends it at once.
 
     Does nothing in a thread other than the main one, which gets no signals.
     """

@@ -16,7 +16,7 @@ from .config import RunConfig, TrainConfig
 
 
 def check_trackers(config: TrainConfig) -> None:
-    """Raises BadInput where a package that the run is to log with is missing."""
+    """Raises BadInput if a package that the run is to log with is missing."""
     wanted = (("wandb_project", "wandb", config.wandb_project), ("tensorboard", "tensorboard", config.tensorboard))
     for key, package, is_wanted in wanted:
         if is_wanted:
@@ -27,11 +27,11 @@ def check_trackers(config: TrainConfig) -> None:
 
 
 class Tracker:
-    """Writes on the main process only; elsewhere every call is a no-op.
+    """Writes metrics in the main process; elsewhere every call is a no-op.
 
     metrics.jsonl has one row per logged training step (`step`, `loss`, ...) and one per validation (`step`,
-    `validation`). `step` counts optimizer steps done. On resume, rows beyond the checkpoint are dropped first, so that
-    the curve of an interrupted run is that of an uninterrupted one.
+    `validation`). `step` counts completed optimizer steps. On resume, rows beyond the checkpoint are dropped first, so
+    that the curves of interrupted and uninterrupted runs are equal.
     """
 
     def __init__(self, folder: Path, *, num_steps: int, first_step: int, is_main: bool, console: Console):

@@ -1,4 +1,4 @@
-"""A training run, from what it begins with to the head that it leaves."""
+"""A training run, from its inputs to the trained head."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -29,10 +29,10 @@ class Outcome:
 
 
 def train(run: RunConfig, *, console: Console | None = None) -> Path:
-    """Train a head as the config says, from its last checkpoint if the run folder has one; returns the head's folder.
+    """Train a head as the config says, resuming from the run folder's last checkpoint; returns the head's folder.
 
-    Raises: BadInput on anything the user can mend, before the run folder is touched; SystemExit with a signal's exit
-    code after SIGTERM or SIGINT, with a checkpoint of the step that was under way.
+    Raises: BadInput on anything the user can fix, before the run folder is touched; SystemExit with a signal's exit
+    code after SIGTERM or SIGINT, with a checkpoint of the current step.
     """
     with ExitStack() as holding:
         return train_in(Path(run.train.output_dir), run, console or PlainConsole(stderr=True), holding)
@@ -87,7 +87,7 @@ def take_steps(
     rows = start.data.validation
     validation = Validation(config, loop.backend, start.target, rows, loop.watchdog) if rows else None
     result: ValidationResult | None = None
-    is_over = count >= config.max_steps or 0 < config.patience <= best.waited  # only the head was still to be written
+    is_over = count >= config.max_steps or 0 < config.patience <= best.waited  # then only the head has to be written
     if is_over and validation:
         result = validation.measure()
     for earlier in tracker.losses_before:

@@ -1,4 +1,4 @@
-"""Whether the loss of a run goes up instead of down."""
+"""Detecting a diverging loss."""
 
 from collections import deque
 from statistics import median
@@ -8,7 +8,7 @@ ADVICE = "take a lower train.learning_rate, in another train.output_dir, or chec
 
 
 class Trend:
-    """The losses of a run. It diverges where the median of the last three is above three times the first."""
+    """The losses of a run; it diverges while the median of the last three is above three times the first."""
 
     def __init__(self) -> None:
         self.first = 0.0
@@ -16,8 +16,8 @@ class Trend:
         self.diverges_since = 0  # the step at which it was seen; 0: it does not diverge
 
     def take(self, step: int, loss: float) -> bool:
-        """Takes in the loss of a step (1-based; 0 where it had nothing supervised); returns whether it begins to
-        diverge."""
+        """Record the loss of a step (1-based); returns whether divergence starts here. A loss of 0, of a step without
+        supervised tokens, is ignored."""
         if loss == 0:
             return False
         self.first = self.first or loss

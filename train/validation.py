@@ -1,4 +1,4 @@
-"""How well the head drafts at a step: acceptance on rows that it is not trained on."""
+"""Validation: the head's acceptance on rows that it is not trained on."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +21,7 @@ from .backend import Backend
 from .config import TrainConfig
 from .watchdog import Watchdog
 
-PLAIN_PROMPT = 8  # tokens of a text without a prompt that the target goes on from
+PLAIN_PROMPT = 8  # tokens of a text without a prompt that serve as one
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class ValidationResult:
 class Validation:
     """Measures the head on rows it is not trained on, in two ways that must agree.
 
-    Taught: rounds are counted on the rows' texts, as decoding would take them had the target written the texts, with
-    teacher-forced drafts. Decoded: the target answers the prompts of the first rows with the head's drafts; the texts
-    that come out are also counted as taught. On the same text both take the same rounds, near-ties apart, except that
-    a taught last round ends with the text. Where they differ, the head is trained on something else than it drafts
-    from; where only the rows' own figure differs, the target would not have written the rows.
+    Taught: teacher-forced drafts on the rows' texts, counted in rounds as if the target had written these texts.
+    Decoded: the target answers the prompts of the first rows with the head's drafts; the resulting texts are also
+    counted as taught. On the same text both must give the same rounds, except for near-ties and for the last round,
+    which ends with the text if taught. If they differ, the head's inputs in training and decoding differ; if only the
+    figure of the rows' own texts differs, the target would not have written these texts.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Validation:
 
     @torch.no_grad()
     def measure(self) -> ValidationResult:
-        """Over the rows of all ranks; equal in all of them."""
+        """The result over the rows of all ranks, the same in every rank."""
         taught, decoded, decoded_taught = (Acceptance.nothing(self.num_draft) for _ in range(3))
         with self.backend.whole() as head:
             head.eval()
@@ -128,6 +128,6 @@ class Validation:
 
 
 def prompt_of(sample: Sample) -> list[int]:
-    """What comes before the first supervised token; of a text that is supervised from its start, its first tokens."""
+    """The tokens before the first supervised one; for a text that is supervised from its start, its first tokens."""
     first = int(sample.loss_mask.argmax())
     return sample.input_ids[: first if first > 1 else PLAIN_PROMPT].tolist()

@@ -1,4 +1,4 @@
-"""Ends a process that makes no progress: where one rank is stuck, all others wait for it for good."""
+"""Ending a process that makes no progress, since all ranks wait forever for one that is stuck."""
 
 import faulthandler
 import os
@@ -7,14 +7,14 @@ import time
 from types import TracebackType
 
 EXIT_CODE = 124  # as of timeout(1)
-GRACE = 3.0  # seconds for the other ranks to say where they stand, before a launcher that sees one end stops them
-STDERR = 2  # the file itself: a progress bar may have taken sys.stderr
+GRACE = 3.0  # seconds for other ranks to report too, before a launcher that sees one process end stops them
+STDERR = 2  # the file descriptor, as a progress bar may have replaced sys.stderr
 
 
 class Watchdog:
-    """A thread that counts the time since `at` was last called, and ends the process when it is too long.
+    """A thread that ends the process when `at` has not been called for too long.
 
-    It prints one line, which rank stands where, and the stacks of all threads. Time in which the process was stopped
+    It prints the rank and its current phase, and the stacks of all threads. Time in which the process was suspended
     does not count.
     """
 
@@ -25,7 +25,7 @@ class Watchdog:
         self.ended = threading.Event()
 
     def at(self, phase: str) -> None:
-        """What this process does from now on."""
+        """Report progress: this process now enters a phase."""
         self.phase, self.count = phase, self.count + 1
 
     def __enter__(self) -> "Watchdog":

@@ -1,4 +1,4 @@
-"""Answers from OpenAI-compatible servers (vLLM, SGLang ...) by the `openai` package, with the load shared out."""
+"""Answers from OpenAI-compatible servers (vLLM, SGLang ...) by the `openai` package, load-balanced over the servers."""
 
 import json
 import os
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 STOP_STATUSES = (401, 403, 404, 405)  # no row can be answered before the user changes something
 RETRY_STATUSES = (408, 425, 429)  # and all from 500
-NOT_ANSWERED = ("abort", "error")  # finish reasons of an answer that the server gave up
+NOT_ANSWERED = ("abort", "error")  # finish reasons of an answer that the server aborted
 NOT_REACHED = ("ConnectError", "ConnectTimeout")  # of httpx or its successor, whichever `openai` uses
 LONGEST_BACKOFF = 60  # seconds between two attempts
-FAILURES_IN_A_ROW = 3  # after which a server rests; fewer may be the fault of one bad request
-FIRST_REST, LONGEST_REST = 1.0, 30.0  # seconds that a failing server is left alone
+FAILURES_IN_A_ROW = 3  # after which a server is paused; fewer may be the fault of one bad request
+FIRST_REST, LONGEST_REST = 1.0, 30.0  # seconds for which a failing server gets no requests
 
 
 class AttemptFailed(Exception):
     """An attempt that failed and may be repeated, at this server or another one."""
 
     def __init__(self, problem: str, *, has_reached: bool = True, rest: float | None = None):
-        """has_reached: whether a server took the request, which may then be to blame. rest: seconds for which the
-        server asked to be left alone."""
+        """has_reached: whether a server accepted the request, which may then be the cause. rest: seconds for which the
+        server asked to get no requests (Retry-After)."""
         super().__init__(problem)
         self.has_reached, self.rest = has_reached, rest
 
@@ -89,7 +89,7 @@ class OpenAIClient:
         return self.config.concurrency * len(self._servers)
 
     def __call__(self, request: ChatRequest) -> Answer:
-        """The answer. Raises: Failure where the servers refuse this request, or all attempts failed; BadInput where no
+        """The answer. Raises: Failure where the servers refuse this request, or all attempts failed; BadInput if no
         request can succeed (key, model name, no server)."""
         num_failed, pause = 0, 0.0
         while True:
@@ -155,14 +155,14 @@ class OpenAIClient:
         return answer_of(response.content, server.url)
 
     def _told(self, error: "openai.APIStatusError") -> str:
-        """What a server writes about a refusal, which may repeat the key."""
+        """The server's message about a refusal, with the key removed if the message repeats it."""
         body = error.body  # of {"error": ...} the inner part
         text = body.get("message", body) if isinstance(body, dict) else body
         text = " ".join(str(text or "").split())[:200] or "(no text)"
         return text.replace(self._key, "***") if self._key else text
 
     def _check_any_listens(self) -> None:
-        """BadInput where no server can be reached; whatever a server answers will do."""
+        """Raises BadInput if no server can be reached; any HTTP response counts as reached."""
         import openai
 
         problems = []
@@ -202,7 +202,7 @@ class OpenAIClient:
     def _acquire(self) -> Server:
         """The least busy server that does not rest; waits for one. A failing server gets one request at a time.
 
-        Raises: BadInput where all servers have failed for longer than `patience`.
+        Raises: BadInput if all servers have failed for longer than `patience`.
         """
         with self._changed:
             while True:

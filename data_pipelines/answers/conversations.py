@@ -1,4 +1,4 @@
-"""A row as a conversation with the target: which of its turns are asked anew, under which key, and what comes of it."""
+"""A row as a conversation with the target: which turns it answers again, the answer's key, and the answered row."""
 
 import hashlib
 import json
@@ -60,7 +60,7 @@ class Answer:
 
 
 class Failure(Exception):
-    """A conversation that could not be answered, and why, in one line; the others go on."""
+    """A conversation that could not be answered, with the reason in one line; other conversations continue."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def exchanges(row: Row, sampling: SamplingConfig, *, turns: str) -> Iterator[Exc
 
 
 def ask(messages: list[Message], *, turns: str) -> list[Message | None]:
-    """The messages with None for each turn that the target is to answer; where nothing follows a question, one more.
+    """The messages with None for each turn that the target is to answer; one is added after a final question.
 
     Assistant turns that follow each other are one answer. These stay as they are: what comes before any question, and a
     call whose result the row has, since a new call would need a new result.

@@ -1,4 +1,4 @@
-"""Rows answered anew by the target itself: a head should learn from what it will have to draft."""
+"""Regenerates the answers of rows with the target itself, since a head should train on what it will have to draft."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -51,7 +51,7 @@ class EngineConfig:
 
 @dataclass(kw_only=True, frozen=True)
 class AskedSource(Source):
-    """A source whose answers may be sampled in a way of its own."""
+    """A source that may override the sampling of its answers."""
 
     sampling: dict[str, Any] | None = None  # keys that win over the run's
 
@@ -102,7 +102,7 @@ def regenerate(
     target_fingerprint: str | None = None,
     show: Callable[[RunProgress], None] = lambda progress: None,
 ) -> RunSummary:
-    """Have every conversation of the sources answered that is not answered yet.
+    """Answer every conversation of the sources that has no answer yet.
 
     Rows are read twice: once to find all that is wrong with them before the first request, once to answer them.
 
@@ -161,7 +161,7 @@ def _each_once(exchanges: Iterable[Exchange]) -> Iterator[Exchange]:
 def _settings(
     config: RegenerateConfig, sampling_of: Mapping[str, SamplingConfig], index: RunIndex, target_fingerprint: str | None
 ) -> dict[str, Any]:
-    """All that the answers depend on; neither which servers give them, nor the load on these."""
+    """Everything that the answers depend on: not the servers' addresses, nor their load."""
     by_servers = {"by": "servers", "extra_body": config.client.extra_body}
     by_engine = {"by": "engine", "dtype": config.engine.dtype, "batch_size": config.engine.batch_size}  # for rounding
     return {

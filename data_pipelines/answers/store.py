@@ -34,7 +34,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What manifest.json has of a finished run, beside its settings."""
+    """The entries of a finished run's manifest.json, apart from its settings."""
 
     is_complete: bool
     servers: list[str]
@@ -108,7 +108,7 @@ class AnswerStore:
         return len(self._offsets)
 
     def finished(self) -> RunSummary | None:
-        """The summary of a run that left nothing to do; None where something is left."""
+        """The summary of a run that left nothing to do; None if something is left."""
         manifest = self._read_manifest()
         if manifest is None or not manifest["is_complete"] or not (self.folder / "answers.jsonl").exists():
             return None
@@ -185,7 +185,7 @@ class AnswerStore:
         write_text(self.folder / "manifest.json", json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
 
     def _open_part(self) -> BinaryIO:
-        """The part file behind its last whole row; what a kill left behind that is cut off."""
+        """The part file, opened at the end of its last complete row; a partial row left by a kill is truncated."""
         file = self.part.open("a+b")
         file.seek(0)
         end = 0
@@ -211,7 +211,7 @@ class AnswerStore:
 
 
 def check_settings(before: Any, now: Any, *, folder: Path, at: str = "") -> None:
-    """Raises BadInput naming the first setting, dotted, that a folder was begun with otherwise."""
+    """Raises BadInput naming the first setting (dotted key) that differs from those the folder was begun with."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in [*now, *before]:
             check_settings(before.get(key), now.get(key), folder=folder, at=f"{at}.{key}" if at else key)

@@ -1,4 +1,4 @@
-"""Which tokens of a rendered conversation its assistant wrote, in a number of renderings that does not grow with it.
+"""Finds the tokens of a rendered conversation that its assistant wrote, in a constant number of renderings.
 
 A template with `{% generation %}` marks them itself. Otherwise the conversation is rendered a second time with marks,
 one private character per message, around what the assistant wrote. If that rendering without its marks equals the first
@@ -82,7 +82,7 @@ class Chat(ChatTemplate):
     def _with_dropped_trace(
         self, messages: list[Message], ids: list[int], spans: list[Span]
     ) -> tuple[list[int], list[Span]]:
-        """The same, but for a trace in the last message that the template drops from it, as DeepSeek-R1's does.
+        """The same for a last message whose reasoning trace the template drops, as DeepSeek-R1's does.
 
         The target writes the trace, though: its prompt, then trace and answer, then the token that ended the answer.
         """

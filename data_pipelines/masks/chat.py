@@ -145,8 +145,8 @@ def _encode_answer(prompt: Any, answer: Any, origin: str, table: TokenTable) -> 
 def _encode_chat(
     data: dict[str, Any], origin: str, table: TokenTable, markers: tuple[str, str] | None
 ) -> tuple[list[int], list[Span]]:
-    """The whole conversation rendered once, and where its assistant turns lie; nothing where the template leaves tool
-    calls out, which would teach empty answers."""
+    """The whole conversation rendered once, and the spans of its assistant turns; both empty if the template omits
+    tool calls, since that would teach empty answers."""
     messages = normalise(data.get("messages", data.get("conversations")), origin)
     tokenizer, tools = table.tokenizer, data.get("tools")
     if not getattr(tokenizer, "chat_template", None):

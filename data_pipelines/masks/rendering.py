@@ -14,7 +14,7 @@ from .segments import TokenTable
 
 
 class Unproved(ValueError):
-    """It does not show where the assistant's tokens are; to be found turn by turn."""
+    """The marked rendering does not prove where the assistant's tokens are; they must be found turn by turn."""
 
 
 RENDER_ERRORS = (TemplateError, TypeError, ValueError)  # what a template raises on messages that it does not take
@@ -34,7 +34,7 @@ class ChatTemplate:
 
     @property
     def reasoning_key(self) -> str | None:
-        """The message key under which the template takes a reasoning trace; None where it takes none."""
+        """The message key under which the template takes a reasoning trace; None if it takes none."""
         known = self.table.reasoning_keys
         if self.template not in known:
             known[self.template] = next(filter(self._reads, REASONING_KEYS), None)
@@ -104,10 +104,10 @@ class Rendering:
         return header, min(at, token + num_common(opener, ids[token : token + len(opener)]))
 
     def end_of_turn(self, behind: int, markers: tuple[str, str] | None, *, is_last: bool) -> int:
-        """The token behind the one that ends a turn whose last character, no blank, is before `behind`.
+        """The index after the token that ends a turn whose last non-blank character is before `behind`.
 
-        In between there may be the marker that closes a trace which nothing follows. At the end of the conversation
-        (is_last) there need be no such token. Unproved: there is none.
+        The closing marker of a trace without an answer may lie between. The last turn (is_last) may lack an end token.
+        Unproved: another turn lacks it.
         """
         closes = re.compile(rf"\s*{re.escape(markers[1])}").match(self.text, behind) if markers else None
         token = bisect_left(self.starts, closes.end() if closes else behind)
@@ -122,7 +122,7 @@ class Rendering:
 def close(ids: Sequence[int], start: int, end: int, table: TokenTable) -> int:
     """The end of an answer moved to just behind the special token that ends the turn, which the target must emit.
 
-    Blank tokens behind that token are given up, and those between answer and token are taken in.
+    Blank tokens after that token are excluded, and those between the answer and the token are included.
     """
     last = end - 1
     while last > start and table.is_blank(ids[last]):
@@ -134,7 +134,7 @@ def close(ids: Sequence[int], start: int, end: int, table: TokenTable) -> int:
 
 
 def closing_token(ids: Sequence[int], end: int, table: TokenTable) -> int | None:
-    """Where the special token is that follows an answer, blank tokens apart; None where another token does."""
+    """Where the special token is that follows an answer, blank tokens apart; None if another token does."""
     while end < len(ids) and table.is_blank(ids[end]):
         end += 1
     has_end = end < len(ids) and ids[end] in table.special and ids[end] != table.tokenizer.bos_token_id

@@ -1,4 +1,4 @@
-"""What each token is part of: prompt, think (a reasoning trace with its markers), or answer."""
+"""Assigns each token its segment: prompt, think (a reasoning trace with its markers), or answer."""
 
 import re
 from collections.abc import Sequence
@@ -88,7 +88,7 @@ def _traces(answer: list[int], table: TokenTable, markers: tuple[str, str], is_o
 
 
 def _marked(answer: list[int], table: TokenTable, markers: tuple[str, str]) -> list[tuple[int, int, bool]]:
-    """(first token, behind the last token, whether it opens) of each marker, in order."""
+    """(first token, end (exclusive), whether it opens) of each marker, in order."""
     texts = [table.text(token) for token in answer]
     whole = "".join(texts)
     if markers[0] not in whole and markers[1] not in whole:

@@ -1,4 +1,4 @@
-"""Long rows, such as reasoning traces, in pieces that fit, and how many tokens of a data set each segment has."""
+"""Splits long rows, such as reasoning traces, into pieces that fit, and counts the tokens of each segment."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import numpy as np
 
 from ..storage.samples import SEGMENTS, Sample
 
-CONTEXT_SHARE = 4  # of the room behind the prompt, one part in so many repeats what came before
+CONTEXT_SHARE = 4  # a later piece repeats earlier tokens in 1/4 of the room after its prompt
 SENTENCE_ENDS = tuple(".!?;。！？；")  # noqa: RUF001 (full-width ones end sentences too)
 
 

@@ -1,4 +1,4 @@
-"""The assistant's tokens found one turn at a time, by comparing token ids of whole renderings: exact and quadratic.
+"""Finds the assistant's tokens one turn at a time, by comparing token ids of whole renderings: exact, but quadratic.
 
 For the templates in which `assistant_masks.py` cannot prove where the answers are. No pattern is searched in rendered
 text, and no template is known by name.
@@ -28,7 +28,7 @@ def spans_turn_by_turn(messages: list[Message], full: list[int], template: ChatT
 
 
 def _after_prompt(messages: list[Message], index: int, full: list[int], template: ChatTemplate) -> Span | None:
-    """What the answer adds to the prompt before it; None where the conversation does not begin like that."""
+    """What the answer adds to the prompt before it; None if the conversation does not begin like that."""
     try:
         prompt = template.render(messages[:index], generation_prompt=True)
         upto = template.render(messages[: index + 1]) if index + 1 < len(messages) else full
@@ -43,7 +43,7 @@ def _after_prompt(messages: list[Message], index: int, full: list[int], template
 
 
 def _changing(messages: list[Message], index: int, full: list[int], template: ChatTemplate) -> Span:
-    """The tokens of `full` that are not there with another answer."""
+    """The tokens of `full` that change when the answer is replaced."""
     starts, tails = [], []
     for text in STAND_INS:
         other = template.render([*messages[:index], {"role": "assistant", "content": text}, *messages[index + 1 :]])

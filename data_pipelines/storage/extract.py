@@ -1,4 +1,4 @@
-"""`headstart data extract`: the target reads every sample once, and what a head trains on is written into shards.
+"""`headstart data extract`: runs the target on every sample once and writes the states that heads train on to shards.
 
 The target's next batch runs while the states of the last ones are quantised and written, in a thread. Which rows a
 shard holds, and in which batches they are read, depends on the samples alone: it is the same for any number of
@@ -32,8 +32,8 @@ AHEAD = 2  # batches that wait to be written while the target reads the next
 
 
 class Reader:
-    """Runs the target on batches, in two parts: `start` queues the work on the device; what it returns, called, gives
-    the rows with their states, and may be called in another thread."""
+    """Runs the target on batches, in two parts: `start` queues the work on the device and returns a function, which
+    gives the rows with their states and may be called in another thread."""
 
     def __init__(self, target: Target, reads: Reads, *, storage_dtype: str):
         self.target, self.reads, self.storage_dtype = target, reads, storage_dtype
@@ -56,7 +56,7 @@ class Reader:
         return rows
 
     def _sent(self, states: Tensor, at: Sequence[np.ndarray]) -> Callable[[], Packed]:
-        """states [B, T, ..., D] at the positions of each row, on their way to the host."""
+        """states [B, T, ..., D] at each row's positions, as an asynchronous copy to the host."""
         width = states.shape[1]
         index = np.concatenate([row * width + np.flatnonzero(row_at) for row, row_at in enumerate(at)])
         chosen = states.flatten(0, 1).index_select(0, torch.from_numpy(index).to(states.device))  # [n, ..., D]
@@ -95,7 +95,8 @@ def to_pinned(tensor: Tensor) -> Tensor:
 
 
 def batches(lengths: np.ndarray, *, batch_tokens: int) -> list[np.ndarray]:
-    """Rows [num_rows] by index in batches of similar length, of batch_tokens with padding, or of one longer row."""
+    """Row indices [num_rows] in batches of similar length, each of at most batch_tokens including padding; a longer row
+    is a batch of its own."""
     order = np.argsort(-lengths, kind="stable")
     groups, first = [], 0
     while first < len(order):

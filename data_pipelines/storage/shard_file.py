@@ -74,7 +74,7 @@ class StoredSample:
 
     @cached_property
     def states(self) -> TargetStates | None:
-        """Unpacked on first use, of this row alone; None where none are kept."""
+        """Unpacked on first use, of this row alone; None if none are kept."""
         return None if self.packed is None else self.packed.unpacked()
 
 

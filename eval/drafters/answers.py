@@ -1,4 +1,4 @@
-"""Answers that the target gave before, as drafters look them up: the rows that `headstart data regenerate` writes."""
+"""Earlier answers of the target, which drafters look up: the rows that `headstart data regenerate` writes."""
 
 import hashlib
 import json
@@ -15,16 +15,16 @@ from ...configs.jsonl import naming_faults
 from ..suites.prompts import file_rows, prompt_ids, question_of
 from .suffix import SuffixTrie
 
-MAX_DEPTH = 5  # tokens of context that are told apart; 16 were no better on two domains, with four times the nodes
+MAX_DEPTH = 5  # tokens of context; 16 were no better on two domains, with four times the nodes
 MAX_NODES = 2**22  # two or three per token; about 150 bytes each
-LEAD_IN = 8  # of a prompt's last tokens, which an answer's first ones follow
+LEAD_IN = 8  # last tokens of the prompt, as context for the answer's first ones
 
 
 @dataclass
 class Answers:
-    """Prompts and what the target answered, token ids each; those of prompts that are left out are not looked up.
+    """Prompts with the target's answers, as token ids; rows that are left out are not looked up.
 
-    questions: of each row, as `question_of` has it. left_out: prompts as token ids, and questions.
+    questions: `question_of` each row. left_out: prompts as token ids, and questions.
     """
 
     rows: list[tuple[list[int], list[int]]]
@@ -36,7 +36,7 @@ class Answers:
             self.questions = [None] * len(self.rows)
 
     def leave_out(self, prompts: Sequence[Sequence[int]], questions: Sequence[str] = ()) -> None:
-        """Look up no answers to these prompts, and to these questions in any prompt, from now on."""
+        """From now on do not look up answers to these prompts, or to these questions in any prompt."""
         num_kept = len(self.kept)
         self.left_out |= {*map(tuple, prompts), *questions}
         if len(self.kept) < num_kept:
@@ -50,7 +50,7 @@ class Answers:
 
     @cached_property
     def trie(self) -> SuffixTrie:
-        """Of all answers that are not left out."""
+        """The trie of all answers that are not left out."""
         trie = SuffixTrie(max_depth=MAX_DEPTH, max_nodes=MAX_NODES)
         for prompt, answer in self.kept:
             contexts = [0]
@@ -60,13 +60,13 @@ class Answers:
 
     @cached_property
     def digest(self) -> str:
-        """Which answers these are."""
+        """16 hex digits that identify these answers."""
         return hashlib.sha256(json.dumps(self.rows).encode()).hexdigest()[:16]
 
 
 def load_answers(path: str | Path, tokenizer: Any) -> Answers:
-    """Answers of a JSON Lines file with `messages` that end with the assistant's, `prompt` and `response`, or
-    `input_ids` and `prompt_length`, as a target's tokenizer and its chat template read them.
+    """Read answers from a JSON Lines file and tokenise them as the target's prompts are. A row has `messages` that end
+    with the assistant's, or `prompt` and `response`, or `input_ids` and `prompt_length`.
 
     Raises: BadInput naming the file's line.
     """
@@ -100,7 +100,7 @@ def answered(row: dict[str, Any], tokenizer: Any, *, origin: str) -> tuple[list[
 
 
 def token_ids(text: Any, tokenizer: Any, *, origin: str) -> list[int]:
-    """Of an answer's text, and the token that ends it."""
+    """Token ids of an answer's text, followed by the end token. Raises BadInput if it is not text."""
     if not isinstance(text, str):
         raise BadInput(f"{origin}: the answer should be text, got {json.dumps(text)[:60]}")
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

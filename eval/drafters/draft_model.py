@@ -1,4 +1,4 @@
-"""A smaller language model that drafts for the target (Leviathan et al. 2023), with a cache of its own."""
+"""A smaller language model that drafts for the target (Leviathan et al. 2023), with its own cache."""
 
 from dataclasses import dataclass
 
@@ -15,12 +15,12 @@ from ...heads.target import Target
 
 @dataclass
 class DraftModelState:
-    """Where the next chain starts: at the pending token."""
+    """The state of drafting. The pending token is the last committed one, which the target has not read yet."""
 
     cache: SlotCache  # what the draft model has read
-    extent: int  # slots of it in use, at most
+    extent: int  # upper bound on the slots in use
     position: Tensor  # [B] of the pending token
-    hidden: Tensor  # [B, 1, D] the draft model's last state there
+    hidden: Tensor  # [B, 1, D] the draft model's final state there
 
 
 class DraftModelDrafter(Drafter):
@@ -28,7 +28,7 @@ class DraftModelDrafter(Drafter):
 
     Vocabularies may differ in padding: ids that only one of the two has are never drafted, and ids that the draft
     model lacks are read as its last one. A draft costs K forwards, the first of them over two tokens, so that all
-    rounds have one shape; what a rejected chain left in the cache is overwritten before it is read.
+    rounds have the same shape. Cache slots of rejected drafts are overwritten before they are read.
     """
 
     def __init__(self, model: Target, *, target_vocab_size: int | None = None):
@@ -46,7 +46,7 @@ class DraftModelDrafter(Drafter):
         pending = read.next_tokens.gather(1, read.last[:, None])  # [B, 1]
         state.extent = read.extent or state.cache.max_length
         state.position = read.start + read.num_valid
-        if read.follows_draft:  # all but the last drafted token were read in drafting: two tokens are always enough
+        if read.follows_draft:  # drafting has read all drafted tokens but the last, so two tokens are enough
             tokens = torch.cat([read.tokens.gather(1, read.last[:, None]), pending], 1)  # [B, 2]
             state.hidden = self._read(state, tokens, state.position - 1)[:, -1:]
             return
@@ -71,7 +71,7 @@ class DraftModelDrafter(Drafter):
 
 
 def load_draft_model(path: str, target: Target) -> Target:
-    """Load a draft model to the target's device and dtype. Raises BadInput, also where it comes without tokenizer."""
+    """Load a draft model in the target's dtype, on its device. Raises BadInput, also if it has no tokenizer."""
     dtype = str(target.dtype).removeprefix("torch.")
     try:
         model = Target.load(path, dtype=dtype, device=target.device)
@@ -84,5 +84,5 @@ def load_draft_model(path: str, target: Target) -> Target:
 
 
 def has_tokenizer_of(target: Target, model: Target) -> bool:
-    """Whether the two give the same tokens the same ids; one may have more tokens than the other."""
+    """Whether both tokenizers give the same tokens the same ids; one may have additional tokens."""
     return differing_word(target.tokenizer.get_vocab(), model.tokenizer.get_vocab()) is None

@@ -1,4 +1,4 @@
-"""What drafters on the host share: each row's committed text in Python, read from the device once per round."""
+"""The base of drafters on the host: each row's committed text in Python, copied from the device once per round."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,8 +11,8 @@ from ...heads.drafter import Drafter, Reading
 
 
 def committed_tokens(read: Reading) -> list[list[int]]:
-    """The tokens of each row that this reading adds to its text, the pending one last; none in rows that had ended."""
-    # a row's first token, then each one's successor: the last of them is the pending token
+    """Per row, the tokens that this reading adds to its text, the pending one last; none in rows that had ended."""
+    # a row's first token, then the successor of each token; the last successor is the pending token
     packed = torch.cat([read.start[:, None], read.num_valid[:, None], read.tokens[:, :1], read.next_tokens], 1)
     return [
         [*([first] if start == 0 and num_valid else []), *following[:num_valid]]
@@ -24,7 +24,7 @@ class RowText:
     """The committed text of one row, the pending token included."""
 
     def read_prompt(self, tokens: Sequence[int]) -> None:
-        """Append the prompt, and the first token behind it."""
+        """Append the prompt and the first token after it."""
         self.extend(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -32,12 +32,12 @@ class RowText:
         raise NotImplementedError
 
     def draft(self, num_tokens: int) -> list[int]:
-        """Exactly as many tokens that may follow."""
+        """Exactly num_tokens tokens that may follow."""
         raise NotImplementedError
 
 
 def commit_texts(rows: Sequence[Any], read: Reading) -> list[bool]:
-    """Append to each row what this reading adds to its text; returns which rows grew."""
+    """Append to each row the tokens that this reading adds; returns which rows grew."""
     news = committed_tokens(read)
     for row, new, start in zip(rows, news, read.start.tolist(), strict=True):
         if start == 0 and new:
@@ -56,7 +56,7 @@ class TextState:
 
 
 class TextDrafter(Drafter):
-    """What drafters on the host share; a subclass makes the rows."""
+    """A drafter on the host that drafts row by row; a subclass makes the rows."""
 
     on_host = True
 

@@ -1,5 +1,5 @@
-"""A head and the text so far together: the head's first tokens, and from where it pays a copy of what followed the same
-words before, in one chain or one tree. Whom to trust is learnt from how often each was right."""
+"""A head combined with look-ups: a chain or tree of the head's guesses that continues with copies of what followed the
+same words before. How to combine them is learnt from how often each was right."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -27,46 +27,46 @@ from .suffix import (
     filled,
 )
 
-NUM_RANKS = 4  # guesses of the head that a tree may hold behind each node of its chain
+NUM_RANKS = 4  # guesses of the head per node of its chain that a tree may hold
 MOST_READ = 2048  # positions of a prompt that the head reads at a time
 
 
 @dataclass(frozen=True)
 class Guess:
-    """A token, and the probability that the head gives it."""
+    """A token and the head's probability of it."""
 
     token: int
     probability: float
 
 
-Chain = list[list[Guess]]  # a head's guesses at each depth behind its own best ones, the best first
+Chain = list[list[Guess]]  # for each depth of a head's greedy chain its guesses, best first
 
 
 class HybridRow:
-    """One row's look-ups, and what may follow them and its head's guesses.
+    """One row's look-ups, and how they combine with the head's guesses.
 
     Args: guessed: how often the head's guesses were right, by their probability.
     """
 
     def __init__(self, text: SuffixRow, guessed: HitRates):
         self.text, self.guessed = text, guessed
-        self.latest: Chain = []  # of the head, for what is committed next
+        self.latest: Chain = []  # the head's guesses for the tokens that are committed next
 
     def read_prompt(self, tokens: Sequence[int]) -> None:
         """Append a prompt."""
         self.text.read_prompt(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append committed tokens, and count what would have been right."""
+        """Append committed tokens, and count which guesses would have been right."""
         for token, (guess, *_) in zip(tokens, self.latest, strict=False):
             self.guessed.add(guess.probability, is_right=guess.token == token)
-            if guess.token != token:  # what the head guessed behind it was for another text
+            if guess.token != token:  # later guesses were for another text
                 break
         self.latest = []
         self.text.extend(tokens)
 
     def copy(self, place: Place, num_tokens: int) -> list[tuple[int, float]]:
-        """Tokens that may follow there, each with the chance that it and all before it are right."""
+        """Copied tokens that may follow, each with the estimated probability that it and all before it are right."""
         tokens, chance = [], 1.0
         for _ in range(num_tokens):
             token, right = self.text.guess(place)
@@ -76,7 +76,8 @@ class HybridRow:
         return tokens
 
     def chain(self, head: Chain, num_tokens: int) -> list[int]:
-        """Of the chains that begin as the head's and go on as a copy, the one that is expected to be accepted most."""
+        """The chain with the largest expected number of accepted tokens, of those that start with the head's first j
+        tokens and continue as a copy."""
         self.latest = head
         place, chance, expected = self.text.place, 1.0, 0.0
         own: list[int] = []
@@ -95,8 +96,8 @@ class HybridRow:
         return best
 
     def tree(self, head: Chain, *, num_nodes: int, depth: int) -> list[Path]:
-        """The nodes that are most likely to be accepted, of those on the head's chain, its other guesses beside it, and
-        copies behind each of them; parents first."""
+        """The nodes most likely to be accepted, of the head's chain, its other guesses, and copies that continue these;
+        parents first."""
         self.latest = head
         seeds, path, chance, place = [], (), 1.0, self.text.place
         for best, *others in head[:depth]:
@@ -119,15 +120,14 @@ class HybridState:
 
 
 class HybridDrafter(Drafter):
-    """A head, and look-ups of the suffix automaton where these are expected to be accepted more.
+    """A head, and look-ups in suffix tries where these are expected to be accepted more.
 
-    A chain is j tokens of the head's, which is asked for no more than it was trained to draft, and K - j copied ones,
-    with the j that maximises the expected number of accepted tokens, the sum over depths of the product of the
-    tokens' hit rates. A dynamic tree holds both: the nodes most likely to be accepted, as EAGLE-2 chooses them (Li et
-    al. 2024, section 4), by these rates. Nothing is drawn at random, so at temperature > 0 too the text is the
-    target's own.
+    A chain is j tokens of the head, at most as many as it was trained to draft, and K - j copied ones, with the j that
+    maximises the expected number of accepted tokens: the sum over depths of the product of the tokens' hit rates. A
+    dynamic tree holds the nodes most likely to be accepted by these rates, as in EAGLE-2 (Li et al. 2024, section 4).
+    Drafts are deterministic, so the text is the target's own at temperature > 0 too.
 
-    Args: head: it reads what is committed in every round. max_depth, max_nodes, answers: as of `SuffixDrafter`.
+    Args: head: it reads what is committed in every round. max_depth, max_nodes, answers: as in `SuffixDrafter`.
     """
 
     on_host = True
@@ -137,7 +137,7 @@ class HybridDrafter(Drafter):
         self.head, self.max_depth, self.max_nodes, self.answers = head, max_depth, max_nodes, answers
         self.answers_digest = answers.digest if answers else None  # tells measurements apart
         self.feature_layers, self.adapts_target = head.feature_layers, head.adapts_target
-        self.reach = head.num_depths  # most tokens that it is asked for
+        self.reach = head.num_depths  # largest number of tokens requested from the head
         self.rates, self.guessed = Rates(), HitRates(PROBABILITIES, PROBABILITY_RATES)
         self.default_draft_tokens = max(self.reach, ANSWERED_DRAFT_TOKENS) if answers else self.reach
 
@@ -180,9 +180,9 @@ class HybridDrafter(Drafter):
         return Proposal(torch.tensor(tokens), torch.tensor(parents))  # [B, S] each
 
     def _guesses(self, state: HybridState, num_tokens: int, *, num_ranks: int) -> list[Chain]:
-        """The head's chain of each row."""
+        """The head's chain for each row."""
         proposal = self.head.propose(state.head, num_draft_tokens=num_tokens)
-        if not proposal.logits:  # no vocabulary was scored: even odds
+        if not proposal.logits:  # no probabilities are known: assume 0.5
             return [[[Guess(token, 0.5)] for token in tokens] for tokens in proposal.tokens.tolist()]
         logits = torch.stack(proposal.logits, 1).float()  # [B, K, Vd]
         best = logits.topk(num_ranks, -1)  # [B, K, ranks]

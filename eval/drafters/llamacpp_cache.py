@@ -1,4 +1,4 @@
-"""Answers as llama-server looks them up: the file of its `--spec-type ngram-cache`, by llama.cpp of November 2026."""
+"""Answers in the format that llama-server looks up with `--spec-type ngram-cache` (llama.cpp of November 2026)."""
 
 import struct
 from collections import Counter, defaultdict
@@ -8,21 +8,21 @@ from ...configs.files import replacing
 from .answers import LEAD_IN, Answers
 
 DYNAMIC, STATIC = "answers.ngrams", "bigrams.ngrams"
-LONGEST = 4  # tokens of an n-gram there
+LONGEST = 4  # tokens of an n-gram in llama.cpp
 STATIC_SIZE = 2
 NO_TOKEN = -1
-MOST_DRAFTED = 8  # fixed there
+MOST_DRAFTED = 8  # fixed in llama.cpp
 
-Counts = dict[tuple[int, ...], Counter[int]]  # behind each n-gram, how often each token
+Counts = dict[tuple[int, ...], Counter[int]]  # for each n-gram, how often each token followed it
 
 
 def write_cache(answers: Answers, folder: str | Path) -> int:
-    """What followed each n-gram of 1 to 4 tokens in answers, as the dynamic file, and behind bigrams alone, as the
-    static one. Returns how many n-grams there are.
+    """Write counts of the tokens that follow each n-gram of 1 to 4 tokens in the answers (the dynamic file), and those
+    that follow bigrams only (the static file). Returns the number of n-grams.
 
-    Of the first it trusts an n-gram that was seen twice (a single token four times) and was followed by the same token
-    in two of three cases, else of the second a bigram that was seen twice, in one of two; it drafts up to 8 tokens, as
-    long as it trusts.
+    llama-server drafts from an n-gram of the dynamic file if it was seen twice (a single token four times) and the same
+    token followed in 2/3 of the cases; else from a bigram of the static file seen twice, in 1/2 of the cases. It drafts
+    up to 8 tokens, and stops when neither applies.
     """
     counts: defaultdict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
     for prompt, answer in answers.rows:
@@ -36,15 +36,15 @@ def write_cache(answers: Answers, folder: str | Path) -> int:
 
 
 def cache_flags(dynamic: str | Path) -> list[str]:
-    """What tells llama-server to look up in such a file, and in the static one where that lies beside it."""
+    """llama-server's flags to look up in a dynamic file, and in the static file next to it if there is one."""
     static = Path(dynamic).with_name(STATIC)
     also = ["--lookup-cache-static", str(static)] if static.is_file() else []
     return ["--spec-type", "ngram-cache", "--lookup-cache-dynamic", str(dynamic), *also]
 
 
 def _write(counts: Counts, path: Path) -> None:
-    """Per n-gram, in 32-bit integers of the machine: its tokens, filled up with -1; how many tokens followed; each of
-    these and its count."""
+    """Per n-gram, as 32-bit integers in native byte order: its tokens, padded with -1; the number of distinct tokens
+    that followed; each of these with its count."""
     with replacing(path) as part, part.open("wb") as file:
         for ngram, behind in counts.items():
             filled = ngram + (NO_TOKEN,) * (LONGEST - len(ngram))

@@ -1,8 +1,7 @@
-"""Drafters that look up the text so far, or earlier answers of the target too: n-grams and suffixes.
+"""Drafters that look up the text so far, and perhaps earlier answers of the target: n-grams and suffixes.
 
-Lookups keep the committed texts on the host and read what is new of all rows once per round. They always draft K
-tokens: where fewer were found, filler makes up the rest, and is verified like any other draft, so the text stays the
-target's.
+They keep the committed texts on the host and copy the new tokens of all rows from the device once per round. They
+always draft K tokens: if fewer were found, filler tokens follow, which are verified like any other draft.
 """
 
 from collections.abc import Sequence
@@ -15,11 +14,11 @@ from .answers import Answers
 from .host import RowText, TextDrafter, TextState
 from .suffix import Rates, SuffixRow, SuffixTrie, dynamic_only, filled
 
-ANSWERED_DRAFT_TOKENS = 7  # K where there are answers to look up: what is drafted costs nothing but its verification
+ANSWERED_DRAFT_TOKENS = 7  # default K with answers to look up, as drafting costs nothing and only verifying does
 
 
 class NgramRow(RowText):
-    """A text and, for each n-gram in it that something follows, the position behind its latest occurrence."""
+    """A text and, for each n-gram in it, the position after its latest occurrence that is followed by a token."""
 
     def __init__(self, *, max_ngram: int, min_ngram: int):
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
@@ -47,8 +46,8 @@ class NgramRow(RowText):
 class NgramDrafter(TextDrafter):
     """Prompt lookup (Saxena 2023): what followed the latest earlier occurrence of the text's last tokens.
 
-    The longest of max_ngram .. min_ngram last tokens that occurred before decides. Where fewer than K tokens follow,
-    these are repeated, which is what a copy of period so many would go on with; without a match, the last token is.
+    The longest match decides, from max_ngram down to min_ngram tokens. If fewer than K tokens follow it, they are
+    repeated, as a text with that period would continue; without a match, the last token is repeated.
     """
 
     def __init__(self, max_ngram: int = 3, min_ngram: int = 1):
@@ -64,12 +63,14 @@ class SuffixDrafter(TextDrafter):
     """The most frequent continuation of the longest suffix seen before (after SuffixDecoding, Oliaro et al. 2024).
 
     Args:
-        max_depth: longest suffix, in tokens, that is told apart.
-        is_shared: count over all rows and prompts of this drafter's life, not only a row's own text. A prompt that is
-            asked twice then finds its own answer: right for a server, wrong for a benchmark that repeats.
-        max_nodes: of all rows' tries together, about 150 bytes each; a shared trie that is full starts afresh with the
-            next batch.
-        answers: of the target to other prompts, looked up beside the row's own text; `SuffixRow` has who is believed.
+        max_depth: length of the longest suffix in tokens.
+        is_shared: count over all rows and prompts in this drafter's lifetime, not only the row's own text. A prompt
+            that is repeated then finds its own answer: right for a server, wrong for a benchmark that repeats prompts.
+        max_nodes: of all rows' tries together, about 150 bytes each; a full shared trie is replaced by an empty one at
+            the next batch.
+        answers: the target's answers to other prompts, also looked up; `SuffixRow` chooses between both sources.
+
+    Raises: BadInput if max_depth or max_nodes is too small.
     """
 
     drafts_trees = True

@@ -37,18 +37,18 @@ def hybrid(target: Target, argument: str) -> Drafter:
 
 @dataclass(frozen=True)
 class NamedDrafter:
-    """build: of the target and what is given behind the colon, which is called `argument`."""
+    """build: makes the drafter from the target and the text after the colon. argument: what that text is."""
 
     build: Callable[[Target, str], Drafter]
-    argument: str = ""  # MAX, BUDGET: counts; ANSWERS: a file; these may be left out. PATH: a folder or a hub id
+    argument: str = ""  # MAX, BUDGET: counts; ANSWERS: a file; these are optional. PATH: a folder or a hub id
 
     @property
     def needs_path(self) -> bool:
-        """Whether it is nothing without its argument."""
+        """Whether the argument is required."""
         return self.argument.startswith("PATH")
 
     def specs(self, name: str) -> list[str]:
-        """How it may be given."""
+        """The forms in which it may be given."""
         return [name] * (not self.needs_path) + [f"{name}:{self.argument}"] * bool(self.argument)
 
 
@@ -65,12 +65,12 @@ DRAFTERS = {
 SPECS = [spec for name, drafter in DRAFTERS.items() for spec in drafter.specs(name)]  # what `--drafter` takes
 
 
-HEADS_BEHIND = ("head", "hybrid")  # whose argument begins with a head's folder
+HEADS_BEHIND = ("head", "hybrid")  # drafters whose argument begins with a head's folder
 COUNTS = ("MAX", "BUDGET")
 
 
 def parse_drafter(spec: str) -> tuple[str, str]:
-    """`ngram:4` -> (`ngram`, `4`). Raises BadInput, before anything big is loaded, on what cannot be built."""
+    """`ngram:4` -> (`ngram`, `4`). Raises BadInput on what cannot be built, before a model is loaded."""
     name, _, argument = spec.partition(":")
     if name not in DRAFTERS:
         near = [DRAFTERS[known].specs(known)[-1] for known in get_close_matches(name, DRAFTERS, n=1)]
@@ -91,15 +91,15 @@ def parse_drafter(spec: str) -> tuple[str, str]:
 
 
 def answers_of(name: str, argument: str) -> str:
-    """The file of answers that such a drafter looks up; empty where there is none."""
+    """The file of answers that a drafter with this argument looks up; empty if there is none."""
     return {"suffix": argument, "hybrid": argument.partition(":")[2]}.get(name, "")
 
 
 def build_drafter(spec: str, target: Target) -> tuple[str, Drafter]:
     """A drafter for a target from one of SPECS.
 
-    Returns: its name in reports, that of DRAFTERS, with `+answers` where it looks these up, or of the head's family;
-    and the drafter. Raises: BadInput.
+    Returns: its name in reports (that in DRAFTERS, with `+answers` if it looks these up, or a head's family), and the
+    drafter. Raises: BadInput.
     """
     name, argument = parse_drafter(spec)
     drafter = DRAFTERS[name].build(target, argument)
@@ -109,9 +109,9 @@ def build_drafter(spec: str, target: Target) -> tuple[str, Drafter]:
 
 
 def build_drafters(specs: Sequence[str], target: Target) -> list[tuple[str, Drafter]]:
-    """Several drafters under names of their own: where two are alike, with what tells them apart.
+    """Several drafters with distinct names: those of the same kind get their argument or a number appended.
 
-    Raises: BadInput where one of several adapts the target: the others would be measured on a model not their own.
+    Raises: BadInput if one of several adapts the target, since the others would then draft for another model.
     """
     built = [build_drafter(spec, target) for spec in specs]
     if target.is_adapted and len(specs) > 1:
@@ -128,6 +128,6 @@ def build_drafters(specs: Sequence[str], target: Target) -> list[tuple[str, Draf
 
 
 def training_record(spec: str) -> dict[str, Any] | None:
-    """What a head's folder says of its training, as docs/run_folder.md has it; None: nothing, or it is no head."""
+    """A head's record of its training (docs/run_folder.md); None if there is none or the drafter has no head."""
     name, argument = parse_drafter(spec)
     return head_record(argument.partition(":")[0]).training if name in HEADS_BEHIND else None

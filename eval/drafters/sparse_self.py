@@ -1,7 +1,7 @@
 """The target drafting for itself over a small part of its cache (MagicDec, Chen et al. 2025); needs no training.
 
-A step at a long context mostly reads keys and values; a draft that reads a fixed number of them takes little more than
-reading the weights.
+At a long context, most of a step's time is reading keys and values; a draft that reads a fixed number of them takes
+little more time than reading the weights.
 """
 
 from collections.abc import Callable
@@ -17,18 +17,18 @@ from ...heads.drafter import Drafter, Reading
 from ...heads.nn.cache import SlotCache, SlotLayer, hiding
 from ...heads.target import Target
 
-NUM_SINKS = 4  # first tokens, which queries attend to whatever these are (StreamingLLM, Xiao et al. 2024)
+NUM_SINKS = 4  # attention sinks: first tokens, attended to whatever they say (StreamingLLM, Xiao et al. 2024)
 NUM_OBSERVED = 16  # last prompt tokens whose attention chooses keys (SnapKV, Li et al. 2024)
 SMALLEST_BUDGET = 32
 
 
 class SparseCache(SlotCache):
-    """Of each row, layer and key head `budget` keys and values of the target's cache, the true ones of their positions.
+    """For each row, layer and key head, `budget` keys and values copied from the target's cache.
 
-    The first 3/4 of the slots are chosen when the prompt is read: in layers of full attention the sinks and what the
-    prompt's end attends to most, in sliding layers the latest. The others are a ring over the positions from `base` on:
-    drafts are written there, and what is committed replaces them. A row that fits into the budget is held whole: then
-    base is the number of chosen slots, and position p < base lies in slot p.
+    The first 3/4 of the slots are chosen when the prompt is read: in layers with full attention the sinks and what the
+    prompt's end attends to most, in sliding layers the latest positions. The other slots are a ring buffer of the
+    positions from `base` on: drafts are written there, and committed tokens replace them. A row that fits into the
+    budget is held completely: base is then the number of chosen slots, and position p < base is in slot p.
     """
 
     def __init__(self, *, num_layers: int, budget: int, batch_size: int, device: torch.device):
@@ -36,28 +36,28 @@ class SparseCache(SlotCache):
         self.num_recent = budget // 4
         self.num_chosen = budget - self.num_recent
         self.base = torch.zeros(batch_size, dtype=torch.long, device=device)  # [B]
-        self.num_visible = self.num_recent  # positions of the ring that a query sees: not those that drafts took
+        self.num_visible = self.num_recent  # latest ring positions that a query sees; drafts overwrote the others
 
     def seek(self, positions: Tensor, *, extent: int, is_exact: bool = False) -> None:
-        """Name the positions [B, Q] of the next write; attention always reads all slots."""
+        """Set the positions [B, Q] of the next write; attention always reads all slots."""
         super().seek(self.slots(positions), extent=self.max_length, is_exact=True)
 
     def slots(self, positions: Tensor) -> Tensor:
-        """[B, Q] -> [B, Q]"""
+        """The slots [B, Q] of positions [B, Q]."""
         behind = positions - self.base[:, None]
         return torch.where(behind < 0, positions, self.num_chosen + behind % self.num_recent)
 
     def mask(
         self, positions: Tensor, *, dtype: torch.dtype, window: int | None = None, seen: Tensor | None = None
     ) -> Tensor:
-        """As `visibility_mask`, of the positions that slots hold now; chains alone."""
+        """As `visibility_mask`, for the positions that the slots hold now; for chains only."""
         assert seen is None, "no tree is drafted from a sparse cache"
         chosen = torch.arange(self.num_chosen, device=positions.device).expand(len(positions), 1, -1)  # [B, 1, C]
         base, positions = self.base[:, None, None], positions[..., None]  # [B, 1, 1], [B, Q, 1]
         ring = torch.arange(self.num_recent, device=positions.device)
         held = positions - (positions - base - ring) % self.num_recent  # [B, Q, R] the latest that a slot may hold
         is_seen = (held >= base) & (held > positions - self.num_visible)
-        if window is None:  # where these lie is another matter in each head, but before any query
+        if window is None:  # chosen positions differ by head, but all are before any query
             is_chosen = chosen <= positions  # [B, Q, C]
         else:
             latest = base - self.num_chosen + chosen
@@ -66,11 +66,12 @@ class SparseCache(SlotCache):
         return hiding(~torch.cat([is_chosen, is_seen], -1)[:, None], dtype=dtype)  # [B, 1, Q, C + R]
 
     def fill(self, source: SlotCache, num_valid: Tensor, choose: Callable[[int, Tensor, Tensor], Tensor]) -> None:
-        """Take prompts of num_valid [B] tokens over. choose: layer, candidates [B, C], base [B] -> [B, Nkv or 1, C]."""
+        """Copy prompts of num_valid [B] tokens. choose(layer, latest positions [B, C], base [B]) returns the positions
+        to keep in the chosen slots, [B, Nkv or 1, C]."""
         self.base.copy_((num_valid - self.num_recent).clamp(min=self.num_chosen))
         positions = torch.arange(self.max_length, device=num_valid.device) + self.base[:, None] - self.num_chosen
         latest, recent = positions.split([self.num_chosen, self.num_recent], 1)  # [B, C], [B, R]
-        recent = recent[:, None].clamp(max=source.max_length - 1)  # beyond a short prompt: not seen before written
+        recent = recent[:, None].clamp(max=source.max_length - 1)  # beyond a short prompt; masked until written
         for i, whole, part in self._pairs(source):
             keys, values = cast(Tensor, whole.keys), cast(Tensor, whole.values)
             self.layer(i, keys, values)
@@ -90,18 +91,18 @@ class SparseCache(SlotCache):
                 cast(Tensor, into).transpose(1, 2).index_put_((rows, slots), taken)
 
     def take_row(self, row: int, source: SlotCache, source_row: int) -> None:
-        """Copy a row of another sparse cache, and where its ring begins."""
+        """Copy a row of another sparse cache, with its ring's base."""
         super().take_row(row, source, source_row)
         self.base[row] = cast(SparseCache, source).base[source_row]
 
     def _pairs(self, source: SlotCache) -> list[tuple[int, SlotLayer, SlotLayer]]:
-        """Each layer of the source that stores something: its number, it, and ours."""
+        """The allocated layers of the source: number, layer, and our layer."""
         pairs = zip(cast(list[SlotLayer], source.layers), cast(list[SlotLayer], self.layers), strict=True)
         return [(i, whole, part) for i, (whole, part) in enumerate(pairs) if whole.is_initialized]
 
 
 class Reread(SlotCache):
-    """Another cache as it is: tokens that are read again are not written again."""
+    """A read-only view of another cache: tokens that are read again are not written again."""
 
     def __init__(self, source: SlotCache):
         super().__init__(num_layers=len(source.layers), max_length=source.max_length)
@@ -113,7 +114,7 @@ class Reread(SlotCache):
 
 
 class KeyScores:
-    """How much the queries of a forward attend to each key, as the target's attention function shows them."""
+    """Collects how much a forward's queries attend to each key; passed to the target as `watch`."""
 
     def __init__(self) -> None:
         self.of_layer: dict[int, Tensor] = {}  # [B, Nkv, P] fp32, summed over queries and heads of the group
@@ -129,23 +130,23 @@ class KeyScores:
 
 @dataclass
 class SparseState:
-    """Where the next chain starts: at the pending token."""
+    """The state of drafting, which starts at the pending token, the last committed one."""
 
     cache: SparseCache
-    extent: int  # no position of the round lies beyond
-    token: Tensor  # [B, 1] the pending one
+    extent: int  # all positions of the round are below this
+    token: Tensor  # [B, 1] the pending token
     position: Tensor  # [B] its position
 
 
 class SparseSelfDrafter(Drafter):
     """K greedy steps of the target itself, each over `budget` keys per layer and key head instead of all.
 
-    Keys keep the rotation of their true positions. A round copies the keys and values of what was committed from the
-    target's cache, so drafts read the target's own states of everything but the drafts before them.
+    Keys keep the rotation of their true positions. Each round copies the committed tokens' keys and values from the
+    target's cache, so only those of the drafts themselves are approximate.
     """
 
     def __init__(self, target: Target, budget: int = 256):
-        """Args: budget: keys per row, layer and key head, drafted ones included. Raises BadInput where too few."""
+        """Args: budget: keys per row, layer and key head, drafted ones included. Raises BadInput if too few."""
         if budget < SMALLEST_BUDGET:
             raise BadInput(f"sparse-self: a budget of {budget} keys: expected at least {SMALLEST_BUDGET}")
         self.target, self.budget = target, budget
@@ -170,12 +171,12 @@ class SparseSelfDrafter(Drafter):
             self._read_prompts(state, read, read.cache)
 
     def commit_prompts(self, state: SparseState, read: Reading, *, most: int) -> None:
-        self.commit(state, read)  # whole: it looks at their last tokens only
+        self.commit(state, read)  # in one call, as it reads only the prompts' last tokens
 
     @torch.no_grad()
     def propose(self, state: SparseState, *, num_draft_tokens: int) -> Proposal:
         cache, token, tokens = state.cache, state.token, []
-        cache.num_visible = cache.num_recent - num_draft_tokens  # what rejected drafts overwrote is not seen again
+        cache.num_visible = cache.num_recent - num_draft_tokens  # hides positions that drafts may have overwritten
         if cache.num_visible < 1:
             raise BadInput(f"num_draft_tokens {num_draft_tokens}: a budget of {cache.max_length} keys has no room")
         for depth in range(num_draft_tokens):
@@ -186,7 +187,7 @@ class SparseSelfDrafter(Drafter):
         return Proposal(torch.cat(tokens, 1))
 
     def _read_prompts(self, state: SparseState, read: Reading, whole: SlotCache) -> None:
-        """Choose keys: read the prompts' last tokens once more, and see what they attend to."""
+        """Choose keys: read the prompts' last tokens once more and collect what they attend to."""
         cache, num_queries = state.cache, min(NUM_OBSERVED, read.tokens.shape[1])
         back = torch.arange(num_queries, device=read.start.device) - num_queries
         positions = (read.num_valid[:, None] + back).clamp(min=0)  # [B, W]
@@ -196,9 +197,9 @@ class SparseSelfDrafter(Drafter):
         cache.fill(whole, read.num_valid, lambda *which: self._chosen(scores, *which))
 
     def _chosen(self, scores: KeyScores, layer: int, latest: Tensor, base: Tensor) -> Tensor:
-        """[B, Nkv or 1, C] ascending positions before base [B]: all of them, where these are no more than C.
+        """[B, Nkv or 1, C] the ascending positions before base [B] to keep; all of them if there are at most C.
 
-        Of a target whose attention shows no scores, and of sliding layers, the latest [B, C].
+        In sliding layers the latest [B, C]; if the target's attention gives no scores, the sinks and the latest.
         """
         if self.target.window_of(layer) is not None:
             return latest[:, None]

@@ -1,4 +1,4 @@
-"""What followed the same words before: contexts counted in a trie, and a row's look-ups in its text and in answers."""
+"""Look-ups of what followed the same words before: contexts counted in a trie, for a row's own text and for answers."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -9,21 +9,21 @@ from ...configs.errors import BadInput
 from ...heads.drafting import DynamicTree, Tree
 from .host import RowText
 
-# Matches in a row's own text are told apart by their length in tokens, from these on, and guesses that have a
-# probability by it. Counts begin with these rates, as if seen so often; answers of SmolLM2-135M-Instruct gave those of
-# matches.
+# Hit rates are counted by class: matches in a row's own text by their length in tokens, guesses with a probability by
+# that; the classes' lower edges are listed here. Counts start from the rates, weighted as WEIGHT observations; those of
+# matches were measured on answers of SmolLM2-135M-Instruct.
 MATCHES = (0, 1, 2, 3, 5, 8, 12)
 MATCH_RATES = (0.05, 0.4, 0.5, 0.55, 0.65, 0.72, 0.87)
 PROBABILITIES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 PROBABILITY_RATES = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.94, 0.985)
 WEIGHT = 6.0
 
-Contexts = list[int]  # nodes of a trie: the contexts that a text ends with, the shortest first
+Contexts = list[int]  # nodes of a trie: the contexts that a text ends with, shortest first
 
 
 class Match(NamedTuple):
-    """A token that followed a context of so many tokens before, and its share of what did: its count / (all
-    counts + 1), and 0 behind no context at all."""
+    """A token that followed a context of `length` tokens before. share: its count / (the context's count + 1); 0 for
+    the empty context."""
 
     token: int
     length: int
@@ -33,8 +33,8 @@ class Match(NamedTuple):
 class SuffixTrie:
     """How often each token followed each context of up to max_depth tokens; node 0 is the empty context.
 
-    A row is at several nodes at once: the contexts that its text ends with, the shortest first. What was seen when
-    max_nodes are in use is counted where a node for it exists, and else forgotten.
+    A text is at several nodes at once: the contexts that it ends with, shortest first. Once max_nodes are in use, no
+    node is added, and only existing ones are counted.
     """
 
     def __init__(self, *, max_depth: int, max_nodes: int):
@@ -47,7 +47,7 @@ class SuffixTrie:
         return len(self.token) >= self.max_nodes
 
     def add(self, contexts: Contexts, token: int) -> Contexts:
-        """Count the token behind these contexts; returns the contexts that the text ends with then."""
+        """Count a token that follows these contexts; returns the contexts that the text then ends with."""
         reached = [0]
         for node in contexts:
             child = self.child.get((node, token))
@@ -59,13 +59,13 @@ class SuffixTrie:
                 self.count.append(0)
                 self.best.append(0)
             self.count[child] += 1
-            if self.count[child] >= self.count[self.best[node]]:  # of equals the latest
+            if self.count[child] >= self.count[self.best[node]]:  # ties go to the latest
                 self.best[node] = child
             reached.append(child)
         return reached[: self.max_depth + 1]
 
     def guess(self, contexts: Contexts) -> Match:
-        """The most frequent token behind the longest context that any token followed; token 0 where there is none."""
+        """The most frequent token after the longest context that has any; token 0 if none has."""
         for length in range(len(contexts) - 1, -1, -1):
             node = contexts[length]
             if best := self.best[node]:
@@ -73,15 +73,15 @@ class SuffixTrie:
         return Match(0, 0, 0.0)
 
     def follow(self, contexts: Contexts, token: int) -> Contexts:
-        """The contexts behind a token that is not counted."""
+        """The contexts after a further token, which is not counted."""
         reached = (self.child.get((node, token)) for node in contexts)
         return [0, *(node for node in reached if node is not None)][: self.max_depth + 1]
 
 
 class HitRates:
-    """How often guesses were right, by their certainty: the length of a match in tokens, or a probability.
+    """How often guesses were right, by class of certainty: the length of a match in tokens, or a probability.
 
-    Args: edges: the least certainty of each class, ascending from 0. rates: of each class before anything is counted.
+    Args: edges: the lower edge of each class, ascending from 0. rates: the initial rate of each class.
     """
 
     def __init__(self, edges: Sequence[float], rates: Sequence[float]):
@@ -106,8 +106,8 @@ class HitRates:
 
 
 class Rates:
-    """How often look-ups were right, in all rows of a drafter's life: those in a row's own text by the length of the
-    match, those in answers by the guess's share."""
+    """How often look-ups were right, over all rows in a drafter's lifetime: in a row's own text by the length of the
+    match, in answers by the guess's share."""
 
     def __init__(self) -> None:
         self.own = HitRates(MATCHES, MATCH_RATES)
@@ -115,7 +115,7 @@ class Rates:
 
 
 class Place(NamedTuple):
-    """Where a text ends, in the trie of its own words and in that of answers."""
+    """Where a text ends in its own trie and in the trie of answers."""
 
     own: Contexts
     answers: Contexts
@@ -125,7 +125,7 @@ Path = tuple[int, ...]  # the tokens of a tree's node and of those above it
 
 
 class Node(NamedTuple):
-    """A node of a tree, where it leads, and the chance that it and those above it are right."""
+    """A node of a draft tree, the place after it, and the probability that it and its ancestors are right."""
 
     chance: float
     path: Path
@@ -135,8 +135,8 @@ class Node(NamedTuple):
 class SuffixRow(RowText):
     """One row's text, and what may follow it.
 
-    Two tries are looked up, the row's own text and, where there are any, answers that the target gave before; the one
-    whose guesses of that certainty were right more often so far decides.
+    Two tries are looked up: the row's own text and, if there are any, the target's earlier answers. The guess with the
+    higher hit rate for its class of certainty wins.
     """
 
     def __init__(self, own: SuffixTrie, answers: SuffixTrie | None = None, *, rates: Rates):
@@ -144,12 +144,12 @@ class SuffixRow(RowText):
         self.place = Place([0], [0])
 
     def read_prompt(self, tokens: Sequence[int]) -> None:
-        """Append a prompt, from which no rate is counted: what is copied within it says little of the answer."""
+        """Append a prompt without counting hit rates: repetition within a prompt says little about the answer."""
         for token in tokens:
             self._append(token)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append committed tokens, and count what would have been right."""
+        """Append committed tokens, and count which guesses would have been right."""
         for token in tokens:
             match = self.own.guess(self.place.own)
             self.rates.own.add(match.length, is_right=match.token == token)
@@ -159,21 +159,21 @@ class SuffixRow(RowText):
             self._append(token)
 
     def guesses(self, place: Place) -> list[tuple[int, float]]:
-        """The tokens that each trie expects there, and the chance that it is right; the likelier first."""
+        """Each trie's guess and its hit rate, the likelier first."""
         match = self.own.guess(place.own)
         found = [(match.token, self.rates.own.at(match.length))]
         if self.answers is not None:
             match = self.answers.guess(place.answers)
             found.append((match.token, self.rates.answers.at(match.share)))
-            found.sort(key=lambda guess: -guess[1])  # of equals the row's own
+            found.sort(key=lambda guess: -guess[1])  # stable: ties go to the row's own text
         return found
 
     def guess(self, place: Place) -> tuple[int, float]:
-        """The token that most likely follows there, and the chance that it does."""
+        """The token that most likely follows, and its hit rate."""
         return self.guesses(place)[0]
 
     def follow(self, place: Place, token: int) -> Place:
-        """The place behind a token that is not counted."""
+        """The place after a further token, which is not counted."""
         answers = place.answers if self.answers is None else self.answers.follow(place.answers, token)
         return Place(self.own.follow(place.own, token), answers)
 
@@ -186,10 +186,10 @@ class SuffixRow(RowText):
         return tokens
 
     def tree(self, seeds: Iterable[Node] = (), *, num_nodes: int, depth: int) -> list[Path]:
-        """The nodes that are most likely to be accepted: what both tries expect behind the text, and behind the seeds;
-        parents first, and as many fewer as there are no more within the depth.
+        """The nodes most likely to be accepted, of both tries' continuations of the text and of the seeds; parents
+        first, fewer than num_nodes if there are no more within the depth.
 
-        Args: seeds: other nodes, each with those above it among them.
+        Args: seeds: further nodes, which must include their ancestors.
         """
         waiting = [Node(1.0, (), self.place), *seeds]
         heap = [(-node.chance, len(node.path), node.path, node.place) for node in waiting]
@@ -211,7 +211,7 @@ class SuffixRow(RowText):
 
 
 def filled(paths: Sequence[Path], tree: DynamicTree) -> tuple[list[int], list[int]]:
-    """Tokens and parents of a tree's nodes; where there are fewer, the root's most likely token again makes up."""
+    """Tokens and parents of a tree's nodes, padded to tree.num_nodes with the first node's token below the root."""
     index = {path: i for i, path in enumerate(paths)}
     num_left = tree.num_nodes - len(paths)
     tokens = [path[-1] for path in paths] + [paths[0][0]] * num_left
@@ -219,7 +219,7 @@ def filled(paths: Sequence[Path], tree: DynamicTree) -> tuple[list[int], list[in
 
 
 def dynamic_only(tree: Tree) -> DynamicTree:
-    """Raises BadInput on a fixed shape."""
+    """The tree itself. Raises BadInput if its shape is fixed."""
     if not isinstance(tree, DynamicTree):
         raise BadInput("look-ups draft chains and dynamic trees")
     return tree

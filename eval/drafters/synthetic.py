@@ -1,4 +1,4 @@
-"""Drafts of a chosen acceptance: how fast the engine would be with it, before any head is trained."""
+"""Drafts with chosen acceptance rates, to see how fast the engine would be before any head is trained."""
 
 import copy
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ MOST_DRAFTED = 64  # tokens per round
 
 
 def expected_length(rates: Sequence[float], num_draft_tokens: int) -> float:
-    """acceptance_length of chains whose draft position k is accepted with probability rates[k] (its last one, beyond
-    them): 1 + the sum of their running products, as in Leviathan et al. 2023, eq. 1, but for a rate of its own each."""
+    """acceptance_length of chains whose draft position k is accepted with probability rates[min(k, last)]: 1 + the sum
+    of the rates' running products; Leviathan et al. 2023, eq. 1, with a separate rate per position."""
     length = reached = 1.0
     for k in range(num_draft_tokens):
         reached *= rates[min(k, len(rates) - 1)]
@@ -28,7 +28,7 @@ def expected_length(rates: Sequence[float], num_draft_tokens: int) -> float:
 
 
 class BlankDrafter(Drafter):
-    """Drafts token 0 at no cost: to time rounds that do nothing but verify."""
+    """Drafts token 0 at no cost, to time rounds that only verify."""
 
     def begin(self, *, batch_size: int, max_length: int) -> list[Reading]:
         return []
@@ -42,21 +42,21 @@ class BlankDrafter(Drafter):
 
 @dataclass
 class SyntheticState:
-    """uniform: in [0, 1), for each position that a round can start at; each prompt's own, so that passes are alike."""
+    """The state of drafting."""
 
-    texts: Tensor  # [B, T] prompt and the target's own greedy continuation, 0 behind
+    texts: Tensor  # [B, T] prompt and the target's own greedy continuation, padded with 0
     position: Tensor  # [B] of the pending token
-    uniform: Tensor  # [B, T, MOST_DRAFTED]
-    inner: Any = None  # the state of the drafter whose time counts
+    uniform: Tensor  # [B, T, MOST_DRAFTED] in [0, 1), per position at which a round starts; fixed for each prompt
+    inner: Any = None  # the state of the drafter that is timed
 
 
 class SyntheticDrafter(Drafter):
-    """Drafts the target's own next tokens, draft position k with probability rates[k], else a wrong one.
+    """Drafts the target's own next token at position k with probability rates[min(k, last)], else a wrong one.
 
-    The engine verifies them as it does any draft, so the text stays the target's, and acceptance_rate[k] comes out as
-    rates[k] (rates' last one, beyond them). That holds in greedy decoding of the given prompts; behind others, which
-    are good for timing only, drafts are arbitrary. With `inner`, an untrained head say, that drafter drafts too, and
-    its time counts; what it drafts is not used.
+    The engine verifies them like any draft, so the text stays the target's, and acceptance_rate[k] comes out as the
+    given rate. That holds for greedy decoding of the given prompts; for other prompts drafts are arbitrary, and only
+    timings are meaningful. With `inner`, such as an untrained head, that drafter drafts too, which adds its time; its
+    drafts are not used.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class SyntheticDrafter(Drafter):
         self.vocab_size, self.device, self.seed = target.vocab_size, target.device, seed
         self._take(rates, inner)
         self.texts: dict[tuple[int, ...], list[int]] = {}
-        for prompt in prompts:  # alone, as rows of other lengths do not matter
+        for prompt in prompts:  # one by one, as batching could change the rounding
             new = generate(target, None, prompt, max_new_tokens=max_new_tokens).token_ids[0]
             self.texts[tuple(prompt)] = [*prompt, *new]
 
     def around(self, inner: Drafter | None, rates: Sequence[float]) -> "SyntheticDrafter":
-        """The same texts and random numbers at other rates, and with another drafter's time."""
+        """A drafter with the same texts and random numbers, but other rates and another inner drafter."""
         other = copy.copy(self)
         other._take(rates, inner)
         return other

@@ -1,13 +1,13 @@
-"""A draft model whose tokenizer is not the target's: both read the same text, each in tokens of its own.
+"""A draft model with another tokenizer than the target's: both read the same text, each in its own tokens.
 
 Drafting by text (string-level exact match, Timor et al. 2025; "universal assisted decoding" in transformers): the
-committed text goes to the draft model in its own tokens, what it writes comes back in the target's, and all that the
-draft model can write can be drafted. The alternative, drafting only tokens that both vocabularies hold (token-level
-intersection, TLI), is the better one where drafts are sampled, since it gives their probabilities. Ours are greedy and
-verified by what the target itself chooses, at any temperature, so it would only take words from the draft model.
+committed text is translated to the draft model's tokens and its continuation back to the target's, so everything that
+the draft model can write can be drafted. The alternative, drafting only tokens in both vocabularies (token-level
+intersection, TLI), is better for sampled drafts, since it gives their probabilities. Ours are greedy and verified
+against the target's own choice at any temperature, so it would only restrict the draft model.
 
-Nothing is assumed of tokenizers: decode(a + b) need not be decode(a) + decode(b), bytes may make a character only
-together, a first word may lose its space. Where text cannot be aligned, filler is drafted, and verified like any draft.
+Nothing is assumed about tokenizers: decode(a + b) need not be decode(a) + decode(b), a character may need several
+tokens' bytes, a first word may lose its space. If text cannot be aligned, filler is drafted, and verified as usual.
 """
 
 import math
@@ -23,25 +23,25 @@ from ...heads.nn.cache import SlotCache
 from ...heads.target import Target
 from .host import TextDrafter, TextState
 
-INCOMPLETE = "\ufffd"  # what decoders write for bytes that are no character yet
-KEEP_TOKENS, KEEP_CHARACTERS = 16, 64  # how much of a text's end is translated again, at least
-STEPS_PER_TOKEN = 16  # the most tokens of the draft model for one of the target
+INCOMPLETE = "\ufffd"  # what decoders write for bytes of an incomplete character
+KEEP_TOKENS, KEEP_CHARACTERS = 16, 64  # least part of a text's end that is translated again
+STEPS_PER_TOKEN = 16  # most tokens of the draft model per token of the target
 
 
 class Tail:
-    """f(source), for a source that grows at its end, by calling f on the end of it alone.
+    """Computes the image f(source) of a source that grows at its end, by calling f only on the end.
 
-    f is applied from `cut` on; of what it gives, the first `skip` items are left out, and the rest follows the first
-    `base` items of the image. The cut moves up only to where this gives the very image there is; else it stays.
+    The image is its own first `base` items followed by f(source[cut:]) without the first `skip` items. `cut` moves
+    forward only to a place where this reproduces the current image.
     """
 
     def __init__(self, f: Callable[[Any], Any], *, empty: Any, keep: int):
-        """Args: empty: the image of an empty source. keep: items of the source that are read again, at least."""
+        """Args: empty: the image of an empty source. keep: least number of the source's last items to pass to f."""
         self.f, self.image, self.keep = f, empty, keep
         self.cut = self.skip = self.base = 0
 
     def update(self, source: Any) -> Any:
-        """The image of the source, all of it."""
+        """The image of the whole source."""
         self.image = self.image[: self.base] + self.f(source[self.cut :])[self.skip :]
         if len(source) - self.cut > 4 * self.keep:
             self._move_up(source)
@@ -50,7 +50,7 @@ class Tail:
     def _move_up(self, source: Any) -> None:
         for cut in range(len(source) - self.keep, len(source) - self.keep - 8, -1):
             end = self.f(source[cut:])
-            for skip in range(min(4, len(end))):  # a first word that was cut differs
+            for skip in range(min(4, len(end))):  # the first items may differ where a word was cut
                 base = len(self.image) - len(end) + skip
                 if base >= 0 and self.image[base:] == end[skip:]:
                     self.cut, self.skip, self.base = cut, skip, base
@@ -58,12 +58,12 @@ class Tail:
 
 
 def settled(text: str) -> str:
-    """Without what may yet become a character."""
+    """The text without an incomplete character at its end."""
     return text.rstrip(INCOMPLETE)
 
 
 class Vocabulary:
-    """One model's tokenizer. special: its special tokens by name; ends: those that end an answer."""
+    """One model's tokenizer. special: ids of its special tokens by name; ends: ids of those that end an answer."""
 
     def __init__(self, model: Target):
         self.tokenizer = model.tokenizer
@@ -83,19 +83,19 @@ class Vocabulary:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def first(self) -> list[int]:
-        """The tokens that this tokenizer opens a text with: its bos, or none."""
+        """The tokens that this tokenizer puts before a text: its bos, or none."""
         bos = self.tokenizer.bos_token_id
         return [bos] if bos is not None and self.tokenizer.encode("a")[:1] == [bos] else []
 
     def special_in(self, other: "Vocabulary") -> dict[int, list[int]]:
-        """Each special token in another vocabulary: an end, or one of the same name; none where there is no such."""
+        """Each special token's equivalent in another vocabulary: an end token, or one of the same name; else empty."""
         into = {i: [other.special[name]] if name in other.special else [] for name, i in self.special.items()}
         bos = self.tokenizer.bos_token_id
         return into | ({} if bos is None else {bos: []}) | {end: other.ends[:1] for end in self.ends}
 
 
 class TranslatedRow:
-    """The committed text of one row in tokens of the draft model, and what of it the draft model has read.
+    """The committed text of one row in the draft model's tokens, and what of it the draft model has read.
 
     Special tokens are translated one by one; between two of them, a run of tokens is translated by its text.
     """
@@ -134,12 +134,12 @@ class TranslatedRow:
         self.tokens = self.before + self.words.update(settled(self.text.update(self.run)))
 
     def num_kept(self, text: list[int]) -> int:
-        """How much of a text is in the cache, its last token left out: that is always read, to see what follows."""
+        """How many leading tokens of a text are in the cache; the last one never counts, as it must be read again."""
         pairs = zip(self.read, text[:-1], strict=False)
         return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.read), len(text) - 1))
 
     def translate_back(self, drafted: list[int]) -> list[int]:
-        """The drafted text in tokens of the target, behind its committed ones; none where no tokens give that text."""
+        """The drafted text in the target's tokens, to follow the committed ones; empty if it cannot be aligned."""
         end = next((i for i, token in enumerate(drafted) if token in self.to_target), len(drafted))
         special = self.to_target[drafted[end]] if end < len(drafted) else []
         context = self.words.image[-KEEP_TOKENS:]
@@ -156,7 +156,7 @@ class TranslatedRow:
         new = target.encode(committed + text)
         if new[: len(ids)] == ids:
             return new[len(ids) :]
-        # the committed tokens are not those that the tokenizer would choose: look for a boundary at their end
+        # the tokenizer would have split the committed text otherwise: look for a boundary at its end
         for before in (committed, "\n", ""):
             new = target.encode(before + text)
             at = bisect_left(range(len(new)), len(before), key=lambda n, new=new: len(target.decode(new[:n])))
@@ -167,16 +167,16 @@ class TranslatedRow:
 
 @dataclass
 class TranslatedState(TextState):
-    """What is kept between rounds."""
+    """The rows, and the draft model's cache."""
 
-    cache: SlotCache | None = None  # of the draft model; None until the first draft
+    cache: SlotCache | None = None  # None until the first draft
 
 
 class TranslatedDrafter(TextDrafter):
-    """What a draft model of any vocabulary writes behind the text, in the target's tokens; a drafter on the host.
+    """Drafts what a model with any vocabulary writes, translated to the target's tokens; a drafter on the host.
 
-    A draft costs about as many forwards as K tokens of the target take in tokens of the draft model, measured on the
-    text so far. Of a new text the draft model reads only what differs from what its cache holds, drafts included.
+    A draft costs as many forwards as the draft model needs tokens for K of the target's, by their ratio in the text so
+    far. Of a new text the draft model reads only what its cache, drafts included, does not hold.
     """
 
     def __init__(self, model: Target, target: Target):
@@ -203,13 +203,13 @@ class TranslatedDrafter(TextDrafter):
         return Proposal(torch.tensor(drafts, device=self.model.device))  # [B, K]
 
     def _write(self, state: TranslatedState, live: list[bool], num_steps: int) -> list[list[int]]:
-        """num_steps greedy tokens of the draft model behind the text of each live row; of the others, anything."""
+        """num_steps greedy tokens of the draft model after each live row's text; arbitrary tokens for other rows."""
         device = self.model.device
         texts = [row.tokens if is_live else [0] for row, is_live in zip(state.rows, live, strict=True)]
         starts = [row.num_kept(text) for row, text in zip(state.rows, texts, strict=True)]
         longest = max(map(len, texts))
         if state.cache is None or 2 * longest + num_steps > state.cache.max_length:
-            # how long a text gets in these tokens is not known beforehand: read it again, with room to grow
+            # the final length in these tokens is not known: allocate with room to grow, and read the texts again
             state.cache, starts = self.model.new_cache(4 * longest + num_steps), [0] * len(texts)
         news = [text[start:] for text, start in zip(texts, starts, strict=True)]
         width = max(map(len, news))

@@ -1,4 +1,4 @@
-"""What a decode step must read from memory, and how much of the machine's bandwidth the baseline makes of it."""
+"""Bytes that a decode step reads from memory, and the share of the machine's bandwidth that the baseline reaches."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -13,14 +13,14 @@ from ..generate import Generation
 from ..replay import Stopwatch
 from .result import Bandwidth, Result
 
-COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}  # far beyond caches
+COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}  # far larger than caches
 NUM_COPIES = 3
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second that copying a large tensor moves, read and written: the median of NUM_COPIES, after one more.
+    """Bytes per second, read plus written, of copying a large tensor: the median of NUM_COPIES after a warm-up.
 
-    On a CPU with as many threads as torch has; on a GPU with at most a quarter of the memory that is free.
+    Uses torch's threads on a CPU, and at most a quarter of the free memory on a GPU.
     """
     size = COPY_BYTES.get(device.type, COPY_BYTES["cpu"])
     if device.type == "cuda":
@@ -38,10 +38,9 @@ def copy_bandwidth(device: torch.device) -> float:
 def weight_bytes(target: Target, *, num_rows: int = 1) -> float:
     """Bytes of weights that one decode step of num_rows rows reads.
 
-    All parameters once, but embedding tables, of which a step reads a row per token; a table that is the output layer
-    too is read whole as such. Of routed experts (parameters below a module `experts`), the share of them that is
-    expected where each row picks k of E alike: 1 - (1 - k / E) ** num_rows, so k / E for one row. Routers and shared
-    experts count whole.
+    Counts all parameters once, except embedding tables, of which a step reads one row per token; a table tied to the
+    output layer is read completely. Of routed experts (parameters below a module `experts`) it counts the expected
+    share if each row picks k of E uniformly: 1 - (1 - k / E) ** num_rows. Routers and shared experts count fully.
     """
     model = target.model
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -62,7 +61,7 @@ def experts_per_token(config: Any) -> float:
 
 
 def cache_bytes(target: Target, context: int) -> int:
-    """Bytes of keys and values that one token attends to, of `context` tokens; in a sliding layer, of its window."""
+    """Bytes of keys and values that one token attends to in a context; in sliding layers at most the window's."""
     config = target.config
     num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or target.hidden_size // config.num_attention_heads
@@ -80,10 +79,9 @@ def bytes_per_step(target: Target, context: int, *, num_rows: int = 1) -> float:
 def baseline_bandwidth(
     target: Target, batches: Iterable[tuple[Sequence[Sequence[int]], Sequence[Generation]]]
 ) -> Bandwidth:
-    """Bytes that the baseline's steps had to read over their seconds, prefills left out; the share of a copy's
-    bandwidth is left to `with_share`.
+    """Bytes that the baseline's steps had to read per second, without prefills; `with_share` adds the share.
 
-    Args: batches: prompts of each batch, and the baseline's generations from them.
+    Args: batches: for each batch the prompts and the baseline's generations.
     """
     num_bytes = seconds = 0.0
     for prompts, runs in batches:
@@ -98,7 +96,7 @@ def baseline_bandwidth(
 
 
 def with_share(result: Result, copy_gigabytes_per_second: float) -> Result:
-    """A result whose `baseline_bandwidth` has the share of the machine's."""
+    """The result with the share of the machine's copy bandwidth filled in."""
     reached = result.baseline_bandwidth.gigabytes_per_second
     share = None if reached is None else round(reached / copy_gigabytes_per_second, 4)
     return replace(result, baseline_bandwidth=Bandwidth(reached, share))

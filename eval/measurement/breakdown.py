@@ -1,4 +1,4 @@
-"""Acceptance apart for parts of the rounds (by segment, context length and domain), and what of it training knew."""
+"""Acceptance by segment, context length and domain, and how prompts and contexts compare with the head's training."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,16 +11,16 @@ from .result import AcceptancePart, BeyondTraining, DomainPart, DraftVocabulary,
 from .summary import MeasuredBatch, rounded, speedup_of, timed_seconds
 
 CONTEXT_EDGES = (128, 512, 2048, 8192, 32768)  # tokens, prompt included, at the start of a round
-NO_DOMAIN = "(none)"  # rows without a category, where others of the suite have one
+NO_DOMAIN = "(none)"  # rows without a category, if others of the suite have one
 
-# of a round: where its prompt came from, the whole text (prompt and new tokens), and how much of it was committed
+# arguments: the source of a round's prompt, the whole text (prompt and new tokens), the number of committed tokens
 Label = Callable[[PromptSource, Sequence[int], int], str]
 
 
 def acceptance_by(
     batches: Iterable[MeasuredBatch], label: Label, *, num_draft_tokens: int
 ) -> dict[str, AcceptancePart]:
-    """Rounds of the first repeat, counted apart by a label."""
+    """Acceptance of the first repeat's rounds, by label."""
     counts: dict[str, Acceptance] = {}
     for batch in batches:
         run = batch.drafted.runs[0]
@@ -38,13 +38,13 @@ def acceptance_by(
 
 
 def part_of(counted: Acceptance) -> AcceptancePart:
-    """As the report has it."""
+    """Counts as the report's figures."""
     return AcceptancePart(counted.num_rounds, rounded(counted.length), [rounded(rate) for rate in counted.rate])
 
 
 def context_label(trained_length: int | None = None) -> Label:
-    """`0-127`, `128-511`, ...: the range that holds the context length. Args: trained_length: a further edge, so that
-    no range has contexts as long as training rows and longer ones."""
+    """Labels `0-127`, `128-511`, ... by context length. Args: trained_length: a further edge, so that no range contains
+    both contexts within the training length and longer ones."""
     further = () if trained_length is None else (trained_length + 1,)
     edges = sorted({*CONTEXT_EDGES, *further})
 
@@ -69,10 +69,10 @@ def segment_label(think_tokens: tuple[int, int] | None) -> Label:
 
 
 def by_domain(batches: Sequence[MeasuredBatch], *, num_draft_tokens: int) -> dict[str, DomainPart]:
-    """Acceptance and speedup of each domain; empty where no row names one.
+    """Acceptance and speedup of each domain; empty if no row has one.
 
-    A speedup is that of at least two prompts, at batch size > 1 of two batches that are wholly of the domain: rows of a
-    mixed one have no time of their own.
+    A speedup needs at least two prompts or, at batch size > 1, two batches of only that domain, as the rows of a mixed
+    batch are not timed separately.
     """
     domains = [[source.domain or NO_DOMAIN for source in batch.suite.sources] for batch in batches]
     of_prompt = {source.number: source.domain or NO_DOMAIN for batch in batches for source in batch.suite.sources}
@@ -90,12 +90,11 @@ def by_domain(batches: Sequence[MeasuredBatch], *, num_draft_tokens: int) -> dic
     return parts
 
 
-# What of it training knew
+# Comparison with the head's training
 
 
 def draft_vocabulary(drafter: Drafter, batches: Iterable[MeasuredBatch]) -> DraftVocabulary | None:
-    """Size of a head's cut vocabulary, and the share of the tokens written in the first repeat that it can draft; None
-    for a drafter without one."""
+    """Size of a head's cut vocabulary, and the share of the first repeat's new tokens in it; None if not cut."""
     if not isinstance(drafter, DraftHead) or drafter.vocabulary is None:
         return None
     known = set(drafter.vocabulary.to_target.tolist())
@@ -105,7 +104,7 @@ def draft_vocabulary(drafter: Drafter, batches: Iterable[MeasuredBatch]) -> Draf
 
 
 def asked_as_trained(training: TrainingRecord | None, prompts: Sequence[Sequence[int]]) -> float | None:
-    """The share of prompts that end with the tokens with which all prompts in training ended; None: there are none."""
+    """The share of prompts that end with the tokens that ended all prompts in training; None if that is not known."""
     if training is None or training.prompt_ending is None or not prompts:
         return None
     ending = training.prompt_ending.token_ids
@@ -113,11 +112,10 @@ def asked_as_trained(training: TrainingRecord | None, prompts: Sequence[Sequence
 
 
 def beyond_training(training: TrainingRecord | None, by_context: Mapping[str, AcceptancePart]) -> BeyondTraining | None:
-    """How a head drafts in contexts that none of its training rows reached, beside shorter ones.
+    """Acceptance in contexts longer than any training row, compared with shorter ones.
 
-    Args: by_context: of a result, split behind the training length (`context_label`).
-
-    Returns: None where no context was longer, or nothing is known of the training.
+    Args: by_context: of a result, split at the training length (`context_label`).
+    Returns: None if no context was longer, or the training length is not known.
     """
     if training is None or training.max_length is None:
         return None
@@ -130,7 +128,7 @@ def beyond_training(training: TrainingRecord | None, by_context: Mapping[str, Ac
 
 
 def mean_length(parts: Sequence[AcceptancePart]) -> float | None:
-    """The acceptance length of several parts together; None without a round."""
+    """The acceptance length over several parts; None if they have no rounds."""
     num_rounds = sum(part.num_rounds for part in parts)
     num_tokens = sum(part.num_rounds * (part.acceptance_length or 0.0) for part in parts)
     return round(num_tokens / num_rounds, 4) if num_rounds else None

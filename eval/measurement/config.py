@@ -15,7 +15,7 @@ class DraftSetting:
     """How to draft."""
 
     name: str  # `K 3`, or a tree's, `static:16`
-    num_draft_tokens: int  # of a tree its depth
+    num_draft_tokens: int  # K, or the depth of a tree
     tree: Tree | None = None  # None: a chain
     verify_cost: float | None = None  # of one more token, in rounds that verify none; None: all drafts are verified
 
@@ -26,7 +26,7 @@ class DraftSetting:
 
     @property
     def tree_name(self) -> str:
-        """`chain`, or the tree's name, which a tree that no prompt could shape has too."""
+        """`chain`, or the tree's name, also if no prompt was left to shape that tree."""
         return "chain" if self.tree is None and self.name == f"K {self.num_draft_tokens}" else self.name
 
 
@@ -36,14 +36,14 @@ def chain(num_draft_tokens: int) -> DraftSetting:
 
 
 def chains(drafter: Drafter, lengths: Iterable[int]) -> list[DraftSetting]:
-    """Chains of these lengths, as far as the drafter drafts them; at least its longest."""
+    """Chains of these lengths, each cut to what the drafter can draft."""
     most = drafter.max_draft_tokens
     reachable = sorted({length if most is None else min(length, most) for length in lengths})
     return [chain(draft_length(drafter, length)) for length in reachable]
 
 
 def draft_length(drafter: Drafter | None, num_draft_tokens: int | None) -> int:
-    """The chain length K of a run; 0 without a drafter. Raises BadInput where the drafter cannot draft as many."""
+    """The chain length K of a run; 0 without a drafter. Raises BadInput if the drafter cannot draft that many."""
     if drafter is None:
         return 0
     default = drafter.max_draft_tokens or drafter.default_draft_tokens
@@ -70,7 +70,7 @@ class MeasureConfig:
     steps: str = "eager"  # as `Engine` takes it
     stop_strings: tuple[str, ...] = ()  # texts that end an answer
     batch_size: int = 1
-    num_repeats: int = 3  # timed passes over the suite per side, after a warm-up, in alternating order
+    num_repeats: int = 3  # timed passes per side (speculation, baseline), after a warm-up, in alternating order
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -92,6 +92,6 @@ class MeasureConfig:
         return AcceptRule(TypicalAcceptance(**changed))
 
     def setting_for(self, drafter: Drafter) -> DraftSetting:
-        """The setting, for this drafter. Raises BadInput where it cannot draft as many tokens."""
+        """The setting, or this drafter's default. Raises BadInput if it cannot draft that many tokens."""
         length = draft_length(drafter, self.setting.num_draft_tokens if self.setting else None)
         return self.setting or chain(length)

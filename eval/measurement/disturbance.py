@@ -1,4 +1,4 @@
-"""What else happened while passes were timed, and the speedup by medians, which single slow steps do not move."""
+"""Disturbances of timed passes, and the speedup by medians of steps, which single slow steps do not affect."""
 
 import os
 import statistics
@@ -13,22 +13,21 @@ from .summary import MeasuredBatch, Side, rounded
 OTHERS = "other processes"
 UNEVEN = "uneven steps"
 IMPOSSIBLE = "verifying faster than a baseline step"
-MOST_OTHERS = 0.1  # share of the processor
-MOST_LOST = 0.1  # share of a pass that steps beyond FAR medians may take longer than that
+MOST_OTHERS = 0.1  # largest share of the processor that other processes may use
+MOST_LOST = 0.1  # largest share of a pass that slow steps may lose: their time beyond FAR medians
 FAR = 2.0
-LEAST_STEPS = 8  # of a pass, below which its median says little
-LEAST_SECONDS = 0.5  # of a pass, below which the system's clock ticks (1/100 s) are too coarse
-MOST_AGAIN = 2  # times that a batch is measured again
-SHARE_AGAIN = 4  # of a suite every fourth batch may be, one at least
+LEAST_STEPS = 8  # fewer steps in a pass do not give a useful median
+LEAST_SECONDS = 0.5  # shorter passes are too short for the system's clock ticks (1/100 s)
+MOST_AGAIN = 2  # how often a batch may be measured again
+SHARE_AGAIN = 4  # one in this many batches of a suite may be measured again, at least one
 
 
 class ProcessorMeter:
-    """The share of the processor that other processes use in `with` blocks, all together. On Linux; elsewhere
-    unknown."""
+    """Measures the share of the processor that other processes use during its `with` blocks; only on Linux."""
 
     def __init__(self):
         self.seconds = 0.0
-        self.used: list[float] | None = [0.0, 0.0, 0.0]  # as `processor_seconds`, in the blocks
+        self.used: list[float] | None = [0.0, 0.0, 0.0]  # `processor_seconds` summed over the blocks; None: unknown
 
     def __enter__(self) -> "ProcessorMeter":
         self.started, self.before = time.perf_counter(), processor_seconds()
@@ -44,7 +43,7 @@ class ProcessorMeter:
             self.used = [used + after - before for used, after, before in readings]
 
     def others(self) -> float | None:
-        """Their share of all cores, 0 to 1; None where it is not known, or the time was short."""
+        """The other processes' share of all cores, 0 to 1; None if unknown or the time was too short."""
         if self.used is None or self.seconds < LEAST_SECONDS:
             return None
         busy, whole, own = self.used
@@ -52,8 +51,8 @@ class ProcessorMeter:
 
 
 def processor_seconds() -> tuple[float, float, float] | None:
-    """Seconds of all cores together since the start of the machine: in use, in all; and of this process, its threads
-    included. Time that a hypervisor took away counts as in use."""
+    """Seconds summed over all cores since boot: busy and total; and busy seconds of this process with its threads. Time
+    taken by a hypervisor counts as busy. None if unknown."""
     stat = Path("/proc/stat")
     if not stat.is_file():
         return None
@@ -66,7 +65,7 @@ def processor_seconds() -> tuple[float, float, float] | None:
 
 
 def passes_disturbed(drafted: Side, baseline: Side) -> list[tuple[str, ...]]:
-    """Of each pass of a batch, speculative and baseline by turns, what disturbed it; empty where nothing did."""
+    """For each pass of a batch (speculative, baseline, speculative, ...), the reasons why it counts as disturbed."""
     found = []
     for repeat, (fast, plain) in enumerate(zip(drafted.runs, baseline.runs, strict=True)):
         is_faster = False
@@ -85,7 +84,7 @@ def passes_disturbed(drafted: Side, baseline: Side) -> list[tuple[str, ...]]:
 
 
 def is_uneven(seconds: Sequence[float]) -> bool:
-    """Whether steps far beyond the median step cost a pass much of its time. Its first step may read the prompt."""
+    """Whether steps far slower than the median cost a pass much of its time. The first may read the prompt: ignored."""
     steps = seconds[1:]
     if len(steps) < LEAST_STEPS:
         return False
@@ -94,7 +93,7 @@ def is_uneven(seconds: Sequence[float]) -> bool:
 
 
 def disturbance(batches: Sequence[MeasuredBatch]) -> Disturbance:
-    """What stayed disturbed, over all batches."""
+    """What remained disturbed, over all batches."""
     found = [reasons for batch in batches for reasons in passes_disturbed(batch.drafted, batch.baseline)]
     sides = [side for batch in batches for side in (batch.drafted, batch.baseline)]
     shares = [share for side in sides for share in side.others if share is not None]
@@ -110,8 +109,8 @@ def disturbance(batches: Sequence[MeasuredBatch]) -> Disturbance:
 def step_medians(batches: Sequence[MeasuredBatch], *, num_draft_tokens: int) -> StepMedians:
     """Median milliseconds of each kind of step, and the speedup that they give with the acceptance length.
 
-    The speedup is taken batch by batch, so that a drift of the machine meets both sides: the sum of committed tokens x
-    the batch's median baseline step, over that of rounds x its median round.
+    speedup = sum over batches of (committed tokens * median baseline step) / sum of (rounds * median round), with
+    medians per batch, so that a drift of the machine's speed affects both sides.
     """
     rounds = [done for batch in batches for run in batch.drafted.runs for done in run.rounds[1:]]
     steps = [done for batch in batches for run in batch.baseline.runs for done in run.rounds[1:]]

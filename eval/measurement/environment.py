@@ -1,4 +1,4 @@
-"""On what a measurement ran: versions, machine and target, as reports and plans give them."""
+"""The environment of a measurement: versions, machine and target, for reports and plans."""
 
 import os
 import platform
@@ -16,7 +16,7 @@ from .bandwidth import copy_bandwidth
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Versions and machine. A field is None in reports of versions that did not write it."""
+    """Versions and machine. Optional fields are None in reports of older versions."""
 
     headstart: str
     torch: str
@@ -30,7 +30,7 @@ class Environment:
 
     @classmethod
     def of(cls, target: Target) -> "Environment":
-        """Of this process and the target's device. Measures the copy bandwidth, in under a second."""
+        """The environment of this process and the target's device. Measures the copy bandwidth, in under a second."""
         return cls(
             headstart=__version__,
             torch=torch.__version__,
@@ -46,11 +46,11 @@ class Environment:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetInfo:
-    """Which target was measured, and how it was loaded."""
+    """The measured target, and how it was loaded."""
 
     name: str
     fingerprint: str  # of the stored weights
-    is_adapted: bool = False  # computed with the adapters of the head that was measured
+    is_adapted: bool = False  # whether it computed with the measured head's adapters
     architecture: str | None = None
     num_parameters: int | None = None
     dtype: str | None = None
@@ -77,7 +77,7 @@ def device_name(device: torch.device) -> str:
 
 
 def processor_name() -> str:
-    """The CPU's name; may be empty where the system does not give one."""
+    """The CPU's name; empty if the system does not provide one."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

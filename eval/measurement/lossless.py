@@ -1,17 +1,17 @@
-"""Is the speculative text the target's own? Token by token, and where it is not, whether a replay proves that it is."""
+"""Checks that speculative texts are the target's own: token by token, and if a text differs, by a replay (`proof`)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-Unproved = list[int | None]  # of each row the first token that a replay does not confirm; None: it confirms them all
+Unproved = list[int | None]  # per row, index of the first token that a replay does not confirm; None: all confirmed
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """A text that differs from the baseline's, and what a replay says of it.
+    """A text that differs from the baseline's, and the result of its replay.
 
-    position: where it first differs; None: one text is the start of the other. unproved: the first token that the
-    replay does not choose; None: the replay is the speculative text.
+    position: of the first difference; None: one text is a prefix of the other. unproved: the first token that the
+    replay does not choose; None: the replay gives the speculative text.
     """
 
     prompt: int
@@ -20,7 +20,7 @@ class Divergence:
 
     @property
     def is_proved(self) -> bool:
-        """Whether the baseline writes this very text in forwards of the verification's shape."""
+        """Whether the baseline, in forwards of the verification's shapes, writes exactly this text."""
         return self.unproved is None
 
 
@@ -35,7 +35,7 @@ class LosslessReport:
     divergences: list[Divergence] = field(default_factory=list)
 
     def __add__(self, other: "LosslessReport") -> "LosslessReport":
-        """Of both together."""
+        """The sums of both."""
         return LosslessReport(
             self.checked + other.checked,
             self.identical + other.identical,
@@ -55,9 +55,9 @@ def compare_texts(
 ) -> LosslessReport:
     """Compare the new tokens of a batch, row by row, with the baseline's.
 
-    Args: replay: of all rows, as `proof.first_unproved` gives it; called where a text differs. numbers: what
-        divergences call the prompts; None: by their index. seen: numbers that were compared before, and are not again;
-        those of this batch are added.
+    Args: replay: returns `proof.first_unproved` of all rows; called if a text differs. numbers: of the prompts, for
+        divergences; None: their indices. seen: numbers that were compared before and are skipped; this batch's are
+        added.
     """
     numbers, seen = numbers or range(len(baseline)), set() if seen is None else seen
     rows = {number: row for row, number in reversed(list(enumerate(numbers))) if number not in seen}

@@ -1,4 +1,4 @@
-"""Drafters on one suite: speculation and one baseline interleaved in the same engine, over the same prompts."""
+"""Measuring drafters on one suite: their speculation interleaved with one common baseline over the same prompts."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -47,10 +47,10 @@ def measure(
     on_batch: Callable[[], object] = lambda: None,
     store: BatchStore | None = None,
 ) -> tuple[Result, list[Row]]:
-    """`measure_all` of one drafter, in the config's setting.
+    """`measure_all` for one drafter, in the config's setting.
 
     Args:
-        name: what the report calls the drafter. training: the head's record of its training.
+        name: of the drafter in the report. training: the head's record of its training.
     """
     contender = Contender(name, drafter, config.setting_for(drafter), training)
     return measure_all(target, [contender], suite, config, on_batch=on_batch, store=store)[0]
@@ -65,18 +65,18 @@ def measure_all(
     on_batch: Callable[[], object] = lambda: None,
     store: BatchStore | None = None,
 ) -> list[tuple[Result, list[Row]]]:
-    """Measure drafters on a suite, over one baseline.
+    """Measure drafters on a suite against one baseline.
 
-    Within every batch of prompts all sides take turns, some tokens each, so that a machine whose speed drifts slows all
-    of them, and further drafters cost their own time only. All sides emit the same number of tokens at temperature 0. A
-    batch in which a drafter raised an exception is left out of all its figures and named in its result's `failed`.
+    Within every batch of prompts all sides take turns, a few tokens each, so that drifts of the machine's speed affect
+    all of them, and each further drafter costs only its own time. All sides emit the same number of tokens at
+    temperature 0. A batch in which a drafter raised an exception is excluded from its figures and listed in `failed`.
 
     Args:
-        config: its `setting` is not read: each contender has one.
+        config: its `setting` is ignored, as each contender has one.
         on_batch: called after each batch, for a progress bar.
-        store: batches that are in it are not measured again, and those measured are put there.
+        store: batches found there are not measured again, and new ones are added.
 
-    Returns: of each contender the result, and the rows of rounds.jsonl, one per batch, side and repeat.
+    Returns: for each contender the result, and the rows of rounds.jsonl, one per batch, side and repeat.
     """
     config = replace(config, setting=None)
     for contender in contenders:
@@ -95,8 +95,8 @@ def measure_all(
 
 
 def most_at_once(target: Target, suite: Suite, config: MeasureConfig) -> int:
-    """Drafters that share a baseline: each side has a cache of the target's keys and values, and on a GPU all of them
-    should fit into half of the memory that is free. At least one."""
+    """How many drafters to measure together, at least one: each side has its own cache of keys and values, and on a GPU
+    all caches should fit into half of the free memory."""
     if target.device.type != "cuda" or not suite.prompts:
         return sys.maxsize
     longest = max(map(len, suite.prompts)) + config.max_new_tokens
@@ -113,7 +113,7 @@ def result_of(
     *,
     failed: Sequence[FailedPrompt],
 ) -> Result:
-    """What a contender's batches say, its texts checked."""
+    """The result of a contender's batches, with its texts checked."""
     drafter, setting, training = contender.drafter, contender.setting, contender.training
     prompts = [prompt for batch in batches for prompt in batch.suite.prompts]
     empty = unmeasured(
@@ -148,7 +148,7 @@ def result_of(
 
 
 def greedy_check(batches: Sequence[MeasuredBatch], runner: Runner) -> LosslessReport:
-    """The texts of the first repeat, compared with the baseline's; those that differ are replayed."""
+    """Compare the first repeat's texts with the baseline's, and replay those that differ."""
     whole, seen = LosslessReport(), set[int]()
     for batch in batches:
         run, numbers = batch.drafted.runs[0], [source.number for source in batch.suite.sources]
@@ -160,7 +160,7 @@ def greedy_check(batches: Sequence[MeasuredBatch], runner: Runner) -> LosslessRe
 def sampled_check(
     target: Target, prompts: list[list[int]], batches: Sequence[MeasuredBatch], config: MeasureConfig
 ) -> SamplingCheck:
-    """The texts of all repeats, held against the target's distribution."""
+    """Test the texts of all repeats against the target's distribution."""
     drafted = [texts for batch in batches for texts in batch.drafted.texts]
     plain = [texts for batch in batches for texts in batch.baseline.texts]
     return check_sampling(target, prompts, drafted, plain, config.sampling)
@@ -170,11 +170,11 @@ def sampled_check(
 def teacher_forced_length(
     target: Target, drafter: Drafter, batches: Sequence[MeasuredBatch], setting: DraftSetting
 ) -> float | None:
-    """acceptance_length that the head's training-time view predicts for the very text that decoding wrote.
+    """acceptance_length that teacher-forced drafts, as in training, give on the text that decoding wrote.
 
     It must equal the measured one up to rounds cut by max_new_tokens; a gap means that training and decoding disagree.
-    None for trees, for drafters that are no heads, where drafts are not all verified, and where more tokens are drafted
-    than losses were mixed for.
+    None for trees, for drafters that are not heads, if not all drafts are verified, and if more tokens are drafted than
+    `loss_by_depth` has mixes.
     """
     num_draft = setting.num_draft_tokens
     if setting.tree is not None or setting.verify_cost is not None or not isinstance(drafter, DraftHead):
@@ -195,7 +195,7 @@ def teacher_forced_length(
 
 
 def raw_rounds(result: Result, batches: Sequence[MeasuredBatch]) -> list[Row]:
-    """The rows of rounds.jsonl behind a result."""
+    """A result's rows of rounds.jsonl."""
     keys = ("drafter", "suite", "tree", "temperature", "batch_size", "num_draft_tokens")
     setting = {key: getattr(result, key) for key in keys}
     return [

@@ -1,4 +1,4 @@
-"""The definitions, from raw per-round records. docs/report_schema.md says them in words."""
+"""The definitions of the figures, from per-round records; docs/report_schema.md has them in words."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,23 +10,22 @@ from torch import Tensor
 from ...heads.base import ChainStarts
 from ..generate import Round
 
-LEAST_TIMED = 4  # prompts or batches from which the intervals hold what they promise
+LEAST_TIMED = 4  # prompts or batches needed for the intervals to have their nominal coverage
 
 
 @dataclass
 class Acceptance:
-    """Counts over rounds; a row of a batch counts as a round of its own while it is active, the prefill never."""
+    """Counts over rounds. Each active row of a batch counts as one round; prefills do not count."""
 
     num_rounds: int  # target forwards
-    num_committed: int  # tokens they gave, bonus tokens included
-    # how often each draft position was reached: all before it accepted, the text not ended, and the draft verified
-    tried: list[int]
-    taken: list[int]  # and how often it was accepted
+    num_committed: int  # tokens committed, bonus tokens included
+    tried: list[int]  # per draft position: it was verified, all before it were accepted, and the text had not ended
+    taken: list[int]  # per draft position: it was also accepted
     num_offered: int = 0  # drafts that were verified
 
     @classmethod
     def nothing(cls, num_draft_tokens: int) -> "Acceptance":
-        """Of no round."""
+        """Counts of no rounds."""
         return cls(0, 0, [0] * num_draft_tokens, [0] * num_draft_tokens)
 
     @property
@@ -36,11 +35,11 @@ class Acceptance:
 
     @property
     def rate(self) -> list[float | None]:
-        """acceptance_rate[k]: P(draft position k accepted | reached and verified); None where never reached."""
+        """acceptance_rate[k]: P(draft position k accepted | reached and verified); None if never reached."""
         return [taken / tried if tried else None for taken, tried in zip(self.taken, self.tried, strict=True)]
 
     def __add__(self, other: "Acceptance") -> "Acceptance":
-        """Of both together, drafts of one length."""
+        """The sums of both, for the same draft length."""
         tried, taken = zip(self.tried, other.tried, strict=True), zip(self.taken, other.taken, strict=True)
         rounds, committed = self.num_rounds + other.num_rounds, self.num_committed + other.num_committed
         offered = self.num_offered + other.num_offered
@@ -70,16 +69,16 @@ def acceptance(rounds: Iterable[Round], *, num_draft_tokens: int) -> Acceptance:
 
 
 def row_counts(done: Round) -> list[tuple[int, int, int]]:
-    """Of each row: tokens accepted, committed, and drafted ones verified."""
+    """For each row the numbers of tokens accepted, committed, and drafted tokens verified."""
     offered = done.num_offered or [done.num_drafted] * len(done.num_accepted)
     return list(zip(done.num_accepted, done.num_committed, offered, strict=True))
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Drafts that were reached and verified, by tenths of their estimates: `num_drafts` with an estimate in each, the
-    mean `estimated`, and the share `accepted`, None where there are none. brier: the mean of (estimate - accepted)^2
-    (Brier 1950); 0 is to know, 0.25 is to say a half to everything."""
+    """Calibration of the estimates of drafts that were reached and verified. For each tenth of the estimates: number of
+    drafts, mean estimate, and share accepted, None if empty. brier: the mean of (estimate - accepted)^2 (Brier 1950): 0
+    is perfect, 0.25 is a constant estimate of 1/2."""
 
     brier: float
     num_drafts: list[int]
@@ -88,7 +87,7 @@ class Calibration:
 
 
 def calibration(rounds: Iterable[Round]) -> Calibration | None:
-    """How true the estimates of rounds were; None where there were none."""
+    """The calibration of the estimates of rounds; None if there are none."""
     tenths: list[list[tuple[float, bool]]] = [[] for _ in range(10)]
     for done in rounds:
         for (accepted, committed, offered), estimates in zip(row_counts(done), done.estimates, strict=False):
@@ -104,15 +103,15 @@ def calibration(rounds: Iterable[Round]) -> Calibration | None:
 
 
 def expected_acceptance(starts: ChainStarts, hits: Tensor, *, num_draft_tokens: int) -> Acceptance:
-    """What decoding the given text would have counted, from teacher-forced drafts: the rounds are walked.
+    """The acceptance that decoding the given text would have had, computed from teacher-forced drafts.
 
-    A round at chain start t accepts the run of hits from depth 0 on, commits one more (the bonus) unless the text ends,
-    and the next round starts that many positions on. On text that the target itself wrote, greedily or sampled, this
-    equals real decoding with greedy drafts; on other text it answers as if the target had written it.
+    A round at chain start t accepts the consecutive hits from depth 0 on and commits one token more (the bonus) unless
+    the text ends; the next round starts that many positions later. On text that the target itself wrote, greedily or
+    sampled, this equals real decoding with greedy drafts; other text is treated as if the target had written it.
 
     Args:
-        starts, hits: of `DraftHead.loss`.
-        num_draft_tokens: K, at most the depths that were unrolled.
+        starts, hits: from `DraftHead.loss`.
+        num_draft_tokens: K, at most the number of depths in `hits`.
     """
     counted = Acceptance.nothing(num_draft_tokens)
     accepted = hits[..., :num_draft_tokens].long().cumprod(-1).sum(-1)  # [B, S]
@@ -134,19 +133,19 @@ def expected_acceptance(starts: ChainStarts, hits: Tensor, *, num_draft_tokens: 
 def ratio_and_interval(
     numerators: Sequence[float], denominators: Sequence[float]
 ) -> tuple[float, list[float] | list[None]]:
-    """Ratio of sums over paired entries (one per prompt or batch), and its 95 % interval; of one entry there is none.
+    """Ratio of sums over paired entries (one per prompt or batch), and its 95 % interval; no interval for one entry.
 
-    A t interval on the log ratio. Its variance is that of the linearised ratio, each entry's deviation divided by what
-    the others weigh, as leaving it out would have it (HC3: MacKinnon & White 1985); its degrees of freedom are those of
-    the effective number of entries (Kish 1965), since long answers weigh more. Below 8 entries bootstraps are far too
-    narrow: docs/LOG.md has the simulation.
+    A t interval on the log ratio. Its variance is that of the linearised ratio with leave-one-out weights (HC3,
+    MacKinnon & White 1985); its degrees of freedom come from the effective number of entries (Kish 1965), since long
+    answers weigh more. With fewer than 8 entries bootstrap intervals are far too narrow: see the simulation in
+    docs/LOG.md.
     """
     from scipy.special import stdtrit
 
     above, below = sum(numerators), sum(denominators)
     shares = [(a / above, b / below) for a, b in zip(numerators, denominators, strict=True)]
     weights = [(a + b) / 2 for a, b in shares]
-    if max(weights) > 1 - 1e-12:  # nothing but one entry
+    if max(weights) > 1 - 1e-12:  # a single entry
         return above / below, [None, None]
     variance = sum(((a - b) / (1 - weight)) ** 2 for (a, b), weight in zip(shares, weights, strict=True))
     effective = 1 / sum(weight**2 for weight in weights)

@@ -1,5 +1,5 @@
-"""How a measurement decodes: passes over batches of prompts, all drafters and their one baseline by turns, kept through
-kills."""
+"""The decoding passes of a measurement: all drafters and their common baseline take turns on each batch of prompts, and
+finished batches are stored, so that an interrupted measurement can resume."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -17,8 +17,8 @@ from .resume import BatchStore, Record, generations_from, record_of, settings_ke
 from .runner import Contender, Runner
 from .summary import MeasuredBatch, Side
 
-PORTION = 32  # new tokens per row that a side decodes before it is another's turn
-Measured = tuple[list[MeasuredBatch], list[FailedPrompt]]  # batches that could be decoded, and the prompts of others
+PORTION = 32  # new tokens per row that a side decodes in one turn
+Measured = tuple[list[MeasuredBatch], list[FailedPrompt]]  # decoded batches, and the prompts of failed ones
 
 
 def measure_batches(
@@ -30,7 +30,7 @@ def measure_batches(
     on_batch: Callable[[], object],
     store: BatchStore | None,
 ) -> list[Measured]:
-    """Of each contender its batches, all with the same baseline, and the prompts of batches that failed."""
+    """For each contender its batches, with the common baseline, and the prompts of batches that failed."""
     kept = None
     if store is not None:
         drafts = [[each.name, store.digest_of(each.drafter), asdict(each.setting)] for each in contenders]
@@ -85,12 +85,12 @@ def measure_parts(
     on_part: Callable[[], object],
     warms_each: bool = False,
 ) -> tuple[dict[int, Record], list[FailedPrompt]]:
-    """The records of those parts of a suite that could be decoded, by number, and the prompts of the others.
+    """Measure the parts of a suite: the records of successful parts by number, and the prompts of the others.
 
     Args:
-        measure_part: its record is kept unless something in it `failed`.
-        warm_up: not counted; before the first part that is measured, after a resume too, or with `warms_each` any.
-        kept: where records are kept, and the key of this measurement there.
+        measure_part: makes a part's record, which is stored unless it has an entry in `failed`.
+        warm_up: called, untimed, before the first part that is measured, or with `warms_each` before every one.
+        kept: the store of records, and the key of this measurement in it.
     """
     done: dict[int, Record] = {}
     failed: list[FailedPrompt] = []
@@ -103,9 +103,9 @@ def measure_parts(
                     warm_up(part)
                 is_warmed_up = True
                 record = measure_part(number, part)
-            except BadInput:  # of the settings: the prompts have been checked
+            except BadInput:  # wrong settings, as the prompts have been checked
                 raise
-            except Exception as error:  # out of memory, or a fault: the other parts are measured
+            except Exception as error:  # out of memory, or a bug: go on with the other parts
                 failed += failures_of(part, reason_of(error))
                 on_part()
                 continue
@@ -126,7 +126,7 @@ def reason_of(error: Exception) -> str:
 
 
 class Turn:
-    """One side's pass over a batch, in portions; what was raised in it, with the engine dropped, ends it."""
+    """One side's pass over a batch, in portions. An exception ends it: it is kept, and the engine is dropped."""
 
     def __init__(self, runner: Runner, prompts: list[list[int]], seed: int):
         self.runner, self.prompts, self.seed = runner, prompts, seed
@@ -139,7 +139,7 @@ class Turn:
         return self.error is not None or (self.decoding is not None and self.decoding.is_done)
 
     def decode(self, num_new: int) -> None:
-        """On until each row has so many new tokens, or has ended. Raises BadInput, of settings."""
+        """Decode until each row has num_new new tokens or has ended. Raises BadInput on wrong settings."""
         if self.is_done:
             return
         try:
@@ -155,8 +155,9 @@ class Turn:
 
 
 def decode_by_turns(runners: Sequence[Runner], prompts: list[list[int]], seed: int, *, first: int = 0) -> list[Turn]:
-    """One pass of every side over a batch, a portion of tokens each at a time, so that a machine whose speed drifts
-    slows all of them. Args: first: which begins; the order is reversed with every portion."""
+    """One pass of every side over a batch, in turns of PORTION tokens, so that drifts of the machine affect all sides.
+
+    Args: first: the side that begins; the order is reversed after every turn."""
     turns = [Turn(runner, prompts, seed) for runner in runners]
     order = turns[first:] + turns[:first]
     num_new = 0
@@ -171,9 +172,9 @@ def decode_by_turns(runners: Sequence[Runner], prompts: list[list[int]], seed: i
 def all_sides(
     runners: Sequence[Runner], prompts: list[list[int]], config: MeasureConfig, *, number: int
 ) -> list[Side | Exception]:
-    """All repeats of the baseline, which is the first, and of every contender; of one that failed what it raised.
+    """All repeats of the baseline, which comes first, and of every contender; its exception if one failed.
 
-    Raises what the baseline raised.
+    Raises: the baseline's exception, if it failed.
     """
     sides = [Side() for _ in runners]
     errors: dict[int, Exception] = {}
@@ -193,8 +194,8 @@ def all_sides(
 def least_disturbed(
     once: Callable[[], Sequence[Side | Exception]], *, most_again: int
 ) -> tuple[Sequence[Side | Exception], int]:
-    """A batch's passes, measured again as long as some are disturbed, at most so often: the attempt with the fewest
-    disturbed passes, the first of several, and how often they were measured again."""
+    """A batch's passes, measured again up to most_again times while any is disturbed. Returns the (first) attempt with
+    the fewest disturbed passes, and how often the batch was measured again."""
     attempts = [once()]
     counts = [num_disturbed(attempts[0])]
     while counts[-1] and len(attempts) <= most_again:
@@ -204,11 +205,11 @@ def least_disturbed(
 
 
 def num_disturbed(sides: Sequence[Side | Exception]) -> int:
-    """How many passes of a batch are, the baseline's beside each contender's."""
+    """How many passes of a batch were disturbed; the baseline's count once per contender."""
     plain, *drafted = (side for side in sides if isinstance(side, Side))
     return sum(sum(map(bool, passes_disturbed(side, plain))) for side in drafted)
 
 
 def seed_of(seed: int, batch: int, repeat: int) -> int:
-    """What a pass samples with: others for each batch and repeat, the same in another measurement."""
+    """The sampling seed of a pass: different for each batch and repeat, the same in every measurement."""
     return int(np.random.SeedSequence([seed, batch, repeat]).generate_state(1)[0])

@@ -1,4 +1,4 @@
-"""Greedy decoding once more, one token per forward, in forwards of the very shapes in which a text was verified."""
+"""Replaying greedy decoding, one token per forward, in forwards of the same shapes in which a text was verified."""
 
 from collections.abc import Sequence
 
@@ -14,23 +14,23 @@ from .lossless import Unproved
 def first_unproved(
     engine: Engine, prompts: list[list[int]], run: Generation, *, max_new_tokens: int, stop: Stop
 ) -> Unproved:
-    """Of each row the first token that this decoding does not choose, by its index in the text; None: it writes the
-    speculative text itself.
+    """For each row, the index of the first token of the text that this decoding does not choose; None: it writes the
+    speculative text exactly.
 
-    Sums are rounded by the order in which they are taken, and that depends on the shape of a forward: so a text may
-    differ from the baseline's, whose forwards read one token, though nothing is wrong. Here both sides have equal
-    shapes. The prompts are read as before; then every forward has the batch, width, positions, cache slots, extent and
-    (of a tree) mask of the round in which its token was verified, and gives one token, the argmax at the place where
-    the verification had it. What no forward has given yet is filler. So each token is chosen behind its own prefix, by
-    a forward that has read neither drafts nor anything that follows, and keys and values are those of these forwards:
-    no accept rule, no drafter and nothing of the speculative cache takes part. If each choice is the text's token,
-    then by induction greedy decoding in forwards of these shapes writes this text: that is the proof. If not, it does
-    not, and rounding by shape is no excuse. Not equal are the contents of rejected drafts: they matter where a row's
-    arithmetic depends on other rows' contents, as the size of an expert's batch does in a mixture of experts.
+    Floating-point sums depend on the order of summation, and thus on the shape of a forward: a correct text may differ
+    from the baseline's, whose forwards read one token. So here the shapes are made equal. The prompts are read as
+    before. Then every forward has the batch, width, positions, cache slots, extent and (for a tree) mask of the round
+    in which its token was verified, and yields one token, the argmax at the place where the verification had it; tokens
+    that no forward has yielded yet are replaced by filler. So each token is chosen from its own prefix, by a forward
+    that has read neither drafts nor later tokens, and keys and values come from these forwards: no accept rule, drafter
+    or speculative cache is involved. If every choice is the text's token, then by induction greedy decoding in forwards
+    of these shapes writes this text, which is the proof. If not, rounding does not explain the difference. The contents
+    of rejected drafts are not reproduced; they matter only if a row's arithmetic depends on the contents of other rows,
+    as the batch of an expert does in a mixture of experts.
 
     Args:
-        engine: greedy, of the settings of the run, with the same drafter, of which only its shapes are used.
-        run: what speculation wrote; its rounds say where each verification began, and what it accepted.
+        engine: greedy, with the settings of the run and the same drafter, of which only the shapes are used.
+        run: the speculative texts; its rounds tell where each verification started and what it accepted.
     """
     texts = run.token_ids
     found: Unproved = [None if is_whole(new, max_new_tokens, stop) else len(new) for new in texts]
@@ -54,7 +54,7 @@ def is_whole(new: Sequence[int], max_new_tokens: int, stop: Stop) -> bool:
 
 
 def confirm(found: Unproved, texts: Sequence[Sequence[int]], starts: Sequence[int], chosen: list[list[int]]) -> None:
-    """Note in `found` the first token from `starts` on that was not chosen, unless an earlier one is known."""
+    """Record in `found` the first token from `starts` on that was not chosen, unless an earlier one is known."""
     for row, (new, start, tokens) in enumerate(zip(texts, starts, chosen, strict=True)):
         pairs = enumerate(zip(new[start : start + len(tokens)], tokens, strict=True), start)
         wrong = next((index for index, (token, own) in pairs if token != own), None)
@@ -64,7 +64,7 @@ def confirm(found: Unproved, texts: Sequence[Sequence[int]], starts: Sequence[in
 
 
 def chosen_in_round(engine: Engine, whole: list[list[int]], starts: list[int], done: Round) -> list[list[int]]:
-    """The target's choices for the tokens that a round emitted, each by a forward of its own.
+    """The target's choices for the tokens that a round emitted, each from a separate forward.
 
     Args: whole: prompts and texts. starts: the position of each row's last token before the round.
     """
@@ -91,7 +91,7 @@ def chosen_in_round(engine: Engine, whole: list[list[int]], starts: list[int], d
 
 
 def keep_paths(engine: Engine, paths: list[list[int]], start: Tensor) -> None:
-    """Move the accepted nodes of trees up behind the last committed tokens, as verification does."""
-    padded = [path + [0] * (engine.depth - len(path)) for path in paths]  # what lies behind a path is read by no query
+    """Move the accepted nodes of trees right after the last committed tokens, as verification does."""
+    padded = [path + [0] * (engine.depth - len(path)) for path in paths]  # no query sees slots beyond a path
     behind = start[:, None] + 1  # [B, 1] slot of node 0
     engine.cache.move(behind + torch.tensor(padded, device=start.device), behind + engine.offsets[: engine.depth])

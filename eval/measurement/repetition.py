@@ -1,4 +1,4 @@
-"""How much texts repeat themselves: greedy ones may fall into a loop, which any drafter of copies drafts for free."""
+"""How much texts repeat themselves: greedy texts may fall into a loop, which any look-up drafter drafts easily."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,13 +7,13 @@ import numpy as np
 
 GRAM = 4  # tokens
 LOOPING = 0.5  # share of repeated 4-grams above which a text counts as looping
-LONGEST_PERIOD = 1024  # tokens: loops of longer ones are not looked for
+LONGEST_PERIOD = 1024  # tokens; loops with a longer period are not detected
 
 
 @dataclass(frozen=True)
 class TextRepetition:
-    """Of one prompt's text (of several, the mean and the longest). repeated: the share of its 4-grams that stood in it
-    before. longest_loop: tokens of the longest stretch that repeats what stands right before it."""
+    """Repetition in one prompt's text (of several texts, the mean and the longest). repeated: the share of its 4-grams
+    that occurred in it before. longest_loop: tokens of the longest stretch that repeats what is right before it."""
 
     prompt: int
     repeated: float
@@ -26,7 +26,7 @@ class TextRepetition:
 
 @dataclass(frozen=True)
 class Repetition:
-    """mean_repeated: over the texts. num_looping: texts of whose 4-grams more than half are repeated."""
+    """mean_repeated: mean over the texts. num_looping: texts with more than half of their 4-grams repeated."""
 
     mean_repeated: float | None = None
     num_looping: int = 0
@@ -45,7 +45,7 @@ class Repetition:
 
 @dataclass(frozen=True)
 class WithoutLoops:
-    """The figures of a result without the prompts whose texts loop. num_timed: prompts, or batches without any."""
+    """A result's figures without the prompts whose texts loop. num_timed: prompts, or batches without such prompts."""
 
     num_prompts: int
     num_timed: int
@@ -67,7 +67,7 @@ def repeated_share(text: Sequence[int]) -> float:
 
 
 def longest_loop(text: Sequence[int]) -> int:
-    """Tokens of the longest stretch each of which equals the one a period before, a period or more of them."""
+    """Length in tokens of the longest stretch, at least one period long, that equals the text one period earlier."""
     ids, longest = np.asarray(text), 0
     for period in range(1, min(len(ids) // 2, LONGEST_PERIOD) + 1):
         if len(ids) - period <= longest:

@@ -1,4 +1,4 @@
-"""What was measured, typed: an entry of report.json's `results`. docs/report_schema.md defines every key."""
+"""The typed entries of report.json's `results`; docs/report_schema.md defines every key."""
 
 import json
 from dataclasses import asdict, dataclass, field, fields
@@ -13,7 +13,7 @@ from .sampling_check import SamplingCheck
 
 T = TypeVar("T")
 ENGINE = "headstart"  # the `engine` of results of our own decoding
-SERVER = "llama-server"  # of a head's in that engine, over the same without it
+SERVER = "llama-server"  # of results of a head in llama-server, compared with llama-server without it
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class DomainPart:
 
 @dataclass(frozen=True)
 class BeyondTraining:
-    """Acceptance in contexts longer than any training row, and `within` those as long."""
+    """Acceptance in contexts longer than any training row, and `within` the training length."""
 
     num_rounds: int
     acceptance_length: float | None
@@ -55,7 +55,7 @@ class FixedTreeShape:
 
 @dataclass(frozen=True)
 class TreeLimits:
-    """Of a dynamic tree, whose shape is another in every round."""
+    """The limits of a dynamic tree, whose shape changes in every round."""
 
     num_nodes: int
     depth: int
@@ -64,7 +64,7 @@ class TreeLimits:
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """Of a head whose vocabulary is cut. coverage: the share of the tokens written here that it can draft."""
+    """A head's cut vocabulary. coverage: the share of the measured texts' tokens that it can draft."""
 
     size: int
     coverage: float | None
@@ -72,7 +72,7 @@ class DraftVocabulary:
 
 @dataclass(frozen=True)
 class Conventions:
-    """The same counts as other engines name them. vllm_per_position is joint: P(first k + 1 drafts all accepted)."""
+    """Acceptance by other engines' definitions. vllm_per_position is joint: P(first k + 1 drafts all accepted)."""
 
     vllm_mean_acceptance_length: float | None = None
     vllm_per_position: list[float] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Conventions:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Of the baseline: 1e9 bytes that its steps read per second, and the share of a copy's bandwidth that this is."""
+    """The baseline's read bandwidth in GB/s (1e9 bytes per second), and as a share of the machine's copy bandwidth."""
 
     gigabytes_per_second: float | None = None
     share_of_copy: float | None = None
@@ -101,10 +101,10 @@ class Timing:
 
 @dataclass(frozen=True)
 class StepMedians:
-    """Median milliseconds of a whole round, of its verification, and of a baseline step, whole and its target's part;
-    and the speedup that they give with the acceptance length."""
+    """Median milliseconds of a round, of its verification, of a baseline step, and of that step's target forward; and
+    the speedup that follows from these and the acceptance length."""
 
-    LEAST_VERIFY: ClassVar[float] = 0.9  # baseline steps that reading more tokens takes at least, where all is well
+    LEAST_VERIFY: ClassVar[float] = 0.9  # least plausible time of verifying several tokens, in baseline steps
 
     round_ms: float | None = None
     verify_ms: float | None = None
@@ -115,7 +115,7 @@ class StepMedians:
 
     @property
     def is_impossible(self) -> bool:
-        """Whether verifying several tokens is said to be faster than reading one."""
+        """Whether verifying several tokens was measured to be faster than reading one."""
         if self.verify_ms is None or self.baseline_verify_ms is None:
             return False
         return self.verify_ms < self.LEAST_VERIFY * self.baseline_verify_ms
@@ -123,7 +123,7 @@ class StepMedians:
 
 @dataclass(frozen=True)
 class Disturbance:
-    """Passes that were timed, those that stayed disturbed and why, how often a batch was measured again, and the mean
+    """Numbers of timed and of disturbed passes with the reasons, how often a batch was measured again, and the mean
     share of the processor that other processes used; None: not known."""
 
     num_passes: int = 0
@@ -180,7 +180,7 @@ class TrainingRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One drafter on one suite with one setting. Figures are None where there was nothing to measure."""
+    """One drafter on one suite with one setting. Figures are None if there was nothing to measure."""
 
     engine: str
     drafter: str
@@ -251,7 +251,7 @@ class Result:
 
     @property
     def is_beside(self) -> bool:
-        """Whether it is of an engine that was timed beside ours, and not over itself without drafts."""
+        """Whether it is of another engine compared with ours, rather than with itself without drafts."""
         return self.engine not in (ENGINE, SERVER)
 
     def to_json(self) -> dict[str, Any]:
@@ -278,7 +278,7 @@ class Result:
         return read_json(cls, {**entry, "trained": raw}, where=where)
 
 
-# which older reports do not have
+# keys that older reports lack
 LATER_KEYS = {"num_timed", "repetition", "without_loops", "verify_cost", "drafts_verified", "calibration"}
 TYPICAL_KEYS = {"typical_epsilon", "typical_delta"}
 OTHER_ENGINES_KEYS = {"ours_tokens_per_second", "ours_over_theirs", "ours_over_theirs_ci95"}

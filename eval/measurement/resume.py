@@ -1,4 +1,4 @@
-"""What was measured so far, on disk batch by batch: a measurement that was killed goes on where it stopped."""
+"""Storing finished batches on disk, so that an interrupted measurement resumes where it stopped."""
 
 import hashlib
 import json
@@ -22,19 +22,19 @@ from .environment import device_name
 
 FILE = "measured.jsonl"
 Record = dict[str, Any]
-TREE = -1  # the batch number under which a measurement keeps its tree
+TREE = -1  # the batch number under which a measurement stores its tree
 
 
 class BatchStore:
-    """OUTPUT/measured.jsonl: a line per finished batch, under the key of all that its figures depend on.
+    """OUTPUT/measured.jsonl: a line per finished batch, under a key that hashes all that its figures depend on.
 
-    A line is written and synced when all repeats and sides of its batch are done. Lines of other keys, left by a
-    measurement with other settings, are kept. The file exists from the first batch until the report is written. One
-    process at a time.
+    A line is written and synced when all repeats and sides of its batch are done. Lines with other keys, from
+    measurements with other settings, are kept. The file exists from the first batch until the report is written. Only
+    one process at a time may use it.
     """
 
     def __init__(self, folder: str | Path, *, on_first: Callable[[], object] = lambda: None):
-        """on_first: called when there is a file to go on from."""
+        """Args: on_first: called when the file is opened or created."""
         self.path, self._on_first = Path(folder) / FILE, on_first
         self._file: BinaryIO | None = None
         self._offsets: dict[tuple[str, int], int] = {}  # of each line's first byte
@@ -42,7 +42,7 @@ class BatchStore:
         self.used: set[str] = set()
 
     def __enter__(self) -> "BatchStore":
-        """Raises BadInput where another process measures into the folder, and on a damaged file."""
+        """Raises BadInput if another process measures into the folder, and on a damaged file."""
         if self.path.exists():
             self._open()
         return self
@@ -56,7 +56,7 @@ class BatchStore:
         return sum(batch != TREE for _, batch in self._offsets)
 
     def get(self, key: str, batch: int) -> Record | None:
-        """The record of a batch; None where it is still to be measured."""
+        """The record of a batch; None if it is still to be measured."""
         self.used.add(key)
         if (key, batch) not in self._offsets:
             return None
@@ -65,7 +65,7 @@ class BatchStore:
         return json.loads(self._file.readline())["measured"]
 
     def add(self, key: str, batch: int, record: Record) -> None:
-        """Keep a batch, on disk when this returns."""
+        """Store a batch; it is on disk when this returns."""
         file = self._file or self._open()
         assert (key, batch) not in self._offsets, "a batch was measured twice"
         offset = file.seek(0, os.SEEK_END)
@@ -75,7 +75,7 @@ class BatchStore:
         self._offsets[key, batch] = offset
 
     def finish(self) -> None:
-        """Drop what the finished report holds; the file is removed where nothing else is in it."""
+        """Drop the batches of the finished report, and the file if nothing else is in it."""
         if self._file is None:
             return
         offsets = sorted(offset for (key, _), offset in self._offsets.items() if key not in self.used)
@@ -95,7 +95,7 @@ class BatchStore:
         return self._digests[id(drafter)]
 
     def _open(self) -> BinaryIO:
-        """Positioned after the last whole line; what a kill left behind it is cut off."""
+        """Open and index the file; an incomplete last line, left by a kill, is cut off. Raises as `__enter__`."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = self._file = locked(self.path)
         self._on_first()
@@ -119,9 +119,9 @@ def settings_key(
 ) -> str:
     """The key of a measurement: a hash of everything that its figures depend on.
 
-    That is the weights and the config of the target, its dtype and device, the drafter down to its weights, the
-    prompts, the settings, the number of threads and the versions. Names too: what a report tells apart is measured
-    apart.
+    These are the target's weights, config, dtype and device, the drafter including its weights, the prompts, the
+    settings, the number of threads and the versions; also the names, so that results that a report distinguishes are
+    measured separately.
     """
     parts = {
         "engine": engine,
@@ -139,15 +139,15 @@ def settings_key(
 def kept_in(
     store: BatchStore | None, target: Target, drafter: Any, suite: Suite, config: Any, *, name: str, engine: str
 ) -> tuple[BatchStore, str] | None:
-    """The store, where there is one, and the key of a measurement in it. Args: config: the settings, a dataclass."""
+    """The store, if any, and the key of a measurement in it. Args: config: the settings, a dataclass."""
     if store is None:
         return None
     return store, settings_key(target, drafter, suite, asdict(config), name=name, engine=engine, store=store)
 
 
 def identity(drafter: Any) -> str:
-    """Which drafter this is: its class and plain settings, the weights of a head byte by byte, the fingerprint of a
-    model."""
+    """A hash that identifies a drafter: its class and plain settings, all bytes of a head's weights, the fingerprint of
+    a model."""
     digest = hashlib.sha256(type(drafter).__qualname__.encode())
     if isinstance(drafter, nn.Module):
         digest.update(repr(getattr(drafter, "config", None)).encode())

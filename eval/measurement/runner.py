@@ -1,4 +1,4 @@
-"""The engine of a draft setting, and how a measurement decodes batches of prompts in it, to time or to replay them."""
+"""Building the engine of a draft setting, and decoding batches of prompts with it, to time or to replay them."""
 
 from dataclasses import dataclass, replace
 
@@ -28,7 +28,7 @@ def build_engine(
     steps: str = "eager",
     generator: torch.Generator | None = None,
 ) -> Engine:
-    """The engine of a draft setting, or the baseline where that is None. Args: as of `Engine`."""
+    """The engine of a draft setting, or the baseline's if that is None. Args: as for `Engine`."""
     return Engine(
         target,
         drafter if setting else None,
@@ -45,10 +45,10 @@ def build_engine(
 
 
 class Runner:
-    """Decodes batches of these prompts with a drafter, in the config's setting, or without one: the baseline.
+    """Decodes batches of these prompts with a drafter in the config's setting, or without one, as the baseline.
 
-    One engine per batch size serves all batches, so that recorded steps are recorded once. An engine in which an
-    exception was raised is to be dropped.
+    One engine per batch size serves all batches, so that steps are recorded only once. After an exception, the engine
+    must be dropped.
     """
 
     def __init__(self, target: Target, drafter: Drafter | None, prompts: list[list[int]], config: MeasureConfig):
@@ -78,13 +78,13 @@ class Runner:
         return self.engines[batch_size]
 
     def begin(self, batch: list[list[int]], seed: int) -> Decoding:
-        """A decoding of this batch that has not read it yet. Args: seed: of what is drawn, at temperature > 0."""
+        """Start decoding a batch, without reading it yet. Args: seed: of the sampling at temperature > 0."""
         if self.generator is not None:
             self.generator.manual_seed(seed)
         return Decoding(self.engine(len(batch)), batch, max_new_tokens=self.config.max_new_tokens, stop=self.stop)
 
     def drop(self, batch_size: int) -> None:
-        """Let an engine go: whatever state it is in, and its memory."""
+        """Drop an engine, which frees its memory."""
         self.engines.pop(batch_size, None)
 
     def __call__(self, batch: list[list[int]], seed: int) -> Generation:
@@ -99,14 +99,14 @@ class Runner:
         return decoding.generation
 
     def replay(self, batch: list[list[int]], run: Generation) -> Unproved:
-        """What the baseline does not write of what was decoded, in forwards of equal shapes: see `first_unproved`."""
+        """`first_unproved` of a run on this batch."""
         limit = self.config.max_new_tokens
         return first_unproved(self.engine(len(batch)), batch, run, max_new_tokens=limit, stop=self.stop)
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A drafter in a setting, to be measured beside others over one baseline."""
+    """A drafter in a setting, to be measured together with others against one baseline."""
 
     name: str  # what the report calls the drafter
     drafter: Drafter

@@ -1,4 +1,4 @@
-"""Are sampled texts the target's? Where each token lies in the target's own distribution behind the same prefix."""
+"""Tests whether sampled texts are the target's, by each token's quantile in the target's distribution at its prefix."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 from ...heads.target import Target
 from ..sampling import Sampling, target_probs
 
-SMALLEST_P = 1e-6  # a lossless run falls below it once in a million results
+SMALLEST_P = 1e-6  # a lossless run falls below this once in a million results
 CHUNK = 256  # positions whose distributions are held at a time
 
 
@@ -18,12 +18,12 @@ class SamplingCheck:
     """Kolmogorov-Smirnov test of sampled tokens against the target's distribution."""
 
     num_tokens: int  # sampled with drafts
-    p_value: float | None  # how often chance alone gives as large a deviation
-    baseline_p_value: float | None  # the same of texts sampled without drafts
+    p_value: float | None  # of texts sampled with drafts; None: too few tokens
+    baseline_p_value: float | None  # of texts sampled without drafts
 
     @property
     def holds(self) -> bool:
-        """Whether the texts may have been drawn from the target's distribution."""
+        """Whether the texts are compatible with the target's distribution."""
         return self.p_value is None or self.p_value >= SMALLEST_P
 
 
@@ -34,7 +34,7 @@ def check_sampling(
     baseline: Sequence[Sequence[Sequence[int]]],
     sampling: Sampling,
 ) -> SamplingCheck:
-    """Args: sampled, baseline: the new tokens of every prompt, several texts of it, each drawn with other numbers."""
+    """Test both sides' texts. sampled, baseline: for every prompt its texts' new tokens, sampled independently."""
     ours, theirs = (
         torch.cat([torch.empty(0), *quantiles(target, prompts, texts, sampling)]) for texts in (sampled, baseline)
     )
@@ -45,12 +45,12 @@ def check_sampling(
 def quantiles(
     target: Target, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[Sequence[int]]], sampling: Sampling
 ) -> Iterable[Tensor]:
-    """Of each text the quantile of every new token, [n]: the probability of all more probable tokens, and a random part
-    of its own.
+    """For each text the quantiles [n] of its new tokens: the probability of all more probable tokens, plus a random
+    fraction of its own.
 
-    Tokens that are draws from the target's distribution have independent quantiles, uniform in [0, 1], whatever that
-    distribution is (probability integral transform, randomised as for a discrete one: Brockwell 2007). A rule that
-    keeps drafts too readily piles them up where the drafter's favourites lie.
+    Tokens sampled from the target's distribution have independent uniform quantiles in [0, 1], whatever that
+    distribution is (randomised probability integral transform: Brockwell 2007). A rule that accepts drafts too readily
+    makes the quantiles of the drafter's preferred tokens too frequent.
     """
     source = torch.Generator().manual_seed(0)
     for prompt, several in zip(prompts, texts, strict=True):
@@ -64,8 +64,8 @@ def quantiles(
 
 
 def above_and_own(probs: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """[n, V], [n] -> [n] each: the probability of all that come before a token, and its own; the most probable comes
-    first, of equals the lowest id."""
+    """probs [n, V], tokens [n] -> [n] each: the probability of all tokens before a token in descending order of
+    probability (ties by id), and its own."""
     own = probs.gather(1, tokens[:, None])  # [n, 1]
     ids = torch.arange(probs.shape[1], device=probs.device)
     comes_before = (probs > own) | ((probs == own) & (ids < tokens[:, None]))
@@ -73,9 +73,9 @@ def above_and_own(probs: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def uniform_p_value(values: Tensor) -> float | None:
-    """The chance that as many uniform draws deviate from uniform by as much as these [n]; None of fewer than 20.
+    """p-value of the Kolmogorov-Smirnov test that values [n] are uniform in [0, 1]; None if n < 20.
 
-    Kolmogorov-Smirnov, with Stephens' correction for few (1970).
+    With Stephens' correction for small n (1970).
     """
     size = len(values)
     if size < 20:

@@ -1,4 +1,4 @@
-"""How long rounds take here, by batch, context and setting: measured by decoding, and interpolated in between."""
+"""Durations of rounds on this machine by batch size, context and setting: measured, and interpolated in between."""
 
 import math
 import statistics
@@ -20,7 +20,7 @@ from .config import DraftSetting
 from .runner import build_engine
 
 NUM_ROUNDS = 8  # timed per cell and pass
-NUM_PASSES = 4  # over all cells, in alternating order: a cell's passes lie apart in time
+NUM_PASSES = 4  # over all cells, in alternating order, so that a cell's passes are spread in time
 
 PARTS = ("draft_ms", "verify_ms", "overhead_ms", "reading_ms", "prefill_ms")
 
@@ -37,10 +37,10 @@ class StepTime:
     draft_ms: float
     verify_ms: float
     overhead_ms: float
-    reading_ms: float = 0.0  # once per batch of texts: the drafter reads the prompts,
-    prefill_ms: float = 0.0  # and the target
-    num_timed: int = 0  # rounds that the medians are of
-    spread: float | None = None  # of several passes: (slowest - fastest) / median round, in baseline steps beside it
+    reading_ms: float = 0.0  # the drafter's time for reading the prompts, once per batch
+    prefill_ms: float = 0.0  # the target's time for reading the prompts, once per batch
+    num_timed: int = 0  # number of rounds behind the medians
+    spread: float | None = None  # over passes: (slowest - fastest) / median round, relative to baseline steps
 
     @classmethod
     def of(
@@ -56,7 +56,7 @@ class StepTime:
         return self.draft_ms + self.verify_ms + self.overhead_ms
 
     def scaled(self, factor: float) -> "StepTime":
-        """All its times so much longer."""
+        """All times multiplied by a factor."""
         return replace(self, **{name: getattr(self, name) * factor for name in PARTS})
 
     def as_json(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def measure_step_times(
         contexts: tokens of the prompts. text: of the target's domain, to cut them from; repeated where it is short.
         num_rounds: per cell and pass; None: NUM_ROUNDS. seconds: no second pass is begun that would end later.
 
-    Raises: BadInput where a context and its rounds exceed what the target reads.
+    Raises: BadInput if a context and its rounds exceed what the target reads.
     """
     check_room(target, contexts, settings)
     cells = [
@@ -115,8 +115,8 @@ def measure_step_times(
 class TimedCell:
     """Rounds of every setting, and baseline steps, at one batch size and context, timed in passes.
 
-    Each pass over a setting is followed by baseline steps, and counts relative to these: where the machine's speed
-    drifts, both drift. The result is in milliseconds again, by the median baseline step.
+    Each pass over a setting is followed by baseline steps and measured relative to them, so that drifts of the
+    machine's speed cancel. The result is converted to milliseconds with the median baseline step.
     """
 
     def __init__(
@@ -144,9 +144,9 @@ class TimedCell:
 
     @torch.no_grad()
     def run(self, *, on_setting: Callable[[], object] = lambda: None, reads_again: bool = False) -> None:
-        """One pass over everything, the settings in turns from either end. Engines are kept for the next one.
+        """One pass over all settings, in alternating order. Engines are kept for the next pass.
 
-        Args: reads_again: also read the prompts anew where they were read by an earlier pass.
+        Args: reads_again: also time reading the prompts again.
         """
         forth = self.settings if len(self.plain) % (2 * (len(self.settings) + 1)) == 0 else self.settings[::-1]
         if reads_again:
@@ -191,9 +191,9 @@ class TimedCell:
 
 
 class Decoding:
-    """An engine behind prompts that it has read; its rounds can be run from there again and again.
+    """An engine that has read prompts, and whose rounds can be timed repeatedly from that state.
 
-    But for drafters on the host, which remember what they read: `read` comes first there.
+    Drafters on the host keep the texts of earlier rounds: call `read` before timing them again.
     """
 
     def __init__(self, engine: Engine, rows: list[list[int]], setting: DraftSetting | None):
@@ -209,7 +209,7 @@ class Decoding:
         self.first_tokens, self.prefill_seconds = texts.new, first.seconds
 
     def time(self, num_rounds: int) -> StepTime:
-        """Medians over so many rounds, behind a first one that does not count; texts do not end."""
+        """Medians over num_rounds rounds after a warm-up round; texts do not end."""
         texts, state, rounds = self._texts(), self.state, []
         texts.new = [list(row) for row in self.first_tokens]
         for _ in range(num_rounds + 1):
@@ -241,7 +241,7 @@ def most_tokens(setting: DraftSetting | None) -> int:
 
 
 def check_room(target: Target, contexts: Iterable[int], settings: Sequence[DraftSetting]) -> None:
-    """Raises BadInput where the longest context and its timed rounds exceed what the target reads."""
+    """Raises BadInput if the longest context and its timed rounds exceed what the target reads."""
     longest, most = max(contexts), max(map(most_tokens, settings), default=NUM_ROUNDS)
     if longest + most > target.max_positions:
         raise BadInput(
@@ -250,7 +250,7 @@ def check_room(target: Target, contexts: Iterable[int], settings: Sequence[Draft
 
 
 def cut(text: Sequence[int], start: int, length: int) -> list[int]:
-    """So many tokens of a text from a position on, round and round."""
+    """`length` tokens of a text from a position on, repeating the text from its start."""
     return [text[(start + i) % len(text)] for i in range(length)]
 
 
@@ -264,12 +264,12 @@ def median_of(passes: Sequence[StepTime]) -> StepTime:
 
 @dataclass(frozen=True)
 class StepTable:
-    """Measured step times, linear between what was measured, and beyond it along the outermost two."""
+    """Measured step times with linear interpolation, and linear extrapolation from the outermost two points."""
 
     times: tuple[StepTime, ...]
 
     def at(self, setting: DraftSetting | None, *, batch_size: float, context: float) -> StepTime:
-        """A round of a setting, or a baseline step. A chain that was not measured lies between those that were."""
+        """A round of a setting, or a baseline step; chains that were not measured are interpolated. Raises BadInput."""
         known = [time for time in self.times if time.setting == (setting.name if setting else None)]
         if not known and setting is not None and setting.tree is None:
             known = [time for time in self.times if time.setting and time.num_tokens == time.num_draft_tokens + 1]
@@ -282,7 +282,7 @@ class StepTable:
 
 
 def interpolated(times: Sequence[StepTime], part: str, axes: Sequence[tuple[str, float]]) -> float:
-    """A part of the times, linear along each axis, a field of StepTime, at the value beside it."""
+    """A part of the times at a point given by (axis, value) pairs, linear along each axis (a field of StepTime)."""
     if not axes:
         return getattr(times[0], part)
     (axis, at), *others = axes

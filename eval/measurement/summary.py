@@ -1,4 +1,4 @@
-"""From the rounds of both sides to the figures of a result; a `Result` is made here and nowhere else."""
+"""Computing the figures of a result from the rounds of both sides; results are made here and nowhere else."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -38,7 +38,7 @@ class Side:
 
     @property
     def decode_tokens(self) -> int:
-        """Emitted tokens but the first of each row, which the prefill gives."""
+        """Emitted tokens, without the first of each row, which the prefill gives."""
         return sum(sum(done.num_emitted) for run in self.runs for done in run.rounds[1:])
 
     @property
@@ -49,17 +49,17 @@ class Side:
 
 @dataclass(frozen=True)
 class MeasuredBatch:
-    """One batch of prompts, and what both sides did with it."""
+    """One batch of prompts, and both sides' generations."""
 
     number: int
-    suite: Suite  # with these prompts alone
+    suite: Suite  # with only these prompts
     drafted: Side
     baseline: Side
     num_again: int = 0  # times that it was measured again, because passes were disturbed
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Of the baseline and of speculation, for as many tokens as speculation emitted: prefills left out."""
+        """Baseline and speculative decoding time, for the number of tokens that speculation emitted; no prefills."""
         per_token = self.baseline.decode_seconds / max(1, self.baseline.decode_tokens)
         return per_token * self.drafted.decode_tokens, self.drafted.decode_seconds
 
@@ -74,7 +74,7 @@ def unmeasured(
     num_prompts: int,
     failed: list[FailedPrompt],
 ) -> Result:
-    """A result without figures: what is measured, and how. Args: num_prompts: those that were decoded."""
+    """A result without figures, only with what is measured and how. Args: num_prompts: that were decoded."""
     return Result(
         engine=engine,
         drafter=drafter,
@@ -112,7 +112,7 @@ def tree_shape(tree: Tree | None) -> FixedTreeShape | TreeLimits | None:
 
 
 def with_figures(result: Result, target: Target, batches: Sequence[MeasuredBatch]) -> Result:
-    """The result with all that is derived from the rounds alone."""
+    """The result with all figures that follow from the rounds."""
     # greedy repeats count the same rounds: acceptance is taken from the first; sampled ones differ: from all
     counted_runs = 1 if result.temperature == 0 else result.num_repeats
     runs = [run for batch in batches for run in batch.drafted.runs[:counted_runs]]
@@ -153,7 +153,7 @@ def with_figures(result: Result, target: Target, batches: Sequence[MeasuredBatch
 
 
 def repetitions(batches: Iterable[MeasuredBatch], counted_runs: int) -> list[list[TextRepetition]]:
-    """Of each batch and row, how much its texts repeat themselves."""
+    """For each batch and row, how much its texts repeat themselves."""
     return [
         [
             text_repetition(source.number, texts[:counted_runs])
@@ -170,8 +170,8 @@ def without_loops(
     *,
     num_draft_tokens: int,
 ) -> WithoutLoops | None:
-    """The figures without texts that loop; None where none does. Its speedup is of batches without any such text: rows
-    of a mixed one have no time of their own."""
+    """The figures without texts that loop; None if no text loops. The speedup is over batches without any such text, as
+    rows are not timed separately."""
     kept = [[not text.is_looping for text in rows] for rows in texts]
     if all(map(all, kept)):
         return None
@@ -188,14 +188,14 @@ def without_loops(
 
 
 def timed_seconds(batches: Iterable[MeasuredBatch]) -> list[tuple[float, float]]:
-    """`seconds` of each batch, those left out whose answers end with their first token: nothing was timed there."""
+    """`seconds` of each batch in which something was timed, that is, not all answers ended with their first token."""
     return [batch.seconds for batch in batches if all(batch.seconds)]
 
 
 def with_speedup(result: Result, seconds: Sequence[tuple[float, float]]) -> Result:
     """The result with its speedups. Args: seconds: baseline and speculative, for equal tokens, per prompt or batch.
 
-    The percentiles are what the slowest, middling and fastest prompts (batches) see, interpolated linearly.
+    The percentiles are over prompts (batches), interpolated linearly.
     """
     speedup, interval = speedup_of(seconds)
     ratios = torch.tensor([base / spec for base, spec in seconds], dtype=torch.float64)
@@ -213,7 +213,7 @@ def with_speedup(result: Result, seconds: Sequence[tuple[float, float]]) -> Resu
 
 
 def speedup_of(seconds: Sequence[tuple[float, float]]) -> tuple[float | None, list[float | None]]:
-    """Summed baseline time over summed speculative time, and its 95 % interval; None where nothing was timed, of
+    """Summed baseline time over summed speculative time, and its 95 % interval; None if nothing was timed, of
     one entry no interval."""
     if not seconds:
         return None, [None, None]
@@ -244,11 +244,11 @@ def conventions(counted: Acceptance, *, num_tokens: int) -> Conventions:
 
 
 def timing(batches: Sequence[MeasuredBatch], acceptance_length: float | None) -> Timing:
-    """Where a round's time goes, mean milliseconds, and what speedup that explains.
+    """The mean milliseconds of a round's parts, and the speedup that follows from them.
 
-    formula_speedup = acceptance_length * baseline_ms / (draft_ms + verify_ms + overhead_ms): what rounds that all
-    commit the mean would give. It differs from the measured speedup by last rounds that max_new_tokens cuts and, at
-    batch size > 1, by rows that end early.
+    formula_speedup = acceptance_length * baseline_ms / (draft_ms + verify_ms + overhead_ms), as if every round had
+    committed the mean. It differs from the measured speedup because max_new_tokens cuts last rounds and, at batch size
+    > 1, rows end early.
     """
     rounds = [done for batch in batches for run in batch.drafted.runs for done in run.rounds[1:]]
     steps = [done for batch in batches for run in batch.baseline.runs for done in run.rounds[1:]]

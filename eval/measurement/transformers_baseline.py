@@ -1,4 +1,4 @@
-"""What transformers' own decoding reaches on the same target, prompts and drafter, interleaved with our engine."""
+"""Measuring transformers' own decoding with the same target, prompts and drafter, interleaved with our engine."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -72,7 +72,7 @@ def compare_transformers(
 
 
 def comparable(config: MeasureConfig, drafter: Drafter | None) -> MeasureConfig:
-    """The settings that another engine is compared in: greedy, batch 1, chains; without a drafter our baseline."""
+    """The settings for comparing with another engine: greedy, batch 1, chains; without a drafter K is 0."""
     return MeasureConfig(
         setting=chain(0) if drafter is None else config.setting_for(drafter),
         max_new_tokens=config.max_new_tokens,
@@ -127,7 +127,7 @@ def our_decoding(
 def their_decoding(target: Target, drafter: Drafter | None, config: MeasureConfig) -> Iterator[Decode]:
     """transformers' `generate` with its defaults (a dynamic cache) and the options of this drafter.
 
-    Checkpoints' own generation configs, which may sample or penalise repetition, are set aside meanwhile.
+    The checkpoints' own generation configs, which may sample or penalise repetition, are replaced meanwhile.
     """
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": config.max_new_tokens}
     num_draft = config.setting.num_draft_tokens if config.setting else 0
@@ -177,10 +177,10 @@ def interleave(
     on_prompt: Callable[[], object],
     kept: tuple[BatchStore, str] | None = None,
 ) -> tuple[list[Answers], list[int], list[FailedPrompt]]:
-    """Time several ways to decode, after a warm-up, prompt by prompt and by turns, so that a drifting machine slows
-    all of them; which goes first changes every time.
+    """Time several ways to decode in turns, prompt by prompt after a warm-up, so that drifts of the machine affect all;
+    the first one changes every time.
 
-    With recorded steps every prompt is decoded once before it is timed, so that its steps have been recorded.
+    With recorded steps, every prompt is decoded once before it is timed, so that its steps have been recorded.
 
     Args: kept: the store of prompts that were timed, and their key in it.
 
@@ -234,7 +234,7 @@ def text_check(
 
     def replay(prompt: list[int], text: list[int]) -> Unproved:
         again = run([prompt], config.seed)
-        # a text that does not repeat proves nothing
+        # if the second text differs from the first, its replay proves nothing
         return run.replay([prompt], again) if again.token_ids == [text] else [0]
 
     for prompt, source, their_text, text in zip(suite.prompts, suite.sources, theirs, ours, strict=True):

@@ -1,5 +1,5 @@
-"""Which tree to draft: built from how often each guess of each depth was right, and from what a node costs here. And
-what a token of a chain costs."""
+"""Choosing the tree to draft, from how often each guess at each depth was right and from a node's cost on this machine;
+and measuring what verifying a token of a chain costs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -51,8 +51,8 @@ def best_nodes(accuracies: Accuracies, num_nodes: int) -> list[tuple[tuple[int, 
     """The num_nodes paths most likely to be accepted, with that likelihood, best first.
 
     A node's likelihood is the product of its path's accuracies (Medusa, section 2.3.3), so it never exceeds its
-    parent's nor its better sibling's, and taking the best neighbour again and again gives the best tree of its size:
-    what Sequoia's dynamic program finds for likelihoods that depend on depth and rank (Chen et al. 2024, section 3).
+    parent's nor its better sibling's, and greedily adding the best neighbour gives the best tree of each size: that of
+    Sequoia's dynamic program for likelihoods that depend on depth and rank (Chen et al. 2024, section 3).
     """
     chosen: list[tuple[tuple[int, ...], float]] = []
     open_nodes: dict[tuple[int, ...], float] = {(0,): accuracies[0][0]}
@@ -80,7 +80,7 @@ def optimal_tree(
     """Sequoia's hardware-aware choice: the size and depth with the least expected time per token.
 
     Args:
-        verify_ms: milliseconds of verifying so many nodes. draft_ms: of drafting a tree of some depth.
+        verify_ms: nodes -> milliseconds of verifying them. draft_ms: depth -> milliseconds of drafting the tree.
 
     Returns: the tree, and its expected milliseconds per token.
     """
@@ -98,22 +98,21 @@ def optimal_tree(
 
 
 def as_tree(paths: list[tuple[int, ...]]) -> StaticTree:
-    """Paths in the order that `StaticTree` wants."""
+    """A tree from paths in any order."""
     return StaticTree(tuple(sorted(paths, key=lambda path: (len(path), path))))
 
 
 def sampled_chain(length: int) -> StaticTree:
-    """One path of tokens drawn from the draft, each behind the last: Leviathan et al. 2023, Algorithm 1."""
+    """A chain of tokens sampled from the draft's distribution: Leviathan et al. 2023, Algorithm 1."""
     return StaticTree(tuple((0,) * depth for depth in range(1, length + 1)), sampled=True)
 
 
 def costs(
     target: Target, head: DraftHead, text: Sequence[int], *, context: int, max_nodes: int
 ) -> tuple[Callable[[int], float], Callable[[int], float]]:
-    """Milliseconds of verifying so many nodes, and of drafting so deep, one row behind a context, measured here.
+    """Functions nodes -> milliseconds of verifying, and depth -> milliseconds of drafting, for one row after a context.
 
-    Verifying is timed on trees of one level, drafting on chains: a tree's level costs a little more than a chain's
-    step.
+    Measured on this machine: verifying on trees of one level, drafting on chains (a tree's level costs slightly more).
     """
     deepest = chains(head, {1, head.max_draft_tokens or head.num_depths})
     ranks = min(max_nodes, target.vocab_size if head.vocabulary is None else len(head.vocabulary.to_target))
@@ -129,9 +128,9 @@ def costs(
 def verify_cost(
     target: Target, drafter: Drafter, length: int, text: Sequence[int], *, batch_size: int, context: int, steps: str
 ) -> float:
-    """What verifying one more token of each row takes, in rounds that draft so many and verify none: measured here.
+    """The cost of verifying one more token of each row, in rounds that draft `length` tokens and verify none; measured.
 
-    The verification of all drafts, less a baseline step, over their number.
+    It is (verification of all drafts - baseline step) / length, relative to such a round.
     """
     context = min(context, target.max_positions - most_tokens(chain(length)))
     plain, drafted = measure_step_times(
@@ -142,13 +141,14 @@ def verify_cost(
 
 
 TREE_NAMES = ("chain", "static", "dynamic", "optimal", "sampled", "sampled-chain")
-SHAPED_TREES = ("static", "optimal", "sampled")  # by the head's accuracies on texts
-NUM_CALIBRATION = 8  # prompts whose texts shape the measured trees, at most
+SHAPED_TREES = ("static", "optimal", "sampled")  # shaped by the head's accuracies on texts
+NUM_CALIBRATION = 8  # largest number of prompts whose texts shape trees
 
 
 def hold_out(suite: Suite) -> Suite:
-    """A suite without the prompts that are to shape trees, which are its `calibration`: a third of them, eight at most,
-    spread over it. Raises BadInput where there is a single prompt."""
+    """The suite with a third of its prompts, at most eight, moved to `calibration`, where they shape trees.
+
+    Raises: BadInput if there is only one prompt."""
     count = len(suite.prompts)
     if count == 1:
         raise BadInput(f"--tree: {suite.name} has one prompt; a tree is shaped on others than it is measured on")
@@ -159,7 +159,7 @@ def hold_out(suite: Suite) -> Suite:
 
 
 def drafts_tree(drafter: Drafter, name: str) -> bool:
-    """Whether a drafter drafts the tree of that name; other trees than dynamic ones are shaped by a head's ranks."""
+    """Whether a drafter drafts the tree of that name: trees other than dynamic ones need a head's ranked guesses."""
     return name == "chain" or (drafter.drafts_trees and (name == "dynamic" or isinstance(drafter, DraftHead)))
 
 

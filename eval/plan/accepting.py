@@ -1,4 +1,4 @@
-"""What texts accept of chains and trees: decoded in earnest, all of them or as many as there is time for."""
+"""Measuring the acceptance of chains and trees by decoding the texts, or as many of them as there is time for."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -67,7 +67,7 @@ def accepted_by(
 
 
 def evenly(count: int, number: int) -> list[int]:
-    """So many indices of as many, spread over them."""
+    """`number` indices (at most `count`) spread evenly over range(count)."""
     number = min(count, number)
     return [i * count // number for i in range(number)]
 
@@ -83,8 +83,8 @@ def accepted_within(
     batch_seconds: float,
     on_setting: Callable[[], object] = lambda: None,
 ) -> tuple[list[int], list[Accepted]]:
-    """`accepted_by` of as many of the prompts, spread over them, as there is time for, one batch at least; their
-    indices, and what they accept. Args: batch_seconds: what a batch takes in all settings, by estimate."""
+    """`accepted_by` for as many prompts, spread evenly, as there is time for, at least one batch; returns their indices
+    and the acceptance. Args: batch_seconds: estimated time of a batch in all settings."""
     num_batches = -(-len(prompts) // config.batch_size)
     if num_batches * batch_seconds <= seconds:
         chosen = list(range(len(prompts)))

@@ -1,4 +1,4 @@
-"""What a plan may cost: seconds, shared out between its stages, and how much fits, judged by a few steps beforehand."""
+"""The time budget of a plan: seconds divided between its stages, and how much work fits, estimated from a few steps."""
 
 import math
 import time
@@ -18,11 +18,11 @@ from ..measurement.runner import build_engine
 from ..replay import Stopwatch
 from ..sampling import Sampling
 
-# until which share of the seconds each stage may work; what one leaves goes to those behind it
+# the share of the seconds at which each stage must end; unused time goes to later stages
 ENDS = {"texts": 0.15, "trees": 0.22, "acceptance": 0.45, "step times": 0.65, "check": 0.85, "load": 0.95}
-SAFETY = 0.8  # of the room that estimates may fill
-ENOUGH_TOKENS, FEWEST_TOKENS = 32, 8  # per answer: below the first rather fewer settings, never fewer than the second
-FAR_PROBE = 0.02  # of the seconds: where one row's probe takes longer, that of many is not run
+SAFETY = 0.8  # share of the available time that estimates may fill
+ENOUGH_TOKENS, FEWEST_TOKENS = 32, 8  # per answer: settings are dropped before going below the first; least number
+FAR_PROBE = 0.02  # share of the seconds: if probing one row takes longer, many rows are extrapolated
 COMPILING = 5.0  # seconds for one shape of a target's layers on a GPU, about
 COMPILING_SHARE = 0.4  # of the seconds
 
@@ -59,7 +59,7 @@ class Spent:
 
 @contextmanager
 def compiled_within(budget: Budget, target: Target, *, num_shapes: int) -> Iterator[None]:
-    """Within, joined layers run as they are, unless there is time to compile them for so many shapes."""
+    """A context in which joined layers are compiled only if there is time for this many shapes."""
     decoder = target.decoder
     if decoder is None or not decoder.compiles or COMPILING * num_shapes <= COMPILING_SHARE * budget.seconds:
         yield
@@ -74,8 +74,8 @@ def compiled_within(budget: Budget, target: Target, *, num_shapes: int) -> Itera
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of one row and of `many`, linear between: reading a prompt, a baseline step, a round of the longest
-    chain; and of an engine's first round beyond that."""
+    """Estimated seconds for one row and for `many` rows, linear in between: reading a prompt, a baseline step, a round
+    of the longest chain. setup: extra seconds of an engine's first round."""
 
     many: int = 1
     prefills: tuple[float, float] = (0.0, 0.0)
@@ -84,7 +84,7 @@ class Costs:
     setup: float = 0.0
 
     def of(self, ends: tuple[float, float], rows: int) -> float:
-        """Between the two."""
+        """Linear interpolation between one row and `many`."""
         return ends[0] + (ends[1] - ends[0]) * (rows - 1) / max(self.many - 1, 1)
 
     def prefill(self, rows: int) -> float:
@@ -113,7 +113,7 @@ def probe(
     sampling: Sampling | None = None,
     steps: str = "eager",
 ) -> Costs:
-    """A few steps at one row, and at `many` where there is time for that; nothing without a limit."""
+    """Time a few steps with one row and, if there is time, with `many`; returns zeros if the budget is unlimited."""
     if math.isinf(budget.seconds):
         return Costs()
     room = len(prompt) + 4 * (2 + (setting.num_draft_tokens if setting else 0))

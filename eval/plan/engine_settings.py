@@ -68,7 +68,7 @@ def schedule(
 def for_sglang(cells: Sequence[Cell], method: str) -> str | None:
     """SGLang's flags for the best setting over all batch sizes, by geometric mean; it has one for all.
 
-    Of chains and dynamic trees, which it drafts. None where it does not draft so, or nothing helps.
+    Of chains and dynamic trees, which it drafts. None if it does not draft so, or nothing helps.
     """
     best = best_for_all(cells, lambda setting: not isinstance(setting.tree, StaticTree))
     if best is None:
@@ -85,7 +85,7 @@ def for_llamacpp(cells: Sequence[Cell], method: str) -> str | None:
 
 
 def best_for_all(cells: Sequence[Cell], is_drafted: Callable[[DraftSetting], bool]) -> DraftSetting | None:
-    """The setting of those that an engine drafts with the highest geometric mean speedup; None where none helps."""
+    """The setting of those that an engine drafts with the highest geometric mean speedup; None if none helps."""
     gains: dict[DraftSetting, float] = {}
     for cell in cells:
         if cell.load == "prompts" and is_drafted(cell.setting):

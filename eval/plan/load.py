@@ -1,8 +1,8 @@
-"""What users see when requests arrive at a rate: figures of a server with continuous batching, run or simulated.
+"""Latency and throughput when requests arrive at a rate, for a server with continuous batching, run or simulated.
 
-A request joins the batch when there is room for it: its prompt is read while the others wait, and then all rows run
-rounds together. `serve` keeps these rules for both: `server.LiveServer` computes, `SimulatedServer` takes prompts,
-answers and what each round accepts as they were decoded, and times as a table or a profile has them.
+A request joins the batch when there is room: its prompt is read while the others wait, and then all rows run rounds
+together. `serve` implements these rules for both kinds: `server.LiveServer` decodes, `SimulatedServer` uses the texts
+and acceptance that were decoded before, and step times from a table or a profile.
 """
 
 import random
@@ -50,9 +50,9 @@ class Server(Protocol):
 
 
 def serve(server: Server, requests: Sequence[ServedRequest]) -> float:
-    """Run requests, by time of arrival, in a time that counts what was computed and waits for nobody.
+    """Serve requests, sorted by arrival, on a simulated clock that advances by computing time and skips idle time.
 
-    Fills in when each got its first token and its last. Returns the mean number of rows per round.
+    Sets each request's times of the first and last token. Returns the mean number of rows per round.
     """
     now, waiting, active, rows, rounds = 0.0, list(requests), 0, 0, 0
     while waiting or active:
@@ -70,7 +70,7 @@ def serve(server: Server, requests: Sequence[ServedRequest]) -> float:
     return rows / rounds
 
 
-Choice = Callable[[int], Accepted | None]  # what is drafted when so many rows run; None: nothing
+Choice = Callable[[int], Accepted | None]  # number of running rows -> what is drafted; None: nothing
 
 
 @dataclass
@@ -95,7 +95,7 @@ class SimulatedServer:
         return milliseconds / 1000, milliseconds / 1000
 
     def run_round(self) -> tuple[list[ServedRequest], float]:
-        """Give each row what a round of its own text gave, round after round; one token where nothing is drafted."""
+        """Give each row the tokens that the same round of its decoded text gave; one token if nothing is drafted."""
         active, drafted = self.active, self.choice(len(self.active))
         context = sum(self.workload.prompt_lengths[request.prompt] + request.tokens for request in active) / len(active)
         setting = drafted.setting if drafted else None

@@ -101,11 +101,11 @@ def non_negative_fit(rows: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ProfileTimes:
-    """Step times of a target and a drafter on a machine that is not here.
+    """Predicted step times of a target and a drafter on another machine.
 
-    A forward's fixed and per-token time grow with the target's bytes of weights over those of the profile's target,
-    its cache time with the cache's. Drafting takes its floating-point operations' share of a baseline step's forward:
-    both read each weight once per token at batch size 1. Drafters on the host count as free.
+    A forward's fixed and per-token times scale with the target's bytes of weights relative to the profile's target, its
+    cache time with the bytes of the cache. Drafting takes a share of a baseline step's forward, the ratio of their
+    floating-point operations, as both read each weight once per token at batch size 1. Drafters on the host are free.
     """
 
     profile: MachineProfile

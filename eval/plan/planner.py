@@ -1,8 +1,8 @@
-"""The plan of a deployment: what to draft at which batch size, predicted, checked, and as serving engines take it.
+"""The plan of a deployment: what to draft at which batch size, predicted, checked, and in the form of serving engines.
 
-The texts are decoded once per setting for what is accepted, and a few rounds are timed per setting, batch size and
-context; together they give every cell's speedup. Some cells, or all, are then measured by decoding them in earnest. Of
-each as much is done as fits the budget.
+The texts are decoded once per setting to count what is accepted, and a few rounds are timed per setting, batch size and
+context; both together predict the speedup of every cell (setting, batch size, context). Some cells, or all, are then
+measured by decoding. Each stage does as much as fits into the budget.
 """
 
 import math
@@ -36,7 +36,7 @@ from .prediction import (
 from .server import LiveServer
 
 FEWEST_SERVED = 8  # requests at a rate, below which none are run
-LARGEST_PROFILED = 256  # batch size up to which a profile is read; a table measured here only as far as it was measured
+LARGEST_PROFILED = 256  # largest batch size of a schedule made from a profile
 
 
 def no_bar(total: int, what: str) -> Callable[[], object]:
@@ -58,7 +58,7 @@ class Planner:
     costs: Costs = Costs()
 
     def __post_init__(self) -> None:
-        """Raises BadInput where trees are to be shaped and there is a single prompt."""
+        """Raises BadInput if trees are to be shaped and there is a single prompt."""
         self.given = len(self.suite.prompts), self.config.measure.max_new_tokens
         if not self.suite.calibration and any(map(is_shaped, self.trees)):
             self.suite = hold_out(self.suite)

@@ -1,4 +1,4 @@
-"""The expected speedup of each setting at each batch size: what texts accept of it, and how long its rounds take."""
+"""Predicting the speedup of each setting at each batch size from its acceptance and the duration of its rounds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from ..measurement.step_times import StepTime
 from ..measurement.summary import rounded
 from ..suites.prompts import filled
 
-LEAST_GAIN = 0.01  # a setting that drafts more must be so much faster than one that drafts less
+LEAST_GAIN = 0.01  # relative gain needed to choose a setting that drafts more
 MOST_FINALISTS = 4  # settings that are measured per batch size
-MOST_ERROR = 0.2  # of a prediction: cells further below the best predicted one are not measured
+MOST_ERROR = 0.2  # assumed error of predictions: cells further below the best prediction are not measured
 
 
 class StepTimes(Protocol):
-    """Where times come from: a table measured here, or a machine's profile."""
+    """A source of step times: a table measured here, or a machine's profile."""
 
     def at(self, setting: DraftSetting | None, *, batch_size: float, context: float) -> StepTime:
         """A round of a setting; None: a baseline step."""
@@ -82,12 +82,12 @@ class Cell:
 
     @property
     def proved_speedup(self) -> float | None:
-        """The lower end of the measured interval; None where there is none, or it is over too few to hold."""
+        """The lower end of the measured interval; None if there is none, or it is over too few to hold."""
         return self.measured_ci95[0] if (self.num_timed or 0) >= LEAST_TIMED else None
 
     @property
     def assured_speedup(self) -> float:
-        """What choices go by: the proved one, else the measured, else the predicted."""
+        """The speedup that choices are based on: the proved one, else the measured, else the predicted."""
         return self.speedup if self.proved_speedup is None else self.proved_speedup
 
     def to_json(self) -> dict[str, Any]:

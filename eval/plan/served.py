@@ -22,7 +22,7 @@ from .prediction import MOST_FINALISTS, Accepted, Cell, StepTimes, shortlist
 
 
 def exported_files(folder: Path, binary: Path | None, args: str) -> ServerFiles:
-    """What `headstart export --to llama.cpp` wrote, as the server reads it. Raises BadInput where a file is missing."""
+    """What `headstart export --to llama.cpp` wrote, as the server reads it. Raises BadInput if a file is missing."""
     if binary is None:
         raise BadInput(f"--served {folder}: name llama-server's binary with --server-bin or in LLAMA_SERVER")
     for name, how in (("head.gguf", ""), ("target.gguf", " and --target-outtype bf16")):

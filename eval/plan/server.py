@@ -1,6 +1,6 @@
 """Continuous batching with this engine: requests join a running batch when there is room, and leave when they end.
 
-A request's prompt is read alone, while the others wait; then its row is copied into the batch. The batch runs in the
+A request's prompt is read by itself while the others wait; then its row is copied into the batch. The batch runs in the
 smallest of several engines (1, 2, 4, ... rows) that holds it.
 """
 
@@ -79,7 +79,7 @@ class LiveServer:
 
         sizes = [1 << i for i in range((max_batch_size - 1).bit_length() + 1)]
         self.reader, self.engines = new_engine(1), {size: new_engine(size) for size in sizes}
-        for engine in (self.reader, *self.engines.values()):  # caches come into being, steps are recorded
+        for engine in (self.reader, *self.engines.values()):  # allocate caches and record steps beforehand
             texts = Texts([prompts[0]] * engine.batch_size, 4, Stop(frozenset()))
             _, state = run_round(engine, texts, prefill(engine, texts, self.watch).state, self.watch)
             for num_bits in range(engine.num_slots.bit_length() + 1):  # steps read powers of two of slots

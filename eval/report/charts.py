@@ -98,7 +98,7 @@ def line_chart(
 
 
 def thinned(points: Sequence[tuple[float, float]], *, most: int) -> list[tuple[float, float]]:
-    """At most so many points: each the mean of as many neighbours, at the x of the last of them."""
+    """At most `most` points: each the mean of a group of neighbours, at the x of the last of them."""
     size = -(-len(points) // most) if points else 1
     parts = [points[i : i + size] for i in range(0, len(points), size)]
     return [(part[-1][0], sum(y for _, y in part) / len(part)) for part in parts]

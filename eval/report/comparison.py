@@ -51,7 +51,7 @@ class Evaluation:
 
 
 def read_evaluation(folder: Path, name: str) -> Evaluation:
-    """Raises BadInput where the folder has no report of this schema version."""
+    """Raises BadInput if the folder has no report of this schema version."""
     return Evaluation(name, read_report(folder / "report.json"))
 
 

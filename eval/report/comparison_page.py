@@ -59,7 +59,7 @@ class TrainingRun:
 
 
 def differing_settings(runs: Sequence[TrainingRun]) -> dict[str, list[Any]]:
-    """The settings that not all runs share, but their folders: the value of each run, None where it has none."""
+    """The settings that not all runs share, but their folders: the value of each run, None if it has none."""
     keys = sorted({key for run in runs for key in run.settings} - {"train.output_dir"})
     values = {key: [run.settings.get(key) for run in runs] for key in keys}
     return {key: each for key, each in values.items() if any(value != each[0] for value in each)}

@@ -12,8 +12,8 @@ LEAST_GAIN = 0.02  # expected gain by fewer drafts below which K is left alone
 
 
 def diagnose(case: Case) -> list[Finding]:
-    """Every cause that the figures show; where acceptance is low and no cause of that shows, a finding of that. Of rows
-    that stop, only what time says: their acceptance is compared with nothing, as other figures are of whole drafts."""
+    """Every cause that the figures show; if acceptance is low without a visible cause, a finding that says so. With a
+    verify cost only time is judged, since acceptance of partly verified drafts is not comparable."""
     if case.result.verify_cost is not None:
         return [finding for finding in [costs_more_than_it_saves(case)] if finding]
     of_acceptance = [finding for rule in ACCEPTANCE_RULES if (finding := rule(case))]
@@ -32,7 +32,7 @@ def diagnose(case: Case) -> list[Finding]:
 
 
 def milliseconds(timing: Timing) -> tuple[float, float, float, float] | None:
-    """Of drafting, of verifying, of the rest of a round, and of a baseline step; None where nothing was timed."""
+    """Of drafting, of verifying, of the rest of a round, and of a baseline step; None if nothing was timed."""
     draft, verify, rest, base = timing.draft_ms, timing.verify_ms, timing.overhead_ms, timing.baseline_ms
     return None if draft is None or verify is None or rest is None or base is None else (draft, verify, rest, base)
 

@@ -47,7 +47,7 @@ def build_report(target: Target, results: Iterable[Result]) -> Report:
 
 
 def read_report(path: Path) -> Report:
-    """Raises BadInput where the file is no report of this schema version."""
+    """Raises BadInput if the file is no report of this schema version."""
     try:
         document = loads(path.read_text())
         version, parts = document["schema_version"], [document[key] for key in ("environment", "target", "results")]

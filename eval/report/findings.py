@@ -76,21 +76,21 @@ def at_depth(part: Accepted, depth: int) -> AcceptancePart:
 
 
 def merged(parts: Sequence[Accepted]) -> AcceptancePart | None:
-    """Several parts of a result together; None where they have no round."""
+    """Several parts of a result together; None if they have no round."""
     total = sum(part.num_rounds for part in parts)
     if not total:
         return None
     counts = zip(*([part.num_rounds * share for share in [1.0, *joint_rates(part)]] for part in parts), strict=True)
-    reached = [sum(each) for each in counts]  # rounds in which so many drafts were accepted
+    reached = [sum(each) for each in counts]  # by k, rounds in which at least k drafts were accepted
     rates = [taken / tried if tried else None for tried, taken in zip(reached, reached[1:], strict=False)]
     return AcceptancePart(total, sum(part.num_rounds * (part.acceptance_length or 0) for part in parts) / total, rates)
 
 
 def standard_error(part: Accepted) -> float:
-    """Of an acceptance_length, in tokens, from its rates, with rounds taken as independent."""
+    """Standard error of an acceptance_length, in tokens, from its rates, assuming independent rounds."""
     reached, mean, square = 1.0, 0.0, 0.0
     for accepted, rate in enumerate([*(rate or 0.0 for rate in part.acceptance_rate), 0.0]):
-        probability = reached * (1 - rate)  # of exactly so many accepted drafts
+        probability = reached * (1 - rate)  # of exactly this many accepted drafts
         mean, square, reached = mean + probability * accepted, square + probability * accepted**2, reached * rate
     return sqrt(max(square - mean**2, 0.0) / max(part.num_rounds, 1))
 
@@ -104,7 +104,7 @@ def is_lower(part: Accepted, than: Accepted) -> bool:
 
 
 def validated(case: Case) -> AcceptancePart | None:
-    """The validation at the end of the head's training; None where there was none, or it is not known.
+    """The validation at the end of the head's training; None if there was none, or it is not known.
 
     The lower of its teacher-forced and its decoded length: where rows are not what the target writes, the two differ,
     and only what is below both is below what the head has reached.

@@ -71,7 +71,7 @@ def speedup_words(part: Figures) -> str:
 
 
 def interval_of(part: Figures) -> Interval | None:
-    """The 95 % interval of the speedup; None where nothing was timed."""
+    """The 95 % interval of the speedup; None if nothing was timed."""
     low, high = part.speedup_ci95
     return None if low is None or high is None else (low, high)
 

@@ -65,7 +65,7 @@ def render(report: Report) -> str:
 
 
 def where_table(ours: Sequence[Result]) -> Table | None:
-    """The best setting for each kind of traffic; None where there is only one kind."""
+    """The best setting for each kind of traffic; None if there is only one kind."""
     rows = []
     for (suite, size), results in grouped(ours, lambda result: (result.suite, result.batch_size)).items():
         best = best_of(results)

@@ -57,7 +57,7 @@ def recommend(results: Sequence[Result]) -> Recommendation:
 
 
 def best_of(results: Sequence[Result]) -> Result | None:
-    """The deployable setting with the highest lower end of its interval; None where there is none."""
+    """The deployable setting with the highest lower end of its interval; None if there is none."""
     return max((result for result in results if is_deployable(result)), key=lower_end, default=None)
 
 

@@ -1,1 +1,1 @@
-"""What is measured on: `prompts` reads prompt files, `named` knows the public suites by name."""
+"""Prompts to measure on: `prompts` reads prompt files, `named` has the public suites by name."""

@@ -1,6 +1,6 @@
-"""Suites by name: where each one's rows are found, on disk first and then on the hub, and how a row becomes a prompt.
+"""Suites by name: where their rows are found (first on disk, then on the hub), and how a row becomes a prompt.
 
-A suite's version is raised when its rows become other prompts, so that figures of two versions are not compared.
+A suite's version is incremented when its rows are turned into other prompts, so that versions are not compared.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,17 +19,17 @@ Rows = Iterator[tuple[str, Row]]  # with their origins
 # Spec-Bench's first group is MT-bench, under MT-bench's own eight categories (Xia et al. 2024)
 MT_BENCH = frozenset("writing roleplay reasoning math coding extraction stem humanities".split())
 MBPP_TEST = range(11, 511)  # task ids of MBPP's test split (Austin et al. 2021)
-SPEED_BENCH_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # how rows begin that were not prepared
+SPEED_BENCH_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # start of rows that were not prepared
 
 
 @dataclass(frozen=True)
 class HubDataset:
-    """What `datasets.load_dataset` is given."""
+    """Arguments of `datasets.load_dataset`."""
 
     name: str
     config: str | None = None
     split: str = "test"
-    url: str | None = None  # a file that lies elsewhere, read as JSON lines
+    url: str | None = None  # a file that is not on the hub, read as JSON lines
 
     @property
     def label(self) -> str:
@@ -38,8 +38,8 @@ class HubDataset:
 
 @dataclass(frozen=True)
 class NamedSuite:
-    """files: names or patterns in the suites' folder, the first that exists is read, each also as .gz. to_prompt: a row
-    of the suite, with its origin, to one that `prompt_ids` reads; None leaves it out. hub: None is never downloaded."""
+    """files: names or patterns in the suites' folder, also as .gz; the first that exists is read. to_prompt: a row and
+    its origin to a row for `prompt_ids`, or None to skip it. hub: None: never downloaded."""
 
     files: tuple[str, ...]
     to_prompt: Callable[[Row, str], Row | None]
@@ -48,7 +48,7 @@ class NamedSuite:
 
 
 def value_of(row: Row, key: str, kind: type, *, origin: str, suite: str) -> Any:
-    """A row's value. Raises BadInput where there is none of that kind."""
+    """A row's value. Raises BadInput if it is missing or of another type."""
     if not isinstance(row.get(key), kind):
         raise BadInput(f"{origin}: a row of {suite} needs `{key}`, found {', '.join(sorted(row)) or '(nothing)'}")
     return row[key]
@@ -60,21 +60,21 @@ def one_turn(row: Row, origin: str, *, key: str, suite: str) -> Row:
 
 
 def mt_bench_prompt(row: Row, origin: str) -> Row:
-    """`turns` as FastChat has them, or `prompt`, a list, as HuggingFaceH4/mt_bench_prompts has them."""
+    """A row with `turns`, as in FastChat, or with the list `prompt`, as in HuggingFaceH4/mt_bench_prompts."""
     key = "turns" if "turns" in row else "prompt"
     turns = value_of(row, key, list, origin=origin, suite="mt-bench")
     return {"turns": turns, "category": row.get("category")}
 
 
 def spec_bench_prompt(row: Row, origin: str) -> Row:
-    """In six groups: MT-bench's eight categories are one."""
+    """A row in one of six groups: MT-bench's eight categories count as one."""
     turns = value_of(row, "turns", list, origin=origin, suite="spec-bench")
     category = value_of(row, "category", str, origin=origin, suite="spec-bench")
     return {"turns": turns, "category": "mt_bench" if category in MT_BENCH else category}
 
 
 def mbpp_prompt(row: Row, origin: str) -> Row | None:
-    """The task and its tests; of a file with all 974 tasks those of the test split."""
+    """The task and its tests; None for tasks outside the test split, in a file with all 974."""
     if value_of(row, "task_id", int, origin=origin, suite="mbpp") not in MBPP_TEST:
         return None
     task = value_of(row, "text" if "text" in row else "prompt", str, origin=origin, suite="mbpp")
@@ -129,7 +129,7 @@ class SuiteSpec:
 
 
 def parse_suite(spec: str) -> SuiteSpec:
-    """Raises BadInput on an unknown suite, and on a path where nothing is."""
+    """Parse the value of `--suite`. Raises BadInput on an unknown suite or a path that does not exist."""
     named, has_path, path = spec.partition("=")
     name, has_subset, subset = named.partition(":")
     if name not in SUITES:
@@ -152,10 +152,10 @@ def load_named(
     limit: int | None = None,
     chat: ChatOptions = DEFAULT_CHAT,
 ) -> list[Suite]:
-    """The suite, of speed-bench one for each subset; its rows from spec.path, else from the folder, else from the hub.
+    """Load a suite, or one per subset for speed-bench; rows come from spec.path, else the folder, else the hub.
 
-    Raises: BadInput where rows are found nowhere, or have another shape. Suites none of whose rows gives a prompt come
-    without any, and name the reasons in `failed`.
+    Raises: BadInput if rows are not found or malformed. If no row gives a prompt for this target, the suite has no
+    prompts, and the reasons are in `failed`.
     """
     named, suites = SUITES[spec.name], []
     for name, rows in suite_rows(spec, Path(folder)):
@@ -167,7 +167,7 @@ def load_named(
 
 
 def suite_rows(spec: SuiteSpec, folder: Path) -> list[tuple[str, Rows]]:
-    """Names of suites and their rows, as the suite's authors publish them."""
+    """Names of suites and their rows, as published by the suite's authors."""
     if spec.name == "speed-bench":
         return [(f"speed-bench-{path.name.split('.')[0]}", file_rows(path)) for path in speed_bench_files(spec, folder)]
     patterns = [name + end for name in SUITES[spec.name].files for end in ("", ".gz")]
@@ -177,7 +177,7 @@ def suite_rows(spec: SuiteSpec, folder: Path) -> list[tuple[str, Rows]]:
 
 
 def speed_bench_files(spec: SuiteSpec, folder: Path) -> list[Path]:
-    """The subsets' files. Raises BadInput where there is none: nobody may hand them on, so they are not downloaded."""
+    """The subsets' files. Raises BadInput if there are none, as the licence forbids redistribution."""
     folders = [spec.path] if spec.path else [folder / name for name in SUITES["speed-bench"].files]
     if spec.path and spec.path.is_file():
         return [spec.path]
@@ -193,7 +193,7 @@ def speed_bench_files(spec: SuiteSpec, folder: Path) -> list[Path]:
 
 
 def hub_rows(name: str, folder: Path) -> Rows:
-    """Rows from the hub. Raises BadInput in one line, naming the file that may be put in place instead."""
+    """Rows from the hub. Raises BadInput, naming the local file to provide instead, if they cannot be loaded."""
     suite = SUITES[name]
     hub = suite.hub
     assert hub is not None

@@ -1,4 +1,4 @@
-"""Prompt sets: rows with `prompt`, `messages` or `turns`, as the target's tokenizer and chat template read them."""
+"""Prompt sets: rows with `prompt`, `messages` or `turns`, tokenised with the target's chat template."""
 
 import hashlib
 import json
@@ -23,8 +23,8 @@ Row = dict[str, Any]
 class ChatOptions:
     """How a chat becomes a prompt."""
 
-    system: str | None = None  # a system prompt, put in front of chats that have none
-    thinking: bool | None = None  # what the chat template gets as `enable_thinking`; None: nothing
+    system: str | None = None  # a system prompt for chats that have none
+    thinking: bool | None = None  # passed to the chat template as `enable_thinking`; None: not passed
 
 
 DEFAULT_CHAT = ChatOptions()
@@ -37,12 +37,12 @@ class PromptSource:
     number: int  # of its row in the suite, from 0
     row: str  # `FILE:LINE`
     domain: str | None = None  # the row's `category` or `domain`
-    question: str | None = None  # as `question_of` has it
+    question: str | None = None  # see `question_of`
 
 
 @dataclass(frozen=True)
 class FailedPrompt:
-    """A prompt that is in no figure. prompt: the number of its row in the suite, from 0. row: `FILE:LINE`."""
+    """A prompt that was not measured. prompt: the number of its row in the suite, from 0. row: `FILE:LINE`."""
 
     prompt: int
     row: str
@@ -55,43 +55,43 @@ class Suite:
 
     name: str  # the file's stem, or that of a named suite
     prompts: list[list[int]]  # token ids, ready to be continued
-    think_tokens: tuple[int, int] | None = None  # around a reasoning trace, where the tokenizer has a token for each
+    think_tokens: tuple[int, int] | None = None  # the tokens around a reasoning trace, if the tokenizer has them
     sources: list[PromptSource] = field(default_factory=list)
-    failed: list[FailedPrompt] = field(default_factory=list)  # rows that do not become prompts of this target
+    failed: list[FailedPrompt] = field(default_factory=list)  # rows that give no prompt for this target
     chat: ChatOptions = DEFAULT_CHAT
-    template_hash: str | None = None  # of the chat template that rows went through; None: through none
+    template_hash: str | None = None  # of the chat template; None: no row used one
     version: int | None = None  # of a named suite
-    calibration: list[list[int]] = field(default_factory=list)  # prompts that shape trees, and are not measured
-    num_repeated: int = 0  # of the prompts the last so many are the first again, so that batches are full
+    calibration: list[list[int]] = field(default_factory=list)  # prompts that shape trees and are not measured
+    num_repeated: int = 0  # this many of the last prompts repeat the first ones, to fill the last batch
 
     def __post_init__(self) -> None:
         if len(self.sources) != len(self.prompts):
             self.sources = [PromptSource(i, f"prompt {i}") for i in range(len(self.prompts))]
 
     def subset(self, indices: Sequence[int]) -> "Suite":
-        """The same with these prompts alone."""
+        """The suite with only these prompts."""
         prompts, sources = [self.prompts[i] for i in indices], [self.sources[i] for i in indices]
         return replace(self, prompts=prompts, sources=sources, num_repeated=0)
 
     def filled(self, batch_size: int) -> "Suite":
-        """The same with prompts repeated until the last batch is full."""
+        """The suite with prompts repeated until the last batch is full."""
         indices = filled(len(self.prompts), batch_size)
         return replace(self.subset(indices), num_repeated=len(indices) - len(self.prompts))
 
     @property
     def questions(self) -> list[str]:
-        """What is asked, whatever stands around it in the prompts, of the rows that say it in words."""
+        """The questions of all rows that have one, see `question_of`."""
         return [source.question for source in self.sources if source.question]
 
     @property
     def digest(self) -> str:
-        """Which prompts these are: of their token ids, in order, each once."""
+        """16 hex digits that identify the prompts, without repetitions."""
         once = self.prompts[: len(self.prompts) - self.num_repeated]
         return hashlib.sha256(json.dumps(once).encode()).hexdigest()[:16]
 
 
 class UnusablePrompt(BadInput):
-    """A row that gives no prompt for this target; others of its suite may."""
+    """A row gives no prompt for this target; other rows of the suite may."""
 
     def __init__(self, origin: str, reason: str):
         super().__init__(f"{origin}: {reason}")
@@ -99,7 +99,7 @@ class UnusablePrompt(BadInput):
 
 
 class NoUsablePrompt(BadInput):
-    """A suite none of whose rows gives a prompt for this target."""
+    """No row of a suite gives a prompt for this target."""
 
     def __init__(self, suite: Suite):
         first = suite.failed[0]
@@ -115,12 +115,12 @@ def is_chat(row: Row, tokenizer: Any) -> bool:
 def prompt_ids(row: Row, tokenizer: Any, *, origin: str, chat: ChatOptions = DEFAULT_CHAT) -> list[int]:
     """Token ids of one prompt row.
 
-    `input_ids` are taken as they are (up to `prompt_length` where the row has one). `prompt` is plain text, tokenised
-    with the tokenizer's own special tokens. `messages` go through its chat template up to where the assistant answers;
-    a trailing assistant message is left out. Of `turns` the first is taken, as a user message, or as plain text where
-    the tokenizer has no chat template.
+    `input_ids` are taken as they are (up to `prompt_length`, if given). `prompt` is plain text, tokenised with the
+    tokenizer's own special tokens. `messages` are rendered by the chat template up to where the assistant answers; a
+    trailing assistant message is dropped. Of `turns` the first is used, as a user message, or as plain text if the
+    tokenizer has no chat template.
 
-    Raises: BadInput naming the origin; UnusablePrompt where the template refuses the chat.
+    Raises: BadInput naming the origin; UnusablePrompt if the template rejects the chat.
     """
     if not is_chat(row, tokenizer) and chat != DEFAULT_CHAT:
         raise BadInput(f"{origin}: a system prompt or thinking needs a chat template and rows of `messages` or `turns`")
@@ -165,7 +165,7 @@ def chat_ids(messages: Any, tokenizer: Any, *, origin: str, chat: ChatOptions) -
 
 
 def ready_ids(row: Row, *, origin: str) -> list[int]:
-    """The token ids that a row brings, up to its `prompt_length`."""
+    """A row's `input_ids`, up to its `prompt_length`. Raises BadInput if either is malformed."""
     ids, length = row["input_ids"], row.get("prompt_length")
     if not isinstance(ids, list) or any(type(token) is not int for token in ids):
         raise BadInput(f"{origin}: `input_ids` should be a list of whole numbers")
@@ -175,9 +175,9 @@ def ready_ids(row: Row, *, origin: str) -> list[int]:
 
 
 def distinct_names(candidates: Sequence[Sequence[str]]) -> list[str]:
-    """One name of each, the shortest by which all differ. Args: candidates: of each its names, the shortest first.
+    """The shortest name of each such that all differ. Args: candidates: the possible names of each, shortest first.
 
-    Raises BadInput where two have the same names only.
+    Raises: BadInput if two have the same names only.
     """
     levels = [0] * len(candidates)
     while True:
@@ -193,7 +193,7 @@ def distinct_names(candidates: Sequence[Sequence[str]]) -> list[str]:
 
 
 def file_names(path: str | Path) -> list[str]:
-    """What a prompt file's suite may be called: `gsm8k`, `gsm8k.test`, and with more and more of its folders."""
+    """Possible names for a prompt file's suite: `gsm8k`, `gsm8k.test`, then with more and more of its folders."""
     place = Path(path).absolute()
     folders, name = place.parts[1:-1], place.name.removesuffix(".gz").removesuffix(".jsonl")
     longer = ["/".join((*folders[i:], name)) for i in reversed(range(len(folders)))]
@@ -201,7 +201,7 @@ def file_names(path: str | Path) -> list[str]:
 
 
 def filled(count: int, batch_size: int) -> list[int]:
-    """Indices of so many rows, repeated from the first on until the last batch is full."""
+    """The indices of `count` rows, then again from the first until the last batch is full."""
     return [i % count for i in range(-(-count // batch_size) * batch_size)]
 
 
@@ -215,7 +215,7 @@ def load_suite(
 ) -> Suite:
     """Read a prompt file; rows that give no prompt for this target go to the suite's `failed`.
 
-    Raises: BadInput on malformed rows; NoUsablePrompt, a BadInput, where no prompt is left.
+    Raises: BadInput on malformed rows; its subclass NoUsablePrompt if no prompt is left.
     """
     name = file_names(path)[0]
     suite = build_suite(name, file_rows(path), target, max_new_tokens=max_new_tokens, limit=limit, chat=chat)
@@ -234,13 +234,14 @@ def build_suite(
     chat: ChatOptions = DEFAULT_CHAT,
     version: int | None = None,
 ) -> Suite:
-    """A suite of rows with their origins; where none gives a prompt, it names the reasons in `failed`. Raises BadInput
-    on malformed rows, and where there are none."""
+    """A suite from rows with their origins; rows that give no prompt are in `failed`, even if that is all of them.
+
+    Raises: BadInput on malformed rows, and if there are no rows."""
     tokenizer = target.tokenizer
     suite = Suite(name, [], think_tokens(tokenizer), chat=chat, version=version)
     for number, (origin, row) in enumerate(islice(rows, limit)):
         try:
-            with naming_faults(row, origin), quiet_loading():  # of prompts beyond the context, which are named here
+            with naming_faults(row, origin), quiet_loading():  # transformers warns on long prompts, we report them
                 ids = prompt_ids(row, tokenizer, origin=origin, chat=chat)
             check_ids(ids, target, max_new_tokens=max_new_tokens, origin=origin)
         except UnusablePrompt as error:
@@ -257,7 +258,7 @@ def build_suite(
 
 
 def check_ids(ids: list[int], target: Target, *, max_new_tokens: int, origin: str) -> None:
-    """Raises BadInput on no prompt and on tokens that the target has not, UnusablePrompt beyond its context."""
+    """Raises BadInput on an empty prompt or unknown tokens, UnusablePrompt if it exceeds the target's context."""
     if not ids:
         raise BadInput(f"{origin}: empty prompt")
     wrong = next((token for token in ids if not 0 <= token < target.vocab_size), None)
@@ -272,7 +273,7 @@ def check_ids(ids: list[int], target: Target, *, max_new_tokens: int, origin: st
 
 
 def domain_of(row: Row, *, origin: str) -> str | None:
-    """A row's category, else its domain."""
+    """A row's category, else its domain, else None. Raises BadInput if it is not text."""
     domain = next((row[key] for key in ("category", "domain") if row.get(key) is not None), None)
     if not isinstance(domain, str | None):
         raise BadInput(f"{origin}: `category` or `domain` should be text, got {json.dumps(domain)[:60]}")
@@ -280,13 +281,13 @@ def domain_of(row: Row, *, origin: str) -> str | None:
 
 
 def question_of(row: Row) -> str | None:
-    """What a row asks, in words: a chat's last user message, the first of `turns`, or `prompt`; in small letters with
-    single blanks, so that it is known again behind another system prompt. None where the row has token ids only."""
+    """What a row asks: a chat's last user message, the first of `turns`, or `prompt`. In lower case with single spaces,
+    so that it is recognised with another system prompt. None if the row has only token ids."""
     asked: Any = row.get("prompt")
     if "messages" in row:
         asked = next((each.get("content") for each in reversed(row["messages"]) if each.get("role") == "user"), None)
     elif "turns" in row:
         asked = row["turns"][0]
-    if isinstance(asked, list):  # of parts, of which some are text
+    if isinstance(asked, list):  # of parts, some of which are text
         asked = " ".join(str(part.get("text", "")) for part in asked if isinstance(part, dict))
     return " ".join(asked.split()).casefold() or None if isinstance(asked, str) else None

@@ -1,9 +1,9 @@
 """Block drafters in the plain layout that vLLM, SGLang and llama.cpp load and in that of the speculators library, and
 what a folder of either must hold.
 
-Engines differ in what they take where a flag is missing, and a wrong one costs acceptance without a word: whether slots
-see those behind them, which slot drafts first, and how layers are counted. So every flag is written, and asked for.
-DFlash's class drafts from the slot behind the anchor only; DSpark's, which needs a Markov head, either way.
+Engines have different defaults for missing flags (whether slots see later slots, which slot drafts first, how layers
+are counted), and a wrong one lowers acceptance silently. So every flag is written, and its absence is reported. The
+class of DFlash drafts from the slot after the anchor only; DSpark's, which needs a Markov head, either way.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,7 +22,7 @@ MARKOV_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head", "con
 
 
 def write_block(head: HeadFolder, folder: Path, *, to: str) -> None:
-    """Raises BadInput where no engine computes what the head does, or the one that is asked does not."""
+    """Write the folder. Raises BadInput if no engine, or not the one of `to`, can compute what the head does."""
     check_target(head)
     own, is_dflash = head.own, head.method == "dflash"
     problems = {
@@ -43,8 +43,8 @@ def write_block(head: HeadFolder, folder: Path, *, to: str) -> None:
 
 
 def speculators_config(head: HeadFolder) -> dict[str, Any]:
-    """There layers are counted by their inputs, and `sliding_window_non_causal` says of all layers that slots see those
-    behind them: vLLM makes one flag of it."""
+    """The speculators config: it counts inputs of layers, and `sliding_window_non_causal` says that slots see later
+    slots in all layers, sliding or not, as vLLM treats it as one flag."""
     config = head.config
     layer_keys = ("layer_types", "use_sliding_window")
     return {
@@ -63,10 +63,10 @@ def is_block(config: Mapping[str, Any]) -> bool:
 
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config of either layout with the plain one's keys at the top, and defaults where a flag is missing.
+    """A config of either layout with the plain layout's keys at the top, and defaults for missing flags.
 
-    The speculators library counts inputs of layers, and has the layers' own keys in a config within the config.
-    Raises: BadInput where it does not say what fills a block, its size, or which layers it reads.
+    The speculators library counts inputs of layers, and keeps the layers' keys in a nested config.
+    Raises: BadInput if the mask token, the block size or the feature layers are missing.
     """
     layer, nested = dict(config.get("transformer_layer_config") or {}), dict(config.get("dflash_config") or {})
     found = {**layer, **{key: nested[key] for key in NESTED if key in nested}, **config}
@@ -82,6 +82,7 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def contract_of_block(config: Mapping[str, Any], names: Iterable[str]) -> Contract:
+    """What a folder with this config must hold, and the problems of the config itself."""
     contract = Contract("block")
     if "transformer_layer_config" in config or "speculators_model_type" in config:
         contract.layout = "block (speculators)"
@@ -113,12 +114,12 @@ def contract_of_block(config: Mapping[str, Any], names: Iterable[str]) -> Contra
 
 
 def of_speculators(config: Mapping[str, Any], contract: Contract) -> dict[str, Any]:
-    """A config of the speculators library as the plain one that vLLM makes of it."""
+    """The plain config that vLLM makes of a speculators config; adds that one's problems to the contract."""
     kind, ids = str(config.get("speculators_model_type")), config.get("aux_hidden_state_layer_ids")
     known = f"speculators_model_type: {kind}, expected {' or '.join(IN_SPECULATORS)}"
     contract.report(kind not in IN_SPECULATORS, known)
     serves_itself(config, contract)
-    why = "without it vLLM serves every layer with slots that see only those before them"
+    why = "without it vLLM makes the slots of every layer see only earlier slots"
     contract.want(config, "sliding_window_non_causal", True, why)
     is_list = isinstance(ids, list) and all(type(i) is int for i in ids)
     contract.report(not is_list, f"aux_hidden_state_layer_ids: expected inputs of layers, found {ids!r}")
@@ -143,11 +144,11 @@ def of_speculators(config: Mapping[str, Any], contract: Contract) -> dict[str, A
 
 
 def flags(config: Mapping[str, Any], contract: Contract, *, is_dflash: bool) -> None:
-    """What engines would take another default for."""
+    """Report flags for which engines have other defaults."""
     kinds = config.get("layer_types")
     wanted = ["full_attention"] * (config.get("num_hidden_layers") or 0)
     contract.report(kinds != wanted, f"layer_types: expected full_attention for every layer, found {kinds!r}")
-    why = "the slots of a block see each other, and engines take a missing flag as they like"
+    why = "the slots of a block see each other, and engines differ in the default"
     contract.want(config, "is_causal", False, why)
     if is_dflash:
         contract.want(config.get("dflash_config") or {}, "causal", False, why)
@@ -163,7 +164,7 @@ def flags(config: Mapping[str, Any], contract: Contract, *, is_dflash: bool) -> 
 
 
 def as_trained(config: Mapping[str, Any], contract: Contract) -> None:
-    """Against the head's own config, where ours wrote the folder."""
+    """Report differences from the head's own config, if our export wrote the folder."""
     trained = trained_config(config)
     if not trained:
         return
@@ -175,12 +176,13 @@ def as_trained(config: Mapping[str, Any], contract: Contract) -> None:
         "mask_token_id": trained["mask_token_id"],
     }
     for key, value in wanted.items():
-        contract.want(config, key, value, "the head was trained so")
+        contract.want(config, key, value, "the head was trained with that")
 
 
 def tensors_of(
     config: Mapping[str, Any], sizes: Mapping[str, int], contract: Contract, *, num_features: int
 ) -> dict[str, tuple[int, ...]]:
+    """Shapes of the required tensors; sets the contract's optional and forbidden ones."""
     hidden, vocab, head_dim = sizes["hidden_size"], sizes["vocab_size"], sizes["head_dim"]
     drafted, rank = config.get("draft_vocab_size") or vocab, config.get("markov_rank") or 0
     shapes: dict[str, tuple[int, ...]] = {

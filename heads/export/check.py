@@ -1,4 +1,4 @@
-"""Everything wrong with an exported head that an engine would load without an error."""
+"""Checks of an exported head for problems that engines do not notice when they load it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,17 +30,17 @@ TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "f
 
 @dataclass(frozen=True)
 class Checked:
-    """What `check_folder` found."""
+    """The result of a check."""
 
-    layout: str | None  # None where config.json cannot be read
+    layout: str | None  # None: config.json cannot be read
     problems: list[str]  # a line each
 
 
 def check_export(path: str | Path, *, to: str = "") -> Checked:
     """Compare a folder, or a GGUF file, with what engines read of it.
 
-    Args: to: the engine; `llama.cpp` is asked of folders with a GGUF file in them too, all others are one.
-    Raises: BadInput where it is no head at all.
+    Args: to: the engine. Only llama.cpp differs from the others; a folder with a GGUF file is checked for it too.
+    Raises: BadInput if it is not a head.
     """
     path = Path(path)
     if path.suffix == ".gguf":
@@ -54,9 +54,9 @@ def check_export(path: str | Path, *, to: str = "") -> Checked:
 
 
 def check_folder(folder: str | Path, *, for_llamacpp: bool = False) -> Checked:
-    """Compare a folder with the contract of its layout: vLLM's and SGLang's, or that of llama.cpp's converter.
+    """Compare a folder with what vLLM and SGLang, or llama.cpp's converter, need of its layout.
 
-    Raises: BadInput where it is no head's folder at all.
+    Raises: BadInput if it is not a head's folder.
     """
     folder = Path(folder)
     path = folder / "config.json"
@@ -89,7 +89,7 @@ def check_folder(folder: str | Path, *, for_llamacpp: bool = False) -> Checked:
 
 
 def recognised(config: dict[str, Any], stored: TensorFiles) -> str | None:
-    """The layout by config keys and tensor names, whatever else is wrong with them; None: unknown."""
+    """The layout, recognised by config keys and tensor names even if others are wrong; None: unknown."""
     names, architectures = stored.shapes, str(config.get("architectures") or "").lower()
     if is_block(config):
         return "block"
@@ -110,6 +110,7 @@ def recognised(config: dict[str, Any], stored: TensorFiles) -> str | None:
 
 
 def contract_of(layout: str, folder: Path, config: dict[str, Any], stored: TensorFiles) -> Contract:
+    """What a folder of this layout must hold."""
     if layout == "draft model":
         return draft_model(folder, config, stored)
     if layout == "mtp":
@@ -126,7 +127,7 @@ def compared(contract: Contract, stored: TensorFiles, config: dict[str, Any]) ->
     problems = []
     for name, shape in contract.shapes.items():
         if name not in stored.shapes:
-            problems.append(f"tensor {name}: missing, expected {list(shape)}; engines would serve what the memory held")
+            problems.append(f"tensor {name}: missing, expected {list(shape)}; engines would use uninitialised memory")
     for name, found in stored.shapes.items():
         shape = contract.shapes.get(name, contract.optional.get(name))
         if shape is None:
@@ -141,7 +142,7 @@ def compared(contract: Contract, stored: TensorFiles, config: dict[str, Any]) ->
 
 
 def dtype_problems(family: str, config: dict[str, Any], stored: TensorFiles) -> list[str]:
-    """Weights are floating point, all alike, as config.json says; maps of the draft vocabulary are whole numbers."""
+    """Weights must all have one floating-point dtype, the one in config.json; maps of the draft vocabulary integers."""
     dtypes, mapping = stored.dtypes, {"d2t": INTEGERS, "t2d": ("BOOL",)}
     wrong = [name for name, allowed in mapping.items() if name in dtypes and dtypes[name] not in allowed]
     problems = [f"tensor {name}: of dtype {dtypes[name]}, expected {mapping[name][0]}" for name in wrong]
@@ -161,7 +162,7 @@ def dtype_problems(family: str, config: dict[str, Any], stored: TensorFiles) -> 
 
 
 def value_problems(contract: Contract, stored: TensorFiles, config: dict[str, Any]) -> list[str]:
-    """Values that no trained head has. Of a target with MTP modules, only the modules are read."""
+    """NaN, infinite or contradicting values. In a target with MTP modules, only the modules are read."""
     problems = []
     for name in stored.floats:
         if contract.layout.startswith("mtp") and not is_module(name, config):

@@ -1,7 +1,7 @@
-"""What each layout must hold, from its config alone: tensors with shapes, tensors that must not be there, config keys.
+"""What each layout must hold, derived from its config: tensors with shapes, forbidden tensors, config keys.
 
-Sources: the loaders of vLLM 0.32 and SGLang 0.5.23. Neither notices a tensor that is missing: it serves what the memory
-held, the text stays right, and drafts are no longer accepted. So completeness is checked here or nowhere.
+Sources: the loaders of vLLM 0.32 and SGLang 0.5.23. Neither notices a missing tensor: it uses uninitialised memory, the
+text stays right, and drafts are just not accepted. So completeness has to be checked here.
 """
 
 import re
@@ -21,8 +21,9 @@ PORTABLE_OPTIONS = {"attention_bias": False, "mlp_bias": False, "tie_word_embedd
 
 @dataclass
 class Contract:
-    """shapes: of the tensors that must be there. optional: of those that may. forbidden: why a tensor must not be
-    there, by name. equal: pairs of tensors with the same values. zero: tensors of zeros. problems: of the config."""
+    """What a folder must hold. shapes: of required tensors. optional: of those that may be there. forbidden: tensor
+    names with the reason. equal: pairs of tensors with the same values. zero: tensors of zeros. problems: those found
+    in the config."""
 
     layout: str
     shapes: Shapes = field(default_factory=dict)
@@ -33,16 +34,17 @@ class Contract:
     problems: list[str] = field(default_factory=list)
 
     def report(self, is_wrong: object, problem: str) -> None:
-        """Takes in a problem where there is one."""
+        """Add a problem if is_wrong."""
         if is_wrong:
             self.problems.append(problem)
 
     def want(self, config: Mapping[str, Any], key: str, value: Any, why: str) -> None:
+        """Add a problem if a config key has another value."""
         self.report(config.get(key) != value, f"{key}: expected {value!r}, found {config.get(key)!r}: {why}")
 
 
 def sizes_of(config: Mapping[str, Any], contract: Contract, keys: Iterable[str] = SIZES) -> dict[str, int] | None:
-    """Counts that shapes follow from; None, with the problem, where one is not there."""
+    """The counts that determine shapes; None, with the problem reported, if one is missing."""
     found: dict[str, Any] = {key: config.get(key) for key in keys}
     wrong = [key for key, value in found.items() if type(value) is not int or value < 1]
     contract.problems += [f"{key}: expected a count, found {found[key]!r}" for key in wrong]
@@ -50,12 +52,12 @@ def sizes_of(config: Mapping[str, Any], contract: Contract, keys: Iterable[str] 
 
 
 def trained_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The head's own config, where ours wrote the folder."""
+    """The head's own config, if we wrote the folder; else empty."""
     return config.get(PROVENANCE, config.get("headstart", {})).get("head", {})
 
 
 def decoder_layer(place: str, sizes: Mapping[str, int], *, in_size: int, norms: Iterable[str]) -> Shapes:
-    """A Llama layer without biases."""
+    """Tensor shapes of a Llama layer without biases, whose attention reads in_size channels."""
     hidden, inner, head_dim = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
     wide, narrow = sizes["num_attention_heads"] * head_dim, sizes["num_key_value_heads"] * head_dim
     shapes: Shapes = {
@@ -72,12 +74,12 @@ def decoder_layer(place: str, sizes: Mapping[str, int], *, in_size: int, norms: 
 
 
 def llama_keys(config: Mapping[str, Any], contract: Contract, *, model_type: str = "llama") -> None:
-    """Keys that both engines read of a Llama-like draft."""
+    """Check the keys that both engines read of a Llama-like draft."""
     contract.want(config, "model_type", model_type, f"both engines have the draft as a {model_type.capitalize()}")
     for key, value in PORTABLE_OPTIONS.items():
         contract.want(config, key, value, "engines would compute another layer")
     contract.report(config.get("bias"), "bias: vLLM takes it for a bias of the attention")
-    default = "missing; engines would take a default that is not the target's"
+    default = "missing; engines would use a default that is not the target's"
     for key in ("rms_norm_eps", "max_position_embeddings"):
         contract.report(not config.get(key), f"{key}: {default}")
     rope, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
@@ -168,7 +170,7 @@ def speculators(config: Mapping[str, Any], names: Iterable[str]) -> Contract:
 
 
 def serves_itself(config: Mapping[str, Any], contract: Contract) -> None:
-    """What `vllm serve FOLDER` reads to find the target and the draft's length."""
+    """Check the keys by which `vllm serve FOLDER` finds the target and the draft's length."""
     how, opening = config.get("speculators_config") or {}, "speculators_config."
     name = (how.get("verifier") or {}).get("name_or_path")
     contract.report(not name, f"{opening}verifier.name_or_path: missing; vLLM finds the target by it")
@@ -181,7 +183,7 @@ def serves_itself(config: Mapping[str, Any], contract: Contract) -> None:
 
 
 def feature_ids(config: Mapping[str, Any], contract: Contract) -> None:
-    """Feature layers ascend, are as many as said, and are those that the head was trained with."""
+    """Check that feature layers ascend, have the stated number, and are those that the head was trained with."""
     ids, key, num_features = config.get(FEATURE_IDS), FEATURE_IDS, config.get("num_aux_hidden_states")
     if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and i >= 0 for i in ids):
         contract.problems.append(f"{key}: expected layer numbers at the top, where vLLM reads them, found {ids!r}")
@@ -197,7 +199,7 @@ def feature_ids(config: Mapping[str, Any], contract: Contract) -> None:
 def eagle3_tensors(
     config: Mapping[str, Any], layer: Mapping[str, Any], contract: Contract, names: Iterable[str]
 ) -> Contract:
-    """The tensors of EAGLE-3, whose sizes `layer` says."""
+    """Complete the contract with the tensors of EAGLE-3; `layer` is the part of the config with the sizes."""
     if "target_hidden_size" in config and not isinstance(config["target_hidden_size"], int):
         contract.problems.append("target_hidden_size: must be a number or not there; engines multiply by it")
     sizes = sizes_of(layer, contract, (*SIZES, "num_hidden_layers", "num_aux_hidden_states"))

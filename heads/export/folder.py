@@ -1,4 +1,4 @@
-"""What an export reads, a trained head's folder and its target's config, and the two files that it writes."""
+"""What an export reads (a trained head's folder and its target's config), and the two files that it writes."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from ..loading import TargetConfig, read_model_config, torch_dtype
 
 PROVENANCE = "headstart_export"  # the key under which an exported config.json keeps the head's own config
 DFLASH, DSPARK = "DFlashDraftModel", "Qwen3DSparkModel"  # of block drafters
-SWITCHES = ("eagle-", "eagle3", "dflash", "dspark")  # in a path, vLLM takes them for the method
+SWITCHES = ("eagle-", "eagle3", "dflash", "dspark")  # vLLM infers the method from these words in a path
 EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight", "model.language_model.embed_tokens.weight")
 
 
@@ -31,7 +31,7 @@ class HeadFolder:
     record: HeadRecord
     tensors: dict[str, Tensor]  # by served name, in the dtype that they are exported in
     target: str  # folder or hub id
-    target_config: dict[str, Any] | None  # as Hugging Face reads it; None where the target is not there
+    target_config: dict[str, Any] | None  # as Hugging Face reads it; None: the target is not available
 
     @property
     def family(self) -> str:
@@ -39,7 +39,7 @@ class HeadFolder:
 
     @property
     def method(self) -> str:
-        """What engines call it: the family, of block drafters dflash or dspark."""
+        """The engines' name for it: the family, or dflash or dspark for a block drafter."""
         if self.family != "block":
             return self.family
         return "dflash" if self.config["architectures"] == [DFLASH] else "dspark"
@@ -51,21 +51,21 @@ class HeadFolder:
 
     @property
     def has_adapter(self) -> bool:
-        """Whether the head drafts for its target with an adapter on it (Medusa-2)."""
+        """Whether the head drafts for its target with an adapter (Medusa-2)."""
         return (self.path / ADAPTER_WEIGHTS).is_file()
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """The key of an exported config.json from which importing it gives the same head."""
+        """The entry of an exported config.json from which an import restores the same head."""
         return {PROVENANCE: self.record.to_json()}
 
 
 def read_folder(path: str | Path, *, target: str | None = None, dtype: str | None = None) -> HeadFolder:
-    """A head folder, or the `final` of a run folder.
+    """Read a head folder, or the `final` of a run folder.
 
-    Args: target: folder or hub id, where it is not the one that config.json names. dtype: of the exported weights;
-        None: the target's, or as stored where the target is not there.
-    Raises: BadInput where the folder is no head of ours, or a target that was named has no config.
+    Args: target: folder or hub id, if it is not the one that config.json names. dtype: of the exported weights; None:
+        the target's, or as stored if the target is not available.
+    Raises: BadInput if we did not write the folder, or the config of the given target cannot be read.
     """
     path = Path(path)
     if not (path / "config.json").is_file() and (path / "final").is_dir():
@@ -94,15 +94,15 @@ def read_folder(path: str | Path, *, target: str | None = None, dtype: str | Non
 
 
 def usable(dtype: str | None) -> str:
-    """A dtype that drafts are served in, else `auto`: as stored."""
+    """The dtype if drafts are served in it, else `auto`, which means as stored."""
     return dtype if dtype in ("float32", "bfloat16", "float16") else "auto"
 
 
 def switching_word(where: str | Path, family: str) -> str | None:
     """The word in a path or hub id that makes vLLM take its head for another method; None: there is none.
 
-    Of eagle, eagle3, dflash and dspark, whose method a path never overrides once it is given, only the last part of it
-    counts.
+    A path never overrides an explicit method eagle, eagle3, dflash or dspark, so for these families only the last part
+    of the path counts.
     """
     allowed = {"eagle": ("eagle-",), "eagle3": ("eagle3",), "block": ("dflash", "dspark")}.get(family)
     text = str(where).lower() if allowed is None else Path(where).name.lower()
@@ -119,9 +119,9 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], *, name: str = "mode
 
 
 def output_rows(head: HeadFolder) -> Tensor:
-    """[V, D] the output layer of the target, read from its safetensors; a tied one is its embedding.
+    """[V, D] the weights of the target's output layer, read from its safetensors; if tied, the embedding.
 
-    Raises: BadInput where the target is no local folder, or has none.
+    Raises: BadInput if the target is not a local folder or has no such tensor.
     """
     if not Path(head.target).is_dir():
         raise BadInput(f"target {head.target}: no local folder; name one with --target: its lm_head is written in")

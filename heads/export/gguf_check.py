@@ -1,7 +1,7 @@
-"""Everything wrong with a GGUF file that llama-server would draft with: keys, tensors, vocabulary, feature layers.
+"""Checks of a GGUF file for llama-server to draft with: keys, tensors, vocabulary, feature layers.
 
-Sources: the loaders of llama.cpp of November 2026. They refuse a missing tensor; a wrong layer number, a vocabulary of
-offsets or a NaN they serve, and drafts are no longer accepted.
+Sources: the loaders of llama.cpp of November 2026. They refuse a missing tensor, but serve a wrong layer number, a
+vocabulary of offsets or a NaN, and then drafts are just not accepted.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,10 +27,10 @@ MODULE = ("eh_proj", "enorm", "hnorm")  # each MTP block has these beside its or
 
 
 def check_file(path: Path, config: Mapping[str, Any] | None = None) -> tuple[str | None, list[str]]:
-    """The layout of a GGUF file, None where it cannot be read, and a line for everything wrong with it.
+    """The layout of a GGUF file (None if it cannot be read) and its problems, a line each.
 
-    Args: config: of the folder that the file was made from, with which it is compared.
-    Raises: BadInput where it is no GGUF file at all, or of no kind of drafter.
+    Args: config: config.json of the folder that the file was made from, to compare with.
+    Raises: BadInput if it is not a GGUF file or the package gguf is missing.
     """
     file = read_gguf(path)
     if file.problem:
@@ -44,12 +44,12 @@ def check_file(path: Path, config: Mapping[str, Any] | None = None) -> tuple[str
 
 
 def vocab_size(file: GgufFile) -> int | None:
-    """The target's V: as the file says, or as many tokens as it has."""
+    """The target's V: the file's vocab_size, else its number of tokens."""
     return file.lengths.get("tokenizer.ggml.tokens") if file.own("vocab_size") is None else file.own("vocab_size")
 
 
 def sizes_of(file: GgufFile, contract: Contract) -> dict[str, int] | None:
-    """Counts that shapes follow from; None, with the problem, where one is not there."""
+    """The counts that determine shapes; None, with the problem reported, if one is missing."""
     found = {**{key: file.own(key) for key in SIZES}, "vocab_size": vocab_size(file)}
     for key, value in found.items():
         whose = f"{file.architecture}.{key}: expected a count ({SIZES[key]}), found {value!r}"
@@ -58,7 +58,7 @@ def sizes_of(file: GgufFile, contract: Contract) -> dict[str, int] | None:
 
 
 def eagle3(file: GgufFile) -> Contract:
-    """fc, one layer that reads twice its width, output norm and layer; d2t of a cut vocabulary."""
+    """EAGLE-3: fc, one layer that reads twice its width, output norm and output layer; d2t if the vocabulary is cut."""
     contract = Contract("eagle3 (GGUF)")
     sizes = sizes_of(file, contract)
     feature_layers(file, contract, num_features=NUM_TAPS)
@@ -82,7 +82,7 @@ def eagle3(file: GgufFile) -> Contract:
 
 
 def dflash(file: GgufFile) -> Contract:
-    """DFlash, or with a Markov head DSpark: fc and its norm, layers with norms of heads, and what scores tokens."""
+    """DFlash, or with a Markov head DSpark: fc and its norm, layers with query and key norms, output tensors."""
     rank = file.shapes.get("markov_w1.weight", (0, 0))[-1]
     contract = Contract(f"{'dspark' if rank else 'dflash'} (GGUF)")
     sizes = sizes_of(file, contract)
@@ -113,24 +113,26 @@ def dflash(file: GgufFile) -> Contract:
 
 
 def flag(file: GgufFile, contract: Contract, key: str, *, allowed: tuple[bool | None, ...]) -> None:
-    """A yes or no; None: it may be missing."""
+    """Check a boolean key; None among `allowed` means that it may be missing."""
     found, wanted = file.own(key), " or ".join(str(value).lower() for value in allowed if value is not None)
     known = found is None or type(found) is bool
     contract.report(not known or found not in allowed, f"{file.architecture}.{key}: expected {wanted}, found {found!r}")
 
 
 def layer_keys(file: GgufFile, contract: Contract, *further: str) -> None:
-    default = "missing; llama.cpp would take a default that is not the target's"
+    """Report missing keys of a decoder layer."""
+    default = "missing; llama.cpp would use a default that is not the target's"
     for key in ("attention.layer_norm_rms_epsilon", "rope.freq_base", "context_length", *further):
         contract.report(not file.own(key), f"{file.architecture}.{key}: {default}")
 
 
 def head_size(file: GgufFile, sizes: Mapping[str, int]) -> int:
+    """H, the head dimension."""
     return file.own("attention.key_length") or sizes["embedding_length"] // sizes["attention.head_count"]
 
 
 def layer_shapes(file: GgufFile, sizes: Mapping[str, int], contract: Contract, *, place: str, read: int) -> Shapes:
-    """Of a decoder layer whose attention reads so many values."""
+    """Shapes of a decoder layer whose attention reads `read` channels."""
     hidden, inner, head_dim = sizes["embedding_length"], sizes["feed_forward_length"], head_size(file, sizes)
     wide, narrow = (sizes[f"attention.{key}"] * head_dim for key in ("head_count", "head_count_kv"))
     turned, key = file.own("rope.dimension_count"), f"{file.architecture}.rope.dimension_count"
@@ -151,7 +153,7 @@ def layer_shapes(file: GgufFile, sizes: Mapping[str, int], contract: Contract, *
 
 
 def drafted_vocabulary(file: GgufFile, sizes: Mapping[str, int], contract: Contract) -> int:
-    """Adds the tensors between the last layer and the drafts; returns how many tokens can be drafted."""
+    """Add the tensors after the last layer to the contract; returns Vd."""
     hidden, vocab = sizes["embedding_length"], sizes["vocab_size"]
     num_drafted = file.shapes["d2t"][0] if "d2t" in file.shapes else vocab
     contract.shapes["output_norm.weight"] = (hidden,)
@@ -169,7 +171,7 @@ def drafted_vocabulary(file: GgufFile, sizes: Mapping[str, int], contract: Contr
 
 
 def feature_layers(file: GgufFile, contract: Contract, *, num_features: int | None = None) -> None:
-    """The ids count the state that enters a layer: HF's hidden_states[i], as vLLM counts."""
+    """Check target_layers, which count inputs of layers: HF's hidden_states[i], as vLLM counts."""
     ids, key = file.own("target_layers"), f"{file.architecture}.target_layers"
     is_short = not isinstance(ids, list) or len(ids) != (num_features or len(ids) or 1)
     if is_short or any(type(i) is not int for i in ids):
@@ -192,7 +194,7 @@ def map_problems(file: GgufFile, vocab: int) -> list[str]:
 
 
 def language_model(file: GgufFile) -> Contract:
-    """A draft model, or a target with its MTP modules: every block is there, and each module's own tensors."""
+    """A draft model, or a target with its MTP modules: no block is missing, nor any tensor of a module."""
     count = file.own("nextn_predict_layers") or 0
     contract = Contract(f"{'mtp' if count else 'draft model'} ({file.architecture}, GGUF)")
     if "general.architecture" not in file.keys:
@@ -205,10 +207,10 @@ def language_model(file: GgufFile) -> Contract:
     contract.report(count and not count < (num_blocks or 0), f"nextn_predict_layers: {count} of {num_blocks} blocks")
     if contract.problems:
         return contract
-    contract.optional = dict(file.shapes)  # its architecture's own: the loader knows them
+    contract.optional = dict(file.shapes)  # the architecture's own tensors, which the loader checks
     vocab = file.lengths.get("tokenizer.ggml.tokens", 0)
     contract.shapes = {"token_embd.weight": (vocab, hidden)}
-    if not count or any(name.startswith("blk.0.") for name in file.shapes):  # not modules alone, apart from the target
+    if not count or any(name.startswith("blk.0.") for name in file.shapes):  # not a file of modules only
         contract.shapes["output_norm.weight"] = (hidden,)
         for i in range(num_blocks - count):
             there = any(name.startswith(f"blk.{i}.") for name in file.shapes)
@@ -219,12 +221,12 @@ def language_model(file: GgufFile) -> Contract:
     return contract
 
 
-# by general.architecture; all others are whole language models. Of a new kind of head: a function and a line here
+# by general.architecture; all others are whole language models. A new kind of head gets a function and a line here
 CONTRACTS: dict[str, Callable[[GgufFile], Contract]] = {"eagle3": eagle3, "dflash": dflash}
 
 
 def tokenizer(file: GgufFile, contract: Contract) -> None:
-    """Drafter and target are compared by their tokens, so the file has the target's."""
+    """Check the vocabulary, which llama-server compares with the target's."""
     tokens, key = file.lengths.get("tokenizer.ggml.tokens"), "tokenizer.ggml.tokens"
     contract.report(not tokens, f"{key}: missing; llama-server compares it with the target's")
     contract.report(not file.keys.get("tokenizer.ggml.model"), "tokenizer.ggml.model: missing")
@@ -234,7 +236,7 @@ def tokenizer(file: GgufFile, contract: Contract) -> None:
 
 
 def tensor_problems(file: GgufFile, contract: Contract) -> list[str]:
-    """Tensors that are missing, of another shape or type, should not be there, or hold what no training gives."""
+    """Tensors that are missing, of a wrong shape or type, forbidden, or hold NaN or infinite values."""
     problems = []
     for name, shape in contract.shapes.items():
         if name not in file.shapes:
@@ -248,14 +250,14 @@ def tensor_problems(file: GgufFile, contract: Contract) -> list[str]:
             problems.append(f"tensor {name}: expected {list(shape)}, found {list(found)}{turned}")
         if len(found) == 1 and file.kinds[name] not in ("F32", "I64"):
             problems.append(f"tensor {name}: of type {file.kinds[name]}, norms and biases are F32")
-        is_ours = file.architecture in CONTRACTS or ".nextn." in name  # of a whole model the head's part alone
+        is_ours = file.architecture in CONTRACTS or ".nextn." in name  # in a whole model, only the head's part
         num_bad = int((~np.isfinite(file.values(name))).sum()) if is_ours and name != "d2t" else 0
         if num_bad:
             problems.append(f"tensor {name}: {num_bad} values are NaN or infinite")
     return problems
 
 
-# what a file says, by architecture, and the key of config.json that it was made from
+# by architecture, keys of the file and the config.json keys that they are converted from
 TOLD = {
     "eagle3": {
         "target_layers": FEATURE_IDS,
@@ -272,12 +274,12 @@ TOLD = {
 
 
 def differences(file: GgufFile, config: Mapping[str, Any]) -> list[str]:
-    """Where a converted file is not the folder's head."""
+    """Differences between a converted file and the config.json of its folder."""
     problems = []
     for key, name in TOLD[file.architecture].items():
         wanted = config.get(name)
         if name == "target_layer_ids" and isinstance(wanted, list):
-            wanted = [i + 1 for i in wanted]  # these count layers' outputs
+            wanted = [i + 1 for i in wanted]  # this key counts outputs of layers
         if name in config and (file.own(key) or False) != wanted:
             problems.append(f"{file.architecture}.{key}: {file.own(key)}, but config.json has {name} {config[name]}")
     token = config.get("mask_token_id")

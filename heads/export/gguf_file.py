@@ -1,4 +1,4 @@
-"""A GGUF file as its header says it is: keys, and shapes, types and values of tensors."""
+"""Reading a GGUF file: its keys, and shapes, types and values of its tensors."""
 
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -10,30 +10,30 @@ import numpy as np
 from ...configs.errors import BadInput, first_line
 from ..importing.gguf import check_gguf
 
-SMALL = 1 << 22  # elements of a tensor whose values are looked at; larger ones are sampled
+SMALL = 1 << 22  # elements up to which all of a tensor's values are read; of larger ones a sample of rows
 
 
 @dataclass
 class GgufFile:
-    """What a file says of itself. shapes are [rows, columns], as PyTorch has them; lengths, those of arrays of text."""
+    """The contents of a file. shapes: [rows, columns], as in PyTorch. lengths: number of entries of each text key."""
 
     keys: dict[str, Any] = field(default_factory=dict)
     lengths: dict[str, int] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)  # F32, BF16, Q8_0, ...
-    stored: dict[str, Any] = field(default_factory=dict)  # of the reader
-    problem: str | None = None  # with the file itself
+    stored: dict[str, Any] = field(default_factory=dict)  # the reader's tensor objects
+    problem: str | None = None  # why the file cannot be read
 
     @property
     def architecture(self) -> str:
         return str(self.keys.get("general.architecture"))
 
     def own(self, key: str) -> Any:
-        """A key of the architecture."""
+        """The value of an architecture's own key; None if it is missing."""
         return self.keys.get(f"{self.architecture}.{key}")
 
     def values(self, name: str) -> np.ndarray:
-        """A tensor's numbers, dequantised; none of a type that the package gguf cannot read."""
+        """A tensor's values, dequantised; empty if the package gguf cannot read its type."""
         from gguf.quants import dequantize
 
         tensor = self.stored[name]
@@ -45,7 +45,10 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Raises BadInput where it is no GGUF file at all, or the package gguf is missing."""
+    """Read a GGUF file; `problem` is set if it is damaged.
+
+    Raises: BadInput if it is not a GGUF file or the package gguf is missing.
+    """
     check_gguf(path)
     stat = path.stat()
     return _read(path, stat.st_size, stat.st_mtime_ns)

@@ -1,7 +1,7 @@
 """Heads for llama.cpp: what it cannot serve, and the conversion to GGUF by the user's own checkout of it.
 
-Its converter reads the Hugging Face layouts that other engines load, so those are what is written; the permutation of
-q and k, tokenizers and rotary factors are the converter's job and change often. Read in llama.cpp of November 2026.
+Its converter reads the Hugging Face layouts that other engines load, so an export writes those; the permutation of q
+and k, tokenizers and rotary factors are the converter's job and change often. Source: llama.cpp of November 2026.
 """
 
 import os
@@ -17,7 +17,7 @@ from ...configs.errors import BadInput
 from ..importing.gguf import gguf_folder
 from .folder import DFLASH, HeadFolder
 
-# --spec-type of each family, of block drafters of each kind
+# --spec-type of each family, or kind of block drafter
 SPEC_TYPES = {"eagle3": "draft-eagle3", "draft_lm": "draft-simple", "mtp": "draft-mtp"}
 SPEC_TYPES |= {"dflash": "draft-dflash", "dspark": "draft-dspark"}
 OUTTYPES = ("f32", "f16", "bf16", "q8_0")
@@ -26,21 +26,22 @@ SCRIPT = "convert_hf_to_gguf.py"
 NUM_TAPS = 3
 ROTATIONS = ("default", "linear", "yarn", "llama3", "longrope")
 ROTATIONS_OF_BLOCKS = ("default", "linear", "yarn")
-# kinds of target (model_type) whose graphs hand out the states that enter their layers; asked for another one's,
-# llama-server aborts
+# kinds of target (model_type) whose graphs output the inputs of their layers; with any other, llama-server aborts
 TAPPED = (
     "llama mistral mixtral qwen3 qwen3_moe qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text gpt_oss lfm2 "
     "nemotron_h minimax_m2"
 ).split()
-READS_FEATURES = ("eagle3", "block")  # families whose heads read them, and share the target's tables
-# those whose MTP modules have a graph
+READS_FEATURES = ("eagle3", "block")  # families that read these states, and share the target's embedding tables
+# kinds of target whose MTP modules llama.cpp has a graph for
 WITH_MODULES = "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text deepseek_v32 glm4_moe".split()
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """How to make GGUF files. llama_cpp: a checkout; None: the command is told, and left to the user. outtype: of the
-    head's weights; None: as exported. target_outtype: the target is converted too, to these weights."""
+    """How to make GGUF files. llama_cpp: a checkout; None: the command is only printed, for the user to run. outtype:
+    of the head's weights; None: as exported. target_outtype: also convert the target, to this type.
+
+    Raises: BadInput on an unknown type or a folder that is not a checkout."""
 
     llama_cpp: Path | None = None
     outtype: str | None = None
@@ -54,9 +55,9 @@ class Conversion:
             raise BadInput(f"--llama-cpp {self.llama_cpp}: no {SCRIPT} in it, so it is no checkout of llama.cpp")
 
     def commands(self, head: HeadFolder, folder: Path, *, name: str) -> list[list[str]]:
-        """What makes the files of an exported folder; the first of each is an interpreter.
+        """The commands that make the files of an exported folder; each starts with a Python interpreter.
 
-        Args: name: what the files are to call the head.
+        Args: name: the model name to write into the files.
         """
         script = str((self.llama_cpp or Path("llama.cpp")) / SCRIPT)
         python = os.environ.get("LLAMA_CPP_PYTHON") or (sys.executable if self.llama_cpp else "python")
@@ -74,7 +75,7 @@ class Conversion:
         return [made, [python, script, target, *whole]]
 
     def run(self, head: HeadFolder, folder: Path, *, name: str) -> None:
-        """Converts, where there is a checkout. Raises BadInput with what the converter says last where it fails."""
+        """Run the conversion, if there is a checkout. Raises BadInput with the converter's last line if it fails."""
         if self.llama_cpp is None:
             return
         for command in self.commands(head, folder, name=name):
@@ -83,7 +84,7 @@ class Conversion:
             except OSError as error:
                 raise BadInput(f"{command[0]}: {error.strerror}: LLAMA_CPP_PYTHON names the interpreter") from error
             if done.returncode:
-                said = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["no word on why"]
+                said = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["no error message"]
                 hint = ""
                 if "ModuleNotFoundError" in said[-1] or "ImportError" in said[-1]:
                     hint = " (install it, or name an interpreter that has it in LLAMA_CPP_PYTHON)"
@@ -91,13 +92,14 @@ class Conversion:
 
 
 def file_name(family: str) -> str:
-    """The GGUF file of an exported folder: modules are served from the file of the whole target."""
+    """Name of the GGUF file in an exported folder; MTP modules are part of the target's file."""
     return "model.gguf" if family == "mtp" else "head.gguf"
 
 
 def target_folder(head: HeadFolder) -> Path:
-    """Where the target's config and tokenizer are; of a GGUF file, its dequantised folder. Raises BadInput where it is
-    no local folder."""
+    """The folder with the target's config and tokenizer; for a GGUF file, its dequantised folder.
+
+    Raises: BadInput if the target is not a local folder."""
     if head.target.endswith(".gguf"):
         return gguf_folder(head.target)
     if not Path(head.target).is_dir():
@@ -106,7 +108,7 @@ def target_folder(head: HeadFolder) -> Path:
 
 
 def check_servable(head: HeadFolder, conversion: Conversion) -> None:
-    """Raises BadInput, naming everything that llama.cpp cannot serve of a head."""
+    """Raises BadInput that lists every reason why llama.cpp cannot serve a head."""
     if head.family not in REFUSALS:
         raise BadInput(f"head {head.path}: llama.cpp has no graph for {head.family} heads")
     problems = REFUSALS[head.family](head.config, head.tensors)
@@ -114,7 +116,7 @@ def check_servable(head: HeadFolder, conversion: Conversion) -> None:
     if head.target_config is None:
         problems.append(f"target {head.target} is not there: name it with --target")
     elif head.family in READS_FEATURES and kind not in TAPPED:
-        problems.append(f"its graph of a {kind} target hands out no features")
+        problems.append(f"its graph of a {kind} target outputs no features")
     elif head.family == "mtp" and kind not in WITH_MODULES:
         problems.append(f"it has no graph for MTP modules of a {kind} target, only of {', '.join(WITH_MODULES)}")
     if head.family == "mtp" and head.target.endswith(".gguf"):
@@ -130,7 +132,7 @@ def check_servable(head: HeadFolder, conversion: Conversion) -> None:
 
 
 def eagle3_refusals(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """What its graph of EAGLE-3 lacks, by the config and the tensors of an exported folder."""
+    """What llama.cpp's EAGLE-3 graph does not support in an exported folder."""
     problems = [f"{key}: it has no such norm" for key in ("fc_norm", "norm_output") if config.get(key)]
     problems += parallel_refusals(config, names)
     num_layers, num_taps = config.get("num_hidden_layers"), config.get("num_aux_hidden_states")
@@ -142,17 +144,18 @@ def eagle3_refusals(config: Mapping[str, Any], names: Iterable[str]) -> list[str
 
 
 def parallel_refusals(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """A head that was trained to draft behind mask tokens."""
+    """Heads trained to draft in parallel with mask tokens are not supported."""
     return ["pard_token: it drafts token by token"] if config.get("pard_token") is not None else []
 
 
 def rotation_refusals(config: Mapping[str, Any], known: Iterable[str]) -> list[str]:
+    """Rotary scalings other than the known ones are not supported."""
     kind = (config.get("rope_scaling") or {}).get("rope_type", "default")
     return [] if kind in known else [f"rope_scaling: of type {kind}, expected one of {', '.join(known)}"]
 
 
 def block_refusals(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """What its converter's classes of DFlash and DSpark do not read."""
+    """What llama.cpp's converter does not support in a DFlash or DSpark folder."""
     layer, names = config.get("transformer_layer_config"), set(names)
     whole = {**config, **(layer or {})}
     is_cut = config.get("draft_vocab_size") not in (None, whole.get("vocab_size"))
@@ -172,13 +175,13 @@ def block_refusals(config: Mapping[str, Any], names: Iterable[str]) -> list[str]
 
 
 def mtp_refusals(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """What its graphs of MTP modules lack. One file of several modules of Qwen's layout has one `fc`."""
+    """What llama.cpp's graphs of MTP modules do not support: several modules in Qwen's layout, which has one `fc`."""
     count = config.get("num_nextn_predict_layers", config.get("mtp_num_hidden_layers", 1))
     is_shared = config.get("model_type") in ("qwen3_next", "qwen3_5", "qwen3_5_moe")
     return [f"num_nextn_predict_layers: {count}, it reads one module of this layout"] if is_shared and count > 1 else []
 
 
-# a family that llama.cpp learns to draft with gets a line here, in SPEC_TYPES and in write.py's WRITERS
+# to support another family: a line here, in SPEC_TYPES and in write.py's WRITERS
 REFUSALS: dict[str, Callable[[Mapping[str, Any], Iterable[str]], list[str]]] = {
     "eagle3": eagle3_refusals,
     "draft_lm": parallel_refusals,
@@ -188,15 +191,16 @@ REFUSALS: dict[str, Callable[[Mapping[str, Any], Iterable[str]], list[str]]] = {
 
 
 def server_flags(family: str, num_draft_tokens: int, *, file: str = "") -> str | None:
-    """What tells llama-server to draft so; None for families that it has no graph of. Args: family: of block drafters
-    dflash or dspark. file: the head's, where it is not in the target's."""
+    """llama-server's flags for drafting with a head; None for families that it has no graph for.
+
+    Args: family: for block drafters dflash or dspark. file: the head's, unless it is part of the target's."""
     kind = SPEC_TYPES.get(family)
     where = "" if family == "mtp" or not file else f"-md {file} "
     return kind and f"{where}--spec-type {kind} --spec-draft-n-max {num_draft_tokens} --spec-draft-p-min 0"
 
 
 def serve_lines(head: HeadFolder, output: str, conversion: Conversion) -> list[str]:
-    """The conversion where it is left to the user, and the command that serves what it makes."""
+    """The conversion commands, if they are left to the user, and the command that serves the result."""
     lines = []
     if conversion.llama_cpp is None:
         commands = conversion.commands(head, Path(output), name=Path(output).name)

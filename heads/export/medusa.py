@@ -1,4 +1,4 @@
-"""Medusa in the layout of vLLM, up to 0.32, and in FasterDecoding's, which vLLM and TGI also read."""
+"""Medusa in vLLM's layout (up to 0.32) and in FasterDecoding's, which vLLM and TGI also read."""
 
 import re
 import shutil
@@ -14,9 +14,9 @@ ADAPTER_FOLDER = "target_adapter"
 
 
 def write_blocks(head: HeadFolder, folder: Path, *, to: str) -> None:
-    """vLLM: blocks.{k}.layers.{j} and lm_heads.{k}, or one lm_head for all where the head shares the target's.
+    """vLLM's layout: blocks.{k}.layers.{j} and lm_heads.{k}, or one lm_head if the head shares the target's.
 
-    Raises: BadInput where output layers have a bias, for which vLLM has no place.
+    Raises: BadInput if output layers have a bias, which vLLM does not support.
     """
     tensors = {served_name(head, name): value for name, value in head.tensors.items()}
     is_shared = head.own["output"] == "shared"
@@ -29,7 +29,7 @@ def write_blocks(head: HeadFolder, folder: Path, *, to: str) -> None:
 
 
 def write_published(head: HeadFolder, folder: Path, *, to: str) -> None:
-    """FasterDecoding: {k}.{j}.linear and {k}.{num_blocks}, each with the target's rows where the head shares them."""
+    """FasterDecoding's layout: {k}.{j}.linear and {k}.{num_blocks}, a copy of the target's output layer if shared."""
     tensors = dict(head.tensors)
     if head.own["output"] == "shared":
         rows, config = output_rows(head), head.config
@@ -42,6 +42,7 @@ def write_published(head: HeadFolder, folder: Path, *, to: str) -> None:
 
 
 def served_name(head: HeadFolder, name: str) -> str:
+    """vLLM's name of a tensor. Raises BadInput on a bias of an output layer."""
     found = re.fullmatch(r"(\d+)\.(\d+)\.linear\.(weight|bias)", name)
     if found:
         k, j, kind = found.groups()
@@ -53,7 +54,7 @@ def served_name(head: HeadFolder, name: str) -> str:
 
 
 def carry_adapter(head: HeadFolder, folder: Path) -> None:
-    """The target's adapter in a folder of its own: engines read every safetensors file beside a head's config."""
+    """Copy the target's adapter into a subfolder, as engines read every safetensors file next to a head's config."""
     if head.has_adapter:
         (folder / ADAPTER_FOLDER).mkdir()
         for name in ("adapter_config.json", ADAPTER_WEIGHTS):
@@ -61,7 +62,7 @@ def carry_adapter(head: HeadFolder, folder: Path) -> None:
 
 
 def from_blocks(tensors: dict[str, Tensor], *, num_blocks: int) -> dict[str, Tensor]:
-    """Tensors of either layout under FasterDecoding's names, which are ours; a shared output layer is left out."""
+    """Rename tensors of either layout to FasterDecoding's names, which are ours; drop a shared output layer."""
     found = {}
     for name, value in tensors.items():
         name = re.sub(r"^medusa_heads?\.", "", name)

@@ -1,4 +1,4 @@
-"""What folders that are whole models must hold: a draft model's, and a target's with MTP modules in it."""
+"""What folders of whole models must hold: draft models, and targets with MTP modules."""
 
 import re
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_laye
 
 
 def draft_model(folder: Path, config: Mapping[str, Any], stored: TensorFiles) -> Contract:
-    """Everything that transformers' own class of the config has, and the tokenizer."""
+    """All tensors of transformers' model for the config, and a tokenizer."""
     contract = Contract("draft model")
     if "auto_map" in config:
         contract.problems.append("auto_map: asks engines to run code of the folder")
@@ -49,12 +49,12 @@ def draft_model(folder: Path, config: Mapping[str, Any], stored: TensorFiles) ->
 
 
 def mtp_layout(names: Mapping[str, Any]) -> str | None:
-    """Which layout of MTP modules is among these tensors."""
+    """The layout of the MTP modules among these tensors; None if there are none."""
     return next((layout for layout, mark in MARKS.items() if any(mark in name for name in names)), None)
 
 
 def mtp(config: Mapping[str, Any], stored: TensorFiles) -> Contract:
-    """The modules' tensors: a decoder layer like the target's last that attends, and what joins and norms."""
+    """The tensors of MTP modules: a decoder layer like the target's last one with attention, a projection and norms."""
     inner = config.get("text_config", config)
     name = mtp_layout(stored.shapes) or "deepseek_v3"
     layout, contract = LAYOUTS[name], Contract(f"mtp ({name})")
@@ -88,7 +88,7 @@ def mtp(config: Mapping[str, Any], stored: TensorFiles) -> Contract:
 
 
 def last_attending(stored: TensorFiles, num_layers: int) -> dict[str, tuple[int, ...]]:
-    """Names, from the layer on, and shapes of the last layer of the target that has full attention."""
+    """Names within the layer, and shapes, of the tensors of the target's last layer with full attention."""
     for i in reversed(range(num_layers)):
         found = {
             key.split(f".layers.{i}.", 1)[1]: shape

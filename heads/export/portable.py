@@ -1,9 +1,9 @@
-"""EAGLE-1, EAGLE-2 and EAGLE-3 in one folder that vLLM and SGLang both load; EAGLE-3 also as speculators has it.
+"""EAGLE-1, EAGLE-2 and EAGLE-3 in one folder that vLLM and SGLang both load; EAGLE-3 also in speculators' layout.
 
-The two engines count feature layers differently and read different keys, so both are written (eagle3.py); they name the
-norm of further layers differently, so it is written twice; SGLang's EAGLE-1 has a bias that vLLM leaves out, so it is
-zeros. Embedding and, of EAGLE-1, output layer are the target's and not in the file. A folder of the speculators library
-names its target, so `vllm serve FOLDER` is all.
+The two engines count feature layers differently and read different keys, so both are written (eagle3.py). They have
+different names for the input norm of later layers, so it is written twice. SGLang's EAGLE-1 has a bias that vLLM
+ignores, so it is zeros. The embedding and, for EAGLE-1, the output layer are the target's and not in the file. A folder
+in speculators' layout names its target, so `vllm serve FOLDER` suffices.
 """
 
 import re
@@ -27,7 +27,7 @@ OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 def write_eagle(head: HeadFolder, folder: Path, *, to: str) -> None:
-    """fc, layers.{i}. Raises BadInput on a trained bias for vLLM, which would leave it out."""
+    """EAGLE-1 and EAGLE-2: fc, layers.{i}. Raises BadInput on a trained bias for vLLM, which would ignore it."""
     check_target(head)
     if to == "vllm" and head.tensors["fc.bias"].any():
         why = "fc.bias is trained and vLLM leaves it out: export to sglang, or head.bias false"
@@ -37,7 +37,7 @@ def write_eagle(head: HeadFolder, folder: Path, *, to: str) -> None:
 
 
 def write_eagle3(head: HeadFolder, folder: Path, *, to: str) -> None:
-    """fc, midlayer or layers.{i}, norm, lm_head, d2t and t2d. Raises BadInput on what SGLang computes otherwise."""
+    """EAGLE-3: fc, midlayer or layers.{i}, norm, lm_head, d2t, t2d. Raises BadInput on what SGLang does not support."""
     check_target(head)
     if to == "sglang" and head.own.get("parallel"):
         raise BadInput(f"head {head.path}: parallel: SGLang drafts token by token: export to vllm")
@@ -54,7 +54,8 @@ def write_eagle3(head: HeadFolder, folder: Path, *, to: str) -> None:
 
 
 def write_speculators(head: HeadFolder, folder: Path, *, to: str) -> None:
-    """layers.{i}, fc, norm, lm_head, d2t and t2d. Raises BadInput where the target is not there to be named."""
+    """EAGLE-3 for speculators: layers.{i}, fc, norm, lm_head, d2t, t2d. Raises BadInput if the target's config is not
+    available or the head drafts in parallel."""
     check_target(head)
     if head.own.get("parallel"):
         raise BadInput(f"head {head.path}: parallel: not written in this layout: export to vllm")
@@ -71,11 +72,13 @@ def write_speculators(head: HeadFolder, folder: Path, *, to: str) -> None:
 
 
 def as_speculators(head: HeadFolder, *, architecture: str, layer_keys: Iterable[str]) -> dict[str, Any]:
-    """The keys that all kinds of heads have there. vLLM starts from the layer's part and takes few keys from outside
-    it, so those that it needs are there too. There is no `model_type`: vLLM would ask transformers for a model of it.
+    """The keys that all kinds of heads have in speculators' layout.
 
-    Args: layer_keys: of the layer's part, besides those of every Llama.
-    Raises: BadInput where the target is not there to be named.
+    vLLM starts from transformer_layer_config and takes few keys from outside it, so the keys that it needs are repeated
+    there. `model_type` is left out, as vLLM would look for a transformers model of that name.
+
+    Args: layer_keys: further keys of transformer_layer_config, besides those of every Llama.
+    Raises: BadInput if the target's config is not available.
     """
     if head.target_config is None:
         raise BadInput(f"target {head.target}: no config.json there; name it with --target: the folder serves itself")
@@ -99,7 +102,8 @@ def as_speculators(head: HeadFolder, *, architecture: str, layer_keys: Iterable[
 
 
 def with_both_norms(head: HeadFolder) -> dict[str, Tensor]:
-    """Layers behind the first normalise what they read: `input_layernorm` in vLLM, `hidden_norm` in SGLang."""
+    """The tensors, with the input norm of layers after the first under both names: `input_layernorm` for vLLM,
+    `hidden_norm` for SGLang."""
     tensors = dict(head.tensors)
     for i in range(1, head.config["num_hidden_layers"]):
         tensors[f"layers.{i}.hidden_norm.weight"] = tensors[f"layers.{i}.input_layernorm.weight"].clone()
@@ -107,7 +111,7 @@ def with_both_norms(head: HeadFolder) -> dict[str, Tensor]:
 
 
 def check_target(head: HeadFolder) -> None:
-    """Raises BadInput on a target whose embeddings are scaled: engines give drafts the bare table."""
+    """Raises BadInput if the target scales its embeddings, since engines give drafts the unscaled table."""
     config = head.target_config or {}
     scale = config.get("embedding_multiplier") or config.get("scale_emb") or 1
     if str(config.get("model_type")).startswith("gemma") or scale != 1:

@@ -1,4 +1,4 @@
-"""MTP modules in a copy of their target's checkpoint: in place of those that it has, or beside its layers."""
+"""MTP modules written into a copy of their target's checkpoint, replacing its own modules or added to its layers."""
 
 import json
 import shutil
@@ -23,9 +23,9 @@ CARD_FILES = ("README.md", ".git*", ".cache")
 
 
 def write_stitched(head: HeadFolder, folder: Path, *, to: str) -> None:
-    """The whole target with the head's modules, its other tensors byte for byte.
+    """Write the whole target with the head's modules; its other tensors stay byte for byte the same.
 
-    Raises: BadInput where the target is no local folder, or no engine loads modules of this layout with it.
+    Raises: BadInput if the target is not a local folder, or no engine loads modules of this layout with it.
     """
     if not Path(head.target).is_dir():
         why = "no local folder; name one with --target: the modules go into a copy of it"
@@ -38,7 +38,7 @@ def write_stitched(head: HeadFolder, folder: Path, *, to: str) -> None:
         stitch(tensors, head.target, folder)
     else:
         write_beside(head, folder, tensors, where)
-    for name in CARD_FILES:  # the target's card is not the new checkpoint's
+    for name in CARD_FILES:  # the target's model card does not describe the new checkpoint
         for path in folder.glob(name):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     config = json.loads((folder / "config.json").read_text())
@@ -52,7 +52,7 @@ def write_stitched(head: HeadFolder, folder: Path, *, to: str) -> None:
 
 
 def write_beside(head: HeadFolder, folder: Path, tensors: dict[str, Tensor], where: dict[str, Path]) -> None:
-    """A copy of a target without MTP modules, and one more file with the head's."""
+    """Copy a target that has no MTP modules, and add a file with the head's. Raises BadInput as `write_stitched`."""
     own = head.own["layout"]
     kind = str((head.target_config or {}).get("model_type"))
     if kind not in SERVED[own]:
@@ -61,7 +61,7 @@ def write_beside(head: HeadFolder, folder: Path, tensors: dict[str, Tensor], whe
             f"{', '.join(SERVED[own])}; train eagle3 for this one"
         )
     new = {name: value.contiguous().clone() for name, value in views_on_disk(tensors, {}).items()}
-    if own == "deepseek_v3":  # each module of this family has the target's tables once more
+    if own == "deepseek_v3":  # modules of this layout repeat the target's embedding and output layer
         embedding = next(name for name in EMBEDDINGS if name in where)
         output = "lm_head.weight" if "lm_head.weight" in where else embedding
         first = int((head.target_config or {})["num_hidden_layers"])

@@ -32,7 +32,7 @@ class TensorFiles:
 
 
 def read_tensor_files(folder: Path) -> TensorFiles:
-    """All tensors of a folder, with what is wrong about its files."""
+    """All tensors of a folder, and the problems of its files."""
     stored = TensorFiles()
     paths = sorted(folder.glob("*.safetensors"))
     for path in sorted(folder.iterdir()):
@@ -57,14 +57,14 @@ def read_tensor_files(folder: Path) -> TensorFiles:
 
 
 def is_pickle(path: Path) -> bool:
-    """Whether the first bytes are a bare pickle's or those of torch.save's archive."""
+    """Whether a file starts like a pickle or like torch.save's archive."""
     with path.open("rb") as file:
         start = file.read(4)
     return start.startswith((b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")) or start == b"PK\x03\x04"
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """The file of each tensor, by an index. Raises BadInput where it is none."""
+    """The file name of each tensor, from a safetensors index. Raises BadInput if the index is damaged."""
     try:
         index = loads(path.read_text())["weight_map"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -79,7 +79,7 @@ def read_weight_map(path: Path) -> dict[str, str]:
 
 
 def check_index(folder: Path, stored: TensorFiles) -> None:
-    """Adds where the index of a folder of several files and its files disagree."""
+    """Add the contradictions between a folder's index, if it has one, and its files to the problems."""
     path = folder / "model.safetensors.index.json"
     if not path.is_file():
         return

@@ -20,7 +20,7 @@ CHAT_FILES = ("chat_template*", "generation_config.json")
 
 
 def write_plain(head: HeadFolder, folder: Path, *, to: str) -> None:
-    """A draft model and the target's tokenizer as a plain folder. Raises BadInput where the target is not local."""
+    """A draft model with the target's tokenizer, as a plain folder. Raises BadInput if the target is not local."""
     source = target_folder(head)
     if head.own.get("parallel") and to == "sglang":
         raise BadInput(f"head {head.path}: parallel: SGLang drafts token by token: export to vllm")
@@ -57,12 +57,12 @@ def export_head(
     dtype: str | None = None,
     conversion: Conversion | None = None,
 ) -> HeadFolder:
-    """Write a trained head in an engine's layout, whole or not at all; returns what was exported.
+    """Write a trained head in an engine's layout, atomically; returns what was exported.
 
-    Args: source: a run or head folder. to: one of ENGINES. target: folder or hub id, where it is not where it was when
-        the head was trained. dtype: as in `read_folder`. conversion: to llama.cpp's files.
-    Raises: BadInput where no such engine loads the family or this head, the output exists, its path switches vLLM's
-        method, or a conversion fails.
+    Args: source: a run or head folder. to: one of ENGINES. target: folder or hub id, if it has moved since the head was
+        trained. dtype: as in `read_folder`. conversion: to GGUF, for llama.cpp.
+    Raises: BadInput if the engine cannot load the family or this head, the output exists, its path contains a word that
+        vLLM takes for another method, or the conversion fails.
     """
     if to not in ENGINES:
         raise BadInput(f"--to {to}: expected one of {', '.join(ENGINES)}")
@@ -89,11 +89,11 @@ def export_head(
 
 
 SGLANG_ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "draft_lm": "STANDALONE", "mtp": "NEXTN"}
-SGLANG_BLOCKS = {"dflash": "DFLASH", "dspark": "DSPARK"}  # these say only how many tokens are verified
+SGLANG_BLOCKS = {"dflash": "DFLASH", "dspark": "DSPARK"}  # their only other flag is the number of verified tokens
 
 
 def notes(head: HeadFolder) -> list[str]:
-    """What serving a head asks for beyond its folder, or what an engine does otherwise than `headstart eval`."""
+    """Remarks for whoever serves a head: what it needs besides its folder, and where engines differ from ours."""
     lines = []
     if head.has_adapter:
         merge = "merge that into the target that you serve"
@@ -108,7 +108,7 @@ def notes(head: HeadFolder) -> list[str]:
 
 
 def serve_commands(head: HeadFolder, output: str, *, to: str, target: str | None = None) -> dict[str, str]:
-    """The command of each engine that loads the exported folder, by engine; ready for a shell, whatever the names."""
+    """By engine, the shell command that serves the exported folder, with names quoted."""
     if head.family == "medusa" and to == "hf":
         return {}  # FasterDecoding's layout, which neither engine reads
     name, num, quoted = quote(target or head.target), head.own["num_depths"], quote(output)
@@ -137,10 +137,10 @@ def serve_commands(head: HeadFolder, output: str, *, to: str, target: str | None
 def sglang_flags(
     family: str, num_draft_tokens: int, *, folder: str = "", top_k: int = 1, num_nodes: int = 0
 ) -> str | None:
-    """What tells SGLang to draft so; None for families that it does not load.
+    """SGLang's flags for drafting with a head; None for families that it does not load.
 
-    Args: folder: where the head was exported to; none for modules that are in the target. top_k, num_nodes: of a
-        dynamic tree, the nodes expanded per level, and all of them.
+    Args: folder: of the exported head; empty for modules that are part of the target. top_k, num_nodes: of a dynamic
+        tree, the nodes expanded per level and the nodes in total.
     """
     where = f"--speculative-draft-model-path {folder} " if folder else ""
     if family in SGLANG_BLOCKS:

@@ -1,3 +1,3 @@
-"""What others made: `published` finds heads on disk or on the hub, `importers` turns each known layout into one of
-ours, `mtp_checkpoint` reads the modules in a target's checkpoint, and `gguf` turns files of llama.cpp into targets.
+"""Importing heads and targets: `published` reads heads from disk or the hub, `importers` converts each known layout to
+our heads, `mtp_checkpoint` reads the MTP modules in a target's checkpoint, `gguf` converts GGUF files to targets.
 """

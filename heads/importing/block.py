@@ -1,4 +1,4 @@
-"""Block drafters that others trained: DFlash and DSpark, in the plain layout and that of the speculators library."""
+"""Importing block drafters: DFlash and DSpark, in the plain layout and that of the speculators library."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ MARKOV, CONFIDENCE = "markov_head.markov_w1.weight", "confidence_head.proj.weigh
 
 
 def import_block(folder: Path, config: dict[str, Any], stored: TensorFiles, target: Target) -> Imported:
-    """Raises BadInput on parts that change what a block computes and that ours has not."""
+    """Import a block drafter. Raises BadInput on parts that ours do not have and that change the result."""
     config = plain_config(config)
     tensors = without_tables({bare(name): stored.read(name) for name in stored.files}, keep_output=True)
     ids = draft_ids(tensors, target)
@@ -38,10 +38,10 @@ def import_block(folder: Path, config: dict[str, Any], stored: TensorFiles, targ
         if is_there:
             raise BadInput(f"{problem}: not a block drafter as known here")
     rank = tensors[MARKOV].shape[1] if MARKOV in tensors else 0
-    if CONFIDENCE in tensors:  # of some it does not read the token before
+    if CONFIDENCE in tensors:  # some do not read the previous token, so pad their weights with zeros
         narrow = tensors[CONFIDENCE]
         tensors[CONFIDENCE] = F.pad(narrow, (0, target.hidden_size + rank - narrow.shape[1]))
-    layer = {**config, "model_type": "llama", "sliding_window": None}  # apart from the norms of heads a Llama's
+    layer = {**config, "model_type": "llama", "sliding_window": None}  # a Llama layer but for query and key norms
     made = BlockConfig(
         feature_layers=[i + 1 for i in config["target_layer_ids"]],
         num_depths=config["block_size"] - (0 if config["sample_from_anchor"] else 1),

@@ -1,4 +1,4 @@
-"""Targets in GGUF, the files that llama.cpp serves: dequantised once into a Hugging Face folder in the user's cache."""
+"""Targets in GGUF, llama.cpp's file format: dequantised once into a Hugging Face folder in the user's cache."""
 
 import hashlib
 from pathlib import Path
@@ -12,18 +12,18 @@ from ...configs.errors import BadInput, first_line
 from ...configs.files import cache_root, replacing_folder, restore_folder
 
 MAGIC = b"GGUF"
-FLOATS = {"F32": torch.float32, "F16": torch.float16}  # files of these keep their precision; all others become bf16
+FLOATS = {"F32": torch.float32, "F16": torch.float16}  # types that keep their precision; all others become bf16
 
 
 def cache_folder() -> Path:
-    """Where targets that were fetched or dequantised are kept: $HEADSTART_CACHE, else ~/.cache/headstart."""
+    """The folder of fetched and dequantised targets, in $HEADSTART_CACHE, else in ~/.cache/headstart."""
     return cache_root() / "targets"
 
 
 def gguf_folder(path: str | Path) -> Path:
-    """The folder with what a GGUF file holds: weights, config, tokenizer and chat template; made on first use.
+    """The folder with a GGUF file's weights, config, tokenizer and chat template; made on first use.
 
-    Its name has the file's digest, so that another file of the same name gets a folder of its own.
+    Its name contains the file's digest, so that another file of the same name gets its own folder.
 
     Raises: BadInput as `dequantise`.
     """
@@ -39,9 +39,9 @@ def gguf_folder(path: str | Path) -> Path:
 
 
 def dequantise(path: Path, output: Path) -> None:
-    """Write a GGUF file's model as safetensors, with its tokenizer and chat template, whole or not at all.
+    """Write a GGUF file's model as safetensors, with its tokenizer and chat template, atomically.
 
-    Quantised weights become bf16: what is computed with then differs from the served ones by bf16's rounding alone.
+    Quantised weights become bf16, so they differ from those that llama.cpp uses only by bf16's rounding.
 
     Raises: BadInput on a file that is no GGUF, or of an architecture or quantisation that transformers cannot read.
     """
@@ -64,7 +64,7 @@ def dequantise(path: Path, output: Path) -> None:
 
 
 def precision(path: Path) -> torch.dtype:
-    """The dtype that loses nothing of a file in floats, else bf16: that of most of its matrices decides."""
+    """The lossless dtype of the type that most matrices of the file have, bf16 if that is quantised."""
     try:
         from gguf import GGUFReader
     except ImportError as error:
@@ -74,7 +74,7 @@ def precision(path: Path) -> torch.dtype:
 
 
 def check_gguf(path: Path) -> None:
-    """Raises BadInput where there is no such file, or it is not GGUF."""
+    """Raises BadInput if the file does not exist or is not GGUF."""
     if not path.is_file():
         raise BadInput(f"target {path}: no such file")
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""A head of any layout in our terms, and what several layouts have in common."""
+"""The result of an import, and functions that several importers share."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...configs.errors import BadInput
+from ...configs.errors import BadInput, first_line
 from ..base import HeadConfig
 from ..export.folder import PROVENANCE
 from ..folder import HeadRecord
@@ -17,31 +17,40 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Imported:
-    """A head of any layout in our terms."""
+    """A head of any layout, converted to ours."""
 
     config: HeadConfig
     tensors: Tensors  # by our names
-    draft_token_ids: Tensor | None = None  # [Vd], where it drafts a cut vocabulary
+    draft_token_ids: Tensor | None = None  # [Vd] if its draft vocabulary is cut
 
 
 def provenance(config: dict[str, Any]) -> HeadRecord | None:
-    """The record of the head that our export left in config.json; None where others wrote it."""
+    """The record that our export wrote to config.json; None if there is none."""
     return HeadRecord.from_json(config[PROVENANCE]) if config.get(PROVENANCE) else None
 
 
 def own_config(config: dict[str, Any], *, plain: type[HeadConfig]) -> HeadConfig | None:
-    """The head's config where our export recorded it, else None. `plain`: the config class of the expected family."""
+    """The head's config if our export recorded it, else None. `plain`: the config class of the expected family.
+
+    Raises: BadInput if the record is damaged or of another version.
+    """
     record = provenance(config)
     if record is None:
         return None
     unknown = sorted(record.head.keys() - {f.name for f in fields(plain)})
     if unknown:
         raise BadInput(f"config keys of another version of Headstart: {unknown}")
-    return plain(**record.head)
+    try:
+        return plain(**record.head)
+    except (TypeError, AttributeError) as error:  # a value of the wrong type
+        raise BadInput(f"config.json: {PROVENANCE}.head: {first_line(error)}") from error
 
 
 def draft_ids(tensors: Tensors, target: Target) -> Tensor | None:
-    """[Vd] the target ids of a cut draft vocabulary, whose maps are taken out of the tensors."""
+    """[Vd] the target ids of a cut draft vocabulary, None if it is whole; removes d2t and t2d from the tensors.
+
+    Raises: BadInput if the ids do not ascend or exceed the target's vocabulary.
+    """
     offsets = tensors.pop("d2t", None)
     tensors.pop("t2d", None)
     if offsets is None or (len(offsets) == target.vocab_size and not offsets.any()):
@@ -53,10 +62,11 @@ def draft_ids(tensors: Tensors, target: Target) -> Tensor | None:
 
 
 def bare(name: str) -> str:
+    """A tensor's name without the prefix that some layouts have."""
     return name.removeprefix("model.")
 
 
 def without_tables(tensors: Tensors, *, keep_output: bool) -> Tensors:
-    """Without the target's own tables, which `check_tables` holds against it, and what is computed."""
+    """The tensors without copies of the target's tables, which `check_tables` compares, and without computed ones."""
     tables = ("embed_tokens.weight",) if keep_output else ("embed_tokens.weight", "lm_head.weight")
     return {n: value for n, value in tensors.items() if n not in tables and not n.endswith("rotary_emb.inv_freq")}

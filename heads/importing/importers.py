@@ -1,8 +1,8 @@
-"""Heads that others trained, and our own exports, as our head objects: recognised by config.json and tensor names.
+"""Importing published heads and our own exports; layouts are recognised by config.json and tensor names.
 
-Layouts: EAGLE and EAGLE-3 as their authors, SpecForge and vLLM have them; EAGLE-3 of the speculators library; Medusa of
-FasterDecoding and of vLLM; MTP modules in their target's checkpoint; a plain draft model. Pickles are refused.
-`registry.load_head` and `start_head` come here with every folder that is not a run's, and with hub ids.
+Layouts: EAGLE and EAGLE-3 of their authors, SpecForge and vLLM; EAGLE-3 and block drafters of the speculators library;
+Medusa of FasterDecoding and of vLLM; MTP modules in their target's checkpoint; a plain draft model. Pickles are
+refused. `registry.load_head` and `start_head` use this for hub ids and every folder that is not a run's.
 """
 
 import json
@@ -36,17 +36,17 @@ from .imported import Imported, Tensors, bare, draft_ids, own_config, provenance
 from .mtp_checkpoint import LAYOUTS, read_modules
 from .published import architecture_of, local_folder, read_all, same_tensor
 
-# config keys that change what a head computes and that its tensors do not show: training goes on with the same ones
+# config keys that change what a head computes without showing in tensor shapes: training must continue with the same
 COMPUTES = ("feature_layers", "num_layers", "bias", "fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")
 COMPUTES += ("architecture", "num_blocks", "output", "layout", "independent", "feedback", "draft_vocab_size")
 COMPUTES += ("parallel", "sample_from_anchor", "markov_rank", "confidence", "has_head_norms", "mask_token_id")
 
 
 def import_head(folder: str | Path, target: Target) -> DraftHead:
-    """A published or exported head for a target, in its dtype, on its device, in evaluation mode.
+    """Load a published or exported head for a target, in its dtype, on its device, in evaluation mode.
 
     Args: folder: a local one, or a hub id, which is downloaded without any pickle.
-    Raises: BadInput where the layout is unknown, the weights are pickles or do not fit, or a part is not supported.
+    Raises: BadInput if the layout is unknown, the weights are pickles or do not fit, or a part is not supported.
     """
     folder = local_folder(folder)
     with naming(folder):
@@ -57,9 +57,9 @@ def import_head(folder: str | Path, target: Target) -> DraftHead:
 
 
 def imported_start(folder: str | Path, config: HeadConfig, target: Target) -> Imported:
-    """A published or exported head of `config`'s family to start training from; its target may be another one.
+    """A published or exported head of `config`'s family to start training from, perhaps of another target.
 
-    Raises: BadInput as `import_head`, and with the keys to set where `config` would have it compute otherwise.
+    Raises: BadInput as `import_head`, and if `config` computes something else, with the keys to set.
     """
     folder = local_folder(folder)
     with naming(folder):
@@ -68,14 +68,14 @@ def imported_start(folder: str | Path, config: HeadConfig, target: Target) -> Im
         raise BadInput(f"head {folder}: is of type {imported.config.type}, not {config.type}")
     theirs, ours = imported.config.as_dict(), config.resolved(target).as_dict()
     other = {key: theirs[key] for key in COMPUTES if key in theirs and theirs[key] != ours[key]}
-    if other and config.type != "draft_lm":  # whose config.json is the whole of it
+    if other and config.type != "draft_lm":  # a draft model is determined by its own config.json
         keys = " ".join(shlex.quote(f"head.{key}={json.dumps(value)}") for key, value in other.items())
         raise BadInput(f"head {folder}: computes otherwise than this config: set {keys}")
     return imported
 
 
 def read_imported(folder: Path, target: Target, *, is_its_target: bool = True) -> Imported:
-    """The head in a folder. Args: is_its_target: its tables must be this target's. Raises BadInput."""
+    """Import the head in a folder; with is_its_target, check that it belongs to this target. Raises BadInput."""
     config, stored = read_all(folder)
     layout = layout_of(folder, config, stored)
     record = provenance(config)
@@ -89,7 +89,7 @@ def read_imported(folder: Path, target: Target, *, is_its_target: bool = True) -
 
 @contextmanager
 def naming(folder: Path) -> Iterator[None]:
-    """Errors raised within name the head's folder."""
+    """Prefix errors raised within with the head's folder."""
     try:
         yield
     except BadInput as error:
@@ -98,7 +98,7 @@ def naming(folder: Path) -> Iterator[None]:
 
 
 def record_of(folder: str | Path) -> HeadRecord:
-    """The record that our export left in a folder; of others' heads the family. Raises BadInput as `import_head`."""
+    """The record that our export wrote, else one with only the family. Raises BadInput as `import_head`."""
     folder = local_folder(folder)
     config, stored = read_all(folder)
     family = FAMILIES.get(layout_of(folder, config, stored), "draft_lm")
@@ -113,7 +113,7 @@ def layout_of(folder: Path, config: dict[str, Any], stored: TensorFiles) -> str:
 
 
 def import_eagle3(folder: Path, config: dict[str, Any], stored: TensorFiles, target: Target) -> Imported:
-    """Also of speculators, whose layer has a config within the config and where norm_before_residual is the default."""
+    """EAGLE-3, also of speculators, which nests the layer's config and has norm_before_residual as default."""
     layer = config.get("transformer_layer_config", config)
     num_layers = layer.get("num_hidden_layers") or 1
     tensors = without_tables({bare(name): stored.read(name) for name in stored.files}, keep_output=True)
@@ -154,7 +154,10 @@ def import_eagle3(folder: Path, config: dict[str, Any], stored: TensorFiles, tar
 
 
 def feature_layers(config: dict[str, Any], layer: dict[str, Any], tensors: Tensors, target: Target) -> list[int]:
-    """Which features are read, counted as HF `hidden_states`: vLLM's key at the top as it is, SGLang's one more."""
+    """The feature layers as HF `hidden_states` indices: vLLM's top-level key as it is, SGLang's nested one plus 1.
+
+    Raises: BadInput if their number does not match fc.weight.
+    """
     num = tensors["fc.weight"].shape[1] // target.hidden_size if "fc.weight" in tensors else 3
     key, nested = "eagle_aux_hidden_state_layer_ids", config.get("eagle_config") or {}
     found = config.get(key) or layer.get(key)
@@ -162,7 +165,7 @@ def feature_layers(config: dict[str, Any], layer: dict[str, Any], tensors: Tenso
         found = [i + 1 for i in nested[key]]
     if found is None:
         found = [2, target.num_layers // 2, target.num_layers - 3]
-    if len(found) == num + 1 and found[-1] == target.num_layers:  # the state that labels are made of, not a feature
+    if len(found) == num + 1 and found[-1] == target.num_layers:  # the final state, listed for labels, not a feature
         found = found[:-1]
     if len(found) != num:
         raise BadInput(f"{key}: {found} for the {num} features that fc.weight reads")
@@ -182,8 +185,8 @@ def import_eagle(folder: Path, config: dict[str, Any], stored: TensorFiles, targ
 
 
 def check_tables(imported: Imported, stored: TensorFiles, target: Target) -> None:
-    """Raises BadInput where a head's folder has tables of the target, and they are not this target's."""
-    if imported.config.type in ("mtp", "draft_lm"):  # a model's own
+    """Raises BadInput if a head's folder has copies of its target's tables that differ from this target's."""
+    if imported.config.type in ("mtp", "draft_lm"):  # whole models with their own tables
         return
     tables = {"embed_tokens.weight": target.input_embedding.weight}
     if "lm_head.weight" not in imported.tensors:
@@ -221,11 +224,11 @@ def import_medusa(folder: Path, config: dict[str, Any], stored: TensorFiles, tar
 
 
 def import_mtp(folder: Path, config: dict[str, Any], stored: TensorFiles, target: Target) -> Imported:
-    """The modules of a whole checkpoint, whose other tensors are the target's."""
+    """The MTP modules of a whole checkpoint, whose other tensors are the target's."""
     inner = config.get("text_config", config)
     name = mtp_layout(stored.shapes)
     if name is None:
-        raise BadInput(f"no MTP module in it: {', '.join(key for key in COUNT_KEYS if inner.get(key))} says otherwise")
+        raise BadInput(f"{', '.join(key for key in COUNT_KEYS if inner.get(key))}: set, but there is no MTP module")
     num = next((inner[key] for key in COUNT_KEYS if inner.get(key)), 1)
     is_many = num > 1 and LAYOUTS[name].has_many
     options: dict[str, Any] = {"num_depths": num} if is_many else {}

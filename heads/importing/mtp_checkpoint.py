@@ -1,7 +1,7 @@
-"""MTP modules inside a target's checkpoint: what families call them there, reading them, and putting them back.
+"""MTP modules inside a target's checkpoint: their names in each family, reading them, and writing them back.
 
-transformers drops these tensors when it loads a target, and a model saved by it lacks them. So they are read from and
-written to the safetensors files themselves.
+transformers drops these tensors when it loads a target and does not save them. So they are read from and written to
+the safetensors files directly.
 """
 
 import re
@@ -22,10 +22,10 @@ from ..export.tensor_files import read_weight_map
 class Layout:
     """How a family of checkpoints stores and joins its MTP modules.
 
-    In names, {module} is the module's number from 0, and {layer} that number plus the target's number of layers.
+    In names, {module} is the module's number from 0, and {layer} is that plus the target's number of layers.
     """
 
-    enorm: str  # names of the five parts of a module
+    enorm: str  # enorm to block: tensor name prefixes of the five parts of a module
     hnorm: str
     eh_proj: str
     norm: str
@@ -36,11 +36,11 @@ class Layout:
 
     @property
     def has_many(self) -> bool:
-        """Whether every module can have a projection of its own."""
+        """Whether every module can have its own projection."""
         return "{" in self.eh_proj
 
     def served_name(self, name: str, *, num_layers: int) -> str:
-        """`lanes.{k}.{part}.rest`, a parameter of our head, as the checkpoint calls it."""
+        """The checkpoint's name of our head's parameter `lanes.{k}.{part}.{rest}`."""
         _, k, part, *rest = name.split(".")
         place = getattr(self, part).format(module=k, layer=num_layers + int(k))
         return ".".join([place, *rest])
@@ -76,10 +76,10 @@ LAYOUTS = {
 
 
 def read_modules(folder: str | Path, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The MTP tensors that a target's folder carries.
+    """Read MTP tensors from a target's folder.
 
-    Args: state: what is wanted, by served name; its shapes must be the checkpoint's.
-    Raises: BadInput where the folder has no such tensors, of other shapes, or quantised.
+    Args: state: tensors by served name, whose names and shapes are wanted.
+    Raises: BadInput if the folder is not local or lacks a tensor, or one has another shape or is quantised.
     """
     if not Path(folder).is_dir():
         raise BadInput(f"head.init checkpoint: {folder} is no local folder: download the target first")
@@ -91,13 +91,13 @@ def read_modules(folder: str | Path, state: dict[str, Tensor]) -> dict[str, Tens
 
 
 def stitch(state: dict[str, Tensor], folder: str | Path, output_folder: str | Path) -> None:
-    """Copy a checkpoint into a folder with MTP tensors of our own, in the dtypes that they had.
+    """Copy a checkpoint into a folder, replacing its MTP tensors by our own in the checkpoint's dtypes.
 
-    Everything else is copied byte for byte; names, shapes and dtypes before and after are compared, so that nothing is
-    dropped or added. MTP tensors that the head does not train (copies of the embedding and output layer) stay.
+    All other tensors are copied byte for byte; names, shapes and dtypes before and after are compared, so that nothing
+    is dropped or added. MTP tensors that the head does not train (copies of the embedding and output layer) stay.
 
-    Args: state: the head's tensors by served name. output_folder: an empty one.
-    Raises: BadInput where the checkpoint lacks one of these tensors.
+    Args: state: the head's tensors by served name. output_folder: an empty folder.
+    Raises: BadInput if the checkpoint lacks one of these tensors.
     """
     folder, output_folder = Path(folder), Path(output_folder)
     before = tensor_locations(folder)
@@ -118,7 +118,7 @@ def stitch(state: dict[str, Tensor], folder: str | Path, output_folder: str | Pa
 
 
 def tensor_locations(folder: str | Path) -> dict[str, Path]:
-    """In which safetensors file of a checkpoint folder each tensor is. Raises BadInput where there is none."""
+    """The safetensors file of each tensor in a checkpoint folder. Raises BadInput if a file cannot be read."""
     index = Path(folder, "model.safetensors.index.json")
     names = set(read_weight_map(index).values()) if index.is_file() else {"model.safetensors"}
     found: dict[str, Path] = {}
@@ -132,8 +132,8 @@ def tensor_locations(folder: str | Path) -> dict[str, Path]:
 
 
 def views_on_disk(state: dict[str, Tensor], where: dict[str, Path]) -> dict[str, Tensor]:
-    """Views of our tensors under the names that a checkpoint has. Transformers keeps the experts of a layer in one
-    tensor, checkpoints have them one by one."""
+    """Views of our tensors under the checkpoint's names: transformers keeps all experts of a layer in one tensor,
+    checkpoints store one tensor per expert."""
     views: dict[str, Tensor] = {}
     for name, value in state.items():
         found = None if name in where else re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj", name)
@@ -160,7 +160,7 @@ def _read(folder: str | Path, where: dict[str, Path], name: str, shape: torch.Si
 
 
 def _headers(where: dict[str, Path]) -> dict[str, tuple[str, list[int]]]:
-    """Dtype and shape of every tensor."""
+    """Dtype and shape of every tensor, by name."""
     headers = {}
     for file in set(where.values()):
         with safe_open(file, framework="pt") as opened:

@@ -1,4 +1,4 @@
-"""Folders and hub repositories of heads that others trained: reading them, and what their layers have of their own."""
+"""Reading folders and hub repositories of published heads, and how their layers differ from the target's."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "rms
 
 
 def local_folder(folder: str | Path) -> Path:
-    """A folder as it is; a hub id downloaded, or from the cache. Raises BadInput where neither is there."""
+    """A local folder unchanged, or a hub id's snapshot, downloaded if needed. Raises BadInput if there is neither."""
     path = Path(folder).expanduser()
     if path.exists() or not re.fullmatch(HUB_ID, str(folder)):
         if not (path / "config.json").is_file():
@@ -34,6 +34,7 @@ def local_folder(folder: str | Path) -> Path:
 
 
 def read_all(folder: Path) -> tuple[dict[str, Any], TensorFiles]:
+    """config.json and the tensor files of a folder. Raises BadInput if one is missing or damaged."""
     path = folder / "config.json"
     if not path.is_file():
         raise BadInput(f"head {folder}: no config.json in it")
@@ -41,6 +42,8 @@ def read_all(folder: Path) -> tuple[dict[str, Any], TensorFiles]:
         config = loads(path.read_text())
     except ValueError as error:
         raise BadInput(f"{path}: not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise BadInput(f"{path}: no JSON object")
     stored = read_tensor_files(folder)
     broken = [problem for problem in stored.problems if "not a whole" in problem or "names " in problem]
     if broken:
@@ -51,9 +54,9 @@ def read_all(folder: Path) -> tuple[dict[str, Any], TensorFiles]:
 
 
 def architecture_of(config: dict[str, Any], target: Target) -> dict[str, Any]:
-    """What of a head's config differs from the layers that we would give it; empty: nothing.
+    """The values of a head's config that differ from our defaults for this target, by `layers.ARCHITECTURE` keys.
 
-    Raises: BadInput where its layers are not Llama's, or read states of another size than the target's.
+    Raises: BadInput if its layers are not Llama's, or its hidden size is not the target's.
     """
     ours = llama_config(target.config).to_dict()
     found = {key: config[key] for key in SIZES if config.get(key) is not None}
@@ -77,7 +80,7 @@ def architecture_of(config: dict[str, Any], target: Target) -> dict[str, Any]:
 
 
 def rotary_of(config: dict[str, Any]) -> dict[str, Any]:
-    """The rotary parameters of a config of any age, as transformers keeps them now."""
+    """The rotary parameters of an old or new config, in transformers' current form."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     rest = {key: value for key, value in scaling.items() if key not in ("type", "rope_type", "rope_theta")}
@@ -86,12 +89,12 @@ def rotary_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def same(value: Any, ours: Any) -> bool:
-    """Whether a key says the same, in whatever order and number type."""
+    """Whether two values of a key are equal, whatever the order of keys and the number type."""
     if isinstance(value, dict) and isinstance(ours, dict):
         return value.keys() == ours.keys() and all(same(value[key], ours[key]) for key in value)
     return value == ours
 
 
 def same_tensor(value: Tensor, reference: Tensor) -> bool:
-    """Whether a copy of a table is the table, but for the rounding of another dtype."""
+    """Whether two tables are equal up to the rounding of another dtype."""
     return value.shape == reference.shape and torch.allclose(value.float(), reference.float(), rtol=1e-2, atol=1e-3)

@@ -1,4 +1,4 @@
-"""Where draft chains start on given rows, which of their depths are supervised, and the denominators of losses."""
+"""Where draft chains start on given rows, which of their depths are supervised, and the losses' denominators."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,41 +12,41 @@ from .chunked import Plan, plan_gaps, plan_rows
 
 @dataclass
 class ChainStarts:
-    """Where draft chains of a batch start, row by row, padded to the row with the most; shapes as in base.py."""
+    """The draft chains of a batch, row by row, padded to the row with the most; shapes as in base.py."""
 
     positions: Tensor  # [B, S] start t of each chain
     valid: Tensor  # [B, S, K] whether depth k of the chain is supervised
-    widths: Tensor | None = None  # [B, S] how many tokens each chain drafts, for heads that draft a block; None: K
-    has_gaps: bool = False  # whether chains between them, or last depths of some, are left out
+    widths: Tensor | None = None  # [B, S] number of tokens that each chain drafts, for block drafters; None: all K
+    has_gaps: bool = False  # whether some chains, or the last depths of some, were left out by sampling
 
     def take(self, values: Tensor, *, offset: int = 0) -> Tensor:
-        """values [B, T, ...] at position t + offset of each chain: [B, S, ...]; beyond the end, the last position."""
+        """[B, S, ...] the values [B, T, ...] at position t + offset of each chain, clamped to the last position."""
         index = (self.positions + offset).clamp(max=values.shape[1] - 1)
         rows = torch.arange(len(values), device=values.device)[:, None]  # [B, 1]
         return values[rows, index]
 
     @property
     def num_depths(self) -> int:
-        """K: how many drafts ahead the chains go."""
+        """K, the number of drafts per chain."""
         return self.valid.shape[-1]
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """How attention reads the chains, block by block; starts that are not supervised only pad their rows."""
+        """Blocks of queries for the chains' attention; unsupervised starts are padding and see position 0 only."""
         last = torch.where(self.valid[..., 0], self.positions, 0).amax(0)  # [S]
         return blocks_of(last.tolist(), last.device)
 
     def plan(self, num_positions: int, *, size: int) -> Plan:
-        """How the loss reads rows of num_positions tokens, `size` positions at a time.
+        """The order in which the loss scores rows of num_positions tokens, `size` positions at a time.
 
-        Depth k of the chain that starts at t is scored at position t + 1 + k. Rows are flattened: chain b * S + s,
-        position b * T + p.
+        Depth k of the chain that starts at t is scored at position t + 1 + k. Rows are flattened: chain s of row b is
+        chain b * S + s, and position p is b * T + p.
         """
         num_rows, num_starts, num_depths = self.valid.shape
         rows = torch.arange(num_rows, device=self.positions.device)[:, None]
         index = torch.zeros(num_rows, num_positions, dtype=torch.long, device=self.positions.device)
         chain = rows * num_starts + torch.arange(num_starts, device=rows.device)  # [B, S]
-        index = index.scatter_(1, self.positions, chain)  # [B, T] the chain that starts at a position
+        index = index.scatter_(1, self.positions, chain)  # [B, T] the chain that starts at each position
         is_scored = torch.zeros(num_rows, num_positions, num_depths, dtype=torch.bool, device=rows.device)
         is_scored[rows, self.positions] = self.valid
         chains = torch.stack([index.roll(depth + 1, 1) for depth in range(num_depths)])  # [K, B, T]
@@ -55,9 +55,9 @@ class ChainStarts:
         return plan(chains.flatten(1), scored.flatten(1), size=size)
 
     def counts(self, weights: Tensor | None = None) -> Tensor:
-        """[K] what the loss at each depth is divided by: its supervised chains, or the sum of their labels' weights.
+        """[K] the denominator of the loss at each depth: its supervised chains, or the sum of their labels' weights.
 
-        Args: weights: [B, T] of each token as a label.
+        Args: weights: [B, T] weight of each token as a label; None: all 1.
         """
         if weights is None:
             return self.valid.sum((0, 1)).float()
@@ -66,15 +66,15 @@ class ChainStarts:
 
 
 def mean_of(sums: Tensor, counts: Tensor) -> Tensor:
-    """sums / counts, and 0 where nothing counts."""
+    """sums / counts; 0 where the count is 0, as the sum is then 0 too."""
     return sums / torch.where(counts > 0, counts, 1.0)
 
 
 def chain_starts(loss_mask: Tensor, num_depths: int) -> ChainStarts:
     """The chains that decoding could run on these rows.
 
-    Depth k of the chain that starts at t is supervised iff x_{t+1}, ..., x_{t+2+k} all are: x_{t+1} is the token that
-    the target itself produced, so the first start of an answer is the last position of its prompt.
+    Depth k of the chain that starts at t is supervised iff x_{t+1}, ..., x_{t+2+k} all are. x_{t+1} is the token that
+    the target itself produced, so the first chain of an answer starts at the last position of its prompt.
 
     Args: loss_mask: [B, T] bool, True on supervised tokens.
     """
@@ -82,7 +82,7 @@ def chain_starts(loss_mask: Tensor, num_depths: int) -> ChainStarts:
     ends = torch.arange(num_positions, device=loss_mask.device).expand_as(loss_mask)
     stops = torch.where(loss_mask, num_positions, ends)  # [B, T] first unsupervised position at or after each ...
     stops = stops.flip(1).cummin(1).values.flip(1)
-    run = torch.zeros_like(stops)  # [B, T] supervised tokens in a row from t + 1 on
+    run = torch.zeros_like(stops)  # [B, T] number of consecutive supervised tokens from t + 1 on
     run[:, :-1] = stops[:, 1:] - ends[:, 1:]
     is_start = run >= 2
     num_starts = max(1, int(is_start.sum(1).max()))
@@ -93,9 +93,9 @@ def chain_starts(loss_mask: Tensor, num_depths: int) -> ChainStarts:
 
 
 def drawn_starts(starts: ChainStarts, *, most: int, narrow_share: float = 0.0) -> ChainStarts:
-    """`most` chains of each row, drawn without replacement by torch's generator, in order; all of a row with fewer.
+    """`most` chains of each row (all, if it has fewer), sampled without replacement by torch's generator, in order.
 
-    Args: narrow_share: of the chains, which draft 1 to K tokens, drawn evenly, and are supervised no further.
+    Args: narrow_share: share of the chains that draft, and are supervised on, only 1 to K tokens, drawn uniformly.
     """
     is_start, num_depths = starts.valid[..., 0], starts.num_depths  # [B, S]
     if most >= is_start.shape[1] and narrow_share == 0:
@@ -115,8 +115,9 @@ def drawn_starts(starts: ChainStarts, *, most: int, narrow_share: float = 0.0) -
 def accepted_share(probs: Tensor, valid: Tensor, *, smoothing: float) -> Tensor:
     """[K, N] each depth's share in the expected number of accepted drafts (D-PACE, arXiv 2605.18810).
 
-    With q_k the probability of the data's token and p_k the product of (1 - smoothing) q_j + smoothing over j <= k, it
-    is the sum of p_j over j >= k. Unsmoothed, cross entropies so weighted have the gradient of -sum_k p_k.
+    With q_k the draft's probability of the data's token and p_k the product of (1 - smoothing) q_j + smoothing over
+    j <= k, it is the sum of p_j over j >= k. Without smoothing, cross entropies with these weights have the gradient of
+    -sum_k p_k.
 
     Args: probs: [K, N] q. valid: [K, N] the depths that are supervised, without gaps.
     """

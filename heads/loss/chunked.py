@@ -1,9 +1,9 @@
-"""The loss of drafts at all depths: the target is read once per position, and no logits outlive their chunk.
+"""The loss of drafts at all depths, chunk by chunk: the target's logits are computed once per position and not kept.
 
-Depth k of the chain that starts at t is scored where the target's state at t + 1 + k predicts x_{t+2+k}: one position
-serves up to K chains. Positions go through in chunks; in each, the target's distribution is computed once, drafts of
-all depths are scored against it, and the gradients of their hidden states and of the output layer's weights are taken
-at once, so that backward has only to scale them (as fused linear cross entropy does, Hsu et al. 2024).
+Depth k of the chain that starts at t is scored at position t + 1 + k, whose target state predicts x_{t+2+k}, so one
+position serves up to K chains. For each chunk of positions the target's distribution is computed once, the drafts of
+all depths are scored against it, and the gradients of their hidden states and of the output layer are computed right
+away, so that backward only scales them (as in fused linear cross entropy, Hsu et al. 2024).
 """
 
 import math
@@ -19,36 +19,34 @@ from torch import Tensor, nn
 from .cross_entropy import CLOSED, best_of, closed_mix
 from .functions import ALL_LOSSES, LossSpec, Rows, TargetRows
 
-# logits, the target's and the drafts', that exist at a time: few enough for a CPU's cache; on a GPU as many as fit, as
-# each chunk adds to the gradient of the whole output layer
+# logits (the target's and the drafts') that exist at a time. On a CPU few enough for its cache; on a GPU as many as
+# fit, since every chunk is added to the gradient of the whole output layer
 CHUNK = {"cpu": 2**21}
-# of a position, at which that stops: of wider ones a chunk has as many positions, or reading the output layer for each
-# chunk costs more than its products
+# logits per position above which a CPU's chunks hold no fewer positions: reading the output layer once per chunk would
+# then cost more than the products
 WIDEST = 2**15
 CHUNK_ELSEWHERE, MOST_CHUNK = 2**28, 2**31
-BYTES_PER_CHUNK = 20e9  # of a GPU's memory, for each CHUNK_ELSEWHERE: its logits take 1.4 GB
+BYTES_PER_CHUNK = 20e9  # of GPU memory per CHUNK_ELSEWHERE logits, which take 1.4 GB
 
 
 @dataclass
 class Plan:
-    """Which rows are scored together. In a chunk, positions that serve more depths come first: each depth scores the
-    first ones; where chains have gaps between them, those of `rows`."""
+    """Which positions are scored together. Without `rows`, the positions of a chunk are sorted so that each depth
+    scores the first `sizes` of them; with `rows`, for chains with gaps, it scores those listed there."""
 
     positions: Tensor  # [M] of the target's states, chunk by chunk
-    chains: Tensor  # [K, M] the chain that depth k scores there; where there is none, any
-    sizes: list[list[int]]  # for each chunk, how many of its positions each of K depths scores
-    size: int  # positions in a chunk; the last may have fewer
-    rows: list[list[Tensor]] | None = (
-        None  # for each chunk and depth, which of its positions are scored; None: see above
-    )
+    chains: Tensor  # [K, M] the chain that depth k scores there; arbitrary where it scores none
+    sizes: list[list[int]]  # for each chunk, the number of positions that each of K depths scores
+    size: int  # positions per chunk; the last may have fewer
+    rows: list[list[Tensor]] | None = None  # for each chunk and depth, the scored positions' indices in the chunk
 
     def scored(self, chunk: int, depth: int) -> slice | Tensor:
-        """Which of a chunk's positions a depth scores."""
+        """Indices of a chunk's positions that a depth scores."""
         return slice(self.sizes[chunk][depth]) if self.rows is None else self.rows[chunk][depth]
 
 
 def chunk_size(num_logits: int, device: torch.device) -> int:
-    """Positions in a chunk, given how many logits each takes."""
+    """Positions per chunk, given the number of logits per position."""
     num_held = most_logits(device) if device.type == "cuda" else CHUNK.get(device.type, CHUNK_ELSEWHERE)
     widest = WIDEST if device.type in CHUNK else num_logits
     return max(1, num_held // max(1, min(num_logits, widest)))
@@ -56,16 +54,15 @@ def chunk_size(num_logits: int, device: torch.device) -> int:
 
 @cache
 def most_logits(device: torch.device) -> int:
-    """Logits that exist at a time on a GPU: by its whole memory, so that the sums of a run are the same each time."""
+    """Logits that exist at a time on a GPU. Depends on its total, not its free memory, so that runs are repeatable."""
     doublings = int(math.log2(max(1.0, torch.cuda.get_device_properties(device).total_memory / BYTES_PER_CHUNK)))
     return min(CHUNK_ELSEWHERE << doublings, MOST_CHUNK)
 
 
 def plan_rows(chains: Tensor, is_scored: Tensor, *, size: int) -> Plan:
-    """Chunks of `size` positions.
+    """Chunks of `size` positions, for chains without gaps: a depth scores only positions that all smaller ones score.
 
-    Args: chains, is_scored: [K, P] the chain of each depth at each position, and whether it is scored there; a depth
-    scores only positions that all smaller ones score.
+    Args: chains, is_scored: [K, P] the chain of each depth at each position, and whether it is scored there.
     """
     num_depths = len(chains)
     counts = is_scored.sum(0)  # [P]
@@ -73,14 +70,14 @@ def plan_rows(chains: Tensor, is_scored: Tensor, *, size: int) -> Plan:
     chunks = torch.arange(len(positions), device=positions.device) // size
     order = torch.argsort(chunks * (num_depths + 1) + num_depths - counts[positions], stable=True)
     positions = positions[order]
-    num_chunks = max(1, -(-len(positions) // size))  # also without rows, so that all parameters stay in the graph
+    num_chunks = max(1, -(-len(positions) // size))  # one even without positions, to keep all parameters in the graph
     totals = torch.zeros(num_chunks, num_depths, dtype=torch.long, device=positions.device)
     totals.index_add_(0, chunks, is_scored[:, positions].T.long())
     return Plan(positions, chains[:, positions], totals.tolist(), size)
 
 
 def plan_gaps(chains: Tensor, is_scored: Tensor, *, size: int) -> Plan:
-    """`plan_rows` of depths that score any positions."""
+    """`plan_rows` for depths that may score any positions."""
     num_depths, positions = len(chains), is_scored.any(0).nonzero()[:, 0]  # [M]
     num_chunks = max(1, -(-len(positions) // size))
     depths, at = is_scored[:, positions].nonzero().T  # by depth, then by position
@@ -91,7 +88,7 @@ def plan_gaps(chains: Tensor, is_scored: Tensor, *, size: int) -> Plan:
 
 
 class Scoring(torch.autograd.Function):
-    """Takes gradients in forward; backward scales them, once."""
+    """Computes gradients in forward; backward scales them in place, so it can run only once."""
 
     @staticmethod
     def forward(ctx: Any, drafts: "Drafts", *tensors: Tensor) -> Tensor:
@@ -100,7 +97,7 @@ class Scoring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        grads, ctx.grads = ctx.grads, None  # no other reference, so that autograd need not copy them
+        grads, ctx.grads = ctx.grads, None  # drop the reference, so that autograd need not copy them
         if grads is None:
             raise RuntimeError("the loss of drafts can be differentiated once")
         torch._foreach_mul_([x for x in grads if x is not None], grad)  # pyright: ignore[reportPrivateImportUsage]
@@ -109,25 +106,25 @@ class Scoring(torch.autograd.Function):
 
 @dataclass(kw_only=True)
 class Drafts:
-    """The drafts of K depths, what they are scored against, and the scores."""
+    """The drafts of K depths for N chains, what they are scored against over P positions, and the scores."""
 
-    hidden: Sequence[Tensor]  # per depth [N, D] what the output layer reads, by chain
+    hidden: Sequence[Tensor]  # per depth [N, D] input of the output layer
     specs: Sequence[LossSpec]  # per depth
-    coefficients: Tensor  # [K] of each row of the depth in the loss
+    coefficients: Tensor  # [K] factor on each of the depth's losses in the total
     teacher_hidden: Tensor  # [P, D] the target's post-norm states, by position
-    labels: Tensor  # [P]
+    labels: Tensor  # [P] target ids
     weights: Tensor | None  # [P] of the labels; None: all 1
     plan: Plan
-    parameters: Sequence[nn.Parameter] = ()  # all that `draft_logits` and `predicted_state` use
+    parameters: Sequence[nn.Parameter] = ()  # all parameters that `draft_logits` and `predicted_state` use
     has_one_output: bool = False  # whether `draft_logits` is the same for all depths
     align_top_k: int | None = None  # as in HeadConfig
-    chain_weights: Tensor | None = None  # [K, N] of each depth of each chain in its loss; None: all 1
-    num_guesses: int = 1  # most probable tokens to return; align_top_k if that is more
+    chain_weights: Tensor | None = None  # [K, N] factor on the loss of each depth of each chain; None: all 1
+    num_guesses: int = 1  # number of most probable tokens to return, at least align_top_k
 
     def __post_init__(self) -> None:
         self.with_gradients = torch.is_grad_enabled()
         self.num_guesses = max(self.num_guesses, self.align_top_k or 1)
-        self.sums = self.coefficients.new_zeros(len(self.hidden))  # [K] losses times the weights of their rows
+        self.sums = self.coefficients.new_zeros(len(self.hidden))  # [K] sums of weighted losses
         # [K, N, num_guesses] the most probable target ids; -1 where a chain is not scored
         self.guesses = self.labels.new_full((len(self.hidden), len(self.hidden[0]), self.num_guesses), -1)
         self.values = self.coefficients.new_zeros(len(self.hidden), len(self.hidden[0]))  # [K, N] losses; 0: not scored
@@ -136,7 +133,7 @@ class Drafts:
         self.parameter_grads: list[Tensor | None] = [None] * len(self.parameters)
 
     def score(self) -> Tensor:
-        """The loss, with gradients to `hidden` and `parameters` where they are recorded; fills sums and guesses."""
+        """The loss, differentiable in `hidden` and `parameters`; fills sums, values and guesses."""
         return Scoring.apply(self, *self.hidden, *self.parameters)  # pyright: ignore[reportReturnType]
 
     def gradients(self) -> list[Tensor | None]:
@@ -161,7 +158,7 @@ class Drafts:
         positions: Tensor,
         target: TargetRows,
     ) -> None:
-        """Score depths that share an output layer: chains [n_k] each, at those places among a chunk's positions."""
+        """Score depths that share an output layer, each with its chains [n_k] at their indices in the chunk."""
         ends = list(accumulate(map(len, chains)))
         hidden = torch.cat([self.hidden[k][rows] for k, rows in zip(depths, chains, strict=True)])  # [n, D]
         with torch.set_grad_enabled(self.with_gradients):
@@ -198,7 +195,7 @@ class Drafts:
             self.sums[k] += (values if counted is None else values * counted).sum()
             vocabulary = drafted.spec.vocabulary
             self.guesses[k, rows] = best = best if vocabulary is None else vocabulary.to_target[best]
-            if self.align_top_k is not None:  # whether the chains still align with the data's tokens
+            if self.align_top_k is not None:  # a chain stays aligned while the data's token is among the guesses
                 self.aligned[rows] &= (best == labels[:, None]).any(-1)
         if grads is not None:
             inputs = [hidden, *edges_of(self.parameters, logits)]
@@ -209,7 +206,7 @@ class Drafts:
                 self.hidden_grads[k][rows] = part
 
     def _differentiate(self, rows: Rows, scale: Tensor) -> tuple[Tensor, Tensor | float, Tensor | None]:
-        """Any mix by autograd: its values [n] and the gradients of draft_logits and, of losses of the state, hidden."""
+        """Any mix by autograd: values [n], and the gradients of draft_logits and of hidden (None if unused)."""
         leaves = [x.detach().requires_grad_() for x in (rows.draft_logits, rows.hidden)]
         rows.__dict__["draft_logits"], rows.hidden = leaves
         with torch.enable_grad():
@@ -229,8 +226,8 @@ class Drafts:
 
 
 def edges_of(parameters: Sequence[nn.Parameter], logits: Tensor) -> list[Any]:
-    """Where to take the parameters' gradients: before autocast's copies turn them to fp32, so that those of a large
-    output layer are added up without another copy in fp32."""
+    """Graph edges at which to take the parameters' gradients: below autocast's casts, in its dtype, so that a large
+    output layer's gradient needs no extra fp32 copy per chunk."""
     edges: dict[int, Any] = {id(parameter): parameter for parameter in parameters}
     visited, waiting = set(), [logits.grad_fn]
     while waiting:
@@ -247,7 +244,7 @@ def edges_of(parameters: Sequence[nn.Parameter], logits: Tensor) -> list[Any]:
 
 
 def mix_of(rows: Rows) -> Tensor:
-    """[n] the weighted sum of the mix."""
+    """[n] the weighted sum of the mix's losses."""
     return sum((weight * ALL_LOSSES[name](rows) for name, weight in rows.spec.mix.items()), rows.hidden.new_zeros(()))
 
 
@@ -261,9 +258,9 @@ def summed_loss(
     num_guesses: int = 1,
     size: int,
 ) -> tuple[Tensor, Tensor]:
-    """The mix summed over rows of one depth, and the draft's best guesses; the output layer gets no gradient.
+    """A mix summed over rows of one depth, and the draft's best guesses; the output layer gets no gradient.
 
-    Args: as of `Drafts`, N rows each. size: rows of a chunk, see `chunk_size`.
+    Args: as in `Drafts`, with N rows each. size: rows per chunk, see `chunk_size`.
     Returns: the sum (scalar, fp32) and [N, num_guesses] target ids, the most probable first.
     """
     rows = torch.arange(len(hidden), device=hidden.device)[None]

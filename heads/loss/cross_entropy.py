@@ -1,4 +1,4 @@
-"""Cross entropies, whose gradients are known: no graph and few passes over the logits."""
+"""Cross entropies with gradients in closed form: no autograd graph and few passes over the logits."""
 
 import torch
 from torch import Tensor
@@ -10,14 +10,15 @@ CLOSED = ("hard_ce", "hard_gce", "greedy_gce", "soft_ce", "kl")
 
 
 def best_of(logits: Tensor, num_guesses: int) -> Tensor:
-    """[n, num_guesses] the draft's most probable tokens."""
+    """[n, num_guesses] the draft's most probable tokens, best first."""
     return logits.argmax(-1, keepdim=True) if num_guesses == 1 else logits.topk(num_guesses, -1).indices
 
 
 def closed_mix(rows: Rows, logits: Tensor, scale: Tensor, *, num_guesses: int, out: Tensor) -> tuple[Tensor, Tensor]:
-    """The mix [n] of losses of CLOSED, as `LOSSES` has them, and the most probable tokens [n, num_guesses].
+    """The mix [n] of losses in CLOSED, as `LOSSES` defines them, and the most probable tokens [n, num_guesses].
 
-    Args: logits: [n, Vd] as the output layer made them. out: [n, Vd] takes scale times their gradients.
+    Args: logits: [n, Vd] in the output layer's dtype. scale: scalar or [n]. out: [n, Vd] receives scale times the
+    gradients of the logits.
     """
     mix, n = rows.spec.mix, len(logits)
     labels = {
@@ -51,14 +52,15 @@ def cross_entropies(
     exponent: float,
     num_guesses: int,
 ) -> tuple[Tensor, Tensor]:
-    """`closed_mix` of plain tensors. labels: [n] draft ids by loss, of which `shares` are in the mix; probs [n, Vd] and
-    covered [n]: the target's, of which `soft` is."""
+    """`closed_mix` on plain tensors. labels: by loss name, draft ids [n]; `shares` are their weights in the mix. probs
+    [n, Vd], covered [n]: the target's; `soft` is the weight of soft_ce and kl together."""
     given, logits = logits, logits.float()
     scores, ids = logits.max(-1, keepdim=True) if num_guesses == 1 else logits.topk(num_guesses, -1)
     grads = torch.softmax(logits, -1, out=out if given.dtype == out.dtype == logits.dtype else None)
     normaliser = scores[:, 0] - grads.gather(-1, ids[:, :1])[:, 0].log()  # [n] log of the sum of exp(logits)
     values = torch.zeros_like(normaliser)
-    of_probs, singles = torch.zeros_like(normaliser), []  # [n] times draft_probs; what is subtracted at single tokens
+    # the gradient is of_probs [n] times draft_probs, minus the shares [n] at the labels in `singles`
+    of_probs, singles = torch.zeros_like(normaliser), []
     for name, label in labels.items():
         known, label = (label >= 0).float(), label.clamp(min=0)[:, None]
         loss = (normaliser - logits.gather(-1, label)[:, 0]) * known

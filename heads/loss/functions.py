@@ -1,7 +1,7 @@
-"""Losses of drafts against the target, by name and in mixes, on supervised positions only and never all logits at once.
+"""Losses of drafts against the target, by name and in weighted mixes, on supervised positions only.
 
-A loss is a function of `Rows` that `LOSSES` lists. What several losses of a mix read, such as log-probabilities of
-the draft, is computed once per chunk, on first use.
+A loss is a function of `Rows` listed in `LOSSES`. Quantities that several losses read, such as the draft's
+log-probabilities, are computed once per chunk, on first use.
 """
 
 import math
@@ -49,10 +49,10 @@ class LossSpec:
 
 @dataclass
 class TargetRows:
-    """The target's side of n rows, computed on first use and kept: drafts of several depths are scored against it.
+    """The target's side of n rows, computed on first use and cached, as drafts of several depths are scored against it.
 
-    With a draft vocabulary the target's distribution keeps its normaliser over all tokens and only its columns are
-    selected: the mass of other tokens stays out of reach of the draft, and no row is dropped.
+    With a draft vocabulary, the target's distribution is normalised over all tokens and then restricted to the drafted
+    ones: their probabilities sum to less than 1, and no row is dropped.
     """
 
     spec: LossSpec
@@ -66,7 +66,7 @@ class TargetRows:
 
     @cached_property
     def probs(self) -> Tensor:
-        """[n, Vd]; the row sums to what the draft vocabulary covers."""
+        """[n, Vd]; a row sums to the probability that the draft vocabulary covers."""
         return self._drafted(self.logits.softmax(-1))
 
     @cached_property
@@ -96,13 +96,13 @@ class TargetRows:
 
 @dataclass
 class Rows:
-    """n rows of one depth as losses read them; what is derived from them is computed on first use and kept."""
+    """n rows of one depth, the argument of a loss; derived tensors are computed on first use and cached."""
 
     spec: LossSpec
-    hidden: Tensor  # [n, D] what the draft's output layer reads
+    hidden: Tensor  # [n, D] input of the draft's output layer
     labels: Tensor  # [n] target ids to be predicted
-    target: TargetRows  # of n rows or more, which depths share
-    at: slice | Tensor = field(default_factory=lambda: slice(None))  # which of them these are, [n]
+    target: TargetRows  # of all rows of the chunk, shared by all depths
+    at: slice | Tensor = field(default_factory=lambda: slice(None))  # indices [n] of these rows in `target`
 
     @cached_property
     def draft_logits(self) -> Tensor:
@@ -149,16 +149,16 @@ def hard_ce(rows: Rows) -> Tensor:
 
 
 def hard_gce(rows: Rows) -> Tensor:
-    """(1 - q(label)^g) / g, the generalised cross entropy (Zhang and Sabuncu 2018): hard_ce as g goes to 0, 1 - q at 1.
+    """(1 - q(label)^g) / g, the generalised cross entropy (Zhang and Sabuncu 2018): hard_ce as g -> 0, 1 - q at g = 1.
 
-    Its gradient is that of -log q times q^g: a head too small to be right everywhere neglects the tokens that it cannot
-    predict, whose -log q would dominate, in favour of those that greedy drafting gets accepted.
+    Its gradient is that of -log q times q^g, so tokens that a small head cannot predict, whose -log q would dominate,
+    count less than those that greedy drafting can get accepted.
     """
     return -torch.expm1(-rows.spec.exponent * hard_ce(rows)) / rows.spec.exponent
 
 
 def greedy_gce(rows: Rows) -> Tensor:
-    """hard_gce with the target's most probable token as label, which a greedy draft must equal at temperature 0."""
+    """hard_gce with the target's most probable token as label: the token that verification accepts at temperature 0."""
     labels = rows.target.best[rows.at]
     loss = F.nll_loss(rows.draft_log_probs, labels, ignore_index=-1, reduction="none")
     return -torch.expm1(-rows.spec.exponent * loss) / rows.spec.exponent
@@ -167,34 +167,34 @@ def greedy_gce(rows: Rows) -> Tensor:
 def soft_ce(rows: Rows) -> Tensor:
     """-sum_v p(v) log q(v) (EAGLE-3, section 3.1).
 
-    With a draft vocabulary its gradient is that of the renormalised p, weighted by the probability that is covered.
+    With a draft vocabulary, its gradient is that for the renormalised p times the covered probability.
     """
     return -(rows.target_probs * rows.draft_log_probs).sum(-1)
 
 
 def kl(rows: Rows) -> Tensor:
-    """sum_v p(v) log(p(v) / q(v)): soft_ce less the target's entropy: the same gradient, and zero at equality.
+    """sum_v p(v) log(p(v) / q(v)): soft_ce minus the target's entropy, so it has the same gradient and is 0 at p = q.
 
-    With a draft vocabulary that covers the mass m, the least value is m log m, at q = p / m.
+    With a draft vocabulary that covers probability m, the minimum is m log m, at q = p / m.
     """
     return (rows.target_probs * (rows.target_log_probs - rows.draft_log_probs)).sum(-1)
 
 
 def reverse_kl(rows: Rows) -> Tensor:
-    """sum_v q(v) log(q(v) / p(v)); with a draft vocabulary that covers m, at least -log m."""
+    """sum_v q(v) log(q(v) / p(v)); with a draft vocabulary that covers probability m, the minimum is -log m."""
     return (rows.draft_probs * (rows.draft_log_probs - rows.target_log_probs)).sum(-1)
 
 
 def topk_ce(rows: Rows) -> Tensor:
-    """soft_ce over the `top_k` most probable of the tokens that can be drafted (HASS, Zhang et al. 2025)."""
+    """soft_ce over the `top_k` most probable tokens of the draft vocabulary (HASS, Zhang et al. 2025)."""
     probs, ids = rows.target_probs.topk(min(rows.spec.top_k, rows.target_probs.shape[-1]), -1)  # [n, top_k]
     return -(probs * rows.draft_log_probs.gather(-1, ids)).sum(-1)
 
 
 def tv(rows: Rows) -> Tensor:
-    """sum_v |p(v) - q(v)| / 2 over the whole vocabulary, uncovered tokens too: one less the acceptance probability.
+    """sum_v |p(v) - q(v)| / 2 over the target's whole vocabulary: 1 minus the acceptance probability.
 
-    Its gradient vanishes where p and q hardly overlap: from scratch, alone, it trains badly (Samarin et al. 2026).
+    Its gradient vanishes where p and q hardly overlap, so alone and from scratch it trains badly (Samarin et al. 2026).
     """
     return 1 - rows.overlap
 
@@ -210,8 +210,8 @@ def lk_alpha(rows: Rows) -> Tensor:
 
 
 def lk_lambda(rows: Rows) -> Tensor:
-    """From kl to tv as a row's acceptance probability grows: kl has the share exp(-eta * acceptance), no gradient
-    through it (LK losses, Samarin et al. 2026; eta 3, for Medusa 10)."""
+    """w * kl + (1 - w) * tv with w = exp(-eta * acceptance probability), without gradient through w: from kl to tv as
+    drafts improve (LK losses, Samarin et al. 2026; eta 3, for Medusa 10)."""
     share = torch.exp(-rows.spec.eta * rows.overlap.detach())
     return share * kl(rows) + (1 - share) * tv(rows)
 
@@ -224,8 +224,8 @@ def feature(rows: Rows) -> Tensor:
 
 
 def confidence(rows: Rows) -> Tensor:
-    """Cross entropy of the head's estimate that its draft is accepted, against the probability that a sampled one is
-    (DSpark: 1.0 beside hard_ce 0.1 and l1 0.9)."""
+    """Binary cross entropy of the head's estimate of acceptance, against the probability that a sampled draft is
+    accepted (DSpark: 1.0 beside hard_ce 0.1 and l1 0.9)."""
     assert rows.spec.confidence is not None
     estimate = rows.spec.confidence(rows.hidden).float()
     return F.binary_cross_entropy_with_logits(estimate, rows.overlap.detach().clamp(0, 1), reduction="none")
@@ -235,7 +235,7 @@ LOSSES: dict[str, Callable[[Rows], Tensor]] = {
     loss.__name__: loss
     for loss in (hard_ce, hard_gce, greedy_gce, soft_ce, kl, reverse_kl, topk_ce, tv, l1, lk_alpha, lk_lambda, feature)
 }
-# with what heads that estimate something add to a mix by themselves
+# including the one that heads with a confidence head add to their mix
 ALL_LOSSES = {**LOSSES, "confidence": confidence}
 
 

@@ -15,8 +15,8 @@ from .split_attention import masked_attention
 
 NAME = "headstart_grouped"
 
-# cuDNN's kernel, which torch 2.11 prefers on Hopper, is planned anew for each shape, which is slow: it is avoided where
-# a forward has more queries than a round, since those come in any number
+# cuDNN's kernel, which torch 2.11 prefers on Hopper, is planned for each new shape, which is slow. Rounds have few
+# shapes; forwards with more queries than a round may have any number of them, so they avoid that kernel
 MOST_IN_A_ROUND = 65
 ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -25,7 +25,7 @@ Watch = Callable[[nn.Module, Tensor, Tensor, Tensor, float | None], None]
 
 
 def kernels_for(num_queries: int, device: torch.device) -> AbstractContextManager[object]:
-    """Within, attention of so many queries is not planned anew for their number."""
+    """A context in which attention of this many queries is not planned separately for each number of queries."""
     is_round = num_queries <= MOST_IN_A_ROUND or device.type == "cpu"
     return nullcontext() if is_round else sdpa_kernel(ANY_LENGTH)
 
@@ -42,8 +42,8 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """transformers' scaled dot product attention, except for masked queries (verification, trees, drafts, batches).
 
-    For those transformers repeats keys and values once per query head of a group, a copy of the whole cache in every
-    layer and round. Here the queries that share a key head follow one another instead, with the mask tiled.
+    For those, transformers repeats keys and values for every query head of a group, which copies the whole cache in
+    every layer and round. Here the queries that share a key head are concatenated instead, and the mask is tiled.
 
     Args:
         query: [B, N, Q, H]. key, value: [B, Nkv, P, H]. attention_mask: [B, 1, Q, P] additive.

@@ -1,11 +1,11 @@
 """Decoder layers of block drafters: the slots of a block see each other, and the target's features as further keys.
 
-A block drafts K tokens in one pass. Its slots are the token that it follows, the anchor, and mask tokens behind it. In
-every layer a slot attends to all slots of its own block and to keys and values of the target's features before the
-anchor, made by the layer's own projections (DFlash, Chen et al. 2026, arXiv 2602.06036).
+A block drafts K tokens in one pass. Its slots are the anchor, the token that it follows, and the mask tokens after it.
+In every layer a slot attends to all slots of its own block and to keys and values that the layer's own projections make
+of the target's features before the anchor (DFlash, Chen et al. 2026, arXiv 2602.06036).
 
-In training many blocks of W slots start in each row. Slots lie one behind the other, [B, W * S, ...]: slot j of all S
-blocks, then slot j + 1. For attention they are further heads, so that one mask [B, 1, S, P] serves all of a block.
+In training S blocks of W slots start in each row. They are stored slot by slot, [B, W * S, ...]: slot j of all S
+blocks, then slot j + 1. Attention treats the W slots as further heads, so that one mask [B, 1, S, P] serves all.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,11 +24,11 @@ from .layers import Attention, RMSNorm, Rotary
 
 # queries [B, N, Q, H], keys and values [B, Nkv, Q, H] of a block's slots -> [B, Q, N, H]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-WIDE = 128  # channels of a head in published drafters
+WIDE = 128  # head dimension of published drafters
 
 
 class BlockLayer(nn.Module):
-    """A Llama layer, or with norms of heads a Qwen3 one, whose attention the caller joins with the context."""
+    """A Llama layer, or with has_head_norms a Qwen3 one, whose attention over slots and context the caller provides."""
 
     def __init__(self, config: LlamaConfig, *, has_head_norms: bool):
         super().__init__()
@@ -37,12 +37,12 @@ class BlockLayer(nn.Module):
         self.self_attn = Attention(config, has_head_norms=has_head_norms)
         self.post_attention_layernorm = RMSNorm(size, eps=eps)
         self.mlp = LlamaMLP(config)
-        if has_head_norms:  # they bound scores by gain^2 sqrt(H): narrow heads begin as sharp as those of WIDE channels
+        if has_head_norms:  # they bound scores by gain^2 sqrt(H); this gain gives narrow heads the bound of WIDE ones
             for norm in (self.self_attn.q_norm, self.self_attn.k_norm):
                 nn.init.constant_(cast(Tensor, norm.weight), max(1.0, WIDE / self.self_attn.head_dim) ** 0.25)
 
     def keys_values(self, context: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """[B, T, D] fused features, which are not normalised again -> two of [B, Nkv, T, H]."""
+        """Fused features [B, T, D], which the layer does not normalise -> keys and values [B, Nkv, T, H]."""
         return self.self_attn.keys_values(context, rotary)
 
     def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
@@ -63,12 +63,12 @@ def attend_blocks(
     blocks: Sequence[Block],
     sees_slots: Tensor | None = None,
 ) -> Tensor:
-    """[B, W * S, N, H]: queries [B, N, W * S, H] of S blocks over the context and the slots of their own block.
+    """Attention [B, W * S, N, H] of queries [B, N, W * S, H] over the context and the slots of their own block.
 
     Args:
         keys, values: [B, Nkv, W * S, H] of the slots. context: keys and values [B, Nkv, P, H].
-        mask: [B, 1, S, P] additive, of the context for each block. blocks: how queries are read, as in `attend_chains`.
-        sees_slots: [B, S, W] bool, the slots that a block has; None: all.
+        mask: [B, 1, S, P] additive, over the context for each block. blocks: as in `attend_chains`.
+        sees_slots: [B, S, W] bool, which slots a narrow block has; None: all.
     """
     num_blocks, num_heads = mask.shape[2], queries.shape[1]
     slots = zip(*(map(laid_out, part.split(num_blocks, 2)) for part in (keys, values)), strict=True)
@@ -86,9 +86,9 @@ def write_context(
     cache: SlotCache,
     rotary: Rotary,
 ) -> None:
-    """Keys and values that each layer makes of the context [B, Q, D] at positions [B, Q], to those slots.
+    """Write each layer's keys and values of the context [B, Q, D] to the cache slots of its positions [B, Q].
 
-    Args: packed: the same layers for decoding, or None.
+    Args: packed: the same layers for the CPU kernels, or None.
     """
     if packed is not None and packed.is_for(context):
         packed.write(context, cache, rotary.tables(cache.max_length, like=context), positions)
@@ -107,8 +107,9 @@ def draft_block(
     cache: SlotCache,
     rotary: Rotary,
 ) -> Tensor:
-    """The slots of one block per row [B, W, D] -> [B, W, D], at positions [B, W] behind the context, where their keys
-    and values lie until true features are written there. Each sees the context and all slots."""
+    """The slots of one block per row [B, W, D] -> [B, W, D]; each sees the context and all slots of its block.
+
+    Their keys and values are written to the cache at positions [B, W], until true features overwrite them."""
     last = positions[:, -1:].expand_as(positions)
     if packed is not None and packed.is_for(hidden):
         return packed(hidden, cache, rotary.tables(cache.max_length, like=hidden), positions, last=last)
@@ -125,24 +126,24 @@ def draft_block(
 
 
 class MarkovHead(nn.Module):
-    """What the token before adds to the logits of a slot: markov_w2(markov_w1[token]), of low rank."""
+    """The low-rank term that the previous token adds to a slot's logits: markov_w2(markov_w1[token])."""
 
     def __init__(self, vocab_size: int, num_drafted: int, *, rank: int):
         super().__init__()
         self.markov_w1 = nn.Embedding(vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, num_drafted, bias=False)
-        # rows of length 1: an optimizer whose steps have a fixed size hardly moves two factors that are both small
+        # rows of length 1: if both factors were small, an optimizer with steps of fixed size would hardly change them
         nn.init.normal_(self.markov_w1.weight, std=rank**-0.5)
         nn.init.normal_(self.markov_w2.weight, std=0.01)
 
 
 def beside(states: Tensor, markov: MarkovHead | None, before: Tensor) -> Tensor:
-    """[..., D + rank] slots' states [..., D], and those of the Markov head, if any, of the tokens before them [...]."""
+    """[..., D + rank]: slots' states [..., D] next to the Markov embeddings of their previous tokens [...], if any."""
     return states if markov is None else torch.cat([states, markov.markov_w1(before).to(states.dtype)], -1)
 
 
 class ConfidenceHead(nn.Module):
-    """From what the output layer reads of a slot, and the Markov head's state of the token before, to one logit."""
+    """The logit of a draft's acceptance, from the slot's state and the Markov embedding of the previous token."""
 
     def __init__(self, in_size: int):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A key/value cache of fixed shape whose rows advance independently, and the masks of what its queries see."""
+"""A key/value cache of fixed shape whose rows advance independently, and the attention masks over it."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -13,7 +13,7 @@ EXTENT_STEP = 64  # attention reads a multiple of this many slots, so that few d
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer of `SlotCache`, which has no reference back to it: memory goes as soon as its engine goes."""
+    """One layer of `SlotCache`, without a reference back to it, so that memory is freed with the last reference."""
 
     is_sliding = False
 
@@ -28,7 +28,7 @@ class SlotLayer(CacheLayerMixin):
         self.keys, self.values, self.is_initialized = key_states, value_states, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write; args: the cache, which knows where to."""
+        """Write to the slots that args[0], the `SlotCache`, points at; returns all readable slots."""
         place: SlotCache = args[0]
         keys, values, positions = cast(Tensor, self.keys), cast(Tensor, self.values), place.positions
         if positions.shape[0] == 1:
@@ -58,11 +58,11 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """Keys and values of `num_layers` layers; position p of a row lies in slot p.
+    """Keys and values of `num_layers` layers; position p of a row is stored in slot p.
 
-    A write goes to the slots that `seek` named, and a query at position p must see slots <= p only. A rejected draft
-    stays in slots beyond its row's length, which no query sees, until later writes replace it: accepting a chain needs
-    no copying. Works as the `past_key_values` of any Hugging Face model that takes 4D masks.
+    Writes go to the slots set by `seek`, and a query at position p must see slots <= p only. A rejected draft stays in
+    slots beyond its row's length, which no query sees, until later writes replace it, so accepting a chain copies
+    nothing. Works as the `past_key_values` of any Hugging Face model that takes 4D masks.
     """
 
     def __init__(self, *, num_layers: int, max_length: int):
@@ -72,24 +72,24 @@ class SlotCache(Cache):
         self.positions: Tensor = torch.zeros(1, 0, dtype=torch.long)  # [B, Q]
         self.rows: Tensor = torch.zeros(1, 1, dtype=torch.long)  # [B, 1]
         self.extent = 0
-        # all that is stored, [..., B, Nkv, slots, H] each: one tensor [layers, 2, ...] where layers are alike, so that
-        # rows and slots of all of them move at once; keys and values of other layers by themselves
+        # the storage: one tensor [layers, 2, B, Nkv, slots, H] for layers of the same shape, so that their rows and
+        # slots are moved at once, and one [B, Nkv, slots, H] each for keys and values of other layers
         self.stored: list[Tensor] = []
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Write one layer's new keys and values [B, Nkv, Q, H]; returns all that attention may read of the layer."""
+        """Write one layer's new keys and values [B, Nkv, Q, H]; returns all its readable keys and values."""
         return self.layer(layer_idx, key_states, value_states).update(key_states, value_states, self)
 
     def layer(self, index: int, keys: Tensor, values: Tensor) -> SlotLayer:
-        """A layer, with room for such keys and values [B, Nkv, any, H]; its slots come into being with the first."""
+        """A layer, allocated on first use for keys and values [B, Nkv, any, H] of these shapes and dtype."""
         layer = cast(SlotLayer, self.layers[index])
         if not layer.is_initialized:
             layer.lazy_initialization(*self._room(index, keys, values))
         return layer
 
     def whole(self, num_rows: int, num_kv_heads: int, head_dim: int, *, like: Tensor) -> Tensor:
-        """[layers, 2, B, Nkv, slots, H] all keys and values, of layers that are alike; where nothing was written yet,
-        in the dtype and on the device of `like`."""
+        """[layers, 2, B, Nkv, slots, H] all keys and values, of layers of the same shape; allocated on first use with
+        the dtype and device of `like`."""
         if not self.stored:
             nothing = like.new_empty(num_rows, num_kv_heads, 0, head_dim)
             for i in range(len(self.layers)):
@@ -117,8 +117,8 @@ class SlotCache(Cache):
 
         Args:
             positions: [B, Q] slot of each new token.
-            extent: a number of slots that covers every position in use; rounded up, attention reads so many.
-            is_exact: do not round up: one query at the last slot then needs no mask.
+            extent: number of slots that covers every position in use; attention reads this many, rounded up.
+            is_exact: do not round up, so that one query at the last slot needs no mask.
         """
         self.positions = positions
         if len(self.rows) != len(positions) or self.rows.device != positions.device:
@@ -129,9 +129,9 @@ class SlotCache(Cache):
     def mask(
         self, positions: Tensor, *, dtype: torch.dtype, window: int | None = None, seen: Tensor | None = None
     ) -> Tensor:
-        """What queries at `positions` [B, Q] see of the slots that `seek` made readable; see `visibility_mask`.
+        """The mask [B, 1, Q, extent] of queries at `positions` [B, Q] over the readable slots; see `visibility_mask`.
 
-        Args: seen: [B, Q, Q - 1] bool, of a root and its whole tree; see `tree_mask`.
+        Args: seen: [B, Q, Q - 1] bool, for a root followed by its whole tree; see `tree_mask`.
         """
         if seen is None:
             return visibility_mask(positions, extent=self.extent, dtype=dtype, window=window)
@@ -148,12 +148,12 @@ class SlotCache(Cache):
         window: int | None = None,
         drafted: Tensor | None = None,
     ) -> Tensor:
-        """`mask` of drafted nodes: each sees what is committed, and of the drafted slots those of `seen`.
+        """`mask` for drafted nodes: each sees all committed slots, and of the drafted ones those in `seen`.
 
         Args:
-            root: [B] position (and slot) of the last committed token; drafted node i lies in slot root + 1 + i.
+            root: [B] position (and slot) of the last committed token; drafted node i is in slot root + 1 + i.
             seen: [B, Q, n] bool, which of n drafted nodes each query attends to: its ancestors and itself.
-            window, drafted: for a sliding window, and the positions [B, n] of the nodes.
+            window: sliding window in tokens; it needs `drafted`, the positions [B, n] of the nodes.
         """
         mask = visibility_mask(root[:, None].expand_as(positions), extent=self.extent, dtype=dtype)
         if window is not None:
@@ -166,7 +166,7 @@ class SlotCache(Cache):
         return mask.scatter_(-1, slots[:, None, None].expand(-1, 1, seen.shape[1], -1), values[:, None])
 
     def move(self, source: Tensor, destination: Tensor) -> None:
-        """Copy slots within each row: the accepted nodes of a tree move up behind the committed tokens.
+        """Copy slots within each row, to move a tree's accepted nodes right after the committed tokens.
 
         Args: source, destination: [B, n]; all sources are read before anything is written.
         """
@@ -177,11 +177,11 @@ class SlotCache(Cache):
 
     @property
     def is_filled(self) -> bool:
-        """Whether anything was written yet: keys and values have no size before."""
+        """Whether all layers are allocated, which happens with the first write."""
         return all(layer.is_initialized for layer in cast(list[SlotLayer], self.layers))
 
     def take_row(self, row: int, source: "SlotCache", source_row: int) -> None:
-        """Copy a row of another cache of the same layers and length, all its slots."""
+        """Copy all slots of a row from another cache with the same layers and length."""
         for own, copied in zip(self.stored, source.stored, strict=True):
             own.select(-4, row).copy_(copied.select(-4, source_row))
 
@@ -210,9 +210,9 @@ def hiding(hidden: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 
 def seen_by_children(seen: Tensor, parents: Tensor) -> Tensor:
-    """`seen` of new nodes: what their parents attend to, and themselves.
+    """`seen` for Q new nodes: the nodes that their parents attend to, and themselves.
 
-    Args: seen: [B, F, n] of the nodes last drafted. parents: [B, Q] row of each new node's parent among them.
+    Args: seen: [B, F, n] of the nodes last drafted. parents: [B, Q] index of each new node's parent among these.
     Returns: [B, Q, n + Q].
     """
     rows = torch.arange(len(parents), device=parents.device)[:, None]
@@ -221,6 +221,6 @@ def seen_by_children(seen: Tensor, parents: Tensor) -> Tensor:
 
 
 def newest_slots(root: Tensor, seen: Tensor) -> Tensor:
-    """[B, Q] slots of the Q nodes last drafted, given the root's [B] and their `seen` [B, Q, n]."""
+    """[B, Q] slots of the Q nodes last drafted, given the root's slot [B] and their `seen` [B, Q, n]."""
     num_new, num_nodes = seen.shape[1:]
     return root[:, None] + 1 + num_nodes - num_new + torch.arange(num_new, device=root.device)

@@ -1,11 +1,11 @@
-"""Attention of unrolled draft chains: one softmax over shared keys and each query's own drafted ones, no scores kept.
+"""Attention of unrolled draft chains: one softmax over shared keys and each query's own drafted keys, scores not kept.
 
 A query of the chain at start t attends to the shared keys at positions <= t and, at depth k, to its own keys of depths
-1..k. The softmax over both is two of them merged by their log-sum-exps; backward recomputes scores from the merged
-log-sum-exp, block by block of queries (as FlashAttention does, Dao et al. 2022), so what a depth keeps is linear in the
-number of positions. Query heads that share a key head read one copy of it, and all heads one mask.
+1..k. The two softmaxes are merged by their log-sum-exps. Backward recomputes scores from the merged log-sum-exp, one
+block of queries at a time (as FlashAttention does, Dao et al. 2022), so the memory that a depth keeps is linear in the
+number of positions. Query heads that share a key head read one copy of it, and all heads share one mask.
 
-Shapes as in base.py; P shared keys, of which a block of queries sees the first `extent`.
+Shapes as in base.py, with P shared keys, of which a block of queries sees the first `extent`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,20 +18,19 @@ from torch import Tensor
 
 from .fusing import Fusable
 
-# queries whose scores exist at a time: with fewer, more of the keys that causality hides are skipped
+# queries per block, whose scores exist at a time; smaller blocks skip more of the keys that causality hides
 QUERY_BLOCK = {"cpu": 32}
 QUERY_BLOCK_ELSEWHERE = 512
 
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-_recomputing = 0  # contexts that are open, of the process: backward runs in threads of its own
+_recomputing = 0  # number of open `recomputing` contexts in the process; not thread-local, as backward has own threads
 
 
 @contextmanager
 def recomputing() -> Iterator[None]:
-    """Around what backward computes a second time instead of keeping it, so that it is not counted as the model's own
-    operations."""
+    """Mark what backward recomputes instead of keeping, so that it is not counted as the model's own operations."""
     global _recomputing
     _recomputing += 1
     try:
@@ -46,7 +45,7 @@ def is_recomputing() -> bool:
 
 @dataclass(frozen=True)
 class Block:
-    """Queries start..stop-1, which see no shared key from extent on."""
+    """Queries start..stop-1, which see only the first `extent` shared keys."""
 
     start: int
     stop: int
@@ -54,7 +53,7 @@ class Block:
 
 
 def blocks_of(last_seen: Sequence[int], device: torch.device) -> list[Block]:
-    """Blocks of queries, given the last shared key that each may see; a block sees no less than those before it."""
+    """Blocks of queries, given the last shared key that each may see; extents never decrease from block to block."""
     size = QUERY_BLOCK.get(device.type, QUERY_BLOCK_ELSEWHERE)
     blocks, extent = [], 1
     for start in range(0, len(last_seen), size):
@@ -75,10 +74,13 @@ def attend_chains(
     sees_own: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """[B, N, Q, H]: queries [B, N, Q, H] over keys, values [B, Nkv, P, H] and their own ones, [B, Nkv, Q, H] per depth.
+    """Attention [B, N, Q, H] of queries [B, N, Q, H] over shared keys and values [B, Nkv, P, H] and the queries' own.
 
-    Args: mask: [B, 1, Q, P] additive, of the shared keys. sees_own: [B, Q, depths] bool, which of its own keys a query
-    sees; None: all. scale: of the scores; None: 1 / sqrt(H).
+    Args:
+        mask: [B, 1, Q, P] additive, over the shared keys. blocks: of the queries.
+        drafted: per depth the queries' own keys and values, [B, Nkv, Q, H] each.
+        sees_own: [B, Q, depths] bool, which of its own keys a query sees; None: all.
+        scale: of the scores; None: 1 / sqrt(H).
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     own = [part for pair in drafted for part in pair]
@@ -86,7 +88,7 @@ def attend_chains(
 
 
 class ChainAttention(torch.autograd.Function):
-    """Keeps queries, keys, values, the output and its log-sum-exps for backward."""
+    """`attend_chains`; keeps queries, keys, values, the output and its log-sum-exps for backward."""
 
     @staticmethod
     def forward(
@@ -147,20 +149,20 @@ class ChainAttention(torch.autograd.Function):
 
 
 def laid_out(drafted: Tensor) -> Tensor:
-    """The same [B, Nkv, Q, H] with its chains adjacent in memory, so that `by_channel` makes no copy."""
+    """The same values [B, Nkv, Q, H] with queries adjacent in memory, so that `by_channel` makes no copy."""
     return drafted.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
 def by_channel(x: Tensor, num_kv_heads: int | None = None) -> Tensor:
-    """[B, N, Q, H] -> [B, Nkv, G, H, Q]: operations per query over few channels then run over many queries at a time.
+    """[B, N, Q, H] -> [B, Nkv, G, H, Q], so that operations on each query's few channels run over many queries at once.
 
-    Args: num_kv_heads: Nkv; None: N, of own keys and values, which G query heads share.
+    Args: num_kv_heads: Nkv; None: N, for keys and values, which have no query groups (G is 1).
     """
     return x.transpose(-1, -2).contiguous().unflatten(1, (num_kv_heads or x.shape[1], -1))
 
 
 def own_scores(queries: Tensor, keys: Tensor, scale: float, sees_own: Tensor | None, depth: int) -> Tensor:
-    """[B, Nkv, G, Q] fp32 scores of each query [B, Nkv, G, H, Q] with its own key [B, Nkv, 1, H, Q] of a depth."""
+    """[B, Nkv, G, Q] fp32 scores of each query [B, Nkv, G, H, Q] with its own key [B, Nkv, 1, H, Q] at a depth."""
     scores = (queries * keys).sum(-2, dtype=torch.float32) * scale
     return scores if sees_own is None else scores.masked_fill(~sees_own[:, None, None, :, depth], -torch.inf)
 
@@ -168,7 +170,7 @@ def own_scores(queries: Tensor, keys: Tensor, scale: float, sees_own: Tensor | N
 def shared_forward(
     block: Block, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """A block's attention over the shared keys it can see, and the log-sum-exps of its scores, [B, N, q] fp32."""
+    """A block's attention over the shared keys [B, N, q, H], and the log-sum-exps of its scores [B, N, q] fp32."""
     query, mask = query[:, :, block.start : block.stop], mask[:, :, block.start : block.stop, : block.extent]
     key, value = key[:, :, : block.extent], value[:, :, : block.extent]
     if is_flash(query, value):
@@ -179,9 +181,9 @@ def shared_forward(
 
 
 def shared_backward(block: Block, saved: Sequence[Tensor], *, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a block's queries, and of the keys and values it can see.
+    """Gradients of a block's queries, and of the shared keys and values it sees.
 
-    Args: saved: the gradient of the output, queries, keys, values, the merged output, its log-sum-exps and the mask.
+    Args: saved: the output's gradient, queries, keys, values, the merged output, its log-sum-exps and the mask.
     """
     grad, query, key, value, out, lse, mask = saved
     grad, query, out, lse = (x[:, :, block.start : block.stop] for x in (grad, query, out, lse))
@@ -202,12 +204,12 @@ def shared_backward(block: Block, saved: Sequence[Tensor], *, scale: float) -> t
 
 
 def is_flash(query: Tensor, value: Tensor) -> bool:
-    """Whether torch has a kernel for these: a CPU's, where keys and values are of one size."""
+    """Whether torch's CPU flash kernel supports these: keys and values must have the same size."""
     return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
 
 
 def products_of(query: Tensor, key: Tensor) -> Tensor:
-    """[B, Nkv, G, q, extent]: queries [B, N, q, H] with keys [B, Nkv, extent, H]."""
+    """[B, Nkv, G, q, extent] dot products of queries [B, N, q, H] with keys [B, Nkv, extent, H]."""
     num_kv_heads, num_queries = key.shape[1], query.shape[2]
     flat = query.unflatten(1, (num_kv_heads, -1)).flatten(2, 3)  # [B, Nkv, G * q, H]
     return (flat @ key.transpose(-1, -2)).unflatten(2, (-1, num_queries))
@@ -228,8 +230,8 @@ def softmax_gradients(
 ) -> tuple[Tensor, Tensor]:
     """The attention weights of forward, and the gradients of `products`, [B, Nkv, G, q, extent] in their dtype.
 
-    Args: of_weights: the gradients of the weights. lse, delta: [B, Nkv, G, q] fp32; delta: the output times its
-    gradient, summed over channels.
+    Args: of_weights: gradients of the weights. lse: log-sum-exps [B, Nkv, G, q] fp32. delta: [B, Nkv, G, q] fp32, the
+    output times its gradient, summed over channels.
     """
     weights = scores_of(products, mask, scale).sub_(lse[..., None]).exp_()
     scores = (of_weights - delta[..., None]).mul_(weights).mul_(scale)
@@ -237,5 +239,5 @@ def softmax_gradients(
 
 
 def scores_of(products: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """[B, Nkv, G, q, extent] fp32, in one pass over `products`."""
+    """[B, Nkv, G, q, extent] fp32 masked scores, in one pass over `products`."""
     return torch.add(mask[:, :, None].float(), products, alpha=scale)

@@ -1,8 +1,8 @@
 """The decoder layers of a Llama-shaped target, and of heads, in bf16 on a CPU, by the kernels of cpu_kernels.cpp.
 
-A forward is one call: no operation of torch lies between its products, so a step takes about as long as reading the
-weights. A token's states are the same whatever else is read with it, bit for bit: a text that was drafted and verified
-is the text that was decoded token by token.
+A forward is a single call without torch operations between its products, so a step takes about as long as reading the
+weights. A token's states do not depend, bit for bit, on the other tokens of the forward, so drafting and verifying
+gives exactly the text of decoding token by token.
 """
 
 import ctypes
@@ -17,13 +17,13 @@ from .cpu_kernels import BLOCK, blocked, is_multiplied, kernels, multiply, multi
 from .joined_decoder import Decoded, LayerWeights, has_plain_products, is_known
 from .layers import Rotary, Tables
 
-MOST_CHANNELS = 256  # of a head
-FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # whose angles do not depend on how long a text is
-MOST_TOKENS = 512  # of one forward: torch's own attention is faster for many
+MOST_CHANNELS = 256  # per attention head
+FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # rotary embeddings whose angles do not depend on text length
+MOST_TOKENS = 512  # per forward; for more, torch's own attention is faster
 
 
 class LayerPointers(ctypes.Structure):
-    """`Layer` of the source."""
+    """The struct `Layer` of cpu_kernels.cpp."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in (*LayerWeights._fields, "kept")]
 
@@ -34,7 +34,7 @@ TENSORS = "cache cos sin positions slots last mask read final_norm output best".
 
 
 class Forward(ctypes.Structure):
-    """`Forward` of the source."""
+    """The struct `Forward` of cpu_kernels.cpp."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in (*SIZES, *STRIDES)),
@@ -45,18 +45,18 @@ class Forward(ctypes.Structure):
 
 
 class Choice(NamedTuple):
-    """Where the products with an output layer are largest."""
+    """Request for the argmax of an output layer."""
 
-    weight: Tensor  # blocked
+    weight: Tensor  # as `blocked` returns it
     num_outputs: int
-    best: Tensor  # [B, Q] is written
+    best: Tensor  # [B, Q] int64, receives the result
 
 
 class CpuLayers:
-    """Decoder layers, their weights copied in the order in which the kernels read them."""
+    """Decoder layers with their weights copied into the kernels' memory layout."""
 
     def __init__(self, layers: Sequence[nn.Module], *, eps: float):
-        """Args: layers: as `takes` takes them, alike but for what the first one's attention reads."""
+        """Args: layers: accepted by `takes`, and alike except for the input size of the first one's attention."""
         first: Any = layers[0]
         attention, mlp = first.self_attn, first.mlp
         self.hidden_size, self.head_dim = attention.o_proj.out_features, attention.head_dim
@@ -72,7 +72,7 @@ class CpuLayers:
 
     @staticmethod
     def takes(layers: Sequence[nn.Module]) -> bool:
-        """Whether the kernels are there, and take the sizes and types of Llama-shaped layers with SiLU."""
+        """Whether the kernels are available and support the sizes and dtypes of these Llama-shaped layers."""
         first: Any = layers[0]
         attention, mlp = first.self_attn, first.mlp
         weight, head_dim = attention.o_proj.weight, attention.head_dim
@@ -82,17 +82,17 @@ class CpuLayers:
 
     @classmethod
     def of(cls, layers: Sequence[nn.Module], config: Any) -> "CpuLayers | None":
-        """The layers of a head, of this config; None where the kernels do not compute them."""
+        """The layers of a head with this config; None if the kernels do not support them."""
         is_known = config.hidden_act == "silu" and cls.takes(layers)
         return cls(layers, eps=config.rms_norm_eps) if is_known else None
 
     def is_for(self, x: Tensor) -> bool:
-        """Whether the kernels are to read so many tokens [B, Q, D]: where no gradient is asked."""
+        """Whether to use the kernels for x [B, Q, D]: few enough tokens, and no gradients."""
         return x[..., 0].numel() <= MOST_TOKENS and usable_kernels(x) is not None
 
     @property
     def writes(self) -> bool:
-        """Whether `write` works: keys and values are whole blocks of a product."""
+        """Whether `write` works: keys and values must start at a block of the joined product."""
         return self.num_heads * self.head_dim % BLOCK == 0
 
     def __call__(
@@ -113,13 +113,13 @@ class CpuLayers:
         """Read tokens into the slots that `cache.seek` set: [B, Q, D] -> [B, Q, D].
 
         Args:
-            x: the residual stream. tables: of the rotary embedding. positions: [B, Q] in these.
+            x: the residual stream. tables: of the rotary embedding. positions: [B, Q] rows of the tables.
             mask: [B, 1, Q, P] additive; None: a token sees the slots up to its own, or up to `last` [B, Q].
-            read: [B, Q, in] what the first layer's attention reads; None: the residual stream, normalised.
-            first_layer: the first one's place in the cache.
-            kept: by layer, where to put the residual stream that enters it, like x; None: nowhere.
-            final_norm: [D] gain of a norm behind the last layer.
-            choice: of each token, made in the same call.
+            read: [B, Q, in] input of the first layer's attention; None: the normalised residual stream.
+            first_layer: index of the first layer in the cache.
+            kept: per layer, a tensor like x that receives the residual stream entering it; None: not kept.
+            final_norm: [D] gain of a norm after the last layer; None: no norm.
+            choice: also compute the argmax of an output layer for each token.
         """
         library, x = kernels(), x.clone(memory_format=torch.contiguous_format)
         assert library is not None
@@ -147,7 +147,7 @@ class CpuLayers:
         return x
 
     def write(self, x: Tensor, cache: SlotCache, tables: Tables, positions: Tensor) -> None:
-        """Keys and values of x [B, Q, D], as it is, in every layer, to the slots that `cache.seek` set."""
+        """Write every layer's keys and values of x [B, Q, D], not normalised, to the slots that `cache.seek` set."""
         library, x = kernels(), x.contiguous()
         assert library is not None
         slots = cache.positions.expand(x.shape[:2]).contiguous()
@@ -157,7 +157,7 @@ class CpuLayers:
         library.write(self.layers, len(self.layers), ctypes.byref(forward), x.data_ptr())
 
     def _forward(self, x: Tensor, cache: SlotCache, tables: Tables, first_layer: int) -> Forward:
-        """Sizes, strides and the tensors of any forward."""
+        """The sizes, strides and tensors that every call needs."""
         whole = cache.whole(len(x), self.num_kv_heads, self.head_dim, like=x)
         strides = whole.stride()[:4]
         start = whole.data_ptr() + first_layer * strides[0] * whole.element_size()
@@ -171,7 +171,7 @@ class CpuLayers:
 class CpuDecoder:
     """A target's layers and output layer for decoding."""
 
-    compiles = False  # there is nothing to compile by shape
+    compiles = False  # nothing depends on shapes that would need compiling
     knows_chains = True
     most_tokens = MOST_TOKENS
 
@@ -185,7 +185,7 @@ class CpuDecoder:
 
     @staticmethod
     def takes(layers: nn.ModuleList, config: Any, weight: Tensor) -> bool:
-        """Whether the kernels compute what these layers do, and are there. Args: weight: [V, D] of the output layer."""
+        """Whether the kernels are available and support these layers. Args: weight: [V, D] of the output layer."""
         return is_multiplied(weight) and is_known(layers, config, weight) and CpuLayers.takes(list(layers))
 
     def read(
@@ -199,7 +199,7 @@ class CpuDecoder:
         is_round: bool = False,
         chooses: bool = False,
     ) -> Decoded:
-        """As JoinedDecoder.read; mask None: each token sees the slots up to its own."""
+        """As JoinedDecoder.read, except that without a mask each token sees the slots up to its own."""
         choice = Choice(self.output, self.vocab_size, torch.empty(x.shape[:2], dtype=torch.long)) if chooses else None
         kept = {i: torch.empty_like(x) for i in wanted}
         by_layer = [kept.get(i) for i in range(len(self.layers.weights))]
@@ -218,12 +218,13 @@ class CpuDecoder:
         return multiply(post_norm, self.output, self.vocab_size)
 
     def best(self, post_norm: Tensor) -> Tensor:
-        """[..., D] -> [...] where `logits` are largest."""
+        """[..., D] -> [...] the argmax of `logits`."""
         return multiply_argmax(post_norm, self.output, self.vocab_size)
 
 
 def weights_of(layer: Any) -> LayerWeights:
-    """Of a known decoder layer: norms and biases as they are, products blocked, the blocks of gate and up by turns."""
+    """The weights of a known decoder layer: norms and biases as they are, matrices blocked, and the blocks of gate and
+    up interleaved."""
     attention, mlp = layer.self_attn, layer.mlp
     inputs = attention.q_proj, attention.k_proj, attention.v_proj
     return LayerWeights(
@@ -240,5 +241,5 @@ def weights_of(layer: Any) -> LayerWeights:
 
 
 def gain_of(norm: Any) -> Any:
-    """[D] of a norm; None where there is none, as before a head's first layer."""
+    """[D] the gain of a norm; None if there is no norm, as before a head's first layer."""
     return None if isinstance(norm, nn.Identity) else norm.weight.detach()

@@ -1,7 +1,7 @@
-"""Products in bf16 on a CPU that multiplies it, by kernels of our own (cpu_kernels.cpp), built once per machine.
+"""Matrix products in bf16 on CPUs with bf16 instructions, by our own kernels (cpu_kernels.cpp), built once per machine.
 
-They read weights at the memory's rate, which oneDNN's do not for few rows, and what a row gives does not depend on the
-rows beside it.
+Unlike oneDNN's they read weights at memory bandwidth also for few rows, and a row's result does not depend on the other
+rows.
 """
 
 import ctypes
@@ -22,19 +22,20 @@ from ...configs.files import cache_root, replacing
 
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 FLAGS = "-O3 -std=c++17 -fPIC -fopenmp -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mfma".split()
-BLOCK = 32  # outputs that are computed together, as in the source
+BLOCK = 32  # outputs that are computed together, as in cpu_kernels.cpp
 COMPILERS = ("g++", "clang++")
 
 
 def multiplies_bf16() -> bool:
-    """Whether this processor has instructions for products of bf16 (AVX512-BF16, AMX), and torch uses them."""
+    """Whether this processor has bf16 instructions (AVX512-BF16, AMX) and torch uses them."""
     has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return bool(has_instructions and torch.backends.mkldnn.is_available())
 
 
 @functools.cache
 def kernels() -> ctypes.CDLL | None:
-    """The kernels, built on first use, in seconds. None: not for this processor, or, with a warning, not built."""
+    """The kernels, built on first use (seconds). None if the processor lacks AVX512-BF16 or, with a warning, if the
+    build fails."""
     if not torch.cpu._is_avx512_bf16_supported():
         return None
     try:
@@ -47,7 +48,7 @@ def kernels() -> ctypes.CDLL | None:
 
 
 def declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    """The library, told its functions' arguments: addresses, but for numbers."""
+    """The library with the argument types of its functions declared."""
     address, number = ctypes.c_void_p, ctypes.c_int64
     product = [address, number, number, address, number, address, number]
     arguments = {
@@ -66,7 +67,7 @@ def declared(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def built() -> Path:
-    """The library, from the cache or compiled. Raises: OSError, CalledProcessError."""
+    """Path of the library, compiled if it is not in the cache. Raises: OSError, CalledProcessError."""
     source = SOURCE.read_bytes()
     path = cache_root() / "kernels" / f"{hashlib.sha256(source + ' '.join(FLAGS).encode()).hexdigest()[:16]}.so"
     if path.is_file():
@@ -77,21 +78,21 @@ def built() -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, replacing(path) as library:
         objects = str(Path(folder) / "kernels.o")
-        # linked without OpenMP's library: torch's own is loaded, and two of them would wait for each other's threads
+        # not linked with an OpenMP library: torch has loaded its own, and the threads of two would block each other
         for line in ([*FLAGS, "-c", str(SOURCE), "-o", objects], ["-shared", objects, "-o", str(library)]):
             subprocess.run([compiler, *line], check=True, capture_output=True, text=True)
     return path
 
 
 def blocked(weight: Tensor) -> Tensor:
-    """[N, K], K even, as the kernels read it: [N / 32, K / 2, 32, 2], zeros behind N."""
+    """A weight [N, K], K even, in the kernels' layout [ceil(N / 32), K / 2, 32, 2], padded with zeros."""
     num, size = weight.shape
     whole = F.pad(weight.detach(), (0, 0, 0, -num % BLOCK))
     return whole.view(-1, BLOCK, size // 2, 2).transpose(1, 2).contiguous()
 
 
 def multiply(x: Tensor, weight: Tensor, num_outputs: int) -> Tensor:
-    """[..., K] -> [..., N], by a blocked weight."""
+    """[..., K] -> [..., N] products with a blocked weight. Needs `kernels()`."""
     library, x = kernels(), x.contiguous()
     assert library is not None
     y, size = x.new_empty(*x.shape[:-1], num_outputs), x.shape[-1]
@@ -101,7 +102,7 @@ def multiply(x: Tensor, weight: Tensor, num_outputs: int) -> Tensor:
 
 
 def multiply_argmax(x: Tensor, weight: Tensor, num_outputs: int) -> Tensor:
-    """[..., K] -> [...] where `multiply` gives the largest, the first of those that tie."""
+    """[..., K] -> [...] the argmax of `multiply`, the first index if several tie."""
     library, x = kernels(), x.contiguous()
     assert library is not None
     found, size = torch.empty(x.shape[:-1], dtype=torch.long), x.shape[-1]
@@ -111,7 +112,7 @@ def multiply_argmax(x: Tensor, weight: Tensor, num_outputs: int) -> Tensor:
 
 
 def normalised(x: Tensor, gain: Tensor, eps: float) -> Tensor | None:
-    """x / rms(x) * gain, over the last of x's dimensions; None where the kernels do not compute it."""
+    """x / rms(x) * gain over the last dimension; None if the kernels do not support it."""
     library = usable_kernels(x)
     if library is None or gain.dtype != x.dtype:
         return None
@@ -122,7 +123,7 @@ def normalised(x: Tensor, gain: Tensor, eps: float) -> Tensor | None:
 
 
 def best(logits: Tensor) -> Tensor:
-    """[..., V] -> [...] where the largest is, the first of those that tie."""
+    """[..., V] -> [...] the argmax, the first index if several tie."""
     library = usable_kernels(logits)
     if library is None:
         return logits.argmax(-1)
@@ -133,17 +134,17 @@ def best(logits: Tensor) -> Tensor:
 
 
 def usable_kernels(x: Tensor) -> ctypes.CDLL | None:
-    """The kernels, where they take such a tensor, no gradient is asked, and nothing is being compiled."""
+    """The kernels if they support x (bf16 on a CPU) and neither gradients nor compilation are active; else None."""
     if x.dtype != torch.bfloat16 or x.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
     return kernels()
 
 
 def pack_linears(module: nn.Module, *, without: Iterable[nn.Module] = ()) -> None:
-    """Let the linear layers within a module in bf16 on a CPU compute by these kernels, where no gradient is asked.
+    """Make a module's bf16 linear layers on a CPU use these kernels when no gradients are needed; others are unchanged.
 
-    The weights themselves stay as they are, and must stay so: what is read is a copy. Nothing happens elsewhere.
-    Args: without: parts of it whose layers stay as they are.
+    The kernels read a copy of the weights, so these must not change afterwards.
+    Args: without: submodules to leave unchanged.
     """
     others = {inner for part in without for inner in part.modules()}
     inside = (each for each in module.modules() if type(each) is nn.Linear and each not in others)
@@ -154,7 +155,7 @@ def pack_linears(module: nn.Module, *, without: Iterable[nn.Module] = ()) -> Non
 
 
 def is_multiplied(weight: Tensor) -> bool:
-    """Whether the kernels take a weight [N, K]."""
+    """Whether the kernels support a weight [N, K]."""
     return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.shape[1] % 2 == 0
 
 

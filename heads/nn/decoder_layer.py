@@ -1,8 +1,8 @@
-"""One decoder layer of the target's own class, driven alone: in decoding over a cache, in training over draft chains.
+"""One decoder layer of the target's own class, run alone: in decoding over a cache, in training over draft chains.
 
-The layer's code runs unchanged, with query and key norms, biases, experts or latent attention. Only the attention
-function is ours: transformers calls it with the keys that the cache returned, and with `chains` it also attends to each
-query's own drafted keys.
+The layer's code runs unchanged, whether it has query and key norms, biases, experts or latent attention. Only the
+attention function is ours: transformers calls it with the keys that the cache returned, and with `chains` it also
+attends to each query's own drafted keys.
 """
 
 import copy
@@ -25,30 +25,30 @@ NAME = "headstart_chains"
 
 
 class ChainKeys:
-    """Takes the place of one layer's cache in training. The first write holds all positions of the text, which all
-    queries share under their mask; each later write holds a drafted key per query, which that query alone sees."""
+    """Replaces one layer's cache in training. The first write holds the keys of all positions of the text, which all
+    queries share under their mask; each later write holds one drafted key per query, which only that query sees."""
 
     def __init__(self, *, window: int | None, blocks: Sequence[Block]):
-        """Args: window: sliding window in tokens; None: no limit. blocks: how the queries of later writes are read."""
+        """Args: window: sliding window in tokens; None: no limit. blocks: of the queries of later writes."""
         self.window, self.blocks = window, blocks
         self.written: list[tuple[Tensor, Tensor]] = []  # [B, Nkv, T, H] each, then per depth [B, Nkv, S, H]
         self.joined: Tensor | None = None  # the keys that the last `update` returned
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """All keys and values side by side, [B, Nkv, T + depths * S, H]: a layer may still have to expand them."""
+        """All keys and values concatenated, [B, Nkv, T + depths * S, H], as the layer may still transform them."""
         self.written.append((laid_out(keys), laid_out(values)) if self.written else (keys, values))
         self.joined, values = (torch.cat(part, 2) for part in zip(*self.in_window, strict=True))
         return self.joined, values
 
     @property
     def in_window(self) -> list[tuple[Tensor, Tensor]]:
-        """What was written, without the drafted keys that are out of the window."""
+        """The keys and values written, without drafted ones outside the window."""
         drafted = self.written[1:] if self.window is None else self.written[1:][-self.window :]
         return [self.written[0], *drafted]
 
     def parts(self, key: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The shared keys and values, then those of each depth, from the layer's version of what `update` returned."""
-        if key is self.joined:  # unchanged: no depth keeps a copy of those before
+        """Split what the layer made of `update`'s result: the shared keys and values, then those of each depth."""
+        if key is self.joined:  # unchanged, so return the originals and keep no copies of earlier depths
             return self.in_window
         sizes = [keys.shape[2] for keys, _ in self.in_window]
         return list(zip(key.split(sizes, 2), value.split(sizes, 2), strict=True))
@@ -67,7 +67,7 @@ def chain_attention(
     """Attention with one softmax over the shared keys and each query's own drafted keys.
 
     Args: query [B, N, S, H]; key, value [B, Nkv, T + depths * S, H]; attention_mask [B, 1, S, T] additive.
-    Returns [B, S, N, H].
+    Returns: [B, S, N, H]. Raises: ValueError on soft-capped scores or attention sinks, which are not supported.
     """
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise ValueError("attention with soft-capped scores or sinks")
@@ -87,10 +87,10 @@ LayerCache = SlotCache | ChainKeys | None
 
 
 class LayerDriver:
-    """Makes layers of the class of the target's last attention layer, and runs them."""
+    """Creates and runs layers of the class of the target's last attention layer."""
 
     def __init__(self, target: Target):
-        """Raises BadInput where a layer alone does not compute what it does within the target."""
+        """Raises BadInput if a layer run alone does not compute what it does within the target."""
         self.target = target
         self.config = copy.deepcopy(target.config)
         self.config._attn_implementation = NAME
@@ -154,7 +154,7 @@ class LayerDriver:
 
     @torch.no_grad()
     def _check(self) -> None:
-        """Four tokens through the target, and through its layer alone: three as text, the fourth as a draft."""
+        """Compare the layer run alone, over three tokens of text and a fourth as draft, with its run in the target."""
         captured: list[Tensor] = []
 
         def keep(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
@@ -180,7 +180,7 @@ class LayerDriver:
         text = self(layer, x[:, :3], positions[:, :3], mask, cache)
         mask = visibility_mask(positions[:, 2:3], extent=3, dtype=x.dtype, window=window)
         drafted = self(layer, x[:, 3:], positions[:, 3:], mask, cache)
-        got = torch.cat([text, drafted], 1).float() - x.float()  # what the layer adds: the residual would hide errors
+        got = torch.cat([text, drafted], 1).float() - x.float()  # without the residual, which would hide errors
         wanted = wanted.float() - x.float()
         error = ((got - wanted).norm() / wanted.norm()).item()
         if len(cache.written) != 2 or not error < 0.1:

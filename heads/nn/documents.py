@@ -1,4 +1,4 @@
-"""Several texts in one row: which token belongs to which, and the mask that keeps them apart."""
+"""Several texts packed in one row: which text each token belongs to, and the mask that separates them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from .cache import visibility_mask
 
 @dataclass
 class Documents:
-    """Texts one behind the other in each row; padding at the end is one more."""
+    """Consecutive texts in each row; padding at the end counts as one more."""
 
-    ids: Tensor  # [B, T] the number, from 0, of the text that each token belongs to
-    positions: Tensor  # [B, T] of each token in its text
+    ids: Tensor  # [B, T] number, from 0, of the text that each token belongs to
+    positions: Tensor  # [B, T] position of each token in its text
 
     @classmethod
     def of(cls, lengths: Sequence[Sequence[int]], *, num_positions: int) -> "Documents":
-        """lengths: for each row those of its texts, in tokens, of num_positions at most in sum."""
+        """Args: lengths: per row, the lengths of its texts in tokens, at most num_positions in total."""
         ids = torch.zeros(len(lengths), num_positions, dtype=torch.long)  # [B, T]
         positions = torch.zeros_like(ids)
         for row, texts in enumerate(lengths):
@@ -32,7 +32,7 @@ class Documents:
         return Documents(ids, positions)
 
     def mask(self, queries: Tensor, *, dtype: torch.dtype, window: int | None = None) -> Tensor:
-        """The additive mask [B, 1, Q, T] of queries, which see what is before them in their own text.
+        """The additive mask [B, 1, Q, T] of queries, which see the tokens of their own text up to themselves.
 
         Args: queries: [B, Q] their positions in the rows. window: as in `visibility_mask`.
         """

@@ -1,10 +1,10 @@
-"""A first layer that knows, before the first step, what linear maps of the target's states can know.
+"""Initial weights of an EAGLE-3 layer: by regression on the first rows of training, or from the target's layers.
 
-A fresh EAGLE-3 layer reads the embedding of x_{t+1} by attention alone, and its attention looks everywhere: it takes
-many steps to find its own position. Here `fc` starts as the ridge regression of the target's last state on its
-features, one query head of each group looks at its own position, and values and output projection carry the low-rank
-regression of the change from that state to the next one on [embedding, state]. The layer's own predictions are among
-what is regressed on, so that drafts further ahead are covered too. The MLP adds nothing yet.
+A randomly initialised EAGLE-3 layer reads the embedding of x_{t+1} only through attention that looks everywhere, and
+needs many steps to find its own position. Here `fc` starts as the ridge regression of the target's last state on its
+features; one query head of each group attends to its own position; values and output projection are the low-rank
+regression of the change from that state to the next one on [embedding, state]. The regression inputs include the
+layer's own predictions, to cover drafts further ahead. The MLP adds nothing at first.
 
 Source: our own; measured in docs/LOG.md, 2026-11-22.
 """
@@ -23,23 +23,23 @@ from ..target import Target
 from .layers import Attention
 from .start import ridge
 
-NUM_DEPTHS = 3  # drafts ahead that the regression covers
-NATS = 8.0  # by which a query prefers its own position to any other
-SCALE = 2.0  # of the weights, relative to those of a fresh nn.Linear: larger ones change less in a step
-FARTHEST = 512  # positions that are told apart
+NUM_DEPTHS = 3  # depths that the regression covers
+NATS = 8.0  # by which the score of a query's own position exceeds that of any other
+SCALE = 2.0  # size of the weights relative to a new nn.Linear; larger weights change relatively less per step
+FARTHEST = 512  # largest distance in tokens for which this is checked
 NUM_PROBED = 64  # tokens on which the size of features is measured
 
 
 @torch.no_grad()
 def start_from_target(target: Target, feature_layers: Sequence[int], fc: nn.Linear, first: Any) -> None:
-    """Start a head as the target goes on from its highest feature: `fc` passes that one on, and `first`, an EAGLE-3
-    layer, is the target's second behind it, which reads the embedding with small random weights besides.
+    """Initialise a head to continue the target from its highest feature i: `fc` passes that feature on, and `first`, an
+    EAGLE-3 layer, copies target layer i + 1, with small random weights for the embedding.
 
-    `fc` also reads the other features, with random weights as small as each feature is large: channels are weighed as
-    the target's own norms weigh them, and so a few huge ones do not drown the rest.
+    `fc` also reads the other features with random weights, inversely proportional to each feature's size and weighted
+    by channel like the target's own norms, so that a few huge channels do not dominate.
 
-    Source: our own; measured in docs/LOG.md, 2026-11-22. Raises: BadInput where the target's layers have no parts of a
-    Llama layer, or other shapes.
+    Source: our own; measured in docs/LOG.md, 2026-11-22. Raises: BadInput if the target's layers lack the parts or the
+    shapes of a Llama layer.
     """
     size, layers = target.hidden_size, list(feature_layers)
     behind: Any = target.layers[min(layers[-1] + 1, target.num_layers - 1)]
@@ -66,19 +66,19 @@ def start_from_target(target: Target, feature_layers: Sequence[int], fc: nn.Line
 
 @dataclass
 class Positions:
-    """n positions t of rows, in order. States are the target's last ones before its final norm's gain."""
+    """n positions t of rows, in order. States are the target's post-norm states divided by the final norm's gain."""
 
     features: Tensor  # [n, L * D] at t
     embedded: Tensor  # [n, D] of x_{t+1}
     states: Tensor  # [n, D] at t
     following: Tensor  # [n, D] at t + 1
-    goes_on: Tensor  # [n] bool: the next of these is t + 1 of the same row
+    goes_on: Tensor  # [n] bool: whether the next entry is t + 1 of the same row
 
 
 def positions_of(batches: Iterable[Sequence[Tensor]]) -> Positions:
-    """Positions t at which, as at t - 1, a chain starts.
+    """The positions t such that chains start at both t and t - 1.
 
-    Args: batches: loss_mask [B, T], features [B, T, L, D], embedding [B, T, D] of x_t, states [B, T, D] each.
+    Args: batches: each loss_mask [B, T], features [B, T, L, D], embeddings [B, T, D] of x_t, states [B, T, D].
     """
     parts = list[list[Tensor]]()
     for loss_mask, features, embedded, states in batches:
@@ -100,10 +100,10 @@ def positions_of(batches: Iterable[Sequence[Tensor]]) -> Positions:
 def fit_layer(
     fc: nn.Linear, attention: Attention, read: Callable[[Tensor, Tensor], Tensor], at: Positions, frequencies: Tensor
 ) -> Tensor:
-    """Sets `fc` and the attention's projections; returns the predictions [n, D] of the following states.
+    """Set `fc` and the attention's projections; returns the predictions [n, D] of the following states.
 
-    Args: read: what the projections read of embeddings and hidden states [n, D]: [n, 2D]. frequencies: [H / 2] radians
-    per position of the rotary embedding.
+    Args: read: maps embeddings and hidden states [n, D] to the projections' input [n, 2D]. frequencies: [H / 2] of the
+    rotary embedding, in radians per position.
     """
     sizes = at.features.square().mean(0).sqrt().clamp_min(1e-6)
     fused = ridge(at.features / sizes, at.states) / sizes[:, None]  # [L * D, D]
@@ -133,10 +133,10 @@ def fit_layer(
 
 
 def look_at_itself(attention: Attention, constant: Tensor, frequencies: Tensor) -> None:
-    """Has the first query head of each group attend to its own position alone, by the faster half of the channels.
+    """Make the first query head of each group attend only to its own position, with the faster half of the channels.
 
-    Queries and keys there are the same for all tokens, so the rotation alone decides. Args: constant: [in] the linear
-    map of what the projections read to about 1.
+    Its queries and keys are the same for all tokens, so only the rotation matters.
+    Args: constant: [in] a linear map of the projections' input to about 1.
     """
     pairs = max(len(frequencies) // 2, min(len(frequencies), 8))
     sizes, angle = own_position(frequencies[:pairs])
@@ -150,7 +150,8 @@ def look_at_itself(attention: Attention, constant: Tensor, frequencies: Tensor) 
 
 
 def own_position(frequencies: Tensor) -> tuple[Tensor, float]:
-    """Sizes [P] and the angle with which sum_f size * cos(f * distance + angle) is NATS larger at 0 than behind it."""
+    """Sizes [P] and an angle (radians) such that sum_f size * cos(f * distance + angle) is larger at distance 0 than at
+    any distance up to FARTHEST, by NATS if possible. Args: frequencies: [P] radians per position."""
     distances, best = torch.arange(1, FARTHEST)[:, None] * frequencies, (0.0, frequencies, 0.0)
     for power in (0.0, 0.25, 0.5, 0.75, 1.0):
         for angle in (0.25, 0.5, 0.75, 1.0, 1.25):
@@ -162,13 +163,13 @@ def own_position(frequencies: Tensor) -> tuple[Tensor, float]:
 
 
 def best_scale(logits: Tensor, probs: Tensor) -> float:
-    """The factor 0.1 .. 1 on logits [n, Vd] with the least cross entropy to probs [n, Vd]."""
+    """The factor in 0.1, 0.2, ..., 1 on logits [n, Vd] with the least cross entropy to probs [n, Vd]."""
     scales = [i / 10 for i in range(1, 11)]
     return min(scales, key=lambda scale: -float((probs * (scale * logits).log_softmax(-1)).sum()))
 
 
 def fresh_size(linear: nn.Linear) -> float:
-    """The root mean square of a fresh nn.Linear's weights."""
+    """The root mean square of the weights of a newly created nn.Linear of this size."""
     return (3 * linear.in_features) ** -0.5
 
 

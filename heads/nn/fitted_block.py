@@ -1,10 +1,10 @@
-"""A block drafter that knows, before the first step, what linear maps of the target's states and tokens can know.
+"""Initial weights of a block drafter, by regression on the first rows of training.
 
-The Markov head starts as the map of low rank from a token to how the target's states behind it differ from their mean.
-`fc` starts as the ridge regression of the target's last state on its features. In the first layer one query head of
-each group looks at the end of the context and no slot, values carry what of the context tells of the states ahead, and
-the output projection is the regression of what the Markov head leaves of these states on what attention then mixes, at
-all slots. MLPs and further layers add nothing yet.
+The Markov head starts as the low-rank map from a token to the mean deviation of the target's states there. `fc` starts
+as the ridge regression of the target's last state on its features. In the first layer one query head of each group
+attends to the end of the context and to no slot; values are the directions of the context that best predict the states
+ahead; the output projection is the regression, over all slots, of what the Markov head does not explain of these states
+on the attention's output. MLPs and further layers add nothing at first.
 
 Source: our own; measured in docs/LOG.md, 2026-11-22.
 """
@@ -28,17 +28,17 @@ from .fitted import FARTHEST, SCALE, best_scale, fresh_size, rms
 from .layers import Attention, Rotary
 from .start import ridge, ridge_of
 
-NUM_FITTED = 16_384  # blocks that a start is made of, about
-SHRINKS = 4.0  # occurrences of a token that make what is known of it count half
-OUTPUT_GAIN = 3.0  # of the output norm, over rows of an own output layer as much smaller, which so learn faster
-LARGER = 16.0  # the size of what the output projection adds, in those of what entered the layer
-MOST_GAIN = 2.0  # of the norms of queries and keys
+NUM_FITTED = 16_384  # blocks to fit on, about
+SHRINKS = 4.0  # occurrences of a token at which its estimate is shrunk by half
+OUTPUT_GAIN = 3.0  # factor on the output norm and divisor of an own output layer, whose smaller rows learn faster
+LARGER = 16.0  # least size of the output projection's result relative to the layer's input
+MOST_GAIN = 2.0  # gain of the norms of queries and keys
 ANGLES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25)
-Known = Callable[[Tensor], Tensor]  # token ids [n] -> [n, D] what the Markov head adds to the states behind them
+Known = Callable[[Tensor], Tensor]  # token ids [n] -> [n, D] the Markov head's estimate of the states' deviation there
 
 
 class BlockDrafter(Protocol):
-    """What of block.BlockHead is read and started here."""
+    """The parts of block.BlockHead that this file reads and initialises."""
 
     target: Target
     vocabulary: DraftVocabulary | None
@@ -63,7 +63,7 @@ class BlockDrafter(Protocol):
 
 @torch.no_grad()
 def fit_block(head: BlockDrafter, batches: Iterable[DraftBatch]) -> None:
-    """Starts a head by the first batches. Raises: BadInput where these have too few supervised tokens for that."""
+    """Initialise a head from the first batches. Raises: BadInput if they have too few supervised tokens."""
     gain = head.target.final_norm_scale().float()
     by, chosen = gain.where(gain.abs() > 1e-3, torch.inf), chosen_blocks(head, batches)
     states = torch.cat([taken(batch, batch.output.post_norm, 1) for batch in chosen]).float() / by  # [n, D] at t + 1
@@ -87,7 +87,7 @@ def fit_block(head: BlockDrafter, batches: Iterable[DraftBatch]) -> None:
 
 
 def chosen_blocks(head: BlockDrafter, batches: Iterable[DraftBatch]) -> list[DraftBatch]:
-    """Batches with the blocks that a step would draw of them, until there are enough of these."""
+    """The first batches, each with the blocks that a step would draw from it, until there are NUM_FITTED blocks."""
     chosen, found = list[DraftBatch](), 0
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -101,13 +101,14 @@ def chosen_blocks(head: BlockDrafter, batches: Iterable[DraftBatch]) -> list[Dra
 
 
 def taken(batch: DraftBatch, values: Tensor, offset: int) -> Tensor:
-    """[n, ...] of values [B, T, ...], at t + offset of the blocks whose depth max(0, offset - 1) is supervised."""
+    """[n, ...] values [B, T, ...] at t + offset of the blocks whose depth max(0, offset - 1) is supervised."""
     starts = cast(ChainStarts, batch.starts)
     return starts.take(values, offset=offset)[starts.valid[..., max(0, offset - 1)]]
 
 
 def fit_markov(markov: MarkovHead | None, tokens: Tensor, states: Tensor, rows: Tensor) -> Known:
-    """The map of low rank, nearest in the logits of rows [Vd, D], from tokens [n] to the states [n, D] there."""
+    """Fit the low-rank map from tokens [n] to the states [n, D] there, with the least error in the logits that the
+    output layer `rows` [Vd, D] makes of them."""
     if markov is None:
         return lambda ids: states.new_zeros(1)
     seen, index, counts = tokens.unique(return_inverse=True, return_counts=True)
@@ -116,22 +117,23 @@ def fit_markov(markov: MarkovHead | None, tokens: Tensor, states: Tensor, rows: 
     rows = rows - rows.mean(0)
     squares = (rows.T @ rows).double()
     squares.diagonal().add_(1e-4 * squares.trace() / len(squares))
-    metric = torch.linalg.cholesky(squares)  # [D, D] |x @ metric| is the size of logits rows @ x
-    logits = mean.double() @ metric  # [u, D] in an orthonormal basis of them
+    metric = torch.linalg.cholesky(squares)  # [D, D] |x @ metric| is the norm of the logits rows @ x
+    logits = mean.double() @ metric  # [u, D] these logits in an orthonormal basis
     weighted = logits * counts.sqrt()[:, None]
     rank = min(markov.markov_w2.in_features, states.shape[1])
     directions = torch.linalg.eigh(weighted.T @ weighted)[1][:, -rank:]  # [D, rank]
     decoded = torch.linalg.solve_triangular(metric.T, directions, upper=True).float()  # [D, rank]
     codes, out = (logits @ directions).float(), rows @ decoded
     size = (rms(out) / rms(codes)) ** 0.5  # both factors equally large
-    markov.markov_w1.weight[:, :rank] = 0.0  # tokens that were not seen add nothing
+    markov.markov_w1.weight[:, :rank] = 0.0  # unseen tokens add nothing
     markov.markov_w1.weight[seen, :rank] = size * codes
     markov.markov_w2.weight[:, :rank] = out / size
     return lambda ids: markov.markov_w1(ids)[..., :rank] @ decoded.T / size
 
 
 def fit_values(head: BlockDrafter, context: Tensor, anchors: Tensor, ahead: Tensor) -> None:
-    """Queries, keys and values of the first layer, of context [n, D], anchors [n] behind it and states ahead [n, D]."""
+    """Set queries, keys and values of the first layer from context [n, D], the anchors [n] that follow, and the states
+    ahead [n, D]."""
     layer, size = head.decoder_layers[0], context.shape[1]
     attention = layer.self_attn
     masks = torch.full_like(anchors, head.mask_token)
@@ -155,15 +157,15 @@ def fit_values(head: BlockDrafter, context: Tensor, anchors: Tensor, ahead: Tens
 def look_at_context(
     attention: Attention, of_slots: Tensor, of_context: Tensor, frequencies: Tensor, *, num_slots: int
 ) -> None:
-    """Has the first query head of each group attend to the last position before a block, from all slots of it.
+    """Make the first query head of each group attend, from all slots of a block, to the last position before it.
 
-    Args: of_slots, of_context: [D] linear maps, of slots to about 1, and of the context to 1 and of slots to -1.
+    Args: of_slots: [D] linear map of slots to about 1. of_context: [D] linear map of context to 1 and slots to -1.
     """
-    largest = MOST_GAIN**2 * math.sqrt(attention.head_dim)  # score that queries and keys of normalised heads reach
+    largest = MOST_GAIN**2 * math.sqrt(attention.head_dim)  # largest score of normalised queries and keys
     sizes, angle = nearest_position(frequencies, num_slots, amplitude=largest)
     if isinstance(attention.q_norm, nn.Identity):
         sizes = sizes * largest * math.sqrt(attention.head_dim)
-    else:  # norms, which leave but the direction of what they read
+    else:  # norms keep only the direction of queries and keys
         for norm in (attention.q_norm, attention.k_norm):
             nn.init.constant_(cast(Tensor, norm.weight), MOST_GAIN)
     low, high = torch.arange(len(sizes)), torch.arange(len(sizes)) + attention.head_dim // 2
@@ -175,8 +177,8 @@ def look_at_context(
 
 
 def nearest_position(frequencies: Tensor, num_slots: int, *, amplitude: float) -> tuple[Tensor, float]:
-    """Sizes [P] and an angle with which scores amplitude * sum_f size * cos(f * distance + angle) give most of the
-    attention to the nearest distance, for the nearest ones 1, 2, ... of as many slots."""
+    """Sizes [P] and an angle (radians) with which the scores amplitude * sum_f size * cos(f * distance + angle) give
+    the largest share of attention to the nearest context position, on average over `num_slots` slots."""
     distances, best = torch.arange(1, FARTHEST)[:, None] * frequencies, (0.0, frequencies, 0.0)
     for power, angle, fastest in itertools.product((-0.5, -0.25, 0.0, 0.25, 0.5, 1.0), ANGLES, (4.0, 0.5, 0.25, 0.12)):
         sizes = torch.where(frequencies <= fastest, frequencies**power, 0.0)
@@ -188,10 +190,10 @@ def nearest_position(frequencies: Tensor, num_slots: int, *, amplitude: float) -
 
 
 def fit_output(head: BlockDrafter, batches: Iterable[DraftBatch], known: Known, by: Tensor) -> None:
-    """The first layer's output projection, as the regression of states on what its attention mixes at all slots."""
+    """Fit the first layer's output projection: the regression of states on its attention's output, over all slots."""
     projection, mixed = head.decoder_layers[0].self_attn.o_proj, list[Tensor]()
     squares = wanted = present = torch.zeros((), device=projection.weight.device)
-    size = 0.0  # of what enters the slots, in those of states
+    size = 0.0  # rms of the slots' embeddings relative to that of the states
     hook = projection.register_forward_pre_hook(lambda module, args: mixed.append(args[0]))
     for batch in batches:
         starts = cast(ChainStarts, batch.starts)
@@ -211,7 +213,7 @@ def fit_output(head: BlockDrafter, batches: Iterable[DraftBatch], known: Known, 
 
 
 def scale_logits(head: BlockDrafter, batch: DraftBatch) -> None:
-    """Scales logits to the least cross entropy with the target's distribution."""
+    """Scale logits to the least cross entropy with the target's distribution."""
     starts = cast(ChainStarts, batch.starts)
     drafted, probs = list[Tensor](), list[Tensor]()
     for depth, hidden in enumerate(head.unroll(batch, starts)):
@@ -219,9 +221,9 @@ def scale_logits(head: BlockDrafter, batch: DraftBatch) -> None:
         some = torch.linspace(0, int(valid.sum()) - 1, 64, device=valid.device).long()
         drafted.append(head.draft_logits(hidden[valid][some], depth).float())
         probs.append(head.target.logits(taken(batch, batch.output.post_norm, depth + 1)[some]).softmax(-1))
-    p = torch.cat(probs)
-    p = p if head.vocabulary is None else p[:, head.vocabulary.to_target]
-    head.norm.weight.mul_(scale := best_scale(torch.cat(drafted), p))
+    target_probs = torch.cat(probs)
+    target_probs = target_probs if head.vocabulary is None else target_probs[:, head.vocabulary.to_target]
+    head.norm.weight.mul_(scale := best_scale(torch.cat(drafted), target_probs))
     if head.markov_head is not None:
         head.markov_head.markov_w2.weight.mul_(scale)
     if (rows := head.output_rows()).requires_grad:

@@ -1,7 +1,7 @@
-"""Functions of few operations over large tensors, which torch.compile fuses into one pass where a run asks for it.
+"""Functions of a few operations on large tensors, which torch.compile fuses into one pass if a run enables it.
 
-They read and return plain tensors, record no gradient and hold no weights: they are the same whatever wraps the head
-(DDP, ZeRO, FSDP), and one compilation serves all sizes.
+They read and return plain tensors, record no gradients and hold no weights, so that they do not depend on what wraps
+the head (DDP, ZeRO, FSDP), and one compilation serves all sizes.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,11 +22,11 @@ R = TypeVar("R")
 class Fusable(Generic[P, R]):
     """A function that runs as written or, after `fuse`, compiled.
 
-    Counters of operations or storages (dispatch modes) do not see a compiled one: it has no matrix products, and a step
-    that is counted computes the same bits as any other.
+    Compiled calls run outside of dispatch modes (counters of operations or storages), so that a counted step computes
+    the same bits as any other. They contain no matrix products, so FLOP counts do not miss any.
     """
 
-    is_fused = False  # of all functions in this process
+    is_fused = False  # for all functions in this process
 
     def __init__(self, function: Callable[P, R]):
         self.function = function
@@ -39,7 +39,7 @@ class Fusable(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if not Fusable.is_fused:
             return self.function(*args, **kwargs)
-        # one compilation for all sizes, also where two happen to be equal the first time
+        # one compilation for all sizes, also if two sizes happen to be equal in the first call
         with _disable_current_modes(), shapes.patch(use_duck_shape=False):  # pyright: ignore
             return self.compiled(*args, **kwargs)
 
@@ -47,8 +47,8 @@ class Fusable(Generic[P, R]):
 def fuse(is_fused: bool, device: torch.device | None = None) -> None:
     """Set whether all `Fusable` functions run compiled from now on.
 
-    Args: device: where to compile something small first.
-    Raises: BadInput where that fails: torch.compile needs a C++ compiler on a CPU, Triton on a GPU.
+    Args: device: compile a small function for this device first, as a trial.
+    Raises: BadInput if the trial fails: torch.compile needs a C++ compiler on a CPU, Triton on a GPU.
     """
     if is_fused and device is not None:
         try:

@@ -1,7 +1,7 @@
 """The layers of a Llama-shaped target for decoding on a GPU: joined weights, few launches, one compilation for all.
 
-Queries, keys and values are one product, as are gate and up, whose weights become views of the joined ones; the mask is
-tiled once; what lies between products is compiled, once for all layers. On a CPU, see cpu_decoder.py.
+Queries, keys and values are one matrix product, as are gate and up; the module's weights become views of the joined
+ones. The mask is tiled once per forward. A layer is compiled once, for all layers. On a CPU, see cpu_decoder.py.
 """
 
 import math
@@ -21,21 +21,21 @@ from .cache import SlotCache
 from .layers import rotate
 from .split_attention import masked_attention
 
-# decoder layers of transformers that compute what `decoder_layer` does
+# decoder layers of transformers that `decoder_layer` reproduces
 KNOWN_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-FEWEST_COMPILED = 2**24  # weights: compiling takes seconds, in which a smaller target writes its texts
+FEWEST_COMPILED = 2**24  # weights; for smaller targets the seconds that compiling takes do not pay
 NUM_PRODUCTS = 7  # of a layer: queries, keys, values, output, gate, up, down
-COMPILES_FROM = "2.11"  # earlier torch cannot compile ahead of time
+COMPILES_FROM = "2.11"  # the first torch that can compile ahead of time
 
 
 class LayerWeights(NamedTuple):
-    """One layer's; bias [out], query_norm and key_norm [H] where there are any."""
+    """The weights of one layer, for F channels of the MLP; bias, query_norm and key_norm only in some families."""
 
     attention_norm: Tensor  # [D]
     qkv: Tensor  # [(N + 2 Nkv) H, D]
-    bias: Tensor | None
-    query_norm: Tensor | None
-    key_norm: Tensor | None
+    bias: Tensor | None  # [(N + 2 Nkv) H]
+    query_norm: Tensor | None  # [H]
+    key_norm: Tensor | None  # [H]
     output: Tensor  # [D, N H]
     mlp_norm: Tensor  # [D]
     gate_up: Tensor  # [2 F, D]
@@ -50,7 +50,7 @@ class Sizes(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What all layers of one forward share."""
+    """Inputs that all layers of one forward share."""
 
     cos: Tensor  # [B, 1, Q, H]
     sin: Tensor
@@ -63,23 +63,23 @@ Layer = Callable[..., Tensor]
 
 
 def decodes_joined(device: torch.device) -> bool:
-    """Whether weights are joined as they are: wherever a launch takes time, so not on a CPU."""
+    """Whether joining weights pays: where kernel launches take time, so not on a CPU."""
     return device.type != "cpu"
 
 
 class Decoded(NamedTuple):
-    """What a decoder reads: post-norm states, and by wanted layer the residual stream that enters it."""
+    """The result of a decoder's forward."""
 
     post_norm: Tensor  # [B, Q, D]
-    entering: dict[int, Tensor]  # each [B, Q, D]
-    best: Tensor | None = None  # [B, Q] the most probable token behind each, where it came with the states
+    entering: dict[int, Tensor]  # by wanted layer, the residual stream [B, Q, D] that enters it
+    best: Tensor | None = None  # [B, Q] the most probable next tokens, if the decoder computed them too
 
 
 class JoinedDecoder:
-    """The joined layers of a target; its results are the model's own up to rounding."""
+    """The joined layers of a target; results equal the model's up to rounding."""
 
-    most_tokens = math.inf  # of one forward
-    knows_chains = False  # whether without a mask each token sees the slots up to its own, and not the whole cache
+    most_tokens = math.inf  # per forward
+    knows_chains = False  # whether, without a mask, each token sees the slots up to its own instead of the whole cache
 
     def __init__(self, model: nn.Module, layers: nn.ModuleList, final_norm: nn.Module, config: Any, output: Tensor):
         first: Any = layers[0]
@@ -95,7 +95,7 @@ class JoinedDecoder:
 
     @staticmethod
     def takes(layers: nn.ModuleList, config: Any, weight: Tensor) -> bool:
-        """Whether this decoder computes what these layers do, which are frozen, and not on a CPU.
+        """Whether this decoder supports these layers: of a known kind, frozen, and not on a CPU.
 
         Args: weight: [V, D] of the output layer.
         """
@@ -117,8 +117,8 @@ class JoinedDecoder:
 
         Args:
             x: [B, Q, D]. positions: [B, Q]. mask: [B, 1, Q, P] additive, or None. wanted: layers whose input to keep.
-            is_round: forwards of this shape come again and again: the layer is compiled for it.
-            chooses: also give each token's best, where that costs less here than by itself.
+            is_round: whether many forwards of this shape will follow, so that the layer is compiled for it.
+            chooses: ignored here: `best` is left to the caller.
         """
         cos, sin = self.rotary(x, positions)  # [B, Q, H]
         groups = self.sizes.num_heads // self.sizes.num_kv_heads
@@ -131,7 +131,7 @@ class JoinedDecoder:
             if i in wanted:
                 kept[i] = x
             keys, values = cache.layer(i, empty, empty).readable_slots(cache.extent)
-            layer = self._compiled if is_round and self.compiles else decoder_layer  # one for all layers
+            layer = self._compiled if is_round and self.compiles else decoder_layer
             x = layer(x, weights, keys, values, shared, self.sizes)
         return Decoded(rms_norm(x, self.final_norm, self.sizes.eps), kept)
 
@@ -156,21 +156,20 @@ class JoinedDecoder:
 
 
 def decoder_layer(x: Tensor, w: LayerWeights, keys: Tensor, values: Tensor, shared: Shared, sizes: Sizes) -> Tensor:
-    """One decoder layer over a cache. x: [B, Q, D]. keys, values: [B, Nkv, P, H], to which the new ones are written."""
+    """One decoder layer over a cache, x [B, Q, D] -> [B, Q, D]; writes into keys and values [B, Nkv, P, H]."""
     num_rows, num_queries, _ = x.shape
     num_heads, num_kv, head_dim, eps = sizes
     projected = F.linear(rms_norm(x, w.attention_norm, eps), w.qkv)
     if w.bias is not None:
         projected = projected + w.bias
-    heads = projected.view(num_rows, num_queries, num_heads + 2 * num_kv, head_dim).transpose(
-        1, 2
-    )  # [B, N + 2 Nkv, Q, H]
+    heads = projected.view(num_rows, num_queries, num_heads + 2 * num_kv, head_dim)
+    heads = heads.transpose(1, 2)  # [B, N + 2 Nkv, Q, H]
     queries, new_keys, new_values = heads.split([num_heads, num_kv, num_kv], 1)
     rotary = shared.cos, shared.sin
     if w.query_norm is not None and w.key_norm is not None:
         queries, new_keys = rms_norm(queries, w.query_norm, eps), rms_norm(new_keys, w.key_norm, eps)
         queries, new_keys = rotate(queries, rotary), rotate(new_keys, rotary)
-    else:  # side by side as they are
+    else:  # queries and keys are adjacent, so one rotation serves both
         queries, new_keys = rotate(heads[:, : num_heads + num_kv], rotary).split([num_heads, num_kv], 1)
     where = shared.rows, shared.slots
     keys.transpose(1, 2).index_put_(where, new_keys.transpose(1, 2))
@@ -188,8 +187,8 @@ def decoder_layer(x: Tensor, w: LayerWeights, keys: Tensor, values: Tensor, shar
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As transformers' Llama computes it: normalised in fp32, scaled in x's dtype; but on a CPU in one kernel, which
-    scales in fp32."""
+    """x / rms(x) * weight, computed on a CPU as transformers' Llama does (normalised in fp32, scaled in x's dtype), and
+    elsewhere by one kernel that scales in fp32."""
     if x.device.type != "cpu":
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     wide = x.float()
@@ -197,7 +196,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def weights_of(layer: Any) -> LayerWeights:
-    """The weights of a known decoder layer, joined; the module's from now on."""
+    """The joined weights of a known decoder layer; the module's own become views of them."""
     attention, mlp = layer.self_attn, layer.mlp
     inputs = attention.q_proj, attention.k_proj, attention.v_proj
     biases = [module.bias for module in inputs]
@@ -215,7 +214,7 @@ def weights_of(layer: Any) -> LayerWeights:
 
 
 def joined(*modules: nn.Linear) -> Tensor:
-    """The weights one below the other, of which the modules' own become views: they take no memory twice."""
+    """The modules' weights stacked by rows; the modules' own become views, so that no memory is duplicated."""
     if len(modules) == 1:
         return modules[0].weight.detach()
     whole = torch.cat([module.weight.detach() for module in modules])
@@ -225,14 +224,14 @@ def joined(*modules: nn.Linear) -> Tensor:
 
 
 def is_known(layers: nn.ModuleList, config: Any, weight: Tensor) -> bool:
-    """Whether layers compute what `decoder_layer` does. Args: weight: [V, D] of the output layer, of their dtype."""
+    """Whether `decoder_layer` reproduces these layers. weight: [V, D] of the output layer, of the same dtype."""
     is_named = type(layers[0]).__name__ in KNOWN_LAYERS and config.hidden_act == "silu"
     return is_named and all(has_plain_products(layer, weight.dtype) for layer in layers)
 
 
 def has_plain_products(layer: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether a known layer's products are plain ones of this dtype, not quantised and not wrapped by an adapter, with
-    a bias at most where queries, keys and values are made."""
+    """Whether a known layer's matrices are plain nn.Linear of this dtype (not quantised, no adapter) and only the
+    query, key and value projections may have a bias."""
     products = [(name, module) for name, module in layer.named_modules() if name.endswith("_proj")]
     return len(products) == NUM_PRODUCTS and all(
         type(module) is nn.Linear
@@ -243,7 +242,7 @@ def has_plain_products(layer: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def can_compile(device: torch.device) -> bool:
-    """Whether torch.compile can work here: on a CPU it needs a C++ compiler; elsewhere a trial tells."""
+    """Whether torch.compile may work here; on a CPU it needs a C++ compiler. Failures on a GPU are caught later."""
     has_compiler = device.type == "cuda" or (device.type == "cpu" and any(map(shutil.which, ("g++", "clang++"))))
     return TorchVersion(torch.__version__) >= COMPILES_FROM and has_compiler
 
@@ -256,7 +255,7 @@ def compiled_layer(
     shared: Shared,
     sizes: Sizes,
 ) -> Layer:
-    """`decoder_layer` compiled for rows, queries and slots as here, and any layer's weights."""
+    """`decoder_layer` compiled for these numbers of rows, queries and slots, and the weights of any layer."""
 
     def layer(x: Tensor, *rest: Any) -> Tensor:
         num = len(LayerWeights._fields)

@@ -15,7 +15,7 @@ from .cpu_kernels import normalised
 ARCHITECTURE = tuple(
     "intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps rope_parameters".split()
 )
-# keys that serving engines read of it
+# keys of it that serving engines read
 SERVED = "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps".split()
 SERVED += "max_position_embeddings hidden_act rope_parameters bos_token_id eos_token_id".split()
 
@@ -39,8 +39,8 @@ class RMSNorm(nn.Module):
 
 
 class Normalise(torch.autograd.Function):
-    """x / rms(x) * weight in fp32 for training on a CPU, where torch has no fused kernel: autograd would take twice the
-    passes over x and keep its intermediate results."""
+    """x / rms(x) * weight in fp32 for training on a CPU, where torch has no fused kernel and autograd would need twice
+    the passes over x and keep intermediate results."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -54,7 +54,7 @@ class Normalise(torch.autograd.Function):
         size = x.shape[-1]
         flat_grad, flat, inverse = grad.reshape(-1, size), x.reshape(-1, size), inverse.view(-1, 1)
         for_x, for_weight = None, None
-        with torch.autocast("cpu", enabled=False):  # the loss takes gradients within its own
+        with torch.autocast("cpu", enabled=False):  # the loss computes gradients inside its autocast context
             product = flat_grad * flat  # [n, D]
             if ctx.needs_input_grad[1]:
                 for_weight = (inverse.T @ product)[0]
@@ -65,7 +65,7 @@ class Normalise(torch.autograd.Function):
 
 
 class Tables(NamedTuple):
-    """Of a rotary embedding, by position."""
+    """Cosines and sines of a rotary embedding, by position."""
 
     cos: Tensor  # [positions, H]
     sin: Tensor
@@ -79,9 +79,9 @@ class Rotary:
     """
 
     def __init__(self, config: LlamaConfig, *, of: nn.Module | None = None):
-        """Args: of: the target's own; None: one like that is made of the config."""
+        """Args: of: the target's own module; None: one is made from the config."""
         self.embedding = LlamaRotaryEmbedding(config) if of is None else of
-        # by size; none is dropped: a captured CUDA graph reads the one it was captured with
+        # by size; never evicted, as a captured CUDA graph reads the table that it was captured with
         self.made: dict[tuple[int, torch.device, torch.dtype], Tables] = {}
 
     @property
@@ -95,7 +95,7 @@ class Rotary:
         return cos[positions][:, None], sin[positions][:, None]
 
     def tables(self, num_positions: int, *, like: Tensor) -> Tables:
-        """For so many positions at least, in `like`'s dtype and on its device."""
+        """Tables for at least this many positions, in `like`'s dtype and on its device."""
         key = max(256, 1 << (num_positions - 1).bit_length()), like.device, like.dtype
         if key not in self.made:
             positions = torch.arange(key[0], device=like.device)[None]
@@ -112,11 +112,11 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Attention(nn.Module):
-    """The projections of grouped-query attention; the caller joins keys and values as its context needs."""
+    """The projections of grouped-query attention; the caller computes the attention itself."""
 
     def __init__(self, config: LlamaConfig, *, in_size: int | None = None, has_head_norms: bool = False):
-        """Args: in_size: channels that queries, keys and values are made of; None: the hidden size. has_head_norms:
-        each head's queries and keys are normalised, as in Qwen3."""
+        """Args: in_size: input channels of queries, keys and values; None: the hidden size. has_head_norms: normalise
+        each head's queries and keys, as in Qwen3."""
         super().__init__()
         sizes: Any = config  # transformers leaves some of them optional
         self.num_heads, self.num_kv_heads = sizes.num_attention_heads, sizes.num_key_value_heads
@@ -146,10 +146,10 @@ class Attention(nn.Module):
 def llama_config(target_config: Any, architecture: dict[str, Any] | None = None) -> LlamaConfig:
     """A one-layer Llama config with the target's sizes, norm epsilon, context and rotary parameters.
 
-    Of a target with rotary parameters for each attention type, those of full attention are taken; keys that engines
+    If the target has rotary parameters for each attention type, those of full attention are used; keys that engines
     would misread on a plain layer (mrope, partial rotation) are left out.
 
-    Args: architecture: values that differ from the target's, by the config's keys, which are among ARCHITECTURE.
+    Args: architecture: overrides, with keys of ARCHITECTURE.
     Raises: BadInput on another key, and on values that transformers refuses.
     """
     c = target_config

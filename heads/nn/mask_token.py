@@ -1,4 +1,4 @@
-"""The token whose embedding stands for what a block drafter has not drafted yet."""
+"""The choice of the mask token, whose embedding stands for tokens that are not drafted yet."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -9,15 +9,15 @@ from torch import Tensor
 from ...configs.errors import BadInput
 from ..target import Target
 
-PLAIN = (0.2, 5.0)  # lengths of an embedding, in those of the median one, that are neither nearly zero nor huge
+PLAIN = (0.2, 5.0)  # acceptable norms of an embedding, relative to the median norm
 
 
 def default_mask_token(target: Target) -> int:
-    """The tokenizer's mask token, else a row that no token uses, else padding or the end of a text; the first whose
-    embedding is neither nearly zero nor huge."""
+    """The id of the first token with an embedding of ordinary size (PLAIN) among: the tokenizer's mask token, ids that
+    the tokenizer does not use, padding, end of text, all others."""
     weight = cast(Tensor, target.input_embedding.weight)  # [V, D]
     if weight.device.type == "meta":
-        return 0  # which one does not matter there
+        return 0  # only shapes matter there
     unused = range(0)
     candidates: list[int | None] = []
     if "/" in target.name or Path(target.name).is_dir():

@@ -1,7 +1,7 @@
-"""Drafting in one pass by a head that otherwise drafts token by token: mask tokens stand for what is not drafted yet.
+"""Parallel drafting by a head that otherwise drafts token by token, with mask tokens for what is not drafted yet.
 
-Behind the last committed token follow mask tokens, one per further draft, each of which sees what is before it. So all
-drafts are read off one forward, and none depends on another (PARD, An et al. 2025, arXiv 2504.18583; P-EAGLE of the
+The last committed token is followed by mask tokens, one per further draft, each of which sees everything before it. So
+one forward gives all drafts, and none depends on another (PARD, An et al. 2025, arXiv 2504.18583; P-EAGLE of the
 speculators library and vLLM).
 """
 
@@ -23,10 +23,10 @@ from .mask_token import default_mask_token
 class ParallelConfig(HeadConfig):
     """The keys of families that can draft in one pass."""
 
-    parallel: bool = False  # all drafts in one pass, behind mask tokens
+    parallel: bool = False  # draft all tokens in one pass, with mask tokens
     mask_token_id: int | None = None  # None: see `default_mask_token`
-    num_blocks: int = 256  # chains per row that a step of parallel training draws
-    # COD: of the chains that train on a depth, the share that trains on the next one too, down to depth_least of all
+    num_blocks: int = 256  # chains that a step of parallel training draws per row
+    # COD: the share of the chains at a depth that train on the next depth too, but at least depth_least of all chains
     depth_share: float = 0.7
     depth_least: float = 0.2
 
@@ -40,7 +40,7 @@ class ParallelConfig(HeadConfig):
             raise BadInput(f"depth_share {self.depth_share}, depth_least {self.depth_least}: expected at most 1")
 
     def mask_token(self, target: Target) -> int | None:
-        """Raises BadInput where the target has no such token."""
+        """The mask token's id; None without `parallel`. Raises BadInput if the target has no such token."""
         if not self.parallel:
             return None
         token = default_mask_token(target) if self.mask_token_id is None else self.mask_token_id
@@ -49,7 +49,7 @@ class ParallelConfig(HeadConfig):
         return token
 
     def drawn(self, starts: ChainStarts) -> ChainStarts:
-        """The chains that a step trains on, fewer of them at greater depths (COD)."""
+        """The chains that a step trains on: num_blocks per row, fewer of them at greater depths (COD)."""
         starts = drawn_starts(starts, most=self.num_blocks)
         depths = torch.arange(starts.num_depths, device=starts.positions.device)
         shares = (self.depth_share**depths).clamp(min=self.depth_least)  # [K]
@@ -58,28 +58,28 @@ class ParallelConfig(HeadConfig):
 
 
 def behind(num_read: Tensor, *, num_more: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, Q + num_more] twice: the index of each token, and whether it is one of the first num_read [B] of Q tokens
-    `like` [B, Q, ...]; mask tokens stand in all others."""
+    """[B, Q + num_more] twice: each token's index, and whether it is one of the first num_read [B] of the Q tokens of
+    `like` [B, Q, ...]; all others are mask tokens."""
     index = torch.arange(like.shape[1] + num_more, device=like.device).expand(len(like), -1)
     return index, index < num_read[:, None]
 
 
 def last_and_behind(hidden: Tensor, last: Tensor, num: int) -> Tensor:
-    """[B, num, D] of states [B, Q, D]: at index `last` [B] and behind it."""
+    """[B, num, D] the states [B, Q, D] at indices last, ..., last + num - 1, last [B]."""
     index = last[:, None] + torch.arange(num, device=last.device)  # [B, num]
     return hidden[torch.arange(len(hidden), device=last.device)[:, None], index]
 
 
 @dataclass
 class MaskedChains(Documents):
-    """Rows of T tokens with mask tokens of chains behind them: those of a chain see the text up to the token that it
-    follows, and each other up to themselves."""
+    """Rows of T tokens followed by M mask tokens of chains. A mask token sees the text up to the token that its chain
+    follows, and the chain's mask tokens up to itself."""
 
-    chains: Tensor  # [B, T + M] the chain of each mask token, -1: it is of the text
-    rows: Tensor  # [B, T + M] the last token of the text that each sees
+    chains: Tensor  # [B, T + M] the chain of each mask token, -1 for text
+    rows: Tensor  # [B, T + M] index of the last token of the text that each token sees
 
     def mask(self, queries: Tensor, *, dtype: torch.dtype, window: int | None = None) -> Tensor:
-        """As of `Documents`; queries are all tokens."""
+        """As `Documents.mask`; queries must be all T + M tokens."""
         mask = visibility_mask(self.rows, extent=queries.shape[1], dtype=dtype)  # [B, 1, T + M, T + M]
         is_own = (self.chains[:, :, None] == self.chains[:, None]) & (self.chains[:, None] >= 0)
         is_own &= queries[:, :, None] >= queries[:, None]
@@ -93,9 +93,9 @@ class MaskedChains(Documents):
 def with_masks(
     input_ids: Tensor, texts: Documents | None, starts: ChainStarts, *, mask_token: int
 ) -> tuple[Tensor, MaskedChains, Tensor]:
-    """Rows [B, T] and behind them a mask token for each supervised depth of each chain but its first.
+    """Rows [B, T] followed by a mask token for each supervised depth of each chain except its first.
 
-    Returns: ids [B, T + M]; how they see each other; and [B, S, K] where each depth's draft is read.
+    Returns: ids [B, T + M]; their visibility; and [B, S, K] the index whose state drafts each depth.
     """
     num_rows, length = input_ids.shape
     index = torch.arange(length, device=input_ids.device).expand(num_rows, -1)  # [B, T]
@@ -103,7 +103,7 @@ def with_masks(
     read = starts.positions + 1  # [B, S] the token that a chain follows
     needed = starts.valid[..., 1:].flatten(1)  # [B, S * (K - 1)]
     num_masks, more = int(needed.sum(1).max()), starts.num_depths - 1
-    order = torch.argsort(~needed, dim=1, stable=True)[:, :num_masks]  # [B, M] those that are needed first
+    order = torch.argsort(~needed, dim=1, stable=True)[:, :num_masks]  # [B, M] needed ones first
     chain, depth = order // max(more, 1), order % max(more, 1) + 1
     row = read.gather(1, chain).clamp(max=length - 1)
     ids = torch.cat([input_ids, torch.full_like(order, mask_token)], 1)

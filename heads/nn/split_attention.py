@@ -1,23 +1,23 @@
-"""Masked attention of few queries over a cache; on a GPU a long cache is read in parts, in parallel."""
+"""Masked attention of few queries over a cache; on a GPU the parts of a long cache are read in parallel."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PART = 256  # slots
+PART = 256  # slots per part
 ENOUGH_BLOCKS = 64  # rows times key heads that keep a GPU busy without parts
-MOST_QUERIES = 256  # of a key head: more keep a GPU busy, too
+MOST_QUERIES = 256  # per key head; more keep a GPU busy without parts
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scale: float | None = None) -> Tensor:
-    """[B, Nkv, M, H] of queries [B, Nkv, M, H] over keys and values [B, Nkv, P, H]; mask [B, 1, M, P] is additive."""
+    """Attention [B, Nkv, M, H] of queries of that shape over keys and values [B, Nkv, P, H]; mask [B, 1, M, P]."""
     if query.is_cuda and reads_in_parts(query, key):
         return attention_in_parts(query, key, value, mask, scale=scale)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
 
 def whole_parts(num_slots: int, device: torch.device) -> int:
-    """So many slots or a few more, which a long cache on a GPU can be read in: whole parts."""
+    """`num_slots`, rounded up to whole parts for a long cache on a GPU."""
     is_long = num_slots > 4 * PART and device.type != "cpu"
     return -(-num_slots // PART) * PART if is_long else num_slots
 
@@ -32,10 +32,10 @@ def reads_in_parts(query: Tensor, key: Tensor) -> bool:
 def attention_in_parts(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scale: float | None = None
 ) -> Tensor:
-    """`masked_attention`, part by part: each has its own softmax, and is weighted by its share of the whole softmax's
+    """`masked_attention` in parts: each part has its own softmax and is weighted by its share of the whole softmax's
     denominator (Flash-Decoding, Dao et al. 2023)."""
     mixed = []
-    for queries, keys, values, hidden in zip(query, key, value, mask, strict=True):  # parts of one row are a view
+    for queries, keys, values, hidden in zip(query, key, value, mask, strict=True):  # by row, to split without a copy
         keys, values = (x.unflatten(1, (-1, PART)).transpose(0, 1) for x in (keys, values))  # [C, Nkv, PART, H]
         hidden = hidden.unflatten(-1, (-1, PART)).permute(2, 0, 1, 3)  # [C, 1, M, PART]
         queries = queries.expand(len(keys), -1, -1, -1)
@@ -47,7 +47,7 @@ def attention_in_parts(
 def with_normalisers(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention [C, Nkv, M, H], and the log of the sum of its exponentiated scores [C, Nkv, M] fp32."""
+    """Attention [C, Nkv, M, H], and the log-sum-exps of its scores [C, Nkv, M] fp32."""
     if query.is_cuda:
         kernel = torch.ops.aten._scaled_dot_product_efficient_attention
         mixed, normalisers, *_ = kernel(query, key, value, mask, True, scale=scale)

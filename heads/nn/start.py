@@ -1,8 +1,8 @@
-"""Where a fresh head starts: linear maps in closed form, and logits no louder than even guessing deserves.
+"""Initialising a fresh head: linear maps in closed form, and logits scaled to a loss no worse than a uniform guess.
 
-A copied output layer gives logits of a size that only states which know the next token deserve, so a fresh head can
-begin far above the loss of guessing evenly. Its families regress their linear maps onto the target's next states over
-the first rows of training (`DraftHead.fit`); what is loud all the same is scaled down (`DraftHead.scale_outputs`).
+A copied output layer makes logits that are too large for states which do not predict the next token, so a fresh head's
+loss can start far above that of a uniform guess. Families fit their linear maps to the target's next states on the
+first rows of training (`DraftHead.fit`); logits that are still too large are scaled down (`DraftHead.scale_outputs`).
 
 Source: our own; measured in docs/LOG.md, 2026-11-22.
 """
@@ -16,17 +16,19 @@ from torch import Tensor, nn
 from ..target import Target
 from .batch import DraftBatch
 
-NUM_FITTED = 16_384  # positions that a start is made of, about
-FITTED_DEPTHS = 3  # drafts ahead that a recurrent head's start covers
-NUM_JUDGED = 256  # positions at each depth on which the loss is measured
-FACTORS = [0.5 ** (i / 2) for i in range(34)]  # on logits
-SLACK = 0.01  # nats above the least loss
-MARGIN = 0.25  # nats by which the loss of other rows may be higher than that of the rows that judge
-STRENGTH = 1e-2  # of the regression, relative to the mean square of what is read
+NUM_FITTED = 16_384  # positions to fit on, about
+FITTED_DEPTHS = 3  # depths that the fit of a recurrent head covers
+NUM_JUDGED = 256  # positions per depth on which the loss is measured
+FACTORS = [0.5 ** (i / 2) for i in range(34)]  # candidates for scaling logits
+SLACK = 0.01  # nats above the least loss that a factor may have
+MARGIN = 0.25  # nats by which the loss of other rows may exceed the measured one
+STRENGTH = 1e-2  # of the ridge penalty, relative to the mean square of the inputs
 
 
 def first_rows(batches: Iterable[DraftBatch]) -> tuple[list[DraftBatch], DraftBatch]:
-    """About NUM_FITTED supervised tokens to start from, and a batch behind them to judge by; of one batch, both."""
+    """Batches with about NUM_FITTED supervised tokens to fit on, and the next batch to measure the loss on.
+
+    A single batch serves as both."""
     rows, found = list[DraftBatch](), 0
     for batch in batches:
         rows.append(batch)
@@ -37,8 +39,9 @@ def first_rows(batches: Iterable[DraftBatch]) -> tuple[list[DraftBatch], DraftBa
 
 
 def linear_map(x: Tensor, y: Tensor, *, keeps_size: bool = False) -> Tensor | None:
-    """x [n, in], y [n, out] -> [in, out] the regularised least-squares map of normalised channels; None: n is less than
-    two for each channel of y. keeps_size: what it maps to is as large as y, which regression makes smaller."""
+    """x [n, in], y [n, out] -> [in, out] the ridge regression of y on x with normalised channels; None if n < 2 * out.
+
+    Args: keeps_size: scale the map so that its outputs have the norm of y, which regression shrinks."""
     if len(x) < 2 * y.shape[1]:
         return None
     x, y = x.float(), y.float()
@@ -48,36 +51,37 @@ def linear_map(x: Tensor, y: Tensor, *, keeps_size: bool = False) -> Tensor | No
 
 
 def ridge(x: Tensor, y: Tensor, *, strength: float = STRENGTH) -> Tensor:
-    """x [n, in], y [n, out] -> [in, out] the regularised least-squares map. strength: relative to the mean of x^2."""
+    """x [n, in], y [n, out] -> [in, out] the ridge regression of y on x. strength: relative to the mean of x^2."""
     if x.shape[1] <= len(x):
         return ridge_of(x.T @ x, x.T @ y, strength=strength)
-    squares = (x @ x.T).double()  # the same by the kernel, which is smaller
+    squares = (x @ x.T).double()  # the dual form: [n, n] is smaller than [in, in]
     squares.diagonal().add_(strength * squares.trace() / x.shape[1])
     return x.T @ torch.linalg.solve(squares, y.double()).float()
 
 
 def ridge_of(squares: Tensor, products: Tensor, *, strength: float = STRENGTH) -> Tensor:
-    """`ridge` of x^T x [in, in] and x^T y [in, out]."""
+    """`ridge`, given x^T x [in, in] and x^T y [in, out]."""
     squares = squares.double()
     squares.diagonal().add_(strength * squares.trace() / len(squares))
     return torch.linalg.solve(squares, products.double()).float()
 
 
 def spread(valid: Tensor) -> Tensor:
-    """Of [B, S] bool, at most NUM_JUDGED, evenly spread over all that are True."""
+    """A [B, S] bool with at most NUM_JUDGED of the True entries of `valid` [B, S], evenly spread."""
     where = valid.flatten().nonzero()[:, 0]
     where = where[:: max(1, -(-len(where) // NUM_JUDGED))]
     return torch.zeros_like(valid.flatten()).index_fill(0, where, True).view_as(valid)
 
 
 def losses_by_factor(logits: Tensor, probs: Tensor) -> Tensor:
-    """[G] cross entropy of logits [n, Vd], times each of FACTORS, to the target's probs [n, Vd]."""
+    """[G] cross entropy to the target's probs [n, Vd] of logits [n, Vd] scaled by each of the G FACTORS."""
     return torch.stack([-(probs * (factor * logits).log_softmax(-1)).sum(-1).mean() for factor in FACTORS])
 
 
 def quieter(losses: Tensor, num_drafted: int) -> float:
-    """Of `losses_by_factor` [K, G] over all depths, the largest factor of about the least loss: what is scaled down to
-    nothing learns slowly. 1 where the loss is below even guessing's as it is, by MARGIN."""
+    """The largest factor whose mean loss over depths is within SLACK of the least, as tiny logits learn slowly.
+
+    1 if the unscaled loss is below that of a uniform guess by MARGIN. Args: losses: [K, G], see `losses_by_factor`."""
     mean = losses.nanmean(0)  # rows may be too short for the last depths
     if not mean[0] > math.log(num_drafted) - MARGIN:
         return 1.0
@@ -85,8 +89,8 @@ def quieter(losses: Tensor, num_drafted: int) -> float:
 
 
 def copy_layers(ours: Target, target: Target) -> None:
-    """Has a shallower model of the target's architecture start as the target's first layers, its last one, where that
-    is of the same kind, and its final norm."""
+    """Initialise a shallower model of the target's architecture from the target's first layers, its last layer (if that
+    is of the same kind) and its final norm. Layers of other shapes stay as they are."""
     last, kinds = ours.num_layers - 1, target.layer_types or [""] * target.num_layers
     for i, layer in enumerate(ours.layers):
         source = -1 if i == last and kinds[-1] == kinds[i] else i
@@ -98,10 +102,10 @@ def copy_layers(ours: Target, target: Target) -> None:
 
 
 def scale_norm(norm: nn.Module, factor: float) -> None:
-    """Multiplies what a norm returns, also where its gain is stored as 1 + w."""
+    """Scale a norm's output in place, whether its gain is stored as w or as 1 + w."""
     if "RMSNorm" not in type(norm).__name__:
         for parameter in norm.parameters():
             parameter.mul_(factor)
         return
     weight = norm.get_parameter("weight")
-    weight.add_((factor - 1) * norm(torch.ones_like(weight)[None])[0])  # the all-ones vector is mapped onto the gain
+    weight.add_((factor - 1) * norm(torch.ones_like(weight)[None])[0])  # a norm maps the all-ones vector to its gain

@@ -1,4 +1,4 @@
-"""How the time of a run is shared out, as shares of the whole."""
+"""How the time of a run is divided among its stages, as shares of the whole."""
 
 MACHINE = 0.12  # at most, for measuring the machine
 ANSWERS = 0.25  # for the target's answers

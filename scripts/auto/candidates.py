@@ -38,7 +38,7 @@ class Candidate:
     cuts_vocabulary: bool
 
     def with_vocabulary(self, size: int | None) -> "Candidate":
-        """Drafting so many tokens, where it cuts the vocabulary."""
+        """The candidate with a draft vocabulary of that many tokens, if it cuts the vocabulary."""
         return replace(self, head=replace(self.head, draft_vocab_size=size)) if self.cuts_vocabulary else self
 
 
@@ -72,7 +72,7 @@ def is_served(candidate: Candidate, engine: str) -> bool:
 
 
 def by_gain_per_cost(measured: Sequence[tuple[str, float, float]]) -> list[str]:
-    """Names, the highest first, of (name, bound of the speedup, seconds of a training step): what may be won of the
-    time per token, by the root of the cost, since what is learnt grows more slowly than the steps."""
+    """Names, best first, of (name, bound of the speedup, seconds of a training step): by the largest possible saving of
+    time per token over the root of the cost, since learning grows more slowly than the number of steps."""
     ranked = sorted(measured, key=lambda one: -(1 - 1 / one[1]) / one[2] ** 0.5)
     return [name for name, _, _ in ranked]

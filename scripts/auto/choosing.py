@@ -1,4 +1,4 @@
-"""The stages in which heads learn: successive halving among the candidates, then the chosen one alone."""
+"""The stages that train heads: successive halving among the candidates, then the chosen one alone."""
 
 from pathlib import Path
 
@@ -89,7 +89,7 @@ def rung(run: Session, names: list[str], known: dict[str, Candidate]) -> list[st
 
 
 def learn(run: Session) -> None:
-    """The chosen one learns for the rest of the time, and with a falling rate."""
+    """Train the chosen candidate for the rest of the time, with a falling learning rate."""
     journal, learner = run.journal, run.learner
     chosen = journal.chosen
     assert chosen is not None and journal.learning_until is not None

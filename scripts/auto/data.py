@@ -54,7 +54,7 @@ def split_prompts(
     """Writes held_out.jsonl, prompts.jsonl, and of chats those that ask nothing that is held out, given.jsonl.
 
     Prompts are shuffled, so that the first that are answered are like the rest. Returns how many are held out, how many
-    asked, and how many rows repeat another's question. Raises BadInput where there are too few.
+    asked, and how many rows repeat another's question. Raises BadInput if there are too few.
     """
     rows = list(read_asked(prompts))
     once = {asked.question: asked for asked in rows}
@@ -94,7 +94,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def describe_split(counts: tuple[int, int, int], path: Path, target: Target, *, max_new_tokens: int) -> Split:
-    """The split, with the lengths of its held-out prompts. Raises BadInput where too few of them can be asked."""
+    """The split, with the lengths of its held-out prompts. Raises BadInput if too few of them can be asked."""
     suite = load_suite(path, target, max_new_tokens=max_new_tokens)
     if len(suite.prompts) < LEAST_TIMED:
         failed = suite.failed[0]
@@ -113,7 +113,7 @@ def timing_text(path: Path, target: Target, *, max_new_tokens: int) -> list[int]
 def gather(folder: Path, answers: Path, tokenizer: Any, *, vocab_size: int, eos_token_ids: set[int]) -> Answers:
     """Writes train.jsonl and validation.jsonl of what was answered, in time or not, and of given chats.
 
-    Raises BadInput where there is too little.
+    Raises BadInput if there is too little.
     """
     finished = answers / "answers.jsonl"
     part = finished if finished.exists() else answers / "answers.part.jsonl"

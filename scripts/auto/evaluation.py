@@ -24,19 +24,19 @@ SAFETY = 0.8  # share of the time that a plan fills
 
 
 def evaluation_seconds(num_batches: int, machine: Machine, *, max_new_tokens: int) -> float:
-    """About how long an evaluation of so many batches takes; of at least LEAST_TIMED."""
+    """Estimated seconds of an evaluation of that many batches, at least LEAST_TIMED."""
     per_batch = SIDES * max_new_tokens * machine.baseline_ms / 1000
     return machine.start_seconds + max(num_batches, LEAST_TIMED) * per_batch / SAFETY
 
 
 def ending_seconds(num_batches: int, machine: Machine, *, engine: str, max_new_tokens: int) -> float:
-    """About how long evaluation, export and check take."""
+    """Estimated seconds of evaluation, export and check."""
     exporting = EXPORTING * machine.start_seconds * (engine != OURS)
     return evaluation_seconds(num_batches, machine, max_new_tokens=max_new_tokens) + exporting
 
 
 def prompts_within(seconds: float, machine: Machine, *, max_new_tokens: int, most: int) -> int:
-    """How many prompts can be measured in so many seconds, whole batches of them; LEAST_TIMED batches at least."""
+    """How many prompts can be measured in that many seconds: whole batches, at least LEAST_TIMED of them."""
     per_batch = SIDES * max_new_tokens * machine.baseline_ms / 1000
     batches = int((seconds - machine.start_seconds) * SAFETY / per_batch)
     return min(max(batches, LEAST_TIMED) * machine.batch_size, most)
@@ -67,7 +67,7 @@ def evaluate_words(
 
 
 def behind(answers: str) -> str:
-    """What names a file of answers behind a drafter."""
+    """The suffix of a drafter's name that gives it a file of answers."""
     return f":{answers}" if answers else ""
 
 

@@ -8,14 +8,14 @@ LEAST_STEPS = 10  # optimizer steps that a candidate takes in a rung, at least
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast a candidate learns here. Seconds: of an optimizer step; of what each visit costs besides its steps."""
+    """Training speed of a candidate here, in seconds: per optimizer step, and per visit besides its steps."""
 
     step: float
     visit: float
 
 
 def rung_sizes(num_candidates: int) -> list[int]:
-    """How many candidates each rung has; none where there is nothing to choose. 4 -> [4, 2]; 3 -> [3, 2]."""
+    """How many candidates each rung has; none if there is nothing to choose. 4 -> [4, 2]; 3 -> [3, 2]."""
     sizes, left = [], num_candidates
     while left > 1:
         sizes.append(left)
@@ -24,15 +24,12 @@ def rung_sizes(num_candidates: int) -> list[int]:
 
 
 def rung_seconds(seconds: float, num_candidates: int) -> float:
-    """The time of each rung, of so much for all of them."""
+    """The time of each rung, from the total for all rungs."""
     return seconds / max(len(rung_sizes(num_candidates)), 1)
 
 
 def field(ranked: Sequence[str], paces: Mapping[str, Pace], seconds: float) -> list[str]:
-    """The first of the ranked candidates that rungs of so much time in all have room for: each takes LEAST_STEPS.
-
-    At least one.
-    """
+    """The first of the ranked candidates, as many (at least one) as can train LEAST_STEPS each in that time."""
     for size in range(len(ranked), 1, -1):
         chosen = ranked[:size]
         each = rung_seconds(seconds, size) / size
@@ -42,7 +39,7 @@ def field(ranked: Sequence[str], paces: Mapping[str, Pace], seconds: float) -> l
 
 
 def steps_within(seconds: float, pace: Pace) -> int:
-    """Optimizer steps of a visit of so long; at least LEAST_STEPS."""
+    """Optimizer steps of a visit of that many seconds; at least LEAST_STEPS."""
     return max(int((seconds - pace.visit) / pace.step), LEAST_STEPS)
 
 

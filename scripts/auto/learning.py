@@ -46,7 +46,7 @@ class Learner:
         return next(each.costs for each in self.machine.candidates if each.name == name)
 
     def pace(self, name: str, rungs: list[Rung]) -> Pace:
-        """How fast a candidate learns: as its last visit did, before the first as was measured on one step."""
+        """Training speed of a candidate: from its last visit, or before the first one from a single measured step."""
         step = next(each.step_seconds for each in self.machine.candidates if each.name == name)
         before = 0
         for rung in rungs:
@@ -127,7 +127,7 @@ class Learner:
 
 
 def last_validation(run: Path) -> tuple[int, float, list[float | None]] | None:
-    """Step, acceptance length and rates of a run's last decoded validation; None where there is none."""
+    """Step, acceptance length and rates of a run's last decoded validation; None if there is none."""
     path = run / "metrics.jsonl"
     if not path.is_file():
         return None
@@ -141,13 +141,13 @@ def last_validation(run: Path) -> tuple[int, float, list[float | None]] | None:
 
 
 def extended(rates: list[float | None], most: int) -> list[float | None]:
-    """Rates of as many positions, those beyond the measured ones like the last."""
+    """Rates of that many positions; those beyond the measured ones repeat the last."""
     known = rates[:most]
     return known + [known[-1]] * (most - len(known))
 
 
 def visit_plan(names: list[str], seconds: float, learner: Learner, rungs: list[Rung]) -> dict[str, int]:
-    """The step up to which each candidate learns in a rung of so many seconds, on top of what it has learnt."""
+    """The step up to which each candidate trains in a rung of that many seconds, counted from its first step."""
     done = {score.name: score.steps for rung in rungs for score in rung.scores}
     each = SAFETY * seconds / len(names)
     return {name: done.get(name, 0) + steps_within(each, learner.pace(name, rungs)) for name in names}

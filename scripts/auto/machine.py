@@ -82,7 +82,7 @@ def busy_rows(load: float, work: Workload, step_ms: Callable[[int], float]) -> t
 
 
 def baseline_ms(target: Target, work: Workload, rows: int) -> float:
-    """A step of the target for so many rows."""
+    """A step of the target for that many rows."""
     cell = TimedCell(target, None, [], batch_size=rows, context=work.context, text=work.text, steps=steps_of(target))
     cell.run()
     return cell.baseline.round_ms
@@ -119,7 +119,7 @@ def measured(
 
 
 def skeleton_of(target: Target) -> Target | None:
-    """The target without weights; None where it cannot be built so."""
+    """The target without weights; None if it cannot be built without them."""
     try:
         return load_skeleton(TargetConfig(path=target.name))
     except NoSkeleton:

@@ -1,4 +1,4 @@
-"""auto.html: one page of what to do, and of how that was found; and the same in a few lines for the terminal."""
+"""auto.html: one page with the decision and the evidence for it; also as a few lines for the terminal."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from .sizes import sizes_part
 
 
 def write(folder: Path, journal: Journal) -> Path:
-    """Of a journal with a decision."""
+    """The page of a journal that has a decision."""
     decision, machine = journal.decision, journal.machine
     assert decision is not None and machine is not None
     warnings = journal.answers.warnings if journal.answers else []

@@ -1,4 +1,4 @@
-"""What a head would save, from what its drafts cost here and how many of them are accepted. Figures in, figures out."""
+"""Predicts a head's speedup from the cost of its drafts here and their acceptance. Pure functions of figures."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class RoundCost:
 
 
 def cost_of(costs: Sequence[RoundCost], num_draft_tokens: int) -> float:
-    """A round of that length, linear between those that were measured."""
+    """The cost of a round of that length, interpolated linearly between the measured ones."""
     points = [(float(cost.num_draft_tokens), cost.steps) for cost in costs]
     return interpolate(sorted(points), num_draft_tokens)
 

@@ -104,7 +104,7 @@ def prepare(run: Session) -> None:
 
 
 def check_budget(run: Session) -> None:
-    """Raises BadInput where the rest of the budget is too short for the least of every stage."""
+    """Raises BadInput if the rest of the budget is too short for the least of every stage."""
     if not run.machine.able:
         return
     least, new = run.machine.start_seconds, run.settings.max_new_tokens
@@ -240,7 +240,7 @@ def decide(run: Session) -> None:
 
 
 def export(run: Session, head: str, served: Path) -> None:
-    """For the engine named. Raises BadInput where that refuses the head, or the check finds something."""
+    """For the engine named. Raises BadInput if that refuses the head, or the check finds something."""
     engine, starts = run.settings.engine, run.machine.start_seconds
     if not served.is_dir():
         words = ["export", head, str(served), "--to", engine, "--target", run.settings.target]

@@ -1,4 +1,4 @@
-"""What all stages share: the settings, and what of the journal is there."""
+"""What all stages share: the settings and the journal."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -14,7 +14,7 @@ NO_BATCHES = ("llama.cpp",)  # engines that decode rows one by one as far as dra
 
 
 def planning_seconds(budget: float, *, engine: str) -> float:
-    """What the plan may take, the start of its command aside; 0: there is none."""
+    """Seconds that the plan may take, without the start of its command; 0 if no time is left."""
     seconds = SIZES_SHARE * budget
     return 0.0 if seconds < LEAST_SECONDS or engine in NO_BATCHES else round(seconds)
 

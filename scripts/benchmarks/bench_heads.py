@@ -45,7 +45,7 @@ IRRELEVANT += ["decode_prompts", "decode_tokens", "patience"]
 
 @dataclass(kw_only=True)
 class Bench:
-    """What to bench, and how to measure it."""
+    """What to benchmark, and how to measure it."""
 
     target: str
     train: str  # JSONL rows
@@ -83,7 +83,7 @@ def training_run(bench: Bench, name: str, *, seed: int, folder: str) -> RunConfi
 def count_parameters(bench: Bench) -> dict[str, int]:
     """Trained parameters of each head on the target, from its config alone.
 
-    Raises: BadInput where one does not fit the target, or is further from the budget than TOLERANCE.
+    Raises: BadInput if one does not fit the target, or is further from the budget than TOLERANCE.
     """
     configs = {name: read_bench(name).config for name in bench.heads}
     skeleton = load_skeleton(TargetConfig(path=bench.target))
@@ -96,7 +96,7 @@ def count_parameters(bench: Bench) -> dict[str, int]:
 
 
 def settings_of(bench: Bench, name: str, *, seed: int, target: Target) -> str:
-    """A digest of all that the figures of one entry depend on, machine and code apart."""
+    """A digest of everything that the figures of one entry depend on, except machine and code."""
     run = training_run(bench, name, seed=seed, folder="")
     parts = {
         "target": target.fingerprint,

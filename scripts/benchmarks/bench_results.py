@@ -1,4 +1,4 @@
-"""What `make bench-heads` benches and measured: configs/bench, docs/results/heads.json, and the README's table."""
+"""Inputs and results of `make bench-heads`: configs/bench, docs/results/heads.json, and the README's table."""
 
 import json
 import statistics
@@ -75,12 +75,12 @@ class Entry:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """What the entry is of: a new one takes the place of the one before."""
+        """The identity of the entry: a new entry replaces an old one with the same identity."""
         return self.target, self.head, self.seed
 
 
 def read_results(path: Path) -> list[Entry]:
-    """The entries of a results file, none where there is no file. Raises BadInput where it is none of ours."""
+    """The entries of a results file, none if there is no file. Raises BadInput if it is none of ours."""
     try:
         return [Entry(**row) for row in json.loads(path.read_text())] if path.is_file() else []
     except (ValueError, TypeError) as error:
@@ -146,7 +146,7 @@ def training_rate(group: Sequence[Entry]) -> float:
 
 
 def render_readme(path: Path, entries: Sequence[Entry]) -> None:
-    """Put the table between its two marks. Raises BadInput where a page has none."""
+    """Put the table between its two marks. Raises BadInput if a page has none."""
     text = path.read_text() if path.is_file() else ""
     if text.count(START) != 1 or text.count(END) != 1:
         raise BadInput(f"{path}: expected one line {START} and one {END}")

@@ -97,7 +97,7 @@ def shape_of(size: Size, head: str) -> Shape:
 
 
 def cells_of(size: Size) -> Iterator[Cell]:
-    """All that is measured, the most important first."""
+    """All cells to measure, in order of importance."""
     shapes = [shape_of(size, head) for head in size.heads]
     for shape in shapes:
         for is_compiled in (False, True) if shape.head in size.compiled else (False,):
@@ -156,7 +156,7 @@ def summarize(document: Figures) -> Figures:
 def run(path: Path, *, size: str, device: str) -> tuple[Figures, int]:
     """Measure what the file lacks, of small and large all of it; the document, and the exit code.
 
-    Raises: BadInput where the file holds another run.
+    Raises: BadInput if the file holds another run.
     """
     header = {"size": size, "device": device_name(torch.device(device)), "torch": torch.__version__}
     results = CellStore(path, header, summarize, is_new=SIZES[size].is_estimated)

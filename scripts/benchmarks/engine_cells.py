@@ -105,7 +105,7 @@ def random_target(size: Size, device: torch.device) -> Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell(store.Cell):
-    """What is measured beside baseline steps."""
+    """Settings that are measured interleaved with baseline steps."""
 
     steps: str  # as `Engine` takes them
     batch_size: int
@@ -118,7 +118,7 @@ class Cell(store.Cell):
 
 
 def cells_of(size: Size, steps: str, rates: Mapping[str, Sequence[float]]) -> list[Cell]:
-    """All cells, those that bars are about first, and one after the other those that share a head.
+    """All cells: those with bars first, and cells that share a head next to each other.
 
     Args: rates: of synthetic acceptance, by family.
     """

@@ -1,4 +1,4 @@
-"""Benchmarks of many cells: each is written to one JSON file as it is measured, and a stopped run goes on there."""
+"""Benchmarks of many cells: one JSON file gets each cell as it is measured, so that a stopped run can resume."""
 
 import json
 import time

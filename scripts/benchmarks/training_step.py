@@ -64,7 +64,7 @@ class Shape:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of tensors that are alive while code runs within it: every storage from its making to its end.
+    """Counts the bytes of live tensors while code runs within it: each storage from its allocation to its release.
 
     Under torch's FakeTensorMode the same code is counted at sizes that no machine at hand could hold. now, peak: bytes;
     storages that were there before count once `count` is called with them.
@@ -76,7 +76,7 @@ class LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()
 
     def count(self, *tensors: Tensor) -> None:
-        """Take in the storages of tensors, each once."""
+        """Count the storages of these tensors, each once."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key, size = storage._cdata, storage.nbytes()
@@ -148,7 +148,7 @@ def run_step(head: DraftHead, batch: DraftBatch, *, dtype: str) -> None:
 
 
 def peak_bytes(head: DraftHead, batch: DraftBatch, *, dtype: str) -> int:
-    """The most that was alive at once in a step behind the first: weights, moments and gradients are there."""
+    """Peak bytes of live tensors in a step after the first, when weights, moments and gradients exist."""
     trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
     with LiveBytes() as live:
         live.count(*head.parameters(), *head.buffers())
@@ -220,7 +220,7 @@ class TrainingStep:
         return time.perf_counter() - start
 
     def measure(self, *, steps: int) -> Figures:
-        """Figures of so many timed steps behind two others."""
+        """Figures of that many timed steps, after two warm-up steps."""
         shape, seconds, rates = self.shape, [], []
         first = self.seconds()
         with Operations() as counted:
@@ -247,7 +247,7 @@ class TrainingStep:
         }
 
     def peak(self) -> int | None:
-        """Most bytes at once in a step."""
+        """Peak bytes in a step."""
         if self.device.type != "cuda":
             return None if self.is_compiled else peak_bytes(self.head, self.batch, dtype=self.shape.dtype)
         batch, model = self.batch, self.head.target.model

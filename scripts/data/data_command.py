@@ -1,4 +1,4 @@
-"""`headstart data ...`: from conversations to what training reads, one verb per file."""
+"""`headstart data ...`: from conversations to training data, one verb per file."""
 
 import typer
 

@@ -97,7 +97,7 @@ def extract(
 
 
 def reads_of(run: "Inputs", target: "Target") -> "Reads":
-    """What the run's head reads of its target; the head gets weights only where it cannot be built without."""
+    """The target states that the run's head reads; the head is built without weights if its family allows that."""
     from dataclasses import replace
 
     from ...data_pipelines.storage.features import Reads

@@ -1,4 +1,4 @@
-"""`headstart data inspect`: what training sees of a row, token by token, and how much of each segment the data has."""
+"""`headstart data inspect`: shows rows token by token as training sees them, and how many tokens each segment has."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 

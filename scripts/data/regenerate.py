@@ -92,7 +92,7 @@ class EngineAnswers:
     """
 
     def __init__(self, target: "Target", head: "DraftHead | None" = None, *, batch_size: int = 32):
-        """Raises BadInput where the target's tokenizer has no chat template."""
+        """Raises BadInput if the target's tokenizer has no chat template."""
         from ...configs.errors import BadInput
         from ...heads.reasoning import think_markers, think_tokens
 
@@ -131,7 +131,7 @@ class EngineAnswers:
         return [prompt if isinstance(prompt, Failure) else self.answer(prompt, next(answered)) for prompt in prompts]
 
     def joining(self, waiting: "deque[tuple[str, ChatRequest]]") -> "Iterator[tuple[str, Answer | Failure]]":
-        """Greedy answers as they end, of requests with equal sampling; more may be appended meanwhile."""
+        """Yields greedy answers as they finish; requests have equal sampling, and more may be appended meanwhile."""
         from ...data_pipelines.answers.conversations import Failure
         from ...eval.continuous import Asked, answer_continuously
 

@@ -29,7 +29,7 @@ def refit(
     device: Device = "",
     launcher: Launcher = "",
 ) -> None:
-    """Keep a head fresh on the traffic that it serves, or say that nothing is to be won.
+    """Retrain a head on the traffic that it serves, or report that this would gain nothing.
 
     \b
     Example:

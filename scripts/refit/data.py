@@ -28,7 +28,7 @@ class Parts:
 
 
 def split(new: Sequence[Served], old: Sequence[Served], *, seed: int) -> tuple[Parts, Parts]:
-    """By conversation: rows that ask the same first are on one side. Raises BadInput where there are too few."""
+    """By conversation: rows that ask the same first are on one side. Raises BadInput if there are too few."""
     for name, rows in (("--traffic", new), ("--replay", old)):
         count = len({row.question for row in rows})
         if count < LEAST_CONVERSATIONS and (rows or name == "--traffic"):
@@ -60,7 +60,7 @@ def parts_of(name: str, rows: Sequence[Served], held_out: set[str], kept_back: s
 
 
 def by_turns(*parts: Keyed) -> Keyed:
-    """The first of each, then the second, ...: where there is time for some rows alone, they are of all parts."""
+    """Round-robin over the parts, so that a run with time for only some rows reads rows of all parts."""
     turns = zip_longest(*(part.items() for part in parts))
     return dict(item for turn in turns for item in turn if item is not None)
 

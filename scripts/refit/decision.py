@@ -1,4 +1,4 @@
-"""Whether the new head is offered: shown to be better on held-out new traffic, and as good on old."""
+"""Whether the new head is offered: it must be better on held-out new traffic and no worse on old rows."""
 
 from collections.abc import Sequence
 from shlex import quote

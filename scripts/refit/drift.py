@@ -1,4 +1,4 @@
-"""What the head drafts of the traffic, by domain and week, and how two heads compare on the same answers."""
+"""How well the head drafts the traffic, by domain and week, and how two heads compare on the same answers."""
 
 from collections.abc import Mapping, Sequence
 

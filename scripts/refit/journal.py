@@ -1,4 +1,4 @@
-"""refit.json: what a run found and decided, with the figures it went by. A run that was killed goes on from it."""
+"""refit.json: the findings and decisions of a run, with the figures behind them. A killed run resumes from it."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""The head learns on: one run of `headstart train` that starts from it, for the time that there is."""
+"""Continues training the head: one run of `headstart train` that starts from it, for the time available."""
 
 from pathlib import Path
 

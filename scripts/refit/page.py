@@ -1,4 +1,4 @@
-"""refit.html: one page of whether the head is to be replaced, and why; and the same in a few lines for the terminal."""
+"""refit.html: one page on whether to replace the head, and why; also as a few lines for the terminal."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from .journal import Journal
 
 
 def write(folder: Path, journal: Journal) -> Path:
-    """Of a journal with a decision."""
+    """The page of a journal that has a decision."""
     assert journal.decision is not None
     settings = journal.settings
     target, head = short_name(str(settings["target"])), short_name(str(settings["head"]))

@@ -32,7 +32,7 @@ ANSWER_TOKENS = 64  # of these answers, at most
 
 @dataclass(frozen=True)
 class Reading:
-    """What a row is to target and head.
+    """A row as the target and the head read it.
 
     key: of the row. typicality: of its answers, by temperature; empty where it is not of that shape. problem: why the
     row cannot be read. rounds, committed: that decoding its answers would take and give. covered: tokens that the head
@@ -58,7 +58,7 @@ class Reader:
     judges: bool = True
 
     def sample(self, row: Served) -> Sample:
-        """Raises BadInput where the row cannot be read."""
+        """Raises BadInput if the row cannot be read."""
         config = DataConfig(train="", max_length=min(self.max_length, self.target.max_positions))
         samples = encode_row(Row(row.row, row.origin), self.target.tokenizer, config)
         if not samples:
@@ -148,7 +148,7 @@ def readings_in(path: Path) -> dict[str, Reading]:
 
 
 def keep(path: Path, readings: Sequence[Reading]) -> None:
-    """Behind those that are there."""
+    """Append to the rows already in the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = path.read_bytes() if path.exists() else b""
     with path.open("r+b" if path.exists() else "wb") as file:

@@ -52,7 +52,7 @@ class Work:
         return Reader(self.target, loaded, self.run.settings.max_length, judges)
 
     def release(self) -> None:
-        """Lets go of the target: training has one of its own."""
+        """Frees the target: training loads its own."""
         self.__dict__.pop("target", None)
         release_memory()
 
@@ -195,7 +195,7 @@ def learn(work: Work) -> None:
 
 
 def plan_training(work: Work, train: list[Served], *, num_validation: int, num_new: int) -> None:
-    """As many steps as there is time for. Raises BadInput where that is too little."""
+    """As many steps as there is time for. Raises BadInput if that is too little."""
     run, journal = work.run, work.run.journal
     reader, row_seconds = work.reader(run.settings.head), journal.row_seconds
     config, row = reader.head.config, typical_row(reader, train)

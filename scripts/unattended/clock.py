@@ -1,4 +1,4 @@
-"""The time of an unattended run: how long it is, and how much of it is used, also over kills."""
+"""The time budget of an unattended run, and how much of it is used, over all its restarts."""
 
 import json
 import re
@@ -51,7 +51,7 @@ class Clock:
         return self.budget - self.used
 
     def note(self) -> None:
-        """Write down the time, unless that was just done."""
+        """Write the used time to the file, unless that was just done."""
         if self.used - self._noted >= TICK:
             self._noted = self.used
             write_text(self.path, json.dumps({"seconds": round(self.used, 1)}) + "\n")

@@ -1,4 +1,4 @@
-"""What all stages of an unattended run share: settings, folder, the journal as it grows, and steps that it keeps."""
+"""What all stages of an unattended run share: settings, folder, journal, and the recorded steps."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ class Settings(Protocol):
 
 
 class Journal(Protocol):
-    """What a run found and decided. A run that was killed goes on from it."""
+    """Findings and decisions of a run. A killed run resumes from it."""
 
     seconds: float
     steps: list[StepRecord]
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 @dataclass
 class Session(Generic[S, J]):
-    """A run in its folder. keep: called when from then on a failure is to leave the folder."""
+    """A run in its folder. keep: to be called once the folder is worth keeping after a failure."""
 
     settings: S
     journal: J
@@ -121,7 +121,7 @@ def opened(
     journal: Callable[[Path, dict[str, Any]], J],
     session: Callable[[S, J, Path, Clock, Stopping, Console, Callable[[], None]], T],
 ) -> Iterator[T]:
-    """A run in its folder, begun or gone on with; Ctrl-C stops it softly.
+    """A run in its folder, new or resumed; Ctrl-C stops it at the next safe point.
 
     Raises: BadInput on a folder that is not the command's, or was made with other settings.
     """
@@ -149,7 +149,7 @@ def digest(paths: Iterable[str]) -> str:
 
 
 def target_dtype(target: str, device: str, dtype: str) -> str:
-    """As `headstart eval` has it. Raises BadInput where there is no such target."""
+    """As `headstart eval` has it. Raises BadInput if there is no such target."""
     try:
         return dtype or default_dtype(target, device)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""One step of a run: an ordinary command in a process of its own, shown, logged, stopped when its time is over."""
+"""One step of a run: an ordinary command in its own process, shown, logged, and stopped when its time is over."""
 
 import ctypes
 import os
@@ -46,7 +46,7 @@ class Runner:
         """Run `headstart WORDS`.
 
         Args: name: of its log. until: the used time of the clock after which it is asked to stop.
-        Raises: BadInput where it refused its input; SystemExit where this process was told to stop.
+        Raises: BadInput if it refused its input; SystemExit where this process was told to stop.
         """
         log, began, stopped = self.logs / f"{name}.log", self.clock.used, 0.0
         log.parent.mkdir(parents=True, exist_ok=True)

@@ -80,6 +80,12 @@ def test_times_are_read_as_servers_write_them(read, time):
     assert (row.time, row.week, row.domain) == (1770000000.0, "2026-W06", "maps")
 
 
+@pytest.mark.parametrize("time", [float("inf"), float("nan"), 10**400, "9" * 400, "inf", -1, 0])
+def test_a_number_that_is_no_time_is_none(read, time):
+    [row] = read({"messages": TURNS, "timestamp": time}).rows
+    assert row.time is None
+
+
 def test_a_time_inside_the_response_counts(read):
     [row] = read({"request": ASKED, "response": {**CHAT, "created": 1770000000}}).rows
     assert row.week == "2026-W06"

@@ -1,3 +1,3 @@
-"""Other engines as servers: `llama_server` runs one and asks it; `served` measures what a head saves there, `beside`
-times it beside our engine.
+"""Other engines as servers: `llama_server` starts and queries one; `served` measures what a head saves there, `beside`
+compares its speed with our engine's.
 """

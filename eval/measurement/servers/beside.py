@@ -1,4 +1,4 @@
-"""llama.cpp's plain decoding as an outside yardstick: whole answers of it and of ours, by turns."""
+"""Comparison with llama.cpp's plain decoding: whole answers of both engines in turns."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +30,7 @@ def compare_llama_server(
     """A result for llama-server without drafts, greedy, beside our baseline or our speculation with a drafter.
 
     Args: files: its binary, and the target as it reads it. name: what the report calls what ours drafted with.
-    Raises: BadInput where the server does not come up.
+    Raises: BadInput if the server does not come up.
     """
     config = comparable(config, drafter)
     command = files.command(max_length=max(map(len, suite.prompts)) + config.max_new_tokens + HEADROOM)
@@ -41,7 +41,7 @@ def compare_llama_server(
 
 @contextmanager
 def plain_decoding(target: Target, command: list[str], config: MeasureConfig) -> Iterator[Decode]:
-    """A server as a way to decode; the token that ends a text, which it leaves out, is put back where it is known."""
+    """A server as a `Decode` function. It leaves out the end token, which is put back if the target has only one."""
     ends = sorted(target.eos_token_ids)
 
     def decode(prompt: list[int]) -> tuple[list[int], int]:

@@ -1,4 +1,4 @@
-"""llama.cpp's `llama-server` as a process of ours: started, asked for greedy answers with their timings, ended."""
+"""Running llama.cpp's `llama-server` as a subprocess, and querying greedy answers with their timings."""
 
 import json
 import shlex
@@ -26,10 +26,10 @@ ANSWER_SECONDS = 3600
 
 @dataclass(frozen=True)
 class Answer:
-    """A greedy answer and the server's own count of it. Times are in milliseconds."""
+    """A greedy answer with the server's own counts and times."""
 
     token_ids: list[int]
-    num_tokens: int  # the end of the text included
+    num_tokens: int  # the end token included
     prompt_ms: float
     decode_ms: float  # from the first token to the last
     num_drafted: int = 0
@@ -37,10 +37,10 @@ class Answer:
     is_ended: bool = False  # by the target, and not by the limit
 
     def num_rounds(self, num_draft_tokens: int) -> int:
-        """Forwards of the target behind the prefill. Args: num_draft_tokens: in each; 0: as many as it likes.
+        """The target's forwards after the prefill. Args: num_draft_tokens: drafts per round; 0: varying.
 
-        Each gives its accepted drafts and one more token. Where the target ends the text within accepted drafts, the
-        server counts those behind the end too, so its rounds are taken from the drafts, which are K in each.
+        Each forward gives its accepted drafts and one token more. If the text ends within accepted drafts, the server
+        also counts those after the end, so the rounds are derived from the number of drafts, K per round.
         """
         if self.is_ended and num_draft_tokens and self.num_drafted % num_draft_tokens == 0:
             return self.num_drafted // num_draft_tokens
@@ -49,8 +49,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class ServerFiles:
-    """binary: llama-server. target, head: GGUF files; a head of MTP modules may be the target's file, and answers that
-    it looks up take a head's place. args: more flags for every server, as one types them."""
+    """binary: llama-server. target, head: GGUF files. For MTP modules the head may be the target's file; a file of
+    answers may replace the head, for look-ups. args: further flags for every server, in shell syntax.
+
+    Raises: BadInput if a file does not exist."""
 
     binary: Path
     target: Path
@@ -64,12 +66,12 @@ class ServerFiles:
 
     @property
     def looks_up(self) -> bool:
-        """Whether it drafts from answers instead of a head: up to MOST_DRAFTED tokens, as it decides."""
+        """Whether it drafts by looking up answers, a varying number of tokens up to MOST_DRAFTED."""
         return self.head is not None and self.head.suffix == LOOKUP_SUFFIX
 
     @property
     def family(self) -> str:
-        """The head's, by its file; of a block drafter its kind."""
+        """The head's family, from its GGUF file; for a block drafter dflash or dspark. Raises BadInput."""
         assert self.head is not None
         file = read_gguf(self.head)
         if file.problem:
@@ -81,7 +83,7 @@ class ServerFiles:
         return "mtp" if file.own("nextn_predict_layers") else "draft_lm"
 
     def command(self, *, max_length: int, num_draft_tokens: int = 0) -> list[str]:
-        """Of a server of one row, without its address. Args: num_draft_tokens: K; 0: without the head."""
+        """The command of a server with one slot, without its address. num_draft_tokens: K; 0: without the head."""
         line = [
             str(self.binary.absolute()),
             "-m",
@@ -104,7 +106,7 @@ class ServerFiles:
 
 
 class LlamaServer:
-    """One server, from `with` to its end."""
+    """A server process, which runs during a `with` block."""
 
     def __init__(self, command: Sequence[str]):
         self.command = list(command)
@@ -115,7 +117,7 @@ class LlamaServer:
         self.process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> "LlamaServer":
-        """Raises BadInput, with its last words, where it does not come up."""
+        """Start the server. Raises BadInput, with the end of its log, if it does not become ready."""
         address = ["--host", "127.0.0.1", "--port", str(self.port)]
         try:
             self.process = subprocess.Popen([*self.command, *address], stdout=self.log, stderr=self.log, text=True)
@@ -132,7 +134,7 @@ class LlamaServer:
         self.close()
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         if self.process is not None:
             self.process.terminate()
             try:
@@ -156,13 +158,13 @@ class LlamaServer:
         raise BadInput(f"{self.command[0]}: not ready after {START_SECONDS} s: {self.last_words()}")
 
     def last_words(self) -> str:
-        """The last line of its log that speaks of an error, else the last."""
+        """The last line of its log that contains `error`, else the last line."""
         self.log.seek(0)
-        lines = [line.strip() for line in self.log if line.strip()] or ["it said nothing"]
+        lines = [line.strip() for line in self.log if line.strip()] or ["its log is empty"]
         return next((line for line in reversed(lines) if "error" in line.lower()), lines[-1])
 
     def answer(self, prompt: Sequence[int], *, max_new_tokens: int) -> Answer:
-        """Continues a prompt greedily. Raises RuntimeError, with what it says, where it cannot."""
+        """Continue a prompt greedily. Raises RuntimeError, with the server's message, if that fails."""
         asked: dict[str, Any] = {"prompt": list(prompt), "n_predict": max_new_tokens, "temperature": 0.0}
         asked |= {"cache_prompt": False, "return_tokens": True, "stream": False}
         request = urllib.request.Request(

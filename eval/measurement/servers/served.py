@@ -1,4 +1,4 @@
-"""What a head saves in llama-server: with it and without it, prompt by prompt and by turns, as for our own engine."""
+"""Measuring what a head saves in llama-server: with and without it, in turns, prompt by prompt, as for our engine."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -17,12 +17,12 @@ from ..resume import BatchStore, Record, kept_in
 from ..summary import rounded, unmeasured, with_speedup
 from .llama_server import Answer, LlamaServer, ServerFiles
 
-SWEPT = range(1, 8)  # K, where none is named
-HEADROOM = 16  # positions that the server keeps free beyond a prompt and its answer
+SWEPT = range(1, 8)  # values of K if none is given
+HEADROOM = 16  # context positions that the server needs beyond a prompt and its answer
 
 
 def swept(files: ServerFiles) -> Sequence[int]:
-    """K to measure, where none is named: of look-ups the only one that there is."""
+    """The values of K to measure if none is given; look-ups have only one."""
     return (MOST_DRAFTED,) if files.looks_up else SWEPT
 
 
@@ -35,13 +35,13 @@ class Served:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Of decoding without and with the head, for as many tokens as came with it; prefills left out."""
+        """Decoding time without and with the head, for the number of tokens decoded with it; without prefills."""
         num_tokens, per_token = decoded(self.drafted), decode_seconds(self.plain) / max(1, decoded(self.plain))
         return per_token * num_tokens, decode_seconds(self.drafted)
 
 
 def decoded(answers: Sequence[Answer]) -> int:
-    """Tokens but the first of each, which the prefill gives."""
+    """Number of tokens, without the first of each answer, which the prefill gives."""
     return sum(max(0, answer.num_tokens - 1) for answer in answers)
 
 
@@ -51,10 +51,10 @@ def decode_seconds(answers: Sequence[Answer]) -> float:
 
 @dataclass(frozen=True)
 class ServedDrafter:
-    """What stands for a head in the key under which its measurement is kept."""
+    """Identifies a head in the key of its stored measurement."""
 
     command: str
-    changed: tuple[float, ...]  # when the files that it reads were
+    changed: tuple[float, ...]  # modification times of the files that it reads
 
 
 def measure_served(
@@ -67,10 +67,10 @@ def measure_served(
     on_prompt: Callable[[], object] = lambda: None,
     store: BatchStore | None = None,
 ) -> list[Result]:
-    """A result per K, greedy, batch 1. Two servers are up at a time, of which one works.
+    """A result per K, greedy, batch 1. Two servers run at a time, of which one is busy.
 
-    Args: target: what the prompts were tokenised for. lengths: K. on_prompt: called after each prompt and K.
-    Raises: BadInput where a server does not come up, and on settings that it is not asked with.
+    Args: target: whose tokenizer made the prompts. lengths: values of K. on_prompt: called after each prompt and K.
+    Raises: BadInput if a server does not start, and on settings that are not supported.
     """
     check_settings(config)
     if files.looks_up and list(lengths) != [MOST_DRAFTED]:
@@ -108,7 +108,7 @@ def one_length(
     per_round: int,
     kept: tuple[BatchStore, str] | None,
 ) -> Result:
-    """Both sides of all prompts at one K."""
+    """Measure both sides on all prompts at one K."""
 
     def ask(prompt: list[int], which: int) -> Answer:
         return servers[which].answer(prompt, max_new_tokens=config.max_new_tokens)
@@ -132,9 +132,9 @@ def one_length(
 
 
 def result_of(suite: Suite, config: MeasureConfig, served: Sequence[Served], *, name: str, per_round: int) -> Result:
-    """The figures that a server's own counts give: those of single rounds and positions stay empty.
+    """A result with the figures that a server's counts allow, without those of single rounds and positions.
 
-    Args: per_round: tokens drafted in every round; 0: as many as it likes.
+    Args: per_round: tokens drafted in every round; 0: varying.
     """
     setting, num_prompts = config.setting, len(suite.prompts)
     assert setting is not None

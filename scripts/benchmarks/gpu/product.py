@@ -45,7 +45,7 @@ BARS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """How much the stages do."""
+    """The workload of the stages."""
 
     answer_tokens: int  # of an answer at most
     answer_rows: int  # answered at a time
@@ -216,7 +216,7 @@ def bar_figures(results: Sequence[Result]) -> Figures:
 
 
 def worst(figures: Iterable[tuple[str, float | None]]) -> float | None:
-    """Of each suite's best figure the least."""
+    """The smallest over the suites of each suite's best figure."""
     best: dict[str, float] = {}
     for suite, value in figures:
         if value is not None:

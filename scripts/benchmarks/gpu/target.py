@@ -85,7 +85,7 @@ LONG_SHARE = 10  # one completion in so many has the long context
 
 
 def packed(tokenizer: Any, texts: list[str], *, row_tokens: int) -> Tensor:
-    """[rows, T] int32: the texts one after the other, each behind an end token."""
+    """[rows, T] int32: the concatenated texts, each preceded by an end token."""
     end, parts = tokenizer.eos_token_id, []
     for start in range(0, len(texts), 256):
         for encoding in tokenizer.backend_tokenizer.encode_batch(texts[start : start + 256], add_special_tokens=False):
@@ -149,7 +149,7 @@ def pretrain(model: Any, rows: Tensor, *, size: Size, device: str) -> Figures:
 
 
 def compile_layers(model: Any, *, backend: str | Callable[..., Any] = "inductor") -> None:
-    """What is compiled of one layer serves all: a model of many takes no longer to compile than one of few."""
+    """Compiles one layer for all of them, so that compile time does not grow with their number."""
     for layer in model.model.layers:
         layer.compile(fullgraph=True, backend=backend)
 
@@ -197,7 +197,7 @@ def measured_code(tokenizer: Any, texts: Sequence[str], count: int, *, num_token
 def write_prompts(folder: Path, corpus: Corpus, tokenizer: Any, size: Size) -> None:
     """What heads learn from and what they are measured on, of which nothing was learned: no file, no problem.
 
-    Raises: BadInput where the texts give no prompt for one of the files.
+    Raises: BadInput if the texts give no prompt for one of the files.
     """
     problems = reasoning_problems(size.num_prompts, 1), reasoning_problems(size.num_held_out, 2, held_out=True)
     answered = code_chats(corpus.prompts, size, size.num_prompts) + [problem["messages"] for problem in problems[0]]

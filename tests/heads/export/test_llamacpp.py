@@ -178,7 +178,7 @@ def test_a_target_whose_graph_hands_out_no_features_is_refused(tiny_target, tmp_
     target.model.save_pretrained(tmp_path / "qwen2")
     head = build_head(head_class("eagle3").config_class(type="eagle3"), Target.load(tmp_path / "qwen2"))
     save_head(head, tmp_path / "run" / "final")
-    with pytest.raises(BadInput, match="its graph of a qwen2 target hands out no features"):
+    with pytest.raises(BadInput, match="its graph of a qwen2 target outputs no features"):
         export_head(tmp_path / "run", tmp_path / "out", to="llama.cpp")
 
 

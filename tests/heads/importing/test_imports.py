@@ -370,6 +370,19 @@ def test_pickles_and_other_folders_are_refused(published, target, tmp_path, save
         import_head(published({"model_type": "t5"}, {"x": torch.ones(2)}), target)
 
 
+def test_damaged_configs_are_refused(published, target, tmp_path):
+    with pytest.raises(BadInput, match="no JSON object"):
+        import_head(published([1], {"x": torch.ones(2)}), target)
+    save_head(build_head(EagleConfig(), target), tmp_path / "head")
+    export_head(tmp_path / "head", tmp_path / "out", to="vllm")
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    config["headstart_export"]["head"]["num_depths"] = "five"
+    path.write_text(json.dumps(config))
+    with pytest.raises(BadInput, match="headstart_export.head: "):
+        import_head(tmp_path / "out", target)
+
+
 def test_an_export_is_for_its_target_only(target, tiny_target, tmp_path):
     save_head(build_head(EagleConfig(), target), tmp_path / "head")
     export_head(tmp_path / "head", tmp_path / "out", to="vllm")
