@@ -189,12 +189,13 @@ def _locked(folder: Path, command: str) -> BinaryIO:
 
 
 def _holder(file: BinaryIO) -> dict[str, Any]:
-    """The holder named in a lock file; empty if there is none."""
+    """The holder named in a lock file; empty if there is none, or the file holds something else."""
     file.seek(0)
     try:
-        return json.loads(file.read())
+        holder = json.loads(file.read())
     except ValueError:
         return {}
+    return holder if isinstance(holder, dict) and {"pid", "host", "command", "since"} <= holder.keys() else {}
 
 
 def _is_held(file: BinaryIO) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ...configs.errors import BadInput
+from ...configs.errors import BadInput, first_line
 from ...configs.files import remove, remove_unfinished, write_json
 from .shard_file import RowFile, ShardEntry, StoredSample, row_bytes, write_rows
 
@@ -211,9 +211,12 @@ def read_manifest(folder: Path) -> Manifest:
     number = data.pop("format", None) if isinstance(data, dict) else None
     if number != FORMAT:
         raise BadInput(f"{path}: format {number!r}, expected {FORMAT!r}")
-    shards = [ShardEntry(**entry) for entry in data.pop("shards")]
-    totals = {field.name: data.pop(field.name) for field in fields(Manifest) if field.name in data}
-    return Manifest(**totals, fields=data, shards=shards)
+    try:
+        shards = [ShardEntry(**entry) for entry in data.pop("shards")]
+        totals = {field.name: data.pop(field.name) for field in fields(Manifest) if field.name in data}
+        return Manifest(**totals, fields=data, shards=shards)
+    except (KeyError, TypeError) as error:
+        raise BadInput(f"{path}: no manifest of shards: {first_line(error)}") from error
 
 
 def owner(fields: Mapping[str, Any]) -> str:

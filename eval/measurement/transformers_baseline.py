@@ -36,8 +36,9 @@ class Answers:
     num_forwards: int = 0  # of the target in the first repeat, the prefill included
 
     def seconds_for(self, texts: Sequence[Sequence[int]]) -> list[float]:
-        """Time per prompt for as many tokens as these texts have."""
-        return [s * len(new) / len(own) for s, own, new in zip(self.seconds, self.texts, texts, strict=True)]
+        """Time per prompt for as many tokens as these texts have. Of an answer that ended at once, all of it."""
+        each = zip(self.seconds, self.texts, texts, strict=True)
+        return [seconds * len(new) / len(own) if own else seconds for seconds, own, new in each]
 
 
 @torch.no_grad()

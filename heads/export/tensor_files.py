@@ -57,9 +57,12 @@ def read_tensor_files(folder: Path) -> TensorFiles:
 
 
 def is_pickle(path: Path) -> bool:
-    """Whether a file starts like a pickle or like torch.save's archive."""
-    with path.open("rb") as file:
-        start = file.read(4)
+    """Whether a file starts like a pickle or like torch.save's archive; one that cannot be read does not."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(4)
+    except OSError:
+        return False
     return start.startswith((b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")) or start == b"PK\x03\x04"
 
 

@@ -204,6 +204,9 @@ def test_where_there_are_no_locks_the_named_holder_decides(monkeypatch, tmp_path
         else:
             with pytest.raises(BadInput, match="in use by process .* on elsewhere"):
                 owned_by(tmp_path / "out")
+    for strange in ("[1]", '{"pid": 1}', "3"):  # names nobody
+        (tmp_path / "out" / LOCK).write_text(strange)
+        owned_by(tmp_path / "out").close()
 
 
 def test_the_home_folder_is_meant_by_a_tilde(monkeypatch, tmp_path):

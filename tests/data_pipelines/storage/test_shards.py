@@ -182,6 +182,10 @@ def test_a_manifest_of_another_format_is_refused(tmp_path):
     path.write_text(json.dumps({**manifest, "format": "another"}))
     with pytest.raises(BadInput, match="manifest.json: format 'another', expected"):
         Shards(tmp_path / "a")
+    for damaged in ({**manifest, "shards": [{"name": 1}]}, {**manifest, "shards": 3}, {"format": manifest["format"]}):
+        path.write_text(json.dumps(damaged))
+        with pytest.raises(BadInput, match="manifest.json: no manifest of shards"):
+            Shards(tmp_path / "a")
     path.write_text("{")
     with pytest.raises(BadInput, match="manifest.json: damaged"):
         Shards(tmp_path / "a")

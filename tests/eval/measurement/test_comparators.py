@@ -8,7 +8,7 @@ from headstart.eval.drafters.lookup import NgramDrafter, SuffixDrafter
 from headstart.eval.measurement.config import MeasureConfig, chain
 from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.result import Bandwidth
-from headstart.eval.measurement.transformers_baseline import compare_transformers, interleave
+from headstart.eval.measurement.transformers_baseline import Answers, compare_transformers, interleave
 from headstart.eval.suites.prompts import Suite
 
 SUITE = Suite("three", [[1, 5, 9, 5, 9], [1, 7, 8, 3, 7, 8], [1, 30]])
@@ -91,3 +91,4 @@ def test_ways_take_turns():
     assert timed[0].texts == timed[1].texts == [[5, 1], [6, 1]]
     assert timed[0].num_forwards == 4
     assert all(b >= 0.03 for b in timed[1].seconds) and timed[0].seconds_for([[1], []])[1] == 0
+    assert Answers(seconds=[2.0, 3.0], texts=[[], [5]]).seconds_for([[], [5]]) == [2.0, 3.0], "one ended at once"

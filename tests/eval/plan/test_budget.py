@@ -44,9 +44,9 @@ class Clock:
     def slow(self, monkeypatch, name, seconds):
         work = getattr(Engine, name)
 
-        def slowly(engine, *args):
+        def slowly(engine, *args, **how):
             self.now += seconds * (0.8 + 0.2 * engine.batch_size) * (engine.num_drafted or 1) ** 0.2
-            return work(engine, *args)
+            return work(engine, *args, **how)
 
         monkeypatch.setattr(Engine, name, slowly)
 

@@ -39,7 +39,7 @@ def test_a_chunked_loss_is_the_whole_one(head_type, loss, target, make_batch, mo
         out.loss.backward()
         results.append((out.loss.detach(), out.depth_loss, out.hits.float(), *[p.grad for p in head.parameters()]))
     for chunked, whole in zip(*results, strict=True):
-        torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=2e-5 + 1e-5 * float(whole.abs().max()))
 
 
 @pytest.mark.parametrize(("gigabytes", "size"), [(16, 2**28), (24, 2**28), (40, 2**29), (80, 2**30), (900, 2**31)])
