@@ -59,6 +59,7 @@ def test_one_command_goes_from_prompts_to_a_decision(auto, machine_is, in_proces
     assert found["decision"]["headline"] in said
 
 
+@pytest.mark.slow
 def test_the_chosen_head_is_planned_by_batch_size(auto, machine_is, monkeypatch, in_process, tmp_path):
     machine_is(medusa=1.2)
     monkeypatch.setattr(sizes, "LEAST_SECONDS", 0.5)
