@@ -23,6 +23,7 @@ from ...configs.errors import BadInput
 from ...configs.loader import build, read_config
 from ...data_pipelines.config import DataConfig
 from ...eval.measurement.config import MeasureConfig, chain
+from ...eval.measurement.environment import device_name
 from ...eval.measurement.measure import measure
 from ...eval.suites.prompts import load_suite
 from ...heads.fit import head_size, load_skeleton
@@ -131,7 +132,8 @@ def run_bench(bench: Bench, console: Console) -> list[Entry]:
     for seed in bench.seeds:
         settings = {name: settings_of(bench, name, seed=seed, target=target) for name in bench.heads}
         done = {(entry.key, entry.settings) for entry in entries}
-        missing = [name for name in bench.heads if ((bench.name, name, seed), settings[name]) not in done]
+        device = device_name(target.device)
+        missing = [name for name in bench.heads if ((bench.name, device, name, seed), settings[name]) not in done]
         folders = {name: bench.runs / bench.name / f"{name}-{seed}-{settings[name][:8]}" for name in missing}
         for name, folder in folders.items():
             train(training_run(bench, name, seed=seed, folder=str(folder)), console=console)
@@ -165,7 +167,7 @@ def measured(bench: Bench, name: str, folder: Path, target: Target, seed: int, p
         baseline_ms=timing.baseline_ms,
         loss=head.config.loss,
         lossless=picked(result.lossless, "checked identical proved unexplained"),
-        device=target.device.type,
+        device=device_name(target.device),
         num_threads=torch.get_num_threads(),
         date=date.today().isoformat(),
         settings=settings,

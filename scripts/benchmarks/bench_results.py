@@ -68,15 +68,15 @@ class Entry:
     baseline_ms: float
     loss: dict[str, float]
     lossless: dict[str, int]
-    device: str
+    device: str  # the name of the GPU or the CPU
     num_threads: int
     date: str
     settings: str
 
     @property
-    def key(self) -> tuple[str, str, int]:
+    def key(self) -> tuple[str, str, str, int]:
         """The identity of the entry: a new entry replaces an old one with the same identity."""
-        return self.target, self.head, self.seed
+        return self.target, self.device, self.head, self.seed
 
 
 def read_results(path: Path) -> list[Entry]:
@@ -93,12 +93,12 @@ def write_results(path: Path, entries: Sequence[Entry]) -> None:
 
 
 def table(entries: Sequence[Entry]) -> str:
-    """A table per target, the longest acceptance first."""
+    """A table per target and device, since times on two of them do not compare; the longest acceptance first."""
     if not entries:
         return "Not measured yet: `make bench-heads`."
     parts = []
-    for target in sorted({entry.target for entry in entries}):
-        here = [entry for entry in entries if entry.target == target]
+    for target, device in sorted({(entry.target, entry.device) for entry in entries}):
+        here = [entry for entry in entries if (entry.target, entry.device) == (target, device)]
         heads = {name: [entry for entry in here if entry.head == name] for name in dict.fromkeys(e.head for e in here)}
         lengths = {name: statistics.fmean(e.acceptance_length for e in group) for name, group in heads.items()}
         reference = training_rate(heads[REFERENCE]) if REFERENCE in heads else None

@@ -6,7 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 from headstart.configs.errors import BadInput
+from headstart.eval.measurement.environment import device_name
 from headstart.scripts.benchmarks import bench_heads
 from headstart.scripts.benchmarks.bench_heads import Bench, count_parameters, run_bench
 from headstart.scripts.benchmarks.bench_results import (
@@ -63,7 +65,9 @@ def entry(head, *, seed=1, target="small", **changes):
 def test_it_trains_measures_and_goes_on_where_it_stopped(bench, quiet, monkeypatch):
     entries = run_bench(bench, quiet)
     name = Path(bench.target).parent.name
-    assert [one.key for one in entries] == [(name, "medusa", 1), (name, "eagle3", 1)], "named by its parent folder"
+    cpu = device_name(torch.device("cpu"))
+    named = [(name, cpu, "medusa", 1), (name, cpu, "eagle3", 1)]
+    assert [one.key for one in entries] == named, "named by its parent folder"
     assert read_results(bench.output) == sorted(entries, key=lambda one: one.head)
     for one in entries:
         assert one.optimizer_steps == 2 and one.train_tokens_per_second > 0 and one.draft_ms > 0
@@ -145,6 +149,7 @@ def test_the_table_has_means_over_seeds_and_the_best_first():
         entry("eagle3", acceptance_length=2.0),
         entry("eagle3", seed=2, acceptance_length=2.2, speedup=1.7),
         entry("eagle3_tv", acceptance_length=2.1, loss={"soft_ce": 0.5, "tv": 0.5}, target="other"),
+        entry("medusa", acceptance_length=1.2, device="faster"),
     ]
     lines = table(entries).splitlines()
     assert lines[0].startswith("Target `other`") and lines[6].startswith(
@@ -157,7 +162,9 @@ def test_the_table_has_means_over_seeds_and_the_best_first():
     )
     assert lines[10].endswith("| soft_ce | 98,816 | 2.10 ± 0.14 | 0.25 | 1.60 | 1.00 |")
     assert lines[11].startswith("| Medusa-1 |") and lines[11].endswith("| 1.20 | 0.25 | 1.50 | 5.00 |")
-    assert len(lines) == 12
+    assert lines[13].startswith("Target `small`") and "faster, 2 threads" in lines[13]
+    assert lines[17].endswith("| 1.50 | - |"), "no training speed beside another machine's"
+    assert len(lines) == 18
 
 
 def test_a_page_gets_the_table_between_its_marks(tmp_path):
