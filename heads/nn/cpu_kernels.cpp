@@ -91,6 +91,15 @@ struct Ahead {
   }
 };
 
+template <int M>
+inline void store_sums(const __m512 (&sums)[M][2], float* out) {
+#pragma GCC unroll 8
+  for (int m = 0; m < M; m++) {
+    _mm512_storeu_ps(out + m * BLOCK, sums[m][0]);
+    _mm512_storeu_ps(out + m * BLOCK + 16, sums[m][1]);
+  }
+}
+
 // out [M, 32] = x [M, K] of a block of weights
 template <int M>
 void tile(const bf16* x, int64_t K, const bf16* w, float* out, Ahead ahead) {
@@ -111,11 +120,7 @@ void tile(const bf16* x, int64_t K, const bf16* w, float* out, Ahead ahead) {
       sums[m][1] = _mm512_dpbf16_ps(sums[m][1], high, both);
     }
   }
-#pragma GCC unroll 8
-  for (int m = 0; m < M; m++) {
-    _mm512_storeu_ps(out + m * BLOCK, sums[m][0]);
-    _mm512_storeu_ps(out + m * BLOCK + 16, sums[m][1]);
-  }
+  store_sums(sums, out);
 }
 
 // The same of x in fp32, by two multiply-adds of 16 numbers for each product of 32 pairs.
@@ -141,11 +146,7 @@ void wide_tile(const float* x, int64_t K, const bf16* w, float* out, Ahead ahead
       sums[m][1] = _mm512_fmadd_ps(odd[1], second, sums[m][1]);
     }
   }
-#pragma GCC unroll 8
-  for (int m = 0; m < M; m++) {
-    _mm512_storeu_ps(out + m * BLOCK, sums[m][0]);
-    _mm512_storeu_ps(out + m * BLOCK + 16, sums[m][1]);
-  }
+  store_sums(sums, out);
 }
 
 // Intel's processors take two cycles for a product of bf16 pairs and half of one for a multiply-add in fp32; AMD's take
