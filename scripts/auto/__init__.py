@@ -1,6 +1,7 @@
-"""`headstart auto`: from a target and its traffic to the best head within a time. All of its decisions are made here.
+"""`headstart auto`: finds the best drafter for a target, its traffic and this machine within a time budget.
 
-Read command.py, then run.py (the stages in order). budget.py, prediction.py and halving.py decide, from figures alone;
-machine.py, data.py, learning.py and evaluation.py get these figures, by our ordinary commands (../unattended);
-journal.py keeps what was found and decided (auto.json), page.py tells it.
+Start reading at command.py (options), then run.py (the stages in order) and choosing.py (the training stages).
+budget.py, prediction.py and halving.py are pure functions that decide. machine.py, data.py, learning.py, sizes.py and
+evaluation.py measure, mostly by running ordinary `headstart` commands (../unattended). journal.py stores findings and
+decisions in auto.json, and page.py renders them as auto.html.
 """

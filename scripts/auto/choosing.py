@@ -1,4 +1,4 @@
-"""The stages that train heads: successive halving among the candidates, then the chosen one alone."""
+"""The stages that train heads: successive halving among the candidates, then the final training of the chosen one."""
 
 from pathlib import Path
 
@@ -6,90 +6,106 @@ from ...configs.errors import BadInput
 from .budget import EVALUATION, HALVING
 from .candidates import Candidate, by_gain_per_cost, find_candidates
 from .evaluation import ending_seconds
-from .halving import LEAST_STEPS, field, rung_seconds, survivors
+from .halving import LEAST_STEPS, rung_seconds, starting_candidates, survivors
 from .journal import Chosen, Rung, Score
-from .learning import visit_plan
+from .learning import plan_rung
 from .session import Session
 
-LATE = 1.3  # of a visit's planned time, after which it is ended
+LATE = 1.3  # a candidate's training in a rung is stopped after this multiple of its planned time
 
 
-def kept_for_the_end(run: Session) -> float:
-    """Seconds for evaluation, export and check: of all held-out prompts, or as many as its share allows."""
+def ending_reserve(run: Session) -> float:
+    """Seconds to keep for evaluation, export and check.
+
+    Enough for all held-out prompts, limited to the share EVALUATION of the budget; at least enough for one batch.
+    """
     assert run.journal.split is not None
     machine, settings = run.machine, run.settings
-    batches = -(-run.journal.split.held_out // machine.batch_size)
+    num_batches = -(-run.journal.split.held_out // machine.batch_size)
     least, whole = (
         ending_seconds(count, machine, engine=settings.engine, max_new_tokens=settings.max_new_tokens)
-        for count in (1, batches)
+        for count in (1, num_batches)
     )
     return max(min(whole, EVALUATION * settings.budget), least)
 
 
 def choose(run: Session) -> None:
-    """Successive halving among the candidates that may pay."""
+    """Chooses one candidate by successive halving; writes `learning_until`, `rungs` and `chosen` into the journal.
+
+    Raises: BadInput if no candidate could be scored; SystemExit after a signal to stop.
+    """
     journal, learner = run.journal, run.learner
     if journal.chosen is not None:
         return
     if journal.learning_until is None:
-        journal.learning_until = run.settings.budget - kept_for_the_end(run)
+        journal.learning_until = run.settings.budget - ending_reserve(run)
         run.write()
-    known = {candidate.name: candidate for candidate in find_candidates()}
-    ranked = by_gain_per_cost([(each.name, each.bound, each.step_seconds) for each in run.machine.able])
-    total = HALVING * max(journal.learning_until - run.clock.used, 0)
-    names = list(journal.rungs[0].plan) if journal.rungs else None
-    names = names or field(ranked, {name: learner.pace(name, []) for name in ranked}, total)
-    if not journal.rungs:
-        journal.rung_seconds = rung_seconds(total, len(names))
+    candidates = {candidate.name: candidate for candidate in find_candidates()}
+    halving_seconds = HALVING * max(journal.learning_until - run.clock.used, 0)
+    if journal.rungs:  # resumed
+        names = list(journal.rungs[0].plan)
+    else:
+        ranked = by_gain_per_cost([(each.name, each.bound, each.step_seconds) for each in run.machine.able])
+        names = starting_candidates(ranked, {name: learner.pace(name, []) for name in ranked}, halving_seconds)
+        journal.rung_seconds = rung_seconds(halving_seconds, len(names))
     while len(names) > 1:
-        names = rung(run, names, known)
-    scores = [score for rung in journal.rungs for score in rung.scores if score.name == names[0] and not score.problem]
-    pace = learner.pace(names[0], journal.rungs)
-    steps = learner.budgeted_steps(journal.learning_until - run.clock.used, pace)
-    journal.chosen = Chosen(names[0], steps, scores[-1] if scores else None)
+        names = run_rung(run, names, candidates)
+    [name] = names
+    scores = [score for rung in journal.rungs for score in rung.scores if score.name == name and not score.problem]
+    steps = learner.steps_in(journal.learning_until - run.clock.used, learner.pace(name, journal.rungs))
+    journal.chosen = Chosen(name, steps, scores[-1] if scores else None)
     run.write()
 
 
-def rung(run: Session, names: list[str], known: dict[str, Candidate]) -> list[str]:
-    """The next rung, or one that was begun; returns the better half."""
+def run_rung(run: Session, names: list[str], candidates: dict[str, Candidate]) -> list[str]:
+    """Trains and scores the candidates `names`; a rung of the journal with these candidates is resumed.
+
+    Returns the names of the better half, best first. Raises BadInput if the first rung scores no candidate at all.
+    """
     journal, learner = run.journal, run.learner
     assert journal.learning_until is not None
-    done = next((rung for rung in journal.rungs if list(rung.plan) == names), None)
-    if done is not None and done.kept:
-        return done.kept
-    before = [rung for rung in journal.rungs if rung is not done]
-    if done is None:
-        done = Rung(visit_plan(names, journal.rung_seconds, learner, before))
-        journal.rungs.append(done)
+    current = next((rung for rung in journal.rungs if list(rung.plan) == names), None)
+    if current is not None and current.kept:
+        return current.kept
+    earlier = [rung for rung in journal.rungs if rung is not current]
+    if current is None:
+        current = Rung(plan_rung(names, journal.rung_seconds, learner, earlier))
+        journal.rungs.append(current)
         run.write()
-    each = journal.rung_seconds / len(names)
-    scored = {score.name for score in done.scores}
+    seconds = journal.rung_seconds / len(names)  # per candidate
+    scored = {score.name for score in current.scores}
     for name in [name for name in names if name not in scored]:
-        steps = done.plan[name]
-        until = min(run.clock.used + LATE * each, journal.learning_until)
-        words = learner.visit_words(known[name], steps=steps, pace=learner.pace(name, before))
-        what = f"rung {len(before) + 1} of {len(names)} candidates: {name} learns up to step {steps}"
+        steps = current.plan[name]
+        until = min(run.clock.used + LATE * seconds, journal.learning_until)
+        arguments = learner.rung_training(candidates[name], steps=steps, pace=learner.pace(name, earlier))
+        what = f"rung {len(earlier) + 1}, {len(names)} candidates: {name} is trained up to step {steps}"
         try:
-            record = run.step(what, words, name=f"learn-{name}", seconds=each, until=until)
+            record = run.step(what, arguments, name=f"learn-{name}", seconds=seconds, until=until)
             score = learner.score(name, run.folder / "candidates" / name, record, steps)
-        except BadInput as error:  # training refused it; others may do
+        except BadInput as error:  # this candidate cannot be trained; the others may
             score = Score(name, 0, 0.0, 0.0, [], 0, 0.0, str(error))
-        done.scores.append(score)
-        figures = (
-            f"{score.acceptance_length:.2f} tokens per round, {score.predicted_speedup:.2f} times the speed predicted"
-        )
-        run.say(f"  {score.problem or figures}")
+        current.scores.append(score)
+        run.say(f"  {score.problem or describe(score)}")
         run.write()
-    good = {score.name: score.predicted_speedup for score in done.scores if not score.problem}
-    if not good and not before:
-        raise BadInput(f"no candidate could be scored: {done.scores[0].name}: {done.scores[0].problem}")
-    done.kept = survivors(good) if good else names[:1]  # which are in order of the rung before
+    speedups = {score.name: score.predicted_speedup for score in current.scores if not score.problem}
+    if not speedups and not earlier:
+        raise BadInput(f"no candidate could be scored: {current.scores[0].name}: {current.scores[0].problem}")
+    current.kept = survivors(speedups) if speedups else names[:1]  # names: best first, by the rung before
     run.write()
-    return done.kept
+    return current.kept
+
+
+def describe(score: Score) -> str:
+    return f"{score.acceptance_length:.2f} tokens per round, predicted speedup {score.predicted_speedup:.2f}"
 
 
 def learn(run: Session) -> None:
-    """Train the chosen candidate for the rest of the time, with a falling learning rate."""
+    """Trains the chosen candidate for the rest of the training time, with a decaying learning rate.
+
+    If there is no time for that, or it makes the candidate worse, the best checkpoint of its rungs is taken.
+
+    Raises: BadInput if there is no head at the end; SystemExit after a signal to stop.
+    """
     journal, learner = run.journal, run.learner
     chosen = journal.chosen
     assert chosen is not None and journal.learning_until is not None
@@ -98,19 +114,20 @@ def learn(run: Session) -> None:
     earlier = run.folder / "candidates" / chosen.name / "best"
     if chosen.max_steps >= LEAST_STEPS or not earlier.is_dir():
         chosen.max_steps = max(chosen.max_steps, LEAST_STEPS)
-        known = {candidate.name: candidate for candidate in find_candidates()}
-        words = learner.last_words(known[chosen.name], chosen, earlier if earlier.is_dir() else None, journal.rungs)
+        candidates = {candidate.name: candidate for candidate in find_candidates()}
+        start_from = earlier if earlier.is_dir() else None
+        arguments = learner.final_training(candidates[chosen.name], chosen, start_from, journal.rungs)
         seconds = max(journal.learning_until - run.clock.used, 0)
-        what = f"{chosen.name} is chosen, and learns on for {chosen.max_steps} steps"
-        record = run.step(what, words, name="learn-chosen", seconds=seconds, until=journal.learning_until)
+        what = f"{chosen.name} is chosen, and trained for {chosen.max_steps} more steps"
+        record = run.step(what, arguments, name="learn-chosen", seconds=seconds, until=journal.learning_until)
         score = learner.score(chosen.name, run.folder / "training", record, 0)
         folders = [run.folder / "training" / name for name in ("final", "best")]
-        new = next((folder for folder in folders if folder.is_dir()), None)
+        trained = next((folder for folder in folders if folder.is_dir()), None)
         is_better = chosen.score is None or score.predicted_speedup >= chosen.score.predicted_speedup
-        if new is not None and is_better:
-            chosen.head = str(new)
+        if trained is not None and is_better:
+            chosen.head = str(trained)
             chosen.score = score if not score.problem else chosen.score
     chosen.head = chosen.head or str(earlier)
     if not Path(chosen.head).is_dir():
-        raise BadInput(f"{chosen.name} was not trained in time: see {run.folder / 'logs'}; give it more time")
+        raise BadInput(f"{chosen.name} was not trained in time: see {run.folder / 'logs'}, or give a larger --budget")
     run.write()

@@ -1,4 +1,4 @@
-"""`headstart auto`, as a command."""
+"""The command `headstart auto`."""
 
 from functools import partial
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ...configs.errors import BadInput
-from ..unattended.options import TIME, Device, Dtype, Launcher, Seed
+from ..unattended.options import RUN, Device, Dtype, Launcher, Seed
 
 TRAFFIC = partial(typer.Option, rich_help_panel="Traffic")
 
@@ -15,36 +15,38 @@ TRAFFIC = partial(typer.Option, rich_help_panel="Traffic")
 def auto(
     *,
     target: Annotated[str, TRAFFIC(help="The target: local folder or hub id.")],
-    prompts: Annotated[str, TRAFFIC(help="JSONL rows with prompt, messages or turns: what it is asked.")],
-    chats: Annotated[str, TRAFFIC(help="More rows to learn from, with answers that this target wrote.")] = "",
-    max_new_tokens: Annotated[int, TRAFFIC(help="Tokens per answer, at most.", min=2)] = 128,
-    budget: Annotated[str, TIME(help="The time for all of it: 90s, 20m, 2h.")],
-    output: Annotated[Path, TIME(help="Folder for auto.html, auto.json and all that is made.")],
-    engine: Annotated[str, TIME(help="That will serve the head: headstart, vllm, sglang or llama.cpp.")] = "headstart",
-    batch_size: Annotated[int, TIME(help="Rows that are served at a time.", min=1)] = 1,
+    prompts: Annotated[str, TRAFFIC(help="Prompts of the traffic: JSONL rows with prompt, messages or turns.")],
+    chats: Annotated[str, TRAFFIC(help="More training rows, JSONL, with answers that this target wrote.")] = "",
+    max_new_tokens: Annotated[int, TRAFFIC(help="Maximum number of tokens per answer.", min=2)] = 128,
+    budget: Annotated[str, RUN(help="Time for the whole run: 90s, 20m, 2h.")],
+    output: Annotated[Path, RUN(help="Folder for auto.html, auto.json and everything else that the run writes.")],
+    engine: Annotated[
+        str, RUN(help="Engine that will serve the head: headstart, vllm, sglang or llama.cpp.")
+    ] = "headstart",
+    batch_size: Annotated[int, RUN(help="Number of rows that are served at a time.", min=1)] = 1,
     load: Annotated[
         float,
-        TIME(help="Instead: requests per second. Rows that they keep busy follow from step times.", min=0),
+        RUN(help="Instead of --batch-size: requests per second, from which the batch size is derived.", min=0),
     ] = 0.0,
     seed: Seed = 0,
     dtype: Dtype = "",
     device: Device = "",
     launcher: Launcher = "",
 ) -> None:
-    """Find the best head for a target, its traffic and this machine within a time, and whether it is worth deploying.
+    """Find the best head for a target, its traffic and this machine within a time budget, and whether to deploy it.
 
     \b
     Example:
       headstart auto --target MODEL --prompts prompts.jsonl --budget 2h --output runs/auto
 
-    It measures what can pay here, has the target answer the prompts, trains the candidates by successive halving on
-    predicted speedup, goes on with the best until the time ends, measures it on prompts that were held out, and says
-    what to deploy, or that nothing pays. The same command again continues a run that was killed. Each step is an
-    ordinary command, which is printed; auto.json has every decision with its figures.
+    The run measures which heads can pay on this machine and has the target answer the prompts. It trains the candidates
+    by successive halving on predicted speedup, and the best one for the remaining time. It measures that head on
+    held-out prompts, and recommends what to deploy, or nothing. Run the same command again to resume a run that was
+    killed. Each step is an ordinary command, which is printed. auto.json has all decisions with their figures.
     """
     from ...heads.loading import default_device
     from ..unattended.clock import parse_budget
-    from ..unattended.session import check_started_once, digest, opened, target_dtype
+    from ..unattended.session import check_started_once, digest, open_session, target_dtype
     from .candidates import check_engine
     from .journal import Journal
     from .run import run_all
@@ -71,5 +73,5 @@ def auto(
         seed=seed,
         traffic=digest([path for path in (prompts, chats) if path]),
     )
-    with opened("headstart auto", output, settings, Journal.read, Session) as run:
+    with open_session("headstart auto", output, settings, Journal.read, Session) as run:
         run_all(run)

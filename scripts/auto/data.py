@@ -1,4 +1,4 @@
-"""The traffic: prompts that are held out, prompts that the target answers, and what its answers are like."""
+"""The data of a run: splits the prompts, and turns the target's answers into training and validation rows."""
 
 import json
 import random
@@ -22,26 +22,26 @@ from ...eval.suites.prompts import load_suite
 from ...heads.target import Target
 from .journal import Answers, Split
 
-MOST_HELD_OUT = 32
-LEAST_PROMPTS = 3 * LEAST_TIMED  # a third is held out, which must be enough to prove something
+MOST_HELD_OUT = 32  # prompts
+LEAST_PROMPTS = 3 * LEAST_TIMED  # a third is held out, and a confidence interval needs LEAST_TIMED prompts
 MOST_VALIDATION = 8  # rows that score candidates
 LEAST_ANSWERS = 8
-COVERED = 0.995  # of the answers' tokens, by a cut draft vocabulary
-VOCABULARY_STEP = 256
-ENDING = 16  # tokens that a template may put behind an answer
-MANY = 0.2  # share of answers above which something is worth a warning
+COVERED = 0.995  # share of the answers' tokens that a cut draft vocabulary must contain
+VOCABULARY_STEP = 256  # sizes of cut vocabularies are multiples of this
+ENDING = 16  # tokens that a chat template may add after an answer, upper limit
+MANY = 0.2  # share of bad answers above which there is a warning
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A row of traffic. question: up to where the target first answers; two rows of one question are duplicates."""
+    """A row of --prompts or --chats. Rows with the same question are duplicates."""
 
-    question: str  # JSON of messages
+    question: str  # the messages before the first answer, as JSON
     row: dict[str, Any]
 
 
 def read_asked(path: str) -> Iterator[Asked]:
-    """Raises BadInput on rows without a prompt."""
+    """Yields a file's rows with their questions. Raises BadInput on rows without a prompt."""
     for row in iter_rows(path):
         for exchange in exchanges(row, SamplingConfig(), turns="all"):
             messages = exchange.script[: exchange.script.index(None)]
@@ -51,10 +51,15 @@ def read_asked(path: str) -> Iterator[Asked]:
 def split_prompts(
     prompts: str, chats: str, folder: Path, *, most_held_out: int = MOST_HELD_OUT, seed: int
 ) -> tuple[int, int, int]:
-    """Writes held_out.jsonl, prompts.jsonl, and of chats those that ask nothing that is held out, given.jsonl.
+    """Splits the prompts into held-out ones and ones for the target to answer, and selects the chats to learn from.
 
-    Prompts are shuffled, so that the first that are answered are like the rest. Returns how many are held out, how many
-    asked, and how many rows repeat another's question. Raises BadInput if there are too few.
+    Writes into `folder`: held_out.jsonl; prompts.jsonl, shuffled, so that the prompts answered in time are a random
+    sample; and given.jsonl, the rows of `chats` that have an answer and whose question is not held out.
+
+    Args: chats: file of answered rows; empty: none.
+
+    Returns the numbers of held-out prompts, of prompts to answer, and of duplicate rows.
+    Raises BadInput if there are fewer than LEAST_PROMPTS different prompts.
     """
     rows = list(read_asked(prompts))
     once = {asked.question: asked for asked in rows}
@@ -77,13 +82,13 @@ def split_prompts(
 
 
 def held_out_row(asked: Asked) -> dict[str, Any]:
-    """A prompt as `headstart eval` reads it, with its domain."""
+    """A row for `headstart eval --prompts`, with its domain if it has one."""
     domain = {key: asked.row[key] for key in ("category", "domain") if isinstance(asked.row.get(key), str)}
     return {"messages": json.loads(asked.question), **domain}
 
 
 def is_answered(row: dict[str, Any]) -> bool:
-    """Whether a row of --chats brings an answer; others have nothing to learn from."""
+    """Whether a row of --chats ends with an answer."""
     messages = row.get("messages") or row.get("conversations") or [{}]
     last = messages[-1]
     return last.get("role", last.get("from")) in ("assistant", "gpt") or bool(row.get("response") or row.get("output"))
@@ -94,51 +99,68 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def describe_split(counts: tuple[int, int, int], path: Path, target: Target, *, max_new_tokens: int) -> Split:
-    """The split, with the lengths of its held-out prompts. Raises BadInput if too few of them can be asked."""
+    """The journal's entry for the split.
+
+    Args:
+        counts: as `split_prompts` returns them.
+        path: held_out.jsonl.
+
+    Raises: BadInput if fewer than LEAST_TIMED held-out prompts fit the target.
+    """
     suite = load_suite(path, target, max_new_tokens=max_new_tokens)
     if len(suite.prompts) < LEAST_TIMED:
         failed = suite.failed[0]
-        raise BadInput(f"--prompts: {len(suite.prompts)} held-out prompts can be asked: {failed.row}: {failed.reason}")
+        usable = f"only {len(suite.prompts)} held-out prompts are usable, at least {LEAST_TIMED} are needed"
+        raise BadInput(f"--prompts: {usable}: {failed.row}: {failed.reason}")
     lengths = [len(prompt) for prompt in suite.prompts]
     context = round(statistics.median(lengths)) + max_new_tokens // 2
     return Split(*counts, context=context, prompt_tokens=max(lengths))
 
 
 def timing_text(path: Path, target: Target, *, max_new_tokens: int) -> list[int]:
-    """Tokens of the held-out prompts, one behind another."""
+    """The token ids of all held-out prompts, concatenated."""
     suite = load_suite(path, target, max_new_tokens=max_new_tokens)
     return [token for prompt in suite.prompts for token in prompt]
 
 
 def gather(folder: Path, answers: Path, tokenizer: Any, *, vocab_size: int, eos_token_ids: set[int]) -> Answers:
-    """Writes train.jsonl and validation.jsonl of what was answered, in time or not, and of given chats.
+    """Writes train.jsonl and validation.jsonl into `folder`, from the target's answers and the given chats.
 
-    Raises BadInput if there is too little.
+    Args:
+        folder: where given.jsonl is.
+        answers: output of `headstart data regenerate`, which may have been stopped before its end.
+        tokenizer: the target's.
+        vocab_size: the target's.
+
+    Returns the journal's entry. Raises BadInput if there are fewer than LEAST_ANSWERS answers.
     """
     finished = answers / "answers.jsonl"
-    part = finished if finished.exists() else answers / "answers.part.jsonl"
-    written = [json.loads(line) for line in part.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    path = finished if finished.exists() else answers / "answers.part.jsonl"
+    lines = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]  # complete ones
+    written = [json.loads(line) for line in lines]
     given = folder / "given.jsonl"
     chats = read_jsonl(given) if given.exists() and given.stat().st_size else []
     if len(written) < LEAST_ANSWERS:
         raise BadInput(
-            f"--budget: the target answered {len(written)} prompts in its share of the time, {LEAST_ANSWERS} are the "
-            "least; give it more time or fewer --max-new-tokens"
+            f"--budget: the target answered {len(written)} prompts in the time for this, at least {LEAST_ANSWERS} "
+            "are needed; give a larger --budget or fewer --max-new-tokens"
         )
     written.sort(key=lambda row: row["id"])
     num_validation = min(len(written) // 4, MOST_VALIDATION)
     validation, train = written[:num_validation], written[num_validation:]
     write_rows(folder / "validation.jsonl", validation)
     write_rows(folder / "train.jsonl", [*train, *chats])
-    write_text(folder / "manifest.json", (answers / "manifest.json").read_text())  # how answers were sampled
+    manifest = (answers / "manifest.json").read_text()  # records how the answers were sampled
+    write_text(folder / "manifest.json", manifest)
     texts = [text for row in written for text in assistant_texts(row)]
-    ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
-    learnt = [token for row in chats for text in assistant_texts(row) for token in tokenizer(text).input_ids]
-    counts = np.bincount([token for row in ids for token in row] + learnt, minlength=vocab_size)[:vocab_size]
+    answer_ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    chat_ids = [tokenizer(text).input_ids for row in chats for text in assistant_texts(row)]
+    tokens = [token for ids in (*answer_ids, *chat_ids) for token in ids]
+    counts = np.bincount(tokens, minlength=vocab_size)[:vocab_size]  # [V]
     always = always_kept(tokenizer, eos_token_ids=eos_token_ids, vocab_size=vocab_size)
     size, covered = vocabulary_for(counts, always)
     truncated = sum(row["truncated"] for row in written)
-    looping = sum(text_repetition(i, [row]).is_looping for i, row in enumerate(ids))
+    looping = sum(text_repetition(i, [ids]).is_looping for i, ids in enumerate(answer_ids))
     longest = max(row["usage"]["prompt_tokens"] + row["usage"]["completion_tokens"] for row in written) + ENDING
     return Answers(
         written=len(written),
@@ -147,7 +169,7 @@ def gather(folder: Path, answers: Path, tokenizer: Any, *, vocab_size: int, eos_
         tokens=sum(row["usage"]["completion_tokens"] for row in written),
         truncated=truncated,
         looping=looping,
-        complete=part == finished,
+        complete=path == finished,
         draft_vocab_size=size,
         coverage=covered,
         max_length=max(longest, 2048) if chats else longest,
@@ -156,14 +178,20 @@ def gather(folder: Path, answers: Path, tokenizer: Any, *, vocab_size: int, eos_
 
 
 def assistant_texts(row: dict[str, Any]) -> list[str]:
-    """What the assistant wrote, of a row of messages."""
+    """The texts of a row's assistant messages."""
     messages = row.get("messages") or []
     return [message["content"] for message in messages if message.get("role") == "assistant" and message.get("content")]
 
 
 def vocabulary_for(counts: np.ndarray, always: list[int]) -> tuple[int | None, float | None]:
-    """The smallest draft vocabulary that covers COVERED of the answers' tokens, and what it covers; (None, None) where
-    that is not far smaller than the whole. Args: counts: [V] of each token."""
+    """Size and coverage of the smallest draft vocabulary that covers the share COVERED of the answers' tokens.
+
+    Args:
+        counts: [V] occurrences of each token.
+        always: token ids that every vocabulary must contain.
+
+    Returns (None, None) if that is more than half of the target's vocabulary, or nothing was counted.
+    """
     if not counts.any():
         return None, None
     step = VOCABULARY_STEP
@@ -175,15 +203,16 @@ def vocabulary_for(counts: np.ndarray, always: list[int]) -> tuple[int | None, f
 
 
 def warnings_of(num_rows: int, *, truncated: int, looping: int) -> list[str]:
-    """What is wrong with answers, for a person who chooses the target and its prompts."""
+    """Warnings about answers that loop or are cut off, for the report."""
     found = []
     if looping > MANY * num_rows:
         found.append(
-            f"{looping} of {num_rows} answers repeat more than half of their own 4-grams: loops are drafted easily, "
-            "and the speedup on answers without them is lower"
+            f"{looping} of {num_rows} answers loop (more than half of their 4-grams repeat earlier ones): loops are "
+            "easy to draft, and the speedup on other answers is lower"
         )
     if truncated > MANY * num_rows:
         found.append(
-            f"{truncated} of {num_rows} answers were cut at --max-new-tokens: how the target ends is seldom learnt"
+            f"{truncated} of {num_rows} answers were cut off at --max-new-tokens: the head learns little about how "
+            "answers end"
         )
     return found

@@ -1,21 +1,24 @@
-"""Successive halving (Jamieson and Talwalkar 2016): rungs of equal time, each with half as many candidates."""
+"""Successive halving (Jamieson and Talwalkar 2016): each rung has the same time and half as many candidates.
+
+Within a rung, every candidate is trained once, for an equal share of the rung's time.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-LEAST_STEPS = 10  # optimizer steps that a candidate takes in a rung, at least
+LEAST_STEPS = 10  # optimizer steps per candidate and rung, lower limit
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Training speed of a candidate here, in seconds: per optimizer step, and per visit besides its steps."""
+    """Training speed of a candidate on this machine."""
 
-    step: float
-    visit: float
+    step: float  # seconds per optimizer step
+    overhead: float  # seconds per rung besides the steps: starting the process, decoding for validation
 
 
 def rung_sizes(num_candidates: int) -> list[int]:
-    """How many candidates each rung has; none if there is nothing to choose. 4 -> [4, 2]; 3 -> [3, 2]."""
+    """Number of candidates in each rung: 4 -> [4, 2], 3 -> [3, 2]. Empty for fewer than two candidates."""
     sizes, left = [], num_candidates
     while left > 1:
         sizes.append(left)
@@ -24,26 +27,33 @@ def rung_sizes(num_candidates: int) -> list[int]:
 
 
 def rung_seconds(seconds: float, num_candidates: int) -> float:
-    """The time of each rung, from the total for all rungs."""
+    """Seconds of each rung. Args: seconds: for all rungs together."""
     return seconds / max(len(rung_sizes(num_candidates)), 1)
 
 
-def field(ranked: Sequence[str], paces: Mapping[str, Pace], seconds: float) -> list[str]:
-    """The first of the ranked candidates, as many (at least one) as can train LEAST_STEPS each in that time."""
+def starting_candidates(ranked: Sequence[str], paces: Mapping[str, Pace], seconds: float) -> list[str]:
+    """The candidates of the first rung: as many of the best-ranked ones as can each train LEAST_STEPS steps per rung.
+
+    Args:
+        ranked: names, most promising first.
+        seconds: for all rungs together.
+
+    Returns at least one name.
+    """
     for size in range(len(ranked), 1, -1):
         chosen = ranked[:size]
         each = rung_seconds(seconds, size) / size
-        if all(paces[name].visit + LEAST_STEPS * paces[name].step <= each for name in chosen):
+        if all(paces[name].overhead + LEAST_STEPS * paces[name].step <= each for name in chosen):
             return list(chosen)
     return list(ranked[:1])
 
 
 def steps_within(seconds: float, pace: Pace) -> int:
-    """Optimizer steps of a visit of that many seconds; at least LEAST_STEPS."""
-    return max(int((seconds - pace.visit) / pace.step), LEAST_STEPS)
+    """Optimizer steps that a candidate can do in its share of a rung; at least LEAST_STEPS."""
+    return max(int((seconds - pace.overhead) / pace.step), LEAST_STEPS)
 
 
 def survivors(scores: Mapping[str, float]) -> list[str]:
-    """The better half, the best first; of equal ones those named first."""
+    """The better half by score (rounded up), best first; ties keep the order of the mapping."""
     order = sorted(scores, key=lambda name: -scores[name])
     return order[: -(-len(order) // 2)]

@@ -1,4 +1,8 @@
-"""auto.json: the findings and decisions of a run, with the figures behind them. A killed run resumes from it."""
+"""The schema of auto.json: what a run of `headstart auto` found and decided, from which a killed run resumes.
+
+`Journal` is the document; its fields are in the order in which the stages fill them in. A field whose stage has not run
+is null, empty or 0.
+"""
 
 from dataclasses import dataclass, field
 
@@ -7,150 +11,148 @@ from ..unattended.steps import StepRecord
 from .prediction import RoundCost
 
 SCHEMA_VERSION = 1
-NAME = "auto.json"
 
 
 @dataclass(frozen=True)
 class Split:
-    """How many prompts are held out and asked. duplicates: rows that repeat another's first question, left out."""
+    """How the prompts were divided."""
 
-    held_out: int
-    asked: int
-    duplicates: int
-    context: int  # tokens: the median prompt and half of the longest answer
-    prompt_tokens: int  # of the longest prompt
+    held_out: int  # prompts kept for the evaluation
+    asked: int  # prompts for the target to answer
+    duplicates: int  # rows left out because another row has the same first question
+    context: int  # tokens before a typical round: the median prompt and half of `max_new_tokens`
+    prompt_tokens: int  # length of the longest held-out prompt, in tokens
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A candidate on this machine. costs: of rounds that draft with it. bound: the speedup, were a generous share of
-    its drafts accepted. out: why it is not trained; empty where it may be."""
+    """What was measured of a candidate before training. An excluded candidate may have `name` and `out` only."""
 
     name: str
-    parameters: int = 0
-    costs: list[RoundCost] = field(default_factory=list)
-    bound: float = 0.0
-    bound_num_draft_tokens: int = 0
-    step_seconds: float = 0.0  # an optimizer step
-    out: str = ""
+    parameters: int = 0  # trained parameters
+    costs: list[RoundCost] = field(default_factory=list)  # of rounds that draft 1 to K tokens
+    bound: float = 0.0  # speedup if four in five drafts were accepted at every position
+    bound_num_draft_tokens: int = 0  # the K of that speedup
+    step_seconds: float = 0.0  # of an optimizer step
+    out: str = ""  # why the candidate is not trained; empty: it may be
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What was measured before anything was trained. start_seconds: what a command takes before it does anything."""
+    """What was measured of the target on this machine before training."""
 
-    baseline_ms: float  # a step of the target without drafts, at that batch size
-    batch_size: int
+    baseline_ms: float  # milliseconds of a step without drafts, at `batch_size`
+    batch_size: int  # rows served at a time: as given, or derived from the load
     dtype: str
     device: str
-    start_seconds: float
+    start_seconds: float  # time that a command needs to start
     candidates: list[Measured]
 
     @property
     def able(self) -> list[Measured]:
-        """The candidates that may pay."""
-        return [each for each in self.candidates if not each.out]
+        """The candidates that were not excluded."""
+        return [candidate for candidate in self.candidates if not candidate.out]
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What there is to learn from. given: rows that came with answers. complete: all prompts were answered in time."""
+    """The training data."""
 
-    written: int
-    given: int
-    validation: int  # rows kept for scores
-    tokens: int  # of the answers
-    truncated: int
-    looping: int
-    complete: bool
-    draft_vocab_size: int | None  # for candidates that draft a part of the vocabulary
-    coverage: float | None  # of the answers, by it
-    max_length: int  # tokens of the longest row, at most
+    written: int  # rows answered by the target in this run
+    given: int  # rows of --chats that are learnt from
+    validation: int  # rows of `written` that score candidates and are not trained on
+    tokens: int  # in the answers of this run
+    truncated: int  # answers cut at the token limit
+    looping: int  # answers in which more than half of the 4-grams repeat earlier ones
+    complete: bool  # whether all prompts were answered in time
+    draft_vocab_size: int | None  # for candidates with a cut vocabulary; null: no cut is worthwhile
+    coverage: float | None  # share of the answers' tokens in that draft vocabulary
+    max_length: int  # of a training row, in tokens
     warnings: list[str]
 
 
 @dataclass(frozen=True)
 class Score:
-    """A candidate after a visit: decoded acceptance, and what that predicts here."""
+    """A candidate's validation after training in a rung: acceptance by decoding, and the predicted speedup."""
 
     name: str
-    steps: int  # optimizer steps done in all
-    seconds: float  # of the visit
+    steps: int  # optimizer steps since the start of training, over all rungs
+    seconds: float  # duration of the training command in this rung
     acceptance_length: float
-    acceptance_rate: list[float | None]
-    num_draft_tokens: int
+    acceptance_rate: list[float | None]  # by draft position; null: never reached
+    num_draft_tokens: int  # the K with the highest predicted speedup
     predicted_speedup: float
-    problem: str = ""  # why there is no score
+    problem: str = ""  # why there is no score; the figures are then meaningless
 
 
 @dataclass
 class Rung:
-    """One round of halving. plan: optimizer steps up to which each candidate learns."""
+    """One rung of successive halving."""
 
-    plan: dict[str, int]
+    plan: dict[str, int]  # by candidate, the step count up to which it is trained
     scores: list[Score] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)  # candidates of the next rung, best first
 
 
 @dataclass
 class Chosen:
-    """The candidate that learns for the rest of the time. max_steps: of its own run, which starts from its best."""
+    """The winner of successive halving. It is trained for the rest of the time, from its best checkpoint on."""
 
     name: str
-    max_steps: int
+    max_steps: int  # optimizer steps of the final training
     score: Score | None = None
-    head: str = ""  # its folder
+    head: str = ""  # folder of the head; empty until it is trained
 
 
 @dataclass
 class Evaluation:
-    """What is measured on held-out prompts. report: has the figures; empty until they are there."""
+    """The measurement on held-out prompts."""
 
     num_prompts: int
-    num_draft_tokens: int
-    report: str = ""
+    num_draft_tokens: int  # K of the head
+    report: str = ""  # path of report.json; empty until it is written
 
 
 @dataclass
 class SizePlan:
-    """The head's K or tree by batch size. plan: has it; empty until it is there. problem: why there is none."""
+    """The plan by batch size: the best K or tree of the chosen head for each batch size."""
 
-    seconds: float
-    plan: str = ""
-    problem: str = ""
+    seconds: float  # time for the plan, without the start of its command
+    plan: str = ""  # path of plan.json; empty until it is written
+    problem: str = ""  # why there is no plan
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do. commands: that serve it, or decode with it. drafter: as `headstart eval --drafter` takes it."""
+    """The result of the run."""
 
     deploy: bool
     headline: str
     reasons: list[str]
     cautions: list[str]
-    drafter: str = ""
-    commands: list[str] = field(default_factory=list)
+    drafter: str = ""  # what to deploy, as `headstart eval --drafter` takes it
+    commands: list[str] = field(default_factory=list)  # command lines that serve it, or decode with it
     speedup: float | None = None
     speedup_ci95: list[float | None] = field(default_factory=lambda: [None, None])
 
 
 @dataclass
 class Journal(StoredJournal):
-    """Everything, in the order in which it comes about; what is not known yet is null or empty."""
+    """The document auto.json. `settings`, inherited, are the options of the run."""
 
-    file_name = NAME
+    file_name = "auto.json"
     schema_version: int = SCHEMA_VERSION
     split: Split | None = None
     machine: Machine | None = None
-    answers_until: float | None = None  # seconds of the budget
+    answers_until: float | None = None  # second of the budget at which answering ends
     answers: Answers | None = None
-    learning_until: float | None = None
-    rung_seconds: float = 0.0  # of each rung
+    learning_until: float | None = None  # second of the budget at which training ends
+    rung_seconds: float = 0.0  # duration of each rung
     rungs: list[Rung] = field(default_factory=list)
     chosen: Chosen | None = None
     evaluation: Evaluation | None = None
-    sizes: SizePlan | None = None
-    exported: str = ""  # folder
+    sizes: SizePlan | None = None  # null if there is no time for a plan
+    exported: str = ""  # folder of the export; empty if there is none
     decision: Decision | None = None
-    seconds: float = 0.0
-    steps: list[StepRecord] = field(default_factory=list)
+    seconds: float = 0.0  # of the budget used, over all starts of the run
+    steps: list[StepRecord] = field(default_factory=list)  # the commands that were run

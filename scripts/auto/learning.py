@@ -1,6 +1,6 @@
-"""Candidates learn: run configs, visits of successive halving, and the chosen one's run for the rest of the time.
+"""Trains candidates with `headstart train`: up to a step in each rung, and the chosen one for the rest of the time.
 
-Every visit is `headstart train` up to a step, behind which the head is saved and decodes answers to validation prompts.
+A training in a rung ends with a validation: the head is saved, and decodes answers to the validation prompts.
 """
 
 import json
@@ -11,53 +11,56 @@ from typing import Any
 import yaml
 
 from ...configs.files import write_text
-from ..unattended.steps import Runner, StepRecord
+from ..unattended.steps import StepRecord
 from .candidates import Candidate
 from .halving import Pace, steps_within
-from .journal import Answers, Chosen, Machine, Rung, Score
+from .journal import Answers, Chosen, Machine, Measured, Rung, Score
 from .prediction import RoundCost, predict
 
-NEVER = 1_000_000  # steps: halving ends before; rates are constant, so the number changes nothing
+NEVER = 1_000_000  # max_steps in rungs, never reached; learning rates are constant there, so it has no other effect
 WARMUP = 10  # steps
-DECODE_TOKENS = 64  # of the answer to each validation prompt
-SAVE_SECONDS = 60.0  # of learning that a kill may cost
-LOOKS = 6  # validations of the last run,
-PATIENCE = 2  # which ends after so many without a better one
-SAFETY = 0.9  # share of the time that a plan fills
+DECODE_TOKENS = 64  # decoded per validation prompt
+SAVE_SECONDS = 60.0  # between checkpoints
+LOOKS = 6  # validations of the final training
+PATIENCE = 2  # validations without improvement after which the final training ends
+SAFETY = 0.9  # share of the available time that is planned for
 
 
 @dataclass(frozen=True)
 class Learner:
-    """What all runs have in common."""
+    """Writes the run configs of candidates, builds the commands that train them, and scores the results."""
 
-    folder: Path  # of the whole
+    folder: Path  # of the `headstart auto` run
     target: str
     machine: Machine
     answers: Answers
-    runner: Runner
     seed: int
 
     @property
-    def visit_seconds(self) -> float:
-        """What a visit takes besides its steps: it starts, and decodes a validation."""
+    def overhead_seconds(self) -> float:
+        """Seconds of a training besides its steps: to start the process, and to decode one validation."""
         return self.machine.start_seconds + 2 * DECODE_TOKENS * self.machine.baseline_ms / 1000
 
+    def measured(self, name: str) -> Measured:
+        return next(candidate for candidate in self.machine.candidates if candidate.name == name)
+
     def costs(self, name: str) -> list[RoundCost]:
-        return next(each.costs for each in self.machine.candidates if each.name == name)
+        return self.measured(name).costs
 
     def pace(self, name: str, rungs: list[Rung]) -> Pace:
-        """Training speed of a candidate: from its last visit, or before the first one from a single measured step."""
-        step = next(each.step_seconds for each in self.machine.candidates if each.name == name)
-        before = 0
+        """A candidate's training speed: as in the last of these rungs, or as measured in a single step before any."""
+        step = self.measured(name).step_seconds
+        steps_before = 0
         for rung in rungs:
             score = next((score for score in rung.scores if score.name == name and not score.problem), None)
-            if score and score.steps > before:
-                step = max((score.seconds - self.visit_seconds) / (score.steps - before), step / 10)
-                before = score.steps
-        return Pace(step, self.visit_seconds)
+            if score and score.steps > steps_before:
+                # at least a tenth of the last estimate: the overhead itself is an estimate
+                step = max((score.seconds - self.overhead_seconds) / (score.steps - steps_before), step / 10)
+                steps_before = score.steps
+        return Pace(step, self.overhead_seconds)
 
-    def config(self, candidate: Candidate, path: Path, *, pace: Pace, train: dict[str, Any]) -> None:
-        """Writes a run's config. Args: train: keys of this kind of run."""
+    def write_config(self, candidate: Candidate, path: Path, *, pace: Pace, train: dict[str, Any]) -> None:
+        """Writes a run config. Args: train: keys that override the `train` section."""
         precision = "bf16" if self.machine.dtype == "bfloat16" else "fp32"
         candidate = candidate.with_vocabulary(self.answers.draft_vocab_size)
         config = {
@@ -81,53 +84,64 @@ class Learner:
         }
         write_text(path, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
 
-    def visit_words(self, candidate: Candidate, *, steps: int, pace: Pace) -> list[str]:
-        """`headstart train` up to a step, and a validation there."""
+    def rung_training(self, candidate: Candidate, *, steps: int, pace: Pace) -> list[str]:
+        """Arguments of the `headstart train` that continues a candidate up to a step and validates it there.
+
+        The config is written for the first rung only: later ones continue the same run.
+        """
         config = self.folder / "configs" / f"{candidate.name}.yaml"
         if not config.exists():
             output = str(self.folder / "candidates" / candidate.name)
-            own = {"output_dir": output, "max_steps": NEVER, "warmup_steps": WARMUP, "min_lr_ratio": 1.0}
-            self.config(candidate, config, pace=pace, train=own)
+            train = {"output_dir": output, "max_steps": NEVER, "warmup_steps": WARMUP, "min_lr_ratio": 1.0}
+            self.write_config(candidate, config, pace=pace, train=train)
         return ["train", str(config), f"train.stop_at_step={steps}", f"train.validate_every={steps}"]
 
-    def last_words(self, candidate: Candidate, chosen: Chosen, start: Path | None, rungs: list[Rung]) -> list[str]:
-        """`headstart train` of the chosen one, with a rate that falls to 0. start: its best so far."""
+    def final_training(
+        self, candidate: Candidate, chosen: Chosen, start_from: Path | None, rungs: list[Rung]
+    ) -> list[str]:
+        """Arguments of the `headstart train` of the chosen candidate, whose learning rate decays to 0.
+
+        Args: start_from: folder of the head to start from; None: a fresh one.
+        """
         config = self.folder / "configs" / "chosen.yaml"
         if not config.exists():
-            own = {
+            train = {
                 "output_dir": str(self.folder / "training"),
-                "start_from": None if start is None else str(start),
+                "start_from": None if start_from is None else str(start_from),
                 "max_steps": chosen.max_steps,
                 "warmup_steps": min(WARMUP, chosen.max_steps - 1),
                 "validate_every": max(chosen.max_steps // LOOKS, 1),
                 "patience": PATIENCE,
             }
-            self.config(candidate, config, pace=self.pace(candidate.name, rungs), train=own)
+            self.write_config(candidate, config, pace=self.pace(candidate.name, rungs), train=train)
         return ["train", str(config)]
 
     def score(self, name: str, output: Path, record: StepRecord, steps: int) -> Score:
-        """By the last validation of a run folder; with a `problem` where none is of that step or later."""
+        """The score of a candidate from the last validation in its run folder.
+
+        The score has a `problem` if training failed, or the last validation was before step `steps`.
+        """
         found = last_validation(output)
         if found is None or found[0] < steps or (record.exit_code and not record.stopped):
-            problem = "its time was over before it was scored" if record.stopped else f"it failed: see {record.log}"
+            problem = "its time ran out before it was scored" if record.stopped else f"it failed: see {record.log}"
             return Score(name, 0, record.seconds, 0.0, [], 0, 0.0, problem)
         step, length, rates = found
-        best = predict(extended(rates, self.most(name)), self.costs(name))
+        best = predict(extended(rates, self.max_draft_tokens(name)), self.costs(name))
         return Score(name, step, record.seconds, length, rates, best.num_draft_tokens, best.speedup)
 
-    def most(self, name: str) -> int:
+    def max_draft_tokens(self, name: str) -> int:
         """The longest chain whose cost was measured."""
         return max(cost.num_draft_tokens for cost in self.costs(name))
 
-    def budgeted_steps(self, seconds: float, pace: Pace) -> int:
-        """Steps of the chosen one's run in so many seconds, its validations counted; may be too few to be worth it."""
-        validations = LOOKS * (self.visit_seconds - self.machine.start_seconds)
+    def steps_in(self, seconds: float, pace: Pace) -> int:
+        """Optimizer steps of the final training in that many seconds, validations included; 0 or more."""
+        validations = LOOKS * (self.overhead_seconds - self.machine.start_seconds)
         spare = SAFETY * (seconds - validations) - self.machine.start_seconds
         return max(int(spare / pace.step), 0)
 
 
 def last_validation(run: Path) -> tuple[int, float, list[float | None]] | None:
-    """Step, acceptance length and rates of a run's last decoded validation; None if there is none."""
+    """Step, acceptance length and acceptance rates of the last decoded validation of a run; None if there is none."""
     path = run / "metrics.jsonl"
     if not path.is_file():
         return None
@@ -140,14 +154,19 @@ def last_validation(run: Path) -> tuple[int, float, list[float | None]] | None:
     return step, each["acceptance_length"], each["acceptance_rate"]
 
 
-def extended(rates: list[float | None], most: int) -> list[float | None]:
-    """Rates of that many positions; those beyond the measured ones repeat the last."""
-    known = rates[:most]
-    return known + [known[-1]] * (most - len(known))
+def extended(rates: list[float | None], num_positions: int) -> list[float | None]:
+    """The rates cut or extended to `num_positions`; added positions repeat the last rate."""
+    known = rates[:num_positions]
+    return known + [known[-1]] * (num_positions - len(known))
 
 
-def visit_plan(names: list[str], seconds: float, learner: Learner, rungs: list[Rung]) -> dict[str, int]:
-    """The step up to which each candidate trains in a rung of that many seconds, counted from its first step."""
+def plan_rung(names: list[str], seconds: float, learner: Learner, rungs: list[Rung]) -> dict[str, int]:
+    """By candidate, the step count (since the start of its training) up to which it is trained in the next rung.
+
+    Args:
+        seconds: of the rung, shared equally.
+        rungs: the earlier ones.
+    """
     done = {score.name: score.steps for rung in rungs for score in rung.scores}
     each = SAFETY * seconds / len(names)
     return {name: done.get(name, 0) + steps_within(each, learner.pace(name, rungs)) for name in names}

@@ -1,7 +1,6 @@
-"""What this machine does with this target: a step, a round that drafts with each candidate, and an optimizer step.
+"""Measures this machine: a step of the target, and for each candidate a round with its drafts and an optimizer step.
 
-Heads are fresh: their drafts are wrong, which a round does not notice until its end, so that its time is that of a
-trained one.
+Candidates are measured untrained. Their drafts are wrong, but take the same time as those of a trained head.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,31 +9,32 @@ from dataclasses import dataclass
 import torch
 
 from ...configs.errors import BadInput
-from ...eval.measurement.config import chain
+from ...eval.measurement.config import DraftSetting, chain
 from ...eval.measurement.step_times import TimedCell
 from ...heads.base import DraftHead
 from ...heads.fit import NoSkeleton, build_skeleton_head, load_skeleton
 from ...heads.loading import TargetConfig
 from ...heads.registry import build_head
 from ...heads.target import Target
-from ..unattended.pace import learning_seconds
+from ..unattended.pace import optimizer_step_seconds
 from .candidates import Candidate, is_served
 from .journal import Machine, Measured
 from .prediction import LEAST_GAIN, RoundCost, bound
 
-MOST_DRAFTED = 5  # the longest chain that is considered
-VOCABULARY_SHARE = 16  # a cut vocabulary, before the answers are known, is one in so many of the target's tokens,
-LEAST_VOCABULARY = 1024  # and at least so many
-MOST_ROWS = 64  # that a load is spread over
+MOST_DRAFTED = 5  # tokens; longer chains are not considered
+# size of a cut vocabulary before there are answers to count: this fraction of the target's, but at least so many tokens
+VOCABULARY_FRACTION = 1 / 16
+LEAST_VOCABULARY = 1024
+MOST_ROWS = 64  # the largest batch that is considered for a load
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is decoded and learnt. text: tokens of the traffic. context: before a round."""
+    """What is served, as far as step times depend on it."""
 
     batch_size: int
-    context: int
-    text: Sequence[int]
+    context: int  # tokens of a row before the timed rounds
+    text: Sequence[int]  # token ids from the traffic, to fill rows with
     max_new_tokens: int
 
 
@@ -45,31 +45,62 @@ def measure_machine(
     *,
     engine: str,
     start_seconds: float,
-    go_on: Callable[[Measured | None], bool],
+    report: Callable[[Measured | None], bool],
 ) -> Machine:
-    """Args: go_on: called before the first candidate and after each; False: the rest is left out, for lack of time."""
-    steps = steps_of(target)
-    cell = TimedCell(target, None, [], batch_size=work.batch_size, context=work.context, text=work.text, steps=steps)
+    """Measures the baseline and the candidates in their order.
+
+    Args:
+        start_seconds: time that a command needs to start.
+        report: called with None before the first candidate, then with each one measured. Once it returns False, the
+            remaining candidates are excluded without being measured.
+    """
+    cell = timed_cell(target, work)
     for _ in range(2):
         cell.run()
     found: list[Measured] = []
     skeleton = skeleton_of(target)
-    is_on = go_on(None)
+    has_time = report(None)
     for candidate in candidates:
-        if not is_on:
+        if not has_time:
             found.append(Measured(candidate.name, out="there was no time to measure it"))
             continue
-        found.append(measured(target, skeleton, candidate, work, engine=engine, steps=steps))
-        is_on = go_on(found[-1])
+        found.append(measure_candidate(target, skeleton, candidate, work, engine=engine))
+        has_time = report(found[-1])
     device, dtype = str(target.device), str(target.dtype).removeprefix("torch.")
     return Machine(round(cell.baseline.round_ms, 3), work.batch_size, dtype, device, round(start_seconds, 1), found)
 
 
-def busy_rows(load: float, work: Workload, step_ms: Callable[[int], float]) -> tuple[int, bool]:
-    """Rows that so many requests per second keep busy without drafts, and whether MOST_ROWS serve them all.
+def timed_cell(
+    target: Target,
+    work: Workload,
+    *,
+    batch_size: int | None = None,
+    head: DraftHead | None = None,
+    settings: Sequence[DraftSetting] = (),
+) -> TimedCell:
+    """What times baseline steps and rounds for this workload. Args: batch_size: instead of the workload's."""
+    return TimedCell(
+        target,
+        head,
+        list(settings),
+        batch_size=work.batch_size if batch_size is None else batch_size,
+        context=work.context,
+        text=work.text,
+        steps="eager" if target.device.type == "cpu" else "graph",
+    )
 
-    Little's law: rows = rate * seconds in service, which grow with the rows. Answers count as of full length.
-    Args: step_ms: of a step of the target, by rows.
+
+def busy_rows(load: float, work: Workload, step_ms: Callable[[int], float]) -> tuple[int, bool]:
+    """The batch size that a load leads to without drafts.
+
+    By Little's law, the rows in service are the arrival rate times the seconds in service, and these grow with the
+    number of rows. All answers are taken to have `max_new_tokens` tokens.
+
+    Args:
+        load: requests per second.
+        step_ms: milliseconds of a step of the target, by number of rows.
+
+    Returns the number of rows, and whether MOST_ROWS rows are enough for the load.
     """
     rows = 1
     while True:
@@ -82,40 +113,48 @@ def busy_rows(load: float, work: Workload, step_ms: Callable[[int], float]) -> t
 
 
 def baseline_ms(target: Target, work: Workload, rows: int) -> float:
-    """A step of the target for that many rows."""
-    cell = TimedCell(target, None, [], batch_size=rows, context=work.context, text=work.text, steps=steps_of(target))
+    """Milliseconds of a step of the target for that many rows."""
+    cell = timed_cell(target, work, batch_size=rows)
     cell.run()
     return cell.baseline.round_ms
 
 
-def steps_of(target: Target) -> str:
-    return "eager" if target.device.type == "cpu" else "graph"
-
-
-def measured(
-    target: Target, skeleton: Target | None, candidate: Candidate, work: Workload, *, engine: str, steps: str
+def measure_candidate(
+    target: Target, skeleton: Target | None, candidate: Candidate, work: Workload, *, engine: str
 ) -> Measured:
-    """One candidate; where it cannot be of this target, or cannot pay, with the reason."""
+    """Measures one candidate. `out` says why it is excluded: it does not fit the target or the engine, or cannot pay.
+
+    Args: skeleton: the target without weights; None if there is none.
+    """
     name = candidate.name
     if not is_served(candidate, engine):
-        return Measured(name, out=f"{engine} loads no heads of this family")
+        return Measured(name, out=f"{engine} does not load heads of this family")
     try:
         if skeleton is not None and build_skeleton_head(candidate.head, skeleton).adapts_target:
-            raise BadInput("it changes the target, whose text would be another")
-        size = guessed_vocabulary(target)
-        candidate = candidate.with_vocabulary(size)
-        ids = None if candidate.head.draft_vocab_size is None else torch.arange(candidate.head.draft_vocab_size)
+            raise BadInput("it changes the target's weights, and with them the text")
+        candidate = candidate.with_vocabulary(assumed_vocabulary(target))
+        vocabulary_size = candidate.head.draft_vocab_size
+        ids = None if vocabulary_size is None else torch.arange(vocabulary_size)
         head = build_head(candidate.head, target, draft_token_ids=ids)
         parameters = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
-        length = work.context + work.max_new_tokens // 2
-        seconds = learning_seconds(target, head, candidate.train, work.text, length=length)
-        costs = drafting_costs(target, head, work, steps)
+        row_length = work.context + work.max_new_tokens // 2
+        seconds = optimizer_step_seconds(target, head, candidate.train, work.text, row_length=row_length)
+        costs = round_costs(target, head, work)
     except BadInput as error:
         return Measured(name, out=str(error))
-    best = bound(costs, longest(head))
-    short = f"even with most of its drafts accepted, {best.speedup:.2f} times the speed at best"
-    out = "" if best.speedup >= LEAST_GAIN else short
-    return Measured(name, parameters, costs, best.speedup, best.num_draft_tokens, max(round(seconds, 4), 1e-4), out)
+    best = bound(costs, longest_chain(head))
+    out = ""
+    if best.speedup < LEAST_GAIN:
+        out = f"even with most of its drafts accepted, the speedup would be {best.speedup:.2f}"
+    return Measured(
+        name,
+        parameters=parameters,
+        costs=costs,
+        bound=best.speedup,
+        bound_num_draft_tokens=best.num_draft_tokens,
+        step_seconds=max(round(seconds, 4), 1e-4),
+        out=out,
+    )
 
 
 def skeleton_of(target: Target) -> Target | None:
@@ -126,25 +165,24 @@ def skeleton_of(target: Target) -> Target | None:
         return None
 
 
-def guessed_vocabulary(target: Target) -> int | None:
-    """Tokens of a cut draft vocabulary before there are answers to count."""
-    size = max(target.vocab_size // VOCABULARY_SHARE, LEAST_VOCABULARY)
+def assumed_vocabulary(target: Target) -> int | None:
+    """Size of a cut draft vocabulary before there are answers to count; None if the target's is hardly larger."""
+    size = max(int(target.vocab_size * VOCABULARY_FRACTION), LEAST_VOCABULARY)
     return size if size < target.vocab_size else None
 
 
-def longest(head: DraftHead) -> int:
-    """The longest chain that is considered for a head."""
+def longest_chain(head: DraftHead) -> int:
+    """Tokens of the longest chain that is considered for a head."""
     return min(head.max_draft_tokens or max(head.num_depths, head.default_draft_tokens), MOST_DRAFTED)
 
 
-def drafting_costs(target: Target, head: DraftHead, work: Workload, steps: str) -> list[RoundCost]:
-    """Rounds of the shortest chain, the longest, and one between them, in baseline steps measured beside them."""
+def round_costs(target: Target, head: DraftHead, work: Workload) -> list[RoundCost]:
+    """Costs of rounds with the shortest chain, the longest one and one in between, relative to the baseline."""
     head = head.to(target.dtype).eval().requires_grad_(False)
     head.pack()
-    most = longest(head)
-    settings = [chain(length) for length in sorted({1, (most + 1) // 2, most})]
-    size, context = work.batch_size, work.context
-    cell = TimedCell(target, head, settings, batch_size=size, context=context, text=work.text, steps=steps)
+    longest = longest_chain(head)
+    settings = [chain(length) for length in sorted({1, (longest + 1) // 2, longest})]
+    cell = timed_cell(target, work, head=head, settings=settings)
     cell.run()
     base = cell.baseline.round_ms
     return [RoundCost(time.num_draft_tokens, round(time.round_ms / base, 4)) for time in cell.rounds]

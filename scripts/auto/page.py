@@ -1,32 +1,32 @@
-"""auto.html: one page with the decision and the evidence for it; also as a few lines for the terminal."""
+"""Renders a finished run as auto.html, and as a few lines for the terminal."""
 
 from dataclasses import replace
 from pathlib import Path
 
 from ...eval.report.document import short_name
 from ...eval.report.sections import Table, cell
-from ..unattended.clock import clock_words
-from ..unattended.page import Part, figure_of, steps_part, write_page
-from .journal import Journal
+from ..unattended.clock import clock_text
+from ..unattended.page import Part, interval_text, steps_part, write_page
+from .journal import Journal, Score
 from .sizes import sizes_part
 
 
 def write(folder: Path, journal: Journal) -> Path:
-    """The page of a journal that has a decision."""
+    """Writes auto.html for a journal that has a decision; returns its path."""
     decision, machine = journal.decision, journal.machine
     assert decision is not None and machine is not None
     warnings = journal.answers.warnings if journal.answers else []
     target, device = short_name(str(journal.settings["target"])), f"{machine.device}, {machine.dtype}"
-    times = f"{clock_words(journal.seconds)} of {clock_words(float(journal.settings['budget']))}"
+    times = f"{clock_text(journal.seconds)} of {clock_text(float(journal.settings['budget']))}"
     return write_page(
         folder / "auto.html",
         decision=replace(decision, cautions=[*decision.cautions, *warnings]),
         heading=f"headstart auto: {target} on {device}, batch {machine.batch_size}, {times}",
-        figure=(figure(journal), "speedup [95 % interval], on held-out prompts"),
+        figure=(speedup_text(journal), "speedup [95 % interval], on held-out prompts"),
         report="eval/report.html" if journal.evaluation else "",
         parts=[
-            candidates(journal),
-            learning(journal),
+            candidates_part(journal),
+            learning_part(journal),
             sizes_part(journal.sizes.plan if journal.sizes else ""),
             steps_part(journal.steps),
         ],
@@ -34,22 +34,22 @@ def write(folder: Path, journal: Journal) -> Path:
     )
 
 
-def figure(journal: Journal) -> str:
-    """`1.92 [1.81, 2.03]`; empty where nothing is to be deployed."""
+def speedup_text(journal: Journal) -> str:
+    """The speedup with its interval, such as `1.92 [1.81, 2.03]`; empty if nothing is to be deployed."""
     decision = journal.decision
-    return "" if decision is None else figure_of(decision.speedup, decision.speedup_ci95)
+    return "" if decision is None else interval_text(decision.speedup, decision.speedup_ci95)
 
 
 def summary(journal: Journal, page: Path) -> list[str]:
-    """The page in a few lines."""
+    """Lines for the terminal: decision, reasons, commands, and where the page is."""
     decision = journal.decision
     assert decision is not None
-    lines = [decision.headline + (f": {figure(journal)} times the speed" if decision.deploy else "")]
+    lines = [decision.headline + (f": {speedup_text(journal)} times the speed" if decision.deploy else "")]
     return [*lines, *decision.reasons, *decision.commands, f"written to {page}"]
 
 
-def candidates(journal: Journal) -> Part:
-    """What was measured before anything was learnt."""
+def candidates_part(journal: Journal) -> Part:
+    """What was measured of each candidate before training."""
     assert journal.machine is not None
     machine = journal.machine
     rows = [
@@ -66,36 +66,40 @@ def candidates(journal: Journal) -> Part:
     columns = ["candidate", "", "parameters", "a round, in steps of the target", "speedup at most", "s per step"]
     text = (
         f"A step of the target without drafts takes {machine.baseline_ms:.1f} ms here, at batch {machine.batch_size}. "
-        "A round drafts K tokens and has the target read them. At most: with four drafts in five accepted."
+        "In a round, the candidate drafts K tokens and the target verifies them. Speedup at most: with four in five "
+        "drafts accepted. The last column is the time of an optimizer step."
     )
     return "What can pay on this machine", text, Table("Candidates", columns, rows, num_labels=2)
 
 
-def learning(journal: Journal) -> Part | None:
-    """What each visit gave, and who was kept."""
-    rows = []
-    for number_of, rung in enumerate(journal.rungs, start=1):
-        for score in rung.scores:
-            fate = score.problem or ("kept" if score.name in rung.kept else "left")
-            length, speedup = f"{score.acceptance_length:.2f}", f"{score.predicted_speedup:.2f}"
-            rows.append([f"{number_of}", score.name, fate, cell(score.steps), length, speedup])
-    chosen = journal.chosen
-    if chosen and chosen.score:
-        score = chosen.score
-        length, speedup = f"{score.acceptance_length:.2f}", f"{score.predicted_speedup:.2f}"
-        rows.append(["last", chosen.name, "chosen", cell(score.steps), length, speedup])
-    answers = journal.answers
+def learning_part(journal: Journal) -> Part | None:
+    """The training data, and the scores of the candidates in each rung; None if nothing was trained."""
+    answers, chosen = journal.answers, journal.chosen
     if answers is None:
         return None
-    end = "." if answers.complete else ": all that fitted into their share of the time."
+    rows = []
+    for number, rung in enumerate(journal.rungs, start=1):
+        for score in rung.scores:
+            outcome = score.problem or ("kept" if score.name in rung.kept else "dropped")
+            rows.append([f"{number}", score.name, outcome, *figures(score)])
+    if chosen and chosen.score:
+        rows.append(["last", chosen.name, "chosen", *figures(chosen.score)])
+    end = "." if answers.complete else ": as many as fit into the time for answers."
     text = f"{answers.written} answers of the target, {answers.tokens:,} tokens{end}"
     if answers.given:
-        text += f" {answers.given} chats came with answers."
+        text += f" {answers.given} chats were given with answers."
     if answers.draft_vocab_size:
         text += (
-            f" {answers.draft_vocab_size:,} different tokens cover {answers.coverage:.1%} of them: what heads with a "
-            "cut vocabulary draft."
+            f" {answers.draft_vocab_size:,} different tokens cover {answers.coverage:.1%} of them: the vocabulary of "
+            "heads whose draft vocabulary is cut."
         )
-    text += " Lengths are of answers to validation prompts, decoded; the last run starts anew from the head before it."
+    text += (
+        " Tokens per round were measured by decoding answers to validation prompts. The last training starts from the "
+        "head of the last rung, and counts its steps from 0."
+    )
     columns = ["rung", "candidate", "", "steps", "tokens per round", "speedup predicted"]
     return "What they learnt", text, Table("Rungs of equal time", columns, rows, num_labels=3)
+
+
+def figures(score: Score) -> list[str]:
+    return [cell(score.steps), f"{score.acceptance_length:.2f}", f"{score.predicted_speedup:.2f}"]

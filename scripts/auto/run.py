@@ -1,6 +1,7 @@
-"""The stages of a run, in order: prompts and machine, answers, choosing, learning, evaluation, decision.
+"""The stages of a run, in order: prompts and machine, answers, choosing, learning, evaluation, plan, decision.
 
-Each stage writes what it found into auto.json; a stage that is there is not run again.
+Each stage writes its findings into auto.json. A stage whose findings are already there is skipped, so that a killed run
+resumes.
 """
 
 from dataclasses import replace
@@ -18,24 +19,28 @@ from . import data
 from .budget import ANSWERS, MACHINE
 from .candidates import OURS, find_candidates
 from .choosing import choose, learn
-from .evaluation import EXPORTING, ending_seconds, evaluate_words, prompts_within
-from .evaluation import decide as decision_of
+from .evaluation import EXPORTING, ending_seconds, eval_arguments, prompts_within
+from .evaluation import decide as decide_by_report
 from .halving import LEAST_STEPS
 from .journal import Decision, Evaluation, Journal, Measured, SizePlan
 from .machine import MOST_ROWS, Workload, baseline_ms, busy_rows, measure_machine
 from .page import summary, write
 from .session import Session
-from .sizes import plan_words, planning_seconds
+from .sizes import plan_arguments, planning_seconds
 
 NO_CANDIDATE = (
     "No head was trained: even with four in five of its drafts accepted, none would be worth it on this machine, with "
     "this target and batch size."
 )
-FREE_SECONDS = 60.0  # at most, for measuring look-ups where no head can pay
+LOOKUP_SECONDS = 60.0  # for measuring look-ups if no head can pay, upper limit
+DEFAULT_DRAFT_TOKENS = 3  # K in the evaluation of a head without a score
 
 
 def run_all(run: Session) -> Journal:
-    """All stages that are still to do. Raises BadInput on what the user can mend; SystemExit after a signal."""
+    """Runs all stages that are still to do, writes auto.html and prints the summary; returns the finished journal.
+
+    Raises: BadInput on what the user can correct; SystemExit after a signal to stop.
+    """
     journal = run.journal
     if journal.decision is None:
         prepare(run)
@@ -53,39 +58,45 @@ def run_all(run: Session) -> Journal:
 
 
 def prepare(run: Session) -> None:
-    """Hold prompts out, measure the machine."""
+    """Splits the prompts and measures the machine; writes `split` and `machine` into the journal.
+
+    Raises: BadInput on unusable prompts or targets, and on a budget that is too short.
+    """
     journal, settings = run.journal, run.settings
     if journal.machine is not None:
         return
-    most = MACHINE * settings.budget
-    run.say("measuring steps of the target, and rounds with each candidate", seconds=most)
+    seconds = MACHINE * settings.budget
+    run.say("measuring steps of the target, and rounds with each candidate", seconds=seconds)
     target = Target.load(settings.target, dtype=settings.dtype, device=settings.device)
     if not target.tokenizer.chat_template:
-        raise BadInput(f"--target {settings.target}: its tokenizer has no chat template to ask with")
+        raise BadInput(f"--target {settings.target}: its tokenizer has no chat template")
     rows = MOST_ROWS if settings.load else settings.batch_size
-    folder, most_held_out = run.held_out.parent, max(data.MOST_HELD_OUT, LEAST_TIMED * rows)
     counts = data.split_prompts(
-        settings.prompts, settings.chats, folder, most_held_out=most_held_out, seed=settings.seed
+        settings.prompts,
+        settings.chats,
+        run.held_out.parent,
+        most_held_out=max(data.MOST_HELD_OUT, LEAST_TIMED * rows),
+        seed=settings.seed,
     )
-    new = settings.max_new_tokens
-    split = data.describe_split(counts, run.held_out, target, max_new_tokens=new)
-    text = data.timing_text(run.held_out, target, max_new_tokens=new)
-    work = Workload(settings.batch_size, split.context, text, new)
+    max_new_tokens = settings.max_new_tokens
+    split = data.describe_split(counts, run.held_out, target, max_new_tokens=max_new_tokens)
+    text = data.timing_text(run.held_out, target, max_new_tokens=max_new_tokens)
+    work = Workload(settings.batch_size, split.context, text, max_new_tokens)
     if settings.load:
         rows, is_served = busy_rows(settings.load, work, partial(baseline_ms, target, work))
-        many = counted_words(rows, "row")
-        words = f"keep {many} busy" if is_served else f"are more than {many} can serve without drafts"
-        run.say(f"  {settings.load:g} requests per second {words}")
+        batch = counted_words(rows, "row")
+        effect = f"keep {batch} busy" if is_served else f"are more than {batch} can serve without drafts"
+        run.say(f"  {settings.load:g} requests per second {effect}")
         work = replace(work, batch_size=rows)
     found: list[Measured] = []
 
-    def go_on(measured: Measured | None) -> bool:
-        run.go_on()
+    def report(measured: Measured | None) -> bool:
+        """Prints a measured candidate; returns whether to measure the next: there is time, or none may pay so far."""
+        run.check_stop()
         if measured is not None:
             found.append(measured)
-            verdict = measured.out or f"up to {measured.bound:.2f} times the speed"
-            run.say(f"  {measured.name}: {verdict}")
-        return run.clock.used <= most or all(each.out for each in found)
+            run.say(f"  {measured.name}: {measured.out or f'speedup up to {measured.bound:.2f}'}")
+        return run.clock.used <= seconds or all(each.out for each in found)
 
     journal.machine = measure_machine(
         target,
@@ -93,7 +104,7 @@ def prepare(run: Session) -> None:
         work,
         engine=settings.engine,
         start_seconds=start_seconds(),
-        go_on=go_on,
+        report=report,
     )
     del target
     release_memory()
@@ -104,14 +115,14 @@ def prepare(run: Session) -> None:
 
 
 def check_budget(run: Session) -> None:
-    """Raises BadInput if the rest of the budget is too short for the least of every stage."""
+    """Raises BadInput, naming the smallest sensible budget, if the given one is too short for all stages."""
     if not run.machine.able:
         return
-    least, new = run.machine.start_seconds, run.settings.max_new_tokens
-    answering = least + data.LEAST_ANSWERS * new * run.machine.baseline_ms / 1000
-    quickest = min(each.step_seconds for each in run.machine.able)
-    learning = 2 * least + 3 * LEAST_STEPS * quickest
-    ending = ending_seconds(1, run.machine, engine=run.settings.engine, max_new_tokens=new)
+    start, max_new_tokens = run.machine.start_seconds, run.settings.max_new_tokens
+    answering = start + data.LEAST_ANSWERS * max_new_tokens * run.machine.baseline_ms / 1000
+    quickest_step = min(each.step_seconds for each in run.machine.able)
+    learning = 2 * start + 3 * LEAST_STEPS * quickest_step
+    ending = ending_seconds(1, run.machine, engine=run.settings.engine, max_new_tokens=max_new_tokens)
     needed = max(answering / ANSWERS, (answering + learning + ending) / (1 - MACHINE))
     if needed > run.settings.budget:
         minutes = f"{-(-needed // 60):.0f}m"
@@ -119,7 +130,10 @@ def check_budget(run: Session) -> None:
 
 
 def answer(run: Session) -> None:
-    """The target answers prompts, for its share of the time."""
+    """The target answers prompts for its share of the time; writes `answers_until` and `answers` into the journal.
+
+    Raises: BadInput if there are too few answers; SystemExit after a signal to stop.
+    """
     journal, settings = run.journal, run.settings
     if journal.answers is not None:
         return
@@ -127,55 +141,70 @@ def answer(run: Session) -> None:
         journal.answers_until = run.clock.used + ANSWERS * settings.budget
         run.write()
     machine, until = run.machine, journal.answers_until
-    words = [
+    arguments = [
         *("data", "regenerate", "data/regenerate_local.yaml"),
         *(f"sources={run.folder / 'data' / 'prompts.jsonl'}", f"output={run.folder / 'answers'}"),
         *(f"target={settings.target}", f"engine.dtype={machine.dtype}", f"engine.device={machine.device}"),
         *("sampling.temperature=0", f"sampling.max_tokens={settings.max_new_tokens}"),
     ]
-    left = max(until - run.clock.used, 0)
-    what = "the target answers, at most for its share of the time"
-    record = run.step(what, words, name="answers", seconds=left, until=until)
+    seconds = max(until - run.clock.used, 0)
+    what = "the target answers as many prompts as there is time for"
+    record = run.step(what, arguments, name="answers", seconds=seconds, until=until)
     if not (run.folder / "answers" / "manifest.json").exists():
         raise BadInput(f"the target could not answer: {last_line(Path(record.log))}")
     try:
         model = load_skeleton(TargetConfig(path=settings.target))
     except NoSkeleton:
         model = Target.load(settings.target, dtype=settings.dtype)
-    size, ends = model.vocab_size, set(model.eos_token_ids)
-    folder, answers = run.folder / "data", run.folder / "answers"
-    journal.answers = data.gather(folder, answers, model.tokenizer, vocab_size=size, eos_token_ids=ends)
+    journal.answers = data.gather(
+        run.folder / "data",
+        run.folder / "answers",
+        model.tokenizer,
+        vocab_size=model.vocab_size,
+        eos_token_ids=set(model.eos_token_ids),
+    )
     for warning in journal.answers.warnings:
         run.say(f"warning: {warning}")
     run.write()
 
 
 def evaluate(run: Session) -> None:
-    """Held-out prompts, as many as the rest of the time allows."""
+    """Measures head and look-ups on as many held-out prompts as there is time for; writes `evaluation` and `sizes`.
+
+    Raises: BadInput if that fails; SystemExit after a signal to stop.
+    """
     journal, settings = run.journal, run.settings
     assert journal.split is not None
     if journal.evaluation is not None and journal.evaluation.report:
         return
-    chosen, new = journal.chosen, settings.max_new_tokens
-    left = max(run.clock.left, 0) if chosen else min(FREE_SECONDS, max(run.clock.left, 0))
+    chosen, max_new_tokens = journal.chosen, settings.max_new_tokens
+    left = max(run.clock.left, 0)
+    if chosen is None:
+        left = min(LOOKUP_SECONDS, left)
     planning = planning_seconds(settings.budget, engine=settings.engine) if chosen else 0.0
-    starts = EXPORTING * (settings.engine != OURS) + bool(planning)
-    spare = left - planning - starts * run.machine.start_seconds
+    num_starts = (0 if settings.engine == OURS else EXPORTING) + bool(planning)  # commands after the evaluation
+    seconds = left - planning - num_starts * run.machine.start_seconds
     if journal.evaluation is None:
         journal.sizes = SizePlan(planning) if planning else None
-        limit = prompts_within(spare, run.machine, max_new_tokens=new, most=journal.split.held_out)
-        length = (chosen.score.num_draft_tokens if chosen and chosen.score else 0) or 3
-        journal.evaluation = Evaluation(limit, length)
+        limit = prompts_within(seconds, run.machine, max_new_tokens=max_new_tokens, num_prompts=journal.split.held_out)
+        scored = chosen.score.num_draft_tokens if chosen and chosen.score else 0
+        journal.evaluation = Evaluation(limit, scored or DEFAULT_DRAFT_TOKENS)
         run.write()
     output, limit = run.folder / "eval", journal.evaluation.num_prompts
-    words = evaluate_words(
-        *(settings.target, chosen.head if chosen else "", answers_of(run), run.held_out, output, run.machine),
+    arguments = eval_arguments(
+        settings.target,
+        chosen.head if chosen else "",
+        answers_file(run),
+        run.held_out,
+        output,
+        run.machine,
         limit=limit,
-        max_new_tokens=new,
-        length=journal.evaluation.num_draft_tokens,
+        max_new_tokens=max_new_tokens,
+        num_draft_tokens=journal.evaluation.num_draft_tokens,
     )
-    who = "the head" if chosen else "nothing can pay for its training; look-ups"
-    record = run.step(f"{who} on {limit} held-out prompts", words, name="eval", seconds=spare)
+    measured = "the head and look-ups" if chosen else "look-ups, since no head can pay,"
+    what = f"measuring {measured} on {limit} held-out prompts"
+    record = run.step(what, arguments, name="eval", seconds=seconds)
     if not (output / "report.json").exists():
         raise BadInput(f"the evaluation failed: {last_line(Path(record.log))}")
     journal.evaluation.report = str(output / "report.json")
@@ -183,18 +212,22 @@ def evaluate(run: Session) -> None:
 
 
 def plan_sizes(run: Session) -> None:
-    """K or tree of the chosen head at several batch sizes. Where that fails, the run has no plan, and says so."""
+    """Plans the chosen head by batch size, if there is time for it. A failure is noted in `sizes`, not raised."""
     journal, settings, wanted = run.journal, run.settings, run.journal.sizes
     if wanted is None or wanted.plan or wanted.problem or journal.chosen is None:
         return
-    output, new = run.folder / "plan", settings.max_new_tokens
-    words = plan_words(
-        *(settings.target, journal.chosen.head, run.held_out, output, run.machine),
+    output = run.folder / "plan"
+    arguments = plan_arguments(
+        settings.target,
+        journal.chosen.head,
+        run.held_out,
+        output,
+        run.machine,
         seconds=wanted.seconds,
-        max_new_tokens=new,
+        max_new_tokens=settings.max_new_tokens,
     )
     try:
-        record = run.step("K and trees by batch size", words, name="plan", seconds=wanted.seconds)
+        record = run.step("K and trees by batch size", arguments, name="plan", seconds=wanted.seconds)
         if record.exit_code:
             raise BadInput(last_line(Path(record.log)))
         wanted.plan = str(output / "plan.json")
@@ -204,32 +237,31 @@ def plan_sizes(run: Session) -> None:
     run.write()
 
 
-def answers_of(run: Session) -> str:
-    """The file of answers to prompts that are not held out; empty where there are none, or given chats among them."""
+def answers_file(run: Session) -> str:
+    """The file of the target's answers for look-ups; empty if there is none, or it contains given chats as well."""
     path = run.folder / "data" / "train.jsonl"
-    found = run.journal.answers
-    return str(path) if found is not None and not found.given and path.is_file() else ""
+    answers = run.journal.answers
+    return str(path) if answers is not None and not answers.given and path.is_file() else ""
 
 
 def decide(run: Session) -> None:
-    """What to do; where a head is to be deployed in another engine, it is exported and checked."""
+    """Decides what to deploy, and writes `decision`. A head for another engine is exported and checked first."""
     journal, settings = run.journal, run.settings
     head = journal.chosen.head if journal.chosen else ""
-    served, engine = run.folder / "served", settings.engine
+    exported, engine = run.folder / "served", settings.engine
     decision = Decision(False, "Do not deploy a head: none can pay here", [], [])
     if journal.evaluation is not None:
-        report = Path(journal.evaluation.report)
-        decision = decision_of(
-            report,
+        decision = decide_by_report(
+            Path(journal.evaluation.report),
             head=head,
-            answers=answers_of(run),
+            answers=answers_file(run),
             engine=engine,
-            exported=str(served),
+            exported=str(exported),
             target=settings.target,
         )
     if decision.deploy and engine != OURS:
         try:
-            export(run, head, served)
+            export(run, head, exported)
         except BadInput as error:
             decision.cautions.append(f"It is not exported: {error}")
             decision.commands.clear()
@@ -239,13 +271,16 @@ def decide(run: Session) -> None:
     run.write()
 
 
-def export(run: Session, head: str, served: Path) -> None:
-    """For the engine named. Raises BadInput if that refuses the head, or the check finds something."""
-    engine, starts = run.settings.engine, run.machine.start_seconds
-    if not served.is_dir():
-        words = ["export", head, str(served), "--to", engine, "--target", run.settings.target]
-        run.step(f"export for {engine}", words, name="export", seconds=starts)
-    record = run.step("check of the export", ["check", str(served)], name="check", seconds=starts)
+def export(run: Session, head: str, output: Path) -> None:
+    """Exports the head for the engine of the run and checks the export; writes `exported`.
+
+    Raises: BadInput if the head cannot be exported, or the check finds a problem.
+    """
+    engine, seconds = run.settings.engine, run.machine.start_seconds
+    if not output.is_dir():
+        arguments = ["export", head, str(output), "--to", engine, "--target", run.settings.target]
+        run.step(f"export for {engine}", arguments, name="export", seconds=seconds)
+    record = run.step("check of the export", ["check", str(output)], name="check", seconds=seconds)
     if record.exit_code:
         raise BadInput(f"the check found problems: {last_line(Path(record.log))}")
-    run.journal.exported = str(served)
+    run.journal.exported = str(output)

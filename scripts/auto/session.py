@@ -1,4 +1,4 @@
-"""What all stages share: the settings and the journal."""
+"""The settings of a run, and what all of its stages share."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,25 +10,25 @@ from .learning import Learner
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run was asked for; a folder goes on with the same alone. budget: seconds. traffic: of the files given."""
+    """The options of a run. A run is only resumed with equal settings."""
 
     target: str
     prompts: str
     chats: str
-    budget: float
+    budget: float  # seconds
     engine: str
     batch_size: int
-    load: float  # requests per second; 0: batch_size says what is served at a time
+    load: float  # requests per second; 0: `batch_size` says how many rows are served at a time
     max_new_tokens: int
     dtype: str
     device: str
     launcher: str
     seed: int
-    traffic: str
+    traffic: str  # digest of the files `prompts` and `chats`
 
 
 class Session(session.Session[Settings, Journal]):
-    """A run in its folder."""
+    """A run in its folder. `machine` and `learner` may be used once the stages that fill the journal have run."""
 
     @property
     def machine(self) -> Machine:
@@ -39,7 +39,7 @@ class Session(session.Session[Settings, Journal]):
     def learner(self) -> Learner:
         assert self.journal.answers is not None
         settings = self.settings
-        return Learner(self.folder, settings.target, self.machine, self.journal.answers, self.runner, settings.seed)
+        return Learner(self.folder, settings.target, self.machine, self.journal.answers, settings.seed)
 
     @property
     def held_out(self) -> Path:

@@ -1,6 +1,7 @@
-"""`headstart refit`: a deployed head, kept fresh on the traffic that it serves. All of its decisions are made here.
+"""`headstart refit`: trains a deployed head further on the traffic that it serves, and decides whether to replace it.
 
-Read command.py, then run.py (the stages in order). data.py splits the traffic, reading.py has target and head read it,
-foreign.py finds the answers of others, drift.py and decision.py say what the figures mean; journal.py keeps them
-(refit.json), page.py tells them.
+Start reading at command.py (options), then run.py (the stages in order). data.py splits the traffic, reading.py runs
+target and head over it, foreign.py finds answers that the target did not write, learning.py trains. drift.py and
+decision.py interpret the figures. journal.py stores findings and decisions in refit.json, and page.py renders them as
+refit.html.
 """

@@ -1,4 +1,9 @@
-"""refit.json: the findings and decisions of a run, with the figures behind them. A killed run resumes from it."""
+"""The schema of refit.json: what a run of `headstart refit` found and decided, from which a killed run resumes.
+
+`Journal` is the document; its fields are in the order in which the stages fill them in. A field whose stage has not run
+is null, empty or 0. "New" rows are those of --traffic, "old" rows those of --replay. "The old head" is the one that is
+deployed now, "the new head" the one that this run trains.
+"""
 
 from dataclasses import dataclass, field
 
@@ -7,100 +12,96 @@ from ..unattended.steps import StepRecord
 from .foreign import OwnAnswers
 
 SCHEMA_VERSION = 1
-NAME = "refit.json"
 
 
 @dataclass(frozen=True)
 class Found:
-    """What the files hold, in rows. unread: by reason. repeated: left out, since another row says the same or more."""
+    """The rows of the files."""
 
-    new: int
-    old: int
-    held_out_new: int
+    new: int  # answered conversations in --traffic
+    old: int  # and in --replay
+    held_out_new: int  # of these, held out for the comparison
     held_out_old: int
-    repeated: int
-    unread: dict[str, int]
+    repeated: int  # rows of --traffic left out because another row has the same conversation, or a longer version of it
+    unread: dict[str, int]  # rows of --traffic that could not be read, by reason
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """Rows that the target did not write. served: temperature that fits the others. thresholds: by temperature of the
-    target's own answers. read: rows that were looked at; late: for which there was no time. origins: where they stand.
-    """
+    """The answers of --traffic that the target did not write, found by their typicality (foreign.py)."""
 
-    served: float
-    thresholds: dict[str, float]
-    own: list[OwnAnswers]
-    read: int
-    late: int
+    served: float  # temperature assumed for answers whose rows do not name one
+    thresholds: dict[str, float]  # lowest typicality of an own answer, by temperature of the target's own answers
+    own: list[OwnAnswers]  # the target's own answers behind the thresholds
+    read: int  # rows that were tested
+    late: int  # rows that were not, because the time for reading was up
     refused: dict[str, int]  # rows that the target cannot be given, by reason
-    origins: list[str]
+    origins: list[str]  # file and line of each foreign answer
 
 
 @dataclass(frozen=True)
 class DriftPart:
-    """What of some rows the head drafts. covered: the share of their tokens that it can draft at all."""
+    """How well the old head drafts a group of rows."""
 
     traffic: str  # `new` or `old`
-    domain: str
-    week: str
+    domain: str  # `all`: every domain
+    week: str  # ISO week such as 2026-W07; `all`: every week
     rows: int
-    tokens: int
+    tokens: int  # of the answers
     acceptance_length: float | None
-    covered: float | None
+    covered: float | None  # share of the answers' tokens that the head's draft vocabulary contains
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The training. steps take step_seconds each, of new and old rows."""
+    """The training of the new head."""
 
-    max_steps: int
-    step_seconds: float
-    new: int
+    max_steps: int  # optimizer steps
+    step_seconds: float  # of one of them
+    new: int  # training rows
     old: int
-    until: float  # seconds of the budget
+    until: float  # second of the budget at which training ends
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Both heads on the same held-out answers. ratio: forwards of the target that the old head needs, over those that
-    the new one does, with its 95 % interval, over conversations."""
+    """The old head against the new one on the same held-out answers."""
 
-    traffic: str
-    domain: str
+    traffic: str  # `new` or `old`
+    domain: str  # `all`: every domain
     conversations: int
-    before: float | None  # acceptance length
-    after: float | None
-    ratio: float | None
-    interval: list[float | None]
+    before: float | None  # acceptance length of the old head
+    after: float | None  # acceptance length of the new head
+    ratio: float | None  # target forwards with the old head over those with the new one; above 1: the new is better
+    interval: list[float | None]  # 95 % confidence interval of the ratio, over conversations
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do. commands: that measure the new head's speed and export it."""
+    """The result of the run."""
 
-    deploy: bool
+    deploy: bool  # whether to deploy the new head
     headline: str
     reasons: list[str]
     cautions: list[str]
-    commands: list[str] = field(default_factory=list)
+    commands: list[str] = field(default_factory=list)  # command lines that time the new head and export it
 
 
 @dataclass
 class Journal(StoredJournal):
-    """Everything, in the order in which it comes about; what is not known yet is null or empty."""
+    """The document refit.json. `settings`, inherited, are the options of the run."""
 
-    file_name = NAME
+    file_name = "refit.json"
     schema_version: int = SCHEMA_VERSION
     found: Found | None = None
-    reading_until: float | None = None  # seconds of the budget
-    own: list[OwnAnswers] = field(default_factory=list)
-    row_seconds: float = 0.0  # of reading one
+    reading_until: float | None = None  # second of the budget at which reading ends
+    own: list[OwnAnswers] = field(default_factory=list)  # typicality of answers that the target wrote in this run
+    row_seconds: float = 0.0  # seconds to read a row
     foreign: Foreign | None = None
     drift: list[DriftPart] = field(default_factory=list)
     plan: Plan | None = None
-    head: str = ""  # folder of the new one
+    head: str = ""  # folder of the new head; empty until it is trained
     compared: list[Compared] = field(default_factory=list)
     decision: Decision | None = None
-    seconds: float = 0.0
-    steps: list[StepRecord] = field(default_factory=list)
+    seconds: float = 0.0  # of the budget used, over all starts of the run
+    steps: list[StepRecord] = field(default_factory=list)  # the commands that were run

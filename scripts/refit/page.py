@@ -5,8 +5,8 @@ from pathlib import Path
 from ...eval.report.document import short_name
 from ...eval.report.one_result import number
 from ...eval.report.sections import Table, cell, percent
-from ..unattended.clock import clock_words
-from ..unattended.page import Part, figure_of, steps_part, write_page
+from ..unattended.clock import clock_text
+from ..unattended.page import Part, interval_text, steps_part, write_page
 from .drift import ALL
 from .journal import Journal
 
@@ -16,7 +16,7 @@ def write(folder: Path, journal: Journal) -> Path:
     assert journal.decision is not None
     settings = journal.settings
     target, head = short_name(str(settings["target"])), short_name(str(settings["head"]))
-    times = f"{clock_words(journal.seconds)} of {clock_words(float(settings['budget']))}"
+    times = f"{clock_text(journal.seconds)} of {clock_text(float(settings['budget']))}"
     return write_page(
         folder / "refit.html",
         decision=journal.decision,
@@ -31,7 +31,7 @@ def write(folder: Path, journal: Journal) -> Path:
 def figure(journal: Journal) -> str:
     """`1.22 [1.11, 1.33]`; empty where nothing was compared."""
     whole = [each for each in journal.compared if (each.traffic, each.domain) == ("new", ALL)]
-    return figure_of(whole[0].ratio, whole[0].interval) if whole else ""
+    return interval_text(whole[0].ratio, whole[0].interval) if whole else ""
 
 
 def summary(journal: Journal, page: Path) -> list[str]:
@@ -50,7 +50,7 @@ def comparison(journal: Journal) -> Part | None:
             cell(each.conversations),
             number(each.before),
             number(each.after),
-            figure_of(each.ratio, each.interval) or "-",
+            interval_text(each.ratio, each.interval) or "-",
         ]
         for each in journal.compared
     ]

@@ -115,7 +115,7 @@ class Reader:
         return {str(temperature): round(standardised(parts), 3) for temperature, parts in pairs}
 
     @torch.no_grad()
-    def own_answers(self, rows: Sequence[Served], *, seed: int, go_on: Callable[[], None]) -> list[OwnAnswers]:
+    def own_answers(self, rows: Sequence[Served], *, seed: int, check_stop: Callable[[], None]) -> list[OwnAnswers]:
         """The target answers the prompts of some rows itself, at the temperatures of OWN."""
         prompts: list[list[int]] = []
         for row in rows:
@@ -127,7 +127,7 @@ class Reader:
                 prompts.append(prompt)
         found = []
         for temperature in OWN if prompts else ():
-            go_on()
+            check_stop()
             source = torch.Generator(self.target.device).manual_seed(seed)
             how = {"max_new_tokens": ANSWER_TOKENS, "temperature": temperature, "generator": source}
             answers = generate(self.target, None, prompts, **how).token_ids

@@ -61,7 +61,7 @@ class Work:
         path = self.run.folder / "data" / name
         left = [(key, row) for key, row in rows.items() if key not in readings_in(path)]
         for readings in reader.read(left):
-            self.run.go_on()
+            self.run.check_stop()
             keep(path, readings)
             if until is not None and self.run.clock.used > until:
                 break
@@ -130,7 +130,8 @@ def read(work: Work) -> None:
     run.say("target and head read the answers; the target writes some itself", seconds=left)
     rows = by_turns(work.new.held_out, work.new.rest, work.old.held_out)
     if not journal.own:
-        journal.own = reader.own_answers(list(work.new.rest.values()), seed=run.settings.seed, go_on=run.go_on)
+        asked = list(work.new.rest.values())
+        journal.own = reader.own_answers(asked, seed=run.settings.seed, check_stop=run.check_stop)
         run.write()
     before, began = len(readings_in(run.folder / "data" / "readings.jsonl")), time.monotonic()
     found = work.read(reader, rows, "readings.jsonl", until=journal.reading_until)

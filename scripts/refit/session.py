@@ -1,4 +1,4 @@
-"""What all stages share."""
+"""The settings of a run, and what all of its stages share."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from .journal import Journal
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run was asked for; a folder goes on with the same alone. budget: seconds. rows: a hash of the files."""
+    """The options of a run. A run is only resumed with equal settings."""
 
     target: str
     head: str
@@ -17,12 +17,12 @@ class Settings:
     replay_share: float
     temperature: float | None
     max_length: int
-    budget: float
+    budget: float  # seconds
     dtype: str
     device: str
     launcher: str
     seed: int
-    rows: str
+    rows: str  # digest of the files `traffic` and `replay` and of the head's files
 
 
 class Session(session.Session[Settings, Journal]):

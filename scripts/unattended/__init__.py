@@ -1,5 +1,5 @@
-"""Shared parts of the unattended runs, `headstart auto` and `headstart refit`. No decision is taken here.
+"""Shared parts of the unattended runs, `headstart auto` and `headstart refit`.
 
-options.py has the options of both, clock.py counts the time, steps.py runs our ordinary commands, session.py opens
-a run's folder, announces steps and keeps them, page.py tells what came of it.
+options.py has the command-line options of both, clock.py tracks the time budget, steps.py runs ordinary `headstart`
+commands, session.py opens a run's folder and its journal, pace.py times training steps, and page.py renders the result.
 """

@@ -1,4 +1,4 @@
-"""The time budget of an unattended run, and how much of it is used, over all its restarts."""
+"""The time budget of an unattended run, and how much of it has been used over all starts of the run."""
 
 import json
 import re
@@ -9,23 +9,23 @@ from pathlib import Path
 from ...configs.errors import BadInput
 from ...configs.files import write_text
 
-UNITS = {"s": 1, "m": 60, "h": 3600}
-LEAST_BUDGET = 60.0  # seconds: a handful of commands has to start in it
-TICK = 1.0  # seconds between two notes of the time
+UNITS = {"s": 1, "m": 60, "h": 3600}  # in seconds
+LEAST_BUDGET = 60.0  # seconds; a run starts several commands, each of which takes seconds to start
+SAVE_EVERY = 1.0  # seconds between two writes of the used time
 
 
 def parse_budget(text: str) -> float:
-    """`90s`, `20m`, `2h` or `1h30m` in seconds. Raises BadInput, also below LEAST_BUDGET."""
+    """Seconds of a time such as `90s`, `20m`, `2h` or `1h30m`. Raises BadInput, also below LEAST_BUDGET."""
     if not re.fullmatch(r"(\d+(\.\d+)?[smh])+", text):
         raise BadInput(f"--budget {text}: expected a time such as 90s, 20m or 2h")
     seconds = sum(float(number) * UNITS[unit] for number, _, unit in re.findall(r"(\d+(\.\d+)?)([smh])", text))
     if seconds < LEAST_BUDGET:
-        raise BadInput(f"--budget {text}: too short for anything to be learnt; the least is {LEAST_BUDGET:.0f}s")
+        raise BadInput(f"--budget {text}: too short to train anything; the minimum is {LEAST_BUDGET:.0f}s")
     return seconds
 
 
-def clock_words(seconds: float) -> str:
-    """`3:07`, or `1:02:03`."""
+def clock_text(seconds: float) -> str:
+    """Seconds as `3:07` (minutes) or `1:02:03` (hours)."""
     whole = max(round(seconds), 0)
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
@@ -33,25 +33,28 @@ def clock_words(seconds: float) -> str:
 
 
 class Clock:
-    """Seconds of a budget that are used, those before a kill too. They are noted in a file, at most TICK apart."""
+    """Counts the seconds of a budget that are used, including those of earlier starts, which are kept in a file."""
 
     def __init__(self, path: Path, budget: float):
+        """Args: budget: seconds. path: JSON file of the used time; a missing or damaged one counts as 0."""
         self.path, self.budget, self.before = path, budget, 0.0
         with suppress(OSError, ValueError, KeyError, TypeError):
             self.before = float(json.loads(path.read_text())["seconds"])
-        self._began = time.monotonic()
-        self._noted = self.before
+        self._started = time.monotonic()
+        self._saved = self.before
 
     @property
     def used(self) -> float:
-        return self.before + time.monotonic() - self._began
+        """Seconds used so far."""
+        return self.before + time.monotonic() - self._started
 
     @property
     def left(self) -> float:
+        """Seconds left; negative when the budget is exceeded."""
         return self.budget - self.used
 
-    def note(self) -> None:
-        """Write the used time to the file, unless that was just done."""
-        if self.used - self._noted >= TICK:
-            self._noted = self.used
+    def save(self) -> None:
+        """Write the used time to the file, unless it was written within the last SAVE_EVERY seconds."""
+        if self.used - self._saved >= SAVE_EVERY:
+            self._saved = self.used
             write_text(self.path, json.dumps({"seconds": round(self.used, 1)}) + "\n")

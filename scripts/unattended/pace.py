@@ -1,4 +1,4 @@
-"""How long an optimizer step of a head takes here, measured before a run is planned."""
+"""Measures how long an optimizer step of a head takes on this machine, to plan a run."""
 
 import time
 from collections.abc import Sequence
@@ -13,45 +13,46 @@ from ...heads.base import DraftBatch, DraftHead
 from ...heads.target import Target
 from ...train.config import TrainConfig
 from ...train.optim import build_optimizer
+from ...train.speed import synchronize
 
-ROWS = 2  # of the batch on which a step is timed
+ROWS = 2  # in the timed batch
 
 
-def learning_seconds(
-    target: Target, head: DraftHead, train: dict[str, Any], text: Sequence[int], *, length: int
+def optimizer_step_seconds(
+    target: Target, head: DraftHead, train: dict[str, Any], text: Sequence[int], *, row_length: int
 ) -> float:
-    """An optimizer step as training takes it: the target reads, the head learns, the weights move.
+    """Seconds of an optimizer step: the target's forward, the head's forward and backward, and the update.
 
-    Args: train: of a run's `train`. text: tokens, which are repeated. length: of a row.
+    A batch of ROWS rows is timed and scaled to the configured batch size. The head's weights are changed.
+
+    Args:
+        train: the `train` section of a run config.
+        text: token ids to fill the rows with, repeated as often as needed.
+        row_length: tokens per row.
     """
     config = build(TrainConfig, {**train, "output_dir": "", "max_steps": 100})
     optimizer = build_optimizer(head, config)
-    tokens = [text[i % len(text)] for i in range(ROWS * length)]
-    rows = torch.tensor(tokens, device=target.device).view(ROWS, length)  # [B, T]
-    learn(target, head, rows[:1, : min(length, 16)])
-    began = time.perf_counter()
-    learn(target, head, rows)
-    reading = time.perf_counter() - began
-    optimizer.step()  # makes its state
-    began = time.perf_counter()
+    tokens = [text[i % len(text)] for i in range(ROWS * row_length)]
+    rows = torch.tensor(tokens, device=target.device).view(ROWS, row_length)  # [B, T]
+    forward_backward(target, head, rows[:1, : min(row_length, 16)])  # warm-up
+    started = time.perf_counter()
+    forward_backward(target, head, rows)
+    batch_seconds = time.perf_counter() - started
+    optimizer.step()  # the first one also allocates the optimizer's state
+    started = time.perf_counter()
     optimizer.step()
-    synchronised(target)
-    return reading * config.batch_size / ROWS + time.perf_counter() - began
+    synchronize(target.device)
+    return batch_seconds * config.batch_size / ROWS + time.perf_counter() - started
 
 
-def learn(target: Target, head: DraftHead, rows: torch.Tensor) -> None:
-    """Forward and backward on rows of token ids [B, T], of which all but the first few are supervised."""
+def forward_backward(target: Target, head: DraftHead, rows: torch.Tensor) -> None:
+    """Runs target and head on rows of token ids [B, T], in which all but the first few tokens are supervised."""
     mask = torch.ones_like(rows, dtype=torch.bool)
     mask[:, : min(8, rows.shape[1] // 2)] = False
     head.train()
     batch = DraftBatch(rows, mask, target.forward(rows, feature_layers=head.feature_layers))
-    is_narrow = target.dtype == torch.bfloat16
-    with torch.autocast(target.device.type, torch.bfloat16) if is_narrow else nullcontext():
+    in_bf16 = target.dtype == torch.bfloat16
+    with torch.autocast(target.device.type, torch.bfloat16) if in_bf16 else nullcontext():
         loss = head.loss(replace(batch, starts=head.training_starts(mask))).loss
     loss.backward()
-    synchronised(target)
-
-
-def synchronised(target: Target) -> None:
-    if target.device.type == "cuda":
-        torch.cuda.synchronize(target.device)
+    synchronize(target.device)

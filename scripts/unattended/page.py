@@ -1,4 +1,4 @@
-"""The page of an unattended run: what to do, why, and how that was found."""
+"""The HTML page of an unattended run: the decision, its reasons, and the evidence."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,14 +8,14 @@ from ...configs.files import write_text
 from ...eval.report.one_result import number
 from ...eval.report.page import page_template
 from ...eval.report.sections import Table, cell
-from .clock import clock_words
+from .clock import clock_text
 from .steps import StepRecord
 
-Part = tuple[str, str, Table]  # title, text and table
+Part = tuple[str, str, Table]  # a section of the page: title, text and table
 
 
 class Decision(Protocol):
-    """What to do. commands: that are to be run then."""
+    """The result of a run."""
 
     @property
     def deploy(self) -> bool: ...
@@ -26,7 +26,9 @@ class Decision(Protocol):
     @property
     def cautions(self) -> list[str]: ...
     @property
-    def commands(self) -> list[str]: ...
+    def commands(self) -> list[str]:
+        """Command lines with which to carry out the decision."""
+        ...
 
 
 def write_page(
@@ -39,7 +41,14 @@ def write_page(
     parts: Sequence[Part | None],
     guide: str,
 ) -> Path:
-    """Args: figure: a ratio with its interval, and what it is of; empty where there is none. guide: page of docs."""
+    """Renders decision.html.j2 into `path`; returns the path.
+
+    Args:
+        figure: the main figure with its interval, and a caption; an empty figure is left out.
+        report: link to the report of an evaluation, relative to the page; empty: none.
+        parts: sections; None is left out.
+        guide: page of the documentation that explains the figures.
+    """
     page = page_template("decision.html.j2", Path(__file__).parent).render(
         decision=decision,
         heading=heading,
@@ -52,13 +61,13 @@ def write_page(
     return write_text(path, page)
 
 
-def figure_of(ratio: float | None, interval: Sequence[float | None]) -> str:
-    """`1.92 [1.81, 2.03]`; empty where there is none."""
+def interval_text(ratio: float | None, interval: Sequence[float | None]) -> str:
+    """A ratio with its confidence interval, such as `1.92 [1.81, 2.03]`; empty if the ratio is None."""
     return "" if ratio is None else f"{number(ratio)} [{number(interval[0])}, {number(interval[1])}]"
 
 
 def steps_part(steps: Sequence[StepRecord]) -> Part:
-    """The commands, to be repeated by hand."""
-    rows = [[step.command, clock_words(step.seconds), cell(step.exit_code)] for step in steps]
+    """A section with the commands that were run."""
+    rows = [[step.command, clock_text(step.seconds), cell(step.exit_code)] for step in steps]
     table = Table("Commands", ["command", "time", "exit"], rows)
     return "How to repeat it", "Each step is an ordinary command; its output is in logs/.", table

@@ -1,4 +1,4 @@
-"""What all stages of an unattended run share: settings, folder, journal, and the recorded steps."""
+"""An unattended run in its folder: settings, journal, clock and steps. `open_session` starts or resumes a run."""
 
 import hashlib
 import json
@@ -20,23 +20,28 @@ from ...configs.terminal import PlainConsole
 from ...data_pipelines.answers.store import check_settings
 from ...heads.loading import default_dtype
 from ...train.stopping import Stopping
-from .clock import Clock, clock_words
+from .clock import Clock, clock_text
 from .steps import Runner, StepRecord
 
 
 class Settings(Protocol):
-    """What a run was asked for; a folder goes on with the same alone. budget: seconds. launcher: of training."""
+    """The options of a run. A run is only resumed with equal settings."""
 
     @property
-    def budget(self) -> float: ...
+    def budget(self) -> float:
+        """Seconds."""
+        ...
+
     @property
-    def launcher(self) -> str: ...
+    def launcher(self) -> str:
+        """Command that starts Python for training; empty: none."""
+        ...
 
 
 class Journal(Protocol):
-    """Findings and decisions of a run. A killed run resumes from it."""
+    """Findings and decisions of a run, from which a killed run resumes."""
 
-    seconds: float
+    seconds: float  # of the budget used
     steps: list[StepRecord]
 
     def write(self, folder: Path) -> None: ...
@@ -49,7 +54,7 @@ T = TypeVar("T")
 
 @dataclass
 class Session(Generic[S, J]):
-    """A run in its folder. keep: to be called once the folder is worth keeping after a failure."""
+    """A run in its folder."""
 
     settings: S
     journal: J
@@ -57,52 +62,64 @@ class Session(Generic[S, J]):
     clock: Clock
     stopping: Stopping
     console: Console
-    keep: Callable[[], None]
+    keep: Callable[[], None]  # after this was called, a new folder is not removed when the run fails
 
     def __post_init__(self) -> None:
         launcher = shlex.split(self.settings.launcher)
         self.runner = Runner(self.folder / "logs", self.clock, self.stopping, launcher)
 
-    def say(self, words: str, *, seconds: float | None = None, command: str = "") -> None:
-        """What is done next, and how long that takes about."""
-        about = "" if seconds is None else f" (about {clock_words(seconds)})"
-        now = f"[{clock_words(self.clock.used)} of {clock_words(self.settings.budget)}]"
-        self.console.print(f"{now} {words}{about}", highlight=False, soft_wrap=True)
+    def say(self, text: str, *, seconds: float | None = None, command: str = "") -> None:
+        """Print a line with the time used so far. Args: seconds: expected duration of what the line announces."""
+        about = "" if seconds is None else f" (about {clock_text(seconds)})"
+        now = f"[{clock_text(self.clock.used)} of {clock_text(self.settings.budget)}]"
+        self.console.print(f"{now} {text}{about}", highlight=False, soft_wrap=True)
         if command:
             self.console.print(f"    {command}", style="dim", highlight=False, soft_wrap=True)
 
     def write(self) -> None:
-        self.clock.note()
+        """Write the journal and the used time."""
+        self.clock.save()
         self.journal.seconds = round(self.clock.used, 1)
         self.journal.write(self.folder)
 
-    def step(self, what: str, words: list[str], *, name: str, seconds: float, until: float | None = None) -> StepRecord:
-        """Say and run a command, and keep its record."""
-        self.say(what, seconds=seconds, command=self.runner.shown(words))
-        record = self.runner.run(name, words, until=until)
+    def step(
+        self, what: str, arguments: list[str], *, name: str, seconds: float, until: float | None = None
+    ) -> StepRecord:
+        """Announce and run a `headstart` command; its record is added to the journal, which is not written yet.
+
+        Args:
+            what: the announcement.
+            name: of the log.
+            seconds: expected duration.
+            until: second of the budget at which the command is stopped.
+
+        Raises: as `Runner.run`.
+        """
+        self.say(what, seconds=seconds, command=self.runner.command_line(arguments))
+        record = self.runner.run(name, arguments, until=until)
         self.journal.steps.append(record)
         return record
 
-    def go_on(self) -> None:
-        """Between two parts of a stage in this process. Raises SystemExit where it was told to stop."""
+    def check_stop(self) -> None:
+        """To be called regularly by work in this process: raises SystemExit after a signal, and saves the used time."""
         if self.stopping.received:
             raise SystemExit(self.stopping.exit_code)
-        self.clock.note()
+        self.clock.save()
 
 
 @dataclass
 class StoredJournal:
-    """A journal as a JSON file of the run's folder. settings: what the run was asked for, as in the folder's marker."""
+    """A journal that is a JSON file in the run's folder."""
 
     file_name: ClassVar[str]
-    settings: dict[str, Any]
+    settings: dict[str, Any]  # the options of the run, the same as in the folder's marker file
 
     def write(self, folder: Path) -> None:
         write_json(folder / self.file_name, asdict(self))
 
     @classmethod
     def read(cls, folder: Path, settings: dict[str, Any]) -> Self:
-        """As a run left it; a new one where there is none. Raises BadInput on a damaged file."""
+        """The journal in a folder, or a new one with these settings. Raises BadInput on a damaged file."""
         path = folder / cls.file_name
         if not path.exists():
             return cls(settings)
@@ -114,33 +131,38 @@ class StoredJournal:
 
 
 @contextmanager
-def opened(
+def open_session(
     command: str,
     output: Path,
     settings: S,
     journal: Callable[[Path, dict[str, Any]], J],
     session: Callable[[S, J, Path, Clock, Stopping, Console, Callable[[], None]], T],
 ) -> Iterator[T]:
-    """A run in its folder, new or resumed; Ctrl-C stops it at the next safe point.
+    """Starts or resumes a run in the folder `output`. In the `with` block, Ctrl-C stops it at the next safe point.
 
-    Raises: BadInput on a folder that is not the command's, or was made with other settings.
+    Args:
+        command: such as `headstart auto`.
+        journal: reads the journal, given the folder and the settings: the `read` of a StoredJournal.
+        session: the class of the session, or what builds one from its fields.
+
+    Raises: BadInput if another command made the folder, or it was made with other settings.
     """
-    asked = vars(settings)
-    with OwnedFolder(output, command=command, settings=asked) as folder:
-        check_settings(folder.settings, asked, folder=folder.path)
+    options = vars(settings)
+    with OwnedFolder(output, command=command, settings=options) as folder:
+        check_settings(folder.settings, options, folder=folder.path)
         with Stopping() as stopping:
-            clock, found = Clock(folder.path / "clock.json", settings.budget), journal(folder.path, asked)
-            yield session(settings, found, folder.path, clock, stopping, PlainConsole(stderr=True), folder.keep)
+            clock, stored = Clock(folder.path / "clock.json", settings.budget), journal(folder.path, options)
+            yield session(settings, stored, folder.path, clock, stopping, PlainConsole(stderr=True), folder.keep)
 
 
 def check_started_once(command: str) -> None:
-    """Raises BadInput in one of several processes: steps that need them start them."""
+    """Raises BadInput if a launcher started this command in several processes: steps start processes themselves."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise BadInput(f"{command} is started once; --launcher says how training is started on several devices")
+        raise BadInput(f"{command}: run it in one process; --launcher says how to train on several devices")
 
 
 def digest(paths: Iterable[str]) -> str:
-    """Of what is in the files; of others, such as data sets on the hub, their names."""
+    """A hash of the files' contents. Of paths that are not local files, such as hub ids, the name is hashed."""
     found = hashlib.sha256()
     for path in paths:
         file = Path(path).expanduser()
@@ -149,7 +171,7 @@ def digest(paths: Iterable[str]) -> str:
 
 
 def target_dtype(target: str, device: str, dtype: str) -> str:
-    """As `headstart eval` has it. Raises BadInput if there is no such target."""
+    """The given dtype, or the default of `headstart eval`. Raises BadInput if the target cannot be found."""
     try:
         return dtype or default_dtype(target, device)
     except OSError as error:

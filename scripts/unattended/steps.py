@@ -1,4 +1,4 @@
-"""One step of a run: an ordinary command in its own process, shown, logged, and stopped when its time is over."""
+"""Runs the steps of an unattended run: ordinary `headstart` commands in processes of their own, with a time limit."""
 
 import ctypes
 import os
@@ -17,46 +17,50 @@ from ...train.stopping import Stopping
 from .clock import Clock
 
 POLL = 0.2  # seconds
-PATIENCE = 60.0  # seconds that a command has to end after SIGTERM
-LAST_LINES = 2000  # characters of a log in which its last line is looked for
+PATIENCE = 60.0  # seconds between SIGTERM and SIGKILL
+LAST_LINES = 2000  # bytes at the end of a log in which its last line is looked for
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A command as auto.json has it. seconds: of this budget. stopped: its time was over before it had ended."""
+    """A command that was run, as auto.json and refit.json record it."""
 
-    name: str
-    command: str
-    log: str
+    name: str  # of its log, without suffix
+    command: str  # the command line
+    log: str  # path of its output
     seconds: float
-    exit_code: int
-    stopped: bool
+    exit_code: int  # negative: ended by that signal
+    stopped: bool  # whether it was stopped because its time was up
 
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs commands of ours. logs: folder of their output. launcher: starts Python for training, in words."""
+    """Runs `headstart` commands."""
 
-    logs: Path
+    logs: Path  # folder
     clock: Clock
     stopping: Stopping
-    launcher: Sequence[str] = ()
+    launcher: Sequence[str] = ()  # words of the command that starts Python for training; empty: none
 
-    def run(self, name: str, words: Sequence[str], *, until: float | None = None) -> StepRecord:
-        """Run `headstart WORDS`.
+    def run(self, name: str, arguments: Sequence[str], *, until: float | None = None) -> StepRecord:
+        """Run `headstart ARGUMENTS` and wait for its end.
 
-        Args: name: of its log. until: the used time of the clock after which it is asked to stop.
-        Raises: BadInput if it refused its input; SystemExit where this process was told to stop.
+        Args:
+            name: of the log, to which output is appended.
+            until: second of the clock's budget at which the command gets SIGTERM; None: no limit.
+
+        Raises: BadInput with the command's last line if it ends with exit code 2 (bad input); SystemExit if this
+        process got a signal to stop.
         """
         log, began, stopped = self.logs / f"{name}.log", self.clock.used, 0.0
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
             process = subprocess.Popen(
-                self.arguments(words),
+                self.process_arguments(arguments),
                 stdout=file,
                 stderr=file,
                 stdin=subprocess.DEVNULL,
-                preexec_fn=partial(_end_with, os.getpid()),
+                preexec_fn=partial(_die_with_parent, os.getpid()),
             )
             while process.poll() is None:
                 is_late = until is not None and self.clock.used > until
@@ -65,45 +69,48 @@ class Runner:
                     stopped = time.monotonic()
                 elif stopped and time.monotonic() - stopped > PATIENCE:
                     process.kill()
-                self.clock.note()
+                self.clock.save()
                 time.sleep(POLL)
         if self.stopping.received:
             raise SystemExit(self.stopping.exit_code)
         if process.returncode == 2 and not stopped:
             raise BadInput(f"{name}: {last_line(log)}")
         seconds = round(self.clock.used - began, 1)
-        return StepRecord(name, self.shown(words), str(log), seconds, process.returncode, bool(stopped))
+        return StepRecord(name, self.command_line(arguments), str(log), seconds, process.returncode, bool(stopped))
 
-    def arguments(self, words: Sequence[str]) -> list[str]:
-        if words[0] == "train" and self.launcher:
-            return [*self.launcher, "-m", "headstart.train", *words[1:]]
-        return [sys.executable, "-m", "headstart.scripts.cli", *words]
+    def process_arguments(self, arguments: Sequence[str]) -> list[str]:
+        """What is executed: this Python interpreter, or the launcher for training."""
+        if arguments[0] == "train" and self.launcher:
+            return [*self.launcher, "-m", "headstart.train", *arguments[1:]]
+        return [sys.executable, "-m", "headstart.scripts.cli", *arguments]
 
-    def shown(self, words: Sequence[str]) -> str:
-        """The command as a person types it."""
-        if words[0] == "train" and self.launcher:
-            return shlex.join([*self.launcher, "-m", "headstart.train", *words[1:]])
-        return shlex.join(["headstart", *words])
+    def command_line(self, arguments: Sequence[str]) -> str:
+        """The same command as one would type it."""
+        if arguments[0] == "train" and self.launcher:
+            return shlex.join(self.process_arguments(arguments))
+        return shlex.join(["headstart", *arguments])
 
 
 def last_line(log: Path) -> str:
-    """The last line that a command wrote, without the program's name."""
+    """The last line of a log that is not blank, without the prefix `headstart: `."""
     text = log.read_bytes()[-LAST_LINES:].decode(errors="replace")
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1].removeprefix("headstart: ") if lines else "it wrote nothing"
 
 
 def start_seconds() -> float:
-    """How long a command takes here before it does anything."""
+    """Seconds that a command needs to start on this machine: to start Python and import what training needs."""
     began = time.monotonic()
     subprocess.run([sys.executable, "-c", "import headstart.train.trainer"], check=True, capture_output=True)
     return time.monotonic() - began
 
 
-def _end_with(parent: int) -> None:
-    """In the child: the system kills it when its parent ends, however that ends. Where no system does, the lock of the
-    child's own folder keeps a second one out."""
+def _die_with_parent(parent: int) -> None:
+    """Called in the child process: makes Linux kill it when its parent ends, in whatever way.
+
+    On other systems a child may outlive its parent; the lock of its output folder then keeps a second one out.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # it had ended before
+        if os.getppid() != parent:  # the parent had ended before
             os._exit(1)

@@ -94,7 +94,7 @@ def in_process(monkeypatch):
             code = end.code or 0
         assert code in (0, 1), words
         now[0] += seconds
-        return StepRecord(name, self.shown(words), str(log), seconds, int(code), False)
+        return StepRecord(name, self.command_line(words), str(log), seconds, int(code), False)
 
     monkeypatch.setattr(Runner, "run", run)
     monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: now[0]))

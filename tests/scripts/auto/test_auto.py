@@ -124,7 +124,7 @@ def test_an_engine_is_given_no_drafter_that_it_does_not_have(auto, machine_is, i
     ("line", "problem"),
     [
         ("--budget 20", "--budget 20: expected a time such as 90s, 20m or 2h"),
-        ("--budget 0.5s", "--budget 0.5s: too short for anything to be learnt; the least is 1s"),
+        ("--budget 0.5s", "--budget 0.5s: too short to train anything; the minimum is 1s"),
         ("--budget 6s --engine tgi", "--engine tgi: expected one of headstart, llama.cpp, sglang, vllm"),
         ("--budget 2s", "--budget: too short for this target here; the least that makes sense is 1m"),
     ],

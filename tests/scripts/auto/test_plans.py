@@ -9,11 +9,19 @@ from headstart.heads.registry import HEADS
 from headstart.scripts.auto import candidates
 from headstart.scripts.auto.candidates import by_gain_per_cost, check_engine, find_candidates, is_served
 from headstart.scripts.auto.data import split_prompts, vocabulary_for, warnings_of
-from headstart.scripts.auto.halving import LEAST_STEPS, Pace, field, rung_seconds, rung_sizes, steps_within, survivors
+from headstart.scripts.auto.halving import (
+    LEAST_STEPS,
+    Pace,
+    rung_seconds,
+    rung_sizes,
+    starting_candidates,
+    steps_within,
+    survivors,
+)
 from headstart.scripts.auto.learning import extended
 from headstart.scripts.auto.machine import Workload, busy_rows
 from headstart.scripts.auto.prediction import RoundCost, bound, cost_of, expected_length, predict
-from headstart.scripts.unattended.clock import Clock, clock_words, parse_budget
+from headstart.scripts.unattended.clock import Clock, clock_text, parse_budget
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("20m", 1200), ("2h", 7200), ("1h30m", 5400), ("1.5m", 90)])
@@ -28,7 +36,7 @@ def test_anything_else_is_refused_in_a_line_that_names_it(text):
 
 
 def test_times_read_as_clocks():
-    assert [clock_words(seconds) for seconds in (7, 187, 3723)] == ["0:07", "3:07", "1:02:03"]
+    assert [clock_text(seconds) for seconds in (7, 187, 3723)] == ["0:07", "3:07", "1:02:03"]
 
 
 def test_time_that_was_used_before_a_kill_counts(tmp_path):
@@ -84,16 +92,16 @@ def test_rungs_halve_until_one_is_left():
 
 
 def test_only_as_many_candidates_begin_as_there_is_time_for():
-    paces = {name: Pace(step=1.0, visit=5.0) for name in "abcd"}
+    paces = {name: Pace(step=1.0, overhead=5.0) for name in "abcd"}
     least = 5 + LEAST_STEPS
-    assert field("abcd", paces, 2 * 4 * least) == list("abcd")
-    assert field("abcd", paces, 2 * 4 * least - 1) == list("abc"), "the last in rank is left out"
-    assert field("abcd", paces, 1) == ["a"]
+    assert starting_candidates("abcd", paces, 2 * 4 * least) == list("abcd")
+    assert starting_candidates("abcd", paces, 2 * 4 * least - 1) == list("abc"), "the last in rank is left out"
+    assert starting_candidates("abcd", paces, 1) == ["a"]
 
 
-def test_steps_fill_the_time_of_a_visit():
-    assert steps_within(105, Pace(step=0.5, visit=5)) == 200
-    assert steps_within(1, Pace(step=0.5, visit=5)) == LEAST_STEPS
+def test_steps_fill_the_time_left_by_the_overhead():
+    assert steps_within(105, Pace(step=0.5, overhead=5)) == 200
+    assert steps_within(1, Pace(step=0.5, overhead=5)) == LEAST_STEPS
 
 
 def test_the_better_half_goes_on_in_order_of_its_scores():

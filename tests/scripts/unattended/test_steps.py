@@ -14,7 +14,7 @@ from headstart.train.stopping import Stopping
 @pytest.fixture
 def runner(tmp_path, monkeypatch):
     """Runs its words as a shell's."""
-    monkeypatch.setattr(Runner, "arguments", lambda self, words: ["sh", "-c", *words])
+    monkeypatch.setattr(Runner, "process_arguments", lambda self, words: ["sh", "-c", *words])
     return Runner(tmp_path / "logs", Clock(tmp_path / "clock.json", 100), Stopping())
 
 
@@ -38,17 +38,17 @@ def test_what_a_command_refuses_is_told_in_its_words(runner):
 def test_training_is_started_by_the_launcher_alone(tmp_path):
     clock = Clock(tmp_path / "clock.json", 100)
     runner = Runner(tmp_path, clock, Stopping(), ["accelerate", "launch"])
-    assert runner.shown(["train", "a.yaml"]) == "accelerate launch -m headstart.train a.yaml"
-    assert runner.shown(["eval", "--head", "a b"]) == "headstart eval --head 'a b'"
-    assert runner.arguments(["eval"])[-2:] == ["headstart.scripts.cli", "eval"]
+    assert runner.command_line(["train", "a.yaml"]) == "accelerate launch -m headstart.train a.yaml"
+    assert runner.command_line(["eval", "--head", "a b"]) == "headstart eval --head 'a b'"
+    assert runner.process_arguments(["eval"])[-2:] == ["headstart.scripts.cli", "eval"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system tells children of their parent's end on Linux alone")
 def test_a_command_ends_with_the_process_that_started_it(tmp_path):
     script = (
         "import os, signal, subprocess; from functools import partial; "
-        "from headstart.scripts.unattended.steps import _end_with; "
-        "child = subprocess.Popen(['sleep', '60'], preexec_fn=partial(_end_with, os.getpid())); "
+        "from headstart.scripts.unattended.steps import _die_with_parent; "
+        "child = subprocess.Popen(['sleep', '60'], preexec_fn=partial(_die_with_parent, os.getpid())); "
         "print(child.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
