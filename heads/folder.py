@@ -2,9 +2,9 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from safetensors import SafetensorError
@@ -15,8 +15,9 @@ from .. import __version__
 from ..configs.errors import BadInput, first_line
 from ..configs.files import replacing_folder, restore_folder, write_json
 from ..configs.jsonl import loads
+from ..configs.typed import check_type
 from .adapters import merged_state, read_adapter, write_adapter
-from .base import DraftHead
+from .base import DraftHead, HeadConfig
 from .target import Target
 
 ADAPTER = "adapter."  # prefix of the tensors that a head puts on the target's layers
@@ -58,6 +59,21 @@ class HeadRecord:
         target = {"name": self.target_name, "fingerprint": self.fingerprint}
         known = {"version": self.version, "head": self.head, "target": target}
         return known if self.training is None else {**known, "training": self.training}
+
+    def config(self, config_class: type[HeadConfig], *, key: str = "headstart") -> HeadConfig:
+        """The head's config. Args: config_class: of the expected family. key: of this record in config.json.
+
+        Raises: BadInput if the head is of another family, or has a key of another version or a value of another type.
+        """
+        if self.family != config_class.type:
+            raise BadInput(f"config.json: {key}.head.type: expected {config_class.type!r}, found {self.family!r}")
+        unknown = sorted(self.head.keys() - {each.name for each in fields(config_class)})
+        if unknown:
+            raise BadInput(f"config keys of another version of Headstart: {unknown}")
+        kinds = get_type_hints(config_class)
+        for name, value in self.head.items():
+            check_type(value, kinds[name], name=f"config.json: {key}.head.{name}")
+        return config_class(**self.head)
 
     def check_target(self, folder: str | Path, target: Target) -> None:
         """Raises BadInput if the head was trained on another target."""

@@ -1,16 +1,15 @@
 """Entry points for heads: build one, load one from any folder or hub id, or start training from one."""
 
-from dataclasses import fields
 from pathlib import Path
 
 from torch import Tensor
 
-from ..configs.errors import BadInput, first_line
+from ..configs.errors import BadInput
 from .adapters import adapted_layers
 from .base import DraftHead, HeadConfig
 from .families import HEADS, build_head, head_class
 from .folder import ADAPTER, HeadRecord, is_head_folder, load_weights, read_record, read_tensors, save_head
-from .importing.importers import import_head, imported_start, record_of
+from .importing.importers import import_head, imported_start, naming, record_of
 from .target import Target
 
 __all__ = ["HEADS", "build_head", "head_class", "head_record", "load_head", "save_head", "start_head"]
@@ -36,16 +35,11 @@ def read_head(folder: str | Path, target: Target) -> DraftHead:
     """`load_head` of a folder that we wrote."""
     record = read_record(folder)
     record.check_target(folder, target)
-    config_class = head_class(record.family).config_class
-    unknown = set(record.head) - {f.name for f in fields(config_class)}
-    if unknown:
-        raise BadInput(f"head {folder}: config keys of another version of Headstart: {sorted(unknown)}")
     tensors, draft_token_ids = read_tensors(folder)
-    try:
-        head = build_head(config_class(**record.head), target, draft_token_ids=draft_token_ids)
-    except (TypeError, AttributeError) as error:  # a value of the wrong type
-        raise BadInput(f"head {folder}: config.json: headstart.head: {first_line(error)}") from error
-    load_weights(head, tensors, folder)
+    with naming(folder):
+        config = record.config(head_class(record.family).config_class)
+        head = build_head(config, target, draft_token_ids=draft_token_ids)
+        load_weights(head, tensors, folder)
     return head.to(target.dtype).eval().requires_grad_(False)
 
 

@@ -15,7 +15,6 @@ from .contracts import SIZES, Contract, decoder_layer, llama_keys, serves_itself
 from .folder import DFLASH, DSPARK, HeadFolder, write_config, write_tensors
 from .portable import as_speculators, check_target
 
-NESTED = ("mask_token_id", "target_layer_ids", "block_size")  # keys that some folders have in dflash_config alone
 NORMS = ["input_layernorm", "post_attention_layernorm"]
 IN_SPECULATORS = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
 MARKOV_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
@@ -58,27 +57,8 @@ def speculators_config(head: HeadFolder) -> dict[str, Any]:
 
 def is_block(config: Mapping[str, Any]) -> bool:
     """Whether a folder's config is a block drafter's, of either layout."""
-    words = " ".join([*map(str, config.get("architectures") or []), str(config.get("speculators_model_type"))]).lower()
+    words = f"{config.get('architectures')} {config.get('speculators_model_type')}".lower()
     return "dflash" in words or "dspark" in words or "dflash_config" in config
-
-
-def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config of either layout with the plain layout's keys at the top, and defaults for missing flags.
-
-    The speculators library counts inputs of layers, and keeps the layers' keys in a nested config.
-    Raises: BadInput if the mask token, the block size or the feature layers are missing.
-    """
-    layer, nested = dict(config.get("transformer_layer_config") or {}), dict(config.get("dflash_config") or {})
-    found = {**layer, **{key: nested[key] for key in NESTED if key in nested}, **config}
-    if config.get("aux_hidden_state_layer_ids") is not None:
-        found["target_layer_ids"] = [i - 1 for i in config["aux_hidden_state_layer_ids"]]
-    missing = [key for key in NESTED if found.get(key) is None]
-    if missing:
-        raise BadInput(f"{missing[0]}: missing")
-    is_dspark = (config.get("architectures") or [DFLASH]) != [DFLASH]
-    found.setdefault("sample_from_anchor", is_dspark and not layer)
-    found["causal"] = bool(nested.get("causal", found.get("is_causal", False)))
-    return found
 
 
 def contract_of_block(config: Mapping[str, Any], names: Iterable[str]) -> Contract:

@@ -48,6 +48,12 @@ def draft_model(folder: Path, config: Mapping[str, Any], stored: TensorFiles) ->
     return contract
 
 
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the language model: of a model of several parts its text part."""
+    part = config.get("text_config")
+    return part if isinstance(part, Mapping) else config
+
+
 def mtp_layout(names: Mapping[str, Any]) -> str | None:
     """The layout of the MTP modules among these tensors; None if there are none."""
     return next((layout for layout, mark in MARKS.items() if any(mark in name for name in names)), None)
@@ -55,7 +61,7 @@ def mtp_layout(names: Mapping[str, Any]) -> str | None:
 
 def mtp(config: Mapping[str, Any], stored: TensorFiles) -> Contract:
     """The tensors of MTP modules: a decoder layer like the target's last one with attention, a projection and norms."""
-    inner = config.get("text_config", config)
+    inner = text_part(config)
     name = mtp_layout(stored.shapes) or "deepseek_v3"
     layout, contract = LAYOUTS[name], Contract(f"mtp ({name})")
     counts = {inner[key] for key in COUNT_KEYS if inner.get(key)}
@@ -102,7 +108,7 @@ def last_attending(stored: TensorFiles, num_layers: int) -> dict[str, tuple[int,
 
 def is_module(name: str, config: Mapping[str, Any]) -> bool:
     """Whether a tensor of a checkpoint belongs to an MTP module."""
-    num_layers = config.get("text_config", config).get("num_hidden_layers", 0)
+    num_layers = text_part(config).get("num_hidden_layers", 0)
     found = re.search(r"\.layers\.(\d+)\.", name)
     behind = found is not None and not name.startswith("mtp.") and int(found.group(1)) >= num_layers
     return behind or name.startswith("mtp.") or ".mtp_layers." in name

@@ -1,23 +1,26 @@
 """Importing block drafters: DFlash and DSpark, in the plain layout and that of the speculators library."""
 
 from pathlib import Path
-from typing import Any
 
 import torch.nn.functional as F
 
 from ...configs.errors import BadInput
+from ...configs.typed import TypedKeys
 from ..block import BlockConfig
-from ..export.block import plain_config
+from ..export.folder import DFLASH
 from ..export.tensor_files import TensorFiles
 from ..target import Target
 from .imported import Imported, bare, draft_ids, own_config, without_tables
 from .published import architecture_of, same_tensor
 
+NESTED = ("mask_token_id", "target_layer_ids", "block_size")  # keys that some folders have in dflash_config alone
+MARKOV_TYPE = "markov_head_type"
 MARKOV, CONFIDENCE = "markov_head.markov_w1.weight", "confidence_head.proj.weight"
 
 
-def import_block(folder: Path, config: dict[str, Any], stored: TensorFiles, target: Target) -> Imported:
-    """Import a block drafter. Raises BadInput on parts that ours do not have and that change the result."""
+def import_block(folder: Path, config: TypedKeys, stored: TensorFiles, target: Target) -> Imported:
+    """Import a block drafter. Raises BadInput on parts that ours do not have and that change the result, and if the
+    mask token, the block size or the feature layers are missing."""
     config = plain_config(config)
     tensors = without_tables({bare(name): stored.read(name) for name in stored.files}, keep_output=True)
     ids = draft_ids(tensors, target)
@@ -27,11 +30,11 @@ def import_block(folder: Path, config: dict[str, Any], stored: TensorFiles, targ
     made = own_config(config, plain=BlockConfig)
     if made is not None:
         return Imported(made, tensors, ids)
-    kinds = set(config.get("layer_types") or ["full_attention"])
+    kinds, markov = set(config.read("layer_types", list[str]) or ["full_attention"]), config.read(MARKOV_TYPE, str)
     problems = {
         f"layer_types: {sorted(kinds)}": kinds != {"full_attention"},
-        "causal: its slots see only those before them": config["causal"],
-        f"markov_head_type {config.get('markov_head_type')}": config.get("markov_head_type", "vanilla") != "vanilla",
+        "causal: its slots see only those before them": config.need("causal", bool),
+        f"{MARKOV_TYPE} {markov}": markov not in (None, "vanilla"),
         "conv_kernel_size, of DFlash2": any("_conv." in name or name.startswith("candidate") for name in tensors),
     }
     for problem, is_there in problems.items():
@@ -41,18 +44,36 @@ def import_block(folder: Path, config: dict[str, Any], stored: TensorFiles, targ
     if CONFIDENCE in tensors:  # some do not read the previous token, so pad their weights with zeros
         narrow = tensors[CONFIDENCE]
         tensors[CONFIDENCE] = F.pad(narrow, (0, target.hidden_size + rank - narrow.shape[1]))
-    layer = {**config, "model_type": "llama", "sliding_window": None}  # a Llama layer but for query and key norms
+    drafts_first = config.need("sample_from_anchor", bool)
+    layer = {**config.values, "model_type": "llama", "sliding_window": None}  # Llama's but for query and key norms
     made = BlockConfig(
-        feature_layers=[i + 1 for i in config["target_layer_ids"]],
-        num_depths=config["block_size"] - (0 if config["sample_from_anchor"] else 1),
-        num_layers=config.get("num_hidden_layers") or 1,
-        sample_from_anchor=config["sample_from_anchor"],
+        feature_layers=[i + 1 for i in config.need("target_layer_ids", list[int])],
+        num_depths=config.need("block_size", int) - (0 if drafts_first else 1),
+        num_layers=config.read("num_hidden_layers", int) or 1,
+        sample_from_anchor=drafts_first,
         markov_rank=rank,
         confidence=CONFIDENCE in tensors,
         has_head_norms="layers.0.self_attn.q_norm.weight" in tensors,
         output="own" if "lm_head.weight" in tensors else "shared",
         draft_vocab_size=None if ids is None else len(ids),
-        mask_token_id=config["mask_token_id"],
-        architecture=architecture_of(layer, target),
+        mask_token_id=config.need("mask_token_id", int),
+        architecture=architecture_of(TypedKeys(layer, config.where), target),
     )
     return Imported(made, tensors, ids)
+
+
+def plain_config(config: TypedKeys) -> TypedKeys:
+    """A config of either layout with the plain layout's keys at the top, and defaults for missing flags.
+
+    The speculators library counts inputs of layers, and keeps the layers' keys in a nested config.
+    """
+    layer, nested = config.inner("transformer_layer_config"), config.inner("dflash_config")
+    found = {**layer.values, **{key: nested.values[key] for key in NESTED if key in nested.values}, **config.values}
+    ids = config.read("aux_hidden_state_layer_ids", list[int])
+    if ids is not None:
+        found["target_layer_ids"] = [i - 1 for i in ids]
+    is_dspark = (config.read("architectures", list[str]) or [DFLASH]) != [DFLASH]
+    found.setdefault("sample_from_anchor", is_dspark and not layer.values)
+    flags = nested.read("causal", bool), TypedKeys(found, config.where).read("is_causal", bool)
+    found["causal"] = next((flag for flag in flags if flag is not None), False)
+    return TypedKeys(found, config.where)

@@ -1,12 +1,14 @@
 """The result of an import, and functions that several importers share."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...configs.errors import BadInput, first_line
+from ...configs.errors import BadInput
+from ...configs.typed import TypedKeys
 from ..base import HeadConfig
 from ..export.folder import PROVENANCE
 from ..folder import HeadRecord
@@ -24,26 +26,18 @@ class Imported:
     draft_token_ids: Tensor | None = None  # [Vd] if its draft vocabulary is cut
 
 
-def provenance(config: dict[str, Any]) -> HeadRecord | None:
+def provenance(config: Mapping[str, Any]) -> HeadRecord | None:
     """The record that our export wrote to config.json; None if there is none."""
     return HeadRecord.from_json(config[PROVENANCE]) if config.get(PROVENANCE) else None
 
 
-def own_config(config: dict[str, Any], *, plain: type[HeadConfig]) -> HeadConfig | None:
+def own_config(config: TypedKeys, *, plain: type[HeadConfig]) -> HeadConfig | None:
     """The head's config if our export recorded it, else None. `plain`: the config class of the expected family.
 
-    Raises: BadInput if the record is damaged or of another version.
+    Raises: BadInput if the record is damaged, or as `HeadRecord.config`.
     """
-    record = provenance(config)
-    if record is None:
-        return None
-    unknown = sorted(record.head.keys() - {f.name for f in fields(plain)})
-    if unknown:
-        raise BadInput(f"config keys of another version of Headstart: {unknown}")
-    try:
-        return plain(**record.head)
-    except (TypeError, AttributeError) as error:  # a value of the wrong type
-        raise BadInput(f"config.json: {PROVENANCE}.head: {first_line(error)}") from error
+    record = provenance(config.values)
+    return None if record is None else record.config(plain, key=PROVENANCE)
 
 
 def draft_ids(tensors: Tensors, target: Target) -> Tensor | None:

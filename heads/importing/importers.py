@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ...configs.errors import BadInput
+from ...configs.typed import TypedKeys
 from ..adapters import read_adapter
 from ..base import DraftHead, HeadConfig
 from ..draft_lm import DraftLMConfig
@@ -81,7 +82,7 @@ def read_imported(folder: Path, target: Target, *, is_its_target: bool = True) -
     record = provenance(config)
     if is_its_target and record is not None:
         record.check_target(folder, target)
-    imported = IMPORTERS[layout](folder, config, stored, target)
+    imported = IMPORTERS[layout](folder, TypedKeys(config, "config.json: "), stored, target)
     if is_its_target:
         check_tables(imported, stored, target)
     return imported
@@ -112,10 +113,10 @@ def layout_of(folder: Path, config: dict[str, Any], stored: TensorFiles) -> str:
     return layout
 
 
-def import_eagle3(folder: Path, config: dict[str, Any], stored: TensorFiles, target: Target) -> Imported:
+def import_eagle3(folder: Path, config: TypedKeys, stored: TensorFiles, target: Target) -> Imported:
     """EAGLE-3, also of speculators, which nests the layer's config and has norm_before_residual as default."""
-    layer = config.get("transformer_layer_config", config)
-    num_layers = layer.get("num_hidden_layers") or 1
+    layer = config.inner_or_self("transformer_layer_config")
+    num_layers = layer.read("num_hidden_layers", int) or 1
     tensors = without_tables({bare(name): stored.read(name) for name in stored.files}, keep_output=True)
     for i in range(1, num_layers):  # the same norm under two names
         hidden, given = (f"layers.{i}.{name}.weight" for name in ("hidden_norm", "input_layernorm"))
@@ -127,21 +128,23 @@ def import_eagle3(folder: Path, config: dict[str, Any], stored: TensorFiles, tar
     options: dict[str, Any] = {
         "feature_layers": feature_layers(config, layer, tensors, target),
         "num_layers": num_layers,
-        "fc_norm": bool(config.get("fc_norm")),
-        "norm_output": bool(config.get("norm_output")),
+        "fc_norm": bool(config.read("fc_norm", bool)),
+        "norm_output": bool(config.read("norm_output", bool)),
         "draft_vocab_size": None if ids is None else len(ids),
     }
-    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    if methods[0].get("speculative_tokens"):
-        options["num_depths"] = methods[0]["speculative_tokens"]
-    nested = config.get("eagle_config") or {}
+    is_speculators, in_speculators = "speculators_config" in config.values, config.inner("speculators_config")
+    if methods := in_speculators.read("proposal_methods", list[dict]):
+        first = TypedKeys(methods[0], f"{in_speculators.where}proposal_methods.0.")
+        options |= {"num_depths": num} if (num := first.read("speculative_tokens", int)) else {}
+    before_residual = config.read("norm_before_residual", bool)
+    before_fc = [keys.read("norm_before_fc", bool) for keys in (config, config.inner("eagle_config"))]
     options |= {
-        "norm_before_residual": bool(config.get("norm_before_residual", "speculators_config" in config)),
-        "norm_before_fc": bool(config.get("norm_before_fc", nested.get("norm_before_fc", False))),
+        "norm_before_residual": is_speculators if before_residual is None else before_residual,
+        "norm_before_fc": bool(before_fc[1] if before_fc[0] is None else before_fc[0]),
         "architecture": architecture_of(layer, target),
     }
     if "mask_hidden" in tensors:
-        token = next((config[key] for key in MASK_KEYS if config.get(key) is not None), None)
+        token = next((token for key in MASK_KEYS if (token := config.read(key, int)) is not None), None)
         if token is None:
             raise BadInput("pard_token: missing, and there is a mask_hidden")
         options |= {"parallel": True, "mask_token_id": token}
@@ -153,16 +156,16 @@ def import_eagle3(folder: Path, config: dict[str, Any], stored: TensorFiles, tar
     return Imported(own_config(config, plain=Eagle3Config) or Eagle3Config(**options), tensors, ids)
 
 
-def feature_layers(config: dict[str, Any], layer: dict[str, Any], tensors: Tensors, target: Target) -> list[int]:
+def feature_layers(config: TypedKeys, layer: TypedKeys, tensors: Tensors, target: Target) -> list[int]:
     """The feature layers as HF `hidden_states` indices: vLLM's top-level key as it is, SGLang's nested one plus 1.
 
     Raises: BadInput if their number does not match fc.weight.
     """
     num = tensors["fc.weight"].shape[1] // target.hidden_size if "fc.weight" in tensors else 3
-    key, nested = "eagle_aux_hidden_state_layer_ids", config.get("eagle_config") or {}
-    found = config.get(key) or layer.get(key)
-    if found is None and nested.get(key) is not None:
-        found = [i + 1 for i in nested[key]]
+    key = "eagle_aux_hidden_state_layer_ids"
+    found = config.read(key, list[int]) or layer.read(key, list[int])
+    if found is None and (nested := config.inner("eagle_config").read(key, list[int])) is not None:
+        found = [i + 1 for i in nested]
     if found is None:
         found = [2, target.num_layers // 2, target.num_layers - 3]
     if len(found) == num + 1 and found[-1] == target.num_layers:  # the final state, listed for labels, not a feature
@@ -172,11 +175,11 @@ def feature_layers(config: dict[str, Any], layer: dict[str, Any], tensors: Tenso
     return list(found)
 
 
-def import_eagle(folder: Path, config: dict[str, Any], stored: TensorFiles, target: Target) -> Imported:
+def import_eagle(folder: Path, config: TypedKeys, stored: TensorFiles, target: Target) -> Imported:
     tensors = without_tables({bare(name): stored.read(name) for name in stored.files}, keep_output=False)
     bias = tensors.get("fc.bias")
     made = own_config(config, plain=EagleConfig) or EagleConfig(
-        num_layers=config.get("num_hidden_layers") or 1,
+        num_layers=config.read("num_hidden_layers", int) or 1,
         bias=bias is not None and bool(bias.any()),
         architecture=architecture_of(config, target),
     )
@@ -198,7 +201,7 @@ def check_tables(imported: Imported, stored: TensorFiles, target: Target) -> Non
             raise BadInput(f"tensor {name} {list(value.shape)}: not that of {target.name}; a head reads the target's")
 
 
-def import_medusa(folder: Path, config: dict[str, Any], stored: TensorFiles, target: Target) -> Imported:
+def import_medusa(folder: Path, config: TypedKeys, stored: TensorFiles, target: Target) -> Imported:
     raw = {name: stored.read(name) for name in stored.files}
     blocks = [
         found for name in raw if (found := re.search(r"(\d+)\.(\d+)\.linear\.|blocks\.(\d+)\.layers\.(\d+)\.", name))
@@ -223,30 +226,31 @@ def import_medusa(folder: Path, config: dict[str, Any], stored: TensorFiles, tar
     return Imported(made, tensors | {ADAPTER + name: value for name, value in adapter.items()})
 
 
-def import_mtp(folder: Path, config: dict[str, Any], stored: TensorFiles, target: Target) -> Imported:
+def import_mtp(folder: Path, config: TypedKeys, stored: TensorFiles, target: Target) -> Imported:
     """The MTP modules of a whole checkpoint, whose other tensors are the target's."""
-    inner = config.get("text_config", config)
+    inner = config.inner_or_self("text_config")
+    counts = {key: num for key in COUNT_KEYS if (num := inner.read(key, int))}
     name = mtp_layout(stored.shapes)
     if name is None:
-        raise BadInput(f"{', '.join(key for key in COUNT_KEYS if inner.get(key))}: set, but there is no MTP module")
-    num = next((inner[key] for key in COUNT_KEYS if inner.get(key)), 1)
+        raise BadInput(f"{', '.join(counts)}: set, but there is no MTP module")
+    num = next(iter(counts.values()), 1)
     is_many = num > 1 and LAYOUTS[name].has_many
     options: dict[str, Any] = {"num_depths": num} if is_many else {}
     made = MtpConfig(layout=name, init="random", independent=is_many, **options)
     return Imported(made, read_modules(folder, build_head(made, target).state_dict()))
 
 
-def import_draft_model(folder: Path, config: dict[str, Any], stored: TensorFiles, target: Target) -> Imported:
+def import_draft_model(folder: Path, config: TypedKeys, stored: TensorFiles, target: Target) -> Imported:
     made = own_config(config, plain=head_class("draft_lm").config_class)
     if made is not None:
         return Imported(made, {name: stored.read(name) for name in stored.files})
-    token = config.get("pard_token")
+    token = config.read("pard_token", int)
     parallel: dict[str, Any] = {} if token is None else {"parallel": True, "mask_token_id": token, "num_depths": 8}
     head = build_head(DraftLMConfig(path=str(folder), **parallel), target)
     return Imported(head.config, head.state_dict())
 
 
-IMPORTERS: dict[str, Callable[[Path, dict[str, Any], TensorFiles, Target], Imported]] = {
+IMPORTERS: dict[str, Callable[[Path, TypedKeys, TensorFiles, Target], Imported]] = {
     "eagle": import_eagle,
     "eagle3": import_eagle3,
     "speculators": import_eagle3,

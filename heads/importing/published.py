@@ -9,13 +9,15 @@ from torch import Tensor
 
 from ...configs.errors import BadInput, first_line
 from ...configs.jsonl import loads
+from ...configs.typed import TypedKeys
 from ..export.tensor_files import TensorFiles, read_tensor_files
 from ..nn.layers import llama_config
 from ..target import Target
 
 HUB_ID = r"\w[\w.-]*/[\w.-]+"
 WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
-SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
+COUNTS = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
+ROTARY_KIND: Any = float | bool | list[float]  # of every rotary parameter but its type's name
 
 
 def local_folder(folder: str | Path) -> Path:
@@ -53,38 +55,37 @@ def read_all(folder: Path) -> tuple[dict[str, Any], TensorFiles]:
     return config, stored
 
 
-def architecture_of(config: dict[str, Any], target: Target) -> dict[str, Any]:
+def architecture_of(config: TypedKeys, target: Target) -> dict[str, Any]:
     """The values of a head's config that differ from our defaults for this target, by `layers.ARCHITECTURE` keys.
 
-    Raises: BadInput if its layers are not Llama's, or its hidden size is not the target's.
+    Raises: BadInput if its layers are not Llama's, its hidden size is not the target's, or a value is of another type.
     """
     ours = llama_config(target.config).to_dict()
-    found = {key: config[key] for key in SIZES if config.get(key) is not None}
+    read = {**{key: config.count(key) for key in COUNTS}, "rms_norm_eps": config.read("rms_norm_eps", float)}
+    found: dict[str, Any] = {key: value for key, value in read.items() if value is not None}
     heads = found.get("num_attention_heads", ours["num_attention_heads"])
     found.setdefault("num_key_value_heads", heads if "num_attention_heads" in found else ours["num_key_value_heads"])
-    found["head_dim"] = config.get("head_dim") or ours["hidden_size"] // heads
+    found["head_dim"] = config.count("head_dim") or ours["hidden_size"] // heads
     found["rope_parameters"] = rotary_of(config)
-    problems = [
-        f"{key} {config[key]}: expected {kind}"
-        for key, kind in (("model_type", "llama"), ("hidden_act", "silu"))
-        if config.get(key, kind) != kind
-    ]
-    problems += [f"{key}: expected none" for key in ("attention_bias", "mlp_bias") if config.get(key)]
-    if config.get("sliding_window"):
-        problems.append(f"sliding_window {config['sliding_window']}: expected none")
-    size, sizes = target.hidden_size, {key: config.get(key) for key in ("hidden_size", "target_hidden_size")}
+    names = {key: (config.read(key, str), kind) for key, kind in (("model_type", "llama"), ("hidden_act", "silu"))}
+    problems = [f"{key} {name}: expected {kind}" for key, (name, kind) in names.items() if (name or kind) != kind]
+    problems += [f"{key}: expected none" for key in ("attention_bias", "mlp_bias") if config.read(key, bool)]
+    if window := config.read("sliding_window", int):
+        problems.append(f"sliding_window {window}: expected none")
+    size, sizes = target.hidden_size, {key: config.read(key, int) for key in ("hidden_size", "target_hidden_size")}
     problems += [f"{key} {other}: {target.name} has {size}" for key, other in sizes.items() if (other or size) != size]
     if problems:
         raise BadInput(problems[0])
     return {key: value for key, value in found.items() if not same(value, ours[key])}
 
 
-def rotary_of(config: dict[str, Any]) -> dict[str, Any]:
+def rotary_of(config: TypedKeys) -> dict[str, Any]:
     """The rotary parameters of an old or new config, in transformers' current form."""
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    rest = {key: value for key, value in scaling.items() if key not in ("type", "rope_type", "rope_theta")}
-    theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
+    scaling = config.inner("rope_parameters" if config.values.get("rope_parameters") else "rope_scaling")
+    kind = scaling.read("rope_type", str) or scaling.read("type", str) or "default"
+    others = scaling.values.keys() - {"type", "rope_type", "rope_theta"}
+    rest = {key: scaling.read(key, ROTARY_KIND) for key in scaling.values if key in others}
+    theta = scaling.read("rope_theta", float) or config.read("rope_theta", float) or 10000.0
     return {"rope_type": kind, "rope_theta": float(theta), **rest}
 
 
