@@ -14,7 +14,7 @@ from .contracts import Contract
 from .folder import switching_word
 from .gguf_check import check_file
 from .llamacpp import REFUSALS, block_refusals
-from .model_contracts import COUNT_KEYS, draft_model, is_module, mtp, mtp_layout
+from .model_contracts import COUNT_KEYS, draft_model, is_module, mtp, mtp_layout, text_part
 from .tensor_files import INTEGERS, TensorFiles, read_tensor_files
 
 FAMILIES = {
@@ -103,8 +103,7 @@ def recognised(config: dict[str, Any], stored: TensorFiles) -> str | None:
         return "eagle3"
     if "eagle" in architectures or "fc.weight" in names:
         return "eagle"
-    inner = config.get("text_config", config)
-    if mtp_layout(names) or any(inner.get(key) for key in COUNT_KEYS):
+    if mtp_layout(names) or any(text_part(config).get(key) for key in COUNT_KEYS):
         return "mtp"
     return "draft model" if "forcausallm" in architectures else None
 
@@ -124,21 +123,11 @@ def compared(contract: Contract, stored: TensorFiles, config: dict[str, Any]) ->
     """Tensors that are missing, of another shape, or should not be there."""
     if not contract.shapes or not stored.shapes:
         return []
-    problems = []
-    for name, shape in contract.shapes.items():
-        if name not in stored.shapes:
-            problems.append(f"tensor {name}: missing, expected {list(shape)}; engines would use uninitialised memory")
-    for name, found in stored.shapes.items():
-        shape = contract.shapes.get(name, contract.optional.get(name))
-        if shape is None:
-            if contract.layout.startswith("mtp") and not is_module(name, config):
-                continue  # the target's own
-            why = contract.forbidden.get(name, "the layout has no such tensor")
-            problems.append(f"tensor {name}: must not be there: {why}")
-        elif shape != found:
-            turned = ": transposed" if found == shape[::-1] else ""
-            problems.append(f"tensor {name}: expected {list(shape)}, found {list(found)}{turned}")
-    return problems
+    found = stored.shapes
+    if contract.layout.startswith("mtp"):  # without the target's own tensors
+        found = {name: found[name] for name in found if name in contract.shapes or is_module(name, config)}
+    outcome = "; engines would use uninitialised memory"
+    return contract.compare(found, unknown="the layout has no such tensor", outcome=outcome)
 
 
 def dtype_problems(family: str, config: dict[str, Any], stored: TensorFiles) -> list[str]:

@@ -42,6 +42,25 @@ class Contract:
         """Add a problem if a config key has another value."""
         self.report(config.get(key) != value, f"{key}: expected {value!r}, found {config.get(key)!r}: {why}")
 
+    def compare(self, found: Shapes, *, unknown: str, outcome: str = "") -> list[str]:
+        """The problems of a folder with tensors of these shapes: missing ones, other shapes, tensors too many.
+
+        Args: unknown: why a tensor must not be there that `forbidden` does not name. outcome: of a missing one.
+        """
+        problems = [
+            f"tensor {name}: missing, expected {list(shape)}{outcome}"
+            for name, shape in self.shapes.items()
+            if name not in found
+        ]
+        for name, shape in found.items():
+            wanted = self.shapes.get(name, self.optional.get(name))
+            if wanted is None:
+                problems.append(f"tensor {name}: must not be there: {self.forbidden.get(name, unknown)}")
+            elif wanted != shape:
+                turned = ": transposed" if shape == wanted[::-1] else ""
+                problems.append(f"tensor {name}: expected {list(wanted)}, found {list(shape)}{turned}")
+        return problems
+
 
 def sizes_of(config: Mapping[str, Any], contract: Contract, keys: Iterable[str] = SIZES) -> dict[str, int] | None:
     """The counts that determine shapes; None, with the problem reported, if one is missing."""
