@@ -22,7 +22,7 @@ from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
 from .drafter import Reading
 from .drafting import Draws, Proposal, Tree
 from .loss.chains import drawn_starts
-from .loss.functions import LossSpec
+from .loss.functions import LossSpec, drafted_rows
 from .nn.block_layer import BlockLayer, ConfidenceHead, MarkovHead, attend_blocks, beside, draft_block, write_context
 from .nn.cache import SlotCache
 from .nn.cpu_decoder import CpuLayers
@@ -129,8 +129,7 @@ class BlockHead(DraftHead):
             self.norm.weight.copy_(target.final_norm_scale())
             if config.output == "own":
                 self.lm_head = nn.Linear(size, self.num_drafted, bias=False)
-                rows = target.output_layer.weight
-                self.lm_head.weight.copy_(rows if self.vocabulary is None else rows[self.vocabulary.to_target])
+                self.lm_head.weight.copy_(drafted_rows(target.output_layer, self.vocabulary)["weight"])
 
     def serving_config(self) -> dict[str, Any]:
         config, ids = self.config, [i - 1 for i in self.feature_layers]  # engines count layer outputs here

@@ -28,6 +28,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch
 from .drafter import Reading
+from .loss.functions import drafted_rows
 from .nn.fitted import best_scale, fit_layer, positions_of, start_from_target
 from .nn.layers import Attention, RMSNorm, Rotary, llama_config, serving_keys
 from .nn.parallel import ParallelConfig, behind, last_and_behind
@@ -142,8 +143,7 @@ class Eagle3Head(RecurrentHead):
         self.rotary = Rotary(self.llama)
         with torch.no_grad():  # start from the target's own output: final norm gain and the drafted rows of lm_head
             self.norm.weight.copy_(target.final_norm_scale())
-            rows = target.output_layer.weight
-            self.lm_head.weight.copy_(rows if self.vocabulary is None else rows[self.vocabulary.to_target])
+            self.lm_head.weight.copy_(drafted_rows(target.output_layer, self.vocabulary)["weight"])
         if config.start == "target" and target.device.type != "meta" and self.fc.weight.device.type != "meta":
             start_from_target(target, layers, self.fc, first)
             self.norm.weight.data.mul_(OUTPUT_GAIN)

@@ -16,7 +16,7 @@ from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, LossOutput
 from .drafter import Reading
 from .loss.chains import mean_of
 from .loss.chunked import chunk_size, summed_loss
-from .loss.functions import LossSpec
+from .loss.functions import LossSpec, drafted_rows
 from .nn.start import linear_map
 from .target import Target
 
@@ -92,16 +92,9 @@ class BlocksHead(DraftHead):
             if weight is not None:
                 self.set_map(depth, weight)
 
-    def drafted_rows(self) -> dict[str, Tensor]:
-        """The state dict of the target's output layer, restricted to the draft vocabulary."""
-        source = self.target.output_layer.state_dict()
-        if self.vocabulary is not None:
-            source = {name: value[self.vocabulary.to_target] for name, value in source.items()}
-        return source
-
     def new_output_layer(self) -> nn.Linear:
         """A trainable copy of the drafted rows of the target's output layer."""
-        source = self.drafted_rows()
+        source = drafted_rows(self.target.output_layer, self.vocabulary)
         layer = nn.Linear(self.target.hidden_size, len(source["weight"]), bias="bias" in source)
         layer.load_state_dict(source)
         return layer
@@ -201,7 +194,8 @@ class MedusaHead(BlocksHead):
     def set_map(self, depth: int, weight: Tensor) -> None:
         if self.config.output == "own":  # the blocks are the identity
             layer = cast(nn.Linear, self._parts(depth)[-1])
-            layer.weight.copy_(self.drafted_rows()["weight"].float() @ weight.T)
+            rows = drafted_rows(self.target.output_layer, self.vocabulary)["weight"]
+            layer.weight.copy_(rows.float() @ weight.T)
 
     def scale_outputs(self, factors: Sequence[float]) -> None:
         """Scale each head's own output layer; a shared one cannot be scaled."""

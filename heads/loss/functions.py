@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...configs.errors import BadInput
 
@@ -45,6 +45,12 @@ class LossSpec:
     eta: float = 3.0  # of `lk_lambda`
     top_k: int = 10  # of `topk_ce`
     exponent: float = 0.5  # g of `hard_gce` and `greedy_gce`
+
+
+def drafted_rows(output_layer: nn.Module, vocabulary: DraftVocabulary | None) -> dict[str, Tensor]:
+    """The state dict of the target's output layer, restricted to the draft vocabulary; None: the whole."""
+    rows = output_layer.state_dict()
+    return rows if vocabulary is None else {name: value[vocabulary.to_target] for name, value in rows.items()}
 
 
 @dataclass
