@@ -20,6 +20,7 @@ from torch.torch_version import TorchVersion
 from ..configs.errors import BadInput, first_line
 from ..heads.drafter import Reading
 from ..heads.drafting import worth_verifying
+from ..heads.nn.joined_decoder import COMPILES_FROM, compiled_ahead
 from .sampling import choose
 from .verify import AcceptedPath, AcceptRule, Candidates, exact
 
@@ -29,7 +30,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 STEPS = ("eager", "graph", "compile")
-COMPILES_FROM = "2.11"  # earlier torch cannot trace the steps
 WARM_UPS = 2  # runs before a capture, in which kernels are chosen and workspaces allocated
 
 
@@ -130,12 +130,7 @@ def compiled(step: Step, arguments: Tensors, *, backend: str = "inductor") -> St
     def whole(*tensors: Tensor | None) -> Tensors:  # a bound method loses its object in aot_compile
         return step(*tensors)
 
-    options: Any = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-    before_2_13: Any = torch._dynamo.config.patch(enable_aot_compile=True)  # pyright: ignore[reportAttributeAccessIssue]
-    with warnings.catch_warnings(), before_2_13:
-        warnings.simplefilter("ignore")  # dynamo warns about caches in transformers
-        ahead: Any = torch.compile(whole, fullgraph=True, dynamic=False, options=options, backend=backend)
-        recorded = ahead.aot_compile((arguments, {}))
+    recorded = compiled_ahead(whole, arguments, dynamic=False, backend=backend)
     gc.collect()  # frees dynamo's tracing state, whose cycles hold all tensors that it saw
     return recorded
 

@@ -196,9 +196,11 @@ class Target(FrozenModel):
         if watch is None and (decoder := self.decoder) is not None and input_ids.numel() <= decoder.most_tokens:
             mask = None if is_chain and decoder.knows_chains else mask
             tokens, seen = self.input_embedding(input_ids), None if mask is None else mask(None)
-            post_norm, self._captured, self._best = decoder.read(
-                tokens, positions, cache, seen, wanted=self._watched, is_round=is_round, chooses=chooses
-            )
+            if isinstance(decoder, CpuDecoder):
+                done = decoder.read(tokens, positions, cache, seen, wanted=self._watched, chooses=chooses)
+            else:
+                done = decoder.read(tokens, positions, cache, seen, wanted=self._watched, is_round=is_round)
+            post_norm, self._captured, self._best = done
             return post_norm
         self._best = None
         return self.base(

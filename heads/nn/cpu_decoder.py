@@ -196,10 +196,12 @@ class CpuDecoder:
         mask: Tensor | None,
         *,
         wanted: set[int],
-        is_round: bool = False,
         chooses: bool = False,
     ) -> Decoded:
-        """As JoinedDecoder.read, except that without a mask each token sees the slots up to its own."""
+        """As JoinedDecoder.read, except that without a mask each token sees the slots up to its own.
+
+        Args: chooses: whether to compute `best` too.
+        """
         choice = Choice(self.output, self.vocab_size, torch.empty(x.shape[:2], dtype=torch.long)) if chooses else None
         kept = {i: torch.empty_like(x) for i in wanted}
         by_layer = [kept.get(i) for i in range(len(self.layers.weights))]

@@ -111,14 +111,12 @@ class JoinedDecoder:
         *,
         wanted: set[int],
         is_round: bool = False,
-        chooses: bool = False,
     ) -> Decoded:
         """Read embedded tokens into the slots that `cache.seek` set.
 
         Args:
             x: [B, Q, D]. positions: [B, Q]. mask: [B, 1, Q, P] additive, or None. wanted: layers whose input to keep.
             is_round: whether many forwards of this shape will follow, so that the layer is compiled for it.
-            chooses: ignored here: `best` is left to the caller.
         """
         cos, sin = self.rotary(x, positions)  # [B, Q, H]
         groups = self.sizes.num_heads // self.sizes.num_kv_heads
@@ -262,9 +260,19 @@ def compiled_layer(
         keys, values, *shared = rest[num:]
         return decoder_layer(x, LayerWeights(*rest[:num]), keys, values, Shared(*shared), sizes)
 
+    return compiled_ahead(layer, (x, *weights, keys, values, *shared))
+
+
+def compiled_ahead(
+    function: Callable[..., Any], arguments: tuple[Any, ...], *, dynamic: bool | None = None, backend: str = "inductor"
+) -> Any:
+    """A function compiled whole for arguments of these shapes, without guards: the caller keeps one for each shape.
+
+    Args: dynamic: as `torch.compile` takes it.
+    """
     options: Any = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
     before_2_13: Any = torch._dynamo.config.patch(enable_aot_compile=True)  # pyright: ignore[reportAttributeAccessIssue]
     with warnings.catch_warnings(), before_2_13:
-        warnings.simplefilter("ignore")
-        ahead: Any = torch.compile(layer, fullgraph=True, options=options)
-        return ahead.aot_compile(((x, *weights, keys, values, *shared), {}))
+        warnings.simplefilter("ignore")  # dynamo warns about caches in transformers
+        ahead: Any = torch.compile(function, fullgraph=True, dynamic=dynamic, options=options, backend=backend)
+        return ahead.aot_compile((arguments, {}))

@@ -1,11 +1,16 @@
 """The kernels for bf16 on a CPU compute what the model's own layers do, as near to fp32 as those, through caches,
 batches and trees; and a token's states do not depend on what is read with it."""
 
+import ast
+import inspect
+import textwrap
+
 import pytest
 import torch
 from headstart.heads.nn import cpu_kernels
 from headstart.heads.nn.cpu_decoder import CpuDecoder
 from headstart.heads.nn.cpu_kernels import best, blocked, kernels, multiply, pack_linears
+from headstart.heads.nn.joined_decoder import JoinedDecoder
 from headstart.heads.target import Target
 from torch import nn
 
@@ -103,6 +108,13 @@ def test_choices_are_the_argmax_of_the_logits_with_the_states_or_by_themselves(t
         if isinstance(target.decoder, CpuDecoder):
             assert output.best is not None and torch.equal(output.best, wanted)
         assert target.forward(ids, cache=cache, **where).best is None, "it was not asked for"
+
+
+@pytest.mark.parametrize("decoder", [CpuDecoder, JoinedDecoder])
+def test_a_decoder_takes_no_argument_that_it_ignores(decoder):
+    [function] = ast.parse(textwrap.dedent(inspect.getsource(decoder.read))).body
+    used = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+    assert set(inspect.signature(decoder.read).parameters) <= used
 
 
 @needs_kernels
