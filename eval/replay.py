@@ -192,13 +192,14 @@ class Widths:
 
     def accepted(self, rule: AcceptRule, drafted: Candidates) -> AcceptedPath:
         """Apply a rule to the offered drafts; if all of these are accepted, the target's own choice is the bonus."""
-        accepted, offered, history = rule.function(drafted), drafted.offered, drafted.history
+        offered, history = drafted.offered, drafted.history
         if offered is None or (drafted.is_chain and drafted.draft_probs is None and rule.function is exact):
-            return accepted
+            return rule.function(drafted)
+        logits = drafted.logits  # computed once, for the rule and the bonus
+        accepted = rule.function(drafted._replace(read_logits=lambda: logits))
         rows = torch.arange(len(offered), device=offered.device)
         history = None if history is None else history[rows, offered][:, None]
-        logits = drafted.logits[rows, offered][:, None]  # [B, 1, V]
-        own = choose(logits, drafted.sampling, history=history, generator=drafted.generator)
+        own = choose(logits[rows, offered][:, None], drafted.sampling, history=history, generator=drafted.generator)
         bonus = torch.where(accepted.num_accepted >= offered, own[:, 0], accepted.bonus)
         return AcceptedPath(torch.minimum(accepted.num_accepted, offered), accepted.path, bonus)
 

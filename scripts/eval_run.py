@@ -176,8 +176,16 @@ class EvalRun:
         )
         record = self.store.get(key, TREE)
         if record is None:
-            where = {"batch_size": config.batch_size, "context": len(longest)}
-            measured = verify_cost(self.target, named.drafter, length, longest, **where, steps=config.steps)
+            measured = verify_cost(
+                self.target,
+                named.drafter,
+                setting,
+                longest,
+                context=len(longest),
+                batch_size=config.batch_size,
+                sampling=config.sampling,
+                steps=config.steps,
+            )
             record = {"verify_cost": measured}
             self.store.add(key, TREE, record)
         return replace(setting, verify_cost=record["verify_cost"])

@@ -12,8 +12,9 @@ from ...heads.drafter import Drafter
 from ...heads.drafting import DynamicTree, StaticTree, Tree
 from ...heads.target import Target
 from ..generate import generate
+from ..sampling import Sampling
 from ..suites.prompts import Suite
-from .config import DraftSetting, chain, chains, draft_length
+from .config import DraftSetting, chains, draft_length
 from .step_times import interpolate, measure_step_times, most_tokens
 
 Accuracies = list[list[float]]  # [depth][rank]: P(the rank-th guess at a depth is right | the path to it is right)
@@ -126,18 +127,33 @@ def costs(
 
 
 def verify_cost(
-    target: Target, drafter: Drafter, length: int, text: Sequence[int], *, batch_size: int, context: int, steps: str
+    target: Target,
+    drafter: Drafter,
+    setting: DraftSetting,
+    text: Sequence[int],
+    *,
+    context: int,
+    batch_size: int = 1,
+    sampling: Sampling | None = None,
+    steps: str = "eager",
 ) -> float:
-    """The cost of verifying one more token of each row, in rounds that draft `length` tokens and verify none; measured.
+    """The cost of verifying one more token of each row, in rounds that draft all tokens of a chain and verify none.
 
-    It is (verification of all drafts - baseline step) / length, relative to such a round.
+    It is (verification of all drafts - baseline step) / length, relative to such a round, both measured at this
+    sampling: above temperature 0, verifying takes longer per token.
     """
-    context = min(context, target.max_positions - most_tokens(chain(length)))
     plain, drafted = measure_step_times(
-        target, drafter, [chain(length)], batch_sizes=[batch_size], contexts=[context], text=text, steps=steps
+        target,
+        drafter,
+        [setting],
+        batch_sizes=[batch_size],
+        contexts=[min(context, target.max_positions - most_tokens(setting))],
+        text=text,
+        sampling=sampling,
+        steps=steps,
     )
     more = max(drafted.verify_ms - plain.verify_ms, 0.0)
-    return more / length / (drafted.round_ms - more)
+    return more / setting.num_draft_tokens / (drafted.round_ms - more)
 
 
 TREE_NAMES = ("chain", "static", "dynamic", "optimal", "sampled", "sampled-chain")

@@ -8,10 +8,12 @@ from headstart.configs.errors import BadInput
 from headstart.eval import replay
 from headstart.eval.engine import Engine
 from headstart.eval.generate import Stop, decode, generate
-from headstart.eval.measurement.config import MeasureConfig, chain
+from headstart.eval.measurement import step_times
+from headstart.eval.measurement.config import DraftSetting, MeasureConfig, chain
 from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.metrics import acceptance
 from headstart.eval.measurement.tree_search import sampled_chain, verify_cost
+from headstart.eval.sampling import Sampling
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.block import BlockConfig
 from headstart.heads.drafting import Proposal, worth_verifying
@@ -192,9 +194,39 @@ def test_a_report_says_how_many_drafts_were_verified_and_how_true_the_estimates_
 
 
 def test_the_cost_of_a_token_is_measured(target):
-    text = [1, 5, 9, 11]
-    cost = verify_cost(target, block(target), 4, text, batch_size=1, context=4, steps="eager")
-    assert 0 <= cost < 1
+    assert 0 <= verify_cost(target, block(target), chain(4), [1, 5, 9, 11], context=4) < 1
+
+
+def test_the_cost_of_a_token_is_of_the_setting_and_the_sampling_that_are_evaluated(target, monkeypatch):
+    """Above temperature 0 a verified token also costs its distribution."""
+    engines = []
+    build = step_times.build_engine
+    monkeypatch.setattr(
+        step_times, "build_engine", lambda *args, **how: engines.append((args[2], how)) or build(*args, **how)
+    )
+    setting, sampling = DraftSetting("sampled-chain", 3, sampled_chain(3)), Sampling(temperature=0.7)
+    verify_cost(target, block(target), setting, [1, 5, 9, 11], context=4, sampling=sampling)
+    assert [(one, how["sampling"]) for one, how in engines] == [(None, sampling), (setting, sampling)]
+
+
+@pytest.mark.parametrize("accept", ["exact", "typical"])
+@pytest.mark.parametrize("tree", [None, sampled_chain(4)], ids=["best guesses", "draws"])
+def test_the_output_layer_is_read_once_per_verification(target, tree, accept, monkeypatch):
+    head = block(target)
+    how = {"tree": tree, "accept": accept, "verify_cost": COST, "max_new_tokens": 8, "temperature": 1.0}
+    verified, num_read = [], []
+    verify, logits = Engine._verify, target.logits
+
+    def counted(*tensors):
+        before = len(num_read)
+        done = verify(*tensors)
+        verified.append(len(num_read) - before)
+        return done
+
+    monkeypatch.setattr(Engine, "_verify", counted)
+    monkeypatch.setattr(target, "logits", lambda states: num_read.append(1) or logits(states))
+    generate(target, head, PROMPTS, **how)
+    assert verified and set(verified) == {1}
 
 
 def test_a_cost_below_nothing_is_refused(target):
