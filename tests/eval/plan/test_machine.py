@@ -1,6 +1,7 @@
 """Profiles of machines: fitted as planted, read with their refusals, and what the shipped ones predict."""
 
 import json
+import re
 from dataclasses import asdict
 from itertools import combinations
 
@@ -115,3 +116,13 @@ def test_wrong_profiles_are_refused(tmp_path):
         load_profile(str(path))
     path.write_text(json.dumps(good))
     assert load_profile(str(path)) == MachineProfile(**good)
+
+
+def test_the_docs_name_every_shipped_profile_and_its_target():
+    """`target` is what a profile was fitted on, in words; the table in docs/plan.md has the same."""
+    docs = (PROFILES.parents[1] / "docs" / "plan.md").read_text()
+    for path in PROFILES.glob("*.json"):
+        [row] = [line for line in docs.splitlines() if line.startswith(f"| `{path.stem}` |")]
+        profile = load_profile(path.stem)
+        assert profile.name == path.stem
+        assert set(profile.target.replace(",", "").split()) <= set(re.sub("[`|(),]", " ", row).split()), row
