@@ -7,7 +7,7 @@ from typing import Any
 from ..measurement.result import ENGINE, Result
 from ..measurement.sampling_check import SMALLEST_P
 from .document import Report
-from .one_result import disturbance_words, loop_words, number, speedup_words
+from .one_result import disturbance_words, has_drafts, loop_words, number, speedup_words
 
 LEGEND = (
     "T temperature, B rows at a time, K drafts deep; length: tokens per target forward;",
@@ -35,7 +35,7 @@ def show(report: Report, console: Any) -> None:
     for result, names in zip(report.results, named, strict=True):
         table.add_row(
             *(word for word, differs in zip(names, varies, strict=True) if differs),
-            f"{result.temperature:g}/{result.batch_size}/{result.num_draft_tokens}",
+            f"{result.temperature:g}/{result.batch_size}/{result.num_draft_tokens if has_drafts(result) else ''}",
             number(result.acceptance_length),
             number(result.tokens_per_second, 0),
             number(result.baseline_tokens_per_second, 0),

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 from ..measurement.metrics import LEAST_TIMED
 from ..measurement.repetition import WithoutLoops
 from ..measurement.result import ENGINE, DomainPart, Result, StepMedians
+from ..measurement.servers.beside import ENGINE as LLAMA_CPP
 from ..verify import ACCEPT_RULES
 
 Interval = tuple[float, float]
@@ -25,7 +26,7 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
 def label(result: Result, *, with_batch: bool = True) -> str:
     """A setting in a few words: drafter, tree, K, batch size. No line break between a number and its name."""
     tree = result.tree if "chain" in result.tree else f"{result.tree} tree of\xa0{result.num_drafted}"
-    parts = [result.drafter, tree, f"K\xa0{result.num_draft_tokens}"]
+    parts = [result.drafter, tree, f"K\xa0{result.num_draft_tokens}"] if has_drafts(result) else [result.drafter]
     if result.verify_cost is not None:
         parts.append(f"{number(result.drafts_verified, 1)}\xa0verified")
     if result.engine != ENGINE:
@@ -33,6 +34,11 @@ def label(result: Result, *, with_batch: bool = True) -> str:
     if not has_lossless_rule(result):
         parts.append(f"{result.accept} (lossy)")
     return " · ".join([*parts, f"batch\xa0{result.batch_size}"] if with_batch else parts)
+
+
+def has_drafts(result: Result) -> bool:
+    """Whether the decoding that a result times has drafts; if not, its tree and K have no meaning."""
+    return not result.is_beside or (result.engine != LLAMA_CPP and result.num_draft_tokens > 0)
 
 
 def setting_of(result: Result) -> tuple[Any, ...]:

@@ -1,5 +1,6 @@
 """The report page: what it advises follows the figures, and it is a page that anybody can open and keep."""
 
+import io
 from html.parser import HTMLParser
 
 import pytest
@@ -7,12 +8,13 @@ from headstart.eval.measurement.environment import Environment, TargetInfo
 from headstart.eval.measurement.result import AcceptancePart, Result
 from headstart.eval.report.acceptance_causes import ACCEPTANCE_RULES
 from headstart.eval.report.charts import Bar, Series, bar_chart, line_chart, round_steps, tree_chart
-from headstart.eval.report.console import disturbance_lines, loop_lines
+from headstart.eval.report.console import disturbance_lines, loop_lines, show
 from headstart.eval.report.diagnosis import TIME_RULES, costs_more_than_it_saves, diagnose
 from headstart.eval.report.document import Report
 from headstart.eval.report.findings import Case, is_lower
 from headstart.eval.report.page import render, write_page
 from headstart.eval.report.recommendation import label, lossless_evidence, recommend
+from rich.console import Console
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 NBSP = "\xa0"
@@ -273,6 +275,26 @@ def test_another_engine_is_never_the_advice():
     theirs = result(engine="transformers", speedup=9.0, speedup_ci95=[8.0, 10.0], **THEIRS)
     assert not recommend([theirs, slow()]).is_deployable
     assert label(theirs).startswith("transformers · eagle3")
+
+
+def test_decoding_without_drafts_has_no_k():
+    """llama-server is timed without drafts, also beside our engine with a drafter, whose K is not of that row."""
+    theirs = [
+        result(engine="llama.cpp", drafter="no drafts", num_draft_tokens=0, **THEIRS),
+        result(engine="llama.cpp", drafter="ours with eagle3", **THEIRS),
+        result(engine="transformers", drafter="none (generate)", num_draft_tokens=0, **THEIRS),
+    ]
+    assert [label(one, with_batch=False) for one in theirs] == [
+        "llama.cpp · no drafts",
+        "llama.cpp · ours with eagle3",
+        "transformers · none (generate)",
+    ]
+    drafting = result(engine="transformers", drafter="ngram", **THEIRS)
+    assert label(drafting, with_batch=False) == f"transformers · ngram · chain · K{NBSP}3"
+    screen = io.StringIO()
+    show(report(result(), *theirs, drafting), Console(file=screen, width=160))
+    cells = [word for word in screen.getvalue().split() if word.startswith("0/1/")]
+    assert cells == ["0/1/3", "0/1/", "0/1/", "0/1/", "0/1/3"]
 
 
 def test_the_recommendation_names_where_it_does_not_hold():
