@@ -10,7 +10,7 @@ from ..overrides import Overrides
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from ...data_pipelines.plan import Comparison
+    from ...data_pipelines.comparison import Comparison
     from ...data_pipelines.sources import Row
     from ...data_pipelines.storage.samples import Sample
 
@@ -45,8 +45,9 @@ def plan(
     from itertools import islice
 
     from ...configs.errors import BadInput
+    from ...data_pipelines.comparison import compare
     from ...data_pipelines.masks.chat import encode_rows
-    from ...data_pipelines.plan import SURVEY_SHARE, compare, measure_storages, one_of, survey_samples, within
+    from ...data_pipelines.plan import SURVEY_SHARE, measure_storages, row_stride, samples_for_time, survey_samples
     from ...data_pipelines.sources import iter_rows
     from ...data_pipelines.storage.extract import ExtractConfig, disk_free
     from ...data_pipelines.storage.quantise import STORAGE
@@ -73,16 +74,16 @@ def plan(
     def encoded(rows: "Iterable[Row]") -> "Iterator[Sample]":
         return encode_rows(rows, target.tokenizer, data, counts=Counter())
 
-    every = one_of(rows(), lambda probed: list(encoded(probed)), seconds=SURVEY_SHARE * seconds)
-    looked_at = encoded(islice(rows(), 0, None, every))
-    survey = survey_samples(looked_at, reads, hidden_size=target.hidden_size, num_drawn=num_sampled).of_all(every)
+    stride = row_stride(rows(), lambda probed: list(encoded(probed)), seconds=SURVEY_SHARE * seconds)
+    counted = encoded(islice(rows(), 0, None, stride))
+    survey = survey_samples(counted, reads, hidden_size=target.hidden_size, num_drawn=num_sampled).scaled(stride)
     if not survey.num_rows:
         raise BadInput(f"data.train: no row has supervised tokens within data.max_length {data.max_length}")
 
     def left() -> float:
         return loaded + seconds - time.perf_counter()
 
-    survey.drawn = within(survey.drawn, target, seconds=0.8 * left(), num_storages=len(STORAGE))
+    survey.drawn = samples_for_time(survey.drawn, target, seconds=0.8 * left(), num_storages=len(STORAGE))
     configs = [ExtractConfig(storage_dtype=name, batch_tokens=batch_tokens) for name in STORAGE]
     measured = measure_storages(survey.drawn, target, reads, configs=configs, folder=disk, seconds=0.95 * left())
     rates = dict(zip(STORAGE, measured, strict=True))

@@ -6,18 +6,17 @@ from dataclasses import asdict
 import pytest
 from headstart.configs.errors import BadInput
 from headstart.data_pipelines import plan as plan_module
+from headstart.data_pipelines.comparison import Online, compare
 from headstart.data_pipelines.plan import (
-    Online,
     Rates,
     Survey,
-    compare,
     estimate,
     in_hours,
     measure_rates,
     measure_storages,
-    one_of,
+    row_stride,
+    samples_for_time,
     survey_samples,
-    within,
 )
 from headstart.data_pipelines.storage.extract import ExtractConfig, Extraction, fields_of, in_bytes
 from headstart.data_pipelines.storage.features import Reads
@@ -115,9 +114,10 @@ def test_the_measured_rows_fit_the_time(target, monkeypatch):
     samples = make_samples(60)
     ticks = iter(range(100))
     monkeypatch.setattr(plan_module.time, "perf_counter", lambda: float(next(ticks)))
-    kept = within(samples, target, seconds=80)
+    kept = samples_for_time(samples, target, seconds=80)
     assert kept == samples[: len(kept)] and 0.9 < sum(map(len, kept)) / (0.4 * 80 / 4 * 13) <= 1
-    assert len(within(samples, target, seconds=0.001)) == 1 and len(within(samples, target, seconds=1e6)) == 60
+    assert len(samples_for_time(samples, target, seconds=0.001)) == 1
+    assert len(samples_for_time(samples, target, seconds=1e6)) == 60
 
 
 def test_rates_say_how_far_passes_differ(target, head):
@@ -174,10 +174,10 @@ def test_rows_beyond_the_time_are_counted_by_a_share(target, monkeypatch):
     def encode(rows):
         clock.now += len(rows)
 
-    every = one_of(iter(samples), encode, seconds=30)
-    assert 10 <= every <= 12 and one_of(iter(samples), encode, seconds=1e6) == 1
+    every = row_stride(iter(samples), encode, seconds=30)
+    assert 10 <= every <= 12 and row_stride(iter(samples), encode, seconds=1e6) == 1
     how = {"hidden_size": 32, "num_drawn": 8}
-    found = survey_samples(samples[::every], Reads((1,), "context", "labels"), **how).of_all(every)
+    found = survey_samples(samples[::every], Reads((1,), "context", "labels"), **how).scaled(every)
     whole = survey_samples(samples, Reads((1,), "context", "labels"), **how)
     assert found.num_tokens == pytest.approx(whole.num_tokens, rel=0.1)
     assert found.num_bytes["8bit"] == pytest.approx(whole.num_bytes["8bit"], rel=0.1)
