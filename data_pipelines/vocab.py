@@ -1,4 +1,4 @@
-"""The draft vocabulary: the target tokens that answers really use, so that the draft lm_head can be small."""
+"""The draft vocabulary: a head drafts only the target's most frequent tokens, so that its output layer is small."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from .storage.samples import Sample
 
 
 def count_supervised(samples: Iterable[Sample], *, vocab_size: int) -> np.ndarray:
-    """How often each token id is supervised: [vocab_size] int64. BadInput: an id outside the vocabulary."""
+    """[vocab_size] int64: how often each token id is supervised. Raises BadInput on an id outside the vocabulary."""
     counts = np.zeros(vocab_size, dtype=np.int64)  # [V]
     for sample in samples:
         ids = sample.input_ids[sample.loss_mask]
@@ -23,19 +23,18 @@ def count_supervised(samples: Iterable[Sample], *, vocab_size: int) -> np.ndarra
 
 
 def draft_vocabulary(counts: np.ndarray, *, size: int, always: Sequence[int] = ()) -> torch.LongTensor:
-    """The `size` target token ids most frequent at supervised positions, ascending: [size], int64.
+    """[size] int64, ascending: the `size` target token ids with the highest counts; of equal counts the lowest ids.
 
-    The ids in `always` (see `always_kept`) are kept whatever their count. Ties, and the places left when fewer than
-    `size` ids were seen, go to the lowest ids. BadInput: a size outside 1..vocab_size or below the number of `always`
-    ids, one of those outside the vocabulary.
-
-    Args: counts: [V], `count_supervised`.
+    Args:
+        counts: [V] from `count_supervised`.
+        always: ids to include whatever their count, see `always_kept`.
+    Raises: BadInput if size is outside 1..V or below the number of `always` ids, or one of these is outside 0..V-1.
     """
     vocab_size = len(counts)
     if not 1 <= size <= vocab_size:
         raise BadInput(f"draft vocabulary of {size} tokens: should be between 1 and the target's {vocab_size}")
     if len(set(always)) > size:
-        raise BadInput(f"draft vocabulary of {size} tokens: {len(set(always))} ids are to be kept always")
+        raise BadInput(f"draft vocabulary of {size} tokens: {len(set(always))} ids must always be kept")
     for token_id in always:
         if not 0 <= token_id < vocab_size:
             raise BadInput(f"token id {token_id} is outside the target's vocabulary of {vocab_size}")
@@ -43,8 +42,8 @@ def draft_vocabulary(counts: np.ndarray, *, size: int, always: Sequence[int] = (
 
 
 def always_kept(tokenizer: Any, *, eos_token_ids: Iterable[int], vocab_size: int) -> list[int]:
-    """The ids that a draft vocabulary holds whatever the data: what ends a text, the tokenizer's special tokens, and
-    the added tokens that its chat template writes; ascending."""
+    """The token ids, ascending, that a draft vocabulary includes whatever the data: end-of-text tokens, the tokenizer's
+    special tokens, and added tokens that occur in its chat template."""
     template = getattr(tokenizer, "chat_template", None) or ""
     text = template if isinstance(template, str) else "".join(map(str, template.values()))
     written = {token_id for token, token_id in tokenizer.get_added_vocab().items() if token in text}
@@ -53,9 +52,9 @@ def always_kept(tokenizer: Any, *, eos_token_ids: Iterable[int], vocab_size: int
 
 
 def coverage(counts: np.ndarray, ids: torch.Tensor) -> float:
-    """The share (0..1) of supervised tokens that are in the draft vocabulary `ids`: [size].
+    """The share (0..1) of supervised tokens that the draft vocabulary `ids` [size] includes. counts: [V].
 
-    BadInput when no token is supervised.
+    Raises: BadInput if no token is supervised.
     """
     if not counts.any():
         raise BadInput("coverage of a draft vocabulary: no token is supervised")
@@ -63,7 +62,7 @@ def coverage(counts: np.ndarray, ids: torch.Tensor) -> float:
 
 
 def coverage_curve(counts: np.ndarray, *, always: Sequence[int] = (), num_points: int = 64) -> list[tuple[int, float]]:
-    """(size, coverage) of draft vocabularies from the smallest possible to the whole, evenly spaced in log size."""
+    """(size, `coverage`) for draft vocabularies from the smallest possible size to V, evenly spaced in log(size)."""
     smallest = max(1, len(set(always)))
     sizes = np.unique(np.geomspace(smallest, len(counts), num_points).round().astype(int))
     covered = counts[_most_frequent_first(counts, always)].cumsum() / max(1, counts.sum())
@@ -71,7 +70,7 @@ def coverage_curve(counts: np.ndarray, *, always: Sequence[int] = (), num_points
 
 
 def _most_frequent_first(counts: np.ndarray, always: Sequence[int]) -> np.ndarray:
-    """All token ids [V], those in `always` before the others, ties by the lowest id."""
+    """All token ids [V] by falling count, those in `always` first; of equal counts the lowest id first."""
     rank = counts.copy()
     rank[list(always)] = np.iinfo(np.int64).max
     return np.argsort(-rank, kind="stable")

@@ -1,3 +1,3 @@
 """Samples and target states on disk: `samples`, `shards` and `shard_file` (rows mapped into memory), `features` (which
-states are kept), `extract` (the target writes them), `quantise` (8 bits).
+states are stored), `extract` (runs the target and stores them), `quantise` (storage formats).
 """

@@ -1,8 +1,8 @@
-"""`headstart data extract`: runs the target on every sample once and writes the states that heads train on to shards.
+"""`headstart data extract`: runs the target on every sample once, and writes the states that a head reads to shards.
 
-The target's next batch runs while the states of the last ones are quantised and written, in a thread. Which rows a
-shard holds, and in which batches they are read, depends on the samples alone: it is the same for any number of
-processes and after any interruption.
+While the target runs a batch, a thread quantises and writes the states of earlier batches. The assignment of rows to
+shards and batches depends only on the samples and the config: it is the same for any number of processes, and in a
+resumed run.
 """
 
 import json
@@ -27,13 +27,16 @@ from .samples import Sample
 from .shard_file import PackedStates, StoredSample
 from .shards import MANIFEST, Manifest, Shards, ShardWriter, clear_progress, read_manifest
 
-TOKENS = "tokens"  # the folder within the output that holds the samples while they are extracted
-AHEAD = 2  # batches that wait to be written while the target reads the next
+TOKENS = "tokens"  # subfolder of the output with the samples, until the extraction is finished
+AHEAD = 2  # batches that may wait to be written
 
 
 class Reader:
-    """Runs the target on batches, in two parts: `start` queues the work on the device and returns a function, which
-    gives the rows with their states and may be called in another thread."""
+    """Runs the target on batches of samples, asynchronously.
+
+    `start` queues the work on the device and returns a function that waits for it and returns the samples with their
+    states. That function may be called in another thread.
+    """
 
     def __init__(self, target: Target, reads: Reads, *, storage_dtype: str):
         self.target, self.reads, self.storage_dtype = target, reads, storage_dtype
@@ -56,7 +59,10 @@ class Reader:
         return rows
 
     def _sent(self, states: Tensor, at: Sequence[np.ndarray]) -> Callable[[], Packed]:
-        """states [B, T, ..., D] at each row's positions, as an asynchronous copy to the host."""
+        """Start copying states [B, T, ..., D] at the positions `at` (per row [T] bool) to the host, packed.
+
+        Returns: a function that waits for the copy and returns the states of all rows [n, ..., D].
+        """
         width = states.shape[1]
         index = np.concatenate([row * width + np.flatnonzero(row_at) for row, row_at in enumerate(at)])
         chosen = states.flatten(0, 1).index_select(0, torch.from_numpy(index).to(states.device))  # [n, ..., D]
@@ -69,12 +75,13 @@ class Reader:
 
         def wait() -> Packed:
             done.synchronize()
-            return Packed(host.values.clone(), None if host.scales is None else host.scales.clone())  # pinned is scarce
+            # cloned, as pinned memory is scarce
+            return Packed(host.values.clone(), None if host.scales is None else host.scales.clone())
 
         return wait
 
     def _split(self, packed: Packed, at: Sequence[np.ndarray]) -> list[Packed]:
-        """By row. BadInput: not all states are finite."""
+        """The states of each row. Raises BadInput if a state is NaN or infinite."""
         checked = packed.values if packed.scales is None else packed.scales
         if not checked.sum(dtype=torch.float32).isfinite():
             raise BadInput(f"target {self.target.name}: its states are not finite numbers in {self.target.dtype}")
@@ -82,7 +89,7 @@ class Reader:
 
 
 def padded(samples: Sequence[Sample], *, device: torch.device) -> Tensor:
-    """[B, T] token ids, padded on the right with 0."""
+    """[B, T] int64 token ids, padded on the right with 0."""
     ids = np.zeros((len(samples), max(map(len, samples))), dtype=np.int64)
     for row, sample in enumerate(samples):
         ids[row, : len(sample)] = sample.input_ids
@@ -90,13 +97,15 @@ def padded(samples: Sequence[Sample], *, device: torch.device) -> Tensor:
 
 
 def to_pinned(tensor: Tensor) -> Tensor:
-    """A copy on the host, to be read once the stream has reached this point."""
+    """An asynchronous copy in pinned host memory; valid after the current stream has reached this point."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def batches(lengths: np.ndarray, *, batch_tokens: int) -> list[np.ndarray]:
-    """Row indices [num_rows] in batches of similar length, each of at most batch_tokens including padding; a longer row
-    is a batch of its own."""
+    """Group rows of similar length into batches of at most batch_tokens tokens, padding included.
+
+    A longer row gets its own batch. Args: lengths: [num_rows] tokens of each row. Returns: row indices of each batch.
+    """
     order = np.argsort(-lengths, kind="stable")
     groups, first = [], 0
     while first < len(order):
@@ -114,9 +123,9 @@ def batches(lengths: np.ndarray, *, batch_tokens: int) -> list[np.ndarray]:
 class ExtractConfig:
     """How states are read and stored."""
 
-    storage_dtype: str = "8bit"  # or float32 (exact), or bfloat16; 8bit has a scale per vector
-    batch_tokens: int = 8192  # of one target forward, padding included
-    shard_bytes: int = 512 * 2**20  # of one shard, about
+    storage_dtype: str = "8bit"  # float32, bfloat16 or 8bit (with a scale per vector), see quantise.py
+    batch_tokens: int = 8192  # tokens of one target forward, padding included
+    shard_bytes: int = 512 * 2**20  # approximate size of a shard
 
     def __post_init__(self) -> None:
         check_choice("storage_dtype", self.storage_dtype, STORAGE)
@@ -124,10 +133,10 @@ class ExtractConfig:
 
 
 class Extraction:
-    """The extraction of a folder of samples into another, in shards whose rows do not depend on who writes them.
+    """An extraction of a folder of samples into an output folder; several processes may each write some of its shards.
 
-    fields: of the manifest, see `fields_of`. shards: the rows of each. shard_sizes: their bytes, about.
-    num_bytes: on disk, all.
+    fields: the manifest's, see `fields_of`. shards: the rows of each shard. shard_sizes: approximate bytes of each.
+    num_bytes: of all shards.
     """
 
     def __init__(self, samples: Shards, target: Target, reads: Reads, *, config: ExtractConfig, fields: dict[str, Any]):
@@ -139,7 +148,7 @@ class Extraction:
         self.num_bytes = sum(sizes)
 
     def check_disk(self, output: Path, *, free: Callable[[Path], int] | None = None) -> None:
-        """BadInput: what is still to be written does not fit."""
+        """Raises BadInput if the shards that are still missing do not fit on the disk."""
         done = ShardWriter(output, fields=self.fields).done
         needed = sum(size for number, size in enumerate(self.shard_sizes) if number not in done)
         left = (free or disk_free)(output)
@@ -151,7 +160,10 @@ class Extraction:
     def run(
         self, output: Path, *, rank: int = 0, num_ranks: int = 1, on_tokens: Callable[[int], None] = lambda _: None
     ) -> None:
-        """Writes this rank's shards but those that are complete. on_tokens: called with the tokens of each shard."""
+        """Write this rank's shards, except complete ones.
+
+        Args: on_tokens: called with the number of tokens of each shard, complete ones included.
+        """
         writer = ShardWriter(output, fields=self.fields)
         reader = Reader(self.target, self.reads, storage_dtype=self.config.storage_dtype)
 
@@ -165,19 +177,20 @@ class Extraction:
             pass
 
     def finish(self, output: Path) -> Manifest:
-        """The manifest, once all ranks have run."""
+        """Write the manifest, after all ranks have run, and remove the folder of samples."""
         manifest = ShardWriter(output, fields=self.fields).finish()
         remove(output / TOKENS)
         return manifest
 
     def num_tokens(self, rank: int = 0, num_ranks: int = 1, *, skip: Collection[int] = ()) -> int:
-        """Tokens of a rank's shards, or of all; those of the shards in `skip` do not count."""
+        """Number of tokens in a rank's shards, or with the defaults in all shards, without the shards in `skip`."""
         ends = np.concatenate([[0], np.cumsum(self.samples.lengths)])
         shards = [rows for number, rows in enumerate(self.shards) if number not in skip][rank::num_ranks]
         return sum(int(ends[rows.stop] - ends[rows.start]) for rows in shards)
 
     def _jobs(self, reader: Reader, writer: ShardWriter, number: int, rows: range) -> Iterator[Callable[[], None]]:
-        """Reads the shard's rows batch by batch; yields what is left to do, in another thread, in this order."""
+        """Run the target on a shard's rows batch by batch; yields functions to call in order in another thread, which
+        wait for the states and finally write the shard."""
         samples = [self.samples[i].sample for i in rows]
         stored: dict[int, StoredSample] = {}
         for batch in batches(self.samples.lengths[rows.start : rows.stop], batch_tokens=self.config.batch_tokens):
@@ -187,7 +200,10 @@ class Extraction:
 
 
 def cut(sizes: Sequence[int], *, limit: int) -> tuple[list[range], list[int]]:
-    """Rows of these bytes [num_rows] in consecutive shards of about `limit`, and the bytes of each."""
+    """Cut rows of these sizes in bytes into consecutive shards of at least `limit` bytes, except the last.
+
+    Returns: the rows of each shard, and its bytes.
+    """
     shards, totals, first, total = [], [], 0, 0
     for row, size in enumerate(sizes):
         total += size
@@ -199,7 +215,7 @@ def cut(sizes: Sequence[int], *, limit: int) -> tuple[list[range], list[int]]:
 
 
 def fields_of(target: Target, reads: Reads, config: ExtractConfig, origin: dict[str, Any]) -> dict[str, Any]:
-    """The manifest's fields, which a second start has to share. origin: as `features.origin_of`."""
+    """The fields of the manifest; an extraction is only resumed with equal ones. origin: of `features.origin_of`."""
     return {
         **asdict(reads),
         "storage_dtype": config.storage_dtype,
@@ -213,7 +229,8 @@ def fields_of(target: Target, reads: Reads, config: ExtractConfig, origin: dict[
 
 
 def is_finished(output: Path, fields: dict[str, Any]) -> bool:
-    """Whether it holds these features already. BadInput: it holds others, with the key and both values."""
+    """Whether the output is a finished extraction with these fields. Raises BadInput, naming the key and both values,
+    if it is finished with others."""
     if not (output / MANIFEST).exists():
         return False
     written = read_manifest(output).fields
@@ -224,17 +241,17 @@ def is_finished(output: Path, fields: dict[str, Any]) -> bool:
 
 
 def clear(output: Path) -> None:
-    """Removes what only the extraction needed."""
+    """Remove files that only an unfinished extraction needs."""
     clear_progress(output)
     remove(output / TOKENS)
 
 
 def disk_free(folder: Path) -> int:
-    """Bytes left on the disk of a folder that need not exist yet."""
+    """Free bytes on the disk of a folder, which need not exist yet."""
     return shutil.disk_usage(next(path for path in (folder, *folder.resolve().parents) if path.exists())).free
 
 
 def in_bytes(size: float) -> str:
-    """For people: 1.24 GB."""
+    """A size as text, such as `1.24 GB`."""
     unit, factor = next(((u, f) for u, f in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)) if size >= f), ("kB", 1e3))
     return f"{size / factor:.3g} {unit}"

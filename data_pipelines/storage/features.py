@@ -1,8 +1,8 @@
-"""Which of the target's hidden states are kept on disk: exactly those that training a head reads.
+"""Which of the target's hidden states are stored for training a head: exactly those that training reads.
 
-A chain start t is a position whose next two tokens are supervised. The loss reads the target's `post_norm` behind each
-(its labels); the head reads its features, or `post_norm`, at the starts, and where it attends to what is before them
-(`reads_context`) at every position up to the last one. Nothing else is kept.
+A chain start t is a position whose next two tokens are supervised. The loss reads the target's `post_norm` at t + 1
+(the label). The head reads the target's features, or `post_norm`, at t, or, if it attends to earlier positions
+(`reads_context`), at every position up to the last chain start. No other states are stored.
 """
 
 import json
@@ -20,21 +20,23 @@ from .quantise import STORAGE
 from .shard_file import row_bytes
 from .shards import Shards
 
-WHERE = ("nowhere", "labels", "starts", "context")  # where states are kept; each holds what those before it do
-NOT_OF_SAMPLES = ("validation", "layout", "segment_weights", "features", "num_workers")  # `data:` keys without effect
+# sets of positions at which states are stored, from the smallest to the largest (`check_features` compares the ranks)
+WHERE = ("nowhere", "labels", "starts", "context")
+# keys of `data:` that do not change the samples
+NOT_OF_SAMPLES = ("validation", "layout", "segment_weights", "features", "num_workers")
 
 
 @dataclass(frozen=True)
 class Reads:
-    """What is kept for a head: layers, and where their features and post_norm are kept, of WHERE."""
+    """The states that a head reads: which layers' features, and at which positions."""
 
-    layers: tuple[int, ...]
-    features_at: str
-    post_norm_at: str
+    layers: tuple[int, ...]  # HF `hidden_states` indices
+    features_at: str  # one of WHERE
+    post_norm_at: str  # one of WHERE; labels are stored in any case
 
     @classmethod
     def of(cls, head: DraftHead) -> "Reads":
-        """BadInput: the head changes the target that it reads."""
+        """The states that this head reads. Raises BadInput if it trains adapters of the target."""
         if head.adapts_target:
             raise BadInput(f"head {head.config.type}: trains adapters of the target, so its states cannot be extracted")
         where = "context" if head.reads_context else "starts"
@@ -42,12 +44,12 @@ class Reads:
         return cls(layers, where if layers else "nowhere", where if head.reads_post_norm else "labels")
 
     def positions(self, loss_mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of a sample's loss_mask [T]: where features and post_norm are kept, [T] bool each."""
+        """loss_mask [T] -> two masks [T] bool: the positions at which features, and post_norm, are stored."""
         at = positions(loss_mask)
         return at[self.features_at], at["labels"] | at[self.post_norm_at]
 
     def row_bytes(self, loss_mask: np.ndarray, *, hidden_size: int, storage_dtype: str) -> int:
-        """What a sample takes on disk."""
+        """Bytes on disk of a sample with loss_mask [T], states included. hidden_size: D of the target."""
         features, post_norm = self.positions(loss_mask)
         num_vectors = len(self.layers) * int(features.sum()) + int(post_norm.sum())
         item_bytes = STORAGE[storage_dtype].itemsize
@@ -55,7 +57,7 @@ class Reads:
 
 
 def positions(loss_mask: np.ndarray) -> dict[str, np.ndarray]:
-    """The positions [T] bool that each of WHERE names."""
+    """For a sample with loss_mask [T] bool: the positions [T] bool of each name in WHERE."""
     starts = np.zeros_like(loss_mask)
     starts[:-2] = loss_mask[1:-1] & loss_mask[2:]
     labels = np.zeros_like(loss_mask)
@@ -65,9 +67,10 @@ def positions(loss_mask: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def origin_of(data: DataConfig, tokenizer: Any) -> dict[str, Any]:
-    """What decides the samples of a run, as a manifest has it."""
+    """What determines the samples of a run, as entries of a manifest: the `data:` keys that matter, and hashes of the
+    tokenizer and its chat template."""
     words = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.all_special_tokens])
-    backend = getattr(tokenizer, "backend_tokenizer", None)  # none of slow tokenizers
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # only fast tokenizers have one
     return {
         "data": {key: value for key, value in asdict(data).items() if key not in NOT_OF_SAMPLES},
         "tokenizer_hash": short_hash(words if backend is None else backend.to_str()),
@@ -76,9 +79,10 @@ def origin_of(data: DataConfig, tokenizer: Any) -> dict[str, Any]:
 
 
 def check_features(samples: Shards, head: DraftHead, target: Target, *, data: DataConfig | None = None) -> None:
-    """Raises BadInput unless the folder holds what this head reads of this target, with the key and both values.
+    """Raises BadInput, naming the key and both values, unless a folder of shards has all states that this head reads of
+    this target.
 
-    data: the `data:` section of the run that wants to train; None: of whatever samples are there.
+    Args: data: the `data:` section of the run that trains on them, to compare with; None: it is not compared.
     """
     manifest, where = samples.manifest.fields, f"data.features {samples.folder}"
     wanted = Reads.of(head)

@@ -1,26 +1,22 @@
-"""What a row is for training: its token ids, and for each token what it is part of and whether it is supervised."""
+"""A training sample: token ids with a segment and a supervision mask."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-SEGMENTS = ("prompt", "think", "answer")  # what a token is part of, by the number in Sample.segments
+SEGMENTS = ("prompt", "think", "answer")  # names of the numbers in Sample.segments
 PROMPT, THINK, ANSWER = range(3)
 
 
 @dataclass(kw_only=True, eq=False)
 class Sample:
-    """One row, or a piece of one. num_cut: tokens of the row lost on the right to data.max_length.
+    """A row of T tokens, or a piece of a longer row."""
 
-    input_ids: [T] int32. segments: [T] uint8, SEGMENTS by number. loss_mask: [T] bool, True where a head is trained to
-    predict the token.
-    """
-
-    input_ids: np.ndarray
-    segments: np.ndarray
-    loss_mask: np.ndarray
-    num_cut: int = 0
+    input_ids: np.ndarray  # [T] int32
+    segments: np.ndarray  # [T] uint8, indices into SEGMENTS
+    loss_mask: np.ndarray  # [T] bool, True if a head is trained to predict this token (it is supervised)
+    num_cut: int = 0  # tokens at the end of the row that data.max_length cut off
 
     @classmethod
     def of(
@@ -31,7 +27,7 @@ class Sample:
         segments: Sequence[int] | None = None,
         num_cut: int = 0,
     ) -> "Sample":
-        """From lists of one length. segments None: what is supervised is answer, all else prompt."""
+        """A sample from lists of equal length. segments None: supervised tokens are answer, all others prompt."""
         if segments is None:
             segments = [ANSWER if supervised else PROMPT for supervised in loss_mask]
         assert len(input_ids) == len(loss_mask) == len(segments)

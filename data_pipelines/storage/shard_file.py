@@ -1,11 +1,13 @@
-"""A sample with what is kept of the target's states on it, and the file that holds many of them.
+"""The file format of a shard: samples, optionally with the target's hidden states at some of their tokens.
 
-A shard is a safetensors file of these tensors, for R rows of N tokens in all:
+A shard is a safetensors file with these tensors, for R rows with N tokens in total:
 
-  offsets [R + 1], num_cut [R], input_ids [N], flags [N]     flags: the segment, and bits for what follows
-  features [n, L, D], features_offsets [R + 1]               of the n tokens that have the bit FEATURES
-  post_norm [m, D], post_norm_offsets [R + 1]                of the m tokens that have the bit POST_NORM
-  features_scales [n, L], post_norm_scales [m]               in 8 bits, see quantise.py
+  offsets [R + 1], num_cut [R], input_ids [N], flags [N]     flags: bits of SEGMENT, SUPERVISED, FEATURES, POST_NORM
+  features [n, L, D], features_offsets [R + 1]               states of the n tokens with the bit FEATURES
+  post_norm [m, D], post_norm_offsets [R + 1]                states of the m tokens with the bit POST_NORM
+  features_scales [n, L], post_norm_scales [m]               only if stored with 8 bits, see quantise.py
+
+offsets[r] and offsets[r + 1] are the first and the end index of row r.
 """
 
 import hashlib
@@ -27,15 +29,16 @@ from ...configs.files import replacing
 from .quantise import SCALE, STORAGE, Packed, unpack
 from .samples import Sample
 
-SEGMENT, POST_NORM, FEATURES, SUPERVISED = 0b11, 0b10000, 0b100000, 0b10000000  # of a token's flags
+SEGMENT, POST_NORM, FEATURES, SUPERVISED = 0b11, 0b10000, 0b100000, 0b10000000  # bits of a token's flags
 KINDS = {"I64": np.int64, "I32": np.int32, "F32": np.float32, "BF16": np.uint16, "U8": np.uint8}
 NAMES = dict(zip((torch.int64, torch.int32, torch.float32, torch.bfloat16, torch.uint8), KINDS, strict=True))
-PLAIN = {"offsets", "num_cut", "input_ids", "flags"}
+PLAIN = {"offsets", "num_cut", "input_ids", "flags"}  # tensors that every shard has
 
 
 @dataclass
 class TargetStates:
-    """The target's states on one sample, as `heads.target.TargetOutput` without rows; zeros where nothing was kept."""
+    """The target's states of one sample, as in `heads.target.TargetOutput` without the batch dimension; zero at
+    positions that were not stored."""
 
     features: Tensor  # [T, L, D]
     post_norm: Tensor  # [T, D]
@@ -43,13 +46,13 @@ class TargetStates:
 
 @dataclass
 class PackedStates:
-    """The target's states at some tokens of a sample."""
+    """The stored states of one sample."""
 
-    features_at: np.ndarray  # [T] bool: where features are kept
-    features: Packed  # [n, L, D], as many as features_at is True
-    post_norm_at: np.ndarray  # [T] bool
+    features_at: np.ndarray  # [T] bool: positions with stored features
+    features: Packed  # [n, L, D], in the order of these n positions
+    post_norm_at: np.ndarray  # [T] bool: positions with stored post_norm
     post_norm: Packed  # [m, D]
-    dtype: torch.dtype  # what they are read as
+    dtype: torch.dtype  # of the unpacked states: the target's
 
     def unpacked(self) -> TargetStates:
         return TargetStates(
@@ -59,7 +62,7 @@ class PackedStates:
 
 
 def spread(values: Tensor, at: np.ndarray) -> Tensor:
-    """values [n, ...] at the tokens [T] that are True: [T, ...], zeros elsewhere."""
+    """values [n, ...], at [T] bool with n True -> [T, ...]: the values at the True positions, zeros elsewhere."""
     out = values.new_zeros(len(at), *values.shape[1:])
     out[torch.from_numpy(at)] = values
     return out
@@ -67,19 +70,19 @@ def spread(values: Tensor, at: np.ndarray) -> Tensor:
 
 @dataclass
 class StoredSample:
-    """A sample, and what is kept of the target's states on it."""
+    """A sample with its stored states, if there are any."""
 
     sample: Sample
     packed: PackedStates | None = None
 
     @cached_property
     def states(self) -> TargetStates | None:
-        """Unpacked on first use, of this row alone; None if none are kept."""
+        """The states, unpacked on first use; None if none are stored."""
         return None if self.packed is None else self.packed.unpacked()
 
 
 def row_bytes(num_tokens: int, *, num_vectors: int = 0, vector_size: int = 0, item_bytes: int = 0) -> int:
-    """Bytes of a row on disk. Args: num_vectors: states that are kept, each of vector_size values of item_bytes."""
+    """Bytes of a row on disk. Args: num_vectors: stored vectors of vector_size values with item_bytes bytes each."""
     scale = SCALE.itemsize if item_bytes == 1 else 0
     return 12 + 5 * num_tokens + num_vectors * (vector_size * item_bytes + scale)
 
@@ -90,7 +93,7 @@ def row_bytes(num_tokens: int, *, num_vectors: int = 0, vector_size: int = 0, it
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """What a manifest has of a shard."""
+    """A manifest's entry for a shard."""
 
     file: str
     num_rows: int
@@ -101,8 +104,9 @@ class ShardEntry:
 
 
 def write_rows(path: Path, rows: Sequence[StoredSample], *, metadata: dict[str, Any]) -> ShardEntry:
-    """Writes a shard. The same rows give the same bytes. BadInput: the disk is full, or cannot be written to."""
-    columns = dict(sorted(_columns(rows).items(), key=lambda column: -column[1][0].itemsize))  # so that all align
+    """Write a shard; the same rows and metadata give the same bytes. Raises BadInput if the file cannot be written."""
+    # the largest items first, so that every tensor is aligned
+    columns = dict(sorted(_columns(rows).items(), key=lambda column: -column[1][0].itemsize))
     header: dict[str, Any] = {"__metadata__": {"headstart": json.dumps(metadata, sort_keys=True)}}
     end = 0
     for name, pieces in columns.items():
@@ -132,7 +136,7 @@ def write_rows(path: Path, rows: Sequence[StoredSample], *, metadata: dict[str, 
 
 
 def _columns(rows: Sequence[StoredSample]) -> dict[str, list[Tensor]]:
-    """The tensors of the file, each in pieces along its first dimension."""
+    """The tensors of the file by name, each as a list of pieces to concatenate along the first dimension."""
     samples, states = [row.sample for row in rows], [row.packed for row in rows if row.packed is not None]
     assert len(states) in (0, len(rows))
     flags = [sample.segments | np.where(sample.loss_mask, SUPERVISED, 0).astype(np.uint8) for sample in samples]
@@ -163,12 +167,10 @@ def _offsets(rows: Sequence[Sized]) -> Tensor:
 
 
 class RowFile:
-    """A shard, mapped into memory: only the rows that are used are read.
-
-    BadInput, which names the file: it is missing, truncated, or not one of ours.
-    """
+    """A shard mapped into memory: only the bytes of the rows that are used are read."""
 
     def __init__(self, path: Path):
+        """Raises BadInput, naming the file, if it is missing, truncated or not a shard."""
         self.path = path
         try:
             size = path.stat().st_size
@@ -184,9 +186,9 @@ class RowFile:
         except FileNotFoundError as error:
             raise BadInput(f"{path}: no such file") from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BadInput(f"{path}: damaged: not the shard that was written there") from error
+            raise BadInput(f"{path}: damaged: cannot be read as a shard") from error
         if end != size or not PLAIN <= self._arrays.keys():
-            raise BadInput(f"{path}: damaged: {size} bytes, its header says {end}")
+            raise BadInput(f"{path}: damaged: {size} bytes, by its header {end}")
         self.has_states = "features" in self._arrays
 
     @property
@@ -195,7 +197,7 @@ class RowFile:
         return np.diff(self._arrays["offsets"])
 
     def forget(self) -> None:
-        """Frees the memory of what was read; it stays in the system's cache of files."""
+        """Release the memory of rows that were read; the system's file cache may keep them."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
     def row(self, index: int) -> StoredSample:

@@ -1,7 +1,7 @@
-"""Samples on disk: token ids, segments and masks, and perhaps the target's hidden states, in checksummed shards.
+"""Folders of samples in shards with checksums, with or without the target's hidden states.
 
-FOLDER/manifest.json is written last and lists the shards; until then FOLDER/progress/ lists those that are complete, so
-that an interrupted writer loses only the rows of its unfinished shard.
+FOLDER/manifest.json lists the shards and is written last. Until then FOLDER/progress/ has an entry for each complete
+shard, so that an interrupted writer loses only the rows of its unfinished shard.
 """
 
 import hashlib
@@ -19,22 +19,22 @@ from .shard_file import RowFile, ShardEntry, StoredSample, row_bytes, write_rows
 
 FORMAT = "headstart shards 1"
 MANIFEST, PROGRESS = "manifest.json", "progress"
-SHARD_BYTES = 128 * 2**20  # held in memory, about three times over, until it is written
-MOST_OPEN = 128  # shards mapped at a time: each holds a file descriptor
-MOST_READ = 256 * 2**20  # bytes of mapped files that count as this process's memory, about
-READ_AROUND = 128 * 2**10  # bytes that the system maps around those that are read
+SHARD_BYTES = 128 * 2**20  # about three times as much memory is used until the shard is written
+MOST_OPEN = 128  # shards that are mapped at a time; each needs a file descriptor
+MOST_READ = 256 * 2**20  # approximate limit on mapped bytes, which count as memory of this process
+READ_AROUND = 128 * 2**10  # bytes that the system maps in addition to those of a row
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What manifest.json has of a finished folder."""
+    """The contents of a finished folder's manifest.json."""
 
     num_rows: int
     num_tokens: int
     num_supervised_tokens: int
     bytes: int
     bytes_per_token: float
-    fields: dict[str, Any]  # what the rows are of, as JSON; in the file beside the totals
+    fields: dict[str, Any]  # how the rows were made, as JSON; top-level keys in the file
     shards: list[ShardEntry]
 
     @classmethod
@@ -51,17 +51,19 @@ class Manifest:
 
 
 class ShardWriter:
-    """Writes samples into a folder, and goes on where an interrupted one with the same fields stopped.
+    """Writes samples into the shards of a folder; continues after an interrupted writer with the same fields.
 
-    fields: what the rows are of, for the manifest. num_rows: rows in complete shards, which `add` is not to be given
-    again. done: the complete shards, by number.
-
-    BadInput: the folder is finished, holds shards with other fields (with the key and both values), cannot be written.
+    num_rows: rows in complete shards, which must not be added again. done: the complete shards by number.
     """
 
     def __init__(self, folder: str | Path, *, fields: Mapping[str, Any] | None = None, shard_bytes: int = SHARD_BYTES):
+        """Args: fields: how the rows are made, for the manifest. shard_bytes: approximate size of a shard.
+
+        Raises: BadInput if the folder is finished, has shards with other fields (naming the key and both values), or
+            cannot be written.
+        """
         self.folder, self.shard_bytes = Path(folder), shard_bytes
-        self.fields: dict[str, Any] = json.loads(json.dumps(dict(fields or {})))  # as they are read back
+        self.fields: dict[str, Any] = json.loads(json.dumps(dict(fields or {})))  # as JSON returns them
         self._rows: list[StoredSample] = []
         self._num_bytes = 0
         if (self.folder / MANIFEST).exists():
@@ -77,7 +79,7 @@ class ShardWriter:
         self.num_rows = sum(self.done[n].num_rows for n in range(self._number))
 
     def add(self, stored: StoredSample) -> None:
-        """The next row; it is on disk once its shard is full, or at `finish`."""
+        """Add the next row. It is written when its shard is full, or by `finish`."""
         self._rows.append(stored)
         self._num_bytes += row_bytes(len(stored.sample))
         if stored.packed is not None:
@@ -86,7 +88,7 @@ class ShardWriter:
             self._flush()
 
     def write(self, number: int, rows: Sequence[StoredSample]) -> None:
-        """A whole shard, for writers that share a folder and the numbers of its shards between them."""
+        """Write a whole shard. For several processes that write different shards of one folder."""
         path = self.folder / f"shard_{number:05d}.safetensors"
         dtypes = {key: self.fields.get(key) for key in ("dtype", "storage_dtype")}
         entry = write_rows(path, rows, metadata={"owner": owner(self.fields), "number": number, **dtypes})
@@ -94,10 +96,10 @@ class ShardWriter:
         self.done[number] = entry
 
     def finish(self) -> Manifest:
-        """Writes what is left and then the manifest."""
+        """Write the remaining rows and the manifest, which lists the shards of all writers."""
         if self._rows:
             self._flush()
-        self.done = dict(self._progress())  # of all writers
+        self.done = dict(self._progress())
         manifest = Manifest.of([self.done[number] for number in range(len(self.done))], self.fields)
         write_json(self.folder / MANIFEST, manifest.as_json())
         clear_progress(self.folder)
@@ -124,16 +126,15 @@ class ShardWriter:
 
 
 class Shards(Sequence[StoredSample]):
-    """The rows of a finished folder, in any order; a row's bytes are read when it is asked for, and no others.
+    """The rows of a finished folder, with random access: only the bytes of the rows that are used are read.
 
-    manifest: as written. lengths: [num_rows] tokens of each row. Can be sent to other processes: each opens the files
-    itself.
-
-    BadInput, which names the file: no manifest, of another format, a shard that is missing, truncated, or not of this
-    folder. Damage inside a shard is found by `verify`.
+    manifest: the folder's. lengths: [num_rows] tokens of each row. Can be pickled for other processes, which open the
+    files themselves.
     """
 
     def __init__(self, folder: str | Path):
+        """Raises BadInput, naming the file, if there is no manifest or it has another format, or if a shard is missing,
+        truncated, or of another folder. Only `verify` finds damage inside a shard."""
         self.folder = Path(folder)
         self.manifest = read_manifest(self.folder)
         self._open: dict[int, RowFile] = {}
@@ -172,7 +173,7 @@ class Shards(Sequence[StoredSample]):
         return self.manifest.fields.get("storage_dtype") is not None
 
     def verify(self) -> None:
-        """Reads everything and compares checksums. BadInput: a shard that is not as it was written."""
+        """Read all shards and compare their checksums. Raises BadInput if a shard is damaged."""
         for shard in self.manifest.shards:
             path = self.folder / shard.file
             with path.open("rb") as file:
@@ -181,7 +182,7 @@ class Shards(Sequence[StoredSample]):
                 raise BadInput(f"{path}: damaged: sha256 {digest[:12]}..., in the manifest {shard.sha256[:12]}...")
 
     def _file(self, number: int) -> RowFile:
-        """The shard, mapped; those asked for longest ago are closed."""
+        """The mapped file of a shard; closes the least recently used one beyond MOST_OPEN."""
         file = self._open.pop(number, None) or RowFile(self.folder / self.manifest.shards[number].file)
         self._open[number] = file
         if len(self._open) > MOST_OPEN:
@@ -196,36 +197,36 @@ class Shards(Sequence[StoredSample]):
         identity = {key: file.metadata.get(key) for key in ("owner", "number")}
         expected = {"owner": owner(self.manifest.fields), "number": number}
         if identity != expected or len(file.lengths) != shard.num_rows:
-            raise BadInput(f"{file.path}: a shard of another folder, or another one of this folder")
+            raise BadInput(f"{file.path}: a shard of another folder, or another shard of this folder")
         return file
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a finished folder. BadInput: there is none, or it is of another format."""
+    """The manifest of a finished folder. Raises BadInput if there is none, or it is damaged or has another format."""
     path = folder / MANIFEST
     if not path.is_file():
         if (folder / PROGRESS).is_dir():
-            raise BadInput(f"{folder}: unfinished; the command that wrote it goes on from what is there")
+            raise BadInput(f"{folder}: unfinished; run the command that wrote it again to complete it")
         raise BadInput(f"{path}: no such file")
     data = _read_json(path)
-    number = data.pop("format", None) if isinstance(data, dict) else None
-    if number != FORMAT:
-        raise BadInput(f"{path}: format {number!r}, expected {FORMAT!r}")
+    found = data.pop("format", None) if isinstance(data, dict) else None
+    if found != FORMAT:
+        raise BadInput(f"{path}: format {found!r}, expected {FORMAT!r}")
     try:
         shards = [ShardEntry(**entry) for entry in data.pop("shards")]
         totals = {field.name: data.pop(field.name) for field in fields(Manifest) if field.name in data}
         return Manifest(**totals, fields=data, shards=shards)
     except (KeyError, TypeError) as error:
-        raise BadInput(f"{path}: no manifest of shards: {first_line(error)}") from error
+        raise BadInput(f"{path}: not a manifest of shards: {first_line(error)}") from error
 
 
 def owner(fields: Mapping[str, Any]) -> str:
-    """A hash that differs between the shards of different folders."""
+    """16 hex digits of a hash of the fields, by which a shard identifies the folder that it belongs to."""
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def clear_progress(folder: Path) -> None:
-    """Removes what only unfinished folders need, and files that were cut off while being written."""
+    """Remove the progress folder, and incomplete files of interrupted writers."""
     remove(folder / PROGRESS)
     remove_unfinished(folder)
 

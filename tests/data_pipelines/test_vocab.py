@@ -85,7 +85,7 @@ def test_the_plot_is_a_picture() -> None:
     [
         (13, [], "draft vocabulary of 13 tokens: should be between 1 and the target's 12"),
         (0, [], "draft vocabulary of 0 tokens: should be between 1 and the target's 12"),
-        (1, [3, 4], "draft vocabulary of 1 tokens: 2 ids are to be kept always"),
+        (1, [3, 4], "draft vocabulary of 1 tokens: 2 ids must always be kept"),
         (3, [12], "token id 12 is outside the target's vocabulary of 12"),
         (3, [-1], "token id -1 is outside the target's vocabulary of 12"),
     ],

@@ -184,7 +184,7 @@ def test_a_manifest_of_another_format_is_refused(tmp_path):
         Shards(tmp_path / "a")
     for damaged in ({**manifest, "shards": [{"name": 1}]}, {**manifest, "shards": 3}, {"format": manifest["format"]}):
         path.write_text(json.dumps(damaged))
-        with pytest.raises(BadInput, match="manifest.json: no manifest of shards"):
+        with pytest.raises(BadInput, match="manifest.json: not a manifest of shards"):
             Shards(tmp_path / "a")
     path.write_text("{")
     with pytest.raises(BadInput, match="manifest.json: damaged"):
