@@ -1,4 +1,4 @@
-"""From chats to token ids with exact supervision masks: `chat` first, then `assistant_masks` (where the assistant's
-tokens are), `rendering` and `turn_by_turn` (the chat template), `messages`, `segments` (prompt, think,
-answer), `traces` (long rows).
+"""Rows to token ids with exact supervision masks. Start with `chat`, then `assistant_masks` (finds the assistant's
+tokens), `rendering` and `turn_by_turn` (chat templates), `messages`, `segments` (prompt, think, answer), `traces` (long
+rows).
 """

@@ -1,8 +1,9 @@
-"""Finds the tokens of a rendered conversation that its assistant wrote, in a constant number of renderings.
+"""Finds the tokens of a rendered conversation that the assistant wrote, with a constant number of renderings.
 
-A template with `{% generation %}` marks them itself. Otherwise the conversation is rendered a second time with marks,
-one private character per message, around what the assistant wrote. If that rendering without its marks equals the first
-one, character by character, then the marks are where the answers are: this is proved, not guessed from the template.
+A template with `{% generation %}` marks them itself. Otherwise the conversation is rendered a second time with marks
+(one private-use character per message) around the assistant's texts. If this rendering without the marks equals the
+first one exactly, the positions of the marks are those of the answers. So positions are proved, and not inferred from
+patterns in the template. If the proof fails, `turn_by_turn` finds the answers.
 """
 
 import json
@@ -15,7 +16,7 @@ from .rendering import RENDER_ERRORS, ChatTemplate, Rendering, Unproved, close, 
 from .segments import Span
 from .turn_by_turn import spans_turn_by_turn
 
-FIRST_MARK, NUM_MARKS = 0xF0000, 0xFFFE  # a private plane of Unicode: no text has these
+FIRST_MARK, NUM_MARKS = 0xF0000, 0xFFFE  # a private-use plane of Unicode, which texts do not use
 MARKS = re.compile(f"[{chr(FIRST_MARK)}-{chr(FIRST_MARK + NUM_MARKS - 1)}]")
 
 
@@ -23,7 +24,7 @@ class Chat(ChatTemplate):
     """A chat template that also finds the assistant's tokens."""
 
     def answer_spans(self, messages: list[Message]) -> tuple[list[int], list[Span]]:
-        """The ids of the whole conversation, and [start, end) of each answer with the token that ends it, in order."""
+        """The token ids of the conversation, and the span of each answer in order, its end token included."""
         table = self.table
         if table.tokenizer.is_fast and re.search(r"\{%-?\s*generation\s*-?%\}", self.template):
             return self._spans_by_template(messages)
@@ -32,12 +33,12 @@ class Chat(ChatTemplate):
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         try:
             spans = self._spans_by_marks(messages, answers, rendering)
-        except RENDER_ERRORS:  # not proved, or the conversation renders, but not its marked copy or its first prompt
+        except RENDER_ERRORS:  # not proved, or the template refuses the marked copy or the first prompt
             spans = spans_turn_by_turn(messages, rendering.ids, self)
         return self._with_dropped_trace(messages, rendering.ids, spans)
 
     def leaves_out_calls(self, messages: list[Message]) -> bool:
-        """Whether a tool call is not in the rendered conversation: its name, with a mark of its own, does not show."""
+        """Whether the template omits a tool call: a mark in its function's name is missing in the rendering."""
         marks, marked = iter(range(FIRST_MARK, FIRST_MARK + NUM_MARKS)), list(messages)
         for index, message in enumerate(messages):
             if message["role"] == "assistant" and isinstance(message.get("tool_calls"), list):
@@ -46,11 +47,11 @@ class Chat(ChatTemplate):
         wanted = set(MARKS.findall(json.dumps(marked, ensure_ascii=False, default=str)))
         try:
             return bool(wanted - set(MARKS.findall(self.render_text(marked) if wanted else "")))
-        except RENDER_ERRORS:  # of a name that is not one of the tools
+        except RENDER_ERRORS:  # the template refuses the marked name, which is none of the tools
             return False
 
     def _spans_by_template(self, messages: list[Message]) -> tuple[list[int], list[Span]]:
-        """The runs of tokens that the template's own `{% generation %}` blocks mark."""
+        """`answer_spans` from the template's own `{% generation %}` blocks."""
         how = {"return_dict": True, "return_assistant_tokens_mask": True, "tokenizer_kwargs": {"verbose": False}}
         encoded = self.table.tokenizer.apply_chat_template(messages, tools=self.tools, **how)
         ids, mask = list(encoded["input_ids"]), [0, *encoded["assistant_masks"], 0]
@@ -59,10 +60,10 @@ class Chat(ChatTemplate):
         return ids, [(start, close(ids, start, end, self.table)) for start, end in spans]
 
     def _spans_by_marks(self, messages: list[Message], answers: list[int], whole: Rendering) -> list[Span]:
-        """The answers' spans. Unproved: the marks do not prove them.
+        """The answers' spans. Raises Unproved if the marks do not prove them.
 
-        An answer begins behind the generation prompt, as far as the conversation has it there, and ends with the
-        special token that follows what the assistant wrote.
+        An answer begins after the generation prompt, or after the part of it that the conversation has there, and ends
+        with the special token that follows the assistant's text.
         """
         if not answers or not whole.starts:
             raise Unproved
@@ -82,9 +83,9 @@ class Chat(ChatTemplate):
     def _with_dropped_trace(
         self, messages: list[Message], ids: list[int], spans: list[Span]
     ) -> tuple[list[int], list[Span]]:
-        """The same for a last message whose reasoning trace the template drops, as DeepSeek-R1's does.
+        """Ids and spans with the last message's reasoning trace, if the template dropped it (as DeepSeek-R1's does).
 
-        The target writes the trace, though: its prompt, then trace and answer, then the token that ended the answer.
+        The target writes the trace, so the ids become: the prompt, trace and answer, and the answer's end token.
         """
         last = messages[-1]
         if not self.markers or last["role"] != "assistant" or not spans:
@@ -106,9 +107,10 @@ class Chat(ChatTemplate):
         return "".join(map(self.table.text, ids))
 
     def _written(self, messages: list[Message], answers: list[int], text: str) -> list[Span]:
-        """Where in the text each answer's own words begin and end. Unproved: the marks do not prove it.
+        """The span in characters of the assistant's text in each answer. Raises Unproved if the marks do not prove it.
 
-        Of an answer that is empty behind its trace, the end is marked where the template keeps blanks, or else not.
+        The end of an answer that is empty after its trace is marked only if the rendering stays the same, that is, if
+        the template does not strip blanks there.
         """
         if len(messages) > NUM_MARKS or MARKS.search(text):
             raise Unproved
@@ -122,7 +124,7 @@ class Chat(ChatTemplate):
         raise Unproved
 
     def _marked(self, message: Message, mark: str, *, marks_empty: bool) -> Message:
-        """The message with marks around its texts, within their outer blanks, and behind the names that it calls."""
+        """The message with marks around its texts (without their outer blanks) and after the names of called tools."""
         marked = dict(message)
         for key in ("content", *REASONING_KEYS):
             if isinstance(message.get(key), str):
@@ -132,7 +134,7 @@ class Chat(ChatTemplate):
         return marked if marked != message else {**message, "content": message["content"] + mark}
 
     def _around(self, text: str, mark: str, *, marks_empty: bool) -> str:
-        """Marks around each part of a text between reasoning markers, since templates keep or drop these apart."""
+        """A text with marks around each part between reasoning markers, as templates may drop some of the parts."""
         parts = re.split(f"({'|'.join(map(re.escape, self.markers))})", text) if self.markers else [text]
         for i, part in enumerate(parts):
             core = part.strip()
@@ -143,14 +145,14 @@ class Chat(ChatTemplate):
         return "".join(parts) + (mark if is_empty and marks_empty else "")
 
     def _opener(self, messages: list[Message], answers: list[int]) -> list[int]:
-        """The ids that the template adds to the first prompt to have it answered. Unproved: no prompt is answered."""
+        """The token ids of the generation prompt after the first prompt. Raises Unproved if no answer has a prompt."""
         before = messages[: next((index for index in answers if index), 0)]
         if not before:
             raise Unproved
         prompt, plain = self.render_text(before, generation_prompt=True), self.render_text(before)
         if prompt.startswith(plain):
             ids = self.table.ids(prompt[len(plain) :])
-            if not ids or ids[0] in self.table.special:  # a special token: tokenised alike behind any text
+            if not ids or ids[0] in self.table.special:  # after a special token, tokens do not depend on earlier text
                 return ids
         ids = self.render(before, generation_prompt=True)
         return ids[num_common(ids, self.render(before)) :]
@@ -164,10 +166,10 @@ class Chat(ChatTemplate):
         headers: list[int],
         opener: list[int],
     ) -> list[int]:
-        """Where in the text each answer ends: a tool call goes on behind its name.
+        """The end in characters of each answer, including tool calls, which continue after the marked name.
 
-        What the template puts between an answer and the next turn is taken from a conversation in which plain answers
-        stand in for the calls. Unproved: the text does not have it there.
+        The text that the template puts between an answer and the next turn is found in a rendering with plain answers
+        in place of the calls. Raises Unproved if that text does not precede the next turn here.
         """
         plain = list(messages)
         for index in answers:
@@ -190,8 +192,8 @@ class Chat(ChatTemplate):
 
 
 def _marked_spans(rendered: str, answers: list[int]) -> list[Span]:
-    """Each answer's first and last mark, as positions in the text without marks. Unproved: an answer has none, or their
-    order differs."""
+    """The positions of each answer's first and last mark in the text without marks. Raises Unproved if an answer has no
+    mark, or answers overlap."""
     spans: dict[int, Span] = {}
     for count, match in enumerate(MARKS.finditer(rendered)):
         index, at = ord(match.group()) - FIRST_MARK, match.start() - count

@@ -1,4 +1,4 @@
-"""Turns a row (chat, prompt and response, text, or token ids) into token ids, segments and an exact mask."""
+"""Tokenises rows (chats, prompt and response, text, or token ids): token ids, segments and an exact loss mask."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -30,11 +30,11 @@ NO_ANSWER = "a prompt without an answer to train on; `headstart data regenerate`
 def encode_rows(
     rows: Iterable[Row], tokenizer: "PreTrainedTokenizerBase", config: DataConfig, *, counts: Counter[str]
 ) -> Iterator[Sample]:
-    """The samples of rows, in order, a few rows at a time; counts how many rows were `kept` or `dropped`, and of those
-    kept how many were `cut` or `split`.
+    """Yield the samples of rows, in order. Adds to `counts` the numbers of rows `kept` and `dropped`, and of those kept
+    the numbers `cut` and `split`.
 
-    Dropped are rows of more than `max_length` tokens where that is asked for, those in which no token is left that is
-    to be supervised, and chats whose tool calls the template leaves out. BadInput: as `encode_row`.
+    A row is dropped if no supervised token remains, if it is a chat whose tool calls the template omits, or, with
+    `too_long: drop`, if it has more than `max_length` tokens. Raises: BadInput as `encode_row`.
     """
     encode = partial(encode_row, tokenizer=tokenizer, config=config)
     for samples in in_order(encode, rows, num_workers=config.num_workers):
@@ -45,21 +45,21 @@ def encode_rows(
 
 
 def encode_row(row: Row, tokenizer: "PreTrainedTokenizerBase", config: DataConfig) -> list[Sample]:
-    """One row as samples of at most `config.max_length` tokens: none, one, or the pieces of a long one.
+    """Tokenise a row into samples of at most `config.max_length` tokens: none, one, or the pieces of a long row.
 
-    The first of these shapes that the row has is taken; keys whose value is None count as absent:
-      `input_ids` + `prompt_length`    ready tokens; the first prompt_length are not supervised
+    The first of these shapes that the row has is used; keys with the value None count as missing:
+      `input_ids` + `prompt_length`    token ids; the first prompt_length are not supervised
       `messages` or `conversations`    the tokenizer's chat template, with `tools`; the assistant turns are supervised
       `prompt` + `response` or `completion`, `instruction` (+ `input`) + `output` or `response`, `question` + `answer`
-                                       plain text, the response and its eos supervised; no chat template. An
-                                       instruction, its input and its output are set apart by blank lines
-      `text`                           every token supervised but a leading bos
+                                       plain text without a chat template; the response and its eos are supervised.
+                                       An instruction, its input and its output are separated by blank lines
+      `text`                           all tokens but a leading bos are supervised
 
-    Where the row says `truncated: true`, as those of `headstart data regenerate` may, the token that ends its last
-    answer is not supervised.
+    If the row has `truncated: true`, as rows of `headstart data regenerate` may, the end token of its last answer is
+    not supervised.
 
-    BadInput, which opens with the row's origin: another shape, a value of the wrong type, a chat that the template
-    refuses, a tokenizer without chat template, a row without an answer.
+    Raises: BadInput, naming the row's origin, if it has another shape, a value of the wrong type or no answer, if the
+        chat template refuses it, or if the tokenizer has no chat template.
     """
     table = token_table(tokenizer)
     with naming_faults(row.data, row.origin):
@@ -69,7 +69,7 @@ def encode_row(row: Row, tokenizer: "PreTrainedTokenizerBase", config: DataConfi
     if all(start == end for start, end in spans):
         start = " ".join(str(tokenizer.decode(input_ids[:80])).split())[:80]
         raise BadInput(f"{row.origin}: no token is supervised in {start!r}: {NO_ANSWER}")
-    if row.data.get("truncated"):  # cut off by a limit on its length: the target did not write the token that ends it
+    if row.data.get("truncated"):  # cut at a maximum length: the target did not write the end token
         start, end = spans[-1]
         spans = [*spans[:-1], (start, end - (input_ids[end - 1] in table.special))]
     segments = segment_tokens(input_ids, spans, table, _markers(table, config))
@@ -81,7 +81,7 @@ def encode_row(row: Row, tokenizer: "PreTrainedTokenizerBase", config: DataConfi
 
 
 def _fitted(whole: Sample, table: TokenTable, config: DataConfig) -> list[Sample]:
-    """The row as `config.too_long` wants it, without samples in which nothing is supervised."""
+    """The samples of a tokenised row, shortened as `config.too_long` says; none without a supervised token."""
     limit = config.max_length
     if len(whole) <= limit:
         return [whole] if whole.loss_mask.any() else []
@@ -99,7 +99,7 @@ def _markers(table: TokenTable, config: DataConfig) -> tuple[str, str] | None:
 
 
 def _encode_whole(row: Row, table: TokenTable, config: DataConfig) -> tuple[list[int], list[Span]]:
-    """The row's tokens, and [start, end) of what the target is to write, in order."""
+    """The row's token ids, and the spans of the target's texts, in order."""
     tokenizer = table.tokenizer
     data = known_keys(row.data)
     answer = answer_in(data)
@@ -134,7 +134,7 @@ def _check_tokens(input_ids: Any, prompt_length: Any, origin: str, *, vocab_size
 
 
 def _encode_answer(prompt: Any, answer: Any, origin: str, table: TokenTable) -> tuple[list[int], list[Span]]:
-    """The boundary lies between ids: prompt and answer are tokenised apart, as a serving engine sees them."""
+    """Token ids of prompt, answer and eos; prompt and answer are tokenised separately, as in serving."""
     if not isinstance(prompt, str) or not isinstance(answer, str):
         raise BadInput(f"{origin}: prompt and response should be text; give a chat as `messages`")
     prompt_ids, eos = list(table.tokenizer(prompt, verbose=False)["input_ids"]), table.tokenizer.eos_token_id
@@ -145,8 +145,8 @@ def _encode_answer(prompt: Any, answer: Any, origin: str, table: TokenTable) -> 
 def _encode_chat(
     data: dict[str, Any], origin: str, table: TokenTable, markers: tuple[str, str] | None
 ) -> tuple[list[int], list[Span]]:
-    """The whole conversation rendered once, and the spans of its assistant turns; both empty if the template omits
-    tool calls, since that would teach empty answers."""
+    """Token ids of a chat, and the spans of its assistant turns; both empty if the template omits tool calls, because
+    the head would then learn empty answers."""
     messages = normalise(data.get("messages", data.get("conversations")), origin)
     tokenizer, tools = table.tokenizer, data.get("tools")
     if not getattr(tokenizer, "chat_template", None):

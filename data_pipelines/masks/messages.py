@@ -1,4 +1,4 @@
-"""Chat turns as their sources write them (OpenAI, ShareGPT, OpenAI-compatible servers) made OpenAI messages."""
+"""Converts chat turns (OpenAI, ShareGPT, responses of OpenAI-compatible servers) to OpenAI messages."""
 
 import json
 from collections.abc import Mapping
@@ -17,14 +17,16 @@ ROLES = {
     "developer": "developer",
 }
 SHAREGPT_KEYS = {"from": "role", "value": "content"}
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # where servers and templates put a trace apart
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # message keys for a trace outside the content
 
 
 def normalise(turns: Any, origin: str) -> list[Message]:
-    """OpenAI or ShareGPT turns as OpenAI messages: known roles, text content, tool-call arguments as objects.
+    """Convert OpenAI or ShareGPT turns to OpenAI messages: known roles, text content, tool-call arguments as objects.
 
-    A trace that stands apart from the content is under `reasoning_content`, whatever of REASONING_KEYS it came under.
-    BadInput, which opens with the origin: no turns, an unknown role, content that is not text.
+    A reasoning trace under any of REASONING_KEYS is moved to `reasoning_content`.
+
+    Args: origin: where the row was read, the prefix of error messages.
+    Raises: BadInput if there are no turns, a role is unknown, or content or reasoning is not text.
     """
     if not isinstance(turns, list) or not turns:
         raise BadInput(f"{origin}: a chat should be a list of turns with at least one")
@@ -58,9 +60,14 @@ def _message(turn: Any, where: str) -> Message:
 
 
 def place_reasoning(messages: list[Message], key: str | None, markers: tuple[str, str] | None, where: str) -> None:
-    """Moves each trace to the message key that the chat template reads or, where that is None, into the content.
+    """Move each `reasoning_content`, in place, to where the chat template expects reasoning.
 
-    BadInput: a trace that can go nowhere, since the template has no key for it and no markers are known.
+    Args:
+        key: the message key that the template reads; None: it reads none, so the trace is put between the markers at
+            the start of the content, unless the content has a closing marker already.
+        markers: texts that open and close a trace; None: unknown.
+        where: the prefix of error messages.
+    Raises: BadInput if there is a trace, but neither a key nor markers.
     """
     for message in messages:
         trace = message.pop("reasoning_content", None)
@@ -82,15 +89,15 @@ def _text_of(part: Any, where: str) -> str:
 
 
 def _call_with_object(call: Any) -> Any:
-    """OpenAI's API gives tool-call arguments as JSON text, chat templates take objects."""
+    """The tool call with its arguments parsed: OpenAI's API gives them as JSON text, chat templates expect objects."""
     try:
         return {**call, "function": {**call["function"], "arguments": loads(call["function"]["arguments"])}}
     except (KeyError, TypeError, ValueError):
-        return call  # an object already, or another form that the template may know
+        return call  # already an object, or a form that the chat template may support
 
 
 def for_api(message: Message) -> Message:
-    """Chat templates take tool-call arguments as objects, OpenAI's API as JSON text."""
+    """The message with tool-call arguments as JSON text, as OpenAI's API expects them."""
     if not isinstance(message.get("tool_calls"), list):
         return message
     calls = []

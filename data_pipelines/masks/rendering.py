@@ -1,4 +1,4 @@
-"""A chat template; a rendered conversation as text and as ids, and where in it an answer begins and ends."""
+"""Rendering conversations with a chat template, and finding where an answer begins and ends in the tokens."""
 
 import re
 from bisect import bisect_left, bisect_right
@@ -14,19 +14,19 @@ from .segments import TokenTable
 
 
 class Unproved(ValueError):
-    """The marked rendering does not prove where the assistant's tokens are; they must be found turn by turn."""
+    """The rendering with marks does not prove where the assistant's tokens are."""
 
 
-RENDER_ERRORS = (TemplateError, TypeError, ValueError)  # what a template raises on messages that it does not take
+RENDER_ERRORS = (TemplateError, TypeError, ValueError)  # raised by templates on messages that they refuse
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A tokenizer's chat template with a row's tools."""
+    """A tokenizer's chat template, with the tools of a row."""
 
     table: TokenTable
     tools: list[Any] | None
-    markers: tuple[str, str] | None  # of reasoning traces
+    markers: tuple[str, str] | None  # texts that open and close a reasoning trace
 
     @cached_property
     def template(self) -> str:
@@ -34,7 +34,7 @@ class ChatTemplate:
 
     @property
     def reasoning_key(self) -> str | None:
-        """The message key under which the template takes a reasoning trace; None if it takes none."""
+        """The message key from which the template reads a reasoning trace; None if it reads none."""
         known = self.table.reasoning_keys
         if self.template not in known:
             known[self.template] = next(filter(self._reads, REASONING_KEYS), None)
@@ -62,8 +62,8 @@ class Rendering:
 
     text: str
     ids: list[int]
-    starts: list[int]  # of each token, in characters; empty where the tokenizer does not tell
-    ends: list[int]  # blanks at the edges of a token may be left out, as byte-level tokenizers do
+    starts: list[int]  # first character of each token; empty for slow tokenizers, which have no offsets
+    ends: list[int]  # behind the last character of each token; byte-level tokenizers may exclude a token's blanks
     table: TokenTable
 
     @classmethod
@@ -77,11 +77,13 @@ class Rendering:
     def start_of_turn(
         self, behind: int, first: int, opener: list[int], markers: tuple[str, str] | None
     ) -> tuple[int, int]:
-        """(the character where a turn's header begins, the token where its answer does). Unproved: that is unclear.
+        """(first character of a turn's header, first token of its answer). Raises Unproved if they are not certain.
 
-        behind: the character where the turn before ended. first: the first character that the assistant wrote, no
-        blank, or follows the markers of its trace. opener: the ids of a generation prompt; the answer begins
-        where the turn goes on otherwise.
+        Args:
+            behind: the end, in characters, of the turn before.
+            first: the first character of the assistant's text (not a blank), perhaps after the markers of a trace.
+            opener: token ids of the generation prompt. The answer begins where the turn's tokens differ from them.
+            markers: texts that open and close a reasoning trace.
         """
         ids, special = self.ids, self.table.special
         if not opener and markers:
@@ -93,7 +95,7 @@ class Rendering:
             while at and self.table.is_blank(ids[at - 1]):
                 at -= 1
             ends_prompt = at > 0 and ids[at - 1] in special
-            is_alone = at < 2 or ids[at - 2] not in special  # of two, the second may be the answer's own
+            is_alone = at < 2 or ids[at - 2] not in special  # of two special tokens, the second may be the answer's
             if not ends_prompt or not is_alone:
                 raise Unproved
             return first, at
@@ -104,10 +106,10 @@ class Rendering:
         return header, min(at, token + num_common(opener, ids[token : token + len(opener)]))
 
     def end_of_turn(self, behind: int, markers: tuple[str, str] | None, *, is_last: bool) -> int:
-        """The index after the token that ends a turn whose last non-blank character is before `behind`.
+        """The index after the end token of a turn whose last non-blank character is before the character `behind`.
 
-        The closing marker of a trace without an answer may lie between. The last turn (is_last) may lack an end token.
-        Unproved: another turn lacks it.
+        The closing marker of a trace may follow that character, if the answer after the trace is empty. Only the last
+        turn (is_last) may have no end token: raises Unproved if another turn has none.
         """
         closes = re.compile(rf"\s*{re.escape(markers[1])}").match(self.text, behind) if markers else None
         token = bisect_left(self.starts, closes.end() if closes else behind)
@@ -120,9 +122,11 @@ class Rendering:
 
 
 def close(ids: Sequence[int], start: int, end: int, table: TokenTable) -> int:
-    """The end of an answer moved to just behind the special token that ends the turn, which the target must emit.
+    """The end of the answer [start, end), moved to directly after the special token that ends the turn, because the
+    target has to write that token.
 
-    Blank tokens after that token are excluded, and those between the answer and the token are included.
+    Blank tokens between the answer and that token are included, those after it excluded. If there is no such token, the
+    end stays.
     """
     last = end - 1
     while last > start and table.is_blank(ids[last]):
@@ -134,7 +138,7 @@ def close(ids: Sequence[int], start: int, end: int, table: TokenTable) -> int:
 
 
 def closing_token(ids: Sequence[int], end: int, table: TokenTable) -> int | None:
-    """Where the special token is that follows an answer, blank tokens apart; None if another token does."""
+    """The index of the special token that follows an answer, after blank tokens; None if another token follows."""
     while end < len(ids) and table.is_blank(ids[end]):
         end += 1
     has_end = end < len(ids) and ids[end] in table.special and ids[end] != table.tokenizer.bos_token_id
@@ -142,6 +146,6 @@ def closing_token(ids: Sequence[int], end: int, table: TokenTable) -> int | None
 
 
 def num_common(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two sequences have in common from the left."""
+    """The length of the common prefix of two sequences."""
     pairs = zip(first, second, strict=False)
     return next((count for count, (ours, theirs) in enumerate(pairs) if ours != theirs), min(len(first), len(second)))

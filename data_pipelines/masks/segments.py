@@ -1,4 +1,4 @@
-"""Assigns each token its segment: prompt, think (a reasoning trace with its markers), or answer."""
+"""Assigns a segment to each token: prompt, think (a reasoning trace with its markers), or answer."""
 
 import re
 from collections.abc import Sequence
@@ -12,13 +12,14 @@ from ...heads.reasoning import think_markers
 from ..storage.samples import ANSWER, PROMPT, THINK
 
 Span = tuple[int, int]  # [start, end)
-LEAD_IN = 16  # tokens before an answer in which a generation prompt may have opened a trace
+LEAD_IN = 16  # tokens before an answer that are searched for an opening marker in the generation prompt
 
 
 class TokenTable:
-    """The texts of single tokens, and which are special, computed once.
+    """A tokenizer with cached texts of single tokens.
 
-    markers: the texts that open and close a reasoning trace, as `think_markers` finds them, or None.
+    special: ids of special tokens. markers: the texts that open and close a reasoning trace, from `think_markers`; None
+    if there are none. reasoning_keys: cache of `ChatTemplate.reasoning_key`.
     """
 
     def __init__(self, tokenizer: Any):
@@ -30,7 +31,7 @@ class TokenTable:
         self._texts: dict[int, str] = {}
 
     def text(self, token: int) -> str:
-        """The text of one token; a byte of a character that spans tokens is shown as U+FFFD."""
+        """The text of one token; U+FFFD for a part of a character that spans several tokens."""
         text = self._texts.get(token)
         if text is None:
             text = str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
@@ -40,7 +41,7 @@ class TokenTable:
         return text
 
     def ids(self, text: str) -> list[int]:
-        """The tokens of a text, without those that a tokenizer puts around it."""
+        """The token ids of a text, without bos and eos."""
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def is_blank(self, token: int) -> bool:
@@ -49,18 +50,20 @@ class TokenTable:
 
 @lru_cache(maxsize=4)
 def token_table(tokenizer: Any) -> TokenTable:
-    """The table of a tokenizer, made once."""
+    """The cached table of a tokenizer."""
     return TokenTable(tokenizer)
 
 
 def segment_tokens(
     input_ids: Sequence[int], spans: Sequence[Span], table: TokenTable, markers: tuple[str, str] | None
 ) -> np.ndarray:
-    """[T] uint8, SEGMENTS by number: outside the spans prompt, within them think or answer.
+    """[T] uint8, indices into SEGMENTS: prompt outside the spans, think or answer within them.
 
-    A trace runs from the opening marker to the closing one, both included. It may be opened by the end of the prompt
-    (DeepSeek-R1, Qwen3-Thinking); a closing marker without an opening one closes what the answer began with, unless it
-    ends the span, as the token does that gpt-oss closes every message with.
+    A trace lasts from the opening marker to the closing one, both included. The opening marker may be at the end of the
+    prompt (DeepSeek-R1, Qwen3-Thinking). If there is only a closing marker, the trace begins with the answer, except if
+    the marker ends the span: gpt-oss ends every message with the token that also closes traces.
+
+    Args: input_ids: [T]. spans: of the assistant's tokens. markers: texts that open and close a trace; None: no traces.
     """
     segments = np.full(len(input_ids), PROMPT, dtype=np.uint8)
     for start, end in spans:
@@ -88,7 +91,7 @@ def _traces(answer: list[int], table: TokenTable, markers: tuple[str, str], is_o
 
 
 def _marked(answer: list[int], table: TokenTable, markers: tuple[str, str]) -> list[tuple[int, int, bool]]:
-    """(first token, end (exclusive), whether it opens) of each marker, in order."""
+    """(first token, end (exclusive), whether it is an opening one) of each marker in an answer's tokens, in order."""
     texts = [table.text(token) for token in answer]
     whole = "".join(texts)
     if markers[0] not in whole and markers[1] not in whole:

@@ -1,4 +1,4 @@
-"""Splits long rows, such as reasoning traces, into pieces that fit, and counts the tokens of each segment."""
+"""Splits long rows, such as reasoning traces, into pieces of a maximum length, and counts tokens by segment."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -7,28 +7,33 @@ import numpy as np
 
 from ..storage.samples import SEGMENTS, Sample
 
-CONTEXT_SHARE = 4  # a later piece repeats earlier tokens in 1/4 of the room after its prompt
+CONTEXT_SHARE = 4  # a later piece repeats earlier tokens in 1/4 of its length after the prompt
 SENTENCE_ENDS = tuple(".!?;。！？；")  # noqa: RUF001 (full-width ones end sentences too)
 
 
 def split_sample(whole: Sample, *, max_length: int, text_of: Callable[[int], str]) -> list[Sample]:
-    """A row as pieces of at most `max_length` tokens in which every supervised token is supervised exactly once.
+    """Split a row into pieces of at most `max_length` tokens, with every supervised token supervised exactly once.
 
-    A piece is the prompt (what precedes the first supervised token; where that is more than half of max_length, its
-    first token and its end), then, unsupervised, the tokens before the cut, then new tokens. So the first new token of
-    a later piece is predicted behind at least a quarter of the room that the prompt leaves, or all that there was.
-    What lies between the prompt and that context is missing: the target's states there are those of the shorter text.
+    A piece has three parts:
+    - the prompt: the tokens before the first supervised one; if these are more than half of max_length, the first of
+      them (a bos) and the last ones
+    - context, in later pieces: the unsupervised tokens before the cut, a quarter of the length that the prompt leaves,
+      or all tokens after the prompt if there are fewer
+    - new tokens
+    The tokens between prompt and context are missing, so the target's states are those of the shorter text.
 
-    A cut is made behind a paragraph, else a line, else a sentence, in the second half of the room for new tokens; else
-    wherever that ends. Pieces without a supervised token are left out. text_of: the text of one token.
+    A cut is made after a paragraph, otherwise after a line, otherwise after a sentence, if one ends in the second half
+    of the new tokens; otherwise at the maximum length. Pieces without a supervised token are left out.
+
+    Args: text_of: returns the text of one token.
     """
     supervised = np.flatnonzero(whole.loss_mask)
     if len(supervised) == 0:
         return []
     body = int(supervised[0])
     prompt = _kept_prompt(body, max_length // 2)
-    room = max_length - len(prompt)
-    context = 0  # tokens repeated before the new ones
+    room = max_length - len(prompt)  # tokens of context and new tokens
+    context = 0
     pieces, begin, last = [], body, int(supervised[-1]) + 1
     while begin < last:
         end = min(begin + room - context, len(whole))
@@ -42,7 +47,7 @@ def split_sample(whole: Sample, *, max_length: int, text_of: Callable[[int], str
 
 
 def _kept_prompt(length: int, limit: int) -> np.ndarray:
-    """Positions of the prompt's tokens that every piece begins with: all, or the first (a bos) and the last ones."""
+    """Positions of the prompt's tokens that every piece starts with: all, or the first (a bos) and the last ones."""
     if length <= limit:
         return np.arange(length)
     return np.concatenate([np.arange(min(1, limit)), np.arange(length - max(0, limit - 1), length)])
@@ -56,7 +61,8 @@ def _piece(whole: Sample, prompt: np.ndarray, context: int, begin: int, end: int
 
 
 def _boundary(input_ids: np.ndarray, earliest: int, latest: int, text_of: Callable[[int], str]) -> int:
-    """The last position in earliest..latest that has a paragraph before it, else a line, else a sentence."""
+    """The last position in earliest..latest before which a paragraph ends, otherwise a line, otherwise a sentence;
+    `latest` if there is none."""
     texts = [text_of(token) for token in input_ids[earliest - 1 : latest + 1].tolist()]  # texts[i + 1] is behind cut i
     for is_end in (_ends_paragraph, _ends_line, _ends_sentence):
         for cut in range(latest, earliest - 1, -1):
@@ -80,7 +86,7 @@ def _ends_sentence(before: str, last: str, behind: str) -> bool:
 
 @dataclass(frozen=True)
 class SegmentStatistics:
-    """How many samples have a segment, and its tokens in these."""
+    """Statistics of a segment's number of tokens, over the samples that have the segment."""
 
     num_samples: int
     num_tokens: int
@@ -91,7 +97,7 @@ class SegmentStatistics:
 
 
 def segment_statistics(samples: Iterable[Sample]) -> dict[str, SegmentStatistics]:
-    """Of each segment that occurs, and of `supervised`."""
+    """The statistics of each segment that occurs, and of supervised tokens under the key `supervised`."""
     lengths: dict[str, list[int]] = {name: [] for name in (*SEGMENTS, "supervised")}
     for sample in samples:
         counts = np.bincount(sample.segments, minlength=len(SEGMENTS)).tolist()

@@ -1,23 +1,23 @@
-"""Finds the assistant's tokens one turn at a time, by comparing token ids of whole renderings: exact, but quadratic.
+"""Finds the assistant's tokens turn by turn, by comparing the token ids of whole renderings: exact, but quadratic.
 
-For the templates in which `assistant_masks.py` cannot prove where the answers are. No pattern is searched in rendered
-text, and no template is known by name.
+Used if `assistant_masks.py` cannot prove where the answers are. No patterns are searched in rendered text, and no
+template is a special case.
 """
 
 from .messages import Message
 from .rendering import RENDER_ERRORS, ChatTemplate, close, num_common
 from .segments import Span
 
-STAND_INS = ("0", "Z")  # no answer begins, or ends, with the tokens of both
+STAND_INS = ("0", "Z")  # replacements of an answer, which cannot begin or end like both of them
 
 
 def spans_turn_by_turn(messages: list[Message], full: list[int], template: ChatTemplate) -> list[Span]:
-    """Where in `full`, the ids of the whole conversation, each assistant message lies.
+    """The span of each assistant message in `full`, the token ids of the whole conversation.
 
-    First as in serving: the prompt up to the turn, and the same with the answer. If both are how the whole conversation
-    begins, the answer is what the second adds. Templates that render history differently (the reasoning of earlier
-    turns left out, the system prompt moved, the last turn closed otherwise) fail that; then the turn is what changes in
-    `full` when another answer is in its place. Two renderings a turn, or six.
+    First, as in serving, the prompt up to the turn is rendered, and the same with the answer. If the conversation
+    starts with both, the answer is what the second one adds. This fails for templates that render history differently
+    (drop reasoning of earlier turns, move the system prompt, end the last turn differently). Then the answer is what
+    changes in `full` if other answers replace it. This takes two or six renderings per turn.
     """
     spans = []
     for index, message in enumerate(messages):
@@ -28,15 +28,15 @@ def spans_turn_by_turn(messages: list[Message], full: list[int], template: ChatT
 
 
 def _after_prompt(messages: list[Message], index: int, full: list[int], template: ChatTemplate) -> Span | None:
-    """What the answer adds to the prompt before it; None if the conversation does not begin like that."""
+    """The tokens that the answer adds to the prompt before it; None if the conversation does not start with them."""
     try:
         prompt = template.render(messages[:index], generation_prompt=True)
         upto = template.render(messages[: index + 1]) if index + 1 < len(messages) else full
         start = num_common(prompt, upto)
-        # An answer may rewrite the end of the generation prompt (`<think>`), but nothing before it.
+        # the answer may replace the end of the generation prompt (`<think>`), but nothing before that prompt
         if start < len(prompt) and start < num_common(prompt, template.render(messages[:index])):
             return None
-    except RENDER_ERRORS:  # no message before the turn, or a beginning that the template does not take
+    except RENDER_ERRORS:  # no message before the turn, or the template refuses the shorter conversation
         return None
     end = close(upto, start, len(upto), template.table)
     return (start, end) if start < end and full[:end] == upto[:end] else None
@@ -54,9 +54,10 @@ def _changing(messages: list[Message], index: int, full: list[int], template: Ch
 
 
 def _behind_generation_prompt(messages: list[Message], before: list[int], template: ChatTemplate) -> int:
-    """Where the generation prompt that follows `messages` ends in `before`, the ids up to the answer, or their number.
+    """The end of the generation prompt after `messages` in `before`, the token ids up to the answer; if the prompt is
+    not found, the end of `before`.
 
-    Between the two the template may put tokens that it puts before any answer, such as an emptied think block.
+    Between prompt and answer a template may put tokens that precede any answer, such as an empty think block.
     """
     try:
         prompt = template.render(messages, generation_prompt=True)
