@@ -1,3 +1,3 @@
-"""The target's own answers to prompts: `regenerate` first, then `conversations` (what is asked, turn by turn), `asking`
-(many conversations by threads or in batches), `client` (servers), `store` (what is answered already).
+"""The target's own answers to prompts. Start with `regenerate`, then `conversations` (the requests, turn by turn),
+`asking` (many conversations in threads or batches), `client` (servers), `store` (answers on disk).
 """

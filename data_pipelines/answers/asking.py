@@ -1,5 +1,5 @@
-"""Ways to have many conversations answered: by threads (servers), and in this process in batches (sampled answers,
-which share a stream of random numbers) or with rows that join and leave (greedy ones)."""
+"""Three ways to get many conversations answered: `by_threads` (servers), `in_batches` (this process, sampled answers,
+which share a random number stream), `joining` (this process, greedy answers with continuous batching)."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +11,7 @@ from typing import Any
 from ..parallel import chunks
 from .conversations import Answer, ChatRequest, Exchange, Failure
 
-BATCHES_IN_WINDOW = 16  # among which conversations are sorted by length
+BATCHES_IN_WINDOW = 16  # conversations of so many batches are sorted by length before they are batched
 
 Outcome = tuple[str, dict[str, Any] | Failure]  # key of the conversation; its row, or why there is none
 
@@ -23,9 +23,11 @@ def by_threads(
     num_threads: int,
     is_done: Callable[[str], bool],
 ) -> Iterator[Outcome]:
-    """Outcomes as they come, `num_threads` conversations at a time. Any exception of `answer` but Failure ends the run.
+    """Yield outcomes in the order in which they finish, with `num_threads` conversations at a time.
 
-    is_done: whether the conversation of a key is answered already, and to be left out.
+    Args:
+        answer: answers one request. A Failure becomes the conversation's outcome; any other exception is raised here.
+        is_done: whether the conversation with a key is answered already; these are skipped.
     """
     waiting: Queue[Exchange | None] = Queue()
     finished: Queue[Outcome | BaseException] = Queue()
@@ -40,7 +42,7 @@ def by_threads(
         while (conversation := waiting.get()) is not None:
             try:
                 finished.put(next(_turn_by_turn([conversation], answered)))
-            except BaseException as error:  # goes to whoever waits for outcomes
+            except BaseException as error:  # raised again in the consumer's thread
                 finished.put(error)
 
     for _ in range(num_threads):
@@ -50,7 +52,7 @@ def by_threads(
         for conversation in conversations:
             if is_done(conversation.key):
                 continue
-            if num_open == 2 * num_threads:  # so that a thread that is done finds the next one waiting
+            if num_open == 2 * num_threads:  # enough that an idle thread always finds a waiting conversation
                 yield _outcome(finished)
                 num_open -= 1
             waiting.put(conversation)
@@ -79,11 +81,11 @@ def in_batches(
     batch_size: int,
     is_done: Callable[[str], bool],
 ) -> Iterator[Outcome]:
-    """Outcomes of batches of similar length and equal sampling; a batch of which all are done is skipped.
+    """Yield outcomes batch by batch; conversations of a batch have similar length and equal sampling.
 
-    Which conversations share a batch depends on all of them, done or not, and a batch is answered as a whole: so an
-    answer that depends on its batch (one stream of random numbers, rounding) is the same in a resumed run. What was
-    done of a batch comes a second time.
+    Batches do not depend on which conversations are done, and a batch is answered as a whole. So an answer that depends
+    on its batch (by the shared random number stream, or by rounding) is the same in a resumed run. A batch is skipped
+    if all of it is done; otherwise its done conversations are yielded again.
     """
     for window in chunks(conversations, size=BATCHES_IN_WINDOW * batch_size):
         window.sort(key=lambda conversation: (repr(conversation.sampling), conversation.length, conversation.key))
@@ -120,9 +122,9 @@ def joining(
     batch_size: int,
     is_done: Callable[[str], bool],
 ) -> Iterator[Outcome]:
-    """Outcomes as they come, of answers that depend on nothing but their own conversation.
+    """Yield outcomes in the order in which they finish, for answers that depend only on their own conversation.
 
-    Args: answers: of what waits, which further turns are appended to while they are taken.
+    Args: answers: answers the requests of a queue, to which the conversations' later turns are appended meanwhile.
     """
     undone = (conversation for conversation in conversations if not is_done(conversation.key))
     for window in chunks(undone, size=BATCHES_IN_WINDOW * batch_size):

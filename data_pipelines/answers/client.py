@@ -1,4 +1,4 @@
-"""Answers from OpenAI-compatible servers (vLLM, SGLang ...) by the `openai` package, load-balanced over the servers."""
+"""A client of OpenAI-compatible servers (vLLM, SGLang, ...) that balances load over several of them."""
 
 import json
 import os
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 STOP_STATUSES = (401, 403, 404, 405)  # no row can be answered before the user changes something
 RETRY_STATUSES = (408, 425, 429)  # and all from 500
 NOT_ANSWERED = ("abort", "error")  # finish reasons of an answer that the server aborted
-NOT_REACHED = ("ConnectError", "ConnectTimeout")  # of httpx or its successor, whichever `openai` uses
+NOT_REACHED = ("ConnectError", "ConnectTimeout")  # names of exceptions of the HTTP library that `openai` uses
 LONGEST_BACKOFF = 60  # seconds between two attempts
 FAILURES_IN_A_ROW = 3  # after which a server is paused; fewer may be the fault of one bad request
 FIRST_REST, LONGEST_REST = 1.0, 30.0  # seconds for which a failing server gets no requests
@@ -77,7 +77,9 @@ class OpenAIClient:
         if config.api_key_env is not None and not self._key:
             raise BadInput(f"client.api_key_env: no environment variable {config.api_key_env}")
         if not re.fullmatch(r"[!-~]*", self._key):
-            raise BadInput(f"client.api_key_env: {config.api_key_env} holds a line break, or what else no key can hold")
+            raise BadInput(
+                f"client.api_key_env: {config.api_key_env} has a line break or other invalid character in it"
+            )
         self._servers = [Server(url.rstrip("/"), self._connected(url)) for url in urls]
         self._changed = Condition()
         self._last_success = time.monotonic()
@@ -85,7 +87,7 @@ class OpenAIClient:
 
     @property
     def num_threads(self) -> int:
-        """How many callers keep all servers busy."""
+        """Number of concurrent callers that keeps all servers busy."""
         return self.config.concurrency * len(self._servers)
 
     def __call__(self, request: ChatRequest) -> Answer:
@@ -93,7 +95,7 @@ class OpenAIClient:
         request can succeed (key, model name, no server)."""
         num_failed, pause = 0, 0.0
         while True:
-            time.sleep(random.uniform(0.5, 1.0) * pause)  # not all threads at once
+            time.sleep(random.uniform(0.5, 1.0) * pause)  # random, so that threads do not retry at the same time
             try:
                 with self._free_server() as server:
                     return self._attempt(server, request)
@@ -110,7 +112,7 @@ class OpenAIClient:
             raise BadInput("asking servers needs the openai package: pip install openai") from error
         return openai.OpenAI(
             base_url=url,
-            api_key=self._key or "EMPTY",  # which servers without a key do not read
+            api_key=self._key or "EMPTY",  # ignored by servers without a key
             timeout=openai.Timeout(self.config.timeout, connect=self.config.connect_timeout),
             max_retries=0,
         )
@@ -120,7 +122,7 @@ class OpenAIClient:
         import openai
 
         sampling = request.sampling
-        extra: dict[str, Any] = {"top_k": sampling.top_k or -1}  # also where it is off: servers may have a default
+        extra: dict[str, Any] = {"top_k": sampling.top_k or -1}  # sent even if off, as servers may have a default
         if sampling.thinking is not None:
             extra["chat_template_kwargs"] = {"enable_thinking": sampling.thinking}
         for key, value in self.config.extra_body.items():
@@ -173,7 +175,7 @@ class OpenAIClient:
                 if type(error.__cause__).__name__ in NOT_REACHED:
                     problems.append(_not_reached(server, error))
                     continue
-            except openai.APIStatusError:  # an answer, if not a list of models
+            except openai.APIStatusError:  # reached, though it does not list models
                 pass
             return
         raise BadInput("; ".join(problems))
@@ -183,7 +185,7 @@ class OpenAIClient:
 
     @contextmanager
     def _free_server(self) -> Iterator[Server]:
-        """A server for one attempt; AttemptFailed counts against it."""
+        """A server for one attempt; an AttemptFailed is recorded as its failure."""
         server, failed = self._acquire(), None
         try:
             yield server
@@ -193,14 +195,14 @@ class OpenAIClient:
         finally:
             with self._changed:
                 server.num_busy -= 1
-                if failed is None:  # the server did its part
+                if failed is None:  # the server responded
                     server.num_failures, self._last_success = 0, time.monotonic()
                 else:
                     self._let_rest(server, failed)
                 self._changed.notify_all()
 
     def _acquire(self) -> Server:
-        """The least busy server that does not rest; waits for one. A failing server gets one request at a time.
+        """The least busy server that is not paused; waits for one. A failing server gets one request at a time.
 
         Raises: BadInput if all servers have failed for longer than `patience`.
         """
@@ -221,7 +223,7 @@ class OpenAIClient:
 
     def _let_rest(self, server: Server, failed: AttemptFailed) -> None:
         server.problem, now = str(failed), time.monotonic()
-        if server.rests_until <= now:  # else the request was sent before the server was let rest
+        if server.rests_until <= now:  # otherwise the request was sent before the server was paused
             server.num_failures += 1
         if not failed.has_reached:
             server.num_failures = max(server.num_failures, FAILURES_IN_A_ROW)
@@ -234,7 +236,7 @@ class OpenAIClient:
 
 
 def check_url(url: str, *, where: str) -> None:
-    """Raises BadInput on what is no http(s) URL, or holds a password, which is not repeated."""
+    """Raises BadInput if this is not an http(s) URL, or contains a password, which the message does not repeat."""
     try:
         parts = urlsplit(url)
         is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
@@ -249,7 +251,7 @@ def check_url(url: str, *, where: str) -> None:
 
 
 def answer_of(payload: bytes, url: str) -> Answer:
-    """The answer in a chat completion, as the server wrote it. Raises AttemptFailed where there is none."""
+    """The answer in a server's chat completion (JSON). Raises AttemptFailed if it has none."""
     try:
         data = json.loads(payload)
         [choice, *_] = data["choices"]
@@ -274,7 +276,7 @@ def _not_reached(server: Server, error: Exception) -> str:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds that a server asks to be left alone for, given as a number or as a date; None: not given."""
+    """Seconds until a retry, from the header Retry-After, which has a number or a date; None: there is none."""
     value = headers.get("Retry-After", "")
     try:
         is_number = value.replace(".", "", 1).isdigit()

@@ -1,4 +1,4 @@
-"""A row as a conversation with the target: which turns it answers again, the answer's key, and the answered row."""
+"""Turns a row into a conversation with the target: which turns it answers, a key for resuming, the resulting row."""
 
 import hashlib
 import json
@@ -25,9 +25,9 @@ class SamplingConfig:
     top_p: float = 1.0  # 1: off
     top_k: int = 0  # 0: off
     max_tokens: int = 2048  # of one answer, its reasoning included
-    seed: int = 0  # of everything drawn
+    seed: int = 0
     num_samples: int = 1  # answers per prompt
-    thinking: bool | None = None  # `enable_thinking` of the chat template; None: not given
+    thinking: bool | None = None  # `enable_thinking` for the chat template; None: its default
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -41,20 +41,20 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """One turn to answer."""
+    """A request for one answer."""
 
-    messages: list[Message]  # as OpenAI has them, but tool-call arguments are objects
-    tools: list[Any] | None  # as OpenAI has them
+    messages: list[Message]  # in OpenAI's format, but tool-call arguments are objects
+    tools: list[Any] | None  # in OpenAI's format
     sampling: SamplingConfig
-    seed: int  # of this answer alone, so that it does not depend on other requests
+    seed: int  # of this answer, which thus does not depend on other requests
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the target wrote in reply to a request."""
+    """The target's answer to a request."""
 
     message: Message
-    finish_reason: str  # `stop`, `length` (cut at max_tokens), `tool_calls`, or another of the server's
+    finish_reason: str  # `stop`, `length` (cut at max_tokens), `tool_calls`, or another one of the server
     num_prompt_tokens: int = 0
     num_tokens: int = 0
 
@@ -65,10 +65,10 @@ class Failure(Exception):
 
 @dataclass(frozen=True)
 class Exchange:
-    """A conversation to be answered by the target."""
+    """A conversation in which the target answers some turns."""
 
-    key: str  # a hash of all that the answers depend on but the target, the same in every run
-    source_id: str
+    key: str  # hash of everything but the target that the answers depend on; equal in every run
+    source_id: str  # the row's own id, else where it was read
     script: list[Message | None]  # None where the target answers
     tools: list[Any] | None
     sampling: SamplingConfig
@@ -80,10 +80,11 @@ class Exchange:
         return sum(len(message["content"]) for message in self.script if message is not None)
 
     def talk(self) -> Generator[ChatRequest, Answer, dict[str, Any]]:
-        """Yields a request per turn, each with the new answers so far as its history; returns the answered row.
+        """A generator that yields a request for each turn, is sent its answer, and returns the answered row.
 
-        The history is what the chat template will be given in training, reasoning included. An answer that was cut, or
-        that calls a tool, ends the conversation: what followed in the row was no reply to it.
+        The history of a request has the new answers to earlier turns, reasoning included, as the chat template gets it
+        in training. An answer that was cut or calls a tool ends the conversation, because the row's later turns do not
+        reply to it.
         """
         messages: list[Message] = []
         answers: list[Answer] = []
@@ -115,14 +116,15 @@ class Exchange:
         }
 
     def seed(self, turn: int) -> int:
-        """31 bits: servers refuse more, or less than 0."""
+        """The seed of a turn's answer, 31 bits: servers refuse larger and negative ones."""
         return int(_hash([self.key, turn])[:8], 16) >> 1
 
 
 def exchanges(row: Row, sampling: SamplingConfig, *, turns: str) -> Iterator[Exchange]:
-    """The conversations of a row, one per sample. turns: `all` assistant turns are asked, or the `last`.
+    """The conversations of a row, one for each of sampling.num_samples.
 
-    BadInput, which opens with the row's origin: no prompt in it, messages of another form, no user turn.
+    Args: turns: `all`: the target answers all assistant turns; `last`: only the last one.
+    Raises: BadInput, naming the row's origin, if it has no prompt or no user turn, or its messages are malformed.
     """
     data = known_keys(row.data)
     script = ask(_messages(data, row.origin), turns=turns)
@@ -143,10 +145,10 @@ def exchanges(row: Row, sampling: SamplingConfig, *, turns: str) -> Iterator[Exc
 
 
 def ask(messages: list[Message], *, turns: str) -> list[Message | None]:
-    """The messages with None for each turn that the target is to answer; one is added after a final question.
+    """The messages with None in place of each turn that the target answers; one is added after a final question.
 
-    Assistant turns that follow each other are one answer. These stay as they are: what comes before any question, and a
-    call whose result the row has, since a new call would need a new result.
+    Consecutive assistant turns are one answer. Assistant turns before the first question stay as they are, as do tool
+    calls whose results are in the row, because a new call would need a new result.
     """
     groups = groupby(messages, key=lambda message: message["role"] == "assistant")
     runs = [(is_answer, list(run)) for is_answer, run in groups]
@@ -182,6 +184,6 @@ def _messages(data: dict[str, Any], origin: str) -> list[Message]:
 
 
 def _hash(data: Any) -> str:
-    """128 bits of SHA-256 as hexadecimal digits."""
+    """32 hex digits of the SHA-256 of JSON data."""
     text = json.dumps(data, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]

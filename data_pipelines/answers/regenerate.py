@@ -1,4 +1,4 @@
-"""Regenerates the answers of rows with the target itself, since a head should train on what it will have to draft."""
+"""Regenerates the answers of rows with the target itself, because a head drafts what the target would write."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,16 +17,16 @@ from .store import AnswerStore, RunIndex, RunSummary
 
 @dataclass(kw_only=True, frozen=True)
 class ClientConfig:
-    """How servers are asked."""
+    """How requests are sent to servers."""
 
-    concurrency: int = 64  # requests at a time, per server
-    api_key_env: str | None = None  # the environment variable that holds the key
+    concurrency: int = 64  # concurrent requests per server
+    api_key_env: str | None = None  # name of the environment variable with the API key
     connect_timeout: float = 10.0  # seconds
     timeout: float = 900.0  # seconds for an answer
-    num_attempts: int = 6  # per answer; those that reach no server are not counted
+    num_attempts: int = 6  # per answer; attempts that reach no server are not counted
     backoff: float = 0.5  # seconds before the second attempt, doubled before each later one
     patience: float = 600.0  # seconds without any answer from any server after which the run stops
-    extra_body: dict[str, Any] = field(default_factory=dict)  # more keys of each request, e.g. {min_p: 0.05}
+    extra_body: dict[str, Any] = field(default_factory=dict)  # further keys of each request, e.g. {min_p: 0.05}
 
     def __post_init__(self) -> None:
         check_at_least_one(concurrency=self.concurrency, num_attempts=self.num_attempts)
@@ -37,13 +37,13 @@ class ClientConfig:
 
 @dataclass(kw_only=True, frozen=True)
 class EngineConfig:
-    """How the target is run in this process, where there are no servers."""
+    """How the target is run in this process, if no servers are given."""
 
     dtype: str = "auto"
     device: str | None = None  # None: cuda where there is one
     revision: str | None = None
     batch_size: int = 32
-    head: LocalPath | None = None  # of the target, drafts for it: the same answers, up to rounding, in fewer forwards
+    head: LocalPath | None = None  # a head that drafts: the same answers, up to rounding, in fewer forwards
 
     def __post_init__(self) -> None:
         check_at_least_one(batch_size=self.batch_size)
@@ -53,7 +53,7 @@ class EngineConfig:
 class AskedSource(Source):
     """A source that may override the sampling of its answers."""
 
-    sampling: dict[str, Any] | None = None  # keys that win over the run's
+    sampling: dict[str, Any] | None = None  # overrides of keys of the run's `sampling`
 
 
 @dataclass(kw_only=True)
@@ -62,8 +62,8 @@ class RegenerateConfig:
 
     sources: str | list[str | dict[str, Any]]  # an `AskedSource`, or a list of such
     output: LocalPath  # the folder to fill
-    target: LocalPath  # the name by which `servers` serve it, or without servers a local folder or hub id
-    turns: str = "all"  # `all` assistant turns are asked anew, each with the new answers before it, or the `last`
+    target: LocalPath  # its name on the `servers`, or without servers a local folder or hub id
+    turns: str = "all"  # `all`: each assistant turn is answered, after the new answers before it; or only the `last`
     num_rows: int | None = None  # the first rows only, over all sources
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     drop_truncated: bool = False  # leave answers that were cut out of answers.jsonl
@@ -90,7 +90,7 @@ class RunProgress:
 
 
 class Answers(Protocol):
-    """`by_threads` or `in_batches` with all but these arguments given; outcomes come in any order."""
+    """`by_threads`, `in_batches` or `joining` with all other arguments bound; yields outcomes in any order."""
 
     def __call__(self, conversations: Iterable[Exchange], *, is_done: Callable[[str], bool]) -> Iterator[Outcome]: ...
 
@@ -104,15 +104,15 @@ def regenerate(
 ) -> RunSummary:
     """Answer every conversation of the sources that has no answer yet.
 
-    Rows are read twice: once to find all that is wrong with them before the first request, once to answer them.
+    Rows are read twice: first to find all errors in them before the first request, then to answer them.
 
     Args:
         answers: yields the outcome of each conversation that is not done.
-        target_fingerprint: of the weights, where they are known.
+        target_fingerprint: of the weights, if known.
         show: called after each outcome.
 
-    Raises: BadInput on rows without a prompt, on a folder begun with other settings or other rows, and where nothing
-        can be answered any more; what was answered is kept, and the same call goes on from there.
+    Raises: BadInput on rows without a prompt, on a folder that was started with other settings or rows, and if no
+        request can succeed any more. Answers so far are kept, and a later call with the same settings resumes.
     """
     sampling_of = source_samplings(read_sources(config.sources, AskedSource), config.sampling)
 
@@ -141,12 +141,12 @@ def regenerate(
 
 
 def source_samplings(sources: Sequence[AskedSource], common: SamplingConfig) -> dict[str, SamplingConfig]:
-    """How answers are sampled, by the name of the source. BadInput: one name with two ways."""
+    """The sampling of each source by its name. Raises BadInput if two sources of one name have different sampling."""
     sampling_of: dict[str, SamplingConfig] = {}
     for index, source in enumerate(sources):
         sampling = build(SamplingConfig, asdict(common) | (source.sampling or {}), where=f"sources.{index}.sampling")
         if sampling_of.setdefault(source.called, sampling) != sampling:
-            raise BadInput(f"sources.{index}: another {source.called!r} is sampled otherwise; give them a `name` each")
+            raise BadInput(f"sources.{index}: another {source.called!r} has other sampling; give each its own `name`")
     return sampling_of
 
 
@@ -161,7 +161,7 @@ def _each_once(exchanges: Iterable[Exchange]) -> Iterator[Exchange]:
 def _settings(
     config: RegenerateConfig, sampling_of: Mapping[str, SamplingConfig], index: RunIndex, target_fingerprint: str | None
 ) -> dict[str, Any]:
-    """Everything that the answers depend on: not the servers' addresses, nor their load."""
+    """Everything that the answers depend on; not the servers' addresses or concurrency."""
     by_servers = {"by": "servers", "extra_body": config.client.extra_body}
     by_engine = {"by": "engine", "dtype": config.engine.dtype, "batch_size": config.engine.batch_size}  # for rounding
     return {

@@ -1,4 +1,4 @@
-"""Answers on disk: rows appended as they come, resumed after a kill at any point, and put in order at the end."""
+"""Answers on disk: appended as they arrive, resumable after a kill at any point, and sorted at the end."""
 
 import hashlib
 import json
@@ -16,17 +16,17 @@ from ...configs.owned import OwnedFolder
 from .conversations import Exchange
 
 FORMAT = 1
-SYNC_SECONDS = 1.0  # a machine that loses power loses the rows of no more than this
+SYNC_SECONDS = 1.0  # after a power loss, at most the rows of this time are missing
 
 
 @dataclass
 class Counts:
-    """Conversations and tokens of a run."""
+    """Numbers of conversations and tokens of a run."""
 
     answered: int = 0
-    written: int = 0
-    truncated: int = 0
-    ended_early: int = 0
+    written: int = 0  # to answers.jsonl
+    truncated: int = 0  # the last answer was cut at max_tokens
+    ended_early: int = 0  # not all turns were answered
     prompt_tokens: int = 0
     completion_tokens: int = 0
     failed: int = 0
@@ -63,18 +63,17 @@ class RunIndex:
 
 
 class AnswerStore:
-    """A folder that fills up with answered rows, each under a key.
+    """A folder of answered rows by key, for one process at a time.
 
-    Rows are appended to `answers.part.jsonl`; `finish` writes `answers.jsonl`, in order, `failed.jsonl` and
-    `manifest.json`. A row is stored once, however often it is added and the run is started again. One process at a
-    time.
+    Rows are appended to `answers.part.jsonl`; `finish` writes `answers.jsonl` (in order), `failed.jsonl` and
+    `manifest.json`. Only the first row of a key is stored, also over several runs.
     """
 
     def __init__(self, folder: str | Path, settings: Mapping[str, Any]):
-        """settings: what all rows depend on, as JSON; a folder begun with other ones is refused.
+        """Args: settings: everything that the rows depend on, as JSON.
 
-        BadInput: that, naming the first setting that differs; a folder of something else, in use, or with a damaged
-        file.
+        Entering the store raises BadInput if the folder was started with other settings (naming the first that
+        differs), belongs to another command, is in use, or has a damaged file.
         """
         self.folder, self.settings = Path(folder), json.loads(json.dumps(settings))
         self.part = self.folder / "answers.part.jsonl"
@@ -96,7 +95,7 @@ class AnswerStore:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with ExitStack() as stack:  # the folder is let go also where the disk refuses the last rows
+        with ExitStack() as stack:  # the lock is released even if the last rows cannot be written
             stack.callback(self._owned.close)
             stack.callback(self._file.close)
             self._sync()
@@ -108,16 +107,16 @@ class AnswerStore:
         return len(self._offsets)
 
     def finished(self) -> RunSummary | None:
-        """The summary of a run that left nothing to do; None if something is left."""
+        """The summary of a complete run; None if rows are missing."""
         manifest = self._read_manifest()
         if manifest is None or not manifest["is_complete"] or not (self.folder / "answers.jsonl").exists():
             return None
-        remove(self.part)  # where the run was killed just before
+        remove(self.part)  # it is still there if the run was killed just before removing it
         given = {key: value for key, value in manifest.items() if key not in ("format", "settings", "counts")}
         return RunSummary(**given, counts=Counts(**manifest["counts"]))
 
     def add(self, key: str, row: Mapping[str, Any]) -> None:
-        """Append a row, unless there is one under the key."""
+        """Append a row, unless the key has one."""
         if key in self._offsets:
             return
         self._offsets[key] = self._file.tell()
@@ -129,7 +128,7 @@ class AnswerStore:
     def finish(
         self, index: RunIndex, failed: Mapping[str, dict[str, Any]], *, drop_truncated: bool, servers: list[str]
     ) -> RunSummary:
-        """Write the stored rows of the index, in its order. failed: rows of failed.jsonl, by key."""
+        """Write the stored rows in the order of the index. Args: failed: rows of failed.jsonl, by key."""
         self._sync()
         counts, digest = Counts(failed=len(failed)), hashlib.sha256()
         with replacing(self.folder / "answers.jsonl") as path, path.open("wb") as file:
@@ -147,7 +146,7 @@ class AnswerStore:
         summary = RunSummary(not failed, servers, *numbers, digest.hexdigest())
         self._write_manifest(asdict(summary))
         if not failed:
-            remove(self.part)  # kept until all is there: a later run goes on from it
+            remove(self.part)  # kept while conversations are missing, for a later run to resume
         return summary
 
     def _kept(self, keys: Iterable[str], counts: Counts, *, drop_truncated: bool) -> Iterator[bytes]:
@@ -211,10 +210,10 @@ class AnswerStore:
 
 
 def check_settings(before: Any, now: Any, *, folder: Path, at: str = "") -> None:
-    """Raises BadInput naming the first setting (dotted key) that differs from those the folder was begun with."""
+    """Raises BadInput, naming the first setting (dotted key) that differs from those the folder was started with."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in [*now, *before]:
             check_settings(before.get(key), now.get(key), folder=folder, at=f"{at}.{key}" if at else key)
     elif before != now:
         shown = [text if len(text) <= 60 else f"{text[:57]}..." for text in map(json.dumps, (before, now))]
-        raise BadInput(f"{folder}: begun with {at} {shown[0]}, now {shown[1]}; give a new folder")
+        raise BadInput(f"{folder}: started with {at} {shown[0]}, now {shown[1]}; give a new folder")

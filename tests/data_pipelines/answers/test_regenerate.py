@@ -124,7 +124,7 @@ def test_samples_and_sampling_by_source(configured, tmp_path):
 def test_one_source_sampled_two_ways_needs_names(configured, tmp_path):
     path = str(tmp_path / "rows.jsonl")
     config = configured([{"prompt": "a"}], sources=[path, {"source": path, "sampling": {"temperature": 0}}])
-    with pytest.raises(BadInput, match=r"sources\.1: another .* is sampled otherwise; give them a `name` each"):
+    with pytest.raises(BadInput, match=r"sources\.1: another .* has other sampling; give each its own `name`"):
         regenerate(config, THREADS)
     config = configured([{"prompt": "a"}], sources=[{"source": path, "sampling": {"temprature": 0}}])
     with pytest.raises(BadInput, match=r"sources\.0\.sampling\.temprature: unknown key; did you mean"):
@@ -228,7 +228,7 @@ def test_a_finished_folder_is_left_as_it_is(configured, tmp_path):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"target": "other"}, 'begun with target "tiny", now "other"'),
+        ({"target": "other"}, 'started with target "tiny", now "other"'),
         ({"turns": "last"}, 'turns "all", now "last"'),
         ({"sampling": {"temperature": 0.5}}, r"sampling\..*rows\.jsonl\.temperature 1\.0, now 0\.5"),
         ({"servers": ["http://localhost:1/v1"]}, 'by "engine", now "servers"'),
@@ -245,7 +245,7 @@ def test_a_folder_of_other_settings_is_refused(change, problem, configured, tmp_
 
 def test_a_folder_of_other_rows_or_of_something_else_is_refused(configured, tmp_path):
     regenerate(configured(ROWS), THREADS)
-    with pytest.raises(BadInput, match=r"begun with rows_sha256 "):
+    with pytest.raises(BadInput, match=r"started with rows_sha256 "):
         regenerate(configured(ROWS[:-1]), THREADS)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").write_text("dear diary")

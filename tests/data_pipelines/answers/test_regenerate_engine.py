@@ -137,7 +137,7 @@ def test_the_manifest_names_the_weights_and_another_batch_size_is_refused(comman
     command(f"output={tmp_path / 'out'}", "num_rows=2")
     manifest = json.loads((tmp_path / "out/manifest.json").read_text())
     assert manifest["settings"]["target_fingerprint"] == Target.load(chat_target).fingerprint
-    with pytest.raises(BadInput, match="begun with batch_size 4, now 2"):
+    with pytest.raises(BadInput, match="started with batch_size 4, now 2"):
         command(f"output={tmp_path / 'out'}", "num_rows=2", "engine.batch_size=2")
 
 

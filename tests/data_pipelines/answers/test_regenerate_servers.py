@@ -373,6 +373,6 @@ def test_a_key_that_cannot_be_sent_is_refused_without_being_shown(key, configure
     monkeypatch.setenv("THE_KEY", key)
     with serving() as server:
         config = configured(server, client={"api_key_env": "THE_KEY"})
-        with pytest.raises(BadInput, match=r"^client.api_key_env: THE_KEY holds a line break") as caught:
+        with pytest.raises(BadInput, match=r"^client.api_key_env: THE_KEY has a line break") as caught:
             run(config)
     assert "secr" not in str(caught.value) and not server.bodies

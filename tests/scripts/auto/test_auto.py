@@ -141,7 +141,7 @@ def test_a_folder_of_other_settings_is_refused(auto, machine_is):
     machine_is(medusa=2.5)
     assert auto()[0] == 0
     code, said, _ = auto("--budget 7s --max-new-tokens 12")
-    assert code == 2 and "begun with budget 6.0, now 7.0; give a new folder" in said
+    assert code == 2 and "started with budget 6.0, now 7.0; give a new folder" in said
 
 
 @pytest.mark.slow

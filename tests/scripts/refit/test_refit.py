@@ -68,7 +68,7 @@ def test_a_folder_of_other_traffic_is_refused(refit, served_by, file_of):
     rows = served_by("new", 20, by="another")
     assert refit(file_of("logs", rows))[0] == 0
     code, said, _ = refit(file_of("logs", rows[:-1]))
-    assert code == 2 and "begun with rows" in said and "give a new folder" in said
+    assert code == 2 and "started with rows" in said and "give a new folder" in said
 
 
 @pytest.mark.slow
