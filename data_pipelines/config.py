@@ -22,7 +22,7 @@ class DataConfig:
     too_long: str = "cut"  # longer rows: `cut` on the right, `split` into pieces (traces.py), or `drop`
     turns: str = "all"  # supervise `all` assistant turns, or the `last`
     supervised: list[str] = field(default_factory=lambda: ["think", "answer"])  # segments
-    segment_weights: dict[str, float] = field(default_factory=dict)  # of a supervised token in the loss; default: 1
+    segment_weights: dict[str, float] = field(default_factory=dict)  # loss weight of supervised tokens; default: 1
     think_markers: list[str] | None = None  # opening and closing text of a trace; None: from the tokenizer or template
     layout: str = "padded"  # `padded`, `bucketed` (rows of similar length) or `packed` (several isolated samples a row)
     features: LocalPath | None = None  # a folder of `headstart data extract` on the same rows; None: the target runs
@@ -36,14 +36,14 @@ class DataConfig:
         for name, segments in (("supervised", self.supervised), ("segment_weights", self.segment_weights)):
             for segment in segments:
                 if segment not in SEGMENTS:
-                    raise BadInput(f"{name}: no segment {segment!r}; there are {', '.join(SEGMENTS)}")
+                    raise BadInput(f"{name}: no segment {segment!r}; known are {', '.join(SEGMENTS)}")
         if not self.supervised:
             raise BadInput("supervised: names no segment")
         for segment, weight in self.segment_weights.items():
             if not 0 <= weight < float("inf"):
                 raise BadInput(f"segment_weights.{segment} {weight}: expected 0 or more")
         if self.think_markers is not None and (len(self.think_markers) != 2 or not all(self.think_markers)):
-            raise BadInput(f"think_markers {self.think_markers}: expected two texts, what opens and what closes")
+            raise BadInput(f"think_markers {self.think_markers}: expected two texts, the opening and the closing one")
 
 
 def check_at_least_one(**values: int | None) -> None:

@@ -1,4 +1,4 @@
-"""A prepared data set's files, its card (card.json), and the page for people and the hub (README.md)."""
+"""The files of a prepared data set: splits, card (card.json), and a page for readers and the hub (README.md)."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -52,7 +52,7 @@ class Card(RowCounts):
 
 
 class SplitFile:
-    """One .jsonl file that is written line by line, and its counts."""
+    """Writes a split's .jsonl file line by line, and counts its contents."""
 
     def __init__(self, path: Path):
         self._file = path.open("wb")
@@ -75,7 +75,7 @@ class SplitFile:
 
 
 def read_card(output: Path) -> Card | None:
-    """The card of a data set that is there; None if there is none. BadInput: it is damaged."""
+    """The card of a prepared data set; None if there is none. Raises BadInput if it is damaged."""
     if not (output / "card.json").exists():
         return None
     try:
@@ -101,7 +101,10 @@ def check_unchanged(card: Card, *, config: Mapping[str, Any], files: Mapping[str
 
 
 def write_card(folder: Path, card: Card, *, name: str) -> None:
-    """README.md for people, whose front matter the hub and `datasets` read, and then card.json with the same."""
+    """Write README.md, whose front matter the hub and `datasets` read, and then card.json.
+
+    Args: name: of the data set.
+    """
     num_rows = sum(split.rows for split in card.splits.values())
     data_files = [{"split": split, "path": f"{split}.jsonl"} for split in SPLITS if card.splits[split].rows]
     front = {

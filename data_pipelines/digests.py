@@ -1,4 +1,4 @@
-"""A set of digests for hundreds of millions of rows."""
+"""A compact set of digests, for hundreds of millions of rows."""
 
 SIZE = 16  # bytes of a digest
 EMPTY = bytes(SIZE)
@@ -29,7 +29,7 @@ class Digests:
         return True
 
     def _slot(self, digest: bytes) -> int:
-        """The byte offset at which the digest is, or at which it would be inserted."""
+        """The byte offset of the digest in the table, or of the slot where it would be inserted."""
         slot = int.from_bytes(digest[:8], "little") % self._num_slots
         while (there := self._table[slot * SIZE : slot * SIZE + SIZE]) != EMPTY and there != digest:
             slot = (slot + 1) % self._num_slots

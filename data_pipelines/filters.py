@@ -1,4 +1,4 @@
-"""The filters that can drop a conversation; their names are the reasons in the counts of dropped rows."""
+"""Filters that drop conversations. Each has a name, under which dropped rows are counted."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -9,28 +9,30 @@ from ..configs.errors import BadInput
 from .row_shapes import Conversation
 
 BAD_CHARACTERS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufffd]")  # control and replacement characters
-PIECES = re.compile(r"\w{1,8}|[^\w\s]")  # words; a script without spaces, or `aaaaaa...`, in pieces
-RUN = 8  # pieces
-FEW = 64  # pieces, or characters: a shorter answer may repeat itself by chance
+PIECES = re.compile(r"\w{1,8}|[^\w\s]")  # words; long ones, as in scripts without spaces, in pieces of 8 characters
+RUN = 8  # pieces in a run
+FEW = 64  # pieces or characters; shorter answers may repeat themselves by chance
 
 
 @dataclass(kw_only=True)
 class FilterConfig:
-    """Which conversations are dropped; null switches a limit off."""
+    """Which conversations are dropped; null disables a limit."""
 
-    require_user: bool = True  # a user turn; a plain text needs none
-    require_answer: bool = True  # an assistant turn; a plain text needs none. false for prompts to be regenerated
-    drop_empty: bool = True  # an assistant turn without text
-    drop_truncated: bool = True  # the last answer is cut off
-    drop_echo: bool = True  # an answer equal to the turn before it
+    require_user: bool = True  # drop chats without a user turn
+    require_answer: bool = True  # drop chats without an assistant turn; false for prompts to be regenerated
+    drop_empty: bool = True  # drop if an assistant turn has no text
+    drop_truncated: bool = True  # drop if the last answer is cut off
+    drop_echo: bool = True  # drop if an answer is equal to the turn before it
     min_characters: int | None = 1  # of the whole conversation
     max_characters: int | None = None
     max_turns: int | None = None
-    min_tokens: int | None = None  # by the tokenizer of the `tokenizer` key, without a chat template
+    min_tokens: int | None = None  # counted with the tokenizer of the key `tokenizer`, without a chat template
     max_tokens: int | None = None
-    max_repeated_words: float | None = 0.8  # share, 0..1, of an answer's runs of 8 words that occur before in it: loops
-    max_repeated_lines: float | None = 0.8  # share of an answer's characters in lines that occur before in it
-    max_bad_characters: float | None = 0.01  # share of control and replacement characters in the conversation
+    # shares, 0..1, that find answers which loop: of an answer's runs of 8 words that occurred earlier in it, and of its
+    # characters in lines that occurred earlier in it
+    max_repeated_words: float | None = 0.8
+    max_repeated_lines: float | None = 0.8
+    max_bad_characters: float | None = 0.01  # share, 0..1, of control and replacement characters in the conversation
 
     def __post_init__(self) -> None:
         for name in ("max_repeated_words", "max_repeated_lines", "max_bad_characters"):
@@ -50,9 +52,9 @@ class FilterConfig:
 def reason_to_drop(
     conversation: Conversation, config: FilterConfig, *, count_tokens: Callable[[str], int] | None = None
 ) -> str | None:
-    """The name of the first filter that drops the conversation; None: it is kept.
+    """The name of the first filter that drops the conversation; None if it is kept.
 
-    count_tokens: of a text; needed where the config limits tokens.
+    Args: count_tokens: returns the number of tokens of a text; required if the config limits tokens.
     """
     return next(_reasons(conversation, config, count_tokens), None)
 
@@ -60,7 +62,7 @@ def reason_to_drop(
 def _reasons(
     conversation: Conversation, config: FilterConfig, count_tokens: Callable[[str], int] | None
 ) -> Iterator[str]:
-    """All reasons to drop it, each tested when it is asked for, the cheap ones first."""
+    """The names of all filters that drop the conversation, computed lazily, cheap ones first."""
     turns, answers = conversation.turns, list(conversation.answers)
     roles = {role for role, _ in turns}
     if config.require_user and not roles & {"user", "text"}:
@@ -108,10 +110,10 @@ def _is_above(value: float, limit: float | None) -> bool:
 
 
 def repeats_words(text: str, limit: float) -> bool:
-    """Whether more than this share, 0..1, of the text's runs of 8 words occur before in it; never for a short text.
+    """Whether more than this share, 0..1, of the text's runs of 8 words occurred earlier in it; False if it is short.
 
-    A text with many repeated runs has few distinct words and pairs. These are cheaper to count, and most texts are
-    cleared by them.
+    A text with many repeated runs has few distinct words and pairs of words. These are cheaper to count, and rule out
+    most texts.
     """
     pieces = PIECES.findall(text)
     if len(pieces) < FEW:
@@ -119,13 +121,14 @@ def repeats_words(text: str, limit: float) -> bool:
     num_runs = len(pieces) - RUN + 1
     for length in (1, 2, RUN):
         num_distinct = len(set(zip(*(pieces[start:] for start in range(length)), strict=False)))
-        if 1 - (num_distinct - (RUN - length)) / num_runs <= limit:  # at length RUN, the share itself
+        if 1 - (num_distinct - (RUN - length)) / num_runs <= limit:  # an upper bound; at length RUN the share itself
             return False
     return True
 
 
 def repeated_lines(text: str) -> float:
-    """The share, 0..1, of characters in lines that occur before in the text, blank lines apart; 0 for a short text."""
+    """The share, 0..1, of characters in lines that occurred earlier in the text; 0 for a short text. Blanks at the ends
+    of lines, and blank lines, are ignored."""
     lines = [line.strip() for line in text.splitlines()]
     total = sum(map(len, lines))
     return 0.0 if total < FEW else 1 - sum(map(len, set(lines))) / total

@@ -1,4 +1,4 @@
-"""Rows of one local file: JSON Lines, JSON, Parquet or Arrow."""
+"""Reads the rows of a local file: JSON Lines, JSON, Parquet or Arrow."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -9,21 +9,21 @@ from ..configs.errors import BadInput
 from ..configs.jsonl import iter_jsonl, loads
 
 LOCAL_FORMATS = ".jsonl, .jsonl.gz, .json (a list), .parquet, .arrow"
-ROWS_AT_A_TIME = 256  # of a column format
+ROWS_AT_A_TIME = 256  # rows that are read at a time from a column format
 
 LocatedRows = Iterator[tuple[dict[str, Any], str]]  # (row, its origin such as `train.jsonl:17`)
 Reader = Callable[[Path], LocatedRows]
 
 
 def is_known(path: Path) -> bool:
-    """Whether its name is that of a known format."""
+    """Whether the file's name ends in that of a known format."""
     return _reader_of(path) is not None
 
 
 def read_file(path: Path) -> LocatedRows:
-    """Yields (row, where it stands), one row in memory at a time, but of .json all.
+    """Yield (row, its origin such as `train.jsonl:17`). Only .json files are read into memory as a whole.
 
-    BadInput: another format, a damaged or empty file, a line or item that is no object (with its place).
+    Raises: BadInput if the format is unknown, the file is damaged or empty, or a row is not an object.
     """
     reader = _reader_of(path)
     if reader is None:

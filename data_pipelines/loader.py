@@ -1,4 +1,4 @@
-"""Training batches as a pure function of their number, which makes resuming exact."""
+"""Training batches as a pure function of their number, so that a resumed run sees the same batches."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,10 +17,10 @@ from .storage.shard_file import StoredSample
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Which rows the n-th batch of a rank holds.
+    """The rows of each batch of a rank.
 
-    Every batch is full; ranks take consecutive shares of a global batch, so that its rows do not depend on how many
-    ranks share it.
+    Every batch is full. Ranks take consecutive parts of a global batch, whose rows do not depend on how many ranks
+    there are.
     """
 
     sequence: RowSequence
@@ -49,17 +49,14 @@ class BatchPlan:
 
 @dataclass
 class TrainingBatch:
-    """Rows on a device, with the target's stored states; `output` None means that the target has to run.
+    """A batch of rows, with the target's states if they are stored. Fields as in `DraftBatch` unless noted."""
 
-    Fields as in `heads.base.DraftBatch`. num_tokens: without padding.
-    """
-
-    input_ids: Tensor
-    loss_mask: Tensor
-    weights: Tensor | None
+    input_ids: Tensor  # [B, T]
+    loss_mask: Tensor  # [B, T]
+    weights: Tensor | None  # [B, T]
     documents: Documents | None
-    output: TargetOutput | None
-    num_tokens: int
+    output: TargetOutput | None  # None: the target has to run
+    num_tokens: int  # without padding
 
     def to(self, device: torch.device | str) -> "TrainingBatch":
         def moved(value: Any) -> Any:
@@ -70,7 +67,7 @@ class TrainingBatch:
         return replace(self, **tensors, output=output)
 
     def filled(self, read: Callable[..., TargetOutput]) -> DraftBatch:
-        """The input of a head's loss. read(input_ids, documents=...): runs the target; used if no states are stored."""
+        """The input of a head's loss. Args: read: runs the target; called if no states are stored."""
         output = self.output or read(self.input_ids, documents=self.documents)
         return DraftBatch(self.input_ids, self.loss_mask, output, self.weights, self.documents)
 
@@ -78,10 +75,12 @@ class TrainingBatch:
 def collate(
     rows: Sequence[Sequence[StoredSample]], *, segment_weights: Mapping[str, float] | None = None
 ) -> TrainingBatch:
-    """Samples placed into rows [B, T], padded on the right to the longest row.
+    """Concatenate the samples of each row, and pad rows on the right to the longest one.
 
-    Samples that share a row do not attend to each other. The first token of each is not supervised: nothing precedes
-    it from which to draft it. `segment_weights`: loss weight by segment; 1 for segments not named.
+    Samples that share a row do not attend to each other. The first token of a sample is not supervised, because there
+    is no state before it to draft it from.
+
+    Args: rows: the samples of each of B rows. segment_weights: loss weight by segment; 1 for segments not named.
     """
     lengths = [[len(stored.sample) for stored in row] for row in rows]
     shape = len(rows), max(sum(row) for row in lengths)

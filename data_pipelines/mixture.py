@@ -1,4 +1,4 @@
-"""Several streams of rows as one, in proportion to their weights."""
+"""Mixes several streams of rows in proportion to their weights."""
 
 import heapq
 import random
@@ -7,20 +7,22 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-UNTIL = ("first", "all")  # which of the streams has to end for the mixture to end
+UNTIL = ("first", "all")  # the mixture ends with the first stream that ends, or with all streams
 
 
 def interleave(
     streams: Sequence[Iterator[T]], *, weights: Sequence[float], seed: int = 0, until: str = "first"
 ) -> Iterator[T]:
-    """Items of all streams, each stream's in its own order, nothing twice; one item of each in memory at a time.
+    """Yield the items of all streams, each stream in its own order; at most one item per stream is in memory.
 
-    Wherever the mixture is cut, each of n streams has given its share (weight / sum of weights) of the items to within
-    one item for two streams, n - 1 items for more: the k-th item of a stream has a random place, by seed, in the k-th
-    interval of length 1 / weight, and items come by place.
+    The k-th item of a stream has a random position in the k-th interval of length 1 / weight, and items are sorted by
+    position. So after any number of items, each of n streams has had its share (weight / sum of weights) of them, to
+    within one item for two streams, and n - 1 items for more.
 
-    until: `first`: the mixture ends where a stream has no more, so that the proportions hold to the end; `all`: the
-    other streams go on in their proportions. Streams and weights (above 0) are of one length.
+    Args:
+        weights: above 0, one for each stream.
+        until: `first`: end with the first stream that ends, so that the proportions hold to the end; `all`: continue
+            with the other streams in their proportions.
     """
     assert len(streams) == len(weights) and min(weights) > 0 and until in UNTIL
     sources = [random.Random(f"{seed} {index}") for index in range(len(streams))]

@@ -1,8 +1,8 @@
 """Assigns samples to rows: an endless sequence of rows, as a pure function of the seed.
 
-Samples come in a new permutation each epoch. `padded`: one sample per row. `bucketed`: one sample per row, rows of
-similar length next to each other. `packed`: as many samples per row as fit. The latter two arrange one window of
-samples at a time, so that the order stays random and the data set is never sorted as a whole.
+Samples are permuted anew in each epoch. `padded`: one sample per row. `bucketed`: one sample per row, with rows of
+similar length in a batch. `packed`: as many samples per row as fit. The latter two arrange one window of samples at a
+time, so that the order remains random.
 """
 
 from bisect import bisect_left, insort
@@ -11,25 +11,26 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-WINDOW = 4096  # samples that are arranged at a time, at least
-BLOCKS_PER_WINDOW = 64  # when bucketed: batches over all ranks
+WINDOW = 4096  # packed: samples in a window
+BLOCKS_PER_WINDOW = 64  # bucketed: batches (over all ranks) in a window
 
 Row = list[int]  # the samples of one row, by index
 
 
 class RowSequence:
-    """Rows 0, 1, 2, ... without end. The same arguments give the same rows, in whatever order they are read.
-
-    lengths: [num_samples] tokens of each sample. block: rows of a batch over all ranks; when bucketed, these have
-    similar lengths. capacity: tokens of a packed row; no sample is longer.
-    """
+    """Rows 0, 1, 2, ... without end. Equal arguments give equal rows, in whatever order they are read."""
 
     def __init__(self, lengths: np.ndarray, *, layout: str, seed: int, block: int = 1, capacity: int = 0):
+        """Args:
+        lengths: [num_samples] tokens of each sample.
+        block: rows of a batch over all ranks; if bucketed, they have similar lengths.
+        capacity: maximum tokens of a packed row; no sample is longer.
+        """
         assert len(lengths) and (layout != "packed" or lengths.max() <= capacity)
         self.lengths, self.layout, self.seed, self.block, self.capacity = lengths, layout, seed, block, capacity
-        self._epoch: tuple[int, np.ndarray] | None = None  # the permutation looked at last
-        self._window: tuple[int, list[Row]] | None = None  # the rows of the window looked at last
-        self._ends: list[int] = []  # packed: the number of rows up to the end of each window so far
+        self._epoch: tuple[int, np.ndarray] | None = None  # the permutation that was used last, and its epoch
+        self._window: tuple[int, list[Row]] | None = None  # the rows of the window that was used last, and its number
+        self._ends: list[int] = []  # packed: for each window so far, the number of rows up to its end
 
     def __getitem__(self, row: int) -> Row:
         """The samples of this row."""
@@ -45,7 +46,7 @@ class RowSequence:
         return self._rows(window)[row - (self._ends[window - 1] if window else 0)]
 
     def num_samples_before(self, row: int) -> int:
-        """How many samples rows 0 .. row - 1 hold; within a packed window, by its mean."""
+        """The number of samples in rows 0 .. row - 1; within a packed window, interpolated."""
         if self.layout != "packed" or row == 0:
             return row
         self[row - 1]
@@ -71,14 +72,14 @@ class RowSequence:
     def _sample(self, position: int) -> int:
         epoch, index = divmod(position, len(self.lengths))
         if self._epoch is None or self._epoch[0] != epoch:
-            # torch's CPU generator reads the low 32 bits of a seed only
+            # torch's CPU generator uses only the low 32 bits of a seed
             source = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**32)
             self._epoch = epoch, torch.randperm(len(self.lengths), generator=source).numpy()
         return int(self._epoch[1][index])
 
 
 def packed(samples: Sequence[int], lengths: Sequence[int], *, capacity: int) -> list[Row]:
-    """Samples in rows of at most `capacity` tokens: best fit, the longest first."""
+    """Pack samples into rows of at most `capacity` tokens by best fit, longest samples first."""
     rows: list[Row] = []
     free: list[tuple[int, int]] = []  # ascending (tokens free, row)
     for length, sample in sorted(zip(lengths, samples, strict=True), key=lambda pair: -pair[0]):

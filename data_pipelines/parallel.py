@@ -1,4 +1,4 @@
-"""Maps a function over many rows, by processes or by a thread, in order and with a bounded number of pending items."""
+"""Maps a function over many rows in processes or a thread, in order, with a bounded number of pending items."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -20,8 +20,9 @@ def chunks(items: Iterable[T], *, size: int | None = None) -> Iterator[list[T]]:
 
 
 def in_order(function: Callable[[T], U], items: Iterable[T], *, num_workers: int) -> Iterator[U]:
-    """function(item) for each item, in order. One worker: in this process; more: in that many processes, in chunks.
-    An exception is raised at its item's place in the order."""
+    """Yield function(item) for each item, in order; with several workers computed in as many processes.
+
+    An exception is raised when its item's result is due."""
     if num_workers == 1:
         yield from map(function, items)
         return
@@ -31,8 +32,9 @@ def in_order(function: Callable[[T], U], items: Iterable[T], *, num_workers: int
 
 
 def read_ahead(function: Callable[[T], U], items: Iterable[T], *, depth: int = 2) -> Iterator[U]:
-    """function(item) for each item, in order, computed up to `depth` items ahead in one thread. An exception is raised
-    at its item's place in the order."""
+    """Yield function(item) for each item, in order, computed by one thread up to `depth` items ahead.
+
+    An exception is raised when its item's result is due."""
     with ThreadPoolExecutor(1, thread_name_prefix="read_ahead") as thread:
         yield from _results(thread, function, items, ahead=depth)
 

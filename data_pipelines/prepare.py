@@ -1,4 +1,4 @@
-"""From sources to a clean data set: mixed, filtered, each conversation once, split, with a card of what was dropped."""
+"""`headstart data prepare`: mixes, filters, deduplicates and splits rows, with a card that counts dropped rows."""
 
 import json
 from collections import Counter
@@ -23,25 +23,26 @@ from .row_shapes import conversation_of, digest
 from .sources import Row, iter_rows, read_sources
 
 COMMAND = "headstart data prepare"
-NUM_EXAMPLES = 5  # dropped rows that the card names, for each reason
+NUM_EXAMPLES = 5  # dropped rows that the card lists for each reason
 
 
 @dataclass(kw_only=True)
 class PrepareConfig:
-    """`headstart data prepare`: which rows become which data set."""
+    """The config of `headstart data prepare`."""
 
-    sources: str | list[str | dict[str, Any]]  # a `Source` of sources.py, or a list of such
-    output: LocalPath  # the folder that is written
-    num_rows: int | None = None  # only the first rows of the mixture
+    sources: str | list[str | dict[str, Any]]  # a `Source` of sources.py, or a list of them
+    output: LocalPath  # the folder to write
+    num_rows: int | None = None  # only the first rows of the mixture; None: all
     seed: int = 0  # of the mixture
-    until: str = "first"  # the mixture ends with the first source, or with `all`
-    exclude: str | list[str | dict[str, Any]] | None = None  # evaluation prompts, whose questions are dropped
-    as_messages: bool = True  # prompts with responses become chats; false: they stay plain text
+    until: str = "first"  # the mixture ends with the `first` source that ends, or with `all` of them
+    # evaluation prompts: rows with the same question are dropped
+    exclude: str | list[str | dict[str, Any]] | None = None
+    as_messages: bool = True  # convert prompts with responses to chats; false: they stay plain text
     filters: FilterConfig = field(default_factory=FilterConfig)
-    once: str = "conversation"  # of equal conversations, or of equal `prompt`s, the first is kept; or `none`
-    validation_share: float = 0.01  # of the rows, chosen by their prompts
+    once: str = "conversation"  # keep only the first of equal conversations, or of equal `prompt`s; `none`: keep all
+    validation_share: float = 0.01  # share of rows for validation, selected by a hash of the prompt
     tokenizer: LocalPath | None = None  # a folder or hub id, for filters that count tokens
-    num_workers: int = 1  # processes that judge rows
+    num_workers: int = 1  # processes that filter and convert rows
 
     def __post_init__(self) -> None:
         check_choice("once", self.once, ("conversation", "prompt", "none"))
@@ -53,7 +54,7 @@ class PrepareConfig:
             raise BadInput("filters.min_tokens and filters.max_tokens need a tokenizer")
 
     def recorded(self) -> dict[str, Any]:
-        """What the result depends on, as JSON has it."""
+        """The keys that the result depends on, as JSON returns them."""
         kept = {key: value for key, value in asdict(self).items() if key not in ("output", "num_workers")}
         return json.loads(json.dumps(kept))
 
@@ -65,17 +66,17 @@ class PrepareConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedRow:
-    """What one row becomes, as far as that does not depend on other rows."""
+    """The outcome of filtering and converting one row, as far as it does not depend on other rows."""
 
     source: str
     origin: str
     epoch: int
-    reason: str | None = None  # what it is dropped for; None: it is kept
-    problem: str = ""  # of a malformed row
-    key: bytes = b""  # equal for rows of which the first is kept
-    prompt: bytes = b""  # digest of all before the first answer
+    reason: str | None = None  # why it is dropped; None: it is kept
+    problem: str = ""  # the error message of a malformed row
+    key: bytes = b""  # digest for deduplication: of rows with equal keys only the first is kept
+    prompt: bytes = b""  # digest of the turns before the first answer
     question: bytes = b""  # digest of the first user turn
-    line: bytes = b""  # as written
+    line: bytes = b""  # the line to write
     num_turns: int = 0
     num_characters: int = 0
     num_answer_characters: int = 0
@@ -85,13 +86,14 @@ def prepare(config: PrepareConfig, *, on_rows: Callable[[int], object] = lambda 
     """Writes OUTPUT/train.jsonl, validation.jsonl, card.json and README.md.
 
     Rows are `{id, source, source_id, ...}` with `messages` and `tools`, `prompt`, `prompt` and `response`, or `text`;
-    the id is a hash of the conversation, the source's own id, and the epoch. The side of the split is a hash of the
-    prompt: it depends neither on the order nor on other rows, and two answers to one prompt are on one side. Memory:
-    21 to 43 bytes a conversation (see `Digests`), and a few thousand rows.
+    the id is a hash of the conversation, the source's own id, and the epoch. A row's split depends only on a hash of
+    its prompt, so that all answers to a prompt are in one split. Memory: 21 to 43 bytes per conversation (see
+    `Digests`), and a few thousand rows.
 
-    Where OUTPUT was prepared by the same config from the same files, nothing is done. on_rows: called with the number
-    of rows that have been judged.
-    BadInput: as `iter_rows`; an OUTPUT that is anything else; no row left for training.
+    If OUTPUT was prepared before with the same config from the same files, nothing is done.
+
+    Args: on_rows: called with the number of rows processed so far.
+    Raises: BadInput as `iter_rows`, if OUTPUT is any other folder, or if no row is left for training.
     """
     with OwnedFolder(config.output, command=COMMAND, settings=config.recorded()) as folder:
         try:
@@ -101,7 +103,7 @@ def prepare(config: PrepareConfig, *, on_rows: Callable[[int], object] = lambda 
 
 
 def _written(config: PrepareConfig, folder: Path, on_rows: Callable[[int], object]) -> Card:
-    """The data set, written into the folder, its card last."""
+    """Write the data set into the folder, its card last."""
     tally = _Tally([source.called for source in read_sources(config.sources)])
     excluded = _questions_of(config.exclude)
     digests = Digests()
@@ -126,7 +128,7 @@ def _written(config: PrepareConfig, folder: Path, on_rows: Callable[[int], objec
 
 
 def prepared_before(config: PrepareConfig) -> Card | None:
-    """The card of an OUTPUT that this config has written before; None: there is none. BadInput as `prepare`."""
+    """The card of an OUTPUT that this config wrote before; None if there is none. Raises BadInput as `prepare`."""
     check_owner(config.output, command=COMMAND)
     card = read_card(Path(config.output))
     if card is not None:
@@ -135,12 +137,12 @@ def prepared_before(config: PrepareConfig) -> Card | None:
 
 
 class _Tally:
-    """Rows read, kept and dropped, by source and reason, with the origins of some dropped rows."""
+    """Counts rows that are kept and dropped, by source and reason; remembers the origins of some dropped rows."""
 
     def __init__(self, sources: list[str]):
         for source in sources:
             if sources.count(source) > 1:
-                raise BadInput(f"sources: two are called {source}; give each a `name`")
+                raise BadInput(f"sources: two are named {source}; give each its own `name`")
         self.counts: dict[str, Counter[str]] = {source: Counter() for source in sources}
         self.examples: dict[str, list[str]] = {}
         self.num_read = 0
@@ -171,7 +173,7 @@ def _row_counts(counts: Counter[str]) -> RowCounts:
 
 
 def judge(row: Row, config: PrepareConfig) -> JudgedRow:
-    """Judges and converts a row independently of the others, so that processes can share the work."""
+    """Filter and convert a row, independently of other rows, so that several processes can share the work."""
     judged = JudgedRow(source=row.source, origin=row.origin, epoch=row.epoch)
     try:
         conversation = conversation_of(row, as_messages=config.as_messages)
@@ -205,7 +207,8 @@ def judge(row: Row, config: PrepareConfig) -> JudgedRow:
 def _reason_beside_others(
     row: JudgedRow, config: PrepareConfig, is_validation: bool, excluded: frozenset[bytes], digests: Digests
 ) -> str | None:
-    """Why a row is dropped in view of earlier rows. Later epochs repeat the first one's rows, except for validation."""
+    """Why a row is dropped given the earlier rows; None: it is kept. Later epochs repeat the rows of the first, except
+    those for validation."""
     if row.question in excluded:
         return "excluded"
     if row.epoch and is_validation:
@@ -217,7 +220,7 @@ def _reason_beside_others(
 
 
 def _questions_of(specs: str | list[str | dict[str, Any]] | None) -> frozenset[bytes]:
-    """Digests of the first user turns of rows with `prompt`, `messages`, or `turns`, a list of texts."""
+    """Digests of the first user turns of rows that have `prompt`, `messages`, or `turns` (a list of texts)."""
     questions = set()
     for row in iter_rows(specs) if specs else ():
         turns = row.data.get("turns")

@@ -1,4 +1,4 @@
-"""A row of any source as one conversation: what is written of it, and its turns as text for filters and hashes."""
+"""Converts rows of all supported shapes to one form, with the turns as text for filters and hashes."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -22,13 +22,13 @@ SHAPES = (
 class Conversation:
     """A row in one form."""
 
-    data: dict[str, Any]  # as written: `messages` (with `tools`), `prompt` + `response`, `prompt`, or `text`
+    data: dict[str, Any]  # to be written: `messages` (with `tools`), `prompt` + `response`, `prompt`, or `text`
     turns: list[tuple[str, str]]  # (role, text with reasoning and tool calls); the role of a plain text is `text`
-    truncated: bool  # the row has `truncated` or `finish_reason: length`: its last answer was cut off
+    truncated: bool  # whether the last answer was cut: the row has `truncated` or `finish_reason: length`
 
     @property
     def answers(self) -> Iterator[str]:
-        """The texts that a head would learn to draft."""
+        """The texts that a head learns to draft."""
         return (text for role, text in self.turns if role in ("assistant", "text"))
 
     @cached_property
@@ -37,27 +37,27 @@ class Conversation:
 
     @property
     def prompt(self) -> list[tuple[str, str]]:
-        """The turns before the first answer; of a text, the text itself."""
+        """The turns before the first answer; for a plain text the text itself."""
         answers = (index for index, (role, _) in enumerate(self.turns) if role == "assistant")
         return self.turns[: next(answers, None)]
 
     @property
     def question(self) -> list[tuple[str, str]]:
-        """The first user turn; of a text, the text itself."""
+        """The first user turn; for a plain text the text itself."""
         return [turn for turn in self.turns if turn[0] in ("user", "text")][:1]
 
     @property
     def tools(self) -> str:
-        """The functions that the assistant may call, as JSON; nothing where there are none."""
+        """The tools that the assistant may call, as JSON; empty if there are none."""
         return json.dumps(self.data["tools"], default=str) if "tools" in self.data else ""
 
     def id(self, *more: object) -> str:
-        """32 hexadecimal digits, equal only for the same texts, tools, and `more`."""
+        """32 hex digits, equal only for equal turns, tools, and `more`."""
         return digest([*self.turns, ("tools", self.tools), *(("more", str(one)) for one in more)], exact=True).hex()
 
 
 def digest(turns: list[tuple[str, str]], *, exact: bool = False) -> bytes:
-    """16 bytes, BLAKE2b. Not exact: texts that differ in case or white space alone are the same."""
+    """16 bytes of BLAKE2b over the turns. Not exact: ignoring case and white space."""
     hashed = blake2b(digest_size=16)
     for role, text in turns:
         text = text if exact else " ".join(text.split()).casefold()
@@ -66,12 +66,13 @@ def digest(turns: list[tuple[str, str]], *, exact: bool = False) -> bytes:
 
 
 def conversation_of(row: Row, *, as_messages: bool = True) -> Conversation:
-    """A row of one of SHAPES; keys whose value is None count as absent.
+    """Convert a row of one of SHAPES. Keys with the value None count as missing.
 
-    as_messages: a prompt with its response, or an instruction with its output, becomes a user and an assistant turn;
-    else it stays `prompt` and `response`, which training reads as plain text. `prompt` and `response` may be lists of
-    turns. A text under `system` becomes the first turn. BadInput, which opens with the row's origin: another shape, an
-    unknown role, content that is not text.
+    `prompt` and `response` may be lists of turns. A text under `system` becomes the first turn.
+
+    Args: as_messages: convert a prompt with its response, or an instruction with its output, to a user and an assistant
+        turn; False: to `prompt` and `response`, which training reads as plain text.
+    Raises: BadInput, naming the row's origin, if it has another shape, an unknown role, or content that is not text.
     """
     data = known_keys(row.data)
     answer = answer_in(data)
@@ -93,7 +94,7 @@ def conversation_of(row: Row, *, as_messages: bool = True) -> Conversation:
 
 
 def known_keys(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A row without its empty keys; `question` and `answer`, where it has no other shape, are prompt and response."""
+    """A row without keys that are None; without another shape, `question` and `answer` become prompt and response."""
     data = {key: value for key, value in data.items() if value is not None}
     others = ("messages", "conversations", "prompt", "instruction", "text", "input_ids")
     if {"question", "answer"} <= data.keys() and not any(key in data for key in others):
@@ -102,12 +103,12 @@ def known_keys(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answer_in(data: Mapping[str, Any]) -> Any:
-    """The answer to a prompt or an instruction, under any of its keys; None if there is none."""
+    """The answer to a prompt or an instruction, under any of the known keys; None if there is none."""
     return next((data[key] for key in ("response", "completion", "output") if key in data), None)
 
 
 def instruction_in(data: Mapping[str, Any], origin: str) -> str:
-    """An instruction and its input, each with a blank line behind it."""
+    """An instruction and its input, each followed by a blank line. Raises BadInput if they are not text."""
     parts = [data["instruction"], data.get("input", "")]
     if not all(isinstance(part, str) for part in parts):
         raise BadInput(f"{origin}: `instruction` and `input` should be text")
@@ -123,7 +124,7 @@ def _messages(turns: Any, data: Mapping[str, Any], origin: str) -> dict[str, Any
     try:
         tools = loads(tools) if isinstance(tools, str) and tools.strip() else tools
     except ValueError as error:
-        raise BadInput(f"{origin}: `tools` is text, but no JSON: {error}") from error
+        raise BadInput(f"{origin}: `tools` is text, but not JSON: {error}") from error
     return {"messages": messages, **({"tools": tools} if tools else {})}
 
 

@@ -1,4 +1,4 @@
-"""Where rows come from: local JSON Lines, JSON, Parquet and Arrow files, or data sets on the Hugging Face hub."""
+"""Sources of rows: local JSON Lines, JSON, Parquet and Arrow files, and data sets on the Hugging Face hub."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,39 +15,40 @@ from .config import check_at_least_one, check_choice
 from .formats import LOCAL_FORMATS, is_known, one_line, read_file
 from .mixture import UNTIL, interleave
 
-Spec = str | Mapping[str, Any]  # a source as a config has it
+Spec = str | Mapping[str, Any]  # a source in a config
 BESIDE_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # metadata files of datasets' save_to_disk
 HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*/[\w.-]+)(@(?P<config>[^:]+))?(:(?P<split>.+))?")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row as its source gave it."""
+    """A row of a source."""
 
     data: dict[str, Any]
-    origin: str  # where it stood ("train.jsonl:17"), for error messages
-    source: str = ""  # the name of its source
-    epoch: int = 0  # how often the source had been read through before
+    origin: str  # where it was read, such as `train.jsonl:17`, for error messages
+    source: str = ""  # `Source.called`
+    epoch: int = 0  # how many times the source was read completely before
 
 
 @dataclass(kw_only=True, frozen=True)
 class Source:
-    """One source of rows, as a mapping in a config; a plain text there is its `source` alone.
+    """A source of rows: a mapping in a config, or a plain text, which is its `source`.
 
-    source: a file, a folder (its data files, by name, subfolders too), a pattern with `*`, or, where there is no such
-    path and it reads like one, a hub name: `owner/name`, `owner/name:split`, `owner/name@config:split`. Formats:
-    .jsonl, .jsonl.gz, .json (a list of objects, read whole), .parquet, .arrow (stream or file).
+    source: a file, a folder (all data files in it and its subfolders, sorted by name), a pattern with `*`, or, if there
+    is no such path, a hub name: `owner/name`, `owner/name:split`, `owner/name@config:split`. Formats: .jsonl,
+    .jsonl.gz, .json (a list of objects, read as a whole), .parquet, .arrow (stream or file).
     """
 
     source: LocalPath
-    name: str | None = None  # in counts and rows; None: `source`
-    weight: float | None = None  # its share of a mixture; None: as many rows as it has, or 1 where others have a weight
-    num_rows: int | None = None  # only its first rows
-    epochs: int = 1  # how often it is read; rows repeat only when this is above 1
+    name: str | None = None  # name in counts and in prepared rows; None: `source`
+    # relative share in a mixture; None: 1 if another source has a weight; if none has one, sources are not mixed
+    weight: float | None = None
+    num_rows: int | None = None  # only its first rows; None: all
+    epochs: int = 1  # how many times it is read
     columns: dict[str, str] = field(default_factory=dict)  # keys to rename, e.g. {question: prompt, answer: response}
     config: str | None = None  # of a hub data set
     split: str | None = None  # of a hub data set; None: `train`
-    streaming: bool = False  # a hub data set is read row by row over the network, not downloaded first
+    streaming: bool = False  # read a hub data set row by row over the network, instead of downloading it first
 
     def __post_init__(self) -> None:
         if not self.source:
@@ -57,14 +58,14 @@ class Source:
         check_at_least_one(num_rows=self.num_rows, epochs=self.epochs)
         for ours in self.columns.values():
             if list(self.columns.values()).count(ours) > 1:
-                raise BadInput(f"columns: two keys are to become {ours!r}")
+                raise BadInput(f"columns: two keys are renamed to {ours!r}")
 
     @property
     def called(self) -> str:
         return self.name or self.source
 
     def files(self) -> list[Path]:
-        """The local files that are read, in order; none for a hub data set. BadInput: there is no such file."""
+        """The local files to read, in order; none for a hub data set. Raises BadInput if there is no such file."""
         path = Path(self.source)
         if path.is_dir():
             files = sorted(file for file in path.rglob("*") if _is_data(file.relative_to(path)) and file.is_file())
@@ -82,17 +83,17 @@ class Source:
         return files
 
     def rows(self, *, epoch: int = 0) -> Iterator[Row]:
-        """Its rows, one in memory at a time. BadInput as `iter_rows`."""
+        """Yield its rows, one in memory at a time. Raises BadInput as `iter_rows`."""
         for data, origin in islice(self._located_rows(), self.num_rows):
             for theirs in self.columns:
                 if theirs not in data:
-                    raise BadInput(f"{origin}: columns: no key {theirs!r}; there are {', '.join(data)}")
+                    raise BadInput(f"{origin}: columns: no key {theirs!r}; its keys are {', '.join(data)}")
             kept = {key: value for key, value in data.items() if key not in self.columns}
-            data = kept | {ours: data[theirs] for theirs, ours in self.columns.items()}  # at once: two may swap
+            data = kept | {ours: data[theirs] for theirs, ours in self.columns.items()}  # two keys may be swapped
             yield Row(data, origin, self.called, epoch)
 
     def all_rows(self) -> Iterator[Row]:
-        """Its rows of every epoch."""
+        """Yield its rows of all epochs."""
         for epoch in range(self.epochs):
             yield from self.rows(epoch=epoch)
 
@@ -104,7 +105,7 @@ class Source:
         return (located for file in files for located in read_file(file)) if files else self._hub_rows()
 
     def _is_hub(self) -> bool:
-        """Whether it reads as a hub name; a version such as `-2.5` in it is no file suffix."""
+        """Whether the source has the form of a hub name; a version such as `-2.5` is not taken for a file suffix."""
         match = HUB_NAME.fullmatch(self.source)
         return match is not None and re.search(r"\.[A-Za-z]\w*$", match["name"]) is None
 
@@ -125,8 +126,8 @@ class Source:
             for data in datasets.load_dataset(match["name"], config, split=split, streaming=self.streaming):
                 yield dict(data), f"{self.source}[{index}]"
                 index += 1
-        except Exception as error:  # the hub, the network and the data set's own format each raise their own kind
-            problem = f"the hub data set stops at row {index}" if index else "the hub data set does not load"
+        except Exception as error:  # the hub, the network and data formats raise exceptions of many kinds
+            problem = f"the hub data set fails at row {index}" if index else "the hub data set cannot be loaded"
             raise BadInput(f"{self.source}: no such file, and {problem}: {one_line(error)}") from error
         if index == 0:
             raise BadInput(f"{self.source}: no row in split {split}")
@@ -136,7 +137,7 @@ SomeSource = TypeVar("SomeSource", bound=Source)
 
 
 def read_sources(spec: Spec | Sequence[Spec], cls: type[SomeSource] = Source) -> list[SomeSource]:
-    """One source or several, as a config has them. BadInput: none at all, an unknown key (named from `sources`)."""
+    """The sources of a config, which has one or a list. Raises BadInput if there is none, or a key is unknown."""
     specs = [spec] if isinstance(spec, (str, Mapping)) else spec
     if not specs:
         raise BadInput("no data source is given")
@@ -154,13 +155,17 @@ def iter_rows(
     seed: int = 0,
     until: str = "first",
 ) -> Iterator[Row]:
-    """The rows of one source or of several, one in memory at a time; only the first `num_rows` when that is set.
+    """The rows of one or several sources, one in memory at a time.
 
-    `spec`: a `cls` as a config has it, or a list of such. Without weights, sources follow each other; where a source
-    has one, they are interleaved by `seed` in the proportions of their weights, to the end of the first or of `all`.
+    Without weights, sources are read one after another. If a source has a weight, they are mixed by `interleave`.
 
-    BadInput: no such file, another format, a line or item that is no object (with its place), a hub data set that
-    cannot be loaded, no source at all. Raised when the reader gets there, and for the files' names at once.
+    Args:
+        spec: one source or a list of sources, as in a config.
+        cls: class of the sources.
+        num_rows: only the first rows; None: all.
+        seed, until: of the mixture, as in `interleave`.
+    Raises: BadInput at once if there is no source or no such file, and while reading if the format is unknown, a row is
+        not an object (naming its origin), or a hub data set cannot be loaded.
     """
     sources = read_sources(spec, cls)
     check_choice("until", until, UNTIL)
@@ -175,6 +180,6 @@ def iter_rows(
 
 
 def _is_data(path: Path) -> bool:
-    """Whether a file of a folder holds rows; what is hidden, or lies beside data by other tools, does not."""
+    """Whether a file in a folder has rows: not hidden files, nor metadata and caches of the `datasets` library."""
     beside = path.name in BESIDE_DATA or path.name.startswith("cache-") or any(part[0] in "._" for part in path.parts)
     return not beside and is_known(path)

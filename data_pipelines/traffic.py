@@ -1,8 +1,8 @@
-"""Served traffic as training rows: logs of requests with their responses, of several servers, and chats.
+"""Reads served traffic as training rows: logs of requests with their responses, of several servers, and chats.
 
-Read are, in a line of JSON each (docs/refit.md has examples):
+Each line of a log is a JSON object of one of these forms (docs/refit.md has examples):
   request and response   OpenAI's chat completions and completions, under `request` and `response` (`body`, `input`,
-                         `output` ...) or side by side; a stream as its chunks, as server-sent events, or joined text
+                         `output` ...) or side by side; streams as chunks, server-sent events, or joined text
   prompt and answer      as vLLM (`prompt`, `outputs`) and llama-server (`prompt`, `content`) write them
   chats                  `messages` or `conversations` whose last turn is the assistant's
 """
@@ -24,26 +24,22 @@ RESPONSE_KEYS = ("response", "response_body", "output", "completion", "answer")
 TEXT_KEYS = ("content", "text", "generated_text", "response", "completion", "output")
 TIME_KEYS = ("timestamp", "created", "created_at", "time", "ts")
 DOMAIN_KEYS = ("category", "domain")  # as in prompt files
-CUT = ("length", "limit", "max_tokens")  # finish reasons of an answer that was cut
+CUT = ("length", "limit", "max_tokens")  # finish reasons of answers that were cut
 YEAR = 365 * 86_400.0  # seconds
-MOST_YEARS = 1000  # since 1970; larger times are in smaller units
-LATEST_NUMBER = 1e9 * MOST_YEARS * YEAR  # in nanoseconds; no time is larger
+MOST_YEARS = 1000  # since 1970; larger numbers of seconds are taken for a smaller unit
+LATEST_NUMBER = 1e9 * MOST_YEARS * YEAR  # that time in nanoseconds; larger numbers are not times
 
 
 @dataclass(frozen=True)
 class Served:
-    """An answered conversation.
+    """An answered conversation of served traffic."""
 
-    row: as training reads it. question: of the turns up to the first answer; equal ones are of one conversation, or ask
-    the same. time: seconds since 1970. temperature: as it was asked for; None: not known.
-    """
-
-    row: dict[str, Any]
-    origin: str
-    question: str
+    row: dict[str, Any]  # for training
+    origin: str  # file and line
+    question: str  # digest of the turns before the first answer; equal for rows of one conversation
     domain: str | None = None
-    time: float | None = None
-    temperature: float | None = None
+    time: float | None = None  # seconds since 1970
+    temperature: float | None = None  # of the request; None: not known
 
     @property
     def week(self) -> str | None:
@@ -56,16 +52,15 @@ class Served:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Contents of a file. unread: rows that could not be read, by reason, with an example. repeated: rows equal to
-    another row or to its beginning."""
+    """The contents of a file."""
 
     rows: list[Served]
-    unread: dict[str, int]
-    repeated: int
+    unread: dict[str, int]  # number of rows that could not be read, by reason, most frequent first
+    repeated: int  # rows left out because they equal another row or the beginning of one
 
 
 def read_traffic(path: str) -> Traffic:
-    """Raises BadInput if no row of the file can be read."""
+    """Read a file of served traffic. Raises BadInput if none of its rows can be read."""
     found: list[tuple[Served, Conversation]] = []
     unread: dict[str, int] = {}
 
@@ -86,7 +81,7 @@ def read_traffic(path: str) -> Traffic:
 
 
 def longest_only(found: list[tuple[Served, Conversation]]) -> list[Served]:
-    """Each conversation once: logs have a row per turn, so rows that are the beginning of another are left out."""
+    """Each conversation once: logs have a row per turn, so rows that are the beginning of another row are left out."""
     begun, kept = set[bytes](), dict[bytes, Served]()
     for _, conversation in found:
         ends = [i for i, (role, _) in enumerate(conversation.turns) if role == "assistant"]
@@ -99,7 +94,7 @@ def longest_only(found: list[tuple[Served, Conversation]]) -> list[Served]:
 
 
 def served(data: Mapping[str, Any], origin: str) -> tuple[Served, Conversation]:
-    """Raises BadInput, which opens with the origin, on a row of another shape, and on one without an answer."""
+    """Convert a row. Raises BadInput, naming the origin, if it has an unknown shape or no answer."""
     data = {key: value for key, value in data.items() if value is not None}
     request, response = part(data, REQUEST_KEYS), part(data, RESPONSE_KEYS)
     request = request if isinstance(request, dict) else data
@@ -122,27 +117,28 @@ def served(data: Mapping[str, Any], origin: str) -> tuple[Served, Conversation]:
 
 
 def part(data: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
-    """What is under the first of these keys, read where it is JSON in a text; None if there is none."""
+    """The request or the response: the value of the first of these keys, parsed if it is JSON text; None if there is
+    none."""
     value = next((data[key] for key in keys if key in data), None)
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
             read = loads(value)
         except ValueError:
-            return value  # a text that only looks like it
+            return value  # a text that only looks like JSON
         return read if keys is REQUEST_KEYS or is_response(read) else value
     return value if isinstance(value, dict | list) or keys is RESPONSE_KEYS else None
 
 
 def is_response(value: Any) -> bool:
-    """Whether it is a server's, and no answer that is JSON itself."""
+    """Whether a JSON value is a server's response; otherwise it is an answer that happens to be JSON."""
     chunks = value if isinstance(value, list) else [value]
     return bool(chunks) and all(isinstance(each, dict) and ({"choices", "body"} & each.keys()) for each in chunks)
 
 
 def answer_of(response: Any, origin: str) -> tuple[Message | None, str | None]:
-    """The assistant's message and why it ended; None where `response` is a chat that holds the answer itself.
+    """The assistant's message and its finish reason; the message is None if `response` is a chat that includes it.
 
-    Raises BadInput if there is none.
+    Raises: BadInput if there is no answer.
     """
     if isinstance(response, str) and response.lstrip().startswith("data:"):
         events = [line.strip()[5:].strip() for line in response.splitlines() if line.strip().startswith("data:")]
@@ -173,13 +169,13 @@ def answer_of(response: Any, origin: str) -> tuple[Message | None, str | None]:
 
 
 def joined(chunks: list[dict[str, Any]], origin: str) -> tuple[Message, str | None]:
-    """A stream's first choice as one message."""
+    """The chunks of a stream joined to one message (of the first choice), and its finish reason."""
     texts, traces, reason = [], [], None
     for chunk in chunks:
         choice = next((each for each in chunk.get("choices") or [] if each.get("index", 0) == 0), {})
         delta = choice.get("delta") or choice
         if delta.get("tool_calls"):
-            raise BadInput(f"{origin}: a stream with tool calls, which are not put together here")
+            raise BadInput(f"{origin}: a stream with tool calls, which is not supported")
         texts.append(delta.get("content") or choice.get("text") or "")
         traces.append(delta.get("reasoning_content") or delta.get("reasoning") or "")
         reason = choice.get("finish_reason") or reason
@@ -188,7 +184,7 @@ def joined(chunks: list[dict[str, Any]], origin: str) -> tuple[Message, str | No
 
 
 def row_of(request: Mapping[str, Any], answer: Message | None, origin: str) -> dict[str, Any]:
-    """A request and its answer as a row of training. Raises BadInput if there is no request."""
+    """A training row from a request and its answer. Raises BadInput if there is no prompt or no answer."""
     tools = {"tools": request["tools"]} if request.get("tools") else {}
     turns = request.get("messages", request.get("conversations"))
     if turns is not None:
@@ -209,7 +205,7 @@ def row_of(request: Mapping[str, Any], answer: Message | None, origin: str) -> d
 
 
 def first_of(places: list[Any], keys: tuple[str, ...], kinds: tuple[type, ...]) -> Any:
-    """The first value under one of `keys` with one of the types `kinds`; `metadata` is searched too."""
+    """The first value of one of `keys` that has one of the types `kinds`; also searched in `metadata`."""
     places = [place for place in places if isinstance(place, dict)]
     places += [place["metadata"] for place in places if isinstance(place.get("metadata"), dict)]
     values = (place[key] for place in places for key in keys if key in place)
@@ -217,7 +213,7 @@ def first_of(places: list[Any], keys: tuple[str, ...], kinds: tuple[type, ...]) 
 
 
 def time_of(places: list[Any]) -> float | None:
-    """Seconds since 1970, of a number of seconds, milliseconds or microseconds, or of ISO 8601."""
+    """The time in seconds since 1970, from a number (of seconds, milli-, micro- or nanoseconds) or from ISO 8601."""
     value = first_of(places, TIME_KEYS, (int, float, str))
     if isinstance(value, str):
         try:
@@ -234,6 +230,6 @@ def time_of(places: list[Any]) -> float | None:
 
 
 def written(rows: Iterable[Served]) -> str:
-    """Rows as the text of a JSON Lines file of training rows or prompts."""
+    """The text of a JSON Lines file with these rows, for training or as prompts."""
     lines = ({**each.row, **({"category": each.domain} if each.domain else {})} for each in rows)
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

@@ -92,7 +92,7 @@ def test_reasoning_and_tool_calls_are_part_of_an_answer() -> None:
         ({"messages": [{"role": "narrator", "content": "x"}]}, "turn 0 has the role 'narrator'"),
         ({"text": 3}, "`text` should be text, got int"),
         ({"prompt": 3}, "`prompt` should be text, got int"),
-        ({"tools": "[{", **CHAT}, "`tools` is text, but no JSON: "),
+        ({"tools": "[{", **CHAT}, "`tools` is text, but not JSON: "),
     ],
 )
 def test_a_malformed_row_is_named(data: dict[str, Any], problem: str) -> None:

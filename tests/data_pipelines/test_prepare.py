@@ -273,7 +273,7 @@ def test_a_folder_of_something_else_is_refused_and_an_empty_one_taken() -> None:
     [
         ({"sources": []}, "no data source is given"),
         ({"sources": ["gone.jsonl"]}, "gone.jsonl: no such file"),
-        ({"sources": ["chats.jsonl", "chats.jsonl"]}, "sources: two are called chats.jsonl; give each a `name`"),
+        ({"sources": ["chats.jsonl", "chats.jsonl"]}, "sources: two are named chats.jsonl; give each its own `name`"),
         ({"once": "often"}, "once 'often': expected conversation or prompt or none"),
         ({"validation_share": 1.0}, "validation_share 1.0: expected 0 or more, below 1"),
         ({"num_workers": 0}, "num_workers 0: expected at least 1"),

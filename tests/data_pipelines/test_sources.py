@@ -147,9 +147,9 @@ def test_a_mapping_limits_repeats_names_and_renames(folder: Path) -> None:
     spec["columns"] = {"question": "answer", "answer": "question"}
     assert next(iter_rows(spec)).data == {"answer": "1?", "question": "1"}, "two columns may change places"
     spec["columns"] = {"question": "prompt", "answer": "prompt"}
-    assert message(spec).endswith("columns: two keys are to become 'prompt'")
+    assert message(spec).endswith("columns: two keys are renamed to 'prompt'")
     spec["columns"] = {"query": "prompt"}
-    assert message(spec) == "a.jsonl:1: columns: no key 'query'; there are question, answer"
+    assert message(spec) == "a.jsonl:1: columns: no key 'query'; its keys are question, answer"
 
 
 @pytest.mark.parametrize(
@@ -196,10 +196,10 @@ def test_a_hub_data_set_that_fails_is_one_line(hub_is: Callable) -> None:
         raise ConnectionError("gone")
 
     hub_is(fail)
-    expected = "owner/chats:test: no such file, and the hub data set does not load: first line second line"
+    expected = "owner/chats:test: no such file, and the hub data set cannot be loaded: first line second line"
     assert message("owner/chats:test") == expected
     hub_is(fail_later)
-    assert message("owner/chats") == "owner/chats: no such file, and the hub data set stops at row 1: gone"
+    assert message("owner/chats") == "owner/chats: no such file, and the hub data set fails at row 1: gone"
 
 
 def test_missing_datasets_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
