@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ...configs.errors import BadInput, first_line
 from ...configs.jsonl import loads
@@ -83,6 +84,8 @@ def rotary_of(config: TypedKeys) -> dict[str, Any]:
     """The rotary parameters of an old or new config, in transformers' current form."""
     scaling = config.inner("rope_parameters" if config.values.get("rope_parameters") else "rope_scaling")
     kind = scaling.read("rope_type", str) or scaling.read("type", str) or "default"
+    if kind not in ("default", *ROPE_INIT_FUNCTIONS):
+        raise BadInput(f"{scaling.where}rope_type {kind!r}: transformers has no such rotation")
     others = scaling.values.keys() - {"type", "rope_type", "rope_theta"}
     rest = {key: scaling.read(key, ROTARY_KIND) for key in scaling.values if key in others}
     theta = scaling.read("rope_theta", float) or config.read("rope_theta", float) or 10000.0

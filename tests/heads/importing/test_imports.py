@@ -379,7 +379,7 @@ def test_damaged_configs_are_refused(published, target, tmp_path):
     config = json.loads(path.read_text())
     config["headstart_export"]["head"]["num_depths"] = "five"
     path.write_text(json.dumps(config))
-    with pytest.raises(BadInput, match="headstart_export.head: "):
+    with pytest.raises(BadInput, match="headstart_export.head.num_depths: expected a whole number, found 'five'"):
         import_head(tmp_path / "out", target)
 
 
