@@ -13,6 +13,7 @@ from .sampling_check import SamplingCheck
 
 T = TypeVar("T")
 ENGINE = "headstart"  # the `engine` of results of our own decoding
+LLAMA_CPP = "llama.cpp"  # of llama-server's decoding without drafts, compared with ours
 SERVER = "llama-server"  # of results of a head in llama-server, compared with llama-server without it
 
 

@@ -5,8 +5,7 @@ from typing import Any, TypeVar
 
 from ..measurement.metrics import LEAST_TIMED
 from ..measurement.repetition import WithoutLoops
-from ..measurement.result import ENGINE, DomainPart, Result, StepMedians
-from ..measurement.servers.beside import ENGINE as LLAMA_CPP
+from ..measurement.result import ENGINE, LLAMA_CPP, DomainPart, Result, StepMedians
 from ..verify import ACCEPT_RULES
 
 Interval = tuple[float, float]

@@ -206,7 +206,7 @@ def test_the_cost_of_a_token_is_of_the_setting_and_the_sampling_that_are_evaluat
     )
     setting, sampling = DraftSetting("sampled-chain", 3, sampled_chain(3)), Sampling(temperature=0.7)
     verify_cost(target, block(target), setting, [1, 5, 9, 11], context=4, sampling=sampling)
-    assert [(one, how["sampling"]) for one, how in engines] == [(None, sampling), (setting, sampling)]
+    assert {(one, how["sampling"]) for one, how in engines} == {(None, sampling), (setting, sampling)}
 
 
 @pytest.mark.parametrize("accept", ["exact", "typical"])

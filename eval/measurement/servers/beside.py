@@ -7,13 +7,11 @@ from ....heads.drafter import Drafter
 from ....heads.target import Target
 from ...suites.prompts import Suite
 from ..config import MeasureConfig
-from ..result import Result
+from ..result import LLAMA_CPP, Result
 from ..resume import BatchStore, kept_in
 from ..transformers_baseline import Decode, beside, comparable
 from .llama_server import LlamaServer, ServerFiles
 from .served import HEADROOM
-
-ENGINE = "llama.cpp"  # the `engine` of these results
 
 
 def compare_llama_server(
@@ -36,7 +34,7 @@ def compare_llama_server(
     command = files.command(max_length=max(map(len, suite.prompts)) + config.max_new_tokens + HEADROOM)
     kept = kept_in(store, target, drafter, suite, config, name=name, engine=" ".join(command))
     theirs = plain_decoding(target, command, config)
-    return beside(theirs, target, drafter, suite, config, engine=ENGINE, name=name, on_prompt=on_prompt, kept=kept)
+    return beside(theirs, target, drafter, suite, config, engine=LLAMA_CPP, name=name, on_prompt=on_prompt, kept=kept)
 
 
 @contextmanager
