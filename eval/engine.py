@@ -278,7 +278,7 @@ class Engine:
         """The tokens read [B, S + 1]; for a tree the mask [B, S + 1, S] of the nodes that they see; the states."""
         tokens, mask = torch.cat([last, nodes], 1), None
         positions = start[:, None] + self.offsets[: tokens.shape[1]]
-        if parents is not None:
+        if parents is not None and nodes.shape[1] > 0:
             mask = ancestors(parents, self.depth)  # [B, S, S]
             mask = torch.cat([torch.zeros_like(mask[:, :1]), mask], 1)  # [B, S + 1, S]: the root attends to no node
             positions = start[:, None] + mask.sum(-1)

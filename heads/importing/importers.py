@@ -89,7 +89,7 @@ def read_imported(folder: Path, target: Target, *, is_its_target: bool = True) -
 
 
 @contextmanager
-def naming(folder: Path) -> Iterator[None]:
+def naming(folder: str | Path) -> Iterator[None]:
     """Prefix errors raised within with the head's folder."""
     try:
         yield

@@ -209,6 +209,12 @@ def test_the_cost_of_a_token_is_of_the_setting_and_the_sampling_that_are_evaluat
     assert {(one, how["sampling"]) for one, how in engines} == {(None, sampling), (setting, sampling)}
 
 
+@pytest.mark.parametrize("tree", [None, sampled_chain(3)], ids=["best guesses", "draws"])
+def test_drafts_of_which_none_pays_are_not_verified(target, tree):
+    text = generate(target, block(target), PROMPTS, tree=tree, verify_cost=1e6, temperature=1.0, max_new_tokens=4)
+    assert set(offered_of(text)) == {0} and all(len(row) == 4 for row in text.token_ids)
+
+
 @pytest.mark.parametrize("accept", ["exact", "typical"])
 @pytest.mark.parametrize("tree", [None, sampled_chain(4)], ids=["best guesses", "draws"])
 def test_the_output_layer_is_read_once_per_verification(target, tree, accept, monkeypatch):

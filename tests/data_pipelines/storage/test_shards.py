@@ -125,7 +125,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     ShardWriter(tmp_path / "a", fields={"storage_dtype": "8bit", "layers": [1]})
     with pytest.raises(BadInput, match=r"a: holds unfinished shards with another layers: \[1\], not \[1, 2\]"):
         ShardWriter(tmp_path / "a", fields={"storage_dtype": "8bit", "layers": [1, 2]})
-    with pytest.raises(BadInput, match="a: unfinished; the command that wrote it goes on"):
+    with pytest.raises(BadInput, match="a: unfinished; run the command that wrote it again to complete it"):
         Shards(tmp_path / "a")
     write(tmp_path / "b", make_rows())
     with pytest.raises(BadInput, match="b: holds finished shards"):

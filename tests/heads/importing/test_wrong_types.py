@@ -1,6 +1,7 @@
 """A value of another type in a published head's config.json is one line that names the file and the key."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,16 +22,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "block": {"markov_rank": 4, "confidence": True},
 }
 LAYOUTS = [("eagle", "vllm"), ("eagle3", "vllm"), ("eagle3", "speculators"), ("medusa", "vllm"), ("medusa", "hf")]
-LAYOUTS += [("block", "vllm"), ("block", "speculators"), ("mtp", "vllm"), ("draft_lm", "vllm")]
+LAYOUTS += [("block", "vllm"), ("block", "speculators"), ("mtp", "vllm")]  # a draft model's config is transformers' own
 
 
 @pytest.fixture
-def exported(tiny_model, tmp_path):
+def exported(tiny_model, saved_target, tmp_path):
     """exported(family, to): a target, and a folder of that layout as if others had made it, with its config."""
 
     def make(family, to):
         tiny_model("qwen2" if family == "mtp" else "llama").save_pretrained(tmp_path / "target")
-        (tmp_path / "target" / "tokenizer.json").write_text("{}")
+        for file in saved_target.glob("tokenizer*.json"):
+            shutil.copy(file, tmp_path / "target")
         target = Target.load(tmp_path / "target")
         config = head_class(family).config_class(**OPTIONS.get(family, {}))
         ids = torch.arange(3, 51, 2) if config.draft_vocab_size else None
