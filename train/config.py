@@ -53,6 +53,7 @@ class TrainConfig:
     checkpoint_every: NonNegativeInt = 0  # 0: only when interrupted
     keep_checkpoints: PositiveInt = 2
     stop_at_step: PositiveInt | None = None  # stop there as if interrupted; the same command without it resumes
+    stop_after: Amount = 0.0  # seconds after which to validate and stop as if interrupted, loading included; 0: never
     start_from: LocalPath | None = None  # a head of the same family and shapes: a folder or a hub id; None: a new head
     lora_rank: NonNegativeInt = 0  # above 0: train only adapters on that head's linear layers, merged on saving
     lora_alpha: Rate = 32.0  # adapters are scaled by lora_alpha / lora_rank
@@ -126,8 +127,9 @@ WITHOUT_EFFECT = {  # keys that do not change the losses; target and rows are co
     "target": {"path", "device_map", "revision", "trust_remote_code"},
     "head": set[str](),
     "data": {"train", "features", "validation", "num_workers"},
-    "train": {"output_dir", "stop_at_step", "device", "log_every", "validate_every", "decode_prompts", "decode_tokens"}
-    | {"patience", "checkpoint_every", "keep_checkpoints", "wandb_project", "tensorboard", "watchdog_minutes"},
+    "train": {"output_dir", "stop_at_step", "stop_after", "device", "log_every", "validate_every", "decode_prompts"}
+    | {"decode_tokens", "patience", "checkpoint_every", "keep_checkpoints", "wandb_project", "tensorboard"}
+    | {"watchdog_minutes"},
 }
 
 

@@ -33,13 +33,23 @@ class Loop:
     """Optimizer steps, and what is saved after them, over whatever Accelerate runs on."""
 
     def __init__(
-        self, config: TrainConfig, backend: Backend, target: Target, *, stopping: Stopping, watchdog: Watchdog
+        self,
+        config: TrainConfig,
+        backend: Backend,
+        target: Target,
+        *,
+        stopping: Stopping,
+        watchdog: Watchdog,
+        deadline: float = math.inf,
     ):
+        """Args: deadline: time.monotonic() at which the run's time is over, see `TrainConfig.stop_after`."""
         self.config, self.backend, self.target = config, backend, target
         self.stopping, self.watchdog, self.trend = stopping, watchdog, Trend()
         self.accelerator, self.head, self.optimizer = backend.accelerator, backend.head, backend.optimizer
         self.speed = Speed(self.accelerator.device, torch.bfloat16 if config.precision == "bf16" else torch.float32)
-        self.should_stop = False  # some rank received a signal; all of them know it after the same step
+        self.deadline = deadline
+        # some rank received a signal, or its time is over; all of them know it after the same step
+        self.should_stop = self.is_late = False
 
     def step(self, step: int, batches: Iterator[TrainingBatch]) -> dict[str, Any]:
         """One optimizer step over the next `accumulation` batches; returns its row of metrics.jsonl.
@@ -100,9 +110,10 @@ class Loop:
         at(f"step {step + 1}: the update")
         grad_norm = self.backend.update()
         at(f"step {step + 1}: the figures of all ranks")
-        has_signal = loss.new_full((1,), float(self.stopping.received is not None))
-        totals = self.backend.total(torch.cat([has_signal, loss[None], sums, hits]))
-        self.should_stop, loss, sums, hits = bool(totals[0] > 0), totals[1], *totals[2:].chunk(2)
+        stops = loss.new_tensor([self.stopping.received is not None, time.monotonic() > self.deadline])
+        totals = self.backend.total(torch.cat([stops, loss[None], sums, hits]))
+        self.should_stop, self.is_late = (totals[:2] > 0).tolist()
+        loss, sums, hits = totals[2], *totals[3:].chunk(2)
         return {
             "loss": loss.item(),
             "depth_loss": mean_of(sums, denominators).tolist(),  # mean over the chains supervised at each depth

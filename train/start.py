@@ -19,6 +19,7 @@ from ..configs.owned import OwnedFolder
 from ..heads.adapters import add_adapters
 from ..heads.base import DraftBatch, DraftHead
 from ..heads.fit import check_fit
+from ..heads.nn.cpu_kernels import pack_linears
 from ..heads.nn.fusing import fuse
 from ..heads.registry import build_head, head_record, start_head
 from ..heads.target import Target
@@ -92,6 +93,7 @@ def find_inputs(run: RunConfig, folder: Path, console: Console, holding: ExitSta
     if begun:
         check_same_inputs(folder, target, data)
     target.to(accelerator.device)
+    pack_linears(target.base)
     head = first_head(run, target, draft_token_ids(run, data, target, console), console)
     check_stored_states(data, head, target)
     if checkpoint is None and run.train.start_from is None:

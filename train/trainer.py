@@ -1,5 +1,7 @@
 """A training run, from its inputs to the trained head."""
 
+import math
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -40,6 +42,7 @@ def train(run: RunConfig, *, console: Console | None = None) -> Path:
 
 def train_in(folder: Path, run: RunConfig, console: Console, holding: ExitStack) -> Path:
     """`train`, with the folder held until `holding` ends."""
+    deadline = time.monotonic() + (run.train.stop_after or math.inf)
     start = find_inputs(run, folder, console, holding)
     run, best, max_steps = start.run, start.best, run.train.max_steps
     if (folder / "final").is_dir():
@@ -60,10 +63,11 @@ def train_in(folder: Path, run: RunConfig, console: Console, holding: ExitStack)
     watchdog = Watchdog(minutes=config.watchdog_minutes, rank=rank, num_ranks=num_ranks)
     with watchdog, Stopping() as stopping, tracker:
         tracker.start(run)
-        loop = Loop(run.train, backend, start.target, stopping=stopping, watchdog=watchdog)
+        loop = Loop(run.train, backend, start.target, stopping=stopping, watchdog=watchdog, deadline=deadline)
         outcome = take_steps(start, loop, plan, tracker, folder, say)
     if not outcome.is_over:
-        why = f"{stopping.received.name}: " if stopping.received else ""
+        late = "train.stop_after: " if loop.is_late else ""
+        why = f"{stopping.received.name}: " if stopping.received else late
         say(f"{why}stopped at step {outcome.num_steps} of {max_steps}; the same command goes on from there")
         if loop.should_stop:
             raise SystemExit(stopping.exit_code)
@@ -98,11 +102,11 @@ def take_steps(
         count, loss = step + 1, row["loss"]
         if loop.trend.take(count, loss):
             say(f"step {count}: the loss diverges ({loop.trend}): {ADVICE}")
-        is_last = count == last_step or loop.should_stop
+        is_last = count == last_step or loop.should_stop or loop.is_late
         if count % config.log_every == 0 or is_last:
             epoch = round(plan.epoch(count * config.accumulation), 4)
             tracker.log({**row, "epoch": epoch}, figures=f"loss {loss:.4f}")
-        if validation and (is_due(count, config.validate_every) or count == config.max_steps):
+        if validation and (is_due(count, config.validate_every) or count == config.max_steps or loop.is_late):
             loop.check_finite(count)
             result = validation.measure()
             tracker.log({"step": count, "validation": result.to_json()})

@@ -135,20 +135,26 @@ def best(logits: Tensor) -> Tensor:
 
 def usable_kernels(x: Tensor) -> ctypes.CDLL | None:
     """The kernels if they support x (bf16 on a CPU) and neither gradients nor compilation are active; else None."""
-    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
+    return None if torch.is_grad_enabled() else kernels_for(x)
+
+
+def kernels_for(x: Tensor) -> ctypes.CDLL | None:
+    """`usable_kernels` for an operation whose weights need no gradients, so that only x may need them."""
+    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or x.requires_grad or torch.compiler.is_compiling():
         return None
     return kernels()
 
 
 def pack_linears(module: nn.Module, *, without: Iterable[nn.Module] = ()) -> None:
-    """Make a module's bf16 linear layers on a CPU use these kernels when no gradients are needed; others are unchanged.
+    """Make a module's bf16 linear layers on a CPU use these kernels where no gradients are needed.
 
-    The kernels read a copy of the weights, so these must not change afterwards.
+    The kernels read a copy of the weights, so these must not change afterwards. Other layers are unchanged.
+
     Args: without: submodules to leave unchanged.
     """
     others = {inner for part in without for inner in part.modules()}
     inside = (each for each in module.modules() if type(each) is nn.Linear and each not in others)
-    linears = [linear for linear in inside if is_multiplied(linear.weight)]
+    linears = [each for each in inside if is_multiplied(each.weight) and "forward" not in vars(each)]
     if linears and kernels() is not None:
         for linear in linears:
             linear.forward = _packed_forward(linear)  # pyright: ignore[reportAttributeAccessIssue]
@@ -163,7 +169,7 @@ def _packed_forward(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
     weight, plain, num = blocked(linear.weight), linear.forward, linear.out_features
 
     def forward(x: Tensor) -> Tensor:
-        if usable_kernels(x) is None:
+        if (usable_kernels if linear.weight.requires_grad else kernels_for)(x) is None:
             return plain(x)
         out = multiply(x, weight, num)
         return out if linear.bias is None else out + linear.bias

@@ -28,7 +28,6 @@ from .fitted import FARTHEST, SCALE, best_scale, fresh_size, rms
 from .layers import Attention, Rotary
 from .start import ridge, ridge_of
 
-NUM_FITTED = 16_384  # blocks to fit on, about
 SHRINKS = 4.0  # occurrences of a token at which its estimate is shrunk by half
 OUTPUT_GAIN = 3.0  # factor on the output norm and divisor of an own output layer, whose smaller rows learn faster
 LARGER = 16.0  # least size of the output projection's result relative to the layer's input
@@ -87,17 +86,10 @@ def fit_block(head: BlockDrafter, batches: Iterable[DraftBatch]) -> None:
 
 
 def chosen_blocks(head: BlockDrafter, batches: Iterable[DraftBatch]) -> list[DraftBatch]:
-    """The first batches, each with the blocks that a step would draw from it, until there are NUM_FITTED blocks."""
-    chosen, found = list[DraftBatch](), 0
+    """The batches, each with the blocks that a step would draw from it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        for batch in batches:
-            starts = head.training_starts(batch.loss_mask)
-            chosen.append(replace(batch, starts=starts))
-            found += int(starts.valid[..., 0].sum())
-            if found >= NUM_FITTED:
-                break
-    return chosen
+        return [replace(batch, starts=head.training_starts(batch.loss_mask)) for batch in batches]
 
 
 def taken(batch: DraftBatch, values: Tensor, offset: int) -> Tensor:

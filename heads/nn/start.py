@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from ..target import Target
 from .batch import DraftBatch
 
-NUM_FITTED = 16_384  # positions to fit on, about
+LEAST_FITTED = 8192  # supervised tokens to fit on, about,
+FITTED_PER_CHANNEL = 4  # or for wide targets as many as this times their hidden size
 FITTED_DEPTHS = 3  # depths that the fit of a recurrent head covers
 NUM_JUDGED = 256  # positions per depth on which the loss is measured
 FACTORS = [0.5 ** (i / 2) for i in range(34)]  # candidates for scaling logits
@@ -25,14 +26,19 @@ MARGIN = 0.25  # nats by which the loss of other rows may exceed the measured on
 STRENGTH = 1e-2  # of the ridge penalty, relative to the mean square of the inputs
 
 
-def first_rows(batches: Iterable[DraftBatch]) -> tuple[list[DraftBatch], DraftBatch]:
-    """Batches with about NUM_FITTED supervised tokens to fit on, and the next batch to measure the loss on.
+def num_fitted(hidden_size: int) -> int:
+    """About how many supervised tokens a fresh head of a target with D channels is fitted on."""
+    return max(LEAST_FITTED, FITTED_PER_CHANNEL * hidden_size)
+
+
+def first_rows(batches: Iterable[DraftBatch], num_tokens: int) -> tuple[list[DraftBatch], DraftBatch]:
+    """Batches with about that many supervised tokens to fit on, and the next batch to measure the loss on.
 
     A single batch serves as both."""
     rows, found = list[DraftBatch](), 0
     for batch in batches:
         rows.append(batch)
-        if found >= NUM_FITTED:
+        if found >= num_tokens:
             break
         found += int(batch.loss_mask.sum())
     return rows[:-1] or rows, rows[-1]

@@ -8,10 +8,10 @@ from .candidates import Candidate, by_gain_per_cost, find_candidates
 from .evaluation import ending_seconds
 from .halving import LEAST_STEPS, rung_seconds, starting_candidates, survivors
 from .journal import Chosen, Rung, Score
-from .learning import plan_rung
+from .learning import TIME_IS_UP, plan_rung
 from .session import Session
 
-LATE = 1.3  # a candidate's training in a rung is stopped after this multiple of its planned time
+LATE = 1.5  # a candidate's training in a rung is stopped without a score after this multiple of its time
 
 
 def ending_reserve(run: Session) -> float:
@@ -32,7 +32,7 @@ def ending_reserve(run: Session) -> float:
 def choose(run: Session) -> None:
     """Chooses one candidate by successive halving; writes `learning_until`, `rungs` and `chosen` into the journal.
 
-    Raises: BadInput if no candidate could be scored; SystemExit after a signal to stop.
+    Raises: BadInput if no candidate could be trained; SystemExit after a signal to stop.
     """
     journal, learner = run.journal, run.learner
     if journal.chosen is not None:
@@ -60,7 +60,8 @@ def choose(run: Session) -> None:
 def run_rung(run: Session, names: list[str], candidates: dict[str, Candidate]) -> list[str]:
     """Trains and scores the candidates `names`; a rung of the journal with these candidates is resumed.
 
-    Returns the names of the better half, best first. Raises BadInput if the first rung scores no candidate at all.
+    Returns the names of the better half, best first; if there was no time to score any, the most promising one.
+    Raises: BadInput if all fail in the first rung.
     """
     journal, learner = run.journal, run.learner
     assert journal.learning_until is not None
@@ -77,20 +78,23 @@ def run_rung(run: Session, names: list[str], candidates: dict[str, Candidate]) -
     for name in [name for name in names if name not in scored]:
         steps = current.plan[name]
         until = min(run.clock.used + LATE * seconds, journal.learning_until)
-        arguments = learner.rung_training(candidates[name], steps=steps, pace=learner.pace(name, earlier))
+        pace = learner.pace(name, earlier)
+        arguments = learner.rung_training(candidates[name], steps=steps, seconds=seconds, pace=pace)
         what = f"rung {len(earlier) + 1}, {len(names)} candidates: {name} is trained up to step {steps}"
         try:
             record = run.step(what, arguments, name=f"learn-{name}", seconds=seconds, until=until)
-            score = learner.score(name, run.folder / "candidates" / name, record, steps)
+            before = max((score.steps for rung in earlier for score in rung.scores if score.name == name), default=0)
+            score = learner.score(name, run.folder / "candidates" / name, record, steps_before=before)
         except BadInput as error:  # this candidate cannot be trained; the others may
             score = Score(name, 0, 0.0, 0.0, [], 0, 0.0, str(error))
         current.scores.append(score)
         run.say(f"  {score.problem or describe(score)}")
         run.write()
     speedups = {score.name: score.predicted_speedup for score in current.scores if not score.problem}
-    if not speedups and not earlier:
-        raise BadInput(f"no candidate could be scored: {current.scores[0].name}: {current.scores[0].problem}")
-    current.kept = survivors(speedups) if speedups else names[:1]  # names: best first, by the rung before
+    late = [score.name for score in current.scores if score.problem == TIME_IS_UP]
+    current.kept = survivors(speedups) or (names if earlier else late)[:1]  # both best first: by scores, by bounds
+    if not current.kept:
+        raise BadInput(f"no candidate could be trained: {current.scores[0].name}: {current.scores[0].problem}")
     run.write()
     return current.kept
 
@@ -116,11 +120,12 @@ def learn(run: Session) -> None:
         chosen.max_steps = max(chosen.max_steps, LEAST_STEPS)
         candidates = {candidate.name: candidate for candidate in find_candidates()}
         start_from = earlier if earlier.is_dir() else None
-        arguments = learner.final_training(candidates[chosen.name], chosen, start_from, journal.rungs)
         seconds = max(journal.learning_until - run.clock.used, 0)
+        rungs = journal.rungs
+        arguments = learner.final_training(candidates[chosen.name], chosen, start_from, rungs, seconds=seconds)
         what = f"{chosen.name} is chosen, and trained for {chosen.max_steps} more steps"
         record = run.step(what, arguments, name="learn-chosen", seconds=seconds, until=journal.learning_until)
-        score = learner.score(chosen.name, run.folder / "training", record, 0)
+        score = learner.score(chosen.name, run.folder / "training", record, steps_before=0)
         folders = [run.folder / "training" / name for name in ("final", "best")]
         trained = next((folder for folder in folders if folder.is_dir()), None)
         is_better = chosen.score is None or score.predicted_speedup >= chosen.score.predicted_speedup

@@ -161,12 +161,14 @@ def gather(folder: Path, answers: Path, tokenizer: Any, *, vocab_size: int, eos_
     size, covered = vocabulary_for(counts, always)
     truncated = sum(row["truncated"] for row in written)
     looping = sum(text_repetition(i, [ids]).is_looping for i, ids in enumerate(answer_ids))
-    longest = max(row["usage"]["prompt_tokens"] + row["usage"]["completion_tokens"] for row in written) + ENDING
+    lengths = [row["usage"]["prompt_tokens"] + row["usage"]["completion_tokens"] for row in written]
+    longest = max(lengths) + ENDING
     return Answers(
         written=len(written),
         given=len(chats),
         validation=num_validation,
         tokens=sum(row["usage"]["completion_tokens"] for row in written),
+        row_tokens=sum(lengths),
         truncated=truncated,
         looping=looping,
         complete=path == finished,

@@ -34,6 +34,7 @@ class Measured:
     bound: float = 0.0  # speedup if four in five drafts were accepted at every position
     bound_num_draft_tokens: int = 0  # the K of that speedup
     step_seconds: float = 0.0  # of an optimizer step
+    token_seconds: float = 0.0  # of the target's forward in training, per token
     out: str = ""  # why the candidate is not trained; empty: it may be
 
 
@@ -46,6 +47,7 @@ class Machine:
     dtype: str
     device: str
     start_seconds: float  # time that a command needs to start
+    start_tokens: int  # supervised tokens that a fresh head is fitted on before its first step
     candidates: list[Measured]
 
     @property
@@ -62,6 +64,7 @@ class Answers:
     given: int  # rows of --chats that are learnt from
     validation: int  # rows of `written` that score candidates and are not trained on
     tokens: int  # in the answers of this run
+    row_tokens: int  # in their rows, prompts included
     truncated: int  # answers cut at the token limit
     looping: int  # answers in which more than half of the 4-grams repeat earlier ones
     complete: bool  # whether all prompts were answered in time
@@ -89,7 +92,7 @@ class Score:
 class Rung:
     """One rung of successive halving."""
 
-    plan: dict[str, int]  # by candidate, the step count up to which it is trained
+    plan: dict[str, int]  # by candidate, the step count up to which it is trained, if its time allows
     scores: list[Score] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)  # candidates of the next rung, best first
 

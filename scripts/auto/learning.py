@@ -24,6 +24,8 @@ SAVE_SECONDS = 60.0  # between checkpoints
 LOOKS = 6  # validations of the final training
 PATIENCE = 2  # validations without improvement after which the final training ends
 SAFETY = 0.9  # share of the available time that is planned for
+FITTING = 1.3  # time to fit a fresh head, relative to that of the target's forwards on the tokens that it is fitted on
+TIME_IS_UP = "its time ran out before it was scored"
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,14 @@ class Learner:
     seed: int
 
     @property
-    def overhead_seconds(self) -> float:
-        """Seconds of a training besides its steps: to start the process, and to decode one validation."""
-        return self.machine.start_seconds + 2 * DECODE_TOKENS * self.machine.baseline_ms / 1000
+    def validation_seconds(self) -> float:
+        return 2 * DECODE_TOKENS * self.machine.baseline_ms / 1000
+
+    def fitting_seconds(self, name: str) -> float:
+        """Seconds to fit a fresh head before its first step (`DraftHead.begin_training`)."""
+        answers = self.answers
+        tokens = min(self.machine.start_tokens * answers.row_tokens / answers.tokens, answers.row_tokens)
+        return FITTING * tokens * self.measured(name).token_seconds
 
     def measured(self, name: str) -> Measured:
         return next(candidate for candidate in self.machine.candidates if candidate.name == name)
@@ -49,15 +56,16 @@ class Learner:
 
     def pace(self, name: str, rungs: list[Rung]) -> Pace:
         """A candidate's training speed: as in the last of these rungs, or as measured in a single step before any."""
-        step = self.measured(name).step_seconds
-        steps_before = 0
+        step, steps_before = self.measured(name).step_seconds, 0
+        continued = self.machine.start_seconds + self.validation_seconds
+        overhead = continued + self.fitting_seconds(name)
         for rung in rungs:
             score = next((score for score in rung.scores if score.name == name and not score.problem), None)
             if score and score.steps > steps_before:
                 # at least a tenth of the last estimate: the overhead itself is an estimate
-                step = max((score.seconds - self.overhead_seconds) / (score.steps - steps_before), step / 10)
-                steps_before = score.steps
-        return Pace(step, self.overhead_seconds)
+                step = max((score.seconds - overhead) / (score.steps - steps_before), step / 10)
+                steps_before, overhead = score.steps, continued
+        return Pace(step, overhead)
 
     def write_config(self, candidate: Candidate, path: Path, *, pace: Pace, train: dict[str, Any]) -> None:
         """Writes a run config. Args: train: keys that override the `train` section."""
@@ -84,24 +92,28 @@ class Learner:
         }
         write_text(path, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
 
-    def rung_training(self, candidate: Candidate, *, steps: int, pace: Pace) -> list[str]:
+    def rung_training(self, candidate: Candidate, *, steps: int, seconds: float, pace: Pace) -> list[str]:
         """Arguments of the `headstart train` that continues a candidate up to a step and validates it there.
 
-        The config is written for the first rung only: later ones continue the same run.
+        If that takes longer than `seconds`, it is validated and stops earlier, after at least one step. The config is
+        written for the first rung only: later ones continue the same run.
         """
         config = self.folder / "configs" / f"{candidate.name}.yaml"
         if not config.exists():
             output = str(self.folder / "candidates" / candidate.name)
             train = {"output_dir": output, "max_steps": NEVER, "warmup_steps": WARMUP, "min_lr_ratio": 1.0}
             self.write_config(candidate, config, pace=pace, train=train)
-        return ["train", str(config), f"train.stop_at_step={steps}", f"train.validate_every={steps}"]
+        until = f"train.stop_at_step={steps}", f"train.validate_every={steps}"
+        return ["train", str(config), *until, f"train.stop_after={self.stop_after(seconds)}"]
 
     def final_training(
-        self, candidate: Candidate, chosen: Chosen, start_from: Path | None, rungs: list[Rung]
+        self, candidate: Candidate, chosen: Chosen, start_from: Path | None, rungs: list[Rung], *, seconds: float
     ) -> list[str]:
         """Arguments of the `headstart train` of the chosen candidate, whose learning rate decays to 0.
 
-        Args: start_from: folder of the head to start from; None: a fresh one.
+        Args:
+            start_from: folder of the head to start from; None: a fresh one.
+            seconds: after which it is validated and stops, if it has not ended by then.
         """
         config = self.folder / "configs" / "chosen.yaml"
         if not config.exists():
@@ -114,16 +126,20 @@ class Learner:
                 "patience": PATIENCE,
             }
             self.write_config(candidate, config, pace=self.pace(candidate.name, rungs), train=train)
-        return ["train", str(config)]
+        return ["train", str(config), f"train.stop_after={self.stop_after(seconds)}"]
 
-    def score(self, name: str, output: Path, record: StepRecord, steps: int) -> Score:
+    def stop_after(self, seconds: float) -> float:
+        """`train.stop_after` of a command that has that many seconds, of which its start and a validation take some."""
+        return max(round(seconds - self.machine.start_seconds - self.validation_seconds, 1), 1.0)
+
+    def score(self, name: str, output: Path, record: StepRecord, *, steps_before: int) -> Score:
         """The score of a candidate from the last validation in its run folder.
 
-        The score has a `problem` if training failed, or the last validation was before step `steps`.
+        The score has a `problem` if training failed, or there was no validation after step `steps_before`.
         """
         found = last_validation(output)
-        if found is None or found[0] < steps or (record.exit_code and not record.stopped):
-            problem = "its time ran out before it was scored" if record.stopped else f"it failed: see {record.log}"
+        if found is None or found[0] <= steps_before or (record.exit_code and not record.stopped):
+            problem = TIME_IS_UP if record.stopped else f"it failed: see {record.log}"
             return Score(name, 0, record.seconds, 0.0, [], 0, 0.0, problem)
         step, length, rates = found
         best = predict(extended(rates, self.max_draft_tokens(name)), self.costs(name))
@@ -135,8 +151,7 @@ class Learner:
 
     def steps_in(self, seconds: float, pace: Pace) -> int:
         """Optimizer steps of the final training in that many seconds, validations included; 0 or more."""
-        validations = LOOKS * (self.overhead_seconds - self.machine.start_seconds)
-        spare = SAFETY * (seconds - validations) - self.machine.start_seconds
+        spare = SAFETY * (seconds - (LOOKS - 1) * self.validation_seconds) - pace.overhead
         return max(int(spare / pace.step), 0)
 
 

@@ -14,9 +14,10 @@ from ...eval.measurement.step_times import TimedCell
 from ...heads.base import DraftHead
 from ...heads.fit import NoSkeleton, build_skeleton_head, load_skeleton
 from ...heads.loading import TargetConfig
+from ...heads.nn.start import num_fitted
 from ...heads.registry import build_head
 from ...heads.target import Target
-from ..unattended.pace import optimizer_step_seconds
+from ..unattended.pace import measure_step
 from .candidates import Candidate, is_served
 from .journal import Machine, Measured
 from .prediction import LEAST_GAIN, RoundCost, bound
@@ -67,7 +68,15 @@ def measure_machine(
         found.append(measure_candidate(target, skeleton, candidate, work, engine=engine))
         has_time = report(found[-1])
     device, dtype = str(target.device), str(target.dtype).removeprefix("torch.")
-    return Machine(round(cell.baseline.round_ms, 3), work.batch_size, dtype, device, round(start_seconds, 1), found)
+    return Machine(
+        round(cell.baseline.round_ms, 3),
+        work.batch_size,
+        dtype,
+        device,
+        start_seconds=round(start_seconds, 1),
+        start_tokens=num_fitted(target.hidden_size),
+        candidates=found,
+    )
 
 
 def timed_cell(
@@ -138,7 +147,7 @@ def measure_candidate(
         head = build_head(candidate.head, target, draft_token_ids=ids)
         parameters = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
         row_length = work.context + work.max_new_tokens // 2
-        seconds = optimizer_step_seconds(target, head, candidate.train, work.text, row_length=row_length)
+        seconds = measure_step(target, head, candidate.train, work.text, row_length=row_length)
         costs = round_costs(target, head, work)
     except BadInput as error:
         return Measured(name, out=str(error))
@@ -152,7 +161,8 @@ def measure_candidate(
         costs=costs,
         bound=best.speedup,
         bound_num_draft_tokens=best.num_draft_tokens,
-        step_seconds=max(round(seconds, 4), 1e-4),
+        step_seconds=max(round(seconds.step, 4), 1e-4),
+        token_seconds=seconds.token,
         out=out,
     )
 

@@ -23,6 +23,7 @@ from .evaluation import EXPORTING, ending_seconds, eval_arguments, prompts_withi
 from .evaluation import decide as decide_by_report
 from .halving import LEAST_STEPS
 from .journal import Decision, Evaluation, Journal, Measured, SizePlan
+from .learning import FITTING
 from .machine import MOST_ROWS, Workload, baseline_ms, busy_rows, measure_machine
 from .page import summary, write
 from .session import Session
@@ -120,8 +121,9 @@ def check_budget(run: Session) -> None:
         return
     start, max_new_tokens = run.machine.start_seconds, run.settings.max_new_tokens
     answering = start + data.LEAST_ANSWERS * max_new_tokens * run.machine.baseline_ms / 1000
-    quickest_step = min(each.step_seconds for each in run.machine.able)
-    learning = 2 * start + 3 * LEAST_STEPS * quickest_step
+    fitted = FITTING * min(run.machine.start_tokens, data.LEAST_ANSWERS * max_new_tokens)
+    training = [fitted * each.token_seconds + 3 * LEAST_STEPS * each.step_seconds for each in run.machine.able]
+    learning = 2 * start + min(training)
     ending = ending_seconds(1, run.machine, engine=run.settings.engine, max_new_tokens=max_new_tokens)
     needed = max(answering / ANSWERS, (answering + learning + ending) / (1 - MACHINE))
     if needed > run.settings.budget:

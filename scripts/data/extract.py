@@ -48,6 +48,7 @@ def extract(
     from ...data_pipelines.storage.extract import TOKENS, ExtractConfig, Extraction, clear, fields_of, is_finished
     from ...data_pipelines.storage.features import origin_of
     from ...data_pipelines.storage.shards import Shards, ShardWriter
+    from ...heads.nn.cpu_kernels import pack_linears
     from ...heads.target import Target
     from ...train.config import TrainConfig, load_inputs
     from ...train.data import encode_into, held_by_main, on_main
@@ -63,6 +64,7 @@ def extract(
     accelerator = start_accelerator(build(TrainConfig, {"output_dir": str(output), "max_steps": 1, "device": device}))
     console = PlainConsole(stderr=True, quiet=not accelerator.is_main_process)
     target.to(accelerator.device)
+    pack_linears(target.base)
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
 
     def encode() -> None:

@@ -11,7 +11,7 @@ from ...heads.base import HeadConfig
 from ...heads.registry import start_head
 from ...heads.target import Target
 from ..auto.candidates import TRAINING, find_candidates
-from ..unattended.pace import optimizer_step_seconds
+from ..unattended.pace import measure_step
 from .journal import Plan
 from .session import Settings
 
@@ -33,7 +33,7 @@ def training_of(config: HeadConfig) -> dict[str, object]:
 def step_seconds(target: Target, config: HeadConfig, folder: str, row: list[int]) -> float:
     """Of an optimizer step from that head. Args: row: tokens of one of the usual length."""
     head = start_head(config, target, folder)
-    return optimizer_step_seconds(target, head, training_of(config), row, row_length=len(row))
+    return measure_step(target, head, training_of(config), row, row_length=len(row)).step
 
 
 def planned_steps(seconds: float, *, step: float, start: float, look: float, num_rows: int, batch_size: int) -> int:

@@ -137,6 +137,17 @@ def test_a_step_is_set_against_what_the_machine_can_do():
     assert math.isclose(step.mfu, 2 * 512**3 * 2 / 2.0 / speed.rate, abs_tol=1e-4)
 
 
+def test_a_run_whose_time_is_over_validates_and_can_be_continued(validated, capsys):
+    stopped, validations = validated("medusa", "half", "train.stop_after=1e-6")
+    assert [step for step, _ in validations] == [1] and not (stopped / "final").exists()
+    assert "train.stop_after: stopped at step 1 of 30; the same command goes on from there" in capsys.readouterr().err
+    half, validations = validated("medusa", "half")
+    whole, _ = validated("medusa", "whole")
+    assert [step for step, _ in validations] == [1, 10, 20, 30]
+    weights = [(folder / "final" / "model.safetensors").read_bytes() for folder in (half, whole)]
+    assert weights[0] == weights[1]
+
+
 def test_every_step_tells_its_speed(run):
     rows = read_rows(run("medusa", "a") / "metrics.jsonl")
     assert all(StepSpeed.__dataclass_fields__.keys() <= row.keys() for row in rows)

@@ -176,6 +176,19 @@ def test_packed_linears_give_the_same_product_and_leave_gradients_alone():
 
 
 @needs_kernels
+def test_packed_linears_without_gradients_are_used_while_others_are_trained(monkeypatch):
+    frozen = nn.Linear(64, 32).to(torch.bfloat16).requires_grad_(False)
+    pack_linears(frozen)
+    calls = []
+    monkeypatch.setattr(cpu_kernels, "multiply", lambda *inputs: calls.append(1) or multiply(*inputs))
+    frozen(torch.randn(5, 64, dtype=torch.bfloat16))
+    assert len(calls) == 1
+    x = torch.randn(5, 64, dtype=torch.bfloat16, requires_grad=True)
+    frozen(x).sum().backward()
+    assert len(calls) == 1 and x.grad is not None, "as a trained layer below needs it"
+
+
+@needs_kernels
 def test_without_a_compiler_the_model_decodes_itself_and_that_is_said(monkeypatch, tmp_path, tiny_model):
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
     monkeypatch.setattr(cpu_kernels.shutil, "which", lambda name: None)

@@ -27,10 +27,18 @@ def machine_is(monkeypatch):
 
     def given(**costs):
         found = [
-            Measured(name, 1000, [RoundCost(1, steps), RoundCost(3, steps)], 2.0, 3, 0.2, "" if steps < 2 else "dear")
+            Measured(
+                name,
+                parameters=1000,
+                costs=[RoundCost(1, steps), RoundCost(3, steps)],
+                bound=2.0,
+                bound_num_draft_tokens=3,
+                step_seconds=0.2,
+                out="" if steps < 2 else "dear",
+            )
             for name, steps in costs.items()
         ]
-        machine = Machine(2.0, 1, "float32", "cpu", 0.1, found)
+        machine = Machine(2.0, 1, "float32", "cpu", start_seconds=0.1, start_tokens=64, candidates=found)
         monkeypatch.setattr(stages, "measure_machine", lambda *_, **__: machine)
 
     return given

@@ -1,6 +1,8 @@
 """The decisions of `headstart auto`, from figures alone: shares of the time, predictions, halving, candidates."""
 
 import json
+from dataclasses import astuple, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +20,8 @@ from headstart.scripts.auto.halving import (
     steps_within,
     survivors,
 )
-from headstart.scripts.auto.learning import extended
+from headstart.scripts.auto.journal import Answers, Machine, Measured, Rung, Score
+from headstart.scripts.auto.learning import FITTING, Learner, extended
 from headstart.scripts.auto.machine import Workload, busy_rows
 from headstart.scripts.auto.prediction import RoundCost, bound, cost_of, expected_length, predict
 from headstart.scripts.unattended.clock import Clock, clock_text, parse_budget
@@ -102,6 +105,35 @@ def test_only_as_many_candidates_begin_as_there_is_time_for():
 def test_steps_fill_the_time_left_by_the_overhead():
     assert steps_within(105, Pace(step=0.5, overhead=5)) == 200
     assert steps_within(1, Pace(step=0.5, overhead=5)) == LEAST_STEPS
+
+
+def test_a_fresh_head_is_fitted_before_its_first_step_only():
+    costs = [RoundCost(1, 1.1)]
+    medusa = Measured("medusa", costs=costs, step_seconds=2.0, token_seconds=0.01)
+    machine = Machine(10.0, 1, "float32", "cpu", start_seconds=5.0, start_tokens=1000, candidates=[medusa])
+    answers = Answers(
+        written=20,
+        given=0,
+        validation=4,
+        tokens=4000,
+        row_tokens=6000,
+        truncated=0,
+        looping=0,
+        complete=True,
+        draft_vocab_size=None,
+        coverage=None,
+        max_length=400,
+        warnings=[],
+    )
+    learner = Learner(Path(), "", machine, answers, seed=0)
+    fitting = FITTING * 1500 * 0.01
+    continued = 5.0 + learner.validation_seconds
+    assert astuple(learner.pace("medusa", [])) == pytest.approx((2.0, continued + fitting))
+    score = Score("medusa", 10, continued + fitting + 30.0, 1.5, [0.5], 1, 1.2)
+    measured = astuple(learner.pace("medusa", [Rung({"medusa": 10}, [score])]))
+    assert measured == pytest.approx((3.0, continued)), "steps took longer than expected"
+    few = replace(learner, answers=replace(answers, tokens=40, row_tokens=60))
+    assert few.fitting_seconds("medusa") == pytest.approx(FITTING * 60 * 0.01), "there are no more rows"
 
 
 def test_the_better_half_goes_on_in_order_of_its_scores():
