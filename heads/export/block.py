@@ -12,11 +12,12 @@ from typing import Any
 
 from ...configs.errors import BadInput
 from .contracts import SIZES, Contract, decoder_layer, llama_keys, serves_itself, sizes_of, trained_config
-from .folder import DFLASH, DSPARK, HeadFolder, write_config, write_tensors
+from .folder import DFLASH, DSPARK, PROVENANCE, HeadFolder, write_config, write_tensors
 from .portable import as_speculators, check_target
 
 NORMS = ["input_layernorm", "post_attention_layernorm"]
 IN_SPECULATORS = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
+TRAINED = ("num_depths", "sample_from_anchor", "feature_layers", "mask_token_id")  # of the head's own config
 MARKOV_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
 
 
@@ -146,7 +147,9 @@ def flags(config: Mapping[str, Any], contract: Contract, *, is_dflash: bool) -> 
 def as_trained(config: Mapping[str, Any], contract: Contract) -> None:
     """Report differences from the head's own config, if our export wrote the folder."""
     trained = trained_config(config)
-    if not trained:
+    missing = [key for key in TRAINED if key not in trained]
+    if not trained or missing:
+        contract.problems += [f"{PROVENANCE}.head.{key}: missing" for key in missing if trained]
         return
     slots = trained["num_depths"] + (0 if trained["sample_from_anchor"] else 1)
     wanted = {

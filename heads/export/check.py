@@ -1,5 +1,6 @@
 """Checks of an exported head for problems that engines do not notice when they load it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,11 @@ import torch
 
 from ...configs.errors import BadInput, first_line
 from ...configs.jsonl import loads
+from ...configs.typed import described, fits
 from . import contracts
 from .block import contract_of_block, is_block
 from .contracts import Contract
-from .folder import switching_word
+from .folder import PROVENANCE, switching_word
 from .gguf_check import check_file
 from .llamacpp import REFUSALS, block_refusals
 from .model_contracts import COUNT_KEYS, draft_model, is_module, mtp, mtp_layout, text_part
@@ -24,6 +26,21 @@ FAMILIES = {
     "medusa": "medusa",
     "mtp": "mtp",
     "block": "block",
+}
+# types of the config keys that checks read, at whatever depth; None is accepted too
+TYPES: dict[str, Any] = {
+    **dict.fromkeys(("speculators_config", "verifier", "transformer_layer_config", "text_config"), dict),
+    **dict.fromkeys(("dflash_config", "eagle_config", "rope_parameters", "rope_scaling"), dict),
+    **dict.fromkeys((PROVENANCE, "headstart", "head"), dict),
+    **dict.fromkeys(("architectures", "layer_types"), list[str]),
+    "proposal_methods": list[dict],
+    **dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers", "head_dim", "vocab_size"), int),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "draft_vocab_size", "markov_rank"), int),
+    **dict.fromkeys(COUNT_KEYS, int),
+    **dict.fromkeys(("medusa_num_heads", "medusa_num_layers", "max_position_embeddings"), int),
+    "num_depths": int,
+    "feature_layers": list[int],
+    **dict.fromkeys(("rope_theta", "rms_norm_eps"), float),
 }
 TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 
@@ -68,6 +85,8 @@ def check_folder(folder: str | Path, *, for_llamacpp: bool = False) -> Checked:
         return Checked(None, [f"config.json: not JSON: {first_line(error)}"])
     if not isinstance(config, dict):
         return Checked(None, ["config.json: no JSON object"])
+    if wrong := wrong_types(config):
+        return Checked(None, [f"config.json: {problem}" for problem in wrong])
     stored = read_tensor_files(folder)
     layout = recognised(config, stored)
     if layout is None:
@@ -86,6 +105,21 @@ def check_folder(folder: str | Path, *, for_llamacpp: bool = False) -> Checked:
         problems.append(f"the path has `{word}` in it: vLLM takes the head for another method")
     problems += compared(contract, stored, config) + dtype_problems(family, config, stored)
     return Checked(contract.layout, problems + value_problems(contract, stored, config))
+
+
+def wrong_types(config: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """The keys of TYPES in a config, or in an object within it, whose values have another type."""
+    problems = []
+    for key, value in config.items():
+        kind = TYPES.get(key)
+        if kind is not None and value is not None and not fits(value, kind):
+            problems.append(f"{prefix}{key}: expected {described(kind)}, found {value!r}")
+        elif isinstance(value, dict):
+            problems += wrong_types(value, f"{prefix}{key}.")
+        elif isinstance(value, list):
+            objects = [(i, item) for i, item in enumerate(value) if isinstance(item, dict)]
+            problems += [line for i, item in objects for line in wrong_types(item, f"{prefix}{key}.{i}.")]
+    return problems
 
 
 def recognised(config: dict[str, Any], stored: TensorFiles) -> str | None:

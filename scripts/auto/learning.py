@@ -78,6 +78,7 @@ class Learner:
                 "train": str(self.folder / "data" / "train.jsonl"),
                 "validation": str(self.folder / "data" / "validation.jsonl"),
                 "max_length": self.answers.max_length,
+                "layout": "bucketed",
             },
             "train": {
                 **candidate.train,

@@ -1,4 +1,4 @@
-"""The traffic and the old rows: conversations that nothing is learnt from, and those that are learnt from."""
+"""Splits new traffic and old rows into held-out conversations and training rows, and mixes the training rows."""
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,25 +10,28 @@ from ...data_pipelines.traffic import Served
 from ...eval.measurement.metrics import LEAST_TIMED
 
 MOST_HELD_OUT = 64  # conversations
-LEAST_HELD_OUT = LEAST_TIMED  # from which an interval holds
-LEAST_CONVERSATIONS = 3 * LEAST_HELD_OUT  # a third is held out
-MOST_VALIDATION = 8  # rows of each side by which training tells its best step
+LEAST_HELD_OUT = LEAST_TIMED  # conversations that a confidence interval needs
+LEAST_CONVERSATIONS = 3 * LEAST_HELD_OUT  # as a third is held out
+MOST_VALIDATION = 8  # rows of each side for the validations of training
 
-NEW, OLD = "new", "old"  # with which keys begin
+NEW, OLD = "new", "old"  # prefixes of keys
 
 Keyed = dict[str, Served]  # rows by key, in the order in which they are read
 
 
 @dataclass(frozen=True)
 class Parts:
-    """One side, new traffic or old rows. held_out: nothing is learnt from them, nor from what asks the same."""
+    """The rows of one side: of the new traffic, or the old rows."""
 
-    held_out: Keyed
+    held_out: Keyed  # never trained on, nor is any row with the same first question
     rest: Keyed
 
 
 def split(new: Sequence[Served], old: Sequence[Served], *, seed: int) -> tuple[Parts, Parts]:
-    """By conversation: rows that ask the same first are on one side. Raises BadInput if there are too few."""
+    """Splits new traffic and old rows by conversation: rows with the same first question stay together.
+
+    Raises: BadInput if there are fewer than LEAST_CONVERSATIONS; there may be no old rows at all.
+    """
     for name, rows in (("--traffic", new), ("--replay", old)):
         count = len({row.question for row in rows})
         if count < LEAST_CONVERSATIONS and (rows or name == "--traffic"):
@@ -46,13 +49,20 @@ def split(new: Sequence[Served], old: Sequence[Served], *, seed: int) -> tuple[P
 
 
 def held_out_questions(rows: Iterable[Served], *, seed: int) -> set[str]:
+    """A random third of the first questions, at most MOST_HELD_OUT."""
     questions = sorted({row.question for row in rows})
     random.Random(seed).shuffle(questions)
     return set(questions[: min(len(questions) // 3, MOST_HELD_OUT)])
 
 
 def parts_of(name: str, rows: Sequence[Served], held_out: set[str], kept_back: set[str], *, seed: int) -> Parts:
-    """Both parts, shuffled. Args: kept_back: questions held out of either side."""
+    """Both parts of one side, shuffled.
+
+    Args:
+        name: NEW or OLD, for the keys.
+        held_out: this side's held-out questions.
+        kept_back: the held-out questions of both sides.
+    """
     keyed = [(f"{name}:{i}", row) for i, row in enumerate(rows)]
     random.Random(seed).shuffle(keyed)
     rest = {key: row for key, row in keyed if row.question not in kept_back}
@@ -66,12 +76,15 @@ def by_turns(*parts: Keyed) -> Keyed:
 
 
 def validation_of(rows: Mapping[str, Served]) -> set[str]:
-    """Keys of rows that score steps of training; of few rows none too many."""
+    """Keys of the rows for validation: an eighth of the rows, at most MOST_VALIDATION."""
     return set(list(rows)[: min(len(rows) // 8, MOST_VALIDATION)])
 
 
 def mixed(new: Sequence[Served], old: Sequence[Served], *, replay_share: float, seed: int) -> list[Served]:
-    """All of the new rows, and old ones for their share, again from the first where there are too few; shuffled."""
+    """The training rows, shuffled: all new rows, and as many old ones as make up `replay_share` of the result.
+
+    Old rows repeat if there are too few.
+    """
     share = replay_share if old else 0.0
     count = round(len(new) * share / (1 - share))
     rows = [*new, *(old[i % len(old)] for i in range(count))]

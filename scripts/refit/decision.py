@@ -7,21 +7,27 @@ from .data import LEAST_HELD_OUT
 from .drift import ALL
 from .journal import Compared, Decision, DriftPart
 
-LEAST_GAIN = 1.02  # a ratio that is worth a deployment
-MOST_LOSS = 0.99  # of the old traffic
-LEAST_COVERED = 0.95  # share of the traffic's tokens that a head can draft, below which it should be trained anew
+LEAST_GAIN = 1.02  # smallest ratio on new traffic for which the new head is offered
+MOST_LOSS = 0.99  # smallest ratio on old rows for which it is offered
+LEAST_COVERED = 0.95  # share of the tokens in the draft vocabulary below which a head should be trained anew
 STAYS = "Nothing is to be won: the old head stays"
 
 
 def decide(compared: Sequence[Compared], drift: Sequence[DriftPart], *, head: str, new_head: str) -> Decision:
-    """Args: compared: on held-out rows, those of `old` where there are any."""
+    """Decides between the old head and the new one.
+
+    Args:
+        compared: both heads on held-out new traffic and, if there are any, on held-out old rows.
+        drift: of the old head.
+        head, new_head: folders, for the commands.
+    """
     whole = {each.traffic: each for each in compared if each.domain == ALL}
     new, old = whole["new"], whole.get("old")
     cautions = coverage_cautions(drift)
     if new.ratio is None or new.conversations < LEAST_HELD_OUT:
         few = f"{new.conversations} conversations could be compared, {LEAST_HELD_OUT} are the least."
         return Decision(False, STAYS, [few], cautions)
-    reasons = [f"On new traffic: {words(new)}."]
+    reasons = [f"On new traffic: {described(new)}."]
     low = new.interval[0]
     is_better = low is not None and low > 1 and new.ratio >= LEAST_GAIN
     if not is_better:
@@ -30,13 +36,13 @@ def decide(compared: Sequence[Compared], drift: Sequence[DriftPart], *, head: st
     keeps = True
     if old is not None and old.ratio is not None:
         keeps = old.ratio >= MOST_LOSS
-        reasons.append(f"On old traffic: {words(old)}" + ("." if keeps else ", a loss of more than 1 %."))
+        reasons.append(f"On old traffic: {described(old)}" + ("." if keeps else ", a loss of more than 1 %."))
         if keeps and (old.interval[0] is None or old.interval[0] < MOST_LOSS):
             cautions.append("A loss of more than 1 % on old traffic is not ruled out: its interval goes further.")
     else:
         cautions.append("No old rows were given with --replay: what the new head loses on them is not known.")
     cautions += [
-        f"Worse on {each.traffic} traffic of {each.domain}: {words(each)}."
+        f"Worse on {each.traffic} traffic of {each.domain}: {described(each)}."
         for each in compared
         if each.domain != ALL and each.interval[1] is not None and each.interval[1] < 1
     ]
@@ -50,7 +56,7 @@ def decide(compared: Sequence[Compared], drift: Sequence[DriftPart], *, head: st
     return Decision(True, "Deploy the new head", reasons, cautions, commands)
 
 
-def words(compared: Compared) -> str:
+def described(compared: Compared) -> str:
     """`1.20 [1.15, 1.26] times the tokens per forward, 2.10 for 1.75, over 40 conversations`."""
     low, high = (f"{end:.3f}" if end is not None else "-" for end in compared.interval)
     lengths = f"{compared.after:.2f} for {compared.before:.2f}"
@@ -61,7 +67,7 @@ def words(compared: Compared) -> str:
 
 
 def coverage_cautions(drift: Sequence[DriftPart]) -> list[str]:
-    """Of a head that can draft too little of the traffic, whatever it learns."""
+    """A caution if the draft vocabulary covers too little of the new traffic, which training does not change."""
     return [
         f"The head can draft {part.covered:.0%} of the tokens of new traffic, by its draft vocabulary, which stays: a "
         "head trained anew (headstart auto) may gain more."

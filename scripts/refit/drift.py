@@ -13,7 +13,10 @@ ALL = "all"
 
 
 def drift_of(name: str, rows: Keyed, readings: Mapping[str, Reading]) -> list[DriftPart]:
-    """All rows that were read, and where they say so, those of each domain and week."""
+    """Acceptance of the old head on all rows that were read, then by domain and week for rows that name one.
+
+    Args: name: NEW or OLD. readings: by key, with the old head.
+    """
     read = [(row, readings[key]) for key, row in rows.items() if key in readings]
     groups: dict[tuple[str, str], list[Reading]] = {(ALL, ALL): [reading for _, reading in read]}
     for row, reading in read:
@@ -24,6 +27,7 @@ def drift_of(name: str, rows: Keyed, readings: Mapping[str, Reading]) -> list[Dr
 
 
 def part_of(name: str, domain: str, week: str, found: Sequence[Reading]) -> DriftPart:
+    """The journal's entry for a group of rows."""
     rounds, tokens = sum(each.rounds for each in found), sum(each.tokens for each in found)
     length = rounded(sum(each.committed for each in found) / rounds) if rounds else None
     covered = rounded(sum(each.covered for each in found) / tokens) if tokens else None
@@ -31,10 +35,9 @@ def part_of(name: str, domain: str, week: str, found: Sequence[Reading]) -> Drif
 
 
 def compare(name: str, rows: Keyed, before: Mapping[str, Reading], after: Mapping[str, Reading]) -> list[Compared]:
-    """Two heads on the rows that both were read with: on all of them, and on those of each domain.
+    """Compares two heads on the rows that were read with both: on all of them, then by domain.
 
-    A text takes so many forwards of the target with the one, and so many with the other; entries of the interval are
-    conversations, since the answers of one are alike.
+    Args: name: NEW or OLD. before, after: readings by key, with the old head and with the new one.
     """
     both = [key for key in rows if key in before and key in after and before[key].rounds and after[key].rounds]
     domains = sorted({domain for key in both if (domain := rows[key].domain)})
@@ -53,7 +56,8 @@ def compared(
     before: Mapping[str, Reading],
     after: Mapping[str, Reading],
 ) -> Compared:
-    needed: dict[str, list[int]] = {}
+    """The ratio of target forwards on some rows; its interval is over conversations, as answers of one are alike."""
+    needed: dict[str, list[int]] = {}  # by conversation: forwards with the old head and with the new one
     for key in keys:
         forwards = needed.setdefault(rows[key].question, [0, 0])
         forwards[0] += before[key].rounds

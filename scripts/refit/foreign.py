@@ -1,10 +1,11 @@
-"""Answers that the target did not write, found by likelihood: they are less typical of it than its own are.
+"""Finds answers that the target did not write, by their likelihood under the target.
 
-A token that was sampled at temperature T has, in expectation, the log-probability -H, H being the entropy of the
-target's distribution at T. What a whole answer deviates from that, over the standard deviation that the distributions
-imply, is about normal for the target's own answers, whatever their length, and positive for those that were sampled
-more cautiously (a lower temperature, top-p). Another's answers lie below: the further, the lower T. At T = 1 a target
-that predicts others' text well finds it as typical as its own, and nothing can tell them apart.
+The expected log-probability of a token sampled at temperature T is -H, where H is the entropy of the target's
+distribution at T. The typicality of an answer is its total deviation from that, divided by the standard deviation that
+the distributions imply. For the target's own answers it is about normal with mean 0 and deviation 1, whatever their
+length, and higher if they were sampled more cautiously (a lower temperature, top-p). For answers of others it is lower,
+the more so the lower T is. At T = 1, a target that predicts the text of others well finds it as typical as its own, so
+they cannot be told apart.
 """
 
 import statistics
@@ -14,41 +15,47 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LOWEST = 0.3  # temperature at which greedy answers are tested: at 0, any near-tie would be impossible
-TESTED = (LOWEST, 0.7, 1.0)  # temperatures that are tried where rows do not say theirs
-OWN = (0.0, 0.7, 1.0)  # those at which the target answers in the run, for comparison
-SPREAD = 3.0  # standard deviations below its own answers from which an answer is not the target's
-FITS = -1.0  # typicality that an answer has at about its own temperature or above
-MOST = 6.0  # nats by which one token may fall short: a single odd one, of another rounding, condemns no answer
-POSITIONS = 256  # whose logits are held at a time
+LOWEST = 0.3  # temperature at which greedy answers are tested; at 0, the other token of a tie would be impossible
+TESTED = (LOWEST, 0.7, 1.0)  # temperatures that are tried for rows that do not name theirs
+OWN = (0.0, 0.7, 1.0)  # temperatures at which the target itself answers, for comparison
+SPREAD = 3.0  # an answer that is so many standard deviations below the target's own ones is foreign
+FITS = -1.0  # least typicality of an answer at which a tested temperature fits it
+MOST = 6.0  # nats, limit per token, so that a single token that differs by rounding does not make an answer foreign
+POSITIONS = 256  # positions whose logits are held at a time
 
 
 @dataclass(frozen=True)
 class OwnAnswers:
-    """What the target's own answers of this run have. typicality: of each."""
+    """Answers that the target wrote in this run, for comparison."""
 
     temperature: float
-    typicality: list[float]
+    typicality: list[float]  # of each answer
 
     @property
     def threshold(self) -> float:
-        """Below it, an answer at that temperature is not the target's. Three standard deviations, of these answers or
-        of theory (mean 0, deviation 1), whichever are further."""
+        """The typicality below which an answer at this temperature is foreign.
+
+        It is SPREAD standard deviations below the mean: of these answers, or 0 and 1 as in theory if that is lower.
+        """
         values = self.typicality
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
         return min(statistics.fmean(values), 0.0) - SPREAD * max(spread, 1.0)
 
 
 def temperatures_for(temperature: float | None) -> tuple[float, ...]:
-    """The temperatures at which an answer is tested. None: not known."""
+    """The temperatures at which an answer is tested. Args: temperature: of its sampling; None: unknown."""
     return TESTED if temperature is None else (max(temperature, LOWEST),)
 
 
 def typicality(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """[2]: what the answer's log-probability exceeds its expectation by, and its variance, at a temperature; of several
-    parts they add up.
+    """The numerator and the variance of an answer's typicality, or of a part of the answer.
 
-    Args: logits: [N, V] fp32. tokens: [N] that follow.
+    Args:
+        logits: [N, V] fp32.
+        tokens: [N] the tokens predicted by them.
+        temperature: at which they are taken to be sampled.
+
+    Returns [2]: log-probability minus its expectation, and the variance of that. Those of several parts can be added.
     """
     logs = (logits / temperature).log_softmax(-1).clamp(min=-1e4)  # [N, V]; what is impossible stays finite
     probs = logs.exp()
@@ -59,16 +66,19 @@ def typicality(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
 
 
 def standardised(parts: Tensor) -> float:
-    """A typicality as one figure. One square nat is added to the variance: where nothing was left to chance, a token
-    of another rounding says little."""
+    """The typicality, from the sums [2] of `typicality` over an answer.
+
+    One square nat is added to the variance: in answers without any uncertainty, a token that differs by rounding means
+    little.
+    """
     excess, variance = parts.tolist()
     return excess / (variance + 1.0) ** 0.5
 
 
 def served_temperature(rows: Sequence[Mapping[str, float]]) -> float:
-    """The lowest tested temperature that fits at least a third of the rows, which do not say theirs.
+    """The lowest temperature of TESTED that fits at least a third of the rows, none of which names its own.
 
-    Args: rows: of each its typicality, by temperature.
+    Args: rows: the typicality of each by temperature.
     """
     for temperature in TESTED:
         values = sorted(row[str(temperature)] for row in rows)
@@ -78,7 +88,13 @@ def served_temperature(rows: Sequence[Mapping[str, float]]) -> float:
 
 
 def is_foreign(row: Mapping[str, float], served: float, own: Sequence[OwnAnswers]) -> bool:
-    """Args: row: typicality by temperature. served: the temperature of rows that were tested at several."""
+    """Whether the target did not write an answer.
+
+    Args:
+        row: its typicality by temperature.
+        served: the temperature assumed for answers that were tested at several.
+        own: the target's own answers.
+    """
     key = str(served) if len(row) > 1 else next(iter(row))
     near = min(own, key=lambda answers: abs(answers.temperature - float(key)))
     return row[key] < near.threshold

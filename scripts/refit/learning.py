@@ -16,28 +16,39 @@ from .journal import Plan
 from .session import Settings
 
 LEAST_STEPS = 10
-LOOKS = 4  # validations of the run,
-PATIENCE = 2  # which ends after so many without a better one
-MOST_EPOCHS = 10  # of its rows, behind which little is learnt
+LOOKS = 4  # validations of the training
+PATIENCE = 2  # validations without improvement after which it ends
+MOST_EPOCHS = 10  # passes over the rows, upper limit
 WARMUP = 10  # steps
-SAVE_SECONDS = 60.0  # of learning that a kill may cost
-SAFETY = 0.9  # share of the time that a plan fills
+SAVE_SECONDS = 60.0  # between checkpoints
+SAFETY = 0.9  # share of the available time that is planned for
 
 
 def training_of(config: HeadConfig) -> dict[str, object]:
-    """The keys of a run's `train` with which heads of that family are trained (`configs/auto`)."""
+    """The `train` section with which `headstart auto` trains heads of that family."""
     alike = [candidate.train for candidate in find_candidates() if candidate.head.type == config.type]
     return alike[0] if alike else dict(TRAINING)
 
 
 def step_seconds(target: Target, config: HeadConfig, folder: str, row: list[int]) -> float:
-    """Of an optimizer step from that head. Args: row: tokens of one of the usual length."""
+    """Seconds of an optimizer step. Args: folder: of the head. row: token ids of a row of typical length."""
     head = start_head(config, target, folder)
     return measure_step(target, head, training_of(config), row, row_length=len(row)).step
 
 
 def planned_steps(seconds: float, *, step: float, start: float, look: float, num_rows: int, batch_size: int) -> int:
-    """Args: seconds: for all of it. step, start, look: seconds of a step, before the first, of a validation."""
+    """Optimizer steps of a training.
+
+    Args:
+        seconds: for the whole training.
+        step: seconds of an optimizer step.
+        start: seconds until the first step.
+        look: seconds of a validation.
+        num_rows: training rows; they are read MOST_EPOCHS times at most.
+        batch_size: rows per step.
+
+    Raises: BadInput if there is no time for LEAST_STEPS steps.
+    """
     steps = int((SAFETY * (seconds - LOOKS * look) - start) / step)
     if steps < LEAST_STEPS:
         missing = (LEAST_STEPS * step + start) / SAFETY + LOOKS * look - seconds
@@ -55,11 +66,14 @@ def write_run(
     validation: list[Served],
     look_rows: int,
 ) -> Path:
-    """The rows, and the run's config. Args: look_rows: of validation; none: no validation."""
+    """Writes the rows of the training and its config, whose path is returned.
+
+    Args: look_rows: number of validation rows; 0: no validation.
+    """
     write_text(folder / "data" / "train.jsonl", written(train))
     write_text(folder / "data" / "validation.jsonl", written(validation))
     looks = {"validate_every": max(plan.max_steps // LOOKS, 1), "patience": PATIENCE, "decode_prompts": 0}
-    rows = {"train": str(folder / "data" / "train.jsonl"), "max_length": settings.max_length}
+    rows = {"train": str(folder / "data" / "train.jsonl"), "max_length": settings.max_length, "layout": "bucketed"}
     run = {
         "target": {"path": settings.target, "dtype": settings.dtype},
         "head": config.as_dict(),
@@ -82,5 +96,5 @@ def write_run(
 
 
 def head_of(run: Path) -> str:
-    """The best head of a run by its validations, else its last; empty where there is none."""
+    """Folder of the best head of a run by its validations, else of its last one; empty if there is none."""
     return next((str(run / name) for name in ("best", "final") if (run / name).is_dir()), "")

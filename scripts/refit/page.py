@@ -12,7 +12,7 @@ from .journal import Journal
 
 
 def write(folder: Path, journal: Journal) -> Path:
-    """The page of a journal that has a decision."""
+    """Writes the page of a journal that has a decision; returns its path."""
     assert journal.decision is not None
     settings = journal.settings
     target, head = short_name(str(settings["target"])), short_name(str(settings["head"]))
@@ -29,20 +29,20 @@ def write(folder: Path, journal: Journal) -> Path:
 
 
 def figure(journal: Journal) -> str:
-    """`1.22 [1.11, 1.33]`; empty where nothing was compared."""
+    """The ratio on new traffic, such as `1.22 [1.11, 1.33]`; empty if nothing was compared."""
     whole = [each for each in journal.compared if (each.traffic, each.domain) == ("new", ALL)]
     return interval_text(whole[0].ratio, whole[0].interval) if whole else ""
 
 
 def summary(journal: Journal, page: Path) -> list[str]:
-    """The page in a few lines."""
+    """The lines that are printed at the end of a run."""
     decision = journal.decision
     assert decision is not None
     return [decision.headline, *decision.reasons, *decision.cautions, *decision.commands, f"written to {page}"]
 
 
 def comparison(journal: Journal) -> Part | None:
-    """Both heads on held-out answers."""
+    """The section that compares both heads; None if nothing was compared."""
     table = [
         [
             each.traffic,
@@ -56,14 +56,14 @@ def comparison(journal: Journal) -> Part | None:
     ]
     columns = ["traffic", "domain", "conversations", "old head", "new head", "ratio [95 %]"]
     text = (
-        "Tokens per forward of the target on the answers that were served, drafted greedily. Nothing was learnt from "
-        "these conversations, nor from others that ask the same."
+        "Tokens per forward of the target on the answers that were served, drafted greedily. Neither these "
+        "conversations nor others with the same first question were trained on."
     )
     return ("The new head and the old one", text, Table("Held out", columns, table, num_labels=2)) if table else None
 
 
 def drift(journal: Journal) -> Part:
-    """What the old head drafts."""
+    """The section on how well the old head drafts."""
     table = [
         [
             part.traffic,
@@ -78,14 +78,14 @@ def drift(journal: Journal) -> Part:
     ]
     columns = ["traffic", "domain", "week", "rows", "tokens", "tokens per forward", "can be drafted"]
     text = (
-        "Of the old head, before anything was learnt. Old rows that it was trained on flatter it. Can be drafted: the "
-        "share of the tokens that are in its draft vocabulary."
+        "Measured with the old head. On old rows that it was trained on, it looks better than it is. Can be drafted: "
+        "the share of the tokens that are in its draft vocabulary."
     )
     return "Drift", text, Table("The old head", columns, table, num_labels=3)
 
 
 def rows(journal: Journal) -> Part:
-    """What was in the files, and what was left out."""
+    """The section on the rows of the files, and on those left out."""
     found, foreign = journal.found, journal.foreign
     assert found is not None and foreign is not None
     table = [["answered conversations", cell(found.new)], ["held out", cell(found.held_out_new)]]
@@ -95,8 +95,8 @@ def rows(journal: Journal) -> Part:
     table += [[reason, cell(count)] for reason, count in {**found.unread, **foreign.refused}.items()]
     thresholds = ", ".join(f"{limit} at temperature {at}" for at, limit in foreign.thresholds.items())
     text = (
-        "An answer is not this target's where it is less typical of it than the limits that its own answers give: "
-        f"{thresholds}. Answers that do not say their temperature were taken as served at about {foreign.served}. "
-        "refit.json names them."
+        "An answer is taken as not this target's if its typicality is below the limits found with the target's own "
+        f"answers: {thresholds}. Answers without a temperature are taken as served at about {foreign.served}. "
+        "refit.json lists those left out."
     )
     return "What was read", text, Table("Rows", ["", "rows"], table)

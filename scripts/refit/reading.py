@@ -1,4 +1,4 @@
-"""Target and head read answered rows, once each: how typical the answers are of the target, and what is accepted."""
+"""Reads answered rows with target and head: how typical the answers are, and how many rounds drafting them takes."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -24,41 +24,36 @@ from ...train.validation import prompt_of
 from .data import NEW
 from .foreign import LOWEST, OWN, POSITIONS, OwnAnswers, standardised, temperatures_for, typicality
 
-WINDOW = 64  # rows among which those of similar length share a batch
-BATCH_TOKENS = 4096  # of a batch, padding included
+WINDOW = 64  # rows that are sorted by length into batches
+BATCH_TOKENS = 4096  # tokens per batch, padding included
 ASKED = 8  # prompts that the target answers itself
-ANSWER_TOKENS = 64  # of these answers, at most
+ANSWER_TOKENS = 64  # maximum length of these answers
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A row as the target and the head read it.
+    """What reading a row gave."""
 
-    key: of the row. typicality: of its answers, by temperature; empty where it is not of that shape. problem: why the
-    row cannot be read. rounds, committed: that decoding its answers would take and give. covered: tokens that the head
-    can draft.
-    """
-
-    key: str
-    typicality: dict[str, float]
-    tokens: int = 0
-    covered: int = 0
-    rounds: int = 0
-    committed: int = 0
-    problem: str = ""
+    key: str  # of the row
+    typicality: dict[str, float]  # of its answers by temperature; empty if it was not tested
+    tokens: int = 0  # of the answers
+    covered: int = 0  # of these, in the head's draft vocabulary
+    rounds: int = 0  # that decoding the answers with the head takes
+    committed: int = 0  # tokens in these rounds
+    problem: str = ""  # why the row cannot be read
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads rows with a head. max_length: tokens of a row. judges: whether answers to new rows are this target's."""
+    """Reads rows with a target and a head."""
 
     target: Target
     head: DraftHead
-    max_length: int
-    judges: bool = True
+    max_length: int  # of a row, in tokens; longer ones are cut
+    judges: bool = True  # whether the typicality of new rows is computed
 
     def sample(self, row: Served) -> Sample:
-        """Raises BadInput if the row cannot be read."""
+        """The tokens of a row and which of them are answers. Raises BadInput if the row cannot be read."""
         config = DataConfig(train="", max_length=min(self.max_length, self.target.max_positions))
         samples = encode_row(Row(row.row, row.origin), self.target.tokenizer, config)
         if not samples:
@@ -66,7 +61,7 @@ class Reader:
         return samples[0]
 
     def read(self, rows: Sequence[tuple[str, Served]]) -> Iterator[list[Reading]]:
-        """Rows with their keys, some at a time, in about their order."""
+        """Reads rows, given with their keys, in batches; the order changes within a window."""
         for start in range(0, len(rows), WINDOW):
             samples: list[tuple[str, Served, Sample]] = []
             refused = []
@@ -96,7 +91,7 @@ class Reader:
             counted = expected_acceptance(starts, drafted.hits[i : i + 1], num_draft_tokens=num_draft)
             at = laid.loss_mask[i].nonzero()[:, 0]  # [N] positions of the answers
             tokens = laid.input_ids[i, at]
-            # without the last token: an answer that was cut, and does not say so, has an end there of another's
+            # without the last token: in an answer that was cut it is an end that the target did not write
             temperatures = temperatures_for(row.temperature) if self.judges and key.startswith(NEW) else ()
             typical = self._typicality(output.post_norm[i, at[:-1] - 1], tokens[:-1], temperatures)
             known = tokens if head.vocabulary is None else tokens[torch.isin(tokens, head.vocabulary.to_target)]
@@ -104,7 +99,7 @@ class Reader:
         return readings
 
     def _typicality(self, states: Tensor, tokens: Tensor, temperatures: Sequence[float]) -> dict[str, float]:
-        """Args: states: [N, D] from which the tokens [N] were predicted."""
+        """The typicality of an answer by temperature. Args: states: [N, D] from which its tokens [N] are predicted."""
         if not temperatures:
             return {}
         sums = torch.zeros(len(temperatures), 2, device=states.device)
@@ -116,7 +111,10 @@ class Reader:
 
     @torch.no_grad()
     def own_answers(self, rows: Sequence[Served], *, seed: int, check_stop: Callable[[], None]) -> list[OwnAnswers]:
-        """The target answers the prompts of some rows itself, at the temperatures of OWN."""
+        """The typicality of answers that the target samples itself, to the prompts of some rows, by temperature of OWN.
+
+        Args: check_stop: called before each temperature; it may raise SystemExit.
+        """
         prompts: list[list[int]] = []
         for row in rows:
             try:
@@ -141,17 +139,17 @@ class Reader:
 
 
 def readings_in(path: Path) -> dict[str, Reading]:
-    """Those that were kept, by key; the last line of a run that was killed may be cut."""
+    """The readings of a file, by key. An incomplete last line, left by a kill, is ignored."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     found = [Reading(**json.loads(line)) for line in lines if line.endswith(b"\n")]
     return {reading.key: reading for reading in found}
 
 
 def keep(path: Path, readings: Sequence[Reading]) -> None:
-    """Append to the rows already in the file."""
+    """Append readings to a file, over an incomplete last line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = path.read_bytes() if path.exists() else b""
     with path.open("r+b" if path.exists() else "wb") as file:
-        file.seek(whole.rfind(b"\n") + 1)  # over what a kill cut
+        file.seek(whole.rfind(b"\n") + 1)
         file.write("".join(json.dumps(asdict(reading)) + "\n" for reading in readings).encode())
         file.truncate()

@@ -1,6 +1,7 @@
-"""The stages of a run, in order: rows, reading them, learning, comparing, decision.
+"""The stages of a run, in order: rows, reading, training, comparison, decision.
 
-Each stage writes what it found into refit.json; a stage that is there is not run again.
+Each stage writes its findings into refit.json. A stage whose findings are already there is skipped, so that a killed
+run resumes.
 """
 
 import time
@@ -11,6 +12,7 @@ from ...configs.errors import BadInput
 from ...configs.files import write_text
 from ...data_pipelines.traffic import Served, read_traffic, written
 from ...heads.loading import release_memory
+from ...heads.nn.cpu_kernels import pack_linears
 from ...heads.registry import load_head
 from ...heads.target import Target
 from ..unattended.steps import last_line, start_seconds
@@ -24,16 +26,15 @@ from .page import summary, write
 from .reading import Reader, Reading, keep, readings_in
 from .session import Session
 
-READING = 0.3  # share of the time, at most, in which rows are read
-LEAST_ROWS = 8  # of the target's own answers, to learn from
-MOST_NAMED = 50  # rows of others that refit.json names
-SAFETY = 1.3  # of the time that the comparison is expected to take
-SOONEST = 5.0  # seconds that are kept for the end, at least
+READING = 0.3  # share of the budget for reading rows, upper limit
+LEAST_ROWS = 8  # training rows of new traffic, lower limit
+SAFETY = 1.3  # time kept for the comparison, relative to the expected time
+SOONEST = 5.0  # seconds kept for loading before it, lower limit
 
 
 @dataclass
 class Work:
-    """The rows of a run, and what reads them."""
+    """The rows of a run, and the target that reads them."""
 
     run: Session
     new: Parts
@@ -42,22 +43,27 @@ class Work:
     @cached_property
     def target(self) -> Target:
         settings = self.run.settings
-        return Target.load(settings.target, dtype=settings.dtype, device=settings.device)
+        target = Target.load(settings.target, dtype=settings.dtype, device=settings.device)
+        pack_linears(target.base)
+        return target
 
     def reader(self, head: str, *, judges: bool = False) -> Reader:
-        """Raises BadInput on a head that changes the target."""
+        """What reads rows with a head. Args: judges: as in Reader. Raises BadInput if the head adapts the target."""
         loaded = load_head(head, self.target)
         if loaded.adapts_target:
             raise BadInput(f"--head {head}: it computes with adapters on the target, whose answers would be others")
         return Reader(self.target, loaded, self.run.settings.max_length, judges)
 
     def release(self) -> None:
-        """Frees the target: training loads its own."""
+        """Frees the target's memory, since training loads its own."""
         self.__dict__.pop("target", None)
         release_memory()
 
     def read(self, reader: Reader, rows: Keyed, name: str, *, until: float | None = None) -> dict[str, Reading]:
-        """Readings of these rows; those of an earlier start are kept in data/NAME. until: as far as there is time."""
+        """The readings of rows, by key. Each is appended to data/NAME, and those that are there are not read again.
+
+        Args: until: second of the budget after which reading stops; None: all rows are read.
+        """
         path = self.run.folder / "data" / name
         left = [(key, row) for key, row in rows.items() if key not in readings_in(path)]
         for readings in reader.read(left):
@@ -69,12 +75,12 @@ class Work:
 
     @property
     def readings(self) -> dict[str, Reading]:
-        """Of the old head; those without a problem."""
+        """The readings with the old head, without rows that could not be read."""
         found = readings_in(self.run.folder / "data" / "readings.jsonl")
         return {key: reading for key, reading in found.items() if not reading.problem}
 
     def own(self, rows: Keyed) -> Keyed:
-        """Those that were read, and that the target wrote."""
+        """The rows that were read and whose answers the target wrote; old rows are not tested."""
         found, foreign = self.readings, self.run.journal.foreign
         assert foreign is not None
         own = self.run.journal.own
@@ -86,7 +92,10 @@ class Work:
 
 
 def run_all(run: Session) -> Journal:
-    """All stages that are still to do. Raises BadInput on what the user can mend; SystemExit after a signal."""
+    """Runs all stages that are still to do, writes refit.html and prints the summary; returns the finished journal.
+
+    Raises: BadInput on what the user can correct; SystemExit after a signal to stop.
+    """
     journal = run.journal
     if journal.decision is None:
         work = find_rows(run)
@@ -100,7 +109,7 @@ def run_all(run: Session) -> Journal:
 
 
 def find_rows(run: Session) -> Work:
-    """Read the files, and hold conversations out; the same in every start."""
+    """Reads the files and holds conversations out, the same in every start; writes `found`."""
     settings = run.settings
     new = read_traffic(settings.traffic)
     old = read_traffic(settings.replay).rows if settings.replay else []
@@ -117,7 +126,7 @@ def find_rows(run: Session) -> Work:
 
 
 def read(work: Work) -> None:
-    """Target and head read the rows: which answers are another's, and what the head drafts of the rest."""
+    """Target and head read the rows; writes `own`, `foreign` and `drift`, and a decision if there are too few rows."""
     run, journal = work.run, work.run.journal
     if journal.foreign is not None:
         return
@@ -151,7 +160,7 @@ def read(work: Work) -> None:
 
 
 def foreign_of(work: Work, found: dict[str, Reading]) -> Foreign:
-    """Of the readings of the traffic."""
+    """The journal's entry on foreign answers. Args: found: readings by key."""
     journal, rows = work.run.journal, {**work.new.held_out, **work.new.rest}
     read = {key: each.typicality for key, each in found.items() if key in rows and not each.problem}
     served = served_temperature([each for each in read.values() if len(each) > 1])
@@ -166,7 +175,10 @@ def foreign_of(work: Work, found: dict[str, Reading]) -> Foreign:
 
 
 def learn(work: Work) -> None:
-    """A new head, from the old one, on new rows and old ones."""
+    """Trains the new head, starting from the old one; writes `plan` and `head`.
+
+    Raises: BadInput if there is too little time, or no head at the end; SystemExit after a signal to stop.
+    """
     run, journal = work.run, work.run.journal
     if journal.head:
         return
@@ -196,7 +208,7 @@ def learn(work: Work) -> None:
 
 
 def plan_training(work: Work, train: list[Served], *, num_validation: int, num_new: int) -> None:
-    """As many steps as there is time for. Raises BadInput if that is too little."""
+    """Writes `plan`: as many steps as there is time for. Raises BadInput if there is too little time."""
     run, journal = work.run, work.run.journal
     reader, row_seconds = work.reader(run.settings.head), journal.row_seconds
     config, row = reader.head.config, typical_row(reader, train)
@@ -219,13 +231,13 @@ def plan_training(work: Work, train: list[Served], *, num_validation: int, num_n
 
 
 def typical_row(reader: Reader, rows: list[Served]) -> list[int]:
-    """Tokens of a row of the median length among some."""
+    """The token ids of the row of median length among the first LEAST_ROWS rows."""
     samples = sorted((reader.sample(row) for row in rows[:LEAST_ROWS]), key=len)
     return samples[len(samples) // 2].input_ids.tolist()
 
 
 def conclude(work: Work) -> None:
-    """Both heads on what was held out, and what follows."""
+    """Compares both heads on held-out rows and decides; writes `compared` and `decision`."""
     run, journal = work.run, work.run.journal
     assert journal.foreign is not None
     new, old = work.own(work.new.held_out), work.own(work.old.held_out)

@@ -21,6 +21,8 @@ KINDS = {
     "medusa": ("medusa", "vllm", {}),
     "published": ("medusa", "hf", {}),
     "draft_lm": ("draft_lm", "hf", {}),
+    "block": ("block", "vllm", {"num_depths": 3, "markov_rank": 8}),
+    "block in speculators": ("block", "speculators", {"num_depths": 3, "markov_rank": 8}),
 }
 
 
@@ -307,3 +309,39 @@ def test_what_is_no_head_is_refused(tmp_path, saved_target):
     (tmp_path / "config.json").write_text('{"model_type": "t5", "architectures": ["T5EncoderModel"]}')
     with pytest.raises(BadInput, match="neither its config nor its tensors are those of a head"):
         check_folder(tmp_path)
+
+
+def paths_in(value, path=()):
+    """The paths of all keys of a JSON object, and of the items of its lists of objects."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, inner in items:
+        yield (*path, key)
+        if isinstance(inner, dict) or (isinstance(inner, list) and inner and isinstance(inner[0], dict)):
+            yield from paths_in(inner, (*path, key))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_value_of_any_other_type_is_a_problem_and_no_crash(kind, exported):
+    path = exported(kind) / "config.json"
+    sound = path.read_text()
+    try:
+        for place in paths_in(json.loads(sound)):
+            for other in ("sixteen", ["x"], {"x": 1}, 2.5, 5):
+                config = json.loads(sound)
+                part = config
+                for key in place[:-1]:
+                    part = part[key]
+                part[place[-1]] = other
+                path.write_text(json.dumps(config))
+                try:
+                    problems = check_folder(path.parent).problems
+                except BadInput as error:
+                    problems = [str(error)]
+                assert all(problem and "\n" not in problem for problem in problems), (place, other)
+    finally:
+        path.write_text(sound)
+
+
+def test_a_nested_value_of_another_type_is_named(exported, damaged):
+    folder = damaged("speculators", lambda folder, config, tensors: config.update(speculators_config=5))
+    assert check_folder(folder).problems == ["config.json: speculators_config: expected an object, found 5"]
