@@ -11,6 +11,7 @@ LEAST_GAIN = 1.02  # smallest ratio on new traffic for which the new head is off
 MOST_LOSS = 0.99  # smallest ratio on old rows for which it is offered
 LEAST_COVERED = 0.95  # share of the tokens in the draft vocabulary below which a head should be trained anew
 STAYS = "Nothing is to be won: the old head stays"
+FORGETS = "The old head stays: the new one drafts new traffic better, but old traffic worse"
 
 
 def decide(compared: Sequence[Compared], drift: Sequence[DriftPart], *, head: str, new_head: str) -> Decision:
@@ -47,7 +48,7 @@ def decide(compared: Sequence[Compared], drift: Sequence[DriftPart], *, head: st
         if each.domain != ALL and each.interval[1] is not None and each.interval[1] < 1
     ]
     if not (is_better and keeps):
-        return Decision(False, STAYS, reasons, cautions)
+        return Decision(False, FORGETS if is_better else STAYS, reasons, cautions)
     commands = [
         f"headstart eval --target TARGET --drafter head:{quote(head)} --drafter head:{quote(new_head)} "
         "--prompts data/held_out.jsonl --output EVAL",

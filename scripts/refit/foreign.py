@@ -75,19 +75,23 @@ def standardised(parts: Tensor) -> float:
     return excess / (variance + 1.0) ** 0.5
 
 
-def served_temperature(rows: Sequence[Mapping[str, float]]) -> float:
+def served_temperature(rows: Sequence[Mapping[str, float]]) -> float | None:
     """The lowest temperature of TESTED that fits at least a third of the rows, none of which names its own.
+
+    None if there are no rows, and the highest if none fits.
 
     Args: rows: the typicality of each by temperature.
     """
+    if not rows:
+        return None
     for temperature in TESTED:
         values = sorted(row[str(temperature)] for row in rows)
-        if values and values[len(values) - -(-len(values) // 3)] >= FITS:
+        if values[len(values) - -(-len(values) // 3)] >= FITS:
             return temperature
     return TESTED[-1]
 
 
-def is_foreign(row: Mapping[str, float], served: float, own: Sequence[OwnAnswers]) -> bool:
+def is_foreign(row: Mapping[str, float], served: float | None, own: Sequence[OwnAnswers]) -> bool:
     """Whether the target did not write an answer.
 
     Args:

@@ -30,7 +30,7 @@ class Found:
 class Foreign:
     """The answers of --traffic that the target did not write, found by their typicality (foreign.py)."""
 
-    served: float  # temperature assumed for answers whose rows do not name one
+    served: float | None  # temperature assumed for answers whose rows do not name one; null: all do
     thresholds: dict[str, float]  # lowest typicality of an own answer, by temperature of the target's own answers
     own: list[OwnAnswers]  # the target's own answers behind the thresholds
     read: int  # rows that were tested

@@ -94,9 +94,11 @@ def rows(journal: Journal) -> Part:
     table += [["not this target's", cell(len(foreign.origins))], ["not read, for lack of time", cell(foreign.late)]]
     table += [[reason, cell(count)] for reason, count in {**found.unread, **foreign.refused}.items()]
     thresholds = ", ".join(f"{limit} at temperature {at}" for at, limit in foreign.thresholds.items())
+    assumed = ""
+    if foreign.served is not None:
+        assumed = f"Answers without a temperature are taken as served at about {foreign.served}. "
     text = (
         "An answer is taken as not this target's if its typicality is below the limits found with the target's own "
-        f"answers: {thresholds}. Answers without a temperature are taken as served at about {foreign.served}. "
-        "refit.json lists those left out."
+        f"answers: {thresholds}. {assumed}refit.json lists those left out."
     )
     return "What was read", text, Table("Rows", ["", "rows"], table)

@@ -148,7 +148,8 @@ def read(work: Work) -> None:
         journal.row_seconds = round((time.monotonic() - began) / (len(found) - before), 4)
     journal.foreign = foreign_of(work, found)
     own, named = len(work.own({**work.new.held_out, **work.new.rest})), journal.foreign
-    run.say(f"  {len(named.origins)} answers are not this target's; {own} are, at about temperature {named.served}")
+    about = "" if named.served is None else f", at about temperature {named.served}"
+    run.say(f"  {len(named.origins)} answers are not this target's; {own} are{about}")
     for name, part in ((NEW, work.new), (OLD, work.old)):
         journal.drift += drift_of(name, work.own({**part.held_out, **part.rest}), work.readings)
     few = min(len(work.own(work.new.held_out)) - LEAST_HELD_OUT, len(work.own(work.new.rest)) - LEAST_ROWS)
@@ -253,7 +254,7 @@ def conclude(work: Work) -> None:
     if journal.foreign.origins:
         read, others = journal.foreign.read, len(journal.foreign.origins)
         decision.cautions.append(f"{others} of {read} answers were not this target's, and were left out.")
-    if journal.foreign.served >= 1:
+    if journal.foreign.served is not None and journal.foreign.served >= 1:
         decision.cautions.append("Served at about temperature 1: there, others' answers are hard to tell from its own.")
     journal.decision = decision
     run.write()
