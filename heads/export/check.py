@@ -9,7 +9,7 @@ import torch
 
 from ...configs.errors import BadInput, first_line
 from ...configs.jsonl import loads
-from ...configs.typed import described, fits
+from ...configs.typed import check_type
 from . import contracts
 from .block import contract_of_block, is_block
 from .contracts import Contract
@@ -111,10 +111,13 @@ def wrong_types(config: Mapping[str, Any], prefix: str = "") -> list[str]:
     """The keys of TYPES in a config, or in an object within it, whose values have another type."""
     problems = []
     for key, value in config.items():
-        kind = TYPES.get(key)
-        if kind is not None and value is not None and not fits(value, kind):
-            problems.append(f"{prefix}{key}: expected {described(kind)}, found {value!r}")
-        elif isinstance(value, dict):
+        if key in TYPES and value is not None:
+            try:
+                check_type(value, TYPES[key], name=f"{prefix}{key}")
+            except BadInput as error:
+                problems.append(str(error))
+                continue
+        if isinstance(value, dict):
             problems += wrong_types(value, f"{prefix}{key}.")
         elif isinstance(value, list):
             objects = [(i, item) for i, item in enumerate(value) if isinstance(item, dict)]

@@ -21,7 +21,7 @@ NEVER = 1_000_000  # max_steps in rungs, never reached; learning rates are const
 WARMUP = 10  # steps
 DECODE_TOKENS = 64  # decoded per validation prompt
 SAVE_SECONDS = 60.0  # between checkpoints
-LOOKS = 6  # validations of the final training
+NUM_VALIDATIONS = 6  # validations of the final training
 PATIENCE = 2  # validations without improvement after which the final training ends
 SAFETY = 0.9  # share of the available time that is planned for
 FITTING = 1.3  # time to fit a fresh head, relative to that of the target's forwards on the tokens that it is fitted on
@@ -123,7 +123,7 @@ class Learner:
                 "start_from": None if start_from is None else str(start_from),
                 "max_steps": chosen.max_steps,
                 "warmup_steps": min(WARMUP, chosen.max_steps - 1),
-                "validate_every": max(chosen.max_steps // LOOKS, 1),
+                "validate_every": max(chosen.max_steps // NUM_VALIDATIONS, 1),
                 "patience": PATIENCE,
             }
             self.write_config(candidate, config, pace=self.pace(candidate.name, rungs), train=train)
@@ -152,7 +152,7 @@ class Learner:
 
     def steps_in(self, seconds: float, pace: Pace) -> int:
         """Optimizer steps of the final training in that many seconds, validations included; 0 or more."""
-        spare = SAFETY * (seconds - (LOOKS - 1) * self.validation_seconds) - pace.overhead
+        spare = SAFETY * (seconds - (NUM_VALIDATIONS - 1) * self.validation_seconds) - pace.overhead
         return max(int(spare / pace.step), 0)
 
 

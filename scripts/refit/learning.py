@@ -16,7 +16,7 @@ from .journal import Plan
 from .session import Settings
 
 LEAST_STEPS = 10
-LOOKS = 4  # validations of the training
+NUM_VALIDATIONS = 4  # validations of the training
 PATIENCE = 2  # validations without improvement after which it ends
 MOST_EPOCHS = 10  # passes over the rows, upper limit
 WARMUP = 10  # steps
@@ -36,22 +36,24 @@ def step_seconds(target: Target, config: HeadConfig, folder: str, row: list[int]
     return measure_step(target, head, training_of(config), row, row_length=len(row)).step
 
 
-def planned_steps(seconds: float, *, step: float, start: float, look: float, num_rows: int, batch_size: int) -> int:
+def planned_steps(
+    seconds: float, *, step: float, start: float, validation_seconds: float, num_rows: int, batch_size: int
+) -> int:
     """Optimizer steps of a training.
 
     Args:
         seconds: for the whole training.
         step: seconds of an optimizer step.
         start: seconds until the first step.
-        look: seconds of a validation.
+        validation_seconds: seconds of a validation.
         num_rows: training rows; they are read MOST_EPOCHS times at most.
         batch_size: rows per step.
 
     Raises: BadInput if there is no time for LEAST_STEPS steps.
     """
-    steps = int((SAFETY * (seconds - LOOKS * look) - start) / step)
+    steps = int((SAFETY * (seconds - NUM_VALIDATIONS * validation_seconds) - start) / step)
     if steps < LEAST_STEPS:
-        missing = (LEAST_STEPS * step + start) / SAFETY + LOOKS * look - seconds
+        missing = (LEAST_STEPS * step + start) / SAFETY + NUM_VALIDATIONS * validation_seconds - seconds
         raise BadInput(f"--budget: too short for this target here; {-(-missing // 60):.0f}m more are the least")
     return min(steps, max(MOST_EPOCHS * num_rows // batch_size, LEAST_STEPS))
 
@@ -64,20 +66,20 @@ def write_run(
     *,
     train: list[Served],
     validation: list[Served],
-    look_rows: int,
 ) -> Path:
-    """Writes the rows of the training and its config, whose path is returned.
-
-    Args: look_rows: number of validation rows; 0: no validation.
-    """
+    """Writes the rows of the training and its config, whose path is returned; without validation rows, none is made."""
     write_text(folder / "data" / "train.jsonl", written(train))
     write_text(folder / "data" / "validation.jsonl", written(validation))
-    looks = {"validate_every": max(plan.max_steps // LOOKS, 1), "patience": PATIENCE, "decode_prompts": 0}
+    validating = {
+        "validate_every": max(plan.max_steps // NUM_VALIDATIONS, 1),
+        "patience": PATIENCE,
+        "decode_prompts": 0,
+    }
     rows = {"train": str(folder / "data" / "train.jsonl"), "max_length": settings.max_length, "layout": "bucketed"}
     run = {
         "target": {"path": settings.target, "dtype": settings.dtype},
         "head": config.as_dict(),
-        "data": rows | ({"validation": str(folder / "data" / "validation.jsonl")} if look_rows else {}),
+        "data": rows | ({"validation": str(folder / "data" / "validation.jsonl")} if validation else {}),
         "train": {
             **training_of(config),
             "output_dir": str(folder / "training"),
@@ -89,7 +91,7 @@ def write_run(
             "device": "cpu" if settings.device == "cpu" else None,
             "checkpoint_every": max(int(SAVE_SECONDS / plan.step_seconds), 1),
             "keep_checkpoints": 1,
-            **(looks if look_rows else {}),
+            **(validating if validation else {}),
         },
     }
     return write_text(folder / "refit.yaml", yaml.safe_dump(run, sort_keys=False, allow_unicode=True))

@@ -195,7 +195,7 @@ def learn(work: Work) -> None:
     config = run.folder / "refit.yaml"
     if not config.exists():
         head = work.reader(run.settings.head).head.config
-        write_run(run.folder, run.settings, head, plan, train=train, validation=validation, look_rows=len(validation))
+        write_run(run.folder, run.settings, head, plan, train=train, validation=validation)
     work.release()
     words, seconds = ["train", str(config)], max(plan.until - run.clock.used, 0)
     what = f"the head learns on for {plan.max_steps} steps, from {plan.new} new rows and {plan.old} old ones"
@@ -223,7 +223,7 @@ def plan_training(work: Work, train: list[Served], *, num_validation: int, num_n
         until - run.clock.used,
         step=step,
         start=start,
-        look=num_validation * row_seconds,
+        validation_seconds=num_validation * row_seconds,
         num_rows=len(train),
         batch_size=int(str(training_of(config).get("batch_size", 8))),
     )

@@ -19,7 +19,7 @@ from headstart.scripts.refit.foreign import (
     typicality,
 )
 from headstart.scripts.refit.journal import Compared
-from headstart.scripts.refit.learning import LEAST_STEPS, LOOKS, MOST_EPOCHS, planned_steps
+from headstart.scripts.refit.learning import LEAST_STEPS, MOST_EPOCHS, NUM_VALIDATIONS, planned_steps
 from headstart.scripts.refit.reading import Reading, keep, readings_in
 
 
@@ -165,8 +165,8 @@ def test_a_domain_on_which_it_is_worse_is_told():
 
 
 def test_steps_fill_the_time_and_no_more_passes_than_teach():
-    how = {"step": 1.0, "start": 10.0, "look": 1.0, "batch_size": 8}
-    assert planned_steps(100.0 + LOOKS, num_rows=10_000, **how) == 80
+    how = {"step": 1.0, "start": 10.0, "validation_seconds": 1.0, "batch_size": 8}
+    assert planned_steps(100.0 + NUM_VALIDATIONS, num_rows=10_000, **how) == 80
     assert planned_steps(1e6, num_rows=80, **how) == 10 * MOST_EPOCHS
     assert planned_steps(1e6, num_rows=1, **how) == LEAST_STEPS
     with pytest.raises(BadInput, match="--budget: too short for this target here; 1m more are the least"):
