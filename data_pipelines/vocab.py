@@ -9,6 +9,9 @@ import torch
 from ..configs.errors import BadInput
 from .storage.samples import Sample
 
+COVERED = 0.995  # share of the answers' tokens that a draft vocabulary of `covering_size` contains
+SIZE_STEP = 256  # of which its size is a multiple
+
 
 def count_supervised(samples: Iterable[Sample], *, vocab_size: int) -> np.ndarray:
     """[vocab_size] int64: how often each token id is supervised. Raises BadInput on an id outside the vocabulary."""
@@ -59,6 +62,25 @@ def coverage(counts: np.ndarray, ids: torch.Tensor) -> float:
     if not counts.any():
         raise BadInput("coverage of a draft vocabulary: no token is supervised")
     return float(counts[ids.numpy()].sum() / counts.sum())
+
+
+def covering_size(counts: np.ndarray, always: Sequence[int]) -> tuple[int | None, float | None]:
+    """Size and `coverage` of the smallest draft vocabulary that covers the share COVERED of the answers' tokens.
+
+    Args:
+        counts: [V] from `count_supervised`.
+        always: ids to include whatever their count, see `always_kept`.
+
+    Returns (None, None) if that is more than half of the target's vocabulary, or nothing was counted.
+    """
+    if not counts.any():
+        return None, None
+    least = -(-max(len(set(always)), SIZE_STEP) // SIZE_STEP) * SIZE_STEP
+    for size in range(least, len(counts) // 2 + 1, SIZE_STEP):
+        covered = coverage(counts, draft_vocabulary(counts, size=size, always=always))
+        if covered >= COVERED:
+            return size, round(covered, 4)
+    return None, None
 
 
 def coverage_curve(counts: np.ndarray, *, always: Sequence[int] = (), num_points: int = 64) -> list[tuple[int, float]]:

@@ -33,6 +33,7 @@ from ..data_pipelines.storage.shard_file import StoredSample
 from ..data_pipelines.storage.shards import Shards, ShardWriter, read_manifest
 from ..data_pipelines.vocab import always_kept, count_supervised, coverage, draft_vocabulary
 from ..heads.base import DraftHead
+from ..heads.registry import start_vocabulary
 from ..heads.target import Target
 from .config import Inputs, RunConfig
 
@@ -147,14 +148,26 @@ def summary_of(counts: Counter[str]) -> str:
 
 
 def draft_token_ids(run: RunConfig, data: TrainingData, target: Target, console: Console) -> Tensor | None:
-    """[Vd] the draft vocabulary of a new head, None if it is not cut; prints what it covers."""
-    size = run.head.draft_vocab_size
-    if size is None or run.train.start_from is not None:
+    """[Vd] the draft vocabulary of a new head, None if it is not cut; prints what it covers.
+
+    A head that starts from another one drafts what that one does, and if it is to draft more tokens, the data's most
+    frequent ones besides; None if it is not.
+
+    Raises: BadInput if the head to start from cannot be read.
+    """
+    size, folder = run.head.draft_vocab_size, run.train.start_from
+    if size is None:
         return None
+    kept: list[int] = []
+    if folder is not None:
+        kept = start_vocabulary(run.head, target, folder) or []
+        if not kept or len(kept) >= size:
+            return None
     samples = (data.samples[i].sample for i in range(len(data.samples)))
     counts = count_supervised(samples, vocab_size=target.vocab_size)
     always = always_kept(target.tokenizer, eos_token_ids=target.eos_token_ids, vocab_size=target.vocab_size)
-    ids = draft_vocabulary(counts, size=size, always=always)
+    more = [token for token in always if token not in kept][: size - len(kept)]
+    ids = draft_vocabulary(counts, size=size, always=[*kept, *more])
     console.print(f"draft vocabulary: {size} of {target.vocab_size} tokens, {coverage(counts, ids):.1%} of the answers")
     return ids
 

@@ -10,7 +10,6 @@ import torch
 import yaml
 from accelerate import Accelerator
 from rich.console import Console
-from torch import Tensor
 
 from ..configs.errors import BadInput
 from ..configs.files import remove_unfinished
@@ -94,7 +93,7 @@ def find_inputs(run: RunConfig, folder: Path, console: Console, holding: ExitSta
         check_same_inputs(folder, target, data)
     target.to(accelerator.device)
     pack_linears(target.base)
-    head = first_head(run, target, draft_token_ids(run, data, target, console), console)
+    head = first_head(run, target, data, console)
     check_stored_states(data, head, target)
     if checkpoint is None and run.train.start_from is None:
         head.begin_training(first_batches(run.train, data, head))
@@ -133,13 +132,16 @@ def set_up(run: RunConfig, start: Start, folder: Path) -> Backend:
     return backend
 
 
-def first_head(run: RunConfig, target: Target, ids: Tensor | None, console: Console) -> DraftHead:
+def first_head(run: RunConfig, target: Target, data: TrainingData, console: Console) -> DraftHead:
     """The head before the first step: fresh, or as an earlier run left it, and then perhaps with adapters to train."""
     config, folder = run.train, run.train.start_from
     if folder is None:
-        return build_head(run.head, target, draft_token_ids=ids, seed=config.seed)
+        return build_head(
+            run.head, target, draft_token_ids=draft_token_ids(run, data, target, console), seed=config.seed
+        )
     try:
-        head = start_head(run.head, target, folder, seed=config.seed)
+        ids = draft_token_ids(run, data, target, console)
+        head = start_head(run.head, target, folder, draft_token_ids=ids, seed=config.seed)
     except BadInput as error:
         raise BadInput(f"train.start_from: {error}") from error
     before, now = head_record(folder), head.config.as_dict()

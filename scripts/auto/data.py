@@ -15,7 +15,7 @@ from ...configs.files import write_text
 from ...configs.jsonl import read_jsonl
 from ...data_pipelines.answers.conversations import SamplingConfig, exchanges
 from ...data_pipelines.sources import iter_rows
-from ...data_pipelines.vocab import always_kept, coverage, draft_vocabulary
+from ...data_pipelines.vocab import always_kept, covering_size
 from ...eval.measurement.metrics import LEAST_TIMED
 from ...eval.measurement.repetition import text_repetition
 from ...eval.suites.prompts import load_suite
@@ -26,8 +26,6 @@ MOST_HELD_OUT = 32  # prompts
 LEAST_PROMPTS = 3 * LEAST_TIMED  # a third is held out, and a confidence interval needs LEAST_TIMED prompts
 MOST_VALIDATION = 8  # rows that score candidates
 LEAST_ANSWERS = 8
-COVERED = 0.995  # share of the answers' tokens that a cut draft vocabulary must contain
-VOCABULARY_STEP = 256  # sizes of cut vocabularies are multiples of this
 ENDING = 16  # tokens that a chat template may add after an answer, upper limit
 MANY = 0.2  # share of bad answers above which there is a warning
 
@@ -158,7 +156,7 @@ def gather(folder: Path, answers: Path, tokenizer: Any, *, vocab_size: int, eos_
     tokens = [token for ids in (*answer_ids, *chat_ids) for token in ids]
     counts = np.bincount(tokens, minlength=vocab_size)[:vocab_size]  # [V]
     always = always_kept(tokenizer, eos_token_ids=eos_token_ids, vocab_size=vocab_size)
-    size, covered = vocabulary_for(counts, always)
+    size, covered = covering_size(counts, always)
     truncated = sum(row["truncated"] for row in written)
     looping = sum(text_repetition(i, [ids]).is_looping for i, ids in enumerate(answer_ids))
     lengths = [row["usage"]["prompt_tokens"] + row["usage"]["completion_tokens"] for row in written]
@@ -183,25 +181,6 @@ def assistant_texts(row: dict[str, Any]) -> list[str]:
     """The texts of a row's assistant messages."""
     messages = row.get("messages") or []
     return [message["content"] for message in messages if message.get("role") == "assistant" and message.get("content")]
-
-
-def vocabulary_for(counts: np.ndarray, always: list[int]) -> tuple[int | None, float | None]:
-    """Size and coverage of the smallest draft vocabulary that covers the share COVERED of the answers' tokens.
-
-    Args:
-        counts: [V] occurrences of each token.
-        always: token ids that every vocabulary must contain.
-
-    Returns (None, None) if that is more than half of the target's vocabulary, or nothing was counted.
-    """
-    if not counts.any():
-        return None, None
-    step = VOCABULARY_STEP
-    for size in range(-(-max(len(always), step) // step) * step, len(counts) // 2 + 1, step):
-        covered = coverage(counts, draft_vocabulary(counts, size=size, always=always))
-        if covered >= COVERED:
-            return size, round(covered, 4)
-    return None, None
 
 
 def warnings_of(num_rows: int, *, truncated: int, looping: int) -> list[str]:

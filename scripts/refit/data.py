@@ -12,7 +12,7 @@ from ...eval.measurement.metrics import LEAST_TIMED
 MOST_HELD_OUT = 64  # conversations
 LEAST_HELD_OUT = LEAST_TIMED  # conversations that a confidence interval needs
 LEAST_CONVERSATIONS = 3 * LEAST_HELD_OUT  # as a third is held out
-MOST_VALIDATION = 8  # rows of each side for the validations of training
+MOST_VALIDATION = 16  # rows of each side for the validations of training, and for the choice behind it
 
 NEW, OLD = "new", "old"  # prefixes of keys
 
@@ -75,9 +75,9 @@ def by_turns(*parts: Keyed) -> Keyed:
     return dict(item for turn in turns for item in turn if item is not None)
 
 
-def validation_of(rows: Mapping[str, Served]) -> set[str]:
-    """Keys of the rows for validation: an eighth of the rows, at most MOST_VALIDATION."""
-    return set(list(rows)[: min(len(rows) // 8, MOST_VALIDATION)])
+def validation_of(rows: Mapping[str, Served]) -> Keyed:
+    """The rows for validation: a fifth of the rows, at most MOST_VALIDATION."""
+    return dict(list(rows.items())[: min(len(rows) // 5, MOST_VALIDATION)])
 
 
 def mixed(new: Sequence[Served], old: Sequence[Served], *, replay_share: float, seed: int) -> list[Served]:

@@ -14,17 +14,16 @@ STAYS = "Nothing is to be won: the old head stays"
 FORGETS = "The old head stays: the new one drafts new traffic better, but old traffic worse"
 
 
-def decide(compared: Sequence[Compared], drift: Sequence[DriftPart], *, head: str, new_head: str) -> Decision:
+def decide(compared: Sequence[Compared], *, head: str, new_head: str) -> Decision:
     """Decides between the old head and the new one.
 
     Args:
         compared: both heads on held-out new traffic and, if there are any, on held-out old rows.
-        drift: of the old head.
         head, new_head: folders, for the commands.
     """
     whole = {each.traffic: each for each in compared if each.domain == ALL}
     new, old = whole["new"], whole.get("old")
-    cautions = coverage_cautions(drift)
+    cautions: list[str] = []
     if new.ratio is None or new.conversations < LEAST_HELD_OUT:
         few = f"{new.conversations} conversations could be compared, {LEAST_HELD_OUT} are the least."
         return Decision(False, STAYS, [few], cautions)
@@ -68,10 +67,10 @@ def described(compared: Compared) -> str:
 
 
 def coverage_cautions(drift: Sequence[DriftPart]) -> list[str]:
-    """A caution if the draft vocabulary covers too little of the new traffic, which training does not change."""
+    """A caution if the draft vocabulary covers too little of the new traffic. Args: drift: of a head that keeps it."""
     return [
-        f"The head can draft {part.covered:.0%} of the tokens of new traffic, by its draft vocabulary, which stays: a "
-        "head trained anew (headstart auto) may gain more."
+        f"The head can draft {part.covered:.0%} of the tokens of new traffic, by its draft vocabulary: a head trained "
+        "anew with a larger one (headstart auto) may gain more."
         for part in drift
         if (part.traffic, part.domain, part.week) == ("new", ALL, ALL)
         and part.covered is not None

@@ -61,6 +61,17 @@ class Plan:
     new: int  # training rows
     old: int
     until: float  # second of the budget at which training ends
+    draft_vocab_size: int | None  # of the new head; null: all tokens
+    more_tokens: int  # of these, how many the old head cannot draft
+
+
+@dataclass(frozen=True)
+class Share:
+    """A head whose weights are between the old head's and the trained one's, on validation rows."""
+
+    share: float  # of the way: 0 is the old head, 1 the trained one
+    new: float | None  # acceptance length on rows of the new traffic
+    old: float | None  # acceptance length on old rows; null: there are none
 
 
 @dataclass(frozen=True)
@@ -96,11 +107,14 @@ class Journal(StoredJournal):
     found: Found | None = None
     reading_until: float | None = None  # second of the budget at which reading ends
     own: list[OwnAnswers] = field(default_factory=list)  # typicality of answers that the target wrote in this run
-    row_seconds: float = 0.0  # seconds to read a row
+    row_seconds: float = 0.0  # seconds in which target and head read a row
+    head_seconds: float = 0.0  # of these, the head's
     foreign: Foreign | None = None
     drift: list[DriftPart] = field(default_factory=list)
     plan: Plan | None = None
-    head: str = ""  # folder of the new head; empty until it is trained
+    trained: str = ""  # folder of the trained head; empty until it is trained
+    shares: list[Share] = field(default_factory=list)
+    head: str = ""  # folder of the new head, which is the trained one or between it and the old one; empty until chosen
     compared: list[Compared] = field(default_factory=list)
     decision: Decision | None = None
     seconds: float = 0.0  # of the budget used, over all starts of the run

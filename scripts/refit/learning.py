@@ -1,13 +1,18 @@
 """Continues training the head: one run of `headstart train` that starts from it, for the time available."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 import yaml
+from torch import Tensor
 
 from ...configs.errors import BadInput
 from ...configs.files import write_text
+from ...data_pipelines.storage.samples import Sample
 from ...data_pipelines.traffic import Served, written
-from ...heads.base import HeadConfig
+from ...data_pipelines.vocab import COVERED, count_supervised, coverage, covering_size, draft_vocabulary
+from ...heads.base import DraftHead, HeadConfig
 from ...heads.registry import start_head
 from ...heads.target import Target
 from ..auto.candidates import TRAINING, find_candidates
@@ -30,9 +35,29 @@ def training_of(config: HeadConfig) -> dict[str, object]:
     return alike[0] if alike else dict(TRAINING)
 
 
-def step_seconds(target: Target, config: HeadConfig, folder: str, row: list[int]) -> float:
-    """Seconds of an optimizer step. Args: folder: of the head. row: token ids of a row of typical length."""
-    head = start_head(config, target, folder)
+def grown_vocabulary(head: DraftHead, samples: Sequence[Sample]) -> Tensor | None:
+    """[Vd] the draft vocabulary with which a head learns on: its own and, if the rows need them, more tokens.
+
+    The size is that of `covering_size`, where that is not more than half of the target's vocabulary.
+
+    Args: samples: the training rows.
+    Returns None if the head's own vocabulary is whole.
+    """
+    if head.vocabulary is None:
+        return None
+    target, kept = head.target, head.vocabulary.to_target.tolist()
+    counts = count_supervised(samples, vocab_size=target.vocab_size)
+    size, _ = covering_size(counts, kept)
+    wider = max(size or 0, len(kept)) if coverage(counts, torch.tensor(kept)) < COVERED else len(kept)
+    return draft_vocabulary(counts, size=wider, always=kept)
+
+
+def step_seconds(target: Target, config: HeadConfig, folder: str, row: list[int], ids: Tensor | None) -> float:
+    """Seconds of an optimizer step.
+
+    Args: folder: of the head. row: token ids of a row of typical length. ids: [Vd] the draft vocabulary; None: all.
+    """
+    head = start_head(config, target, folder, draft_token_ids=ids)
     return measure_step(target, head, training_of(config), row, row_length=len(row)).step
 
 
@@ -78,7 +103,7 @@ def write_run(
     rows = {"train": str(folder / "data" / "train.jsonl"), "max_length": settings.max_length, "layout": "bucketed"}
     run = {
         "target": {"path": settings.target, "dtype": settings.dtype},
-        "head": config.as_dict(),
+        "head": {**config.as_dict(), "draft_vocab_size": plan.draft_vocab_size},
         "data": rows | ({"validation": str(folder / "data" / "validation.jsonl")} if validation else {}),
         "train": {
             **training_of(config),

@@ -23,7 +23,7 @@ def write(folder: Path, journal: Journal) -> Path:
         heading=f"headstart refit: {head} on {target}, {times}",
         figure=(figure(journal), "tokens per forward of the new head over the old one's [95 % interval], new traffic"),
         report="",
-        parts=[comparison(journal), drift(journal), rows(journal), steps_part(journal.steps)],
+        parts=[comparison(journal), between(journal), drift(journal), rows(journal), steps_part(journal.steps)],
         guide="docs/refit.md",
     )
 
@@ -60,6 +60,17 @@ def comparison(journal: Journal) -> Part | None:
         "conversations nor others with the same first question were trained on."
     )
     return ("The new head and the old one", text, Table("Held out", columns, table, num_labels=2)) if table else None
+
+
+def between(journal: Journal) -> Part | None:
+    """The section on the heads between the old one and the trained one; None if there was no choice."""
+    table = [[percent(each.share), number(each.new), number(each.old)] for each in journal.shares]
+    text = (
+        "Tokens per forward of heads whose weights are this share of the way from the old head's to the trained one's, "
+        "on validation rows. The new head is the best on new rows of those that keep at least 99.5 % of the old head's "
+        "on old rows, if any does."
+    )
+    return ("How far from the old head", text, Table("Validation", ["share", "new", "old"], table)) if table else None
 
 
 def drift(journal: Journal) -> Part:

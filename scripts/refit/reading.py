@@ -1,7 +1,8 @@
 """Reads answered rows with target and head: how typical the answers are, and how many rounds drafting them takes."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from ...configs.errors import BadInput
 from ...data_pipelines.config import DataConfig
-from ...data_pipelines.loader import collate
+from ...data_pipelines.loader import TrainingBatch, collate
 from ...data_pipelines.masks.chat import encode_row
 from ...data_pipelines.sources import Row
 from ...data_pipelines.storage.samples import Sample
@@ -19,13 +20,14 @@ from ...data_pipelines.traffic import Served
 from ...eval.generate import generate
 from ...eval.measurement.metrics import expected_acceptance
 from ...heads.base import ChainStarts, DraftBatch, DraftHead
-from ...heads.target import Target
+from ...heads.target import Target, TargetOutput
 from ...train.validation import prompt_of
-from .data import NEW
+from .data import NEW, Keyed
 from .foreign import LOWEST, OWN, POSITIONS, OwnAnswers, standardised, temperatures_for, typicality
 
 WINDOW = 64  # rows that are sorted by length into batches
 BATCH_TOKENS = 4096  # tokens per batch, padding included
+AT_ONCE = 8  # rows of a forward that several heads draft
 ASKED = 8  # prompts that the target answers itself
 ANSWER_TOKENS = 64  # maximum length of these answers
 
@@ -41,6 +43,15 @@ class Reading:
     rounds: int = 0  # that decoding the answers with the head takes
     committed: int = 0  # tokens in these rounds
     problem: str = ""  # why the row cannot be read
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Rows that the target has read."""
+
+    rows: list[tuple[str, Served]]  # with their keys
+    laid: TrainingBatch
+    output: TargetOutput
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,16 @@ class Reader:
             raise BadInput(f"{row.origin}: nothing of its answers is within {config.max_length} tokens")
         return samples[0]
 
+    def samples(self, rows: Iterable[Served]) -> list[Sample]:
+        """`sample` of the rows that can be read."""
+        found = []
+        for row in rows:
+            try:
+                found.append(self.sample(row))
+            except BadInput:
+                continue
+        return found
+
     def read(self, rows: Sequence[tuple[str, Served]]) -> Iterator[list[Reading]]:
         """Reads rows, given with their keys, in batches; the order changes within a window."""
         for start in range(0, len(rows), WINDOW):
@@ -76,17 +97,32 @@ class Reader:
             while samples:
                 size = max(BATCH_TOKENS // len(samples[-1][2]), 1)  # the longest first
                 batch, samples = samples[-size:], samples[:-size]
-                yield self._batch(batch)
+                yield self.drafted(self.forward(batch))
+
+    def forwards(self, rows: Keyed) -> list[Forward]:
+        """The target's forwards over the rows that can be read, AT_ONCE in each, to be drafted by several heads."""
+        samples: list[tuple[str, Served, Sample]] = []
+        for key, row in rows.items():
+            with suppress(BadInput):
+                samples.append((key, row, self.sample(row)))
+        samples.sort(key=lambda each: len(each[2]))
+        return [self.forward(samples[i : i + AT_ONCE]) for i in range(0, len(samples), AT_ONCE)]
 
     @torch.no_grad()
-    def _batch(self, rows: Sequence[tuple[str, Served, Sample]]) -> list[Reading]:
-        target, head = self.target, self.head
-        laid = collate([[StoredSample(sample)] for _, _, sample in rows]).to(target.device)
-        output = target.forward(laid.input_ids, feature_layers=head.feature_layers)
+    def forward(self, rows: Sequence[tuple[str, Served, Sample]]) -> Forward:
+        """One forward of the target, with the features that the head reads."""
+        laid = collate([[StoredSample(sample)] for _, _, sample in rows]).to(self.target.device)
+        output = self.target.forward(laid.input_ids, feature_layers=self.head.feature_layers)
+        return Forward([(key, row) for key, row, _ in rows], laid, output)
+
+    @torch.no_grad()
+    def drafted(self, forward: Forward) -> list[Reading]:
+        """The readings of a forward's rows with the head."""
+        head, laid, output = self.head, forward.laid, forward.output
         num_draft = min(head.num_depths, head.default_draft_tokens)
         drafted = head.loss(DraftBatch(laid.input_ids, laid.loss_mask, output), num_depths=num_draft)
         readings = []
-        for i, (key, row, _) in enumerate(rows):
+        for i, (key, row) in enumerate(forward.rows):
             starts = ChainStarts(drafted.starts.positions[i : i + 1], drafted.starts.valid[i : i + 1])
             counted = expected_acceptance(starts, drafted.hits[i : i + 1], num_draft_tokens=num_draft)
             at = laid.loss_mask[i].nonzero()[:, 0]  # [N] positions of the answers

@@ -5,90 +5,31 @@ run resumes.
 """
 
 import time
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import replace
 
 from ...configs.errors import BadInput
 from ...configs.files import write_text
+from ...data_pipelines.storage.samples import Sample
 from ...data_pipelines.traffic import Served, read_traffic, written
-from ...heads.loading import release_memory
-from ...heads.nn.cpu_kernels import pack_linears
-from ...heads.registry import load_head
-from ...heads.target import Target
 from ..unattended.steps import last_line, start_seconds
-from .data import LEAST_HELD_OUT, NEW, OLD, Keyed, Parts, by_turns, mixed, split, validation_of
-from .decision import STAYS, decide
+from .between import SHARES, best_share, head_between, is_enough, ready, share_of, write_between
+from .data import LEAST_HELD_OUT, NEW, OLD, Keyed, by_turns, mixed, split
+from .decision import STAYS, coverage_cautions, decide
 from .drift import compare, drift_of
 from .foreign import is_foreign, served_temperature
 from .journal import Decision, Foreign, Found, Journal, Plan
-from .learning import head_of, planned_steps, step_seconds, training_of, write_run
+from .learning import grown_vocabulary, head_of, planned_steps, step_seconds, training_of, write_run
 from .page import summary, write
-from .reading import Reader, Reading, keep, readings_in
+from .reading import Forward, Reader, Reading, readings_in
 from .session import Session
+from .work import Work
 
 READING = 0.3  # share of the budget for reading rows, upper limit
 LEAST_ROWS = 8  # training rows of new traffic, lower limit
 SAFETY = 1.3  # time kept for the comparison, relative to the expected time
+TIMED = 16  # rows that are read to time it
 SOONEST = 5.0  # seconds kept for loading before it, lower limit
-
-
-@dataclass
-class Work:
-    """The rows of a run, and the target that reads them."""
-
-    run: Session
-    new: Parts
-    old: Parts
-
-    @cached_property
-    def target(self) -> Target:
-        settings = self.run.settings
-        target = Target.load(settings.target, dtype=settings.dtype, device=settings.device)
-        pack_linears(target.base)
-        return target
-
-    def reader(self, head: str, *, judges: bool = False) -> Reader:
-        """What reads rows with a head. Args: judges: as in Reader. Raises BadInput if the head adapts the target."""
-        loaded = load_head(head, self.target)
-        if loaded.adapts_target:
-            raise BadInput(f"--head {head}: it computes with adapters on the target, whose answers would be others")
-        return Reader(self.target, loaded, self.run.settings.max_length, judges)
-
-    def release(self) -> None:
-        """Frees the target's memory, since training loads its own."""
-        self.__dict__.pop("target", None)
-        release_memory()
-
-    def read(self, reader: Reader, rows: Keyed, name: str, *, until: float | None = None) -> dict[str, Reading]:
-        """The readings of rows, by key. Each is appended to data/NAME, and those that are there are not read again.
-
-        Args: until: second of the budget after which reading stops; None: all rows are read.
-        """
-        path = self.run.folder / "data" / name
-        left = [(key, row) for key, row in rows.items() if key not in readings_in(path)]
-        for readings in reader.read(left):
-            self.run.check_stop()
-            keep(path, readings)
-            if until is not None and self.run.clock.used > until:
-                break
-        return {key: reading for key, reading in readings_in(path).items() if key in rows}
-
-    @property
-    def readings(self) -> dict[str, Reading]:
-        """The readings with the old head, without rows that could not be read."""
-        found = readings_in(self.run.folder / "data" / "readings.jsonl")
-        return {key: reading for key, reading in found.items() if not reading.problem}
-
-    def own(self, rows: Keyed) -> Keyed:
-        """The rows that were read and whose answers the target wrote; old rows are not tested."""
-        found, foreign = self.readings, self.run.journal.foreign
-        assert foreign is not None
-        own = self.run.journal.own
-        return {
-            key: row
-            for key, row in rows.items()
-            if key in found and (key.startswith(OLD) or not is_foreign(found[key].typicality, foreign.served, own))
-        }
 
 
 def run_all(run: Session) -> Journal:
@@ -102,6 +43,7 @@ def run_all(run: Session) -> Journal:
         read(work)
         if journal.decision is None:
             learn(work)
+            choose(work)
             conclude(work)
     for line in summary(journal, write(run.folder, journal)):
         run.console.print(line, highlight=False, soft_wrap=True)
@@ -176,32 +118,30 @@ def foreign_of(work: Work, found: dict[str, Reading]) -> Foreign:
 
 
 def learn(work: Work) -> None:
-    """Trains the new head, starting from the old one; writes `plan` and `head`.
+    """Trains a head, starting from the old one; writes `plan` and `trained`.
 
     Raises: BadInput if there is too little time, or no head at the end; SystemExit after a signal to stop.
     """
     run, journal = work.run, work.run.journal
-    if journal.head:
+    if journal.trained:
         return
-    new, old = work.own(work.new.rest), work.old.rest
-    kept = validation_of(new) | validation_of(old)
-    validation = [row for key, row in {**new, **old}.items() if key in kept]
-    left = [[row for key, row in rows.items() if key not in kept] for rows in (new, old)]
+    kept = work.validation
+    left = [[row for key, row in rows.items() if key not in kept] for rows in (work.own(work.new.rest), work.old.rest)]
     train = mixed(*left, replay_share=run.settings.replay_share, seed=run.settings.seed)
     if journal.plan is None:
-        plan_training(work, train, num_validation=len(validation), num_new=len(left[0]))
+        plan_training(work, train, num_validation=len(kept), num_new=len(left[0]))
     plan = journal.plan
     assert plan is not None
     config = run.folder / "refit.yaml"
     if not config.exists():
         head = work.reader(run.settings.head).head.config
-        write_run(run.folder, run.settings, head, plan, train=train, validation=validation)
+        write_run(run.folder, run.settings, head, plan, train=train, validation=list(kept.values()))
     work.release()
     words, seconds = ["train", str(config)], max(plan.until - run.clock.used, 0)
     what = f"the head learns on for {plan.max_steps} steps, from {plan.new} new rows and {plan.old} old ones"
     record = run.step(what, words, name="training", seconds=seconds, until=plan.until)
-    journal.head = head_of(run.folder / "training")
-    if not journal.head:
+    journal.trained = head_of(run.folder / "training")
+    if not journal.trained:
         raise BadInput(f"the head was not trained in time: {last_line(run.folder / 'logs' / 'training.log')}")
     if record.exit_code and not record.stopped:
         run.say(f"warning: training failed, its best head so far is taken: see {record.log}")
@@ -211,30 +151,79 @@ def learn(work: Work) -> None:
 def plan_training(work: Work, train: list[Served], *, num_validation: int, num_new: int) -> None:
     """Writes `plan`: as many steps as there is time for. Raises BadInput if there is too little time."""
     run, journal = work.run, work.run.journal
-    reader, row_seconds = work.reader(run.settings.head), journal.row_seconds
-    config, row = reader.head.config, typical_row(reader, train)
-    step = max(round(step_seconds(work.target, config, run.settings.head, row), 4), 1e-4)
+    reader = work.reader(run.settings.head)
+    some = dict(list(work.own(work.new.held_out).items())[:TIMED])
+    journal.row_seconds, journal.head_seconds = paces(reader, some)
+    samples = reader.samples(train)
+    ids = grown_vocabulary(reader.head, samples)
+    config = replace(reader.head.config, draft_vocab_size=None if ids is None else len(ids))
+    row = typical_row(samples)
+    step = max(round(step_seconds(work.target, config, run.settings.head, row, ids), 4), 1e-4)
     began = time.monotonic()
     start = start_seconds()
     num_held_out = len(work.own(work.new.held_out)) + len(work.own(work.old.held_out))
-    ending = SAFETY * (start + num_held_out * row_seconds) + max(time.monotonic() - began, SOONEST)
+    choosing = num_validation * (journal.row_seconds + len(SHARES) * journal.head_seconds)
+    ending = SAFETY * (start + choosing + num_held_out * journal.row_seconds) + max(time.monotonic() - began, SOONEST)
     until = run.settings.budget - ending
     steps = planned_steps(
         until - run.clock.used,
         step=step,
         start=start,
-        validation_seconds=num_validation * row_seconds,
+        validation_seconds=num_validation * journal.row_seconds,
         num_rows=len(train),
         batch_size=int(str(training_of(config).get("batch_size", 8))),
     )
-    journal.plan = Plan(steps, step, num_new, len(train) - num_new, round(until, 1))
+    size = config.draft_vocab_size
+    more = 0 if size is None else size - reader.head.num_drafted
+    journal.plan = Plan(steps, step, num_new, len(train) - num_new, round(until, 1), size, more)
+    if more:
+        run.say(f"  the head learns to draft {more} more tokens")
     run.write()
 
 
-def typical_row(reader: Reader, rows: list[Served]) -> list[int]:
+def paces(reader: Reader, rows: Keyed) -> tuple[float, float]:
+    """Seconds in which target and head read a row, and those of the head alone. Args: rows: some, to time it."""
+    began = time.monotonic()
+    forwards = reader.forwards(rows)
+    half = time.monotonic()
+    count = sum(len(reader.drafted(forward)) for forward in forwards)
+    return round((time.monotonic() - began) / count, 4), round((time.monotonic() - half) / count, 4)
+
+
+def typical_row(samples: Sequence[Sample]) -> list[int]:
     """The token ids of the row of median length among the first LEAST_ROWS rows."""
-    samples = sorted((reader.sample(row) for row in rows[:LEAST_ROWS]), key=len)
-    return samples[len(samples) // 2].input_ids.tolist()
+    first = sorted(samples[:LEAST_ROWS], key=len)
+    return first[len(first) // 2].input_ids.tolist()
+
+
+def choose(work: Work) -> None:
+    """Chooses between the old weights and the trained ones on validation rows; writes `shares` and `head`."""
+    run, journal = work.run, work.run.journal
+    if journal.head:
+        return
+    old, trained, rows = run.settings.head, journal.trained, work.validation
+    if not is_enough(rows, has_old=bool(work.old.rest)):
+        journal.head = trained
+        run.write()
+        return
+    seconds = len(rows) * (journal.row_seconds + len(SHARES) * journal.head_seconds)
+    run.say(f"heads between the old one and the trained one read {len(rows)} rows", seconds=seconds)
+    reader = work.reader(old)
+    forwards = reader.forwards(rows)
+    journal.shares = [share_of(0.0, rows, each_drafted(reader, forwards))]
+    for share in SHARES:
+        run.check_stop()
+        between = replace(reader, head=ready(head_between(old, trained, work.target, share), work.target))
+        journal.shares.append(share_of(share, rows, each_drafted(between, forwards)))
+    share = best_share(journal.shares)
+    run.say(f"  the new head is {share:.0%} of the way")
+    journal.head = str(write_between(old, trained, work.target, share, run.folder / "head"))
+    run.write()
+
+
+def each_drafted(reader: Reader, forwards: Sequence[Forward]) -> list[Reading]:
+    """The readings of all rows of some forwards."""
+    return [reading for forward in forwards for reading in reader.drafted(forward)]
 
 
 def conclude(work: Work) -> None:
@@ -250,7 +239,9 @@ def conclude(work: Work) -> None:
             journal.compared += compare(name, rows, work.readings, after) if rows else []
         write_text(run.folder / "data" / "held_out.jsonl", written(new.values()))
         run.write()
-    decision = decide(journal.compared, journal.drift, head=run.settings.head, new_head=journal.head)
+    decision = decide(journal.compared, head=run.settings.head, new_head=journal.head)
+    if journal.plan is not None and not journal.plan.more_tokens:
+        decision.cautions.extend(coverage_cautions(journal.drift))
     if journal.foreign.origins:
         read, others = journal.foreign.read, len(journal.foreign.origins)
         decision.cautions.append(f"{others} of {read} answers were not this target's, and were left out.")

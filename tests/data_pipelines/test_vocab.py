@@ -12,6 +12,7 @@ from headstart.data_pipelines.vocab import (
     count_supervised,
     coverage,
     coverage_curve,
+    covering_size,
     draft_vocabulary,
 )
 from headstart.scripts.data.vocab import coverage_svg
@@ -103,3 +104,11 @@ def test_a_sample_of_another_vocabulary_is_refused() -> None:
 def test_coverage_of_nothing_is_refused() -> None:
     with pytest.raises(BadInput, match="no token is supervised"):
         coverage(np.zeros(12, dtype=np.int64), torch.tensor([1]))
+
+
+def test_the_vocabulary_is_the_smallest_that_covers_the_answers():
+    counts = np.zeros(4096, dtype=np.int64)
+    counts[:300] = 100
+    assert covering_size(counts, [4000]) == (512, 1.0)
+    assert covering_size(np.ones(4096, dtype=np.int64), []) == (None, None), "all tokens are used alike"
+    assert covering_size(np.zeros(4096, dtype=np.int64), []) == (None, None)

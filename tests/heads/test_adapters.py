@@ -1,12 +1,21 @@
 """Adapters on a head of any family: they alone train, and what is saved is an ordinary head that drafts the same."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.heads.adapters import adapted_layers, add_adapters, merged_state
-from headstart.heads.registry import HEADS, build_head, load_head, save_head, start_head
+from headstart.heads.registry import (
+    HEADS,
+    build_head,
+    load_head,
+    save_head,
+    start_head,
+    start_vocabulary,
+    with_more_rows,
+)
 
 
 def fresh(head_type, target, **changes):
@@ -100,6 +109,43 @@ def test_its_draft_vocabulary_goes_with_it(target, tmp_path):
     assert head.vocabulary is not None and torch.equal(head.vocabulary.to_target, ids)
     with pytest.raises(BadInput, match=r"head .*/head: its draft_vocab_size is 7, not None$"):
         start_head(HEADS["eagle3"].config_class(type="eagle3"), target, folder)
+
+
+CUT = [("eagle3", {}), ("hydra", {"output": "own"}), ("block", {"output": "own", "markov_rank": 4})]
+
+
+@pytest.mark.parametrize("kind, own", CUT)
+def test_more_tokens_to_draft_leave_the_others_as_they_were(kind, own, target, make_batch, tmp_path):
+    few, more = torch.tensor([1, 2, 3, 5, 8, 13, 21]), torch.tensor([1, 2, 3, 4, 5, 8, 13, 14, 21])
+    config = HEADS[kind].config_class(type=kind, draft_vocab_size=len(few), **own)
+    saved = build_head(config, target, draft_token_ids=few, seed=5).eval()
+    folder = save_head(saved, tmp_path / "head")
+    wider = replace(config, draft_vocab_size=len(more))
+    head = start_head(wider, target, folder, draft_token_ids=more, seed=1).eval()
+    batch = make_batch(target, saved)
+    _, before = saved.teacher_forced_logits(batch)
+    _, after = head.teacher_forced_logits(batch)
+    places = torch.isin(more, few)
+    assert torch.allclose(after[..., places], before, atol=1e-5)
+    assert start_vocabulary(config, target, folder) == few.tolist()
+    with pytest.raises(BadInput, match="does not contain the head's own"):
+        start_head(wider, target, folder, draft_token_ids=more + 1)
+    with pytest.raises(BadInput, match="its draft_vocab_size is 7, not 9"):
+        start_head(wider, target, folder)
+
+
+def test_rows_of_more_tokens_are_a_fresh_heads_at_the_size_of_the_trained_ones():
+    torch.manual_seed(0)
+    places = torch.tensor([True, False, True, True])
+    fresh_rows = torch.randn(4, 6)
+    trained = 0.25 * fresh_rows[places]
+    grown = with_more_rows(
+        {"out": trained, "other": torch.ones(2)}, {"out": fresh_rows, "other": torch.zeros(2)}, places
+    )
+    assert torch.equal(grown["out"][places], trained) and torch.equal(grown["other"], torch.ones(2))
+    assert torch.allclose(grown["out"][1], 0.25 * fresh_rows[1])
+    unlike = with_more_rows({"out": torch.zeros(3, 6)}, {"out": fresh_rows}, places)
+    assert not unlike["out"].any(), "nothing of a fresh head is left, so new rows say nothing either"
 
 
 def test_another_target_is_a_start_too(head_type, target, tiny_target, tmp_path):

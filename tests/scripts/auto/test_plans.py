@@ -4,13 +4,12 @@ import json
 from dataclasses import astuple, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from headstart.configs.errors import BadInput
 from headstart.heads.registry import HEADS
 from headstart.scripts.auto import candidates
 from headstart.scripts.auto.candidates import by_gain_per_cost, check_engine, find_candidates, is_served
-from headstart.scripts.auto.data import split_prompts, vocabulary_for, warnings_of
+from headstart.scripts.auto.data import split_prompts, warnings_of
 from headstart.scripts.auto.halving import (
     LEAST_STEPS,
     Pace,
@@ -167,14 +166,6 @@ def test_engines_load_some_families():
         check_engine("tgi")
     served = {candidate.name for candidate in find_candidates() if is_served(candidate, "sglang")}
     assert served and served < {candidate.name for candidate in find_candidates()}
-
-
-def test_the_vocabulary_is_the_smallest_that_covers_the_answers():
-    counts = np.zeros(4096, dtype=np.int64)
-    counts[:300] = 100
-    assert vocabulary_for(counts, [4000]) == (512, 1.0)
-    assert vocabulary_for(np.ones(4096, dtype=np.int64), []) == (None, None), "all tokens are used alike"
-    assert vocabulary_for(np.zeros(4096, dtype=np.int64), []) == (None, None)
 
 
 def test_loops_and_cut_answers_are_told():

@@ -150,7 +150,7 @@ def side(traffic, ratio, low, high, domain="all", conversations=20):
     ],
 )
 def test_a_head_is_offered_where_it_is_better_and_forgets_nothing(new, old, is_offered, said):
-    decision = decide([new, *([old] if old else [])], [], head="a", new_head="b c")
+    decision = decide([new, *([old] if old else [])], head="a", new_head="b c")
     assert decision.deploy == is_offered
     if not is_offered:
         assert decision.headline == (FORGETS if "a loss of" in said else STAYS)
@@ -160,7 +160,7 @@ def test_a_head_is_offered_where_it_is_better_and_forgets_nothing(new, old, is_o
 
 def test_a_domain_on_which_it_is_worse_is_told():
     worse = side("new", 0.9, 0.85, 0.95, domain="poems")
-    decision = decide([side("new", 1.2, 1.1, 1.3), worse], [], head="a", new_head="b")
+    decision = decide([side("new", 1.2, 1.1, 1.3), worse], head="a", new_head="b")
     assert any("Worse on new traffic of poems" in caution for caution in decision.cautions)
 
 

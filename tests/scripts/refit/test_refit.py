@@ -4,6 +4,7 @@ import json
 
 import pytest
 from headstart.scripts.refit import decision
+from headstart.scripts.refit.between import SHARES
 from headstart.scripts.unattended.steps import Runner
 
 
@@ -25,7 +26,7 @@ def refit(headstart, chat_target, head_folder, in_process, tmp_path):
 
 
 def test_from_served_traffic_to_a_decision(refit, served_by, file_of, in_process, tmp_path):
-    old, new = served_by("old", 16), served_by("new", 40)
+    old, new = served_by("old", 30), served_by("new", 40)
     others = [{**row, "domain": "others"} for row in served_by("others", 10, by="another")]
     rows = [{**row, "timestamp": 1770000000 + 604800 * (i % 2)} for i, row in enumerate([*new, *others])]
     code, said, found = refit(file_of("logs", [*rows, {"no": "row"}]), file_of("old", old))
@@ -41,6 +42,9 @@ def test_from_served_traffic_to_a_decision(refit, served_by, file_of, in_process
     learnt = {row["messages"][0]["content"] for row in train}
     assert not learnt & {row["messages"][0]["content"] for row in held_out}, "held out is never learnt from"
     assert sum(row["category"] == "old" for row in train) == len(train) // 2, "half of what is learnt is old"
+    assert [each["share"] for each in found["shares"]] == [0.0, *SHARES], "heads between the old and the trained one"
+    config = json.loads((tmp_path / "refit" / "head" / "config.json").read_text())
+    assert found["head"].endswith("/refit/head") and config["headstart"]["training"]["share"] in SHARES
     [whole] = [each for each in found["compared"] if (each["traffic"], each["domain"]) == ("new", "all")]
     assert whole["interval"][0] < whole["ratio"] < whole["interval"][1] and whole["conversations"] == 13
     assert found["decision"]["deploy"] == (whole["interval"][0] > 1 and whole["ratio"] >= decision.LEAST_GAIN)
@@ -73,22 +77,21 @@ def test_a_folder_of_other_traffic_is_refused(refit, served_by, file_of):
 
 @pytest.mark.slow
 def test_a_run_goes_on_where_it_was_killed(refit, served_by, file_of, monkeypatch):
-    """Killed behind the first batch that was read, and in training."""
+    """Killed behind the first batch that was read, in training, and behind the second head of the choice."""
     from headstart.scripts.refit import run as stages
+    from headstart.scripts.refit import work
 
     logs = file_of("logs", served_by("new", 40))
-    whole_keep, whole_run, calls = stages.keep, Runner.run, []
+    whole_keep, whole_run, calls = work.keep, Runner.run, []
 
     def dies(path, readings):
         whole_keep(path, readings)
         calls.append(len(readings))
         raise SystemExit(137)
 
-    monkeypatch.setattr(stages, "keep", dies)
+    monkeypatch.setattr(work, "keep", dies)
     assert refit(logs)[0] == 137
-    monkeypatch.setattr(
-        stages, "keep", lambda path, readings: (calls.append(len(readings)), whole_keep(path, readings))
-    )
+    monkeypatch.setattr(work, "keep", lambda path, rows: (calls.append(len(rows)), whole_keep(path, rows)))
 
     def dies_too(self, name, words, *, until=None):
         raise SystemExit(137)
@@ -97,7 +100,18 @@ def test_a_run_goes_on_where_it_was_killed(refit, served_by, file_of, monkeypatc
     code, said, before = refit(logs)
     assert code == 137 and sum(calls) == before["foreign"]["read"], "no row is read twice"
     monkeypatch.setattr(Runner, "run", whole_run)
+    whole_share = stages.share_of
+
+    def dies_again(share, rows, readings):
+        if share == SHARES[1]:
+            raise SystemExit(137)
+        return whole_share(share, rows, readings)
+
+    monkeypatch.setattr(stages, "share_of", dies_again)
+    assert refit(logs)[0] == 137
+    monkeypatch.setattr(stages, "share_of", whole_share)
     code, said, found = refit(logs)
     assert code == 0, said
+    assert [each["share"] for each in found["shares"]] == [0.0, *SHARES]
     assert all(found[key] == before[key] for key in ("found", "own", "foreign", "drift", "plan"))
     assert found["decision"] is not None
