@@ -52,6 +52,7 @@ def plan(
     from ...data_pipelines.storage.extract import ExtractConfig, disk_free
     from ...data_pipelines.storage.quantise import STORAGE
     from ...heads.loading import default_device
+    from ...heads.nn.cpu_kernels import pack_linears
     from ...heads.target import Target
     from ...train.config import load_inputs
     from .extract import reads_of
@@ -64,6 +65,7 @@ def plan(
         raise BadInput(f"--disk {disk}: no such folder")
     started = time.perf_counter()
     target = Target.load(**vars(run.target), device=device or default_device())
+    pack_linears(target.base)
     loaded = time.perf_counter()
     reads = reads_of(run, target)
     data = replace(run.data, max_length=min(run.data.max_length, target.max_positions))
