@@ -190,8 +190,8 @@ def measure_storages(
 
 
 def sharded_extraction(tokens: Shards, target: Target, reads: Reads, config: ExtractConfig) -> Extraction:
-    """The extraction of the measured samples, with shards small enough that there are about NUM_SHARDS, but none smaller
-    than a batch: the target reads a few rows less efficiently."""
+    """The extraction of the measured samples in about NUM_SHARDS shards, but none smaller than a batch, as the target
+    reads a few rows less efficiently."""
     size = Extraction(tokens, target, reads, config=config, fields={}).num_bytes
     num_shards = min(NUM_SHARDS, max(1, int(tokens.lengths.sum()) // config.batch_tokens))
     config = replace(config, shard_bytes=max(1, min(config.shard_bytes, size // num_shards)))
