@@ -2,7 +2,7 @@
 same words before. How to combine them is learnt from how often each was right."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,7 +26,10 @@ from .suffix import (
     dynamic_only,
     filled,
 )
+from .unread import Unread
 
+DRAFT_COST = 0.3  # time of a head's chain relative to a round that copies; .2 to .3 measured for EAGLE-3, K 3 to 5
+EXPLORED = 32  # rounds after which a head that is not asked is asked again, for it may be right by now
 NUM_RANKS = 4  # guesses of the head per node of its chain that a tree may hold
 MOST_READ = 2048  # positions of a prompt that the head reads at a time
 
@@ -112,22 +115,24 @@ class HybridRow:
 
 @dataclass
 class HybridState:
-    """rows: texts. head: the head's own state. active: rows that still grow."""
+    """rows: texts. head: the head's own state. unread: what the head has not read. active: rows that still grow."""
 
     rows: list[HybridRow]
     head: Any
+    unread: Unread
     active: list[bool] = field(default_factory=list)
 
 
 class HybridDrafter(Drafter):
     """A head, and look-ups in suffix tries where these are expected to be accepted more.
 
-    A chain is j tokens of the head, at most as many as it was trained to draft, and K - j copied ones, with the j that
-    maximises the expected number of accepted tokens: the sum over depths of the product of the tokens' hit rates. A
-    dynamic tree holds the nodes most likely to be accepted by these rates, as in EAGLE-2 (Li et al. 2024, section 4).
+    The head is asked where that is expected to raise tokens per time (`is_worth_asking`), and reads only then. A chain
+    is j tokens of the head, at most as many as it was trained to draft, then K - j copied ones; the j is that for which
+    most tokens are expected to be accepted: the sum over depths of the product of the tokens' hit rates. A dynamic tree
+    holds the nodes most likely to be accepted by these rates, as in EAGLE-2 (Li et al. 2024, section 4).
     Drafts are deterministic, so the text is the target's own at temperature > 0 too.
 
-    Args: head: it reads what is committed in every round. max_depth, max_nodes, answers: as in `SuffixDrafter`.
+    Args: max_depth, max_nodes, answers: as in `SuffixDrafter`.
     """
 
     on_host = True
@@ -139,22 +144,30 @@ class HybridDrafter(Drafter):
         self.feature_layers, self.adapts_target = head.feature_layers, head.adapts_target
         self.reach = head.num_depths  # largest number of tokens requested from the head
         self.rates, self.guessed = Rates(), HitRates(PROBABILITIES, PROBABILITY_RATES)
+        self.unasked = 0  # rounds since the head was asked
         self.default_draft_tokens = max(self.reach, ANSWERED_DRAFT_TOKENS) if answers else self.reach
 
     def begin(self, *, batch_size: int, max_length: int) -> HybridState:
         most, answers = max(2, self.max_nodes // batch_size), self.answers.trie if self.answers else None
         tries = (SuffixTrie(max_depth=self.max_depth, max_nodes=most) for _ in range(batch_size))
         rows = [HybridRow(SuffixRow(trie, answers, rates=self.rates), self.guessed) for trie in tries]
-        return HybridState(rows, self.head.begin(batch_size=batch_size, max_length=max_length))
+        head = self.head.begin(batch_size=batch_size, max_length=max_length)
+        return HybridState(rows, head, Unread.of(batch_size, max_length=max_length))
 
     def commit(self, state: HybridState, read: Reading) -> None:
         state.active = commit_texts(state.rows, read)
-        device = read.output.post_norm.device
-        tokens, following, start, num_valid = (
-            tensor.to(device) for tensor in (read.tokens, read.next_tokens, read.start, read.num_valid)
-        )
-        on_device = replace(read, tokens=tokens, next_tokens=following, start=start, num_valid=num_valid)
-        self.head.commit_prompts(state.head, on_device, most=MOST_READ)
+        is_prompt = bool(((read.start == 0) & (read.num_valid > 0)).any())
+        if is_prompt or not state.unread.follows(read):
+            self._read(state)
+        state.unread.add(read)
+        if is_prompt:  # before decoding begins
+            self._read(state)
+
+    def _read(self, state: HybridState) -> None:
+        """The head reads what was committed since it read last."""
+        read = state.unread.take()
+        if read is not None:
+            self.head.commit_prompts(state.head, read, most=MOST_READ)
 
     def leave_out(self, prompts: Sequence[Sequence[int]], questions: Sequence[str] = ()) -> None:
         if self.answers is not None:
@@ -163,12 +176,22 @@ class HybridDrafter(Drafter):
     def propose(self, state: HybridState, *, num_draft_tokens: int) -> Proposal:
         copies = [row.copy(row.text.place, num_draft_tokens) for row in state.rows]
         drafts = [[token for token, _ in copied] for copied in copies]
-        firsts = [copied[0][1] for copied, active in zip(copies, state.active, strict=True) if active]
-        if min(firsts, default=1.0) < self.guessed.mean:
+        self.unasked += 1
+        if self.is_worth_asking(state, copies):
             chains = self._guesses(state, min(num_draft_tokens, self.reach), num_ranks=1)
             rows = zip(state.rows, chains, drafts, state.active, strict=True)
             drafts = [row.chain(own, num_draft_tokens) if active else copied for row, own, copied, active in rows]
         return Proposal(torch.tensor(drafts))  # [B, K]
+
+    def is_worth_asking(self, state: HybridState, copies: Sequence[Sequence[tuple[int, float]]]) -> bool:
+        """Whether tokens per time are expected to rise if the head drafts too. In each row the longer of two chains is
+        accepted: the copy, or the head's, right as often as its guesses were so far. True after EXPLORED rounds too."""
+        rate, depth = self.guessed.mean, min(self.reach, len(copies[0]))
+        guessed = 1 + sum(rate**i for i in range(1, depth + 1))
+        rows = zip(copies, state.active, strict=True)
+        copied = [1 + sum(chance for _, chance in row) for row, active in rows if active]
+        expected = sum(max(guessed, each) for each in copied)
+        return expected > (1 + DRAFT_COST) * sum(copied) or (bool(copied) and self.unasked > EXPLORED)
 
     def propose_tree(self, state: HybridState, tree: Tree, *, draws: Draws | None = None) -> Proposal:
         """A dynamic tree of that many nodes; BadInput on a fixed shape."""
@@ -181,6 +204,8 @@ class HybridDrafter(Drafter):
 
     def _guesses(self, state: HybridState, num_tokens: int, *, num_ranks: int) -> list[Chain]:
         """The head's chain for each row."""
+        self.unasked = 0
+        self._read(state)
         proposal = self.head.propose(state.head, num_draft_tokens=num_tokens)
         if not proposal.logits:  # no probabilities are known: assume 0.5
             return [[[Guess(token, 0.5)] for token in tokens] for tokens in proposal.tokens.tolist()]

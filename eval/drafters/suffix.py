@@ -17,6 +17,7 @@ MATCH_RATES = (0.05, 0.4, 0.5, 0.55, 0.65, 0.72, 0.87)
 PROBABILITIES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 PROBABILITY_RATES = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.94, 0.985)
 WEIGHT = 6.0
+MOST_COUNTED = 128  # guesses of a class, after which their counts are halved
 
 Contexts = list[int]  # nodes of a trie: the contexts that a text ends with, shortest first
 
@@ -79,7 +80,8 @@ class SuffixTrie:
 
 
 class HitRates:
-    """How often guesses were right, by class of certainty: the length of a match in tokens, or a probability.
+    """How often guesses were right, by class of certainty: the length of a match in tokens, or a probability. The latest
+    ones count most.
 
     Args: edges: the lower edge of each class, ascending from 0. rates: the initial rate of each class.
     """
@@ -103,6 +105,9 @@ class HitRates:
         place = bisect_right(self.edges, certainty) - 1
         self.hits[place] += is_right
         self.totals[place] += 1
+        if self.totals[place] > MOST_COUNTED:
+            self.hits[place] /= 2
+            self.totals[place] /= 2
 
 
 class Rates:

@@ -41,10 +41,10 @@ def refit(
       headstart refit --target MODEL --head HEAD --traffic logs.jsonl --replay old.jsonl --budget 30m --output DIR
 
     The run finds answers that the target did not write, and leaves them out. It reports by domain and week how well the
-    head drafts the rest. It trains the head further, with old rows among the new ones, and goes only as far from the old
-    weights as old rows allow. It recommends the new head if
-    that drafts better on held-out conversations and not worse on old ones. Run the same command again to resume a run
-    that was killed. refit.json has all decisions with their figures.
+    head drafts the rest. It trains the head further, with old rows among the new ones, and goes only as far from the
+    old weights as old rows allow. It recommends the new head if that drafts better on held-out conversations and not
+    worse on old ones. Run the same command again to resume a run that was killed. refit.json has all decisions with
+    their figures.
     """
     from ...heads.loading import default_device
     from ..unattended.clock import parse_budget

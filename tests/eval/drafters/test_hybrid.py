@@ -3,7 +3,7 @@
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.eval.drafters.hybrid import Guess, HybridDrafter, HybridRow
+from headstart.eval.drafters.hybrid import EXPLORED, Guess, HybridDrafter, HybridRow
 from headstart.eval.drafters.lookup import SuffixDrafter
 from headstart.eval.drafters.suffix import (
     MATCH_RATES,
@@ -21,7 +21,7 @@ from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.resume import identity
 from headstart.eval.measurement.sampling_check import check_sampling
 from headstart.eval.suites.prompts import Suite
-from headstart.heads.drafting import DynamicTree, StaticTree
+from headstart.heads.drafting import DynamicTree, Proposal, StaticTree
 from headstart.heads.registry import HEADS, build_head
 
 PROMPTS = [[1, 5, 9, 7, 5, 9, 7, 5, 9], [1, 7, 8, 3]]
@@ -120,6 +120,41 @@ def test_a_head_that_is_wrong_more_often_than_look_ups_is_not_asked(target):
         drafter.guessed.add(0.5, is_right=False)
     generate(target, drafter, [[1, 5, 9] * 6], max_new_tokens=16, num_draft_tokens=2)
     assert first > 0 and len(asked) == first
+
+
+def test_a_head_is_asked_again_for_it_may_be_right_by_now(target):
+    drafter, asked = HybridDrafter(build("eagle3", target)), []
+    propose = drafter.head.propose
+    drafter.head.propose = lambda *args, **more: asked.append(1) or propose(*args, **more)  # pyright: ignore
+    for _ in range(5000):
+        drafter.guessed.add(0.5, is_right=False)
+    generate(target, drafter, [[1, 5, 9] * 6], max_new_tokens=20, num_draft_tokens=1, eos_token_ids=[])
+    assert not asked and drafter.unasked > 0
+    drafter.unasked = EXPLORED
+    generate(target, drafter, [[1, 5, 9] * 6], max_new_tokens=4, num_draft_tokens=1, eos_token_ids=[])
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_head_that_reads_late_drafts_what_one_does_that_reads_at_once(target, head, batch_size):
+    """It is asked every third round in one run, and every round in the other."""
+    prompts, rounds = [[1, 5, 9, 7], [1, 7, 8, 3, 6, 4], [1, 2]][:batch_size], 12
+    drafted: list[dict[int, list[list[int]]]] = []
+    for every in (1, 3):
+        drafter, found, count = HybridDrafter(head), dict[int, list[list[int]]](), iter(range(1000))
+
+        def propose(state, *, num_draft_tokens, drafter=drafter, found=found, count=count, every=every):
+            number = next(count)
+            if number % every == 0:
+                chains = drafter._guesses(state, num_draft_tokens, num_ranks=1)
+                found[number] = [[guess.token for guess, *_ in chain] for chain in chains]
+            return Proposal(torch.zeros(len(state.rows), num_draft_tokens, dtype=torch.long))
+
+        drafter.propose = propose  # pyright: ignore
+        generate(target, drafter, prompts, max_new_tokens=rounds, num_draft_tokens=2, eos_token_ids=[])
+        drafted.append(found)
+    at_once, late = drafted
+    assert len(late) > 2 and all(at_once[number] == chains for number, chains in late.items())
 
 
 def test_one_wrong_guess_does_not_silence_a_head():

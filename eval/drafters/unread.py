@@ -1,0 +1,106 @@
+"""What was committed since a head was last asked for drafts: kept per row, and read by the head in one go.
+
+A head that is not asked in every round need not read in every round either: reading three rounds at once costs it about
+what reading one of them does.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ...heads.drafter import Reading
+from ...heads.target import TargetOutput
+
+
+class Piece(NamedTuple):
+    """The committed positions of a row in one reading, n of them."""
+
+    tokens: Tensor  # [n]
+    next_tokens: Tensor  # [n]
+    features: Tensor  # [n, L, D]
+    post_norm: Tensor  # [n, D]
+
+
+@dataclass
+class Unread:
+    """The positions that a head has not read, by row.
+
+    pieces: of each row, in order. first: where its unread positions begin. max_length: slots of a row. extent: of the
+    last reading.
+    """
+
+    pieces: list[list[Piece]]
+    first: list[int]
+    max_length: int
+    extent: int = 0
+
+    @classmethod
+    def of(cls, batch_size: int, *, max_length: int) -> "Unread":
+        return cls([[] for _ in range(batch_size)], [0] * batch_size, max_length)
+
+    def lengths(self) -> list[int]:
+        """The number of unread positions of each row."""
+        return [sum(len(piece.tokens) for piece in pieces) for pieces in self.pieces]
+
+    def follows(self, read: Reading) -> bool:
+        """Whether a reading can be added: it continues every row, and all of them, padded to one width, fit the slots.
+
+        Where it does not, the head reads what is unread first.
+        """
+        lengths = self.lengths()
+        width = max(lengths) + read.tokens.shape[1]
+        for first, length, start, count in zip(
+            self.first, lengths, read.start.tolist(), read.num_valid.tolist(), strict=True
+        ):
+            begin = first if length else start
+            if count and (start != begin + length or begin + width > self.max_length):
+                return False
+        return True
+
+    def add(self, read: Reading) -> None:
+        """Keep what a reading adds."""
+        output = read.output
+        for row, (start, count) in enumerate(zip(read.start.tolist(), read.num_valid.tolist(), strict=True)):
+            if not count:
+                continue
+            if not self.pieces[row]:
+                self.first[row] = start
+            values = (read.tokens, read.next_tokens, output.features, output.post_norm)
+            # cloned, as the engine may write the next forward's states into the same memory
+            self.pieces[row].append(Piece(*(value[row, :count].clone() for value in values)))
+        self.extent = read.extent
+
+    def take(self) -> Reading | None:
+        """All unread positions as one reading, after which there are none; None if there are none."""
+        lengths = self.lengths()
+        width = max(lengths)
+        if not width:
+            return None
+        tokens, next_tokens, features, post_norm = (
+            joined_rows([[piece[field] for piece in row] for row in self.pieces]) for field in range(len(Piece._fields))
+        )
+        # padding is written too: behind the unread positions, and in rows that have ended anywhere
+        start = torch.tensor([min(first, self.max_length - width) for first in self.first])
+        extent = min(max(self.extent, int(start.max()) + width), self.max_length) if self.extent else 0
+        for row, length in enumerate(lengths):
+            self.pieces[row], self.first[row] = [], self.first[row] + length
+        device = features.device
+        return Reading(
+            tokens.to(device),
+            next_tokens.to(device),
+            TargetOutput(features, post_norm),
+            start.to(device),
+            torch.tensor(lengths).to(device),
+            extent=extent,
+        )
+
+
+def joined_rows(rows: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Per row some tensors [n, ...] -> [B, widest, ...], zeros behind a row's own."""
+    like = next(part for row in rows for part in row)
+    nothing = like.new_zeros(0, *like.shape[1:])
+    return pad_sequence([torch.cat(list(row)) if row else nothing for row in rows], batch_first=True)
