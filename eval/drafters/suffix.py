@@ -80,8 +80,8 @@ class SuffixTrie:
 
 
 class HitRates:
-    """How often guesses were right, by class of certainty: the length of a match in tokens, or a probability. The latest
-    ones count most.
+    """How often guesses were right, by class of certainty: the length of a match in tokens, or a probability; of late
+    more than before.
 
     Args: edges: the lower edge of each class, ascending from 0. rates: the initial rate of each class.
     """
