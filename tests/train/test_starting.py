@@ -72,6 +72,20 @@ def test_the_draft_vocabulary_is_that_of_the_head(run, world, tmp_path):
     assert torch.equal(final(more)["d2t"], final(first)["d2t"])
 
 
+def test_the_draft_vocabulary_grows_where_the_run_asks_for_more(run):
+    first = run("eagle3", "first", "head.draft_vocab_size=20")
+    how = ("head.draft_vocab_size=30", f"train.start_from={first / 'final'}")
+    more = run("eagle3", "more", *how, "train.learning_rate=1e-12")
+    before, after = (torch.nonzero(final(folder)["t2d"])[:, 0] for folder in (first, more))
+    assert len(after) == 30 and set(before.tolist()) <= set(after.tolist())
+    kept = torch.isin(after, before)
+    torch.testing.assert_close(final(more)["lm_head.weight"][kept], final(first)["lm_head.weight"])
+    run("eagle3", "half", *how, "train.stop_at_step=3")
+    assert same(run("eagle3", "half", *how), run("eagle3", "whole", *how)), (
+        "a run that was stopped goes on as any other"
+    )
+
+
 def test_a_head_of_another_target_is_adapted_with_a_note(run, world, tmp_path, capsys):
     target = Target.load(world / "target")
     target.fingerprint, target.name = "other", "elsewhere"
