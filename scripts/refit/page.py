@@ -64,7 +64,8 @@ def comparison(journal: Journal) -> Part | None:
 
 def between(journal: Journal) -> Part | None:
     """The section on the heads between the old one and the trained one; None if there was no choice."""
-    table = [[percent(each.share), number(each.new), number(each.old)] for each in journal.shares]
+    ascending = sorted(journal.shares, key=lambda each: each.share)
+    table = [[f"{each.share:.0%}", number(each.new), number(each.old)] for each in ascending]
     text = (
         "Tokens per forward of heads whose weights are this share of the way from the old head's to the trained one's, "
         "on validation rows. The new head is the best on new rows of those that keep at least 99.5 % of the old head's "
