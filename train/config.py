@@ -54,7 +54,7 @@ class TrainConfig:
     keep_checkpoints: PositiveInt = 2
     stop_at_step: PositiveInt | None = None  # stop there as if interrupted; the same command without it resumes
     stop_after: Amount = 0.0  # seconds after which to validate and stop as if interrupted, loading included; 0: never
-    start_from: LocalPath | None = None  # a head of the same family and shapes: a folder or a hub id; None: a new head
+    start_from: LocalPath | None = None  # a head of this family and shapes, or of fewer draft tokens: folder or hub id
     lora_rank: NonNegativeInt = 0  # above 0: train only adapters on that head's linear layers, merged on saving
     lora_alpha: Rate = 32.0  # adapters are scaled by lora_alpha / lora_rank
     wandb_project: str | None = None  # also log to Weights & Biases, offline if there is no key

@@ -69,6 +69,9 @@ def imported_start(folder: str | Path, config: HeadConfig, target: Target) -> Im
         raise BadInput(f"head {folder}: is of type {imported.config.type}, not {config.type}")
     theirs, ours = imported.config.as_dict(), config.resolved(target).as_dict()
     other = {key: theirs[key] for key in COMPUTES if key in theirs and theirs[key] != ours[key]}
+    drafted, wanted = other.get("draft_vocab_size"), ours.get("draft_vocab_size")
+    if drafted is not None and wanted is not None and wanted > drafted:  # it learns to draft more
+        del other["draft_vocab_size"]
     if other and config.type != "draft_lm":  # a draft model is determined by its own config.json
         keys = " ".join(shlex.quote(f"head.{key}={json.dumps(value)}") for key, value in other.items())
         raise BadInput(f"head {folder}: computes otherwise than this config: set {keys}")
