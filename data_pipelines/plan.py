@@ -159,8 +159,8 @@ def measure_storages(
     """Measure the rates of extracting these samples with each config.
 
     The samples are written in several shards if they are several batches, because a long run writes one shard while the
-    target reads the next. The
-    first pass only warms up caches; its times are used only if there is no time for another pass.
+    target reads the next. The first pass only warms up caches; its times are used only if there is no time for another
+    pass.
 
     Args:
         folder: a folder on the disk to measure; None: the system's temporary folder.

@@ -89,7 +89,7 @@ def start_head(
 
 
 def with_more_rows(tensors: dict[str, Tensor], fresh: dict[str, Tensor], places: Tensor) -> dict[str, Tensor]:
-    """A head's tensors with rows for tokens that it could not draft before.
+    """A head's tensors, with rows for tokens that it could not draft before: R rows become Vd.
 
     New rows are those of a fresh head, times what is left of the fresh head's rows in the old ones: the factor by which
     the fresh rows approximate the old ones best (least squares over all of them).

@@ -132,7 +132,7 @@ class HybridDrafter(Drafter):
     holds the nodes most likely to be accepted by these rates, as in EAGLE-2 (Li et al. 2024, section 4).
     Drafts are deterministic, so the text is the target's own at temperature > 0 too.
 
-    Args: max_depth, max_nodes, answers: as in `SuffixDrafter`.
+    Args: head: the one that is asked. max_depth, max_nodes, answers: as in `SuffixDrafter`.
     """
 
     on_host = True

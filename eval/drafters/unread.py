@@ -1,7 +1,6 @@
 """What was committed since a head was last asked for drafts: kept per row, and read by the head in one go.
 
-A head that is not asked in every round need not read in every round either: reading three rounds at once costs it about
-what reading one of them does.
+A head that is not asked in every round need not read in every round either.
 """
 
 from collections.abc import Sequence
@@ -75,7 +74,8 @@ class Unread:
         self.extent = read.extent
 
     def take(self) -> Reading | None:
-        """All unread positions as one reading, after which there are none; None if there are none."""
+        """All unread positions as one reading [B, Q], Q those of the row with most; None if there are none. After this,
+        there are none."""
         lengths = self.lengths()
         width = max(lengths)
         if not width:

@@ -75,10 +75,8 @@ class Reader:
         """`sample` of the rows that can be read."""
         found = []
         for row in rows:
-            try:
+            with suppress(BadInput):
                 found.append(self.sample(row))
-            except BadInput:
-                continue
         return found
 
     def read(self, rows: Sequence[tuple[str, Served]]) -> Iterator[list[Reading]]:

@@ -197,7 +197,10 @@ def typical_row(samples: Sequence[Sample]) -> list[int]:
 
 
 def choose(work: Work) -> None:
-    """Chooses between the old weights and the trained ones on validation rows; writes `shares` and `head`."""
+    """Chooses between the old weights and the trained ones on validation rows; writes `shares` and `head`.
+
+    Raises: SystemExit after a signal to stop.
+    """
     run, journal = work.run, work.run.journal
     if journal.head:
         return
