@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 MARKERS = (  # of the beginning and the end of a trace
@@ -32,6 +33,33 @@ def think_tokens(tokenizer: Any) -> tuple[int, int] | None:
     if markers is None or not vocabulary.keys() >= set(markers):
         return None
     return vocabulary[markers[0]], vocabulary[markers[1]]
+
+
+def trace_finder(tokenizer: Any) -> Callable[[Sequence[int]], list[bool]]:
+    """A function that says of a text of n token ids where it is inside a trace: n + 1 flags, after 0 to n tokens.
+
+    Markers that are single tokens are looked for as tokens, others in the decoded text. Where neither tokenizer nor
+    template has markers, those of MARKERS[0] are looked for: a model may have been trained to write them.
+    """
+    tokens = think_tokens(tokenizer)
+    opening, closing = think_markers(tokenizer) or MARKERS[0]
+    longest = max(len(opening), len(closing))
+
+    def by_token(ids: Sequence[int]) -> list[bool]:
+        flags = [False]
+        for token in ids:
+            flags.append(token == tokens[0] if tokens and token in tokens else flags[-1])
+        return flags
+
+    def by_text(ids: Sequence[int]) -> list[bool]:
+        flags, tail = [False], ""
+        for piece in tokenizer.batch_decode([[token] for token in ids]):
+            tail = tail[-longest:] + piece
+            opened, closed = tail.rfind(opening), tail.rfind(closing)
+            flags.append(flags[-1] if opened == closed else opened > closed)  # equal: neither is there
+        return flags
+
+    return by_token if tokens else by_text
 
 
 def short_hash(text: str) -> str:

@@ -13,8 +13,8 @@ from .summary import MeasuredBatch, rounded, speedup_of, timed_seconds
 CONTEXT_EDGES = (128, 512, 2048, 8192, 32768)  # tokens, prompt included, at the start of a round
 NO_DOMAIN = "(none)"  # rows without a category, if others of the suite have one
 
-# arguments: the source of a round's prompt, the whole text (prompt and new tokens), the number of committed tokens
-Label = Callable[[PromptSource, Sequence[int], int], str]
+# from the source of a prompt and its whole text, new tokens included: a round's label by the number of committed tokens
+Label = Callable[[PromptSource, Sequence[int]], Callable[[int], str]]
 
 
 def acceptance_by(
@@ -26,12 +26,12 @@ def acceptance_by(
         run = batch.drafted.runs[0]
         rows = zip(batch.suite.sources, batch.suite.prompts, run.token_ids, strict=True)
         for row, (source, prompt, new) in enumerate(rows):
-            text, num_committed = [*prompt, *new], len(prompt) + 1  # the prefill gave the first token
+            label_at = label(source, [*prompt, *new])
+            num_committed = len(prompt) + 1  # the prefill gave the first token
             for done in run.rounds[1:]:
                 if done.num_committed[row] == 0:
                     break
-                name = label(source, text, num_committed)
-                counted = counts.setdefault(name, Acceptance.nothing(num_draft_tokens))
+                counted = counts.setdefault(label_at(num_committed), Acceptance.nothing(num_draft_tokens))
                 counted.add(*row_counts(done)[row])
                 num_committed += done.num_committed[row]
     return {name: part_of(counted) for name, counted in counts.items()}
@@ -48,22 +48,20 @@ def context_label(trained_length: int | None = None) -> Label:
     further = () if trained_length is None else (trained_length + 1,)
     edges = sorted({*CONTEXT_EDGES, *further})
 
-    def label(_: PromptSource, text: Sequence[int], num_committed: int) -> str:
+    def name(num_committed: int) -> str:
         low = max((edge for edge in edges if edge <= num_committed), default=0)
         high = min((edge for edge in edges if edge > num_committed), default=None)
         return f"{low}-{high - 1}" if high else f"{low}-"
 
-    return label
+    return lambda *_: name
 
 
-def segment_label(think_tokens: tuple[int, int] | None) -> Label:
-    """`think` between the tokens that open and close a reasoning trace, else `answer`."""
+def segment_label(in_trace: Callable[[Sequence[int]], list[bool]] | None) -> Label:
+    """`think` inside a reasoning trace, else `answer`. Args: in_trace: of `trace_finder`; None: no traces."""
 
-    def label(_: PromptSource, text: Sequence[int], num_committed: int) -> str:
-        for token in reversed(text[:num_committed]):
-            if think_tokens and token in think_tokens:
-                return "think" if token == think_tokens[0] else "answer"
-        return "answer"
+    def label(_: PromptSource, text: Sequence[int]) -> Callable[[int], str]:
+        flags = in_trace(text) if in_trace else [False]
+        return lambda num_committed: "think" if flags[min(num_committed, len(flags) - 1)] else "answer"
 
     return label
 
@@ -79,7 +77,11 @@ def by_domain(batches: Sequence[MeasuredBatch], *, num_draft_tokens: int) -> dic
     num_prompts = Counter(of_prompt.values())
     if set(num_prompts) <= {NO_DOMAIN}:
         return {}
-    counted = acceptance_by(batches, lambda source, *_: source.domain or NO_DOMAIN, num_draft_tokens=num_draft_tokens)
+
+    def label(source: PromptSource, _: Sequence[int]) -> Callable[[int], str]:
+        return lambda _: source.domain or NO_DOMAIN
+
+    counted = acceptance_by(batches, label, num_draft_tokens=num_draft_tokens)
     parts = {}
     for name in num_prompts:
         whole = [batch for batch, names in zip(batches, domains, strict=True) if set(names) == {name}]

@@ -133,7 +133,7 @@ def result_of(
         step_medians=step_medians(batches, num_draft_tokens=length),
         disturbance=disturbance(batches),
         draft_vocabulary=draft_vocabulary(drafter, batches),
-        by_segment=acceptance_by(batches, segment_label(suite.think_tokens), num_draft_tokens=length),
+        by_segment=acceptance_by(batches, segment_label(suite.in_trace), num_draft_tokens=length),
         by_context=by_context,
         by_domain=by_domain(batches, num_draft_tokens=length),
         teacher_forced_acceptance_length=teacher_forced_length(target, drafter, batches, setting),

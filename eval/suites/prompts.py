@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -13,7 +13,7 @@ from jinja2.exceptions import TemplateError
 from ...configs.errors import BadInput, first_line
 from ...configs.jsonl import iter_jsonl, naming_faults
 from ...heads.loading import quiet_loading
-from ...heads.reasoning import template_hash, think_tokens
+from ...heads.reasoning import template_hash, trace_finder
 from ...heads.target import Target
 
 Row = dict[str, Any]
@@ -55,7 +55,7 @@ class Suite:
 
     name: str  # the file's stem, or that of a named suite
     prompts: list[list[int]]  # token ids, ready to be continued
-    think_tokens: tuple[int, int] | None = None  # the tokens around a reasoning trace, if the tokenizer has them
+    in_trace: Callable[[Sequence[int]], list[bool]] | None = None  # see `trace_finder`; None: there are no traces
     sources: list[PromptSource] = field(default_factory=list)
     failed: list[FailedPrompt] = field(default_factory=list)  # rows that give no prompt for this target
     chat: ChatOptions = DEFAULT_CHAT
@@ -238,7 +238,7 @@ def build_suite(
 
     Raises: BadInput on malformed rows, and if there are no rows."""
     tokenizer = target.tokenizer
-    suite = Suite(name, [], think_tokens(tokenizer), chat=chat, version=version)
+    suite = Suite(name, [], trace_finder(tokenizer), chat=chat, version=version)
     for number, (origin, row) in enumerate(islice(rows, limit)):
         try:
             with naming_faults(row, origin), quiet_loading():  # transformers warns on long prompts, we report them

@@ -120,7 +120,7 @@ class Evaluation:
 class SizePlan:
     """The plan by batch size: the best K or tree of the chosen head for each batch size."""
 
-    seconds: float  # time for the plan, without the start of its command
+    seconds: float  # kept for the plan, without the start of its command; it gets what is left of the budget
     plan: str = ""  # path of plan.json; empty until it is written
     problem: str = ""  # why there is no plan
 

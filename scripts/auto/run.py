@@ -214,22 +214,26 @@ def evaluate(run: Session) -> None:
 
 
 def plan_sizes(run: Session) -> None:
-    """Plans the chosen head by batch size, if there is time for it. A failure is noted in `sizes`, not raised."""
+    """Plans the chosen head by batch size, if there is time for it. A failure is noted in `sizes`, not raised.
+
+    The plan gets what earlier stages left of the budget, at least the time that was kept for it.
+    """
     journal, settings, wanted = run.journal, run.settings, run.journal.sizes
     if wanted is None or wanted.plan or wanted.problem or journal.chosen is None:
         return
-    output = run.folder / "plan"
+    output, num_starts = run.folder / "plan", 1 + (0 if settings.engine == OURS else EXPORTING)
+    seconds = max(wanted.seconds, run.clock.left - num_starts * run.machine.start_seconds)
     arguments = plan_arguments(
         settings.target,
         journal.chosen.head,
         run.held_out,
         output,
         run.machine,
-        seconds=wanted.seconds,
+        seconds=seconds,
         max_new_tokens=settings.max_new_tokens,
     )
     try:
-        record = run.step("K and trees by batch size", arguments, name="plan", seconds=wanted.seconds)
+        record = run.step("K and trees by batch size", arguments, name="plan", seconds=seconds)
         if record.exit_code:
             raise BadInput(last_line(Path(record.log)))
         wanted.plan = str(output / "plan.json")

@@ -11,7 +11,7 @@ from headstart.data_pipelines.masks.chat import encode_row
 from headstart.data_pipelines.masks.segments import token_table
 from headstart.data_pipelines.sources import Row
 from headstart.data_pipelines.storage.samples import ANSWER, SEGMENTS, Sample
-from headstart.heads.reasoning import CHANNEL, think_markers, think_tokens
+from headstart.heads.reasoning import CHANNEL, think_markers, think_tokens, trace_finder
 
 Tokenizers = Callable[[str], Any]
 TRACE = "<think>\nhm\n</think>\n\nok."
@@ -57,10 +57,25 @@ def test_markers_that_are_no_tokens_are_found_in_the_template(chat_tokenizer: To
     assert think_markers(tokenizer) == ("[THINK]", "[/THINK]") and think_tokens(tokenizer) is None
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gemma-2"])  # markers are tokens; there are none, so they are plain text
+def test_where_a_text_is_inside_a_trace(name: str, chat_tokenizer: Tokenizers) -> None:
+    """Of two traces in one text, the second cut off, each token behind the opening marker is inside."""
+    tokenizer = chat_tokenizer(name)
+    texts = ["hi ", "<think>", "one < two", "</think>", "so", "<think>", "and"]
+    parts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    flags = trace_finder(tokenizer)(sum(parts, []))
+    ends = [sum(map(len, parts[:count])) for count in range(len(parts) + 1)]
+    assert [flags[end] for end in ends] == [False, False, True, True, False, False, True, True]
+    assert len(flags) == ends[-1] + 1 and all(flags[ends[2] : ends[3] + 1]) and not any(flags[ends[4] : ends[5] + 1])
+
+
 def test_the_channels_of_gpt_oss_are_markers_of_several_tokens(chat_tokenizer: Tokenizers) -> None:
     tokenizer = chat_tokenizer("chatml")
     tokenizer.add_tokens(["<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|return|>"], special_tokens=True)
     assert think_markers(tokenizer) == CHANNEL and think_tokens(tokenizer) is None
+    opened = tokenizer.encode("<|start|>assistant<|channel|>analysis<|message|>hm", add_special_tokens=False)
+    assert trace_finder(tokenizer)(opened)[-1]
+    assert not trace_finder(tokenizer)([*opened, *tokenizer.encode("<|end|>", add_special_tokens=False)])[-1]
     final = "<|start|>assistant<|channel|>final<|message|>ok.<|return|>"
     row = {"prompt": "<|start|>assistant", "response": f"<|channel|>analysis<|message|>hm<|end|>{final}"}
     [sample] = encode(row, tokenizer)

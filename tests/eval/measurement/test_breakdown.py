@@ -64,6 +64,20 @@ def test_of_batches_only_whole_ones_are_timed(target):
     assert whole.by_domain["a"].speedup == pytest.approx(whole.speedup)
 
 
+def test_rounds_that_begin_inside_a_trace_are_counted_apart(target):
+    """Inside: behind the fourth new token, and up to the ninth."""
+    start = len(PROMPTS[0])
+
+    def in_trace(text):
+        return [start + 4 <= count < start + 9 for count in range(len(text) + 1)]
+
+    result = measured(target, replace(suite(*"abab").subset([0]), in_trace=in_trace))
+    whole = measured(target, suite(*"abab").subset([0]))
+    assert set(result.by_segment) == {"think", "answer"} and list(whole.by_segment) == ["answer"]
+    assert 1 <= result.by_segment["think"].num_rounds <= 5
+    assert sum(part.num_rounds for part in result.by_segment.values()) == whole.num_rounds
+
+
 def test_coverage_counts_written_tokens(tiny_target):
     target = tiny_target("llama")
     config = HEADS["eagle3"].config_class(type="eagle3", draft_vocab_size=4)

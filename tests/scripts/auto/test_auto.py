@@ -70,6 +70,7 @@ def test_the_chosen_head_is_planned_by_batch_size(auto, machine_is, monkeypatch,
     assert "0.01 requests per second keep 1 row busy" in said
     [words] = [words for words in in_process if words[0] == "plan"]
     assert words[words.index("--head") + 1] == found["chosen"]["head"]
+    assert float(words[words.index("--seconds") + 1]) >= found["sizes"]["seconds"], "it gets what is left"
     plan = json.loads((tmp_path / "auto" / "plan" / "plan.json").read_text())
     advice = {one["batch_size"]: one["setting"] for one in plan["recommendation"]}
     page = (tmp_path / "auto" / "auto.html").read_text()
