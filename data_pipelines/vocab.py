@@ -64,8 +64,10 @@ def coverage(counts: np.ndarray, ids: torch.Tensor) -> float:
     return float(counts[ids.numpy()].sum() / counts.sum())
 
 
-def covering_size(counts: np.ndarray, always: Sequence[int]) -> tuple[int | None, float | None]:
-    """Size and `coverage` of the smallest draft vocabulary that covers the share COVERED of the answers' tokens.
+def covering_size(
+    counts: np.ndarray, always: Sequence[int], *, share: float = COVERED
+) -> tuple[int | None, float | None]:
+    """Size and `coverage` of the smallest draft vocabulary that covers this share (0..1) of the answers' tokens.
 
     Args:
         counts: [V] from `count_supervised`.
@@ -78,7 +80,7 @@ def covering_size(counts: np.ndarray, always: Sequence[int]) -> tuple[int | None
     least = -(-max(len(set(always)), SIZE_STEP) // SIZE_STEP) * SIZE_STEP
     for size in range(least, len(counts) // 2 + 1, SIZE_STEP):
         covered = coverage(counts, draft_vocabulary(counts, size=size, always=always))
-        if covered >= COVERED:
+        if covered >= share:
             return size, round(covered, 4)
     return None, None
 

@@ -55,6 +55,9 @@ class TrainConfig:
     stop_at_step: PositiveInt | None = None  # stop there as if interrupted; the same command without it resumes
     stop_after: Amount = 0.0  # seconds after which to validate and stop as if interrupted, loading included; 0: never
     start_from: LocalPath | None = None  # a head of this family and shapes, or of fewer draft tokens: folder or hub id
+    # where head.draft_vocab_size is not given and the target's vocabulary is large: draft the fewest tokens that cover
+    # this share of the supervised ones; a head that starts from another one drafts what that one does. 0: all
+    draft_coverage: Share = 0.0
     lora_rank: NonNegativeInt = 0  # above 0: train only adapters on that head's linear layers, merged on saving
     lora_alpha: Rate = 32.0  # adapters are scaled by lora_alpha / lora_rank
     wandb_project: str | None = None  # also log to Weights & Biases, offline if there is no key

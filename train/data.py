@@ -31,13 +31,14 @@ from ..data_pipelines.sources import Source, iter_rows, read_sources
 from ..data_pipelines.storage.features import check_features, origin_of
 from ..data_pipelines.storage.shard_file import StoredSample
 from ..data_pipelines.storage.shards import Shards, ShardWriter, read_manifest
-from ..data_pipelines.vocab import always_kept, count_supervised, coverage, draft_vocabulary
+from ..data_pipelines.vocab import always_kept, count_supervised, coverage, covering_size, draft_vocabulary
 from ..heads.base import DraftHead
 from ..heads.registry import start_vocabulary
 from ..heads.target import Target
 from .config import Inputs, RunConfig
 
 HEARTBEAT_SECONDS = 60.0
+LARGE_VOCABULARY = 8192  # tokens; in smaller ones an output layer over all of them costs little
 LONGEST_WAIT_SECONDS = 24 * 3600.0
 turns: Counter[int] = Counter()  # by process, the number of its `on_main` calls
 
@@ -147,6 +148,28 @@ def summary_of(counts: Counter[str]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.items() if count)
 
 
+def vocabulary_counts(data: TrainingData, target: Target) -> tuple[np.ndarray, list[int]]:
+    """How often each token is supervised, [V], and the ids that a draft vocabulary always has."""
+    samples = (data.samples[i].sample for i in range(len(data.samples)))
+    counts = count_supervised(samples, vocab_size=target.vocab_size)
+    return counts, always_kept(target.tokenizer, eos_token_ids=target.eos_token_ids, vocab_size=target.vocab_size)
+
+
+def with_draft_vocabulary(run: RunConfig, data: TrainingData, target: Target) -> RunConfig:
+    """The run with the head.draft_vocab_size that train.draft_coverage asks for, where it is not given.
+
+    Raises: BadInput if the family drafts the whole vocabulary only, or the head to start from cannot be read.
+    """
+    share, folder = run.train.draft_coverage, run.train.start_from
+    if not share or run.head.draft_vocab_size is not None or target.vocab_size < LARGE_VOCABULARY:
+        return run
+    if folder is not None:
+        size = len(start_vocabulary(run.head, target, folder) or []) or None
+    else:
+        size, _ = covering_size(*vocabulary_counts(data, target), share=share)
+    return run if size is None else replace(run, head=replace(run.head, draft_vocab_size=size))
+
+
 def draft_token_ids(run: RunConfig, data: TrainingData, target: Target, console: Console) -> Tensor | None:
     """[Vd] the draft vocabulary of a new head, None if it is not cut; prints what it covers.
 
@@ -163,9 +186,7 @@ def draft_token_ids(run: RunConfig, data: TrainingData, target: Target, console:
         kept = start_vocabulary(run.head, target, folder) or []
         if not kept or len(kept) >= size:
             return None
-    samples = (data.samples[i].sample for i in range(len(data.samples)))
-    counts = count_supervised(samples, vocab_size=target.vocab_size)
-    always = always_kept(target.tokenizer, eos_token_ids=target.eos_token_ids, vocab_size=target.vocab_size)
+    counts, always = vocabulary_counts(data, target)
     more = [token for token in always if token not in kept][: size - len(kept)]
     ids = draft_vocabulary(counts, size=size, always=[*kept, *more])
     console.print(f"draft vocabulary: {size} of {target.vocab_size} tokens, {coverage(counts, ids):.1%} of the answers")

@@ -25,7 +25,14 @@ from ..heads.target import Target
 from .backend import Backend
 from .checkpoint import Best, Progress, checkpoints, load_checkpoint, read_progress
 from .config import RunConfig, TrainConfig, differing_key
-from .data import TrainingData, check_stored_states, draft_token_ids, held_by_main, load_data
+from .data import (
+    TrainingData,
+    check_stored_states,
+    draft_token_ids,
+    held_by_main,
+    load_data,
+    with_draft_vocabulary,
+)
 from .launch import actual_launch, start_accelerator
 from .optim import build_optimizer, without_whole_matrices
 from .provenance import read_starts, record_start
@@ -85,10 +92,14 @@ def find_inputs(run: RunConfig, folder: Path, console: Console, holding: ExitSta
         raise BadInput(f"train.output_dir {error}") from error
     checkpoint = next(reversed(checkpoints(folder / "checkpoints")), None)
     progress = read_progress(checkpoint) if checkpoint else Progress(0, accelerator.num_processes, Best())
-    resolved, begun = replace(run, head=run.head.resolved(target)), (folder / "config.yaml").is_file()
+    begun = (folder / "config.yaml").is_file()
     if begun:
+        run = with_written_vocabulary(run, folder)
+        resolved = replace(run, head=run.head.resolved(target))
         check_same_run(folder, resolved, before=progress.num_processes, now=accelerator.num_processes)
     data = load_data(run, target, accelerator, console)
+    run = with_draft_vocabulary(run, data, target)
+    resolved = replace(run, head=run.head.resolved(target))
     if begun:
         check_same_inputs(folder, target, data)
     target.to(accelerator.device)
@@ -165,6 +176,17 @@ def first_batches(config: TrainConfig, data: TrainingData, head: DraftHead) -> I
     read = partial(target.forward, feature_layers=head.feature_layers)
     for number in range(max(1, len(data.samples) // ROWS_AT_ONCE)):
         yield data.batch(plan.rows(number)).to(target.device).filled(read)
+
+
+def with_written_vocabulary(run: RunConfig, folder: Path) -> RunConfig:
+    """A run that goes on, with the head.draft_vocab_size that train.draft_coverage gave it at its start."""
+    if not run.train.draft_coverage or run.head.draft_vocab_size is not None:
+        return run
+    try:
+        size = yaml.safe_load((folder / "config.yaml").read_text())["head"]["draft_vocab_size"]
+    except (OSError, yaml.YAMLError, KeyError, TypeError):  # `check_same_run` says what is wrong
+        return run
+    return run if size is None else replace(run, head=replace(run.head, draft_vocab_size=size))
 
 
 def check_same_run(folder: Path, run: RunConfig, *, before: int, now: int) -> None:

@@ -6,11 +6,13 @@ import shlex
 import pytest
 import torch
 from headstart.configs.errors import BadInput
+from headstart.data_pipelines import vocab
 from headstart.eval.generate import generate
 from headstart.heads.export.write import export_head
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.registry import HEADS, build_head, load_head, save_head
 from headstart.heads.target import Target
+from headstart.train import data as train_data
 from headstart.train import trainer
 from safetensors.torch import load_file
 
@@ -84,6 +86,23 @@ def test_the_draft_vocabulary_grows_where_the_run_asks_for_more(run):
     assert same(run("eagle3", "half", *how), run("eagle3", "whole", *how)), (
         "a run that was stopped goes on as any other"
     )
+
+
+def test_a_large_vocabulary_is_cut_to_what_the_answers_consist_of(run, monkeypatch):
+    """The size stays that of the start when the run goes on, and when another run starts from its head."""
+    monkeypatch.setattr(train_data, "LARGE_VOCABULARY", 1)
+    monkeypatch.setattr(vocab, "SIZE_STEP", 4)
+    how = ("train.draft_coverage=0.9",)
+    run("eagle3", "half", *how, "train.stop_at_step=3")
+    whole = run("eagle3", "whole", *how)
+    assert same(run("eagle3", "half", *how), whole)
+    size = len(final(whole)["d2t"])
+    assert 4 <= size < len(final(whole)["t2d"]) and size % 4 == 0
+    assert len(final(run("eagle3", "given", *how, "head.draft_vocab_size=20"))["d2t"]) == 20, "what is given counts"
+    more = run("eagle3", "more", "train.draft_coverage=0.5", f"train.start_from={whole / 'final'}")
+    assert torch.equal(final(more)["d2t"], final(whole)["d2t"])
+    monkeypatch.setattr(train_data, "LARGE_VOCABULARY", 10**6)
+    assert "d2t" not in final(run("eagle3", "small", *how)), "a small one stays whole"
 
 
 def test_a_head_of_another_target_is_adapted_with_a_note(run, world, tmp_path, capsys):
