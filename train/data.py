@@ -148,49 +148,44 @@ def summary_of(counts: Counter[str]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.items() if count)
 
 
-def vocabulary_counts(data: TrainingData, target: Target) -> tuple[np.ndarray, list[int]]:
-    """How often each token is supervised, [V], and the ids that a draft vocabulary always has."""
-    samples = (data.samples[i].sample for i in range(len(data.samples)))
-    counts = count_supervised(samples, vocab_size=target.vocab_size)
-    return counts, always_kept(target.tokenizer, eos_token_ids=target.eos_token_ids, vocab_size=target.vocab_size)
+def with_draft_vocabulary(
+    run: RunConfig, data: TrainingData, target: Target, console: Console
+) -> tuple[RunConfig, Tensor | None]:
+    """The run with the head.draft_vocab_size that train.draft_coverage asks for, where it is not given; and [Vd] the
+    ascending target ids to draft, None if these are all, or those of the head to start from. Prints what they cover.
 
-
-def with_draft_vocabulary(run: RunConfig, data: TrainingData, target: Target) -> RunConfig:
-    """The run with the head.draft_vocab_size that train.draft_coverage asks for, where it is not given.
+    A head that starts from another one drafts what that one does, and if it is to draft more tokens, the data's most
+    frequent ones besides.
 
     Raises: BadInput if the family drafts the whole vocabulary only, or the head to start from cannot be read.
     """
-    share, folder = run.train.draft_coverage, run.train.start_from
-    if not share or run.head.draft_vocab_size is not None or target.vocab_size < LARGE_VOCABULARY:
-        return run
-    if folder is not None:
-        size = len(start_vocabulary(run.head, target, folder) or []) or None
-    else:
-        size, _ = covering_size(*vocabulary_counts(data, target), share=share)
-    return run if size is None else replace(run, head=replace(run.head, draft_vocab_size=size))
-
-
-def draft_token_ids(run: RunConfig, data: TrainingData, target: Target, console: Console) -> Tensor | None:
-    """[Vd] the draft vocabulary of a new head, None if it is not cut; prints what it covers.
-
-    A head that starts from another one drafts what that one does, and if it is to draft more tokens, the data's most
-    frequent ones besides; None if it is not.
-
-    Raises: BadInput if the head to start from cannot be read.
-    """
-    size, folder = run.head.draft_vocab_size, run.train.start_from
-    if size is None:
-        return None
+    size, share, folder = run.head.draft_vocab_size, run.train.draft_coverage, run.train.start_from
+    if size is None and (not share or target.vocab_size < LARGE_VOCABULARY):
+        return run, None
     kept: list[int] = []
     if folder is not None:
-        kept = start_vocabulary(run.head, target, folder) or []
-        if not kept or len(kept) >= size:
-            return None
-    counts, always = vocabulary_counts(data, target)
+        try:
+            kept = start_vocabulary(run.head, target, folder) or []
+        except BadInput as error:
+            raise BadInput(f"train.start_from: {error}") from error
+        size = size or len(kept) or None
+        if not kept or size is None or len(kept) >= size:
+            return with_draft_size(run, size), None
+    samples = (data.samples[i].sample for i in range(len(data.samples)))
+    counts = count_supervised(samples, vocab_size=target.vocab_size)
+    always = always_kept(target.tokenizer, eos_token_ids=target.eos_token_ids, vocab_size=target.vocab_size)
+    size = size or covering_size(counts, always, share=share)[0]
+    if size is None:
+        return run, None
     more = [token for token in always if token not in kept][: size - len(kept)]
     ids = draft_vocabulary(counts, size=size, always=[*kept, *more])
     console.print(f"draft vocabulary: {size} of {target.vocab_size} tokens, {coverage(counts, ids):.1%} of the answers")
-    return ids
+    return with_draft_size(run, size), ids
+
+
+def with_draft_size(run: RunConfig, size: int | None) -> RunConfig:
+    """The run with this head.draft_vocab_size. Raises BadInput if the family drafts the whole vocabulary only."""
+    return replace(run, head=replace(run.head, draft_vocab_size=size))
 
 
 def count_rows(inputs: Inputs, target: Target) -> tuple[np.ndarray, int]:

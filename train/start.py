@@ -10,6 +10,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 from rich.console import Console
+from torch import Tensor
 
 from ..configs.errors import BadInput
 from ..configs.files import remove_unfinished
@@ -28,9 +29,9 @@ from .config import RunConfig, TrainConfig, differing_key
 from .data import (
     TrainingData,
     check_stored_states,
-    draft_token_ids,
     held_by_main,
     load_data,
+    with_draft_size,
     with_draft_vocabulary,
 )
 from .launch import actual_launch, start_accelerator
@@ -98,13 +99,13 @@ def find_inputs(run: RunConfig, folder: Path, console: Console, holding: ExitSta
         resolved = replace(run, head=run.head.resolved(target))
         check_same_run(folder, resolved, before=progress.num_processes, now=accelerator.num_processes)
     data = load_data(run, target, accelerator, console)
-    run = with_draft_vocabulary(run, data, target)
+    run, draft_token_ids = with_draft_vocabulary(run, data, target, console)
     resolved = replace(run, head=run.head.resolved(target))
     if begun:
         check_same_inputs(folder, target, data)
     target.to(accelerator.device)
     pack_linears(target.base)
-    head = first_head(run, target, data, console)
+    head = first_head(run, target, draft_token_ids, console)
     check_stored_states(data, head, target)
     if checkpoint is None and run.train.start_from is None:
         head.begin_training(first_batches(run.train, data, head))
@@ -143,16 +144,16 @@ def set_up(run: RunConfig, start: Start, folder: Path) -> Backend:
     return backend
 
 
-def first_head(run: RunConfig, target: Target, data: TrainingData, console: Console) -> DraftHead:
-    """The head before the first step: fresh, or as an earlier run left it, and then perhaps with adapters to train."""
+def first_head(run: RunConfig, target: Target, draft_token_ids: Tensor | None, console: Console) -> DraftHead:
+    """The head before the first step: fresh, or as an earlier run left it, and then perhaps with adapters to train.
+
+    Args: draft_token_ids: [Vd] of `with_draft_vocabulary`.
+    """
     config, folder = run.train, run.train.start_from
     if folder is None:
-        return build_head(
-            run.head, target, draft_token_ids=draft_token_ids(run, data, target, console), seed=config.seed
-        )
+        return build_head(run.head, target, draft_token_ids=draft_token_ids, seed=config.seed)
     try:
-        ids = draft_token_ids(run, data, target, console)
-        head = start_head(run.head, target, folder, draft_token_ids=ids, seed=config.seed)
+        head = start_head(run.head, target, folder, draft_token_ids=draft_token_ids, seed=config.seed)
     except BadInput as error:
         raise BadInput(f"train.start_from: {error}") from error
     before, now = head_record(folder), head.config.as_dict()
@@ -186,7 +187,7 @@ def with_written_vocabulary(run: RunConfig, folder: Path) -> RunConfig:
         size = yaml.safe_load((folder / "config.yaml").read_text())["head"]["draft_vocab_size"]
     except (OSError, yaml.YAMLError, KeyError, TypeError):  # `check_same_run` says what is wrong
         return run
-    return run if size is None else replace(run, head=replace(run.head, draft_vocab_size=size))
+    return with_draft_size(run, size)
 
 
 def check_same_run(folder: Path, run: RunConfig, *, before: int, now: int) -> None:
