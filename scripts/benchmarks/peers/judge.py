@@ -8,6 +8,7 @@ In the main environment; `make .venv-vllm/.ready` makes vLLM's. Heads are export
 
 import argparse
 import json
+import os
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from ....configs.files import write_json
 
 CLIENT = Path(__file__).parents[3] / "tests" / "vllm" / "client.py"
 NUM_DRAFT_TOKENS, MAX_NEW_TOKENS, LONGEST = 5, 96, 256  # the last: what the client's engine takes
+OFFLINE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -45,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         asking, answer = Path(folder, "job.json"), Path(folder, "result.json")
         asking.write_text(json.dumps({"peers": job}))
-        subprocess.run([asked.vllm_python, str(CLIENT), str(asking), str(answer)], check=True)
+        command = [asked.vllm_python, str(CLIENT), str(asking), str(answer)]
+        subprocess.run(command, check=True, env=os.environ | OFFLINE)
         results = json.loads(answer.read_text())
     texts = {json.dumps(result.get("texts")) for result in results.values() if "error" not in result}
     found = {name: acceptance(result) for name, result in results.items()}
