@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,14 +18,18 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from ....configs.errors import BadInput
 from ....configs.files import write_json
+from ....configs.jsonl import iter_jsonl
+from ....eval.suites.prompts import prompt_ids
 
 CLIENT = Path(__file__).parents[3] / "tests" / "vllm" / "client.py"
 NUM_DRAFT_TOKENS, MAX_NEW_TOKENS, LONGEST = 5, 96, 256  # the last: what the client's engine takes
 OFFLINE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 2 on bad input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm-python", required=True)
     parser.add_argument("--target", required=True)
@@ -32,6 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--heads", nargs="+", required=True, metavar="NAME=DIR")
     parser.add_argument("--output", type=Path, required=True)
     asked = parser.parse_args(arguments)
+    try:
+        judge(asked)
+    except BadInput as error:
+        print(f"headstart: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def judge(asked: argparse.Namespace) -> None:
+    """Decode the prompts with each head in vLLM, write and print what its counters say."""
     prompts = token_prompts(asked.target, asked.chats)
     heads = dict(head.split("=", 1) for head in asked.heads)
     job = {
@@ -58,11 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def token_prompts(target: str, chats: Path) -> list[list[int]]:
-    """Those that leave room for the answer."""
+    """Token ids of the prompts that leave room for the answer. Raises BadInput naming the line."""
     tokenizer: Any = AutoTokenizer.from_pretrained(target)
-    rows = [json.loads(line)["messages"] for line in chats.read_text().split("\n") if line]
-    texts = [tokenizer.apply_chat_template(row, add_generation_prompt=True, tokenize=False) for row in rows]
-    ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    ids = [prompt_ids(row, tokenizer, origin=f"{chats}:{line}") for line, row in iter_jsonl(chats)]
     return [prompt for prompt in ids if len(prompt) + MAX_NEW_TOKENS + NUM_DRAFT_TOKENS < LONGEST]
 
 
@@ -77,4 +90,4 @@ def acceptance(result: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

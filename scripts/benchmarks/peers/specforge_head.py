@@ -45,10 +45,6 @@ class SpecForgeTrainer:
         self._output = target.model.get_output_embeddings().weight.detach()
         self._shifted = padding
 
-    @property
-    def num_parameters(self) -> int:
-        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-
     def step(self, batch: Batch) -> float:
         seen = torch.arange(batch.input_ids.shape[1]) < torch.tensor(batch.lengths)[:, None]
         losses = self.model(
@@ -66,7 +62,7 @@ class SpecForgeTrainer:
         return loss.item()
 
     def save(self, folder: Path) -> None:
-        """Weights as its export for SGLang names them, which vLLM reads too."""
+        """In the layout of its export for SGLang, which vLLM reads too."""
         folder.mkdir(parents=True)
         weights = self.model.draft_model.state_dict()
         kept = {name: value.contiguous() for name, value in weights.items() if "embed_tokens" not in name}

@@ -48,10 +48,6 @@ class SpeculatorsTrainer:
         self._optimizers = build_optimizers(self.model, arguments)
         self._schedules = [get_linear_schedule_with_warmup(each, steps // 100, steps) for each in self._optimizers]
 
-    @property
-    def num_parameters(self) -> int:
-        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-
     def step(self, batch: Batch) -> float:
         with torch.autocast("cpu", torch.bfloat16):
             _, loss, _ = self.model(**self._packed(batch), **self._asked)
@@ -83,4 +79,5 @@ class SpeculatorsTrainer:
         return {key: torch.cat([row[key] for row in rows])[None] for key in rows[0] if key != "lengths"}
 
     def save(self, folder: Path) -> None:
+        """By its own code, in its own layout."""
         self.model.save_pretrained(folder)

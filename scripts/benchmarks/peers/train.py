@@ -9,24 +9,24 @@ In an environment that holds the peer. Each step is a line of DIR/metrics.jsonl;
 import argparse
 import json
 import resource
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 
 import torch
 
+from ....configs.errors import BadInput
 from .specforge_head import SpecForgeTrainer
 from .speculators_head import SpeculatorsTrainer
 from .work import FrozenTarget, Trainer, batches, frequent_tokens, read_rows
 
-PEERS: dict[str, type[SpeculatorsTrainer] | type[SpecForgeTrainer]] = {
-    "speculators": SpeculatorsTrainer,
-    "specforge": SpecForgeTrainer,
-}
+PEERS: dict[str, Callable[..., Trainer]] = {"speculators": SpeculatorsTrainer, "specforge": SpecForgeTrainer}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 2 on bad input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("peer", choices=PEERS)
     parser.add_argument("--target", required=True)
@@ -40,13 +40,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--learning-rate", type=float, help="instead of the peer's default")
     parser.add_argument("--output", type=Path, required=True)
     asked = parser.parse_args(arguments)
+    try:
+        train(asked)
+    except BadInput as error:
+        print(f"headstart: {error}", file=sys.stderr)
+        return 2
+    return 0
 
+
+def train(asked: argparse.Namespace) -> None:
+    """Train, note each step, and save the head unless only the speed is asked."""
     rows = read_rows(asked.rows)
     target = FrozenTarget(asked.target, asked.feature_layers)
     torch.manual_seed(asked.seed)
     tokens = frequent_tokens(rows, asked.draft_vocabulary, target.model.config.vocab_size)
-    trainer: Trainer = PEERS[asked.peer](target, tokens, steps=asked.steps, learning_rate=asked.learning_rate)
-    print(f"{asked.peer}: {trainer.num_parameters:,} trained parameters", flush=True)
+    trainer = PEERS[asked.peer](target, tokens, steps=asked.steps, learning_rate=asked.learning_rate)
+    num_trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    print(f"{asked.peer}: {num_trained:,} trained parameters", flush=True)
     asked.output.mkdir(parents=True)
     with (asked.output / "metrics.jsonl").open("w") as metrics:
         num_steps = asked.steps if asked.stop_after is None else asked.stop_after
@@ -71,4 +81,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

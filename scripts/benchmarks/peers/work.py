@@ -3,7 +3,6 @@
 Needs torch and transformers alone, so that it also runs in an environment that holds another trainer.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+
+from ....configs.jsonl import read_jsonl
 
 
 @dataclass(frozen=True)
@@ -40,26 +41,22 @@ class Batch:
 
 
 class Trainer(Protocol):
-    """A draft head with its loss and optimizer, as another project has them."""
+    """A draft head with its loss and optimizer, as another project has them; model: what is trained, and what is frozen."""
+
+    model: Any
 
     def step(self, batch: Batch) -> float:
-        """Loss, backward and update; the loss."""
+        """One update on this batch; returns its loss, before the update."""
         ...
 
     def save(self, folder: Path) -> None:
-        """The head, as that project's own code writes it."""
-        ...
-
-    @property
-    def num_parameters(self) -> int:
-        """Trained ones."""
+        """Write the head to a new folder, in a layout that vLLM reads."""
         ...
 
 
 def read_rows(path: Path) -> list[Row]:
-    """JSONL of `input_ids` and `prompt_length`."""
-    values = (json.loads(line) for line in path.read_text().split("\n") if line)
-    return [Row(value["input_ids"], value["prompt_length"]) for value in values]
+    """JSONL of `input_ids` and `prompt_length`. Raises BadInput if there is no such file, or a line is no object."""
+    return [Row(value["input_ids"], value["prompt_length"]) for value in read_jsonl(path)]
 
 
 def frequent_tokens(rows: Sequence[Row], size: int, vocab_size: int) -> Tensor:
@@ -94,6 +91,7 @@ class FrozenTarget:
 
     @torch.no_grad()
     def read(self, rows: Sequence[Row]) -> Batch:
+        """One forward over the rows, padded on the right."""
         lengths = [len(row.input_ids) for row in rows]
         ids = torch.zeros(len(rows), max(lengths), dtype=torch.long)
         answers = torch.zeros_like(ids, dtype=torch.bool)

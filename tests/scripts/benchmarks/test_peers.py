@@ -51,7 +51,7 @@ def test_an_epoch_has_each_row_once_and_a_seed_its_own_order():
 
 def test_a_run_notes_its_steps_and_saves_the_head(folder, tmp_path, monkeypatch):
     class Still:
-        num_parameters = 3
+        model = torch.nn.Linear(1, 1)
 
         def __init__(self, target, tokens, *, steps, learning_rate):
             self.told = (tokens.tolist(), steps, learning_rate)
@@ -78,6 +78,14 @@ def test_a_run_notes_its_steps_and_saves_the_head(folder, tmp_path, monkeypatch)
     assert json.loads((tmp_path / "run" / "head" / "told.json").read_text()) == [[7, 9], 2, None]
     peers.main([*asked, "--steps", "2", "--stop-after", "1", "--output", str(tmp_path / "speed")])
     assert [path.name for path in (tmp_path / "speed").iterdir()] == ["metrics.jsonl"]
+
+
+def test_bad_input_is_one_line_and_exit_code_2(folder, tmp_path, capsys):
+    asked = (
+        f"--target {folder} --draft-vocabulary 2 --feature-layers 1 3 --rows {tmp_path}/none --output {tmp_path}/run"
+    )
+    assert peers.main(["specforge", *asked.split()]) == 2
+    assert capsys.readouterr().err.count("\n") == 1 and not (tmp_path / "run").exists()
 
 
 def test_acceptance_is_read_off_an_engines_counters():
