@@ -44,9 +44,8 @@ class HeadConfig:
     loss_eta: float = 3.0  # how fast `lk_lambda` turns from kl to tv
     loss_top_k: int = 10  # number of target tokens that `topk_ce` reads
     loss_exponent: float = 0.5  # g of `hard_gce` and `greedy_gce`, above 0 (nearly cross entropy) up to 1
-    # train a depth of a chain only if each earlier token of the data was among the head's k best guesses (GRIFFIN: 3).
-    # 1: only what greedy drafting reaches, as past the first wrong draft the data do not say what the target would
-    # answer. None: all chains
+    # train a depth of a chain only if each earlier token of the data was among the head's k best guesses (GRIFFIN: 3);
+    # 1: only what greedy drafting reaches; None: all chains
     align_top_k: int | None = None
     draft_vocab_size: int | None = None  # draft only this many tokens, the data's most frequent ones; None: all
 
@@ -85,8 +84,7 @@ class LossOutput:
     depth_loss: Tensor  # [K] summed over this batch
     depth_count: Tensor  # [K] `ChainStarts.counts` of this batch
     starts: ChainStarts
-    # [B, S, K] bool, whether the teacher-forced greedy draft equals the data's token; False where not valid
-    hits: Tensor
+    hits: Tensor  # [B, S, K] bool, whether the teacher-forced greedy draft is the data's token; False where not valid
 
 
 class DraftHead(nn.Module, Drafter, Expands):
@@ -173,6 +171,10 @@ class DraftHead(nn.Module, Drafter, Expands):
 
     def learning_rate_scales(self, step: int) -> dict[str, float]:
         """Factors on the learning rate at a step, by prefix of the parameters' names; 1 for all others."""
+        return {}
+
+    def input_scales(self) -> dict[str, Tensor]:
+        """[in] factors that bring the channels of a matrix's input to one size, by its name: for Muon, see optim.py."""
         return {}
 
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:

@@ -29,15 +29,11 @@ from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch
 from .drafter import Reading
 from .loss.functions import drafted_rows
-from .nn.fitted import best_scale, fit_layer, positions_of, start_from_target
+from .nn.fitted import OUTPUT_GAIN, fit_start, start_from_target
 from .nn.layers import Attention, RMSNorm, Rotary, llama_config, serving_keys
 from .nn.parallel import ParallelConfig, behind, last_and_behind
 from .recurrent import LlamaLayer, RecurrentHead, RecurrentState
 from .target import Target, TargetOutput
-
-# a start that is not random has the norm's gain times this and `lm_head` divided by it: the logits are the same, and
-# the smaller rows of `lm_head` learn faster
-OUTPUT_GAIN = 3.0
 
 
 @dataclass(kw_only=True)
@@ -49,10 +45,11 @@ class Eagle3Config(ParallelConfig):
     num_layers: int = 1  # decoder layers
     fc_norm: bool = False  # EAGLE 3.1: an RMSNorm on each feature before they are fused
     norm_output: bool = False  # EAGLE 3.1: feed drafted states back after the output norm
-    # The next three are for imported heads. norm_before_residual: the first layer's residual is the normalised hidden
+    norm_before_fc: bool = False  # one RMSNorm over the concatenated features, before they are fused
+    train_output: bool = True  # False: the output layer stays as it starts, the target's rows
+    # The next two are for imported heads. norm_before_residual: the first layer's residual is the normalised hidden
     # state (the speculators library; SGLang does not serve it)
     norm_before_residual: bool = False
-    norm_before_fc: bool = False  # one RMSNorm over the concatenated features, before they are fused
     architecture: dict[str, Any] = field(default_factory=dict)  # overrides of the target's values; `ARCHITECTURE` keys
     # initial weights of the first layer, see nn/fitted.py: target: from the target's layers; fitted: by regression on
     # the first rows of training. None: fitted if possible, else random with logits scaled down where needed
@@ -141,9 +138,11 @@ class Eagle3Head(RecurrentHead):
         self.norm = RMSNorm(size, eps=eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size or target.vocab_size, bias=False)
         self.rotary = Rotary(self.llama)
+        self.feature_sizes: Tensor | None = None  # [L * D] of what `fc` reads, of a head fitted in this process
         with torch.no_grad():  # start from the target's own output: final norm gain and the drafted rows of lm_head
             self.norm.weight.copy_(target.final_norm_scale())
             self.lm_head.weight.copy_(drafted_rows(target.output_layer, self.vocabulary)["weight"])
+        self.lm_head.requires_grad_(config.train_output)
         if config.start == "target" and target.device.type != "meta" and self.fc.weight.device.type != "meta":
             start_from_target(target, layers, self.fc, first)
             self.norm.weight.data.mul_(OUTPUT_GAIN)
@@ -160,6 +159,9 @@ class Eagle3Head(RecurrentHead):
             device = self.fc.weight.device
             fit_start(self.cpu(), batches)
             self.to(device)
+
+    def input_scales(self) -> dict[str, Tensor]:
+        return {} if self.feature_sizes is None else {"fc.weight": 1 / self.feature_sizes}
 
     def scale_outputs(self, factors: Sequence[float]) -> None:
         if self.config.start in (None, "fitted") and factors[0] < 1:
@@ -255,25 +257,3 @@ class Eagle3Head(RecurrentHead):
 
     def predicted_state(self, hidden: Tensor, depth: int) -> Tensor:
         return self.norm(hidden)
-
-
-def fit_start(head: Eagle3Head, batches: Sequence[DraftBatch]) -> None:
-    """Initialise a head, which is on the CPU, by `fit_layer`, and scale its logits to the least cross entropy.
-
-    Raises: BadInput if `start: fitted` was requested and there are too few positions."""
-    target, first = head.target, cast(Eagle3Layer, head.decoder_layers[0])
-    gain = target.final_norm_scale().float()
-    by = gain.where(gain.abs() > 1e-3, torch.inf)
-    read = ((b.loss_mask, b.output.features, target.embed(b.input_ids), b.output.post_norm / by) for b in batches)
-    positions = positions_of(read)
-    if len(positions.states) < (least := 2 * target.hidden_size):
-        if head.config.start is None:
-            return
-        raise BadInput(f"head.start fitted: {len(positions.states)} supervised tokens, needs {least}; else random")
-    predicted = fit_layer(head.fc, first.self_attn, first.both, positions, head.rotary.frequencies)
-    first.mlp.down_proj.weight.zero_()
-    some = torch.linspace(0, len(predicted) - 1, 256).long()
-    probs = target.logits(positions.following[some].to(gain) * gain).softmax(-1).cpu()
-    probs = probs if head.vocabulary is None else probs[:, head.vocabulary.to_target.cpu()]
-    head.norm.weight.mul_(OUTPUT_GAIN * best_scale(head.draft_logits(predicted[some], 0), probs))
-    head.lm_head.weight.div_(OUTPUT_GAIN)

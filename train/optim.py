@@ -18,6 +18,9 @@ class MuonAdamW(torch.optim.Optimizer):
 
     Muon orthogonalises the momentum of a matrix, so that every direction of the update has the same size (Jordan 2024).
     It is scaled to the size of AdamW's updates (Liu et al. 2025), so that both use learning rates of the same order.
+
+    A matrix with `input_scale` [in] in its state is updated as if its input were multiplied by that and its columns
+    divided: `DraftHead.input_scales`.
     """
 
     def __init__(self, matrices: list[dict[str, Any]], others: list[dict[str, Any]], **adamw: Any):
@@ -43,8 +46,15 @@ class MuonAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         assert closure is None
+        scaled = [(p, p.grad, of["input_scale"]) for p, of in self.state.items() if "input_scale" in of]
+        scaled = [(p, grad, scale) for p, grad, scale in scaled if grad is not None]
+        for matrix, grad, scale in scaled:
+            grad.mul_(scale)
+            matrix.div_(scale)
         for part in self.parts:
             part.step()
+        for matrix, _, scale in scaled:
+            matrix.mul_(scale)
 
 
 def build_optimizer(head: DraftHead, config: TrainConfig) -> torch.optim.Optimizer:
@@ -80,7 +90,10 @@ def build_optimizer(head: DraftHead, config: TrainConfig) -> torch.optim.Optimiz
     if not inner:
         return torch.optim.AdamW(others, **adamw)
     matrices = group(inner, peak=config.matrix_learning_rate or peak, decay=decay)
-    return MuonAdamW(matrices, others, **adamw)
+    optimizer, named = MuonAdamW(matrices, others, **adamw), dict(head.named_parameters())
+    for name, scale in head.input_scales().items():
+        optimizer.state[named[name]]["input_scale"] = scale.to(named[name])
+    return optimizer
 
 
 def without_whole_matrices(config: TrainConfig, backend: str) -> TrainConfig:

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from ...configs.errors import BadInput, first_line
 from ..target import Target
+from .batch import DraftBatch
+from .copying import Role, TokenCode, attended, find_tokens, roles_of, token_code
 from .layers import Attention
 from .start import ridge
 
@@ -27,6 +29,9 @@ NUM_DEPTHS = 3  # depths that the regression covers
 NATS = 8.0  # by which the score of a query's own position exceeds that of any other
 SCALE = 2.0  # size of the weights relative to a new nn.Linear; larger weights change relatively less per step
 FARTHEST = 512  # largest distance in tokens for which this is checked
+# the norm's gain is multiplied by this and `lm_head` divided by it: the logits are the same, and the smaller rows of
+# `lm_head` learn faster
+OUTPUT_GAIN = 3.0
 NUM_PROBED = 64  # tokens on which the size of features is measured
 
 
@@ -64,89 +69,194 @@ def start_from_target(target: Target, feature_layers: Sequence[int], fc: nn.Line
         raise BadInput(f"head.start target: not with the layers of {target.name}: {first_line(error)}") from error
 
 
+def fit_start(head: Any, batches: Sequence[DraftBatch]) -> None:
+    """Initialise an EAGLE-3 head, which is on the CPU, by `fit_layer`, and scale its logits to the least cross entropy.
+
+    Raises: BadInput if `start: fitted` was requested and there are too few positions."""
+    target, first = head.target, head.decoder_layers[0]
+    gain = target.final_norm_scale().float()
+    by = gain.where(gain.abs() > 1e-3, torch.inf)
+    read = ((b.loss_mask, b.output.features, target.embed(b.input_ids), b.output.post_norm / by) for b in batches)
+    positions = positions_of(read)
+    if len(positions.states) < (least := 2 * target.hidden_size):
+        if head.config.start is None:
+            return
+        raise BadInput(f"head.start fitted: {len(positions.states)} supervised tokens, needs {least}; else random")
+    head.feature_sizes = channel_sizes(positions.features)
+    attention, frequencies = first.self_attn, head.rotary.frequencies
+    ids = torch.cat([b.input_ids.flatten() for b in batches]).unique()
+    code = token_code(attention, frequencies, first.input_layernorm(target.embed(ids).cpu().float()), positions.states)
+
+    def attend(role: Role) -> Tensor:
+        found = [
+            attended(attention, role, *read_rows(head, batch))[fitted_positions(batch.loss_mask).cpu()]
+            for batch in batches
+        ]
+        return torch.cat(found)
+
+    predicted = fit_layer(
+        head.fc, attention, first.both, positions, frequencies, sizes=head.feature_sizes, code=code, attend=attend
+    )
+    if code is not None:
+        rows = head.lm_head.weight * gain.cpu()
+        head.lm_head.weight.sub_((rows - code.cleared(rows)) / by.cpu())
+    first.mlp.down_proj.weight.zero_()
+    some = torch.linspace(0, len(predicted) - 1, 256).long()
+    probs = target.logits(positions.following[some].to(gain) * gain).softmax(-1).cpu()
+    probs = probs if head.vocabulary is None else probs[:, head.vocabulary.to_target.cpu()]
+    head.norm.weight.mul_(OUTPUT_GAIN * best_scale(head.draft_logits(predicted[some], 0), probs))
+    head.lm_head.weight.div_(OUTPUT_GAIN)
+
+
+def read_rows(head: Any, batch: DraftBatch) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
+    """What the first layer's attention reads of rows, [B, T, 2D]; its rotary tables; a causal mask."""
+    first, num = head.decoder_layers[0], batch.input_ids.shape[1]
+    hidden = head.fused(batch.output.features.cpu().float())  # [B, T, D]
+    embedded = head.target.embed(batch.input_ids).cpu().to(hidden.dtype).roll(-1, 1)
+    rotary = head.rotary(batch.positions.cpu(), like=hidden, num_positions=num)
+    return first.both(embedded, hidden), rotary, batch.visibility(batch.row_positions, dtype=hidden.dtype).cpu()
+
+
 @dataclass
 class Positions:
     """n positions t of rows, in order. States are the target's post-norm states divided by the final norm's gain."""
 
     features: Tensor  # [n, L * D] at t
+    before: Tensor  # [n, D] embedding of x_{t-1}
+    current: Tensor  # [n, D] of x_t
     embedded: Tensor  # [n, D] of x_{t+1}
     states: Tensor  # [n, D] at t
     following: Tensor  # [n, D] at t + 1
     goes_on: Tensor  # [n] bool: whether the next entry is t + 1 of the same row
 
 
+def fitted_positions(loss_mask: Tensor) -> Tensor:
+    """loss_mask [B, T] -> [B, T] bool, the positions t such that chains start at both t and t - 1."""
+    starts = loss_mask.roll(-1, 1) & loss_mask.roll(-2, 1)
+    starts[:, -2:] = False
+    at = starts & starts.roll(1, 1)
+    at[:, 0] = False
+    return at
+
+
 def positions_of(batches: Iterable[Sequence[Tensor]]) -> Positions:
-    """The positions t such that chains start at both t and t - 1.
+    """The `fitted_positions` of batches.
 
     Args: batches: each loss_mask [B, T], features [B, T, L, D], embeddings [B, T, D] of x_t, states [B, T, D].
     """
     parts = list[list[Tensor]]()
     for loss_mask, features, embedded, states in batches:
-        starts = loss_mask[:, 1:-1] & loss_mask[:, 2:]  # [B, T - 2]
-        at = starts[:, 1:] & starts[:, :-1]  # [B, T - 3], of t = 1 on; the states at t and t + 1 are kept
-        read = (
-            features[:, 1:-2].flatten(2),
-            embedded[:, 2:-1],
-            states[:, 1:-2],
-            states[:, 2:-1],
-            F.pad(at[:, 1:], (0, 1)),
-        )
-        parts.append([tensor[at].cpu() for tensor in read])
-    features, embedded, states, following, goes_on = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    return Positions(features.float(), embedded.float(), states.float(), following.float(), goes_on)
+        at = fitted_positions(loss_mask)
+        after = at.roll(1, 1)  # the positions t + 1
+        tokens = embedded[at.roll(-1, 1)], embedded[at], embedded[after]
+        parts.append([x.cpu() for x in (features[at].flatten(1), *tokens, states[at], states[after])])
+        parts[-1].append(at.roll(-1, 1)[at].cpu())
+    joined = [torch.cat(each) for each in zip(*parts, strict=True)]
+    features, before, current, embedded, states, following = (x.float() for x in joined[:-1])
+    return Positions(features, before, current, embedded, states, following, goes_on=joined[-1])
 
 
 @torch.no_grad()
 def fit_layer(
-    fc: nn.Linear, attention: Attention, read: Callable[[Tensor, Tensor], Tensor], at: Positions, frequencies: Tensor
+    fc: nn.Linear,
+    attention: Attention,
+    read: Callable[[Tensor, Tensor], Tensor],
+    at: Positions,
+    frequencies: Tensor,
+    *,
+    sizes: Tensor,
+    code: TokenCode | None,
+    attend: Callable[[Role], Tensor],
 ) -> Tensor:
     """Set `fc` and the attention's projections; returns the predictions [n, D] of the following states.
 
-    Args: read: maps embeddings and hidden states [n, D] to the projections' input [n, 2D]. frequencies: [H / 2] of the
-    rotary embedding, in radians per position.
+    Args:
+        read: maps embeddings and hidden states [n, D] to the projections' input [n, 2D].
+        frequencies: [H / 2] of the rotary embedding, in radians per position.
+        sizes: [L * D] `channel_sizes` of the features.
+        code: for heads that copy; None: none do.
+        attend: maps the role of these heads to the `attended` embeddings [n, D], with the weights that `fc` and the
+            attention have by then.
     """
-    sizes = at.features.square().mean(0).sqrt().clamp_min(1e-6)
-    fused = ridge(at.features / sizes, at.states) / sizes[:, None]  # [L * D, D]
-    hidden = at.features @ fused
-    reads, missing = [read(at.embedded, hidden)], [at.following - hidden]
-    look_at_itself(attention, ridge(reads[0], torch.ones(len(hidden), 1), strength=1e-3)[:, 0], frequencies)
-    change, out, index = ridge(reads[0], missing[0]), hidden, torch.arange(len(hidden))
+    features = at.features / sizes
+    fused = ridge(features, at.states)  # [L * D, D]
+    size = at.states.shape[1]
+    before, current, following = (read(x, at.states)[:, :size] for x in (at.before, at.current, at.embedded))
+    if code is not None:
+        fused = code.cleared(fused) + ridge(features, code.held(current, before))
+
+    def missing_of(index: Tensor, hidden: Tensor) -> Tensor:
+        """[n, D] what is to be added to predicted states for those at `index`."""
+        if code is None:
+            return at.following[index] - hidden
+        return code.missing(at.following[index], hidden, following[index])
+
+    own, *copying = roles_of(attention, copies=code is not None)
+    hidden, index = features @ fused, torch.arange(len(features))
+    larger = fresh_size(fc) * SCALE / rms(fused)
+    fc.weight.copy_(larger * fused.T / sizes)
+    constant = ridge(read(at.embedded, hidden), torch.ones(len(hidden), 1), strength=1e-3)[:, 0]
+    look_at_itself(attention, constant, frequencies, key_heads=own.key_heads(attention))
+    if code is not None:
+        find_tokens(attention, copying[0], code)
+    copied = [attend(role) for role in copying]
+
+    def inputs_at(index: Tensor, hidden: Tensor) -> Tensor:
+        return torch.cat([read(at.embedded[index], hidden), *(each[index] for each in copied)], 1)
+
+    inputs, missing, out = [inputs_at(index, hidden)], [missing_of(index, hidden)], hidden
+    change = ridge(inputs[0], missing[0])
     for _ in range(NUM_DEPTHS - 1):
         goes_on = at.goes_on[index]
-        out, index = (out + reads[-1] @ change)[goes_on], index[goes_on] + 1
-        reads.append(read(at.embedded[index], out))
-        missing.append(at.following[index] - out)
-        change = ridge(torch.cat(reads), torch.cat(missing))
-    rank = min(attention.v_proj.out_features, hidden.shape[1])
-    changes = torch.cat(reads) @ change
-    directions = torch.linalg.eigh((changes.T @ changes).double())[1][:, -rank:].float()  # [D, rank]
-    values = change @ directions  # [2D, rank]
-    larger, of_values = (fresh_size(linear) * SCALE for linear in (fc, attention.v_proj))
-    larger, of_values = larger / rms(fused), of_values / rms(values)
-    fc.weight.copy_(larger * fused.T)
-    attention.v_proj.weight[:rank] = of_values * values.T
-    group, channel = torch.arange(rank) // attention.head_dim, torch.arange(rank) % attention.head_dim
-    first_heads = group * (attention.num_heads // attention.num_kv_heads) * attention.head_dim + channel
+        out, index = (out + inputs[-1] @ change)[goes_on], index[goes_on] + 1
+        inputs.append(inputs_at(index, out))
+        missing.append(missing_of(index, out))
+        change = ridge(torch.cat(inputs), torch.cat(missing))
     attention.o_proj.weight.zero_()
-    attention.o_proj.weight[:, first_heads] = larger / of_values * directions
-    return hidden + reads[0] @ values @ directions.T
+    predicted, everything, start = hidden, torch.cat(inputs), 0
+    for role, num in zip([own, *copying], (2 * size, size), strict=False):
+        part = slice(start, start := start + num)
+        values, directions = low_rank(everything[:, part], change[part], len(role.values))
+        of_values = fresh_size(attention.v_proj) * SCALE / rms(values)
+        used = slice(values.shape[1])
+        attention.v_proj.weight[role.values[used]] = F.pad(of_values * values.T, (0, 2 * size - num))
+        attention.o_proj.weight[:, role.outputs[used]] = larger / of_values * directions
+        predicted = predicted + inputs[0][:, part] @ values @ directions.T
+    return predicted
 
 
-def look_at_itself(attention: Attention, constant: Tensor, frequencies: Tensor) -> None:
-    """Make the first query head of each group attend only to its own position, with the faster half of the channels.
+def channel_sizes(x: Tensor) -> Tensor:
+    """x [n, in] -> [in] root mean squares; of channels that are hardly used, a thousandth of the mean."""
+    sizes = x.square().mean(0).sqrt()
+    return sizes.clamp_min(max(1e-3 * float(sizes.mean()), 1e-6))
+
+
+def low_rank(x: Tensor, weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Factors [in, rank] and [out, rank] of a map [in, out], such that outputs for x [n, in] change least."""
+    outputs = x @ weight
+    directions = torch.linalg.eigh((outputs.T @ outputs).double())[1][:, -rank:].float()
+    return weight @ directions, directions
+
+
+def look_at_itself(
+    attention: Attention, constant: Tensor, frequencies: Tensor, *, key_heads: Tensor | None = None
+) -> None:
+    """Make the first query head of each key head attend only to its own position, with the faster half of the channels.
 
     Its queries and keys are the same for all tokens, so only the rotation matters.
-    Args: constant: [in] a linear map of the projections' input to about 1.
+    Args: constant: [in] a linear map of the projections' input to about 1. key_heads: None: of all.
     """
+    which = torch.arange(attention.num_kv_heads) if key_heads is None else key_heads
     pairs = max(len(frequencies) // 2, min(len(frequencies), 8))
     sizes, angle = own_position(frequencies[:pairs])
     sizes = (sizes * math.sqrt(attention.head_dim)).sqrt()[:, None] * constant  # [pairs, in]
     low, high = torch.arange(pairs), torch.arange(pairs) + attention.head_dim // 2
     keys = attention.k_proj.weight.unflatten(0, (attention.num_kv_heads, -1))
-    keys[:, low], keys[:, high] = sizes, 0.0
     queries = attention.q_proj.weight.unflatten(0, (attention.num_kv_heads, -1, attention.head_dim))[:, 0]
-    queries.zero_()
-    queries[:, low], queries[:, high] = math.cos(angle) * sizes, math.sin(angle) * sizes
+    for i in which.tolist():
+        keys[i, low], keys[i, high] = sizes, 0.0
+        queries[i] = 0.0
+        queries[i, low], queries[i, high] = math.cos(angle) * sizes, math.sin(angle) * sizes
 
 
 def own_position(frequencies: Tensor) -> tuple[Tensor, float]:

@@ -42,6 +42,22 @@ def test_muon_takes_inner_matrices_and_adamw_vectors_and_output_layers(head, con
     assert {group["peak"] for group in muon} == {1e-2} and {group["peak"] for group in adamw} == {2e-3}
 
 
+def test_a_matrix_with_input_scales_is_updated_as_if_its_input_were_scaled(config, target):
+    """Two equal functions of x, W x and (W / s) (s x), stay equal."""
+    scale = torch.rand(6) * 10 + 0.1
+    plain, scaled = (torch.nn.Parameter(torch.ones(4, 6)) for _ in range(2))
+    plain.data.copy_(scaled.data / scale)
+    optimizers = [MuonAdamW([{"params": [p], "lr": 1e-2, "weight_decay": 0.1}], []) for p in (plain, scaled)]
+    optimizers[1].state[scaled]["input_scale"] = scale
+    for _ in range(3):
+        x = torch.randn(10, 6)
+        for optimizer, p, read in zip(optimizers, (plain, scaled), (x * scale, x), strict=True):
+            optimizer.zero_grad()
+            (read @ p.T).tanh().square().sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(scaled / scale, plain, rtol=1e-3, atol=1e-5)
+
+
 def test_a_muon_step_turns_the_gradient_into_a_matrix_of_even_directions(head, config):
     """All singular values of the update lie near 0.2 * sqrt(longest side) * learning rate (Liu et al. 2025, eq. 4)."""
     optimizer = build_optimizer(head, config)

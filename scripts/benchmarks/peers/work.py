@@ -41,7 +41,7 @@ class Batch:
 
 
 class Trainer(Protocol):
-    """A draft head with its loss and optimizer, as another project has them; model: what is trained, and what is frozen."""
+    """Another project's draft head, loss and optimizer; model: what is trained, with what is frozen."""
 
     model: Any
 
