@@ -23,7 +23,7 @@ from .loss.chunked import Drafts, chunk_size
 from .loss.functions import DraftVocabulary, LossSpec, check_mix, depth_weights_of
 from .nn.batch import DraftBatch
 from .nn.cpu_kernels import pack_linears
-from .nn.start import first_rows, losses_by_factor, num_fitted, quieter, spread
+from .start.closed_form import first_rows, losses_by_factor, num_fitted, quieter, spread
 from .target import Target
 
 
@@ -148,7 +148,7 @@ class DraftHead(nn.Module, Drafter, Expands):
     @torch.no_grad()
     def begin_training(self, batches: Iterable[DraftBatch]) -> None:
         """Initialise a fresh head from the first rows of training: `fit` it, then, if its loss on other rows is above
-        that of a uniform guess, scale its logits down (see nn/start.py)."""
+        that of a uniform guess, scale its logits down (see start/closed_form.py)."""
         rows, judged = first_rows(batches, num_fitted(self.target.hidden_size))
         self.fit(rows)
         losses = []

@@ -27,10 +27,10 @@ from .nn.block_layer import BlockLayer, ConfidenceHead, MarkovHead, attend_block
 from .nn.cache import SlotCache
 from .nn.cpu_decoder import CpuLayers
 from .nn.cpu_kernels import pack_linears
-from .nn.fitted_block import fit_block
 from .nn.layers import RMSNorm, Rotary, llama_config, serving_keys
 from .nn.mask_token import default_mask_token
-from .nn.start import scale_norm
+from .start.block import fit_block
+from .start.closed_form import scale_norm
 from .target import Target, TargetOutput
 
 FEWEST_LAYERS = 8  # of a target, for DFlash's choice of feature layers; shallower ones get fewer features
@@ -53,7 +53,7 @@ class BlockConfig(HeadConfig):
     has_head_norms: bool = True  # normalise queries and keys of each head, as Qwen3 and the serving engines do
     output: str = "shared"  # shared: the target's output layer, frozen; own: trained, starts as a copy of it
     mask_token_id: int | None = None  # None: see `default_mask_token`
-    start: Literal["random", "fitted"] = "random"  # fitted: on the first rows of training, see nn/fitted_block.py
+    start: Literal["random", "fitted"] = "random"  # fitted: on the first rows of training, see start/block.py
     num_blocks: int = 512  # blocks that a training step draws per row
     # the share of them that is narrower than num_depths, so that the head also drafts well at a smaller K
     narrow_share: float = 0.0

@@ -29,7 +29,7 @@ from .drafter import Reading
 from .loading import quiet_loading
 from .nn.cache import SlotCache, newest_slots, seen_by_children
 from .nn.parallel import ParallelConfig, behind, last_and_behind, with_masks
-from .nn.start import copy_layers, scale_norm
+from .start.closed_form import copy_layers, scale_norm
 from .target import Target
 
 PADDING = 0.01  # vocabularies whose sizes differ by at most this share may be the same up to padding

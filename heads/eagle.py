@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch, HeadConfig
 from .nn.layers import Rotary, llama_config, serving_keys
-from .nn.start import FITTED_DEPTHS, linear_map
 from .recurrent import LlamaLayer, RecurrentHead
+from .start.closed_form import FITTED_DEPTHS, linear_map
 from .target import Target, TargetOutput
 
 

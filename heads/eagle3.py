@@ -29,10 +29,10 @@ from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch
 from .drafter import Reading
 from .loss.functions import drafted_rows
-from .nn.fitted import OUTPUT_GAIN, fit_start, start_from_target
 from .nn.layers import Attention, RMSNorm, Rotary, llama_config, serving_keys
 from .nn.parallel import ParallelConfig, behind, last_and_behind
 from .recurrent import LlamaLayer, RecurrentHead, RecurrentState
+from .start.eagle3 import OUTPUT_GAIN, fit_start, start_from_target
 from .target import Target, TargetOutput
 
 
@@ -51,8 +51,8 @@ class Eagle3Config(ParallelConfig):
     # state (the speculators library; SGLang does not serve it)
     norm_before_residual: bool = False
     architecture: dict[str, Any] = field(default_factory=dict)  # overrides of the target's values; `ARCHITECTURE` keys
-    # initial weights of the first layer, see nn/fitted.py: target: from the target's layers; fitted: by regression on
-    # the first rows of training. None: fitted if possible, else random with logits scaled down where needed
+    # initial weights of the first layer. target: from the target's layers; fitted: by regression on the first rows of
+    # training. None: fitted if possible, else random with logits scaled down where needed
     start: Literal["random", "target", "fitted"] | None = None
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ from .drafter import Reading
 from .loss.chains import mean_of
 from .loss.chunked import chunk_size, summed_loss
 from .loss.functions import LossSpec, drafted_rows
-from .nn.start import linear_map
+from .start.closed_form import linear_map
 from .target import Target
 
 

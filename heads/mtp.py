@@ -27,7 +27,7 @@ from .importing.mtp_checkpoint import LAYOUTS, Layout, read_modules
 from .nn.cache import SlotCache, newest_slots, seen_by_children
 from .nn.decoder_layer import ChainKeys, LayerCache, LayerDriver
 from .nn.split_attention import whole_parts
-from .nn.start import FITTED_DEPTHS, linear_map, scale_norm
+from .start.closed_form import FITTED_DEPTHS, linear_map, scale_norm
 from .target import Target
 
 INITS = ("last_layer", "random", "checkpoint")

@@ -14,8 +14,8 @@ from ...eval.measurement.step_times import TimedCell
 from ...heads.base import DraftHead
 from ...heads.fit import NoSkeleton, build_skeleton_head, load_skeleton
 from ...heads.loading import TargetConfig
-from ...heads.nn.start import num_fitted
 from ...heads.registry import build_head
+from ...heads.start.closed_form import num_fitted
 from ...heads.target import Target
 from ..unattended.pace import measure_step
 from .candidates import Candidate, is_served

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from headstart.heads.base import DraftBatch, DraftHead
-from headstart.heads.nn.start import scale_norm
 from headstart.heads.registry import HEADS, build_head
+from headstart.heads.start.closed_form import scale_norm
 from headstart.heads.target import Target
 from torch import nn
 

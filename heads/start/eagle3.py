@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...configs.errors import BadInput, first_line
+from ..nn.batch import DraftBatch
+from ..nn.layers import Attention
 from ..target import Target
-from .batch import DraftBatch
+from .closed_form import ridge
 from .copying import Role, TokenCode, attended, find_tokens, roles_of, token_code
-from .layers import Attention
-from .start import ridge
 
 NUM_DEPTHS = 3  # depths that the regression covers
 NATS = 8.0  # by which the score of a query's own position exceeds that of any other

@@ -7,8 +7,8 @@ import torch
 from headstart.configs.errors import BadInput
 from headstart.heads.base import DraftBatch
 from headstart.heads.eagle3 import Eagle3Config
-from headstart.heads.nn.fitted import look_at_itself, ridge
 from headstart.heads.registry import build_head
+from headstart.heads.start.eagle3 import look_at_itself, ridge
 
 LENGTH = 40  # of the fixture's rows
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .layers import Attention
+from ..nn.layers import Attention
 
 FAR = 256  # tokens back
 TURNED = 0.5  # radians by which a slow channel may turn over that distance
@@ -24,7 +24,8 @@ NATS_BEFORE = 8.0  # and that of an equal token before it
 BEFORE = 0.35  # share of the channels for the token before
 SIZE = 0.35  # of a token's code in a hidden state, relative to the state
 SHARE = 0.4  # of a key head's value channels, where it serves several query heads; else of the key heads
-WHITENED = 0.1  # of the mean variance, added to that of each direction
+WHITENED = 0.1  # of the mean variance, added to that of each direction of embeddings,
+QUIET = 1e-2  # and of states
 
 
 @dataclass
@@ -107,8 +108,8 @@ def slow_channels(attention: Attention, frequencies: Tensor) -> Tensor:
 def token_code(attention: Attention, frequencies: Tensor, embedded: Tensor, states: Tensor) -> TokenCode | None:
     """A code of the tokens; None where heads have too few slow channels, or none is left for another role.
 
-    A random projection of whitened embeddings, so that any two tokens differ about equally; its place are the
-    directions in which states vary least.
+    A random projection of whitened embeddings, so that any two tokens differ about equally; its place are random
+    directions, turned to where states vary least.
 
     Args: embedded: [v, D] normalised embeddings of the tokens that occur. states: [n, D].
     """
@@ -120,11 +121,13 @@ def token_code(attention: Attention, frequencies: Tensor, embedded: Tensor, stat
     mean = embedded.mean(0)
     variance, directions = torch.linalg.eigh(((embedded - mean).T @ (embedded - mean)).double() / len(embedded))
     whitening = (directions * (variance.clamp_min(0) + WHITENED * variance.mean()).rsqrt()) @ directions.T
-    drawn = torch.randn(size, num, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    projection = (whitening @ drawn).float()  # [D, m]
+    drawn = torch.randn(size, num + both, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    projection = (whitening @ drawn[:, :num]).float()  # [D, m]
     projection -= torch.outer(mean, mean @ projection) / mean.square().sum()  # the mean embedding has code 0
     projection /= (embedded @ projection).norm(dim=1).mean()
-    place = torch.linalg.eigh((states.T @ states).double())[1][:, :both].float()
+    squares = (states.T @ states).double() / len(states)
+    squares += QUIET * squares.diagonal().mean() * torch.eye(size, dtype=torch.float64)
+    place = torch.linalg.qr(torch.linalg.solve(squares, drawn[:, num:]))[0].float()  # [D, m + b]
     return TokenCode(projection, place[:, :num], place[:, num:], channels)
 
 

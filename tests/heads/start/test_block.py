@@ -8,8 +8,8 @@ from headstart.configs.errors import BadInput
 from headstart.heads.base import DraftBatch
 from headstart.heads.block import BlockConfig
 from headstart.heads.nn.block_layer import MarkovHead
-from headstart.heads.nn.fitted_block import fit_markov, look_at_context
 from headstart.heads.registry import build_head
+from headstart.heads.start.block import fit_markov, look_at_context
 
 LENGTH = 40  # of the fixture's rows
 OPTIONS: list[dict[str, Any]] = [

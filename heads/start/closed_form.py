@@ -13,8 +13,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from ..nn.batch import DraftBatch
 from ..target import Target
-from .batch import DraftBatch
 
 LEAST_FITTED = 8192  # supervised tokens to fit on, about,
 FITTED_PER_CHANNEL = 4  # or for wide targets as many as this times their hidden size

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from headstart.heads.nn.copying import attended, find_tokens, roles_of, slow_channels, token_code
 from headstart.heads.nn.layers import Attention, Rotary, llama_config
+from headstart.heads.start.copying import attended, find_tokens, roles_of, slow_channels, token_code
 from transformers import LlamaConfig
 
 SIZE, NUM_TOKENS = 128, 40

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from ...configs.errors import BadInput
 from ..loss.chains import ChainStarts
 from ..loss.functions import DraftVocabulary
+from ..nn.batch import DraftBatch
+from ..nn.block_layer import BlockLayer, MarkovHead
+from ..nn.layers import Attention, Rotary
 from ..target import Target
-from .batch import DraftBatch
-from .block_layer import BlockLayer, MarkovHead
-from .fitted import FARTHEST, SCALE, best_scale, fresh_size, rms
-from .layers import Attention, Rotary
-from .start import ridge, ridge_of
+from .closed_form import ridge, ridge_of
+from .eagle3 import FARTHEST, SCALE, best_scale, fresh_size, rms
 
 SHRINKS = 4.0  # occurrences of a token at which its estimate is shrunk by half
 OUTPUT_GAIN = 3.0  # factor on the output norm and divisor of an own output layer, whose smaller rows learn faster
