@@ -12,7 +12,7 @@ from ..configs.errors import BadInput
 from .loading import FrozenModel, TargetConfig, found_path, load_model
 from .nn.attention import NAME as GROUPED_ATTENTION
 from .nn.attention import Watch
-from .nn.cache import SlotCache
+from .nn.cache import SlotCache, cache_argument
 from .nn.cpu_decoder import CpuDecoder
 from .nn.documents import Documents
 from .nn.joined_decoder import JoinedDecoder
@@ -50,6 +50,7 @@ class Target(FrozenModel):
         super().__init__(model, name=name, fingerprint=fingerprint, tokenizer=tokenizer, source=source)
         if self.config._attn_implementation == "sdpa":
             model.set_attn_implementation(GROUPED_ATTENTION)
+        self._cache_argument = cache_argument(self.base)
         self._captured: dict[int, Tensor] = {}  # by layer, the residual stream that entered it in the last forward
         self._best: Tensor | None = None  # [B, T] of the last forward, if the decoder computed it there
         self._watched: set[int] = set()
@@ -207,9 +208,8 @@ class Target(FrozenModel):
             input_ids=input_ids,
             position_ids=positions,
             attention_mask=None if mask is None else self._by_attention_type(mask),
-            past_key_values=cache,
             use_cache=True,
-            **({} if watch is None else {"watch": watch}),
+            **{self._cache_argument: cache, **({} if watch is None else {"watch": watch})},
         ).last_hidden_state
 
     def embed(self, input_ids: Tensor) -> Tensor:

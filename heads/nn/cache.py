@@ -1,15 +1,24 @@
 """A key/value cache of fixed shape whose rows advance independently, and the attention masks over it."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .split_attention import whole_parts
 
+# what models and layers call the cache that they take, from transformers 5.24 on and before
+CACHE_ARGUMENTS = ("cache", "layer_past", "past_key_values")
 EXTENT_STEP = 64  # attention reads a multiple of this many slots, so that few different shapes occur
+
+
+def cache_argument(module: nn.Module) -> str:
+    """The name under which a model or a layer of transformers takes its cache."""
+    accepted = inspect.signature(module.forward).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in accepted), CACHE_ARGUMENTS[-1])
 
 
 class SlotLayer(CacheLayerMixin):

@@ -18,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from ...configs.errors import BadInput, first_line
 from ..target import Target
 from .attention import grouped_attention
-from .cache import SlotCache, visibility_mask
+from .cache import SlotCache, cache_argument, visibility_mask
 from .chain_attention import Block, attend_chains, blocks_of, laid_out
 
 NAME = "headstart_chains"
@@ -106,8 +106,7 @@ class LayerDriver:
         self.kind = types[self.index]
         is_sliding = self.kind == "sliding_attention"
         self.window: int | None = getattr(self.config, "sliding_window", None) if is_sliding else None
-        accepted = inspect.signature(target.layers[self.index].forward).parameters
-        self.cache_name = "layer_past" if "layer_past" in accepted else "past_key_values"
+        self.cache_name = cache_argument(target.layers[self.index])
         takes_kind = "layer_type" in inspect.signature(type(self.rotary).forward).parameters
         self.rotary_kind = {"layer_type": self.kind} if takes_kind else {}
         name = type(target.layers[self.index]).__name__
