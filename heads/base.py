@@ -10,6 +10,7 @@ follows n committed tokens starts at t = n - 2, and the first round of an answer
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -18,9 +19,10 @@ from torch import Tensor, nn
 from ..configs.errors import BadInput
 from .drafter import Drafter
 from .drafting import Draws, Expands, Proposal, StaticTree, Tree, draft_chain, draft_dynamic, draft_static
-from .loss.chains import ChainStarts, accepted_share, chain_starts, mean_of
+from .loss.chains import ChainStarts, LossOutput, accepted_share, chain_starts, mean_of
 from .loss.chunked import Drafts, chunk_size
-from .loss.functions import DraftVocabulary, LossSpec, check_mix, depth_weights_of
+from .loss.functions import DraftVocabulary, LossSpec, check_mix, depth_weights_of, reads_all_logits
+from .loss.restricted import RestrictedLogits
 from .nn.batch import DraftBatch
 from .nn.cpu_kernels import pack_linears
 from .start.closed_form import first_rows, losses_by_factor, num_fitted, quieter, spread
@@ -74,17 +76,6 @@ class HeadConfig:
     def resolved(self, target: Target) -> "HeadConfig":
         """This config with every default that depends on the target filled in, as saved with the head."""
         return self
-
-
-@dataclass
-class LossOutput:
-    """The loss of a batch, with sums and counts by depth."""
-
-    loss: Tensor  # scalar
-    depth_loss: Tensor  # [K] summed over this batch
-    depth_count: Tensor  # [K] `ChainStarts.counts` of this batch
-    starts: ChainStarts
-    hits: Tensor  # [B, S, K] bool, whether the teacher-forced greedy draft is the data's token; False where not valid
 
 
 class DraftHead(nn.Module, Drafter, Expands):
@@ -257,8 +248,15 @@ class DraftHead(nn.Module, Drafter, Expands):
 
     def positions_per_chunk(self, num_depths: int) -> int:
         """How many positions are scored at a time."""
+        reads_all = any(reads_all_logits(self.loss_spec(depth).mix) for depth in range(num_depths))
+        of_target = self.target.vocab_size if reads_all else self.num_drafted
         num_at_once = num_depths if self.has_one_output else 1
-        return chunk_size(self.target.vocab_size + num_at_once * self.num_drafted, self.target.device)
+        return chunk_size(of_target + num_at_once * self.num_drafted, self.target.device)
+
+    @cached_property
+    def restricted_logits(self) -> RestrictedLogits:
+        """The target's logits of the tokens that can be drafted."""
+        return RestrictedLogits(self.target, self.vocabulary)
 
     def loss_spec(self, depth: int) -> LossSpec:
         """The loss at a depth."""
@@ -268,6 +266,7 @@ class DraftHead(nn.Module, Drafter, Expands):
             draft_logits=lambda hidden: self.draft_logits(hidden, depth),
             predicted_state=lambda hidden: self.predicted_state(hidden, depth),
             target_logits=self.target.logits,
+            restricted_logits=self.restricted_logits,
             vocabulary=self.vocabulary,
             eta=config.loss_eta,
             top_k=config.loss_top_k,

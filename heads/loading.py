@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
@@ -260,6 +260,11 @@ class FrozenModel:
     def can_decode(self) -> bool:
         """Whether rejected drafts can be undone, which layers with a recurrent state do not allow."""
         return "linear_attention" not in self.layer_types
+
+    def softcapped(self, logits: Tensor) -> Tensor:
+        """The output layer's values [..., V] as the model's logits: capped, in fp32, where it caps them."""
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        return logits if cap is None else torch.tanh(logits.float() / cap) * cap
 
     def window_of(self, layer: int) -> int | None:
         """The sliding window of a layer in tokens, the query's own included; None: it has full attention."""

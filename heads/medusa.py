@@ -241,6 +241,7 @@ class MedusaHead(BlocksHead):
             draft_logits=self.target.logits,
             predicted_state=lambda hidden: hidden,
             target_logits=self.target.logits,
+            restricted_logits=self.target.logits,
         )
         return summed_loss(
             states[supervised],

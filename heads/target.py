@@ -239,8 +239,7 @@ class Target(FrozenModel):
             logits = self.output_layer(post_norm.to(self.dtype)).to(post_norm.device)
         else:
             logits = decoder.logits(post_norm.to(self.dtype))
-        cap = getattr(self.config, "final_logit_softcapping", None)
-        return logits if cap is None else torch.tanh(logits.float() / cap) * cap
+        return self.softcapped(logits)
 
     def final_norm_scale(self) -> Tensor:
         """[D] fp32 gain of the final norm, for heads that start from it; ones if it is not an RMSNorm."""

@@ -1,4 +1,4 @@
-"""Where draft chains start on given rows, which of their depths are supervised, and the losses' denominators."""
+"""Where draft chains start on given rows, which of their depths are supervised, the losses' denominators and sums."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -63,6 +63,17 @@ class ChainStarts:
             return self.valid.sum((0, 1)).float()
         labels = [self.take(weights, offset=depth + 2) for depth in range(self.num_depths)]
         return (torch.stack(labels, -1) * self.valid).sum((0, 1)).float()
+
+
+@dataclass
+class LossOutput:
+    """The loss of a batch, with sums and counts by depth."""
+
+    loss: Tensor  # scalar
+    depth_loss: Tensor  # [K] summed over this batch
+    depth_count: Tensor  # [K] `ChainStarts.counts` of this batch
+    starts: ChainStarts
+    hits: Tensor  # [B, S, K] bool, whether the teacher-forced greedy draft is the data's token; False where not valid
 
 
 def mean_of(sums: Tensor, counts: Tensor) -> Tensor:

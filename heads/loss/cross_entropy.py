@@ -6,7 +6,7 @@ from torch import Tensor
 from ..nn.fusing import Fusable
 from .functions import Rows
 
-CLOSED = ("hard_ce", "hard_gce", "greedy_gce", "soft_ce", "kl")
+CLOSED = ("hard_ce", "hard_gce", "greedy_gce", "soft_ce", "restricted_ce", "kl")
 
 
 def best_of(logits: Tensor, num_guesses: int) -> Tensor:
@@ -26,16 +26,26 @@ def closed_mix(rows: Rows, logits: Tensor, scale: Tensor, *, num_guesses: int, o
         for name in CLOSED[:3]
         if name in mix
     }
-    is_soft = "soft_ce" in mix or "kl" in mix
-    probs = rows.target_probs if is_soft else None
-    covered = rows.target.covered[rows.at] if is_soft else None
+    probs, covered, soft = distribution_of(rows)
     constant = mix["kl"] * rows.target.negative_entropy[rows.at] if "kl" in mix else None
     shares = {name: float(mix[name]) for name in labels}
-    soft = float(mix.get("soft_ce", 0.0) + mix.get("kl", 0.0))
     scale = scale.expand(n)
     plain = logits, out, scale, labels, probs, covered, soft
     values, ids = cross_entropies(*plain, shares=shares, exponent=rows.spec.exponent, num_guesses=num_guesses)
     return values if constant is None else values + constant, ids
+
+
+def distribution_of(rows: Rows) -> tuple[Tensor | None, Tensor | None, float]:
+    """The distribution [n, Vd] whose cross entropy the mix has, its sum [n], and its weight; None, None, 0: none."""
+    mix, target, at = rows.spec.mix, rows.target, rows.at
+    whole, restricted = float(mix.get("soft_ce", 0.0) + mix.get("kl", 0.0)), float(mix.get("restricted_ce", 0.0))
+    if not restricted:
+        return (target.probs[at], target.covered[at], whole) if whole else (None, None, 0.0)
+    known = (rows.draft_labels >= 0).float()
+    probs = target.renormalised[at] * known[:, None]
+    if not whole:
+        return probs, known, restricted
+    return restricted * probs + whole * target.probs[at], restricted * known + whole * target.covered[at], 1.0
 
 
 @Fusable
@@ -53,7 +63,7 @@ def cross_entropies(
     num_guesses: int,
 ) -> tuple[Tensor, Tensor]:
     """`closed_mix` on plain tensors. labels: by loss name, draft ids [n]; `shares` are their weights in the mix. probs
-    [n, Vd], covered [n]: the target's; `soft` is the weight of soft_ce and kl together."""
+    [n, Vd], covered [n], soft: as `distribution_of` gives them."""
     given, logits = logits, logits.float()
     scores, ids = logits.max(-1, keepdim=True) if num_guesses == 1 else logits.topk(num_guesses, -1)
     grads = torch.softmax(logits, -1, out=out if given.dtype == out.dtype == logits.dtype else None)

@@ -40,6 +40,7 @@ class LossSpec:
     draft_logits: TensorMap  # [n, D] hidden -> [n, Vd]
     predicted_state: TensorMap  # [n, D] hidden -> [n, D] the head's estimate of the target's post-norm state
     target_logits: TensorMap  # [n, D] post-norm state -> [n, V]
+    restricted_logits: TensorMap  # [n, D] post-norm state -> [n, Vd] those of the tokens that can be drafted
     confidence: TensorMap | None = None  # [n, D] hidden -> [n] logits of the probability that a draft is accepted
     vocabulary: DraftVocabulary | None = None
     eta: float = 3.0  # of `lk_lambda`
@@ -74,6 +75,12 @@ class TargetRows:
     def probs(self) -> Tensor:
         """[n, Vd]; a row sums to the probability that the draft vocabulary covers."""
         return self._drafted(self.logits.softmax(-1))
+
+    @cached_property
+    def renormalised(self) -> Tensor:
+        """[n, Vd] `probs` over their sum, without computing the logits of other tokens."""
+        with torch.no_grad():
+            return self.spec.restricted_logits(self.teacher_hidden).float().softmax(-1)
 
     @cached_property
     def log_probs(self) -> Tensor:
@@ -178,6 +185,16 @@ def soft_ce(rows: Rows) -> Tensor:
     return -(rows.target_probs * rows.draft_log_probs).sum(-1)
 
 
+def restricted_ce(rows: Rows) -> Tensor:
+    """soft_ce for p renormalised over the draft vocabulary; a label outside of it contributes zero.
+
+    The target's other logits are not computed, which saves most of its output layer's time. soft_ce weighs a position
+    by the probability that the draft vocabulary covers there, this by whether it has the data's token.
+    """
+    entropy = -(rows.target.renormalised[rows.at] * rows.draft_log_probs).sum(-1)
+    return entropy * (rows.draft_labels >= 0)
+
+
 def kl(rows: Rows) -> Tensor:
     """sum_v p(v) log(p(v) / q(v)): soft_ce minus the target's entropy, so it has the same gradient and is 0 at p = q.
 
@@ -239,10 +256,16 @@ def confidence(rows: Rows) -> Tensor:
 
 LOSSES: dict[str, Callable[[Rows], Tensor]] = {
     loss.__name__: loss
-    for loss in (hard_ce, hard_gce, greedy_gce, soft_ce, kl, reverse_kl, topk_ce, tv, l1, lk_alpha, lk_lambda, feature)
+    for loss in (hard_ce, hard_gce, greedy_gce, soft_ce, restricted_ce, kl, reverse_kl)
+    + (topk_ce, tv, l1, lk_alpha, lk_lambda, feature)
 }
 # including the one that heads with a confidence head add to their mix
 ALL_LOSSES = {**LOSSES, "confidence": confidence}
+
+
+def reads_all_logits(mix: Mapping[str, float]) -> bool:
+    """Whether a mix reads the target's logits of tokens that cannot be drafted."""
+    return not set(mix) <= {"hard_ce", "hard_gce", "restricted_ce", "feature"}
 
 
 def check_mix(mix: Mapping[str, float], *, key: str) -> None:

@@ -15,6 +15,7 @@ from headstart.heads.loss.functions import (
     TargetRows,
     check_mix,
     depth_weights_of,
+    reads_all_logits,
 )
 
 NUM_ROWS, SIZE, VOCAB = 7, 5, 11
@@ -40,6 +41,7 @@ def make_rows(cut=None, *, scale=2.0, mix=None, draft=None, target=None):
         draft_logits=lambda x: x,
         predicted_state=lambda x: 0.5 * x,
         target_logits=lambda x: x,
+        restricted_logits=lambda x: x if cut is None else x[:, cut],
         confidence=lambda x: 0.3 * x[:, 0],
         vocabulary=vocabulary,
         eta=ETA,
@@ -71,6 +73,7 @@ def naive(name, draft, target, label, columns):
         "hard_gce": (1 - every[label] ** EXPONENT) / EXPONENT if label in columns else 0.0,
         "greedy_gce": (1 - every[top] ** EXPONENT) / EXPONENT if top in columns else 0.0,
         "soft_ce": -sum(a * math.log(b) for a, b in zip(p, q, strict=True)),
+        "restricted_ce": -sum(a / sum(p) * math.log(b) for a, b in zip(p, q, strict=True)) * (label in columns),
         "kl": kl,
         "reverse_kl": sum(b * math.log(b / a) for a, b in zip(p, q, strict=True)),
         "topk_ce": -sum(p[i] * math.log(q[i]) for i in best),
@@ -157,6 +160,7 @@ def test_gradients_are_the_closed_forms(cut):
         "hard_ce": (q - one) * (rows.draft_labels >= 0)[:, None],
         "hard_gce": (one * q).sum(-1, keepdim=True) ** EXPONENT * (q - one) * (rows.draft_labels >= 0)[:, None],
         "soft_ce": forward,
+        "restricted_ce": (q - p / p.sum(-1, keepdim=True)) * (rows.draft_labels >= 0)[:, None],
         "kl": forward,
         "reverse_kl": q * (score - (q * score).sum(-1, keepdim=True)),
         "tv": total,
@@ -229,7 +233,9 @@ def test_what_a_mix_shares_is_computed_once_and_what_it_does_not_need_never():
         seen.append(len(x))
         return x
 
-    for mix, wanted in (({"hard_ce": 1.0, "feature": 1.0}, 0), ({name: 1.0 for name in LOSSES}, 1)):
+    without = {"hard_ce": 1.0, "restricted_ce": 1.0, "feature": 1.0}
+    for mix, wanted in ((without, 0), ({name: 1.0 for name in LOSSES}, 1)):
+        assert reads_all_logits(mix) == bool(wanted)
         rows = make_rows(mix=mix)
         rows.spec.target_logits = target_logits
         seen.clear()
