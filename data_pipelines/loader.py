@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..heads.base import DraftBatch
 from ..heads.nn.documents import Documents
-from ..heads.target import TargetOutput
+from ..heads.nn.target_output import TargetOutput
 from .packing import Row, RowSequence
 from .storage.samples import SEGMENTS
 from .storage.shard_file import StoredSample

@@ -106,7 +106,7 @@ def samples_for_time(
     spent = 0.0
     for _ in range(2):  # the first forward fills caches and compiles kernels
         started = time.perf_counter()
-        target.forward(ids)
+        target.read_texts(ids)
         if target.device.type == "cuda":
             torch.cuda.synchronize(target.device)
         spent = time.perf_counter() - started
@@ -247,6 +247,6 @@ def run_target(extraction: Extraction) -> None:
     for rows in extraction.shards:
         lengths = samples.lengths[rows.start : rows.stop]
         for batch in batches(lengths, batch_tokens=extraction.config.batch_tokens):
-            extraction.target.forward(padded([samples[rows.start + int(i)].sample for i in batch], device=device))
+            extraction.target.read_texts(padded([samples[rows.start + int(i)].sample for i in batch], device=device))
     if device.type == "cuda":
         torch.cuda.synchronize(device)

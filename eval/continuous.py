@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..heads.drafter import Drafter, Reading
 from ..heads.nn.cache import SlotCache
-from ..heads.target import Target, TargetOutput
+from ..heads.nn.target_output import TargetOutput
+from ..heads.target import Target
 from .engine import DecodeState, Engine
 from .generate import Stop, Texts, prefill, run_round
 from .replay import Stopwatch

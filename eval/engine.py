@@ -12,7 +12,8 @@ from ..heads.drafter import Drafter, Reading
 from ..heads.drafting import Draws, Proposal, StaticTree, Tree, ancestors
 from ..heads.nn.cache import EXTENT_STEP, SlotCache
 from ..heads.nn.split_attention import whole_parts
-from ..heads.target import Target, TargetOutput
+from ..heads.nn.target_output import TargetOutput
+from ..heads.target import Target
 from .measurement.config import draft_length
 from .replay import Replay, Tensors, Widths, on_device
 from .sampling import Sampling, TokenHistory, choose
@@ -279,8 +280,7 @@ class Engine:
         tokens, mask = torch.cat([last, nodes], 1), None
         positions = start[:, None] + self.offsets[: tokens.shape[1]]
         if parents is not None and nodes.shape[1] > 0:
-            mask = ancestors(parents, self.depth)  # [B, S, S]
-            mask = torch.cat([torch.zeros_like(mask[:, :1]), mask], 1)  # [B, S + 1, S]: the root attends to no node
+            mask = torch.nn.functional.pad(ancestors(parents, self.depth), (0, 0, 1, 0))  # the root attends to no node
             positions = start[:, None] + mask.sum(-1)
         return tokens, mask, self._forward(tokens, positions, mask, in_round=True)
 

@@ -29,9 +29,10 @@ from .nn.cpu_decoder import CpuLayers
 from .nn.cpu_kernels import pack_linears
 from .nn.layers import RMSNorm, Rotary, llama_config, serving_keys
 from .nn.mask_token import default_mask_token
+from .nn.target_output import TargetOutput
 from .start.block import fit_block
 from .start.closed_form import scale_norm
-from .target import Target, TargetOutput
+from .target import Target
 
 FEWEST_LAYERS = 8  # of a target, for DFlash's choice of feature layers; shallower ones get fewer features
 

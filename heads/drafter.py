@@ -10,7 +10,7 @@ from torch import Tensor
 from ..configs.errors import BadInput
 from .drafting import Draws, Proposal, Tree
 from .nn.cache import SlotCache
-from .target import TargetOutput
+from .nn.target_output import TargetOutput
 
 
 @dataclass

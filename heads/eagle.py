@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch, HeadConfig
 from .nn.layers import Rotary, llama_config, serving_keys
+from .nn.target_output import TargetOutput
 from .recurrent import LlamaLayer, RecurrentHead
 from .start.closed_form import FITTED_DEPTHS, linear_map
-from .target import Target, TargetOutput
+from .target import Target
 
 
 @dataclass(kw_only=True)

@@ -31,9 +31,10 @@ from .drafter import Reading
 from .loss.functions import drafted_rows
 from .nn.layers import Attention, RMSNorm, Rotary, llama_config, serving_keys
 from .nn.parallel import ParallelConfig, behind, last_and_behind
+from .nn.target_output import TargetOutput
 from .recurrent import LlamaLayer, RecurrentHead, RecurrentState
 from .start.eagle3 import OUTPUT_GAIN, fit_start, start_from_target
-from .target import Target, TargetOutput
+from .target import Target
 
 
 @dataclass(kw_only=True)

@@ -24,7 +24,7 @@ from .nn.chain_attention import Block, attend_chains, blocks_of, laid_out, recom
 from .nn.cpu_decoder import CpuLayers
 from .nn.cpu_kernels import pack_linears
 from .nn.layers import Attention, RMSNorm, Rotary
-from .target import TargetOutput
+from .nn.target_output import TargetOutput
 
 KeysValues = tuple[Tensor, Tensor]  # [B, Nkv, P, H] each
 

@@ -16,8 +16,9 @@ from ..configs.errors import BadInput
 from ..data_pipelines.loader import TrainingBatch
 from ..heads.loss.chains import mean_of
 from ..heads.nn.documents import Documents
+from ..heads.nn.target_output import TargetOutput
 from ..heads.registry import save_head
-from ..heads.target import Target, TargetOutput
+from ..heads.target import Target
 from .backend import Backend
 from .checkpoint import Best, Progress, save_checkpoint
 from .config import TrainConfig
@@ -124,7 +125,7 @@ class Loop:
 
     def _read(self, input_ids: Tensor, *, documents: Documents | None = None) -> TargetOutput:
         """Run the target for the states that the head reads."""
-        return self.target.forward(input_ids, feature_layers=self.head.feature_layers, documents=documents)
+        return self.target.read_texts(input_ids, feature_layers=self.head.feature_layers, documents=documents)
 
     def check_finite(self, step: int) -> None:
         """Raises BadInput, in all processes, if weights or the optimizer's state are not finite. Called before anything

@@ -174,7 +174,7 @@ def first_head(run: RunConfig, target: Target, draft_token_ids: Tensor | None, c
 def first_batches(config: TrainConfig, data: TrainingData, head: DraftHead) -> Iterator[DraftBatch]:
     """The rows in the order of training, once; the same in every process, and however a step's rows are spread."""
     target, plan = head.target, data.plan(batch_size=ROWS_AT_ONCE, seed=config.seed)
-    read = partial(target.forward, feature_layers=head.feature_layers)
+    read = partial(target.read_texts, feature_layers=head.feature_layers)
     for number in range(max(1, len(data.samples) // ROWS_AT_ONCE)):
         yield data.batch(plan.rows(number)).to(target.device).filled(read)
 

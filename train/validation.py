@@ -16,7 +16,8 @@ from ..eval.measurement.metrics import Acceptance, acceptance, expected_acceptan
 from ..eval.measurement.result import AcceptancePart
 from ..heads.base import DraftBatch, DraftHead
 from ..heads.nn.documents import Documents
-from ..heads.target import Target, TargetOutput
+from ..heads.nn.target_output import TargetOutput
+from ..heads.target import Target
 from .backend import Backend
 from .config import TrainConfig
 from .watchdog import Watchdog
@@ -99,7 +100,7 @@ class Validation:
         return replace(result, decoded=Decoded(self.num_prompts, *parts))
 
     def _read(self, input_ids: Tensor, *, documents: Documents | None = None) -> TargetOutput:
-        return self.target.forward(input_ids, feature_layers=self.backend.head.feature_layers, documents=documents)
+        return self.target.read_texts(input_ids, feature_layers=self.backend.head.feature_layers, documents=documents)
 
     def _taught(self, head: DraftHead, batch: DraftBatch) -> Acceptance:
         with self.backend.autocast():  # the target has read outside of it, as in training

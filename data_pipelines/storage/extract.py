@@ -44,7 +44,7 @@ class Reader:
     @torch.no_grad()
     def start(self, samples: Sequence[Sample]) -> Callable[[], list[StoredSample]]:
         input_ids = padded(samples, device=self.target.device)  # [B, T]
-        output = self.target.forward(input_ids, feature_layers=self.reads.layers)
+        output = self.target.read_texts(input_ids, feature_layers=self.reads.layers)
         features_at, post_norm_at = zip(*(self.reads.positions(sample.loss_mask) for sample in samples), strict=True)
         features, post_norm = self._sent(output.features, features_at), self._sent(output.post_norm, post_norm_at)
 

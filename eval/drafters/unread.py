@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ...heads.drafter import Reading
-from ...heads.target import TargetOutput
+from ...heads.nn.target_output import TargetOutput
 
 
 class Piece(NamedTuple):

@@ -186,7 +186,7 @@ def teacher_forced_length(
         for prompt, new in zip(batch.suite.prompts, batch.drafted.runs[0].token_ids, strict=True):
             ids = torch.tensor([[*prompt, *new]], device=target.device)
             mask = torch.arange(ids.shape[1], device=target.device)[None] >= len(prompt)
-            output = target.forward(ids, feature_layers=drafter.feature_layers)
+            output = target.read_texts(ids, feature_layers=drafter.feature_layers)
             out = drafter.loss(DraftBatch(ids, mask, output), num_depths=num_draft)
             counted = expected_acceptance(out.starts, out.hits, num_draft_tokens=num_draft)
             num_rounds += counted.num_rounds

@@ -37,7 +37,7 @@ def rank_accuracies(
     for prompt, new in texts:
         ids = torch.tensor([[*prompt, *new]], device=target.device)  # [1, T]
         mask = torch.arange(ids.shape[1], device=target.device)[None] >= len(prompt)
-        batch = DraftBatch(ids, mask, target.forward(ids, feature_layers=head.feature_layers))
+        batch = DraftBatch(ids, mask, target.read_texts(ids, feature_layers=head.feature_layers))
         starts, logits = head.teacher_forced_logits(batch, num_depths=num_depths)  # [1, S, K, Vd]
         guesses = head.to_target(logits.topk(num_ranks, -1).indices)  # [1, S, K, ranks]
         for depth in range(num_depths):

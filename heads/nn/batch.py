@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ..loss.chains import ChainStarts
-from ..target import TargetOutput
 from .cache import visibility_mask
 from .documents import Documents
+from .target_output import TargetOutput
 
 
 @dataclass

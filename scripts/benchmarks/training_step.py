@@ -30,8 +30,9 @@ from ...heads.loss.chains import ChainStarts, chain_starts
 from ...heads.loss.chunked import Plan
 from ...heads.nn import chain_attention
 from ...heads.nn.fusing import fused
+from ...heads.nn.target_output import TargetOutput
 from ...heads.registry import head_class
-from ...heads.target import Target, TargetOutput
+from ...heads.target import Target
 from ...train.speed import Operations, matmul_rate, synchronize
 from .store import Figures
 

@@ -20,7 +20,8 @@ from ...data_pipelines.traffic import Served
 from ...eval.generate import generate
 from ...eval.measurement.metrics import expected_acceptance
 from ...heads.base import ChainStarts, DraftBatch, DraftHead
-from ...heads.target import Target, TargetOutput
+from ...heads.nn.target_output import TargetOutput
+from ...heads.target import Target
 from ...train.validation import prompt_of
 from .data import NEW, Keyed
 from .foreign import LOWEST, OWN, POSITIONS, OwnAnswers, standardised, temperatures_for, typicality
@@ -110,7 +111,7 @@ class Reader:
     def forward(self, rows: Sequence[tuple[str, Served, Sample]]) -> Forward:
         """One forward of the target, with the features that the head reads."""
         laid = collate([[StoredSample(sample)] for _, _, sample in rows]).to(self.target.device)
-        output = self.target.forward(laid.input_ids, feature_layers=self.head.feature_layers)
+        output = self.target.read_texts(laid.input_ids, feature_layers=self.head.feature_layers)
         return Forward([(key, row) for key, row, _ in rows], laid, output)
 
     @torch.no_grad()
@@ -166,7 +167,7 @@ class Reader:
             values = []
             for prompt, answer in zip(prompts, answers, strict=True):
                 ids = torch.tensor([prompt + answer], device=self.target.device)
-                states = self.target.forward(ids).post_norm[0, len(prompt) - 1 : -1]
+                states = self.target.read_texts(ids).post_norm[0, len(prompt) - 1 : -1]
                 values += self._typicality(states, ids[0, len(prompt) :], [max(temperature, LOWEST)]).values()
             found.append(OwnAnswers(temperature, values))
         return found

@@ -15,8 +15,9 @@ from headstart.heads.fit import build_skeleton_head
 from headstart.heads.nn import attention, joined_decoder
 from headstart.heads.nn.cache import SlotCache
 from headstart.heads.nn.split_attention import reads_in_parts
+from headstart.heads.nn.target_output import TargetOutput
 from headstart.heads.registry import HEADS, build_head
-from headstart.heads.target import Target, TargetOutput
+from headstart.heads.target import Target
 from headstart.scripts.benchmarks.engine_cells import SIZES
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig

@@ -20,8 +20,8 @@ from headstart.heads.nn.block_layer import attend_blocks
 from headstart.heads.nn.chain_attention import blocks_of
 from headstart.heads.nn.documents import Documents
 from headstart.heads.nn.mask_token import default_mask_token
+from headstart.heads.nn.target_output import TargetOutput
 from headstart.heads.registry import build_head
-from headstart.heads.target import TargetOutput
 
 OPTIONS = [
     {"sample_from_anchor": anchor, "markov_rank": rank, "num_depths": 3} for anchor in (True, False) for rank in (8, 0)

@@ -15,8 +15,9 @@ from headstart.heads.drafter import Reading
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.importing.mtp_checkpoint import stitch
 from headstart.heads.mtp import MtpConfig
+from headstart.heads.nn.target_output import TargetOutput
 from headstart.heads.registry import build_head, load_head, save_head
-from headstart.heads.target import Target, TargetOutput
+from headstart.heads.target import Target
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GPT2Config, GPT2LMHeadModel
 

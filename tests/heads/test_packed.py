@@ -10,8 +10,9 @@ from headstart.heads.base import DraftHead
 from headstart.heads.drafter import Reading
 from headstart.heads.nn.cpu_decoder import CpuLayers
 from headstart.heads.nn.cpu_kernels import kernels
+from headstart.heads.nn.target_output import TargetOutput
 from headstart.heads.registry import HEADS, build_head
-from headstart.heads.target import Target, TargetOutput
+from headstart.heads.target import Target
 
 needs_kernels = pytest.mark.skipif(kernels() is None, reason="no products of bf16 on this processor, or no compiler")
 SHAPES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}

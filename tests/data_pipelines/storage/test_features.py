@@ -24,8 +24,8 @@ from headstart.data_pipelines.storage.samples import Sample
 from headstart.data_pipelines.storage.shard_file import PackedStates, StoredSample
 from headstart.data_pipelines.storage.shards import Shards, ShardWriter
 from headstart.heads.base import DraftBatch
+from headstart.heads.nn.target_output import TargetOutput
 from headstart.heads.registry import HEADS, build_head
-from headstart.heads.target import TargetOutput
 from headstart.scripts.data.extract import extract as extract_command
 
 MORE = {  # variants of families that read other things than their default

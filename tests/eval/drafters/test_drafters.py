@@ -12,8 +12,9 @@ from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.eval.generate import generate
 from headstart.eval.measurement.metrics import acceptance
 from headstart.heads.drafter import Drafter, Reading
+from headstart.heads.nn.target_output import TargetOutput
 from headstart.heads.registry import HEADS, build_head, save_head
-from headstart.heads.target import Target, TargetOutput
+from headstart.heads.target import Target
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 7, 8, 3, 7], [1], [1, 30, 31, 32, 30, 31, 33, 30]]
 

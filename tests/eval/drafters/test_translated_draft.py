@@ -14,7 +14,8 @@ from headstart.eval.drafters.translated import Tail, TranslatedDrafter, Translat
 from headstart.eval.generate import generate
 from headstart.heads.drafter import Reading
 from headstart.heads.loading import fingerprint_of
-from headstart.heads.target import Target, TargetOutput
+from headstart.heads.nn.target_output import TargetOutput
+from headstart.heads.target import Target
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 

@@ -8,6 +8,7 @@ import textwrap
 import pytest
 import torch
 from headstart.heads.nn import cpu_kernels
+from headstart.heads.nn.cache import SlotCache
 from headstart.heads.nn.cpu_decoder import CpuDecoder
 from headstart.heads.nn.cpu_kernels import best, blocked, kernels, multiply, pack_linears
 from headstart.heads.nn.joined_decoder import JoinedDecoder
@@ -49,6 +50,23 @@ def read(target, ids, split, *, layers=(1, 3)):
         outputs.append(target.forward(part, feature_layers=layers, cache=cache, positions=positions, extent=start))
     post_norm = torch.cat([output.post_norm for output in outputs], 1)
     return post_norm, torch.cat([output.features for output in outputs], 1), target.logits(post_norm)
+
+
+@needs_kernels
+@torch.no_grad()
+def test_whole_texts_are_read_as_they_are_decoded(targets, monkeypatch):
+    """To the bit, and whatever is beside a text: so a head learns from the states that it will draft from."""
+    _, narrow = targets
+    ids = torch.randint(3, 61, (3, 20), generator=torch.Generator().manual_seed(0))
+    post_norm, features, _ = read(narrow, ids, (1,) * 20)
+    whole = narrow.read_texts(ids, feature_layers=(1, 3))
+    assert torch.equal(whole.post_norm, post_norm) and torch.equal(whole.features, features)
+    shorter = narrow.read_texts(ids[1:, :12], feature_layers=(1, 3))
+    assert torch.equal(shorter.post_norm, post_norm[1:, :12])
+    monkeypatch.setattr(CpuDecoder, "most_tokens", 19)
+    monkeypatch.setattr(SlotCache, "seek", None)
+    plain = narrow.read_texts(ids, feature_layers=(1, 3))
+    torch.testing.assert_close(plain.post_norm, post_norm, atol=0.1, rtol=0.1)
 
 
 @needs_kernels
