@@ -86,6 +86,8 @@ class StaticTree:
         for path in self.paths:
             if path in known or path[:-1] not in known or (known != {()} and len(path) < max(map(len, known))):
                 raise BadInput(f"tree path {path}: needs its prefix before it, and distinct paths ordered by length")
+            if self.sampled and path[-1] > 0 and (*path[:-1], path[-1] - 1) not in known:
+                raise BadInput(f"tree path {path}: sampled, so the child drawn before it has to stand before it")
             known.add(path)
         if not self.paths:
             raise BadInput("a tree needs at least one node")

@@ -24,9 +24,11 @@ class NamedDrafter:
 
     def setting(self, config: MeasureConfig) -> DraftSetting:
         """Its chain, with K from its own `@K`, else from the option for all drafters, else its default."""
-        return (config if self.length is None else replace(config, setting=chain(self.length))).setting_for(
-            self.drafter
-        )
+        return self.config(config).setting_for(self.drafter)
+
+    def config(self, config: MeasureConfig) -> MeasureConfig:
+        """These settings with its own K, where one is named."""
+        return config if self.length is None else replace(config, setting=chain(self.length))
 
 
 def own_length(spec: str) -> tuple[str, int | None]:

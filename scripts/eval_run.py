@@ -193,11 +193,12 @@ class EvalRun:
     def compare_transformers(self) -> list[Result]:
         """transformers on every suite: its plain generation, and each drafter that it supports as well."""
         results = []
-        drafters = [("none (generate)", None), *((named.name, named.drafter) for named in self.drafters)]
-        for (name, drafter), suite in product(drafters, self.suites):
+        drafters = [("none (generate)", None, self.config)]
+        drafters += [(named.name, named.drafter, named.config(self.config)) for named in self.drafters]
+        for (name, drafter, config), suite in product(drafters, self.suites):
             tick = progress(len(suite.prompts), f"transformers: {name} on {suite.name}")
             result = compare_transformers(
-                self.target, drafter, suite, self.config, name=name, on_prompt=tick, store=self.store
+                self.target, drafter, suite, config, name=name, on_prompt=tick, store=self.store
             )
             if result is None:
                 warn(f"transformers cannot draft with {name}: not compared")
@@ -209,12 +210,13 @@ class EvalRun:
     def compare_llama_server(self, files: ServerFiles) -> list[Result]:
         """llama-server's plain decoding on every suite, beside our baseline and beside each drafter of ours."""
         results = []
-        drafters = [("no drafts", None), *((f"ours with {named.name}", named.drafter) for named in self.drafters)]
-        for (name, drafter), suite in product(drafters, self.suites):
+        drafters = [("no drafts", None, self.config)]
+        drafters += [(f"ours with {named.name}", named.drafter, named.config(self.config)) for named in self.drafters]
+        for (name, drafter, config), suite in product(drafters, self.suites):
             tick = progress(len(suite.prompts), f"llama.cpp, {name}, on {suite.name}")
             results.append(
                 compare_llama_server(
-                    self.target, drafter, suite, self.config, files, name=name, on_prompt=tick, store=self.store
+                    self.target, drafter, suite, config, files, name=name, on_prompt=tick, store=self.store
                 )
             )
             tick()

@@ -63,7 +63,7 @@ def plan(
         str, Option(help="Measure too: advice (the most promising, to choose from), all (every cell), none.")
     ] = "advice",
     max_new_tokens: Annotated[int, Option(help="Tokens per answer, at most.", min=2)] = 128,
-    limit: Annotated[int, Option(help="Only the first N prompts.", min=1)] = 32,
+    limit: Annotated[int, Option(help="At most N prompts, spread evenly over the file.", min=1)] = 32,
     temperature: Annotated[float, Option(help="0 is greedy.", min=0.0)] = 0.0,
     repeats: Annotated[int, Option(help="Timed passes per side of a check.", min=1)] = 2,
     seconds: Annotated[
@@ -92,6 +92,7 @@ def plan(
 
     from ..configs.owned import OwnedFolder
     from ..eval.measurement.config import MeasureConfig
+    from ..eval.plan.accepting import evenly
     from ..eval.plan.budget import Budget, compiled_within
     from ..eval.plan.machine_profile import load_profile
     from ..eval.plan.planner import PlanConfig, Planner
@@ -126,7 +127,8 @@ def plan(
         started = time.perf_counter()
         loaded = Target.load(target, dtype=dtype or default_dtype(target, device), device=device)
         budget = Budget(seconds, loading=time.perf_counter() - started)
-        traffic = wanted.load(loaded, max_new_tokens=max_new_tokens, limit=limit)[0]
+        traffic = wanted.load(loaded, max_new_tokens=max_new_tokens, limit=None)[0]
+        traffic = traffic.subset(evenly(len(traffic.prompts), limit))
         spec = f"head:{head}" if head else drafter
         with compiled_within(budget, loaded, num_shapes=config.num_shapes):
             if rates:

@@ -188,8 +188,16 @@ def without_loops(
 
 
 def timed_seconds(batches: Iterable[MeasuredBatch]) -> list[tuple[float, float]]:
-    """`seconds` of each batch in which something was timed, that is, not all answers ended with their first token."""
-    return [batch.seconds for batch in batches if all(batch.seconds)]
+    """`seconds` of each batch in which something was timed, that is, not all answers ended with their first token.
+
+    A batch that earlier prompts filled is no observation of its own, and left out unless it is the only one."""
+    found, seen = list[tuple[float, float]](), set[int]()
+    for batch in batches:
+        numbers = {source.number for source in batch.suite.sources}
+        if all(batch.seconds) and not numbers & seen:
+            found.append(batch.seconds)
+        seen |= numbers
+    return found
 
 
 def with_speedup(result: Result, seconds: Sequence[tuple[float, float]]) -> Result:

@@ -24,6 +24,8 @@ from .resume import BatchStore, Record, kept_in
 from .runner import Runner
 from .summary import rounded, speedup_of, unmeasured, with_speedup
 
+LENGTH_SLACK = 0.1  # by which answers may differ in length to be compared in time
+
 Decode = Callable[[list[int]], tuple[list[int], int]]  # a prompt to its new tokens and the number of target forwards
 
 
@@ -35,9 +37,9 @@ class Answers:
     texts: list[list[int]] = field(default_factory=list)  # new tokens of the first repeat
     num_forwards: int = 0  # of the target in the first repeat, the prefill included
 
-    def seconds_for(self, texts: Sequence[Sequence[int]]) -> list[float]:
-        """Time per prompt for as many tokens as these texts have. Of an answer that ended at once, all of it."""
-        each = zip(self.seconds, self.texts, texts, strict=True)
+    def seconds_for(self, texts: Sequence[Sequence[int]], at: Sequence[int]) -> list[float]:
+        """Time of the prompts `at`, for as many tokens as these texts have; all of it if an answer ended at once."""
+        each = ((self.seconds[i], self.texts[i], texts[i]) for i in at)
         return [seconds * len(new) / len(own) if own else seconds for seconds, own, new in each]
 
 
@@ -96,6 +98,8 @@ def beside(
     kept: tuple[BatchStore, str] | None,
 ) -> Result:
     """Another engine's decoding in turns with our baseline and, where there is a drafter, our speculation."""
+    if drafter is not None:
+        drafter.leave_out(suite.prompts, suite.questions)
     with their_way as theirs:
         ways = [theirs, *our_decoding(target, drafter, suite.prompts, config)]
         sides, done, failed = interleave(ways, suite, config, on_prompt=on_prompt, kept=kept)
@@ -243,19 +247,27 @@ def text_check(
     return report
 
 
+def are_of_a_length(lengths: Sequence[int]) -> bool:
+    """Whether answers are so nearly of one length that their times, prefill included, can be scaled to it."""
+    return max(lengths) - min(lengths) <= max(1, LENGTH_SLACK * max(lengths))
+
+
 def result_of(
     suite: Suite, config: MeasureConfig, sides: Sequence[Answers], lossless: LosslessReport, *, engine: str, name: str
 ) -> Result:
-    """Of another engine's decoding. Args: sides: its own, our baseline's, and ours, which may be the same."""
+    """Of another engine's decoding; timed are the prompts that all sides answered at about the same length.
+
+    Args: sides: its own, our baseline's, and ours, which may be the same."""
     theirs, texts = sides[0], sides[0].texts
-    num_tokens = sum(map(len, texts))
-    their_seconds, base_seconds, our_seconds = (side.seconds_for(texts) for side in sides)
+    alike = [i for i in range(len(texts)) if are_of_a_length([len(side.texts[i]) for side in sides])]
+    num_tokens, num_timed = sum(map(len, texts)), sum(len(texts[i]) for i in alike)
+    their_seconds, base_seconds, our_seconds = (side.seconds_for(texts, alike) for side in sides)
 
     def per_second(seconds: list[float]) -> float | None:
-        return rounded(num_tokens * config.num_repeats / sum(seconds), 2) if seconds else None
+        return rounded(num_timed * config.num_repeats / sum(seconds), 2) if seconds else None
 
     def per_token_ms(seconds: list[float]) -> float | None:
-        return rounded(1000 * sum(seconds) / config.num_repeats / num_tokens, 3) if seconds else None
+        return rounded(1000 * sum(seconds) / config.num_repeats / num_timed, 3) if seconds else None
 
     assert config.setting is not None
     empty = unmeasured(

@@ -12,6 +12,7 @@ from ...heads.target import Target
 from ..generate import generate
 from ..measurement.config import DraftSetting, MeasureConfig
 from ..measurement.metrics import acceptance
+from ..measurement.passes import seed_of
 from ..measurement.runner import Runner
 from ..measurement.tree_search import NUM_CALIBRATION, SHAPED_TREES, TREE_NAMES, drafts_tree, named_tree
 from .prediction import Accepted
@@ -49,11 +50,14 @@ def accepted_by(
     *,
     on_setting: Callable[[], object] = lambda: None,
 ) -> list[Accepted]:
-    """Decode the prompts once per setting, config.batch_size at a time. Acceptance does not depend on that size."""
+    """Decode the prompts once per setting, config.batch_size at a time.
+
+    Acceptance does not depend on that size, except of a hybrid, which asks its head when that pays for all rows."""
     size, accepted = config.batch_size, []
     for setting in settings:
         run = Runner(target, drafter, prompts, replace(config, setting=setting))
-        texts = [run(prompts[i : i + size], config.seed) for i in range(0, len(prompts), size)]
+        parts = [prompts[i : i + size] for i in range(0, len(prompts), size)]
+        texts = [run(part, seed_of(config.seed, number, 0)) for number, part in enumerate(parts)]
         rounds = (each for text in texts for each in text.rounds)
         counted = acceptance(rounds, num_draft_tokens=setting.num_draft_tokens)
         emitted = [

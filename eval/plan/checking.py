@@ -11,6 +11,7 @@ from ..measurement.measure import measure_all
 from ..measurement.metrics import LEAST_TIMED
 from ..measurement.runner import Contender
 from ..suites.prompts import Suite
+from .accepting import evenly
 from .budget import SAFETY, Budget, Costs
 from .prediction import Cell
 
@@ -77,7 +78,7 @@ def measured_cells(
         budget.left_out += [f"measuring {name} at batch size {size}" for name in missed]
         if check.cells:
             count = check.num_batches * size
-            part = full if count == len(full.prompts) else full.subset(range(count))
+            part = full if count == len(full.prompts) else suite.subset(evenly(len(suite.prompts), count))
             how = replace(config, batch_size=size, num_repeats=check.num_repeats)
             contenders = [Contender(name, drafter, cell.setting) for cell in check.cells]
             for cell, (result, _) in zip(check.cells, measure_all(target, contenders, part, how), strict=True):

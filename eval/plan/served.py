@@ -13,6 +13,7 @@ from ..measurement.result import Result
 from ..measurement.servers.llama_server import ServerFiles
 from ..measurement.servers.served import measure_served
 from ..measurement.step_times import StepTime
+from .accepting import evenly
 from .budget import ENDS, FEWEST_TOKENS, SAFETY
 from .document import Plan
 from .engine_settings import ScheduleRange
@@ -60,7 +61,7 @@ class ServedPlanner(Planner):
             new = max(FEWEST_TOKENS, int(self.config.measure.max_new_tokens * answers / LEAST_TIMED))
             self.config = replace(self.config, measure=replace(self.config.measure, max_new_tokens=new))
         if answers < len(self.suite.prompts):
-            self.suite = self.suite.subset(range(min(len(self.suite.prompts), max(LEAST_TIMED, int(answers)))))
+            self.suite = self.suite.subset(evenly(len(self.suite.prompts), max(LEAST_TIMED, int(answers))))
         return super().accept(settings)
 
     def plan(self) -> Plan:

@@ -117,7 +117,7 @@ def headline(ranks: Sequence[Standing]) -> str:
     if winners == {None}:
         return "Not shown to differ: everywhere the intervals overlap"
     if len(winners) == 1:
-        return f"{winners.pop()} is the fastest on all that was measured"
+        return f"{winners.pop()} is the fastest on all that several evaluations measured"
     named = ", ".join(f"{standing.winner} on {standing.traffic}" for standing in contested if standing.winner)
     return f"No single winner: {named}"
 

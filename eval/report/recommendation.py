@@ -200,8 +200,9 @@ def sampled_evidence(results: Sequence[Result]) -> str:
     tested = [check.p_value for check in checks if check.p_value is not None]
     if not tested:
         return "Too few tokens were sampled to test whether they are the target's." if checks else ""
-    verb = "follow" if min(tested) >= SMALLEST_P else "do NOT follow"
+    verb = "do not visibly deviate" if min(tested) >= SMALLEST_P else "DEVIATE"
+    fewest = min(check.num_tokens for check in checks if check.p_value is not None)
     return (
-        f"The sampled texts {verb} the target's own distribution, tested token by token: p is {min(tested):.2g} in the "
-        f"worst of {len(tested)} {'results' if len(tested) > 1 else 'result'}."
+        f"The sampled texts {verb} from the target's own distribution, tested token by token: p is {min(tested):.2g} "
+        f"in the worst of {len(tested)} {'results' if len(tested) > 1 else 'result'}, over {fewest:,} tokens or more."
     )

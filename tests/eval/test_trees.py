@@ -174,6 +174,14 @@ def test_malformed_trees_are_refused(paths):
         StaticTree(paths)
 
 
+def test_a_sampled_tree_has_the_children_that_were_drawn_before():
+    """A rank that is missing, or stands later, would be verified as if it had been drawn first."""
+    for paths in (((1,),), ((1,), (0,)), ((0,), (0, 1))):
+        with pytest.raises(BadInput, match="sampled"):
+            StaticTree(paths, sampled=True)
+    StaticTree(((0,), (1,), (0, 0), (0, 1)), sampled=True)
+
+
 def test_a_tree_deeper_than_the_head_is_refused(target):
     head = build_head(HEADS["medusa"].config_class(type="medusa", num_depths=2), target)
     with pytest.raises(BadInput, match="num_draft_tokens 4"):

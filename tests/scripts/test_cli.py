@@ -66,7 +66,7 @@ def test_train_then_eval(head_type, headstart, config, saved_target, prompts, tm
 def test_drafters_without_training_beside_transformers(headstart, head_folder, saved_target, prompts, tmp_path):
     file = prompts({"prompt": "w5 w9 w5 w9"}, {"prompt": "w7 w8"})
     line = f"eval --target {saved_target} --prompts {file} --max-new-tokens 12 --repeats 1 --num-draft-tokens 3"
-    specs = ["ngram", "ngram:2", "suffix", f"draft-model:{saved_target}", f"head:{head_folder}", "sparse-self"]
+    specs = ["ngram", "ngram:2@2", "suffix", f"draft-model:{saved_target}", f"head:{head_folder}", "sparse-self"]
     options = [part for spec in specs for part in ("--drafter", spec)]
     code, _, err = headstart(line, *options, "--output", tmp_path / "out", "--compare", "transformers")
     assert code == 0, err
@@ -77,6 +77,7 @@ def test_drafters_without_training_beside_transformers(headstart, head_folder, s
     assert names[1] == ["none (generate)", "ngram", "ngram:2", "draft-model"]
     assert "transformers cannot draft with suffix" in err and "transformers cannot draft with medusa" in err
     assert by_engine["headstart"][3]["acceptance_length"] == by_engine["headstart"][5]["acceptance_length"] == 4.0
+    assert [r["num_draft_tokens"] for r in by_engine["transformers"]] == [0, 3, 2, 3], "each at its own K"
     for entry in results:
         assert entry["lossless"]["identical"] == entry["lossless"]["checked"] == 2
         assert (entry in by_engine["headstart"]) or entry["ours_over_theirs"] > 0

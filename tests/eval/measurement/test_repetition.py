@@ -44,6 +44,14 @@ def batch(number, texts, *, fast, accepted=(0, 0)):
     return MeasuredBatch(number, suite, side(fast, texts, accepted), side(1.0, texts, accepted))
 
 
+def test_a_batch_that_earlier_prompts_fill_is_no_observation():
+    """Else an interval over three batches would pass for one over four."""
+    batches = [batch(0, [PLAIN, PLAIN], fast=0.5), batch(1, [PLAIN, PLAIN], fast=1.0)]
+    batches[1].suite.sources[1] = batches[0].suite.sources[0]
+    assert timed_seconds(batches) == [batches[0].seconds]
+    assert timed_seconds(batches[1:]) == [batches[1].seconds], "the only one"
+
+
 def test_figures_without_loops_are_those_of_the_other_prompts():
     """Three prompts gain nothing, one loops and is four times as fast; a mixed batch has no time of its own."""
     batches = [batch(i, [PLAIN], fast=1.0) for i in range(3)] + [batch(3, [LOOP], fast=0.25, accepted=(3,))]

@@ -116,10 +116,10 @@ def test_results_say_it_and_a_deviation_is_not_deployable(target, drafter):
     check = entry.sampling_check
     assert check is not None and 50 < check.num_tokens <= 2 * 24 * 2 and known(check.p_value) > SMALLEST_P
     assert is_lossless(entry) and not deviates(entry)
-    assert lossless_evidence([entry]).startswith("The sampled texts follow the target's own distribution")
+    assert lossless_evidence([entry]).startswith("The sampled texts do not visibly deviate from the target's own")
     wrong = replace(entry, sampling_check=replace(check, p_value=1e-9))
     assert deviates(wrong) and not is_lossless(wrong)
-    assert "do NOT follow" in lossless_evidence([wrong])
+    assert "DEVIATE" in lossless_evidence([wrong])
     assert "not distributed as the target's own" in recommend([wrong]).reasons[0]
     greedy, _ = measure(target, drafter, suite, MeasureConfig(max_new_tokens=8, num_repeats=1), name="itself")
     assert greedy.sampling_check is None and greedy.lossless.checked == 2

@@ -399,7 +399,9 @@ def test_losslessness_is_reported_as_it_was_checked():
     sampled = {"checked": 0, "identical": 0, "proved": 0, "unexplained": 0, "divergences": []}
     check = {"num_tokens": 900, "p_value": 0.31, "baseline_p_value": 0.8}
     drawn = result(temperature=1.0, lossless=sampled, sampling_check=check)
-    assert lossless_evidence([drawn]).endswith("tested token by token: p is 0.31 in the worst of 1 result.")
+    assert lossless_evidence([drawn]).endswith(
+        "tested token by token: p is 0.31 in the worst of 1 result, over 900 tokens or more."
+    )
     assert lossless_evidence([result(), drawn]).startswith("20 of 20 texts equal")
     few = result(temperature=1.0, lossless=sampled, sampling_check={**check, "num_tokens": 9, "p_value": None})
     assert "Too few tokens" in lossless_evidence([few])
