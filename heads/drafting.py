@@ -84,10 +84,11 @@ class StaticTree:
     def __post_init__(self) -> None:
         known: set[tuple[int, ...]] = {()}
         for path in self.paths:
-            if path in known or path[:-1] not in known or (known != {()} and len(path) < max(map(len, known))):
-                raise BadInput(f"tree path {path}: needs its prefix before it, and distinct paths ordered by length")
-            if self.sampled and path[-1] > 0 and (*path[:-1], path[-1] - 1) not in known:
-                raise BadInput(f"tree path {path}: sampled, so the child drawn before it has to stand before it")
+            elder = (*path[:-1], path[-1] - 1) if self.sampled and path and path[-1] else path[:-1]
+            if path in known or not {path[:-1], elder} <= known or len(path) < max(map(len, known)):
+                raise BadInput(
+                    f"tree path {path}: its prefix, and if sampled the rank before, first; ordered by length"
+                )
             known.add(path)
         if not self.paths:
             raise BadInput("a tree needs at least one node")

@@ -2,7 +2,9 @@
 
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from ....configs.errors import BadInput
@@ -18,6 +20,7 @@ from ..summary import rounded, unmeasured, with_speedup
 from .llama_server import Answer, LlamaServer, ServerFiles
 
 SWEPT = range(1, 8)  # values of K if none is given
+WARM_TOKENS = 8  # that a server started for one answer writes before it
 HEADROOM = 16  # context positions that the server needs beyond a prompt and its answer
 
 
@@ -85,12 +88,23 @@ def measure_served(
             drafter = ServedDrafter(" ".join(command), tuple(path.stat().st_mtime for path in paths))
             name = files.head.name if files.head else "none"
             kept = kept_in(store, target, drafter, suite, config, name=name, engine=SERVER)
-            with LlamaServer(command) as drafting:
-                sides, per_round = [drafting, plain], 0 if files.looks_up else length
+            per_round = 0 if files.looks_up else length
+            with ExitStack() as stack:
+                afresh = partial(answer_afresh, command)
+                drafting = afresh if files.looks_up else stack.enter_context(LlamaServer(command)).answer
+                sides = [drafting, plain.answer]
                 results.append(
                     one_length(sides, suite, config, name, on_prompt=on_prompt, per_round=per_round, kept=kept)
                 )
     return results
+
+
+def answer_afresh(command: Sequence[str], prompt: list[int], *, max_new_tokens: int) -> Answer:
+    """The answer of a server started for it: one that looks up keeps what it has seen, this prompt's earlier answers
+    included."""
+    with LlamaServer(command) as server:
+        server.answer(prompt[:1], max_new_tokens=WARM_TOKENS)
+        return server.answer(prompt, max_new_tokens=max_new_tokens)
 
 
 def check_settings(config: MeasureConfig) -> None:
@@ -99,7 +113,7 @@ def check_settings(config: MeasureConfig) -> None:
 
 
 def one_length(
-    servers: Sequence[LlamaServer],
+    sides: Sequence[Callable[..., Answer]],
     suite: Suite,
     config: MeasureConfig,
     name: str,
@@ -108,10 +122,10 @@ def one_length(
     per_round: int,
     kept: tuple[BatchStore, str] | None,
 ) -> Result:
-    """Measure both sides on all prompts at one K."""
+    """Measure both sides, as `LlamaServer.answer` each, on all prompts at one K."""
 
     def ask(prompt: list[int], which: int) -> Answer:
-        return servers[which].answer(prompt, max_new_tokens=config.max_new_tokens)
+        return sides[which](prompt, max_new_tokens=config.max_new_tokens)
 
     def warm_up(part: Suite) -> None:
         for which in range(2):

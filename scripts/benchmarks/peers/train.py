@@ -1,6 +1,6 @@
 """Trains a peer's EAGLE-3 head on the rows that `headstart train` had, and notes speed and memory.
 
-    python -m headstart.scripts.benchmarks.peers.train speculators --target T --rows ROWS.jsonl \
+    PYTHONPATH=.typings python -m headstart.scripts.benchmarks.peers.train speculators --target T --rows ROWS.jsonl \
         --draft-vocabulary 2816 --feature-layers 2 15 27 --output DIR
 
 In an environment that holds the peer. Each step is a line of DIR/metrics.jsonl; the head lies in DIR/head.
