@@ -69,7 +69,9 @@ def world(saved_target, tmp_path_factory):
     for name in ("CHATS.jsonl", "TRACES.jsonl", "data/mine/train.jsonl", "data/answers/answers.jsonl"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("".join(lines))
-    (folder / "data" / "mine" / "validation.jsonl").write_text("".join(lines[:2]))
+    for name in ("mine/validation.jsonl", "validation/answers.jsonl"):
+        (folder / "data" / name).parent.mkdir(exist_ok=True)
+        (folder / "data" / name).write_text("".join(lines[:2]))
     (folder / "PROMPTS.jsonl").write_text("".join(json.dumps({"prompt": f"w{i} w30"}) + "\n" for i in range(3, 6)))
     (folder / "suites").mkdir()
     questions = [{"question": f"w{i} w30", "answer": "w7"} for i in range(3, 6)]
