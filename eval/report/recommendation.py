@@ -204,5 +204,5 @@ def sampled_evidence(results: Sequence[Result]) -> str:
     fewest = min(check.num_tokens for check in checks if check.p_value is not None)
     return (
         f"The sampled texts {verb} from the target's own distribution, tested token by token: p is {min(tested):.2g} "
-        f"in the worst of {len(tested)} {'results' if len(tested) > 1 else 'result'}, over {fewest:,} tokens or more."
+        f"in the worst of {len(tested)} {'results' if len(tested) > 1 else 'result'}, over at least {fewest:,} tokens."
     )

@@ -400,7 +400,7 @@ def test_losslessness_is_reported_as_it_was_checked():
     check = {"num_tokens": 900, "p_value": 0.31, "baseline_p_value": 0.8}
     drawn = result(temperature=1.0, lossless=sampled, sampling_check=check)
     assert lossless_evidence([drawn]).endswith(
-        "tested token by token: p is 0.31 in the worst of 1 result, over 900 tokens or more."
+        "tested token by token: p is 0.31 in the worst of 1 result, over at least 900 tokens."
     )
     assert lossless_evidence([result(), drawn]).startswith("20 of 20 texts equal")
     few = result(temperature=1.0, lossless=sampled, sampling_check={**check, "num_tokens": 9, "p_value": None})
