@@ -1,5 +1,6 @@
 """The target's logits of the tokens that a head can draft, without those of all others."""
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,14 +12,19 @@ from .functions import DraftVocabulary, drafted_rows
 class RestrictedLogits:
     """[n, D] post-norm states -> [n, Vd], as `Target.logits` computes them for the draft vocabulary.
 
-    Keeps a copy of these rows of the output layer, unless the target is spread over devices: then all are computed.
+    Keeps a copy of these rows of the output layer from the first call on, unless the target is spread over devices:
+    then all logits are computed.
     """
 
     def __init__(self, target: Any, vocabulary: DraftVocabulary | None):
         """Args: target: a `Target`. vocabulary: None: the whole."""
         self.target, self.vocabulary = target, vocabulary
-        is_whole = vocabulary is None or target.is_spread
-        self.rows = None if is_whole else drafted_rows(target.output_layer, vocabulary)
+
+    @cached_property
+    def rows(self) -> dict[str, Tensor] | None:
+        """The state dict of these rows; None: all logits are computed."""
+        is_whole = self.vocabulary is None or self.target.is_spread
+        return None if is_whole else drafted_rows(self.target.output_layer, self.vocabulary)
 
     def __call__(self, post_norm: Tensor) -> Tensor:
         if self.rows is None:
