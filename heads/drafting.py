@@ -86,7 +86,9 @@ class StaticTree:
         for path in self.paths:
             elder = (*path[:-1], path[-1] - 1) if self.sampled and path and path[-1] else path[:-1]
             if path in known or not {path[:-1], elder} <= known or len(path) < max(map(len, known)):
-                raise BadInput(f"tree path {path}: needs its prefix, and if sampled the rank before it, ahead of it")
+                raise BadInput(
+                    f"tree path {path}: distinct, ordered by length, after its prefix and, sampled, its rank - 1"
+                )
             known.add(path)
         if not self.paths:
             raise BadInput("a tree needs at least one node")

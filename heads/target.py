@@ -164,7 +164,7 @@ class Target(FrozenModel):
     def read_texts(
         self, input_ids: Tensor, *, feature_layers: tuple[int, ...] = (), documents: Documents | None = None
     ) -> TargetOutput:
-        """`forward` without a cache; with the decoder, row by row, where that is faster: in bf16 on a CPU."""
+        """`forward` of [B, T] without a cache; with the decoder, row by row, where that is faster: bf16 on a CPU."""
         decoder, length = self.decoder, input_ids.shape[1]
         if documents is not None or not isinstance(decoder, CpuDecoder) or length > decoder.most_tokens:
             return self.forward(input_ids, feature_layers=feature_layers, documents=documents)

@@ -24,9 +24,9 @@ class NamedDrafter:
 
     def setting(self, config: MeasureConfig) -> DraftSetting:
         """Its chain, with K from its own `@K`, else from the option for all drafters, else its default."""
-        return self.config(config).setting_for(self.drafter)
+        return self.with_own_length(config).setting_for(self.drafter)
 
-    def config(self, config: MeasureConfig) -> MeasureConfig:
+    def with_own_length(self, config: MeasureConfig) -> MeasureConfig:
         """These settings with its own K, where one is named."""
         return config if self.length is None else replace(config, setting=chain(self.length))
 

@@ -194,7 +194,7 @@ class EvalRun:
         """transformers on every suite: its plain generation, and each drafter that it supports as well."""
         results = []
         drafters = [("none (generate)", None, self.config)]
-        drafters += [(named.name, named.drafter, named.config(self.config)) for named in self.drafters]
+        drafters += [(named.name, named.drafter, named.with_own_length(self.config)) for named in self.drafters]
         for (name, drafter, config), suite in product(drafters, self.suites):
             tick = progress(len(suite.prompts), f"transformers: {name} on {suite.name}")
             result = compare_transformers(
@@ -211,7 +211,9 @@ class EvalRun:
         """llama-server's plain decoding on every suite, beside our baseline and beside each drafter of ours."""
         results = []
         drafters = [("no drafts", None, self.config)]
-        drafters += [(f"ours with {named.name}", named.drafter, named.config(self.config)) for named in self.drafters]
+        drafters += [
+            (f"ours with {named.name}", named.drafter, named.with_own_length(self.config)) for named in self.drafters
+        ]
         for (name, drafter, config), suite in product(drafters, self.suites):
             tick = progress(len(suite.prompts), f"llama.cpp, {name}, on {suite.name}")
             results.append(

@@ -260,14 +260,14 @@ def result_of(
     Args: sides: its own, our baseline's, and ours, which may be the same."""
     theirs, texts = sides[0], sides[0].texts
     alike = [i for i in range(len(texts)) if are_of_a_length([len(side.texts[i]) for side in sides])]
-    num_tokens, num_timed = sum(map(len, texts)), sum(len(texts[i]) for i in alike)
+    num_tokens, timed_tokens = sum(map(len, texts)), sum(len(texts[i]) for i in alike)
     their_seconds, base_seconds, our_seconds = (side.seconds_for(texts, alike) for side in sides)
 
     def per_second(seconds: list[float]) -> float | None:
-        return rounded(num_timed * config.num_repeats / sum(seconds), 2) if seconds else None
+        return rounded(timed_tokens * config.num_repeats / sum(seconds), 2) if seconds else None
 
     def per_token_ms(seconds: list[float]) -> float | None:
-        return rounded(1000 * sum(seconds) / config.num_repeats / num_timed, 3) if seconds else None
+        return rounded(1000 * sum(seconds) / config.num_repeats / timed_tokens, 3) if seconds else None
 
     assert config.setting is not None
     empty = unmeasured(
