@@ -87,7 +87,7 @@ class StaticTree:
             elder = (*path[:-1], path[-1] - 1) if self.sampled and path and path[-1] else path[:-1]
             if path in known or not {path[:-1], elder} <= known or len(path) < max(map(len, known)):
                 raise BadInput(
-                    f"tree path {path}: distinct, ordered by length, after its prefix and, sampled, its rank - 1"
+                    f"tree path {path}: needs its prefix (sampled: its rank - 1) before it; by length, distinct"
                 )
             known.add(path)
         if not self.paths:
