@@ -86,9 +86,7 @@ class StaticTree:
         for path in self.paths:
             elder = (*path[:-1], path[-1] - 1) if self.sampled and path and path[-1] else path[:-1]
             if path in known or not {path[:-1], elder} <= known or len(path) < max(map(len, known)):
-                raise BadInput(
-                    f"tree path {path}: needs its prefix (sampled: its rank - 1) before it; by length, distinct"
-                )
+                raise BadInput(f"tree path {path}: needs its prefix (sampled: its rank - 1) before it, by length")
             known.add(path)
         if not self.paths:
             raise BadInput("a tree needs at least one node")
