@@ -1,5 +1,7 @@
-"""Checking the types of values in JSON that others wrote; without pydantic, which a serving image may lack."""
+"""Checking the types of values in JSON that others wrote. A serving image may lack pydantic, which only `read_json`
+needs."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
@@ -86,3 +88,16 @@ def described(kind: Any) -> str:
     if origin is list:
         return f"a list, each item {described(args[0])}"
     return NAMES[origin or kind]
+
+
+def read_json(cls: type[T], document: dict[str, Any], *, where: str) -> T:
+    """A dataclass, those nested in it too, from JSON. Raises BadInput naming a key that is missing or of the wrong
+    type."""
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(cls).validate_json(json.dumps(document), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, (where, *first["loc"])))
+        raise BadInput(f"{key}: {'is missing' if first['type'] == 'missing' else first['msg']}") from error

@@ -12,8 +12,7 @@ from ..data_pipelines.storage.samples import Sample
 from ..data_pipelines.storage.shard_file import StoredSample
 from ..eval.generate import generate
 from ..eval.measurement.breakdown import part_of
-from ..eval.measurement.metrics import Acceptance, acceptance, expected_acceptance
-from ..eval.measurement.result import AcceptancePart
+from ..eval.measurement.metrics import Acceptance, AcceptancePart, acceptance, expected_acceptance
 from ..heads.base import DraftBatch, DraftHead
 from ..heads.nn.documents import Documents
 from ..heads.nn.target_output import TargetOutput

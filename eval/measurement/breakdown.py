@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from ...heads.base import DraftHead
 from ...heads.drafter import Drafter
 from ..suites.prompts import PromptSource
-from .metrics import Acceptance, row_counts
-from .result import AcceptancePart, BeyondTraining, DomainPart, DraftVocabulary, TrainingRecord
+from .metrics import Acceptance, AcceptancePart, row_counts
+from .result import BeyondTraining, DomainPart, DraftVocabulary, TrainingRecord
 from .summary import MeasuredBatch, rounded, speedup_of, timed_seconds
 
 CONTEXT_EDGES = (128, 512, 2048, 8192, 32768)  # tokens, prompt included, at the start of a round

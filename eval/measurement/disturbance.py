@@ -124,7 +124,7 @@ def step_medians(batches: Sequence[MeasuredBatch], *, num_draft_tokens: int) -> 
         if fast and plain:
             step, whole = statistics.median(plain), statistics.median(done.seconds for done in fast)
             pairs.append((counted.num_committed * step, counted.num_rounds * whole))
-    speedup, interval = ratio_and_interval(*zip(*pairs, strict=True)) if pairs else (None, [None, None])
+    speedup, (low, high) = ratio_and_interval(*zip(*pairs, strict=True)) if pairs else (None, (None, None))
 
     def median_ms(seconds: list[float]) -> float:
         return round(1000 * statistics.median(seconds), 4)
@@ -135,5 +135,5 @@ def step_medians(batches: Sequence[MeasuredBatch], *, num_draft_tokens: int) -> 
         baseline_ms=median_ms([done.seconds for done in steps]),
         baseline_verify_ms=median_ms([done.verify_seconds for done in steps]),
         speedup=rounded(speedup),
-        speedup_ci95=[rounded(end) for end in interval],
+        speedup_ci95=(rounded(low), rounded(high)),
     )

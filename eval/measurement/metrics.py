@@ -1,8 +1,10 @@
 """The definitions of the figures, from per-round records; docs/report_schema.md has them in words."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from math import exp, sqrt
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import exp, prod, sqrt
+from operator import mul
 from statistics import fmean
 
 from torch import Tensor
@@ -10,6 +12,7 @@ from torch import Tensor
 from ...heads.base import ChainStarts
 from ..generate import Round
 
+Ends = tuple[float | None, float | None]  # of a 95 % interval; None, None: there is none
 LEAST_TIMED = 4  # prompts or batches needed for the intervals to have their nominal coverage
 
 
@@ -54,6 +57,15 @@ class Acceptance:
         for k in range(min(accepted + 1, len(self.tried), committed, offered)):
             self.tried[k] += 1
             self.taken[k] += k < accepted
+
+
+@dataclass(frozen=True)
+class AcceptancePart:
+    """Acceptance over some of the rounds."""
+
+    num_rounds: int
+    acceptance_length: float | None
+    acceptance_rate: list[float | None]  # by draft position, conditional
 
 
 def acceptance(rounds: Iterable[Round], *, num_draft_tokens: int) -> Acceptance:
@@ -102,6 +114,32 @@ def calibration(rounds: Iterable[Round]) -> Calibration | None:
     return Calibration(round(brier, 4), list(map(len, tenths)), list(estimated), list(accepted_share))
 
 
+@dataclass(frozen=True)
+class Conventions:
+    """Acceptance by other engines' definitions. vllm_per_position is joint: P(first k + 1 drafts all accepted)."""
+
+    vllm_mean_acceptance_length: float | None = None
+    vllm_per_position: list[float] = field(default_factory=list)
+    sglang_accept_length: float | None = None
+    eagle_n_alpha: list[float] = field(default_factory=list)
+
+
+def conventions(counted: Acceptance, *, num_tokens: int) -> Conventions:
+    """The same counts as other engines name them; docs/report_schema.md names the sources."""
+    if not counted.num_rounds:
+        return Conventions(vllm_per_position=[0.0] * len(counted.tried), eagle_n_alpha=[0.0] * len(counted.tried))
+    rates = [rate or 0.0 for rate in counted.rate]
+    joint = list(accumulate(rates, mul))
+    if counted.num_offered < counted.num_rounds * len(rates):  # a draft that is not verified is not accepted
+        joint = [taken / counted.num_rounds for taken in counted.taken]
+    return Conventions(
+        vllm_mean_acceptance_length=round(1 + sum(counted.taken) / counted.num_rounds, 4),
+        vllm_per_position=[round(share, 4) for share in joint],
+        sglang_accept_length=round(num_tokens / counted.num_rounds, 4),
+        eagle_n_alpha=[round(rate, 4) for rate in rates],
+    )
+
+
 def expected_acceptance(starts: ChainStarts, hits: Tensor, *, num_draft_tokens: int) -> Acceptance:
     """The acceptance that decoding the given text would have had, computed from teacher-forced drafts.
 
@@ -130,24 +168,48 @@ def expected_acceptance(starts: ChainStarts, hits: Tensor, *, num_draft_tokens: 
     return counted
 
 
+Sums = tuple[Sequence[float], Sequence[float]]  # a ratio of sums: numerators and denominators, paired
+
+
 def ratio_and_interval(
-    numerators: Sequence[float], denominators: Sequence[float]
-) -> tuple[float, list[float] | list[None]]:
+    numerators: Sequence[float], denominators: Sequence[float], *, num_choices: int = 1
+) -> tuple[float, Ends]:
     """Ratio of sums over paired entries (one per prompt or batch), and its 95 % interval; no interval for one entry.
 
     A t interval on the log ratio. Its variance is that of the linearised ratio with leave-one-out weights (HC3,
     MacKinnon & White 1985); its degrees of freedom come from the effective number of entries (Kish 1965), since long
     answers weigh more. With fewer than 8 entries bootstrap intervals are far too narrow: see the simulation in
     docs/LOG.md.
+
+    Args: num_choices: ratios of which this one was chosen after the fact; all their intervals together hold with 95 %
+        (Bonferroni; Dunn 1961).
     """
+    return _interval([numerators], [denominators], num_choices)
+
+
+def relative_and_interval(first: Sums, second: Sums) -> tuple[float, Ends]:
+    """A ratio of sums over another of the same entries, and its 95 % interval, by the method of `ratio_and_interval`.
+
+    It is paired: what makes an entry easy or hard for both moves neither the quotient nor its interval."""
+    return _interval([first[0], second[1]], [first[1], second[0]], num_choices=1)
+
+
+def _interval(
+    above: Sequence[Sequence[float]], below: Sequence[Sequence[float]], num_choices: int
+) -> tuple[float, Ends]:
+    """The product of the sums above over that of the sums below, and its interval."""
     from scipy.special import stdtrit
 
-    above, below = sum(numerators), sum(denominators)
-    shares = [(a / above, b / below) for a, b in zip(numerators, denominators, strict=True)]
-    weights = [(a + b) / 2 for a, b in shares]
+    ratio = prod(map(sum, above)) / prod(map(sum, below))
+    shares_above = [[value / sum(values) for value in values] for values in above]
+    shares_below = [[value / sum(values) for value in values] for values in below]
+    weights = [fmean(shares) for shares in zip(*shares_above, *shares_below, strict=True)]
     if max(weights) > 1 - 1e-12:  # a single entry
-        return above / below, [None, None]
-    variance = sum(((a - b) / (1 - weight)) ** 2 for (a, b), weight in zip(shares, weights, strict=True))
+        return ratio, (None, None)
+    changes = [  # of the log ratio, by entry
+        sum(a) - sum(b) for a, b in zip(zip(*shares_above, strict=True), zip(*shares_below, strict=True), strict=True)
+    ]
+    variance = sum((change / (1 - weight)) ** 2 for change, weight in zip(changes, weights, strict=True))
     effective = 1 / sum(weight**2 for weight in weights)
-    width = float(stdtrit(max(effective - 1, 1.0), 0.975)) * sqrt(variance)
-    return above / below, [above / below * exp(-width), above / below * exp(width)]
+    width = float(stdtrit(max(effective - 1, 1.0), 1 - 0.025 / num_choices)) * sqrt(variance)
+    return ratio, (ratio * exp(-width), ratio * exp(width))

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .metrics import Ends
+
 GRAM = 4  # tokens
 LOOPING = 0.5  # share of repeated 4-grams above which a text counts as looping
 LONGEST_PERIOD = 1024  # tokens; loops with a longer period are not detected
@@ -51,7 +53,7 @@ class WithoutLoops:
     num_timed: int
     acceptance_length: float | None
     speedup: float | None
-    speedup_ci95: list[float | None]
+    speedup_ci95: Ends
 
 
 def text_repetition(prompt: int, texts: Sequence[Sequence[int]]) -> TextRepetition:

@@ -2,28 +2,31 @@
 
 import json
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from ...configs.errors import BadInput
+from ...configs.typed import read_json
 from ..suites.prompts import FailedPrompt
 from .lossless import LosslessReport
-from .metrics import Calibration
+from .metrics import AcceptancePart, Calibration, Conventions, Ends
 from .repetition import Repetition, WithoutLoops
 from .sampling_check import SamplingCheck
 
-T = TypeVar("T")
 ENGINE = "headstart"  # the `engine` of results of our own decoding
 LLAMA_CPP = "llama.cpp"  # of llama-server's decoding without drafts, compared with ours
 SERVER = "llama-server"  # of results of a head in llama-server, compared with llama-server without it
 
 
 @dataclass(frozen=True)
-class AcceptancePart:
-    """Acceptance over some of the rounds."""
+class Observation:
+    """One prompt, or one batch, as the intervals count them: rounds, committed tokens, and the seconds of both sides
+    for equal tokens, prefills left out. prompts: their numbers in the suite."""
 
+    prompts: list[int]
     num_rounds: int
-    acceptance_length: float | None
-    acceptance_rate: list[float | None]  # by draft position, conditional
+    num_committed: int
+    baseline_seconds: float
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class DomainPart:
     acceptance_length: float | None
     acceptance_rate: list[float | None]
     speedup: float | None
-    speedup_ci95: list[float | None]
+    speedup_ci95: Ends
 
 
 @dataclass(frozen=True)
@@ -72,16 +75,6 @@ class DraftVocabulary:
 
 
 @dataclass(frozen=True)
-class Conventions:
-    """Acceptance by other engines' definitions. vllm_per_position is joint: P(first k + 1 drafts all accepted)."""
-
-    vllm_mean_acceptance_length: float | None = None
-    vllm_per_position: list[float] = field(default_factory=list)
-    sglang_accept_length: float | None = None
-    eagle_n_alpha: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
 class Bandwidth:
     """The baseline's read bandwidth in GB/s (1e9 bytes per second), and as a share of the machine's copy bandwidth."""
 
@@ -112,7 +105,7 @@ class StepMedians:
     baseline_ms: float | None = None
     baseline_verify_ms: float | None = None
     speedup: float | None = None
-    speedup_ci95: list[float | None] = field(default_factory=lambda: [None, None])
+    speedup_ci95: Ends = (None, None)
 
     @property
     def is_impossible(self) -> bool:
@@ -214,16 +207,18 @@ class Result:
     num_rounds: int = 0
     num_committed: int = 0
     acceptance_length: float | None = None
+    acceptance_length_ci95: Ends = (None, None)
     acceptance_rate: list[float | None] = field(default_factory=list)
     drafts_verified: float | None = None
     calibration: Calibration | None = None
     tokens_per_second: float | None = None
     baseline_tokens_per_second: float | None = None
     speedup: float | None = None
-    speedup_ci95: list[float | None] = field(default_factory=lambda: [None, None])
+    speedup_ci95: Ends = (None, None)
     speedup_p10: float | None = None
     speedup_median: float | None = None
     speedup_p90: float | None = None
+    observations: list[Observation] = field(default_factory=list)  # what the intervals are over; []: not known
     repetition: Repetition = field(default_factory=Repetition)
     without_loops: WithoutLoops | None = None  # None: no text loops
     conventions: Conventions = field(default_factory=Conventions)
@@ -248,7 +243,7 @@ class Result:
     # of other engines alone
     ours_tokens_per_second: float | None = None
     ours_over_theirs: float | None = None
-    ours_over_theirs_ci95: list[float | None] = field(default_factory=lambda: [None, None])
+    ours_over_theirs_ci95: Ends = (None, None)
 
     @property
     def is_beside(self) -> bool:
@@ -257,7 +252,7 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """The entry of report.json."""
-        entry = asdict(self) | {"trained": self.trained.raw if self.trained else None}
+        entry = json.loads(json.dumps(asdict(self) | {"trained": self.trained.raw if self.trained else None}))
         left_out = {key for key in TYPICAL_KEYS if entry[key] is None}
         left_out |= set() if self.is_beside else OTHER_ENGINES_KEYS
         return {key: value for key, value in entry.items() if key not in left_out}
@@ -280,19 +275,7 @@ class Result:
 
 
 # keys that older reports lack
-LATER_KEYS = {"num_timed", "repetition", "without_loops", "verify_cost", "drafts_verified", "calibration"}
+LATER_KEYS = {"num_timed", "repetition", "without_loops", "verify_cost", "drafts_verified", "calibration",
+              "acceptance_length_ci95", "observations"}  # fmt: skip
 TYPICAL_KEYS = {"typical_epsilon", "typical_delta"}
 OTHER_ENGINES_KEYS = {"ours_tokens_per_second", "ours_over_theirs", "ours_over_theirs_ci95"}
-
-
-def read_json(cls: type[T], document: dict[str, Any], *, where: str) -> T:
-    """A dataclass, those nested in it too, from JSON. Raises BadInput naming a key that is missing or of the wrong
-    type."""
-    from pydantic import TypeAdapter, ValidationError
-
-    try:
-        return TypeAdapter(cls).validate_json(json.dumps(document), strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(map(str, (where, *first["loc"])))
-        raise BadInput(f"{key}: {'is missing' if first['type'] == 'missing' else first['msg']}") from error

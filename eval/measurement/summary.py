@@ -3,8 +3,6 @@
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from operator import mul
 
 import torch
 
@@ -15,9 +13,9 @@ from ..suites.prompts import FailedPrompt, Suite
 from ..verify import TypicalAcceptance
 from .bandwidth import baseline_bandwidth
 from .config import DraftSetting, MeasureConfig
-from .metrics import Acceptance, acceptance, calibration, ratio_and_interval, row_counts
+from .metrics import Acceptance, Ends, acceptance, calibration, conventions, ratio_and_interval, row_counts
 from .repetition import Repetition, TextRepetition, WithoutLoops, text_repetition
-from .result import Conventions, FixedTreeShape, Result, Timing, TreeLimits
+from .result import FixedTreeShape, Observation, Result, Timing, TreeLimits
 
 
 @dataclass
@@ -56,6 +54,11 @@ class MeasuredBatch:
     drafted: Side
     baseline: Side
     num_again: int = 0  # times that it was measured again, because passes were disturbed
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of its prompts in the suite, each once."""
+        return sorted({source.number for source in self.suite.sources})
 
     @property
     def seconds(self) -> tuple[float, float]:
@@ -124,19 +127,22 @@ def with_figures(result: Result, target: Target, batches: Sequence[MeasuredBatch
     spec_whole = sum(batch.drafted.prefill_seconds for batch in batches) + spec_seconds
     base_whole = sum(batch.baseline.prefill_seconds for batch in batches) + base_seconds
     length = rounded(counted.length)
+    seen = observations(batches, counted_runs, num_draft_tokens=result.num_draft_tokens)
     texts = repetitions(batches, counted_runs)
     return replace(
-        with_speedup(result, timed_seconds(batches)),
-        num_prompts=len({source.number for batch in batches for source in batch.suite.sources}),
+        with_speedup(result, [(each.baseline_seconds, each.seconds) for each in seen]),
+        num_prompts=len({number for batch in batches for number in batch.numbers}),
         num_tokens=sum(len(row) for run in runs for row in run.token_ids),
         num_rounds=counted.num_rounds,
         num_committed=counted.num_committed,
         acceptance_length=length,
+        acceptance_length_ci95=interval_of_lengths(seen),
         acceptance_rate=[rounded(rate) for rate in counted.rate],
         drafts_verified=rounded(counted.num_offered / counted.num_rounds if counted.num_rounds else None),
         calibration=calibration(done for run in runs for done in run.rounds),
         tokens_per_second=rounded(num_decoded / spec_seconds if spec_seconds else None, 2),
         baseline_tokens_per_second=rounded(num_decoded / base_seconds if base_seconds else None, 2),
+        observations=seen,
         repetition=Repetition.of(list({text.prompt: text for rows in texts for text in rows}.values())),
         without_loops=without_loops(batches, texts, counted_runs, num_draft_tokens=result.num_draft_tokens),
         conventions=conventions(counted, num_tokens=num_decoded // result.num_repeats * counted_runs),
@@ -187,17 +193,40 @@ def without_loops(
     return WithoutLoops(len(prompts), len(seconds), rounded(counted.length), speedup, interval)
 
 
-def timed_seconds(batches: Iterable[MeasuredBatch]) -> list[tuple[float, float]]:
-    """`seconds` of each batch in which something was timed, that is, not all answers ended with their first token.
+def timed_batches(batches: Iterable[MeasuredBatch]) -> list[MeasuredBatch]:
+    """The batches in which something was timed, that is, not all answers ended with their first token.
 
     A batch that earlier prompts filled is no observation of its own, and left out unless it is the only one."""
-    found, seen = list[tuple[float, float]](), set[int]()
+    found, seen = list[MeasuredBatch](), set[int]()
     for batch in batches:
-        numbers = {source.number for source in batch.suite.sources}
+        numbers = set(batch.numbers)
         if all(batch.seconds) and not numbers & seen:
-            found.append(batch.seconds)
+            found.append(batch)
         seen |= numbers
     return found
+
+
+def timed_seconds(batches: Iterable[MeasuredBatch]) -> list[tuple[float, float]]:
+    """`seconds` of each timed batch."""
+    return [batch.seconds for batch in timed_batches(batches)]
+
+
+def observations(batches: Iterable[MeasuredBatch], counted_runs: int, *, num_draft_tokens: int) -> list[Observation]:
+    """Of each timed batch what the intervals are computed from."""
+    found = []
+    for batch in timed_batches(batches):
+        rounds = (done for run in batch.drafted.runs[:counted_runs] for done in run.rounds)
+        counted = acceptance(rounds, num_draft_tokens=num_draft_tokens)
+        found.append(Observation(batch.numbers, counted.num_rounds, counted.num_committed, *batch.seconds))
+    return found
+
+
+def interval_of_lengths(seen: Sequence[Observation]) -> Ends:
+    """The 95 % interval of the acceptance length; None of fewer than two observations."""
+    if not seen:
+        return None, None
+    low, high = ratio_and_interval([each.num_committed for each in seen], [each.num_rounds for each in seen])[1]
+    return rounded(low), rounded(high)
 
 
 def with_speedup(result: Result, seconds: Sequence[tuple[float, float]]) -> Result:
@@ -220,35 +249,21 @@ def with_speedup(result: Result, seconds: Sequence[tuple[float, float]]) -> Resu
     )
 
 
-def speedup_of(seconds: Sequence[tuple[float, float]]) -> tuple[float | None, list[float | None]]:
+def speedup_of(seconds: Sequence[tuple[float, float]]) -> tuple[float | None, Ends]:
     """Summed baseline time over summed speculative time, and its 95 % interval; None if nothing was timed, of
     one entry no interval."""
     if not seconds:
-        return None, [None, None]
-    ratio, interval = ratio_and_interval(*zip(*seconds, strict=True))
-    return rounded(ratio), [None if end is None else max(round(end, 4), 1e-4) for end in interval]  # never 0: a ratio
+        return None, (None, None)
+    ratio, (low, high) = ratio_and_interval(*zip(*seconds, strict=True))
+    if low is None or high is None:
+        return rounded(ratio), (None, None)
+    return rounded(ratio), (max(round(low, 4), 1e-4), round(high, 4))  # never 0: a ratio
 
 
 def first_token_ms(sides: Iterable[Side]) -> float | None:
     """The median over batches of the mean over repeats."""
     seconds = [side.prefill_seconds / len(side.runs) for side in sides]
     return rounded(1000 * statistics.median(seconds), 3) if seconds else None
-
-
-def conventions(counted: Acceptance, *, num_tokens: int) -> Conventions:
-    """The same counts as other engines name them; docs/report_schema.md names the sources."""
-    if not counted.num_rounds:
-        return Conventions(vllm_per_position=[0.0] * len(counted.tried), eagle_n_alpha=[0.0] * len(counted.tried))
-    rates = [rate or 0.0 for rate in counted.rate]
-    joint = list(accumulate(rates, mul))
-    if counted.num_offered < counted.num_rounds * len(rates):  # a draft that is not verified is not accepted
-        joint = [taken / counted.num_rounds for taken in counted.taken]
-    return Conventions(
-        vllm_mean_acceptance_length=round(1 + sum(counted.taken) / counted.num_rounds, 4),
-        vllm_per_position=[round(share, 4) for share in joint],
-        sglang_accept_length=round(num_tokens / counted.num_rounds, 4),
-        eagle_n_alpha=[round(rate, 4) for rate in rates],
-    )
 
 
 def timing(batches: Sequence[MeasuredBatch], acceptance_length: float | None) -> Timing:

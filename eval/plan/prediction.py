@@ -208,7 +208,7 @@ def predict(
         for each in accepted:
             plain, drafted = workload_times(each, workload, times, batch_size=size)
             has_both = sum(plain) > 0 and sum(drafted) > 0
-            speedup, interval = ratio_and_interval(plain, drafted) if has_both else (1.0, [None, None])
+            speedup, interval = ratio_and_interval(plain, drafted) if has_both else (1.0, (None, None))
             ends = [rounded(end) for end in interval]
             num_rounds = each.counted.num_rounds
             cells.append(Cell(each.setting, size, workload.context, "prompts", round(speedup, 4), ends, num_rounds))

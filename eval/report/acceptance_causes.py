@@ -1,6 +1,6 @@
 """Causes of rejected drafts, as they show in a result's own figures and in the record of the head's training."""
 
-from ..measurement.result import AcceptancePart
+from ..measurement.metrics import AcceptancePart
 from .findings import (
     Case,
     Finding,

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import astuple
 
-from ..measurement.result import AcceptancePart, DomainPart, FixedTreeShape, Result
+from ..measurement.metrics import AcceptancePart
+from ..measurement.result import DomainPart, FixedTreeShape, Result
 from .charts import Bar, Series, bar_chart, line_chart, tree_chart
 from .one_result import grouped, interval_of, label, number, setting_of, speedup_words
 from .sections import Figure, Section, by_suite, name_of

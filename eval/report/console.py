@@ -8,6 +8,7 @@ from ..measurement.result import ENGINE, Result
 from ..measurement.sampling_check import SMALLEST_P
 from .document import Report
 from .one_result import disturbance_words, has_drafts, loop_words, number, speedup_words
+from .pairs import beside_fastest, pair_words
 
 LEGEND = (
     "T temperature, B rows at a time, K drafts deep; length: tokens per target forward;",
@@ -46,7 +47,8 @@ def show(report: Report, console: Any) -> None:
     for line in LEGEND:
         console.print(line, soft_wrap=True)
     results = report.results
-    lines = bandwidth_lines(report), failure_words(results), disturbance_lines(results), loop_lines(results)
+    pairs = map(pair_words, beside_fastest(report.ours))
+    lines = bandwidth_lines(report), pairs, failure_words(results), disturbance_lines(results), loop_lines(results)
     for line in chain.from_iterable(lines):
         console.print(line, markup=False)
     for result in report.results:

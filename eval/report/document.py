@@ -9,10 +9,11 @@ from typing import Any
 from ...configs.errors import BadInput
 from ...configs.files import write_json, write_text
 from ...configs.jsonl import loads
+from ...configs.typed import read_json
 from ...heads.target import Target
 from ..measurement.bandwidth import with_share
 from ..measurement.environment import Environment, TargetInfo
-from ..measurement.result import Result, read_json
+from ..measurement.result import Result
 
 SCHEMA_VERSION = 1
 

@@ -7,7 +7,8 @@ from math import sqrt
 from operator import attrgetter, mul
 
 from ..measurement.environment import TargetInfo
-from ..measurement.result import AcceptancePart, Result, TrainingRecord
+from ..measurement.metrics import AcceptancePart
+from ..measurement.result import Result, TrainingRecord
 
 LOW_ACCEPTANCE = 0.5  # share of drafted positions that are accepted, below which acceptance counts as low
 LEAST_FALL = 0.1  # relative differences of acceptance_length below it are not worth a finding

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from ..measurement.metrics import LEAST_TIMED
+from ..measurement.metrics import LEAST_TIMED, Ends, ratio_and_interval
 from ..measurement.repetition import WithoutLoops
 from ..measurement.result import ENGINE, LLAMA_CPP, DomainPart, Result, StepMedians
 from ..verify import ACCEPT_RULES
@@ -70,9 +70,14 @@ def number(value: float | None, digits: int = 2) -> str:
 
 def speedup_words(part: Figures) -> str:
     """`1.92 [1.81, 2.03]`; with a `!` behind it where the result was disturbed."""
-    low, high = part.speedup_ci95
     mark = " !" if isinstance(part, Result) and is_doubtful(part) else ""
-    return f"{number(part.speedup)} [{number(low)}, {number(high)}]{mark}"
+    return ratio_words(part.speedup, part.speedup_ci95) + mark
+
+
+def ratio_words(ratio: float | None, interval: Ends) -> str:
+    """`1.92 [1.81, 2.03]`."""
+    low, high = interval
+    return f"{number(ratio)} [{number(low)}, {number(high)}]"
 
 
 def interval_of(part: Figures) -> Interval | None:
@@ -81,9 +86,19 @@ def interval_of(part: Figures) -> Interval | None:
     return None if low is None or high is None else (low, high)
 
 
-def lower_end(part: Result) -> float:
-    """Of the speedup's interval; 0 where nothing was timed."""
-    return (interval_of(part) or (0.0, 0.0))[0]
+def lower_end(part: Result, *, num_choices: int = 1) -> float:
+    """Of the speedup's interval; 0 where nothing was timed. Args: num_choices: as in `interval_as_chosen`."""
+    return (interval_as_chosen(part, num_choices) or (0.0, 0.0))[0]
+
+
+def interval_as_chosen(part: Result, num_choices: int) -> Interval | None:
+    """The interval of a speedup that was chosen among so many (`ratio_and_interval`); its own if observations are not
+    known."""
+    if num_choices == 1 or len(part.observations) < 2:
+        return interval_of(part)
+    baseline, drafted = zip(*((each.baseline_seconds, each.seconds) for each in part.observations), strict=True)
+    low, high = ratio_and_interval(baseline, drafted, num_choices=num_choices)[1]
+    return None if low is None or high is None else (low, high)
 
 
 def has_lossless_rule(result: Result) -> bool:
@@ -102,9 +117,12 @@ def deviates(result: Result) -> bool:
     return result.sampling_check is not None and not result.sampling_check.holds
 
 
-def is_faster(result: Result) -> bool:
-    """Whether the speedup's interval lies above 1, is over enough prompts or batches to hold, and can be true."""
-    return lower_end(result) > 1 and num_timed(result) >= LEAST_TIMED and not result.step_medians.is_impossible
+def is_faster(result: Result, *, num_choices: int = 1) -> bool:
+    """Whether the speedup's interval lies above 1, is over enough prompts or batches to hold, and can be true.
+
+    Args: num_choices: results among which this one was chosen."""
+    is_above = lower_end(result, num_choices=num_choices) > 1
+    return is_above and num_timed(result) >= LEAST_TIMED and not result.step_medians.is_impossible
 
 
 def rests_on_loops(result: Result) -> bool:

@@ -22,9 +22,9 @@ MOST_DIVERGENCES = 20  # shown; report.json has all
 
 @cache
 def page_template(name: str, folder: Path | None = None) -> Template:
-    """A template of this folder, or of another whose templates go on from this one's. It escapes all that it is given
+    """A template of `templates`, or of another folder whose templates go on from these. It escapes all that it is given
     but charts."""
-    loader = FileSystemLoader([Path(__file__).parent, *([folder] if folder else [])])
+    loader = FileSystemLoader([Path(__file__).parent / "templates", *([folder] if folder else [])])
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -41,6 +41,7 @@ def render(report: Report) -> str:
     ours = report.ours
     shown = [
         sections.settings_section(report.results),
+        sections.pairs_section(ours),
         acceptance_sections.acceptance_section(ours),
         acceptance_sections.domains_section(ours),
         sections.failed_section(report.results),

@@ -10,6 +10,7 @@ from .one_result import (
     deviates,
     disturbance_words,
     has_lossless_rule,
+    interval_as_chosen,
     interval_of,
     is_doubtful,
     is_faster,
@@ -25,6 +26,7 @@ from .one_result import (
     speedup_words,
     timed_words,
 )
+from .pairs import not_told_apart
 
 FEW_TIMED = 8  # prompts or batches below which they say little of other traffic
 LOW_BANDWIDTH = 0.3  # share of a copy's bandwidth below which the baseline's time goes elsewhere
@@ -57,13 +59,17 @@ def recommend(results: Sequence[Result]) -> Recommendation:
 
 
 def best_of(results: Sequence[Result]) -> Result | None:
-    """The deployable setting with the highest lower end of its interval; None if there is none."""
-    return max((result for result in results if is_deployable(result)), key=lower_end, default=None)
+    """The deployable setting with the highest lower end of its interval; None if there is none.
 
-
-def is_deployable(result: Result) -> bool:
-    """Whether it is shown to be faster, on other texts than those that loop too, and the text is the target's."""
-    return is_faster(result) and is_lossless(result) and not rests_on_loops(result)
+    That it is one of several is allowed for: an interval that is chosen for its lower end is wrong more often than one
+    that was named beforehand."""
+    num_choices = max(1, len(results))
+    deployable = [
+        result
+        for result in results
+        if is_faster(result, num_choices=num_choices) and is_lossless(result) and not rests_on_loops(result)
+    ]
+    return max(deployable, key=lower_end, default=None)
 
 
 def approval(best: Result, ours: Sequence[Result]) -> Recommendation:
@@ -88,7 +94,10 @@ def approval(best: Result, ours: Sequence[Result]) -> Recommendation:
                 problem = "the texts sampled there are not distributed as the target's own."
             cautions.append(f"Not on {result.suite} at batch {result.batch_size} before this is understood: {problem}")
     if len(ours) > 1:
-        cautions.append(f"The best of {len(ours)} results looks a little better than it is; measure it again alone.")
+        cautions.append(chosen_words(best, len(ours)))
+    if alike := not_told_apart(best, ours):
+        names = "; ".join(label(result, with_batch=False) for result in alike)
+        cautions.append(f"Neither shown to be faster nor slower, on the same prompts: {names}.")
     headline = f"Deploy {label(best)}"
     if any(result.suite != best.suite for result in slow):
         headline += f", for traffic like {best.suite}"
@@ -96,6 +105,17 @@ def approval(best: Result, ours: Sequence[Result]) -> Recommendation:
     if 2 * best.disturbance.num_disturbed >= max(1, best.disturbance.num_passes):
         headline += "; but most of its measurement was disturbed"
     return Recommendation(True, headline, reasons, cautions + doubts(best), best)
+
+
+def chosen_words(best: Result, num_choices: int) -> str:
+    """What follows from having measured so many results."""
+    low, high = interval_as_chosen(best, num_choices) or (None, None)
+    if not best.observations or low is None:
+        return f"The best of {num_choices} results looks a little better than it is; measure it again alone."
+    return (
+        f"It is the best of {num_choices} results: with that allowed for, the 95 % interval is "
+        f"[{number(low)}, {number(high)}]."
+    )
 
 
 def doubts(best: Result) -> list[str]:
@@ -155,11 +175,16 @@ def refusal(ours: Sequence[Result]) -> Recommendation:
         verb = "was" if num_timed(nearest) == 1 else "were"
         headline = f"Do not deploy on this alone: only {timed_words(nearest)} {verb} timed"
         reason = f"{where}: an interval over fewer than {LEAST_TIMED} does not hold what it promises. Measure more."
-    elif low > 1:
+    elif is_faster(nearest) and rests_on_loops(nearest):
         headline = f"Do not deploy on this alone: the gain rests on texts that loop ({timed_words(nearest)})"
         reason = (
             f"{where}: {loop_words(nearest)}. What repeats itself is drafted by copying: measure at the temperature "
             "that is served, and prompts whose answers end."
+        )
+    elif is_faster(nearest):
+        reason = (
+            f"{where}: the interval lies above 1, but it is the best of {len(ours)} results; with that allowed for, it "
+            f"reaches down to {lower_end(nearest, num_choices=len(ours)):.2f}. Measure this one again, alone."
         )
     elif high < 1:
         reason = f"Even the best, {where}, is slower than no drafts: the whole interval lies below 1."

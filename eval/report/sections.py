@@ -11,7 +11,18 @@ from ..measurement.result import Result
 from .charts import Bar, Series, bar_chart, line_chart
 from .console import lossless_words
 from .document import Report
-from .one_result import disturbance_words, grouped, interval_of, label, loop_words, number, setting_of, speedup_words
+from .one_result import (
+    disturbance_words,
+    grouped,
+    interval_of,
+    label,
+    loop_words,
+    number,
+    ratio_words,
+    setting_of,
+    speedup_words,
+)
+from .pairs import beside_fastest
 
 MOST_FAILED = 20  # shown; report.json has all
 SETTINGS_SHOWN = ("temperature", "top_k", "top_p", "accept", "steps", "max_new_tokens", "num_repeats",
@@ -78,7 +89,7 @@ def percent(share: float | None) -> str:
 def settings_section(results: Sequence[Result]) -> Section:
     """Every result in a row."""
     columns = [
-        "setting", "suite", "prompts", "length", "speedup [95 %]", "p10 / median / p90", "with prefill",
+        "setting", "suite", "prompts", "length [95 %]", "speedup [95 %]", "p10 / median / p90", "with prefill",
         "tok/s, base's", "first token, base's, ms", "lossless", "loops",
     ]  # fmt: skip
     rows = [
@@ -86,7 +97,7 @@ def settings_section(results: Sequence[Result]) -> Section:
             label(result),
             result.suite,
             str(result.num_prompts),
-            number(result.acceptance_length),
+            ratio_words(result.acceptance_length, result.acceptance_length_ci95),
             speedup_words(result),
             " / ".join(map(number, (result.speedup_p10, result.speedup_median, result.speedup_p90))),
             number(result.end_to_end_speedup),
@@ -98,6 +109,24 @@ def settings_section(results: Sequence[Result]) -> Section:
         for result in results
     ]
     return Section("settings", tables=[Table("Every setting that was measured", columns, rows, 2)])
+
+
+def pairs_section(ours: Sequence[Result]) -> Section:
+    """Every setting beside the fastest one on the same prompts."""
+    section = Section("pairs")
+    rows = [
+        [
+            label(pair.setting),
+            label(pair.other, with_batch=False),
+            pair.setting.suite,
+            ratio_words(pair.speed, pair.speed_ci95),
+            ratio_words(pair.length, pair.length_ci95),
+        ]
+        for pair in beside_fastest(ours)
+    ]
+    columns = ["setting", "the fastest", "suite", "of its speed [95 %]", "of its tokens per forward [95 %]"]
+    section.add_table("Beside the fastest setting, prompt by prompt", columns, rows, 3)
+    return section
 
 
 def speed_section(ours: Sequence[Result]) -> Section:

@@ -156,7 +156,7 @@ def run(saved_target, tmp_path):
         suite_version=None, suite_digest="0f", system=None,
         thinking=None, template_hash=None, tree="chain", num_drafted=7, temperature=0.0, top_k=0, top_p=1.0,
         accept="exact", steps="eager", batch_size=1, num_draft_tokens=7, num_prompts=8, failed=[], max_new_tokens=64,
-        num_repeats=3, acceptance_length=2.34567, speedup=1.5, speedup_ci95=[1.4, 1.6],
+        num_repeats=3, acceptance_length=2.34567, speedup=1.5, speedup_ci95=(1.4, 1.6),
     )  # fmt: skip
     environment = Environment(headstart="0.1.0", device="a CPU", torch="2.13", copy_gigabytes_per_second=9.5)
     measured = TargetInfo(name=str(saved_target), fingerprint=target.fingerprint)

@@ -7,8 +7,7 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.generate import generate
-from headstart.eval.measurement.metrics import acceptance
-from headstart.eval.measurement.result import AcceptancePart
+from headstart.eval.measurement.metrics import AcceptancePart, acceptance
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.registry import load_head
 from headstart.heads.target import Target

@@ -10,14 +10,8 @@ from headstart.eval.generate import Generation
 from headstart.eval.measurement.breakdown import asked_as_trained, beyond_training, draft_vocabulary
 from headstart.eval.measurement.config import MeasureConfig, chain
 from headstart.eval.measurement.measure import measure
-from headstart.eval.measurement.result import (
-    ENGINE,
-    AcceptancePart,
-    BeyondTraining,
-    DraftVocabulary,
-    PromptEnding,
-    TrainingRecord,
-)
+from headstart.eval.measurement.metrics import AcceptancePart
+from headstart.eval.measurement.result import ENGINE, BeyondTraining, DraftVocabulary, PromptEnding, TrainingRecord
 from headstart.eval.measurement.summary import MeasuredBatch, Side, unmeasured
 from headstart.eval.report.console import training_warnings
 from headstart.eval.suites.prompts import PromptSource, Suite
@@ -50,7 +44,7 @@ def test_each_domain_has_the_figures_of_its_prompts_alone(target):
 
 def test_a_single_prompt_has_no_speedup_and_rows_without_a_domain_are_told_apart(target):
     parts = measured(target, suite("a", None, None, None)).by_domain
-    assert parts["a"].speedup is None and parts["a"].speedup_ci95 == [None, None]
+    assert parts["a"].speedup is None and parts["a"].speedup_ci95 == (None, None)
     assert parts["(none)"].num_prompts == 3 and (parts["(none)"].speedup or 0) > 0
     assert measured(target, suite(None, None, None, None)).by_domain == {}
 

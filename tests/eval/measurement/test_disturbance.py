@@ -80,7 +80,7 @@ def test_a_verification_faster_than_a_step_is_noticed():
 def test_medians_give_the_speedup_that_a_stall_hides():
     """2 tokens per round of 12 ms, for steps of 10 ms; a stall of a second in one of them."""
     calm = step_medians([batch(), batch(1)], num_draft_tokens=3)
-    assert calm == StepMedians(12.0, 10.8, 10.0, 9.0, round(2 * 10 / 12, 4), [1.6667, 1.6667])
+    assert calm == StepMedians(12.0, 10.8, 10.0, 9.0, round(2 * 10 / 12, 4), (1.6667, 1.6667))
     stalled = generation([1.0, *[0.010] * 39], drafted=0)
     assert step_medians([batch(plain=stalled), batch(1)], num_draft_tokens=3) == calm
     assert step_medians([], num_draft_tokens=3) == StepMedians()

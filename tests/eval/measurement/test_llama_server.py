@@ -61,7 +61,7 @@ def test_both_sides_take_turns_and_their_counts_become_figures(files, target, tm
     # 9 tokens: the prefill's, then 4 rounds of an accepted draft and one more token; 80 ms without drafts, 64 with
     assert (two.num_rounds, two.num_committed, two.acceptance_length) == (12, 24, 2.0)
     assert (two.speedup, two.tokens_per_second, two.baseline_tokens_per_second) == (1.25, 125.0, 100.0)
-    assert two.speedup_ci95 == [1.25, 1.25] and two.ttft_ms == 6.0
+    assert two.speedup_ci95 == (1.25, 1.25) and two.ttft_ms == 6.0
     assert two.end_to_end_speedup == round((0.48 + 0.036) / (0.384 + 0.036), 4)
     assert (two.num_draft_tokens, three.num_draft_tokens) == (2, 3)
     assert two.lossless.identical == two.lossless.checked == 3

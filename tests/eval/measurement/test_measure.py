@@ -14,7 +14,7 @@ from headstart.eval.measurement.bandwidth import with_share
 from headstart.eval.measurement.config import MeasureConfig, chain
 from headstart.eval.measurement.lossless import LosslessReport
 from headstart.eval.measurement.measure import measure
-from headstart.eval.measurement.metrics import acceptance
+from headstart.eval.measurement.metrics import acceptance, ratio_and_interval
 from headstart.eval.measurement.result import ENGINE, FixedTreeShape, TreeLimits
 from headstart.eval.measurement.summary import tree_shape, unmeasured, with_speedup
 from headstart.eval.report.console import show
@@ -58,6 +58,21 @@ def test_a_result_entry_is_whole_and_lossless(head, target):
     assert entry.speedup == pytest.approx(entry.tokens_per_second / entry.baseline_tokens_per_second, rel=0.01)
     assert 0 < entry.speedup_p10 <= entry.speedup_median <= entry.speedup_p90
     assert entry.baseline_bandwidth.gigabytes_per_second > 0
+
+
+def test_the_figures_follow_from_the_observations(head, target):
+    """Speedup, acceptance length and both intervals, from what the report has of each prompt; or of each batch."""
+    entry, _ = measured(target, head)
+    seen = entry.observations
+    assert [one.prompts for one in seen] == [[0], [1], [2]]
+    assert sum(one.num_committed for one in seen) == entry.num_committed
+    assert sum(one.num_rounds for one in seen) == entry.num_rounds
+    ratio, ends = ratio_and_interval([one.baseline_seconds for one in seen], [one.seconds for one in seen])
+    assert [entry.speedup, *entry.speedup_ci95] == pytest.approx([ratio, *ends], abs=1e-4)
+    length, ends = ratio_and_interval([one.num_committed for one in seen], [one.num_rounds for one in seen])
+    assert [entry.acceptance_length, *entry.acceptance_length_ci95] == pytest.approx([length, *ends], abs=1e-4)
+    batched, _ = measured(target, head, batch_size=2, max_new_tokens=8)
+    assert [one.prompts for one in batched.observations] == [[0, 1], [2]]
 
 
 def test_percentiles_are_those_of_single_prompts():
@@ -155,7 +170,7 @@ def test_answers_that_end_at_once_do_not_break_a_measurement(which, head_type, t
         low, high = entry.speedup_ci95
         assert 0 < low <= entry.speedup <= high
     else:
-        assert entry.speedup is None and entry.speedup_ci95 == [None, None]
+        assert entry.speedup is None and entry.speedup_ci95 == (None, None)
         assert entry.speedup_median is None and entry.baseline_bandwidth.gigabytes_per_second is None
         assert entry.acceptance_length is None and entry.tokens_per_second is None
     show(build_report(target, [entry]), Console(file=io.StringIO()))

@@ -5,8 +5,8 @@ import json
 import pytest
 from headstart.configs.errors import BadInput
 from headstart.eval.measurement.lossless import Divergence, LosslessReport
+from headstart.eval.measurement.metrics import AcceptancePart
 from headstart.eval.measurement.result import (
-    AcceptancePart,
     BeyondTraining,
     DomainPart,
     DraftVocabulary,
@@ -61,10 +61,10 @@ FULL = result(
     failed=[FailedPrompt(3, "chat.jsonl:4", "too long")],
     acceptance_rate=[0.75, None],
     speedup=1.5,
-    speedup_ci95=[1.25, 1.75],
+    speedup_ci95=(1.25, 1.75),
     by_segment={"answer": PART},
     by_context={"0-127": PART},
-    by_domain={"code": DomainPart(2, 4, 2.5, [0.75, None], None, [None, None])},
+    by_domain={"code": DomainPart(2, 4, 2.5, [0.75, None], None, (None, None))},
     lossless=LosslessReport(2, 1, 0, 1, [Divergence(0, None, None)]),
     sampling_check=SamplingCheck(40, 0.5, None),
     trained=TrainingRecord.from_json(RECORD),
@@ -78,7 +78,7 @@ FULL = result(
         result(),
         FULL,
         result(tree_shape=TreeLimits(8, 3, 4), accept="typical", typical_epsilon=0.5, typical_delta=0.25),
-        result(engine="transformers", ours_over_theirs=1.5, ours_over_theirs_ci95=[1.25, 2.0]),
+        result(engine="transformers", ours_over_theirs=1.5, ours_over_theirs_ci95=(1.25, 2.0)),
         result(engine="transformers"),
     ],
 )

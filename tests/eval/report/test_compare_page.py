@@ -8,7 +8,8 @@ import pytest
 from headstart.configs.errors import BadInput
 from headstart.eval.measurement.environment import Environment, TargetInfo
 from headstart.eval.measurement.lossless import LosslessReport
-from headstart.eval.measurement.result import Bandwidth, Conventions, Result, Timing
+from headstart.eval.measurement.metrics import Conventions
+from headstart.eval.measurement.result import Bandwidth, Result, Timing
 from headstart.eval.report.charts import Series, line_chart, thinned
 from headstart.eval.report.comparison import Evaluation, headline, read_evaluation, standings, unlike
 from headstart.eval.report.comparison_page import TrainingRun, render, render_curves
@@ -23,7 +24,7 @@ def entry(speedup=1.5, low=1.4, high=1.6, **changes) -> Result:
         "num_draft_tokens": 3, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "accept": "exact", "steps": "eager",
         "batch_size": 1, "num_prompts": 20, "failed": [], "max_new_tokens": 128, "num_repeats": 1, "num_rounds": 1000,
         "acceptance_length": 2.72, "acceptance_rate": [0.8, 0.7, 0.65], "tokens_per_second": 150.0,
-        "baseline_tokens_per_second": 100.0, "speedup": speedup, "speedup_ci95": [low, high], "speedup_p10": 1.3,
+        "baseline_tokens_per_second": 100.0, "speedup": speedup, "speedup_ci95": (low, high), "speedup_p10": 1.3,
         "speedup_median": 1.5, "speedup_p90": 1.7, "end_to_end_speedup": 1.4, "ttft_ms": 12.0, "baseline_ttft_ms": 9.0,
         "conventions": Conventions(2.7, [0.8], 2.7, [0.8]), "timing": Timing(1.0, 12.0, 0.5, 10.0, 2.0),
         "baseline_bandwidth": Bandwidth(7.0, 0.7), "lossless": LosslessReport(20, 20),

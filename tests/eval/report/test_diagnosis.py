@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 from headstart.eval.measurement.environment import TargetInfo
-from headstart.eval.measurement.result import AcceptancePart, Result, TrainingRecord, Validation
+from headstart.eval.measurement.metrics import AcceptancePart
+from headstart.eval.measurement.result import Result, TrainingRecord, Validation
 from headstart.eval.report.acceptance_causes import wrong_template
 from headstart.eval.report.diagnosis import diagnose
 from headstart.eval.report.findings import Case, accepted_share, at_depth, below_validation, merged

@@ -5,7 +5,8 @@ from html.parser import HTMLParser
 
 import pytest
 from headstart.eval.measurement.environment import Environment, TargetInfo
-from headstart.eval.measurement.result import AcceptancePart, Result
+from headstart.eval.measurement.metrics import AcceptancePart
+from headstart.eval.measurement.result import Result
 from headstart.eval.report.acceptance_causes import ACCEPTANCE_RULES
 from headstart.eval.report.charts import Bar, Series, bar_chart, line_chart, round_steps, tree_chart
 from headstart.eval.report.console import disturbance_lines, loop_lines, show
@@ -167,7 +168,7 @@ def everything():
     contexts = {"512-2047": counted(1.3), "0-127": counted(2.9)}
     return report(
         result(),
-        result(batch_size=4, speedup=0.9, speedup_ci95=[0.8, 1.1]),
+        result(batch_size=4, speedup=0.9, speedup_ci95=(0.8, 1.1)),
         slow(tree="static", tree_shape=static, num_drafted=5, acceptance_length=2.9),
         slow(tree="dynamic", tree_shape=dynamic, num_drafted=24, acceptance_length=3.0),
         slow(suite="code", acceptance_length=1.4, by_segment=parts, by_context=contexts),
@@ -242,7 +243,7 @@ def test_a_report_without_results_is_a_page():
 
 def test_the_best_proved_setting_is_advised():
     """By the lower end of its interval: 1.4 of the chain beats 1.2 of a tree with the higher speedup."""
-    tree = result(tree="dynamic", num_drafted=24, speedup=1.8, speedup_ci95=[1.2, 2.4])
+    tree = result(tree="dynamic", num_drafted=24, speedup=1.8, speedup_ci95=(1.2, 2.4))
     advised = recommend([tree, result()])
     assert (
         advised.is_deployable
@@ -258,12 +259,12 @@ def test_the_best_proved_setting_is_advised():
     ("entry", "why"),
     [
         (slow(), "slower than no drafts"),
-        (result(speedup_ci95=[0.98, 1.9]), "its interval reaches down to 0.98"),
-        (result(speedup_ci95=[1.0, 1.9]), "its interval reaches down to 1.00"),
+        (result(speedup_ci95=(0.98, 1.9)), "its interval reaches down to 0.98"),
+        (result(speedup_ci95=(1.0, 1.9)), "its interval reaches down to 1.00"),
         (unexplained(), "1 of 20 texts differ"),
         (result(accept="typical"), "the text is not the target's"),
-        (result(num_prompts=4, batch_size=4, speedup_ci95=[1.5, 1.5]), "an interval over fewer than 4 does not hold"),
-        (result(speedup=None, speedup_ci95=[None, None]), "No answer had a token to speed up"),
+        (result(num_prompts=4, batch_size=4, speedup_ci95=(1.5, 1.5)), "an interval over fewer than 4 does not hold"),
+        (result(speedup=None, speedup_ci95=(None, None)), "No answer had a token to speed up"),
     ],
 )
 def test_without_proof_nothing_is_advised(entry, why):
@@ -272,7 +273,7 @@ def test_without_proof_nothing_is_advised(entry, why):
 
 
 def test_another_engine_is_never_the_advice():
-    theirs = result(engine="transformers", speedup=9.0, speedup_ci95=[8.0, 10.0], **THEIRS)
+    theirs = result(engine="transformers", speedup=9.0, speedup_ci95=(8.0, 10.0), **THEIRS)
     assert not recommend([theirs, slow()]).is_deployable
     assert label(theirs).startswith("transformers · eagle3")
 
@@ -344,7 +345,7 @@ def test_figures_that_cannot_be_true_are_never_deployed():
     assert not alone.is_deployable and alone.headline.startswith("Do not deploy")
     assert "cannot be true: verifying takes 8.00 ms and a baseline step 9.50 ms" in alone.reasons[0]
     slower = result(
-        drafter="ngram", speedup=1.2, speedup_ci95=[1.1, 1.3], step_medians=medians(speedup=(1.2, 1.1, 1.3))
+        drafter="ngram", speedup=1.2, speedup_ci95=(1.1, 1.3), step_medians=medians(speedup=(1.2, 1.1, 1.3))
     )
     beside = recommend([result(step_medians=medians(verify=8.0)), slower])
     assert beside.is_deployable and beside.best is slower
@@ -409,7 +410,7 @@ def test_losslessness_is_reported_as_it_was_checked():
 
 
 def test_each_kind_of_traffic_gets_what_pays_there():
-    tree = result(tree="dynamic", num_drafted=24, suite="code", speedup_ci95=[1.6, 1.7])
+    tree = result(tree="dynamic", num_drafted=24, suite="code", speedup_ci95=(1.6, 1.7))
     text = Reader(render(report(result(), tree, slow(suite="code"), slow(batch_size=8)))).text
     table = text[text.index("What pays where") :]
     rows = ["chat eagle3 · chain · K 3 1", "code eagle3 · dynamic tree of 24 · K 3 1", "chat no drafts 8 -"]
@@ -425,7 +426,7 @@ def test_a_result_that_pays_has_no_finding():
 
 
 COSTLY = {"draft_ms": 9.0, "verify_ms": 11.0, "overhead_ms": 0.5, "baseline_ms": 10.0}
-CHAIN = result(speedup=1.5, speedup_ci95=[1.4, 1.6])
+CHAIN = result(speedup=1.5, speedup_ci95=(1.4, 1.6))
 THINKING = {"think": counted(2.9), "answer": counted(2.2)}
 FALLING = {"512-2047": counted(1.4), "0-127": counted(2.7)}
 LOW = {"acceptance_length": 1.6, "acceptance_rate": [0.4, 0.4, 0.25], "num_committed": 1600}
