@@ -6,7 +6,7 @@ from dataclasses import astuple
 from ..measurement.metrics import AcceptancePart
 from ..measurement.result import DomainPart, FixedTreeShape, Result
 from .charts import Bar, Series, bar_chart, line_chart, tree_chart
-from .one_result import grouped, interval_of, label, number, setting_of, speedup_words
+from .one_result import grouped, interval_of, label, number, ratio_words, setting_of, speedup_words
 from .sections import Figure, Section, by_suite, name_of
 
 
@@ -24,8 +24,9 @@ def acceptance_section(ours: Sequence[Result]) -> Section:
     rows = []
     for result in distinct:
         rates = [*result.acceptance_rate, *[None] * (deepest - len(result.acceptance_rate))]
-        rows.append([name_of(result), result.suite, *map(number, (result.acceptance_length, *rates))])
-    columns = ["setting", "suite", "length", *(f"position {k}" for k in positions)]
+        length = ratio_words(result.acceptance_length, result.acceptance_length_ci95)
+        rows.append([name_of(result), result.suite, length, *map(number, rates)])
+    columns = ["setting", "suite", "length [95 %]", *(f"position {k}" for k in positions)]
     section.add_table("Acceptance by suite and draft position", columns, rows)
     suites = by_suite(distinct)
     for suite, results in suites.items():
