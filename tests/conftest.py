@@ -152,6 +152,15 @@ def saved_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.hookimpl(tryfirst=True)  # before slow tests are left out
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Marks as slow the cases that a test's mark `fast_only` does not name."""
+    for item in items:
+        for mark in item.iter_markers("fast_only"):
+            if any(item.callspec.params[name] not in values for name, values in mark.kwargs.items()):
+                item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(params=sorted(HEADS))
 def head_type(request: pytest.FixtureRequest) -> str:
     """Every family in the registry."""

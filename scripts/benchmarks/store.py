@@ -100,8 +100,8 @@ def describe(figures: Figures) -> str:
 
 
 def picked(record: object, keys: str) -> Figures:
-    """Some attributes of a record, named in a text, by name."""
-    return {key: getattr(record, key) for key in keys.split()}
+    """Some attributes of a record, named in a text, by name, as a JSON file gives them back."""
+    return as_json({key: getattr(record, key) for key in keys.split()})
 
 
 def as_json(value: Any) -> Any:

@@ -176,6 +176,7 @@ def no_collection() -> Any:
 
 
 @pytest.mark.parametrize(("steps", "tree"), [("eager", "chain"), ("compile", "static")])
+@pytest.mark.fast_only(head_type=["block", "eagle3", "medusa"])
 def test_keys_and_values_go_with_their_engine(steps, tree, head_type, target, monkeypatch, no_collection):
     """At once, and not when a collection comes by: the next engine needs the memory."""
     monkeypatch.setattr(replay, "compiled", lambda step, arguments: lambda *now: step(*now))

@@ -124,6 +124,7 @@ ELSEWHERE = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "q
 
 @pytest.mark.parametrize("family", ["gpt_neox", "mistral", "qwen2", "qwen3_moe", *ELSEWHERE])
 @pytest.mark.parametrize("tree", [STATIC, DYNAMIC], ids=["static", "dynamic"])
+@pytest.mark.fast_only(family=["gpt_neox", "qwen2", "qwen3_moe"])
 def test_greedy_trees_are_lossless(head_type, family, tree, texts_of):
     """Every family of target, sliding windows too; in a ragged batch and row by row."""
     target, wanted = texts_of(family)
@@ -189,6 +190,7 @@ def test_a_tree_deeper_than_the_head_is_refused(target):
 
 
 @pytest.mark.parametrize("tree", [None, STATIC], ids=["chain", "tree"])
+@pytest.mark.fast_only(head_type=["block", "eagle3", "mtp"])
 def test_repetition_penalty_is_that_of_transformers(head_type, tree, target, penalised):
     head = build_head(HEADS[head_type].config_class(type=head_type), target, seed=1).eval()
     for prompt, wanted in zip(PROMPTS, penalised, strict=True):

@@ -35,6 +35,7 @@ def config(saved_target, tmp_path):
     return write
 
 
+@pytest.mark.fast_only(head_type=["eagle3", "medusa"])
 def test_train_then_eval(head_type, headstart, config, saved_target, prompts, tmp_path):
     code, out, err = headstart("train", config(head_type), "train.max_steps=4")
     assert code == 0, err

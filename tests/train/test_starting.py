@@ -35,6 +35,7 @@ def same(folder, other):
     return losses(folder) == losses(other) and a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.fast_only(head_type=["draft_lm", "eagle3", "hydra"])
 def test_a_run_goes_on_from_a_head(head_type, run, capsys):
     first = run(head_type, "first", "train.max_steps=30", "train.learning_rate=1e-2")
     more = run(head_type, "more", f"train.start_from={first / 'final'}", "train.learning_rate=1e-12")
@@ -51,6 +52,7 @@ def test_a_fitted_start_lowers_the_first_loss_and_resumes_exactly(run):
     assert losses(whole)[0][1] < losses(run("eagle3", "random", "head.start=random"))[0][1]
 
 
+@pytest.mark.fast_only(head_type=["eagle3", "medusa"])
 def test_adapters_alone_train_and_resume_exactly(head_type, run):
     first = run(head_type, "first")
     how = (f"train.start_from={first / 'final'}", "train.lora_rank=2", "train.lora_alpha=4", "train.weight_decay=0.1")

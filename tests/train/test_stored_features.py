@@ -30,6 +30,7 @@ def losses(folder):
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.fast_only(head_type=["eagle3", "medusa", "mtp"])
 def test_offline_and_online_training_have_the_same_losses(layout, head_type, run, features):
     how = f"data.layout={layout}", "data.max_length=60"
     stored = features(head_type, "features", *how)

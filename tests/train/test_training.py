@@ -52,6 +52,7 @@ def said(call, *args):
 # The same run is the same run
 
 
+@pytest.mark.fast_only(head_type=["block", "eagle3", "mtp"])
 def test_the_same_seed_gives_the_same_losses(head_type, run):
     first, second = run(head_type, "a"), run(head_type, "b")
     assert figures(first) == figures(second) and weights(first) == weights(second)
@@ -64,6 +65,7 @@ def test_the_same_seed_gives_the_same_losses(head_type, run):
     ("optimizer", "every"),
     [("adamw", 0), ("muon", 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("adamw", 2), ("muon", 0)))],
 )
+@pytest.mark.fast_only(head_type=["draft_lm", "eagle3", "medusa"])
 def test_an_interrupted_run_goes_on_exactly(every, optimizer, head_type, run, world):
     how = (f"data.validation={world / 'rows.jsonl'}", "train.validate_every=2", "train.decode_tokens=8")
     how += (f"train.optimizer={optimizer}",)
@@ -75,6 +77,7 @@ def test_an_interrupted_run_goes_on_exactly(every, optimizer, head_type, run, wo
     assert figures(half) == figures(whole) and weights(half) == weights(whole)
 
 
+@pytest.mark.fast_only(head_type=["eagle3", "hydra"])
 def test_a_killed_run_goes_on_exactly(head_type, run, ended_process):
     """The kill came two steps behind a checkpoint, within a metrics row and while another checkpoint was written."""
     whole = run(head_type, "whole")
@@ -90,6 +93,7 @@ def test_a_killed_run_goes_on_exactly(head_type, run, ended_process):
     assert figures(half) == figures(whole) and weights(half) == weights(whole) and not unfinished.exists()
 
 
+@pytest.mark.fast_only(head_type=["medusa"])
 def test_a_run_killed_before_its_first_checkpoint_starts_again(head_type, run, monkeypatch):
     whole = run(head_type, "whole")
 
@@ -124,12 +128,14 @@ def test_a_finished_run_is_left_alone(run):
     assert everything(folder) == before
 
 
+@pytest.mark.fast_only(head_type=["eagle", "mtp"])
 def test_the_written_config_repeats_the_run(head_type, run, tmp_path):
     first = run(head_type, "a")
     trainer.train(load_run(first / "config.yaml", [f"train.output_dir={tmp_path / 'again'}"]))
     assert figures(tmp_path / "again") == figures(first) and weights(tmp_path / "again") == weights(first)
 
 
+@pytest.mark.fast_only(head_type=["block", "eagle3", "medusa"])
 def test_accumulated_batches_are_one_batch(head_type, run):
     """Rows of different lengths: the mean is over all supervised chains, not over means."""
     one = run(head_type, "one", "train.batch_size=4")
@@ -169,6 +175,7 @@ def test_training_on_the_targets_own_text_raises_the_acceptance_length(head_type
     assert len(out.rounds) < 24, "fewer rounds than tokens"
 
 
+@pytest.mark.fast_only(head_type=["eagle3", "mtp"])
 def test_a_target_spread_over_devices_trains_the_same_head(head_type, run):
     """A layer that is read from the disk in every forward."""
     places = {f"model.layers.{i}": "disk" if i == 1 else "cpu" for i in range(4)}

@@ -60,6 +60,7 @@ def test_a_result_entry_is_whole_and_lossless(head, target):
     assert entry.baseline_bandwidth.gigabytes_per_second > 0
 
 
+@pytest.mark.fast_only(head_type=["eagle3"])
 def test_the_figures_follow_from_the_observations(head, target):
     """Speedup, acceptance length and both intervals, from what the report has of each prompt; or of each batch."""
     entry, _ = measured(target, head)

@@ -107,6 +107,7 @@ def test_a_run_goes_on_behind_the_last_finished_step_whenever_it_was_killed(auto
     assert found["decision"] is not None
 
 
+@pytest.mark.slow
 def test_without_time_to_score_any_candidate_the_most_promising_one_is_trained(auto, machine_is, monkeypatch):
     machine_is(medusa=1.2, hydra=1.3)
     whole = Learner.score
