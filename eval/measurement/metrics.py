@@ -13,6 +13,7 @@ from ...heads.base import ChainStarts
 from ..generate import Round
 
 Ends = tuple[float | None, float | None]  # of a 95 % interval; None, None: there is none
+WIDEST = 600.0  # of an interval's half, in log ratio: two entries and many choices would overflow
 LEAST_TIMED = 4  # prompts or batches needed for the intervals to have their nominal coverage
 
 
@@ -212,4 +213,5 @@ def _interval(
     variance = sum((change / (1 - weight)) ** 2 for change, weight in zip(changes, weights, strict=True))
     effective = 1 / sum(weight**2 for weight in weights)
     width = float(stdtrit(max(effective - 1, 1.0), 1 - 0.025 / num_choices)) * sqrt(variance)
+    width = min(width, WIDEST)
     return ratio, (ratio * exp(-width), ratio * exp(width))

@@ -251,7 +251,7 @@ class Result:
         return self.engine not in (ENGINE, SERVER)
 
     def to_json(self) -> dict[str, Any]:
-        """The entry of report.json."""
+        """The entry of report.json, as the file gives it back: its lists are lists."""
         entry = json.loads(json.dumps(asdict(self) | {"trained": self.trained.raw if self.trained else None}))
         left_out = {key for key in TYPICAL_KEYS if entry[key] is None}
         left_out |= set() if self.is_beside else OTHER_ENGINES_KEYS

@@ -53,8 +53,12 @@ def num_timed(result: Result) -> int:
 
 
 def timed_words(result: Result) -> str:
-    """`20 prompts`, `1 batch of 4`."""
-    count, size = num_timed(result), result.batch_size
+    """What the interval of the speedup is over."""
+    return units_words(num_timed(result), result.batch_size)
+
+
+def units_words(count: int, size: int) -> str:
+    """`20 prompts`, `1 batch of 4`. Args: size: of batches."""
     return counted_words(count, "prompt") if size == 1 else f"{counted_words(count, 'batch')} of\xa0{size}"
 
 

@@ -7,19 +7,20 @@ from typing import Any
 
 from ..measurement.metrics import Ends, relative_and_interval
 from ..measurement.result import Result
-from .one_result import grouped, label, ratio_words, timed_words
+from .one_result import grouped, label, ratio_words, units_words
 
 
 @dataclass(frozen=True)
 class Pair:
     """A setting beside another that decoded the same prompts in turns with it.
 
-    speed, length: its decoding speed and its acceptance length over the other's; with 95 % intervals, paired over
-    prompts (at batch size > 1 over batches).
+    num_timed: prompts (at batch size > 1 batches) that both were timed on. speed, length: its decoding speed and its
+    acceptance length over the other's, ratios; with 95 % intervals, paired over these.
     """
 
     setting: Result
     other: Result
+    num_timed: int
     speed: float
     speed_ci95: Ends
     length: float
@@ -34,8 +35,8 @@ class Pair:
 
 def pair_of(setting: Result, other: Result) -> Pair | None:
     """None unless both were timed on two or more of the same prompts."""
-    seconds = {tuple(each.prompts): each for each in other.observations}
-    both = [(each, seconds[key]) for each in setting.observations if (key := tuple(each.prompts)) in seconds]
+    of_other = {tuple(each.prompts): each for each in other.observations}
+    both = [(each, of_other[key]) for each in setting.observations if (key := tuple(each.prompts)) in of_other]
     if len(both) < 2:
         return None
     ours, theirs = zip(*both, strict=True)
@@ -47,7 +48,7 @@ def pair_of(setting: Result, other: Result) -> Pair | None:
         ([each.num_committed for each in ours], [each.num_rounds for each in ours]),
         ([each.num_committed for each in theirs], [each.num_rounds for each in theirs]),
     )
-    return Pair(setting, other, speed, speed_interval, length, length_interval)
+    return Pair(setting, other, len(both), speed, speed_interval, length, length_interval)
 
 
 def beside_fastest(results: Sequence[Result]) -> list[Pair]:
@@ -76,5 +77,5 @@ def pair_words(pair: Pair) -> str:
     return (
         f"{label(pair.setting)} on {pair.setting.suite}, beside {label(pair.other, with_batch=False)}: "
         f"{ratio_words(pair.speed, pair.speed_ci95)} of its speed, {ratio_words(pair.length, pair.length_ci95)} of its "
-        f"tokens per forward (paired, {timed_words(pair.setting)})"
+        f"tokens per forward (paired, {units_words(pair.num_timed, pair.setting.batch_size)})"
     )

@@ -152,6 +152,12 @@ def test_an_interval_of_one_chosen_among_many_is_wider_by_the_quantile():
     assert width(of_five) / width(one) == pytest.approx(2.947 / 2.131, rel=1e-3)
 
 
+def test_the_widest_interval_is_one_of_numbers():
+    """Two entries that contradict each other, chosen among a thousand: says nothing, and does not overflow."""
+    ratio, (low, high) = ratio_and_interval([1.0, 10.0], [10.0, 1.0], num_choices=1000)
+    assert ratio == 1 and 0 < low < 1e-200 and 1e200 < high < float("inf")
+
+
 def test_the_best_of_many_that_gain_nothing_is_not_shown_to_gain():
     """By simulation: of eight settings as fast as no drafts the one with the highest lower end is above 1 in 2.5 % of
     the cases at most (4 % here), and in more than 8 % where the choice is not allowed for."""
