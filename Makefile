@@ -23,7 +23,7 @@ check: $(READY) ## lint, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-test: $(READY) ## every test but the slow and the GPU ones; under 5 minutes on 2 cores
+test: $(READY) ## every test but the slow and the GPU ones; 5 to 6 minutes on 2 cores
 	$(BIN)/pytest -n auto --dist worksteal -m "not slow and not gpu"
 
 # these time what they run, or have a process per core of their own
