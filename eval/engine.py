@@ -9,10 +9,11 @@ from torch import Tensor
 
 from ..configs.errors import BadInput
 from ..heads.drafter import Drafter, Reading
-from ..heads.drafting import Draws, Proposal, StaticTree, Tree, ancestors
+from ..heads.drafting import Draws, Proposal, StaticTree, Tree
 from ..heads.nn.cache import EXTENT_STEP, SlotCache
 from ..heads.nn.split_attention import whole_parts
 from ..heads.nn.target_output import TargetOutput
+from ..heads.nn.tree_nodes import ancestors
 from ..heads.target import Target
 from .measurement.config import draft_length
 from .replay import Replay, Tensors, Widths, on_device
@@ -25,10 +26,8 @@ SMALLEST_BUCKET = 128  # recorded steps read a power of two of slots, at least t
 
 @dataclass(frozen=True)
 class DecodeState:
-    """The start of a round. read: what the drafter commits first; None: the baseline, which drafts nothing.
-
-    last: [B, 1] each row's last committed token, not yet read by the target. start: [B] its position.
-    """
+    """The start of a round. read: what the drafter commits first; None: the baseline, which drafts nothing. last:
+    [B, 1] each row's last committed token, not yet read by the target. start: [B] its position."""
 
     read: Reading | None
     last: Tensor
@@ -267,11 +266,11 @@ class Engine:
 
     def _keep_path(self, accepted: AcceptedPath, tokens: Tensor, output: TargetOutput, start: Tensor) -> Tensors:
         """Move the accepted path right after the last committed token, in the cache and in what the drafter reads."""
-        behind, path = start[:, None] + 1, accepted.path  # [B, 1] slot of node 0
-        self.cache.move(behind + path, behind + self.offsets[: path.shape[1]])
+        behind, path = start[:, None] + 1, accepted.path  # [B, 1] slot of node 0; [B, D]
+        self.cache.move(behind + path, behind + self.offsets[: path.shape[1]], num=accepted.num_accepted)
         kept = self.cache.rows, torch.cat([torch.zeros_like(path[:, :1]), path + 1], 1)  # [B, 1], [B, D + 1]
-        tokens, features, post_norm = (one[kept] for one in (tokens, output.features, output.post_norm))
-        return accepted.num_accepted, accepted.committed(tokens), tokens, features, post_norm, path
+        read, features, post_norm = (one[kept] for one in (tokens, output.features, output.post_norm))
+        return accepted.num_accepted, accepted.committed(read), read, features, post_norm, path
 
     def _read_nodes(
         self, last: Tensor, nodes: Tensor, parents: Tensor | None, start: Tensor

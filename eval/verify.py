@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..configs.errors import BadInput
+from ..heads.nn.tree_nodes import agreeing_paths
 from .sampling import Sampling, choose, sample, target_probs
 
 
@@ -102,16 +103,8 @@ def accept_tree(chosen: Tensor, drafted: Tensor, parents: Tensor, *, depth: int)
         chosen: [B, S + 1] the target's own next token at the root and each node, from `choose`.
         drafted: [B, S] tokens. parents: [B, S].
     """
-    at = chosen.new_zeros(len(chosen), 1)  # [B, 1] 0: the root
-    steps, matched = [], [at[:, :0] > 0]
-    for _ in range(depth):
-        match = (parents + 1 == at) & (drafted == chosen.gather(1, at))  # [B, S] one at most
-        node = match.long().argmax(1, keepdim=True)  # [B, 1]
-        matched.append(match.any(1, keepdim=True))
-        steps.append(node)
-        at = torch.where(matched[-1], node + 1, at)  # a row that has stopped never matches again
-    path = torch.cat([at[:, :0], *steps], 1)  # [B, depth]
-    return AcceptedPath(torch.cat(matched, 1).long().sum(1), path, chosen.gather(1, at).squeeze(1))
+    num_accepted, path, at = agreeing_paths(chosen, drafted, parents, depth=depth)
+    return AcceptedPath(num_accepted, path, chosen.gather(1, at).squeeze(1))
 
 
 # Children sampled from the draft

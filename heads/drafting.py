@@ -286,15 +286,3 @@ def draft_dynamic(head: Expands, state: Any, tree: DynamicTree) -> Proposal:
     up = torch.cat(parents, 1).gather(1, kept)  # [B, S] parents among all candidates
     up = torch.where(up < 0, up, renumber.gather(1, up.clamp(min=0)))
     return Proposal(torch.cat(tokens, 1).gather(1, kept), up)
-
-
-def ancestors(parents: Tensor, depth: int) -> Tensor:
-    """[B, S, S] bool, whether node j (last) is node i (middle) or its ancestor. parents [B, S]; depth: of the tree."""
-    size = parents.shape[1]
-    nodes = torch.arange(size, device=parents.device)
-    mask = (nodes[:, None] == nodes).expand(len(parents), -1, -1)
-    above = parents
-    for _ in range(depth - 1):
-        mask = mask | (above[..., None] == nodes)  # -1, the root, is no node
-        above = torch.where(above < 0, above, parents.gather(1, above.clamp(min=0)))
-    return mask

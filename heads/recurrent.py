@@ -22,7 +22,7 @@ from .nn.attention import grouped_attention
 from .nn.cache import SlotCache, newest_slots, seen_by_children
 from .nn.chain_attention import Block, attend_chains, blocks_of, laid_out, recomputing
 from .nn.cpu_decoder import CpuLayers
-from .nn.cpu_kernels import pack_linears
+from .nn.cpu_kernels import TILE, pack_linears
 from .nn.layers import Attention, RMSNorm, Rotary
 from .nn.target_output import TargetOutput
 
@@ -240,10 +240,22 @@ class RecurrentHead(DraftHead):
         features = self.features(read.output)  # [B, Q, D]
         positions = read.start[:, None] + torch.arange(read.tokens.shape[1], device=read.start.device)  # [B, Q]
         state.extent = read.extent or state.cache.max_length
-        out = self._decode(state, read.next_tokens, features, positions)
-        state.hidden = out[torch.arange(len(out), device=out.device), read.last][:, None]  # [B, 1, D]
+        state.hidden = self._last_output(state, read, features, positions)  # [B, 1, D]
         state.position = read.start + read.last
         state.seen = state.seen[:, :1, :0]
+
+    def _last_output(self, state: RecurrentState, read: Reading, features: Tensor, positions: Tensor) -> Tensor:
+        """Write keys and values of all positions; returns the output at each row's last committed one [B, 1, D]."""
+        rows, last = torch.arange(len(positions), device=positions.device)[:, None], read.last[:, None]
+        packed = self.packed if len(self.decoder_layers) == 1 and positions.shape[1] > 2 * TILE else None
+        if packed is None or not (packed.writes and packed.is_for(features)):
+            return self._decode(state, read.next_tokens, features, positions)[rows, last]
+        # of many positions, as of a prompt, the layer's output is wanted at one alone
+        x, hidden = self.read(read.next_tokens, features)
+        state.cache.seek(positions, extent=state.extent)
+        tables = self.rotary.tables(state.cache.max_length, like=x)
+        packed.write(self.decoder_layers[0].normalised(x), state.cache, tables, positions)
+        return self._through(state, x[rows, last], hidden[rows, last], positions[rows, last])
 
     @torch.no_grad()
     def first_logits(self, state: RecurrentState) -> Tensor:
@@ -262,6 +274,12 @@ class RecurrentHead(DraftHead):
         self, state: RecurrentState, token_ids: Tensor, hidden: Tensor, positions: Tensor, *, in_tree: bool = False
     ) -> Tensor:
         """One forward over the cache. token_ids, positions [B, Q]; hidden [B, Q, D] -> [B, Q, D]."""
+        return self._through(state, *self.read(token_ids, hidden), positions, in_tree=in_tree)
+
+    def _through(
+        self, state: RecurrentState, x: Tensor, hidden: Tensor, positions: Tensor, *, in_tree: bool = False
+    ) -> Tensor:
+        """Through the layers: what `read` gives, x [B, Q, in] and hidden [B, Q, D] -> [B, Q, D]."""
         cache, layers, packed = state.cache, self.decoder_layers, self.packed
         packed = packed if packed is not None and packed.is_for(hidden) else None
         if in_tree:
@@ -270,7 +288,6 @@ class RecurrentHead(DraftHead):
         else:  # each slot is the token's position, and a token sees all before it
             cache.seek(positions, extent=state.extent)
             mask = None if packed is not None else cache.mask(positions, dtype=hidden.dtype)
-        x, hidden = self.read(token_ids, hidden)
         if packed is not None:
             tables, read = self.rotary.tables(cache.max_length, like=x), layers[0].normalised(x)
             return packed(layers[0].residual(hidden), cache, tables, positions, mask=mask, read=read)

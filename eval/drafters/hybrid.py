@@ -11,6 +11,7 @@ from ...heads.base import DraftHead
 from ...heads.drafter import Drafter, Reading
 from ...heads.drafting import Draws, Proposal, Tree
 from .answers import Answers
+from .asking import Asking
 from .host import commit_texts
 from .lookup import ANSWERED_DRAFT_TOKENS
 from .suffix import (
@@ -28,10 +29,9 @@ from .suffix import (
 )
 from .unread import Unread
 
-DRAFT_COST = 0.3  # time of a head's chain relative to a round that copies; .2 to .3 measured for EAGLE-3, K 3 to 5
-EXPLORED = 32  # rounds after which a head that is not asked is asked again, for it may be right by now
 NUM_RANKS = 4  # guesses of the head per node of its chain that a tree may hold
-MOST_READ = 2048  # positions of a prompt that the head reads at a time
+MOST_READ = 2048  # positions that the head reads at a time
+MOST_KEPT = 512  # positions of a prompt whose states are kept until the head is asked; it reads longer ones at once
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class HybridRow:
 
     def tree(self, head: Chain, *, num_nodes: int, depth: int) -> list[Path]:
         """The nodes most likely to be accepted, of the head's chain, its other guesses, and copies that continue these;
-        parents first."""
+        as `SuffixRow.tree`."""
         self.latest = head
         seeds, path, chance, place = [], (), 1.0, self.text.place
         for best, *others in head[:depth]:
@@ -126,10 +126,11 @@ class HybridState:
 class HybridDrafter(Drafter):
     """A head, and look-ups in suffix tries where these are expected to be accepted more.
 
-    The head is asked where that is expected to raise tokens per time (`is_worth_asking`), and reads only then. A chain
-    is j tokens of the head, at most as many as it was trained to draft, then K - j copied ones; the j is that for which
-    most tokens are expected to be accepted: the sum over depths of the product of the tokens' hit rates. A dynamic tree
-    holds the nodes most likely to be accepted by these rates, as in EAGLE-2 (Li et al. 2024, section 4).
+    For chains the head is asked where that is expected to raise tokens per time (`Asking`), and reads only then. A
+    chain is j tokens of the head, at most as many as it was trained to draft, then K - j copied ones; the j is that for
+    which most tokens are expected to be accepted: the sum over depths of the product of the tokens' hit rates. A
+    dynamic tree, for which the head is always asked, holds the nodes most likely to be accepted by these rates, as in
+    EAGLE-2 (Li et al. 2024, section 4).
     Drafts are deterministic, so the text is the target's own at temperature > 0 too.
 
     Args: head: the one that is asked. max_depth, max_nodes, answers: as in `SuffixDrafter`.
@@ -144,7 +145,7 @@ class HybridDrafter(Drafter):
         self.feature_layers, self.adapts_target = head.feature_layers, head.adapts_target
         self.reach = head.num_depths  # largest number of tokens requested from the head
         self.rates, self.guessed = Rates(), HitRates(PROBABILITIES, PROBABILITY_RATES)
-        self.unasked = 0  # rounds since the head was asked
+        self.asking = Asking()
         self.default_draft_tokens = max(self.reach, ANSWERED_DRAFT_TOKENS) if answers else self.reach
 
     def begin(self, *, batch_size: int, max_length: int) -> HybridState:
@@ -156,11 +157,13 @@ class HybridDrafter(Drafter):
 
     def commit(self, state: HybridState, read: Reading) -> None:
         state.active = commit_texts(state.rows, read)
-        is_prompt = bool(((read.start == 0) & (read.num_valid > 0)).any())
+        rows = [*enumerate(zip(read.start.tolist(), read.num_valid.tolist(), strict=True))]
+        self.asking.count({row: count for row, (start, count) in rows if start > 0 and count})
+        is_prompt = any(start == 0 and count for _, (start, count) in rows)
         if is_prompt or not state.unread.follows(read):
             self._read(state)
         state.unread.add(read)
-        if is_prompt:  # before decoding begins
+        if is_prompt and read.tokens.shape[1] > MOST_KEPT:
             self._read(state)
 
     def _read(self, state: HybridState) -> None:
@@ -175,23 +178,14 @@ class HybridDrafter(Drafter):
 
     def propose(self, state: HybridState, *, num_draft_tokens: int) -> Proposal:
         copies = [row.copy(row.text.place, num_draft_tokens) for row in state.rows]
-        drafts = [[token for token, _ in copied] for copied in copies]
-        self.unasked += 1
-        if self.is_worth_asking(state, copies):
-            chains = self._guesses(state, min(num_draft_tokens, self.reach), num_ranks=1)
+        drafts, depth = [[token for token, _ in copied] for copied in copies], min(num_draft_tokens, self.reach)
+        growing = (row for row, active in enumerate(state.active) if active)
+        expected = {row: sum(chance for _, chance in copies[row]) for row in growing}
+        if self.asking.decide(expected, rate=self.guessed.mean, depth=depth):
+            chains = self._guesses(state, depth, num_ranks=1)
             rows = zip(state.rows, chains, drafts, state.active, strict=True)
             drafts = [row.chain(own, num_draft_tokens) if active else copied for row, own, copied, active in rows]
         return Proposal(torch.tensor(drafts))  # [B, K]
-
-    def is_worth_asking(self, state: HybridState, copies: Sequence[Sequence[tuple[int, float]]]) -> bool:
-        """Whether tokens per time are expected to rise if the head drafts too. In each row the longer of two chains is
-        accepted: the copy, or the head's, right as often as its guesses were so far. True after EXPLORED rounds too."""
-        rate, depth = self.guessed.mean, min(self.reach, len(copies[0]))
-        guessed = 1 + sum(rate**i for i in range(1, depth + 1))
-        rows = zip(copies, state.active, strict=True)
-        copied = [1 + sum(chance for _, chance in row) for row, active in rows if active]
-        expected = sum(max(guessed, each) for each in copied)
-        return expected > (1 + DRAFT_COST) * sum(copied) or (bool(copied) and self.unasked > EXPLORED)
 
     def propose_tree(self, state: HybridState, tree: Tree, *, draws: Draws | None = None) -> Proposal:
         """A dynamic tree of that many nodes; BadInput on a fixed shape."""
@@ -203,10 +197,13 @@ class HybridDrafter(Drafter):
         return Proposal(torch.tensor(tokens), torch.tensor(parents))  # [B, S] each
 
     def _guesses(self, state: HybridState, num_tokens: int, *, num_ranks: int) -> list[Chain]:
-        """The head's chain for each row."""
-        self.unasked = 0
+        """The head's chain for each row, with its num_ranks best guesses of each token."""
         self._read(state)
         proposal = self.head.propose(state.head, num_draft_tokens=num_tokens)
+        estimates = proposal.estimates() if num_ranks == 1 else None
+        if estimates is not None:
+            rows = zip(proposal.tokens.tolist(), estimates.tolist(), strict=True)
+            return [[[Guess(*pair)] for pair in zip(*row, strict=True)] for row in rows]
         if not proposal.logits:  # no probabilities are known: assume 0.5
             return [[[Guess(token, 0.5)] for token in tokens] for tokens in proposal.tokens.tolist()]
         logits = torch.stack(proposal.logits, 1).float()  # [B, K, Vd]

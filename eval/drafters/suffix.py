@@ -191,8 +191,9 @@ class SuffixRow(RowText):
         return tokens
 
     def tree(self, seeds: Iterable[Node] = (), *, num_nodes: int, depth: int) -> list[Path]:
-        """The nodes most likely to be accepted, of both tries' continuations of the text and of the seeds; parents
-        first, fewer than num_nodes if there are no more within the depth.
+        """The nodes most likely to be accepted, of both tries' continuations of the text and of the seeds; fewer than
+        num_nodes if there are no more within the depth. Behind each node comes the likeliest of its children, so an
+        accepted path is often in its place in the cache already.
 
         Args: seeds: further nodes, which must include their ancestors.
         """
@@ -208,11 +209,23 @@ class SuffixRow(RowText):
             if length < depth:
                 for token, right in self.guesses(place):
                     heappush(heap, (chance * right, length + 1, (*path, token), self.follow(place, token)))
-        return sorted(list(found)[1:], key=len)
+        return depth_first(list(found)[1:])
 
     def _append(self, token: int) -> None:
         answers = self.place.answers if self.answers is None else self.answers.follow(self.place.answers, token)
         self.place = Place(self.own.add(self.place.own, token), answers)
+
+
+def depth_first(paths: Iterable[Path]) -> list[Path]:
+    """A tree's nodes in depth-first order; siblings keep theirs."""
+    below: dict[Path, list[Path]] = {}
+    for path in paths:
+        below.setdefault(path[:-1], []).append(path)
+    ordered, waiting = list[Path](), below.get((), [])[::-1]
+    while waiting:
+        ordered.append(waiting.pop())
+        waiting += below.get(ordered[-1], [])[::-1]
+    return ordered
 
 
 def filled(paths: Sequence[Path], tree: DynamicTree) -> tuple[list[int], list[int]]:

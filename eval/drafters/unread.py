@@ -68,9 +68,10 @@ class Unread:
                 continue
             if not self.pieces[row]:
                 self.first[row] = start
-            values = (read.tokens, read.next_tokens, output.features, output.post_norm)
+            tokens, next_tokens = read.tokens[row, :count], read.next_tokens[row, :count]
             # cloned, as the engine may write the next forward's states into the same memory
-            self.pieces[row].append(Piece(*(value[row, :count].clone() for value in values)))
+            states = (value[row, :count].clone() for value in (output.features, output.post_norm))
+            self.pieces[row].append(Piece(tokens, next_tokens, *states))
         self.extent = read.extent
 
     def take(self) -> Reading | None:
@@ -101,6 +102,8 @@ class Unread:
 
 def joined_rows(rows: Sequence[Sequence[Tensor]]) -> Tensor:
     """Per row some tensors [n, ...] -> [B, widest, ...], zeros behind a row's own."""
+    if len(rows) == 1:
+        return torch.cat(list(rows[0]))[None]
     like = next(part for row in rows for part in row)
     nothing = like.new_zeros(0, *like.shape[1:])
     return pad_sequence([torch.cat(list(row)) if row else nothing for row in rows], batch_first=True)

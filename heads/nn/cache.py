@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .split_attention import whole_parts
+from .tree_nodes import is_readable
 
 # what models and layers call the cache that they take, from transformers 5.24 on and before
 CACHE_ARGUMENTS = ("cache", "layer_past", "past_key_values")
@@ -174,11 +175,19 @@ class SlotCache(Cache):
         values = hiding(~seen, dtype=dtype)
         return mask.scatter_(-1, slots[:, None, None].expand(-1, 1, seen.shape[1], -1), values[:, None])
 
-    def move(self, source: Tensor, destination: Tensor) -> None:
+    def move(self, source: Tensor, destination: Tensor, *, num: Tensor | None = None) -> None:
         """Copy slots within each row, to move a tree's accepted nodes right after the committed tokens.
 
-        Args: source, destination: [B, n]; all sources are read before anything is written.
+        Args:
+            source, destination: [B, n]; all sources are read before anything is written.
+            num: [B] how many of each row's first ones matter; the others may be copied or not. None: all.
         """
+        if num is not None and is_readable(source):  # only up to the last one that is not in its place
+            order = torch.arange(source.shape[1])
+            last = int(((source != destination) & (order < num[:, None])).mul(order + 1).max())
+            source, destination = source[:, :last], destination[:, :last]
+            if last == 0:
+                return
         rows = torch.arange(len(source), device=source.device)[:, None]  # [B, 1]
         for tensor in self.stored:
             by_slot = tensor.movedim((-4, -2), (0, 1))  # [B, slots, ..., Nkv, H]

@@ -147,7 +147,8 @@ class CpuLayers:
         return x
 
     def write(self, x: Tensor, cache: SlotCache, tables: Tables, positions: Tensor) -> None:
-        """Write every layer's keys and values of x [B, Q, D], not normalised, to the slots that `cache.seek` set."""
+        """Write every layer's keys and values of x, what its attention reads [B, Q, in], to the slots that `cache.seek`
+        set. All layers read x as it is."""
         library, x = kernels(), x.contiguous()
         assert library is not None
         slots = cache.positions.expand(x.shape[:2]).contiguous()

@@ -324,10 +324,10 @@ static void place(const Forward& s, const Layer& w, bf16* keys, bf16* projected,
   }
 }
 
-// Only keys and values, of x [B, Q, D] as it is, in every layer. N * H is a multiple of 32.
+// Only keys and values, of x [B, Q, read_size] as it is, in every layer. N * H is a multiple of 32.
 extern "C" void write(const Layer* layers, int64_t num_layers, const Forward* forward, const bf16* x) {
   const Forward& s = *forward;
-  int64_t D = s.hidden, H = s.head_dim, M = s.num_rows * s.num_queries, width = 2 * s.num_kv_heads * H;
+  int64_t D = s.read_size, H = s.head_dim, M = s.num_rows * s.num_queries, width = 2 * s.num_kv_heads * H;
   std::vector<bf16> projected(M * width);
 #pragma omp parallel num_threads(s.num_threads)
   for (int64_t i = 0; i < num_layers; i++) {

@@ -12,11 +12,12 @@ from headstart.heads.drafting import (
     DynamicTree,
     Proposal,
     StaticTree,
-    ancestors,
     draft_chain,
     draft_dynamic,
     draft_static,
 )
+from headstart.heads.nn.cache import SlotCache
+from headstart.heads.nn.tree_nodes import agreeing_paths, ancestors
 from headstart.heads.registry import HEADS, build_head
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
@@ -166,6 +167,46 @@ def test_a_tree_that_holds_the_targets_own_path_is_accepted_whole(target):
 def test_ancestors_of_a_small_tree():
     seen = ancestors(torch.tensor([[-1, -1, 0, 2, 1]]), 3)[0].int().tolist()
     assert seen == [[1, 0, 0, 0, 0], [0, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 0, 1, 1, 0], [0, 1, 0, 0, 1]]
+
+
+def random_trees(num_rows, size, *, seed):
+    """Parents [B, S] of trees, and tokens [B, S] of which siblings differ."""
+    source = torch.Generator().manual_seed(seed)
+    above = [torch.randint(-1, max(node, 1), (num_rows,), generator=source).clamp(max=node - 1) for node in range(size)]
+    return torch.stack(above, 1), torch.stack([torch.randperm(size, generator=source) for _ in range(num_rows)])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_trees_are_read_on_a_cpu_as_on_a_gpu(seed, monkeypatch):
+    """Node by node, without tensor operations."""
+    parents, tokens = random_trees(3, 9, seed=seed)
+    wanted = torch.randint(9, (3, 10), generator=torch.Generator().manual_seed(seed))
+    wanted[0, 0] = tokens[0, int((parents[0] == -1).nonzero()[0])]  # a row that accepts
+    here = ancestors(parents, 9), *agreeing_paths(wanted, tokens, parents, depth=9)
+    monkeypatch.setattr("headstart.heads.nn.tree_nodes.is_readable", lambda _: False)
+    seen, num, path, at = ancestors(parents, 9), *agreeing_paths(wanted, tokens, parents, depth=9)
+    valid = torch.arange(9) < num[:, None]
+    assert num[0] > 0 and torch.equal(here[0], seen) and torch.equal(here[1], num) and torch.equal(here[3], at)
+    assert torch.equal(here[2][valid], path[valid])
+
+
+@pytest.mark.parametrize("depth", range(1, 9))
+def test_ancestors_of_a_chain_of_any_length(depth, monkeypatch):
+    monkeypatch.setattr("headstart.heads.nn.tree_nodes.is_readable", lambda _: False)
+    assert torch.equal(ancestors(torch.arange(-1, depth - 1)[None], depth)[0], torch.ones(depth, depth).tril().bool())
+
+
+def test_accepted_nodes_are_moved_only_if_they_are_elsewhere():
+    cache = SlotCache(num_layers=2, max_length=64)
+    cache.seek(torch.arange(8).expand(2, -1), extent=8)
+    for layer in range(2):
+        slots = torch.arange(8.0)[:, None].expand(2, 2, 8, 4)
+        cache.update(slots, slots, layer)
+    cache.move(torch.tensor([[2, 5, 6], [2, 3, 7]]), torch.tensor([[2, 3, 4], [2, 3, 4]]), num=torch.tensor([2, 2]))
+    assert cache.stored[0][0, 0, :, 0, :4, 0].tolist() == [[0, 1, 2, 5], [0, 1, 2, 3]]
+    before = cache.stored[0].clone()
+    cache.move(torch.tensor([[2, 3, 6]] * 2), torch.tensor([[2, 3, 4]] * 2), num=torch.tensor([2, 0]))
+    assert torch.equal(cache.stored[0], before)
 
 
 @pytest.mark.parametrize("paths", [(), ((),), ((0, 0),), ((0,), (0, 0), (1,)), ((0,), (1, 0)), ((0,), (0,))])

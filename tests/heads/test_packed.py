@@ -111,3 +111,24 @@ def test_its_own_layers_read_what_the_kernels_do_not(versions, monkeypatch):
     monkeypatch.setattr(CpuLayers, "__call__", None)
     after = drafted(head, in_tree=False)
     assert (after[0] - before[0]).norm() < 0.05 * before[0].norm()
+
+
+@needs_kernels
+@torch.no_grad()
+def test_many_positions_leave_what_few_at_a_time_do(versions):
+    """To the bit: of many the layer's output is computed at the last one alone."""
+    head, source = versions.packed, torch.Generator().manual_seed(3)
+    tokens, following = (torch.randint(3, 61, (2, 40), generator=source) for _ in range(2))
+    states = torch.randn(2, 40, 5, 64, generator=source).bfloat16()
+    output = TargetOutput(states[:, :, : len(head.feature_layers)], states[:, :, 4])
+    read = Reading(tokens, following, output, torch.zeros(2, dtype=torch.long), torch.tensor([40, 33]), 64)
+    found = []
+    for step in (40, 4):
+        state, last = head.begin(batch_size=2, max_length=64), torch.zeros(0)
+        for first in range(0, 40, step):
+            head.commit(state, read.part(first, first + step))
+            if first < 33 <= first + step:
+                last = head.first_logits(state)[1]
+        used = state.cache.stored[0]
+        found.append([head.first_logits(state)[0], last, used[:, :, 0, :, :40], used[:, :, 1, :, :33]])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))

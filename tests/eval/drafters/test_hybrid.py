@@ -3,7 +3,8 @@
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.eval.drafters.hybrid import EXPLORED, Guess, HybridDrafter, HybridRow
+from headstart.eval.drafters.asking import DRAFT_COST, EXPLORED, Asking
+from headstart.eval.drafters.hybrid import Guess, HybridDrafter, HybridRow
 from headstart.eval.drafters.lookup import SuffixDrafter
 from headstart.eval.drafters.suffix import (
     MATCH_RATES,
@@ -126,13 +127,49 @@ def test_a_head_is_asked_again_for_it_may_be_right_by_now(target):
     drafter, asked = HybridDrafter(build("eagle3", target)), []
     propose = drafter.head.propose
     drafter.head.propose = lambda *args, **more: asked.append(1) or propose(*args, **more)  # pyright: ignore
-    for _ in range(5000):
-        drafter.guessed.add(0.5, is_right=False)
+    for probability in PROBABILITIES * 500:
+        drafter.guessed.add(probability, is_right=False)
     generate(target, drafter, [[1, 5, 9] * 6], max_new_tokens=20, num_draft_tokens=1, eos_token_ids=[])
-    assert not asked and drafter.unasked > 0
-    drafter.unasked = EXPLORED
+    assert not asked and drafter.asking.unasked > 0
+    drafter.asking.unasked = EXPLORED
     generate(target, drafter, [[1, 5, 9] * 6], max_new_tokens=4, num_draft_tokens=1, eos_token_ids=[])
     assert len(asked) == 1
+
+
+def asked_in(asking, rounds, *, rate, copied, added):
+    """How often a head is asked in so many rounds of one row that add `added` tokens to the copied ones when it is."""
+    num_asked = 0
+    for _ in range(rounds):
+        is_asked = asking.decide({0: copied}, rate=rate, depth=3)
+        num_asked += is_asked
+        asking.count({0: 1 + copied + added * is_asked})
+    return num_asked
+
+
+def test_a_head_is_asked_where_the_tokens_it_adds_are_worth_its_time():
+    """At 0.25 of a round, of about 2.5 tokens, that is from 0.6 tokens on."""
+    assert asked_in(Asking(), 100, rate=0.8, copied=0.5, added=1.5) == 100
+    assert asked_in(Asking(), 100, rate=0.8, copied=6.0, added=0.0) <= 100 // EXPLORED
+    assert asked_in(Asking(), 100, rate=0.1, copied=0.5, added=0.0) <= 100 // EXPLORED
+
+
+def test_a_head_that_adds_less_than_expected_is_asked_less_and_ever_more_rarely():
+    asking = Asking()
+    first = asked_in(asking, 200, rate=0.7, copied=0.8, added=0.0)
+    later = asked_in(asking, 2000, rate=0.7, copied=0.8, added=0.0)
+    assert 0 < first < 200 and later <= 10, "after 32, 64, 128, 256, 256 ... rounds"
+    assert asked_in(asking, 3000, rate=0.7, copied=0.8, added=3.0) > 1000, "until it is worth it again"
+
+
+def test_a_round_of_rows_counts_those_that_grew():
+    asking = Asking()
+    before = asking.pace.value
+    assert asking.decide({0: 0.2, 1: 0.3}, rate=0.9, depth=3)
+    asking.count({1: 4})  # the other has ended
+    assert asking.pace.upper == pytest.approx(20 * before + 4)
+    assert asking.pace.lower == pytest.approx(20 + 1 + DRAFT_COST)
+    asking.count({1: 4})
+    assert asking.pace.lower == pytest.approx(20 + 1 + DRAFT_COST), "once a round"
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -178,7 +215,8 @@ def test_a_tree_holds_the_heads_chain_its_other_guesses_and_copies():
     head = guesses([(50, 0.6), (51, 0.3)], [(60, 0.6), (61, 0.2)])
     paths = row.tree(head, num_nodes=6, depth=2)
     assert {(18,), (18, 19), (50,), (50, 60), (51,)} <= set(paths)
-    assert paths == sorted(paths, key=len) and all(path[:-1] in {(), *paths} for path in paths)
+    assert all(path[:-1] in {(), *paths[:i]} for i, path in enumerate(paths)), "parents first"
+    assert paths[1][:1] == paths[0], "and then the likeliest child"
     tokens, parents = filled(paths, DynamicTree(num_nodes=20, depth=2, top_k=8))
     assert len(tokens) == len(parents) == 20 and all(parent < i for i, parent in enumerate(parents))
 

@@ -1,0 +1,85 @@
+"""When a head that drafts beside look-ups is asked: where the tokens that it adds are expected to be worth its time."""
+
+from collections.abc import Mapping
+
+DRAFT_COST = 0.25  # time of a head's chain relative to a round that copies; .2 to .3 measured for EAGLE-3 of 3 tokens
+EXPLORED = 32  # rounds after which a head that is not asked is asked again, for it may be right by now
+MOST_EXPLORED = 256  # the same, doubled each time that it was asked for no other reason
+EXPLORED_WEIGHT = 8.0  # such a round counts for so many others, as it is the only one that tells of a change
+
+
+class Ratio:
+    """A ratio of two sums, to which late observations contribute more than early ones.
+
+    Args: start: the ratio before any observation. weight: of that start, in units of the lower sum. most: lower sum
+        beyond which both sums are halved.
+    """
+
+    def __init__(self, start: float, *, weight: float, most: float):
+        self.upper, self.lower, self.most = start * weight, weight, most
+
+    @property
+    def value(self) -> float:
+        return self.upper / self.lower
+
+    def add(self, upper: float, lower: float) -> None:
+        """Count an observation."""
+        self.upper += upper
+        self.lower += lower
+        if self.lower > self.most:
+            self.upper /= 2
+            self.lower /= 2
+
+
+class Asking:
+    """Decides in each round whether a head is asked, by the tokens that this is expected to add to the copies.
+
+    It is asked where these tokens are more than what its time brings otherwise. Three averages are kept from round to
+    round: `pace`, tokens per row and time, 1 being the time of a round that copies; `copied`, the copied tokens that
+    are expected to be accepted; and `worth`, the tokens that asking added relative to those expected of it, so that a
+    head that disappoints is asked less.
+    """
+
+    def __init__(self) -> None:
+        self.pace = Ratio(1.5, weight=20, most=200)
+        self.copied = Ratio(1.0, weight=20, most=200)
+        self.worth = Ratio(1.0, weight=50, most=200)
+        self.unasked = 0  # rounds since the head was asked
+        self.patience = EXPLORED
+        self.expected: Mapping[int, float] = {}  # of the round in progress, per row: copied tokens
+        self.gain = 0.0  # and tokens that the head adds
+        self.is_asked = self.explores = False
+
+    def decide(self, expected: Mapping[int, float], *, rate: float, depth: int) -> bool:
+        """Whether to ask the head in this round.
+
+        Args: expected: per row, how many tokens of its copy are expected to be accepted. rate: how often the head's
+            guesses were right. depth: number of tokens that it would draft; copies continue them.
+        """
+        guessed = sum(rate**i for i in range(1, depth + 1)) + rate**depth * self.copied.value
+        self.gain = sum(max(guessed - each, 0.0) for each in expected.values())
+        self.expected = expected
+        self.unasked += 1
+        pays = self.gain * min(self.worth.value, 1.0) > DRAFT_COST * self.pace.value * len(expected)
+        self.explores = bool(expected) and not pays and self.unasked > self.patience
+        if pays:
+            self.patience = EXPLORED
+        elif self.explores:
+            self.patience = min(2 * self.patience, MOST_EXPLORED)
+        self.is_asked = pays or self.explores
+        if self.is_asked:
+            self.unasked = 0
+        return self.is_asked
+
+    def count(self, committed: Mapping[int, int]) -> None:
+        """Count the round that `decide` began. committed: per row that grew, tokens, the bonus token included."""
+        rows = self.expected.keys() & committed.keys()
+        if not rows:
+            return
+        tokens, copied = sum(committed[row] for row in rows), sum(self.expected[row] for row in rows)
+        self.pace.add(tokens, len(rows) * (1 + DRAFT_COST * self.is_asked))
+        self.copied.add(copied, len(rows))
+        if self.is_asked and self.gain > 0 and rows == self.expected.keys():
+            weight = EXPLORED_WEIGHT if self.explores else 1.0
+            self.worth.add(weight * (tokens - len(rows) - copied), weight * self.gain)
+        self.expected = {}
