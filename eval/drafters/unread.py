@@ -28,32 +28,28 @@ class Piece(NamedTuple):
 class Unread:
     """The positions that a head has not read, by row.
 
-    pieces: of each row, in order. first: where its unread positions begin. max_length: slots of a row. extent: of the
-    last reading.
+    pieces: of each row, in order. first: where its unread positions begin. lengths: how many there are. max_length:
+    slots of a row. extent: of the last reading.
     """
 
     pieces: list[list[Piece]]
     first: list[int]
+    lengths: list[int]
     max_length: int
     extent: int = 0
 
     @classmethod
     def of(cls, batch_size: int, *, max_length: int) -> "Unread":
-        return cls([[] for _ in range(batch_size)], [0] * batch_size, max_length)
-
-    def lengths(self) -> list[int]:
-        """The number of unread positions of each row."""
-        return [sum(len(piece.tokens) for piece in pieces) for pieces in self.pieces]
+        return cls([[] for _ in range(batch_size)], [0] * batch_size, [0] * batch_size, max_length)
 
     def follows(self, read: Reading) -> bool:
         """Whether a reading can be added: it continues every row, and all of them, padded to one width, fit the slots.
 
         Where it does not, the head reads what is unread first.
         """
-        lengths = self.lengths()
-        width = max(lengths) + read.tokens.shape[1]
+        width = max(self.lengths) + read.tokens.shape[1]
         for first, length, start, count in zip(
-            self.first, lengths, read.start.tolist(), read.num_valid.tolist(), strict=True
+            self.first, self.lengths, read.start.tolist(), read.num_valid.tolist(), strict=True
         ):
             begin = first if length else start
             if count and (start != begin + length or begin + width > self.max_length):
@@ -66,8 +62,9 @@ class Unread:
         for row, (start, count) in enumerate(zip(read.start.tolist(), read.num_valid.tolist(), strict=True)):
             if not count:
                 continue
-            if not self.pieces[row]:
+            if not self.lengths[row]:
                 self.first[row] = start
+            self.lengths[row] += count
             tokens, next_tokens = read.tokens[row, :count], read.next_tokens[row, :count]
             # cloned, as the engine may write the next forward's states into the same memory
             states = (value[row, :count].clone() for value in (output.features, output.post_norm))
@@ -77,8 +74,7 @@ class Unread:
     def take(self) -> Reading | None:
         """All unread positions as one reading [B, Q], Q those of the row with most; None if there are none. After this,
         there are none."""
-        lengths = self.lengths()
-        width = max(lengths)
+        lengths, width = self.lengths, max(self.lengths)
         if not width:
             return None
         tokens, next_tokens, features, post_norm = (
@@ -89,6 +85,7 @@ class Unread:
         extent = min(max(self.extent, int(start.max()) + width), self.max_length) if self.extent else 0
         for row, length in enumerate(lengths):
             self.pieces[row], self.first[row] = [], self.first[row] + length
+        self.lengths = [0] * len(lengths)
         device = features.device
         return Reading(
             tokens.to(device),
