@@ -2,33 +2,12 @@
 
 from collections.abc import Mapping
 
+from .rates import Ratio
+
 DRAFT_COST = 0.25  # time of a head's chain relative to a round that copies; .2 to .3 measured for EAGLE-3 of 3 tokens
 EXPLORED = 32  # rounds after which a head that is not asked is asked again, for it may be right by now
 MOST_EXPLORED = 256  # the same, doubled each time that it was asked for no other reason
 EXPLORED_WEIGHT = 8.0  # such a round counts for so many others, as it is the only one that tells of a change
-
-
-class Ratio:
-    """A ratio of two sums, to which late observations contribute more than early ones.
-
-    Args: start: the ratio before any observation. weight: of that start, in units of the lower sum. most: lower sum
-        beyond which both sums are halved.
-    """
-
-    def __init__(self, start: float, *, weight: float, most: float):
-        self.upper, self.lower, self.most = start * weight, weight, most
-
-    @property
-    def value(self) -> float:
-        return self.upper / self.lower
-
-    def add(self, upper: float, lower: float) -> None:
-        """Count an observation."""
-        self.upper += upper
-        self.lower += lower
-        if self.lower > self.most:
-            self.upper /= 2
-            self.lower /= 2
 
 
 class Asking:

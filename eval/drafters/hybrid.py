@@ -14,19 +14,8 @@ from .answers import Answers
 from .asking import Asking
 from .host import commit_texts
 from .lookup import ANSWERED_DRAFT_TOKENS
-from .suffix import (
-    PROBABILITIES,
-    PROBABILITY_RATES,
-    HitRates,
-    Node,
-    Path,
-    Place,
-    Rates,
-    SuffixRow,
-    SuffixTrie,
-    dynamic_only,
-    filled,
-)
+from .rates import PROBABILITIES, PROBABILITY_RATES, HitRates, Rates
+from .suffix import Node, Path, Place, SuffixRow, SuffixTrie, dynamic_only, filled
 from .unread import Unread
 
 NUM_RANKS = 4  # guesses of the head per node of its chain that a tree may hold
@@ -157,9 +146,10 @@ class HybridDrafter(Drafter):
 
     def commit(self, state: HybridState, read: Reading) -> None:
         state.active = commit_texts(state.rows, read)
-        rows = [*enumerate(zip(read.start.tolist(), read.num_valid.tolist(), strict=True))]
-        self.asking.count({row: count for row, (start, count) in rows if start > 0 and count})
-        is_prompt = any(start == 0 and count for _, (start, count) in rows)
+        starts, counts = read.start.tolist(), read.num_valid.tolist()
+        read_rows = [row for row, count in enumerate(counts) if count]
+        self.asking.count({row: counts[row] for row in read_rows if starts[row] > 0})
+        is_prompt = any(starts[row] == 0 for row in read_rows)
         if is_prompt or not state.unread.follows(read):
             self._read(state)
         state.unread.add(read)

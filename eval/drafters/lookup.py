@@ -12,7 +12,8 @@ from ...configs.errors import BadInput
 from ...heads.drafting import Draws, Proposal, Tree
 from .answers import Answers
 from .host import RowText, TextDrafter, TextState
-from .suffix import Rates, SuffixRow, SuffixTrie, dynamic_only, filled
+from .rates import Rates
+from .suffix import SuffixRow, SuffixTrie, dynamic_only, filled
 
 ANSWERED_DRAFT_TOKENS = 7  # default K with answers to look up, as drafting costs nothing and only verifying does
 

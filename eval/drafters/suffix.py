@@ -1,6 +1,5 @@
 """Look-ups of what followed the same words before: contexts counted in a trie, for a row's own text and for answers."""
 
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
@@ -8,16 +7,7 @@ from typing import NamedTuple
 from ...configs.errors import BadInput
 from ...heads.drafting import DynamicTree, Tree
 from .host import RowText
-
-# Hit rates are counted by class: matches in a row's own text by their length in tokens, guesses with a probability by
-# that; the classes' lower edges are listed here. Counts start from the rates, weighted as WEIGHT observations; those of
-# matches were measured on answers of SmolLM2-135M-Instruct.
-MATCHES = (0, 1, 2, 3, 5, 8, 12)
-MATCH_RATES = (0.05, 0.4, 0.5, 0.55, 0.65, 0.72, 0.87)
-PROBABILITIES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
-PROBABILITY_RATES = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.94, 0.985)
-WEIGHT = 6.0
-MOST_COUNTED = 128  # guesses of a class, after which their counts are halved
+from .rates import Rates
 
 Contexts = list[int]  # nodes of a trie: the contexts that a text ends with, shortest first
 
@@ -77,46 +67,6 @@ class SuffixTrie:
         """The contexts after a further token, which is not counted."""
         reached = (self.child.get((node, token)) for node in contexts)
         return [0, *(node for node in reached if node is not None)][: self.max_depth + 1]
-
-
-class HitRates:
-    """How often guesses were right, by class of certainty: the length of a match in tokens, or a probability; of late
-    more than before.
-
-    Args: edges: the lower edge of each class, ascending from 0. rates: the initial rate of each class.
-    """
-
-    def __init__(self, edges: Sequence[float], rates: Sequence[float]):
-        self.edges = edges
-        self.hits, self.totals = [WEIGHT * rate for rate in rates], [WEIGHT] * len(rates)
-
-    def at(self, certainty: float) -> float:
-        """The rate, 0 to 1, of guesses of that certainty."""
-        place = bisect_right(self.edges, certainty) - 1
-        return self.hits[place] / self.totals[place]
-
-    @property
-    def mean(self) -> float:
-        """The rate of all guesses."""
-        return sum(self.hits) / sum(self.totals)
-
-    def add(self, certainty: float, *, is_right: bool) -> None:
-        """Count a guess."""
-        place = bisect_right(self.edges, certainty) - 1
-        self.hits[place] += is_right
-        self.totals[place] += 1
-        if self.totals[place] > MOST_COUNTED:
-            self.hits[place] /= 2
-            self.totals[place] /= 2
-
-
-class Rates:
-    """How often look-ups were right, over all rows in a drafter's lifetime: in a row's own text by the length of the
-    match, in answers by the guess's share."""
-
-    def __init__(self) -> None:
-        self.own = HitRates(MATCHES, MATCH_RATES)
-        self.answers = HitRates(PROBABILITIES, PROBABILITY_RATES)
 
 
 class Place(NamedTuple):
@@ -217,7 +167,7 @@ class SuffixRow(RowText):
 
 
 def depth_first(paths: Iterable[Path]) -> list[Path]:
-    """A tree's nodes in depth-first order; siblings keep theirs."""
+    """A tree's nodes in depth-first order, siblings in the given one."""
     below: dict[Path, list[Path]] = {}
     for path in paths:
         below.setdefault(path[:-1], []).append(path)

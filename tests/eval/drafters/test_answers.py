@@ -10,8 +10,9 @@ from headstart.eval.drafters.answers import Answers, load_answers
 from headstart.eval.drafters.hybrid import HybridDrafter
 from headstart.eval.drafters.llamacpp_cache import write_cache
 from headstart.eval.drafters.lookup import SuffixDrafter
+from headstart.eval.drafters.rates import Rates
 from headstart.eval.drafters.registry import build_drafter
-from headstart.eval.drafters.suffix import Rates, SuffixRow, SuffixTrie
+from headstart.eval.drafters.suffix import SuffixRow, SuffixTrie
 from headstart.eval.generate import generate
 from headstart.eval.measurement.config import MeasureConfig, chain
 from headstart.eval.measurement.measure import measure

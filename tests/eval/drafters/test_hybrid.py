@@ -6,16 +6,8 @@ from headstart.configs.errors import BadInput
 from headstart.eval.drafters.asking import DRAFT_COST, EXPLORED, Asking
 from headstart.eval.drafters.hybrid import Guess, HybridDrafter, HybridRow
 from headstart.eval.drafters.lookup import SuffixDrafter
-from headstart.eval.drafters.suffix import (
-    MATCH_RATES,
-    PROBABILITIES,
-    PROBABILITY_RATES,
-    HitRates,
-    Rates,
-    SuffixRow,
-    SuffixTrie,
-    filled,
-)
+from headstart.eval.drafters.rates import MATCH_RATES, PROBABILITIES, PROBABILITY_RATES, HitRates, Rates
+from headstart.eval.drafters.suffix import SuffixRow, SuffixTrie, filled
 from headstart.eval.generate import generate
 from headstart.eval.measurement.config import MeasureConfig, chain
 from headstart.eval.measurement.measure import measure
@@ -204,10 +196,10 @@ def test_one_wrong_guess_does_not_silence_a_head():
 
 def test_guesses_behind_a_wrong_one_are_not_counted():
     row = row_of(3, 4, 5)
-    totals = sum(row.guessed.totals)
+    totals = row.guessed.num_counted
     row.chain(guesses([(9, 0.9)], [(9, 0.5)], [(9, 0.5)]), 3)
     row.extend([9, 8, 7])
-    assert sum(row.guessed.totals) == totals + 2
+    assert row.guessed.num_counted == totals + 2
 
 
 def test_a_tree_holds_the_heads_chain_its_other_guesses_and_copies():
