@@ -144,7 +144,7 @@ def test_a_fault_that_the_replay_shares_is_not_proved(tree, dtype, target_in, mo
         monkeypatch.setattr(Target, "decoder", None)  # the kernels read no mask of a chain
         monkeypatch.setattr(caches, "visibility_mask", leaking)
     else:
-        monkeypatch.setattr(caches.SlotCache, "move", lambda *_: None)
+        monkeypatch.setattr(caches.SlotCache, "move", lambda *_, **__: None)
     report = checked(target, tree=tree, drafter=None if tree else NgramDrafter())
     assert report.unexplained >= 8, report
 
