@@ -51,6 +51,15 @@ struct Forward {
   float eps;
 };
 
+// How a head of one layer goes on from its own output: the layer reads the embedding of the token drafted last beside the
+// layer's output before that token, both normalised.
+struct Chain {
+  const bf16 *embedding, *embedding_norm, *hidden_norm;  // [V, D]; gains [D]
+  const bf16 *output_norm, *output;                      // gain [D]; blocked, num_outputs of them
+  const int64_t* to_target;                              // the token of each output; null: the same number
+  int64_t num_outputs, num_tokens;                       // K tokens are drafted
+};
+
 namespace {
 
 inline __mmask16 first(int64_t n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1; }
@@ -246,63 +255,132 @@ inline __m512 sums_of(const __m512* x) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(halves[0], halves[1], 0x88), _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
 }
 
-// One query over the n slots that it sees, in their order: out [H], where C = H / 32, rounded up.
-template <int C>
-void attend(const bf16* q, const bf16* keys, const bf16* values, const int32_t* slots, int64_t n, int64_t H, bf16* out,
-            std::vector<float>& scores) {
-  scores.resize(n + 16);
+// A query's head of a token: it goes to out [H] through the n slots that the token sees, in their order.
+struct Query {
+  const bf16* q;
+  const int32_t* slots;
+  int64_t n;
+  bf16* out;
+  float* scores;  // [n], and room behind them for 16
+};
+
+// Heads of size H, of which C registers hold the channels: C = H / 32, rounded up. T queries that read the same keys and
+// values, the first `common` slots of all being the same, so that these are read once for all.
+template <int C, int T>
+struct Attention {
+  const Query* queries;
+  int64_t common, H;
   __mmask32 some[C];
-  __m512i query[C];
-#pragma GCC unroll 8
-  for (int c = 0; c < C; c++) {
-    some[c] = H - 32 * c >= 32 ? 0xffffffff : (1u << (H - 32 * c)) - 1;
-    query[c] = _mm512_maskz_loadu_epi16(some[c], q + 32 * c);
+
+  Attention(const Query* queries, int64_t common, int64_t H) : queries(queries), common(common), H(H) {
+    for (int c = 0; c < C; c++) some[c] = H - 32 * c >= 32 ? 0xffffffff : (1u << (H - 32 * c)) - 1;
   }
-  __m512 scale = _mm512_set1_ps(1.0f / std::sqrt((float)H)), most = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
-  for (int64_t i = 0; i < n; i += 16) {
-    __m512 sums[16];
-    for (int64_t j = 0; j < 16; j++) {
-      sums[j] = _mm512_setzero_ps();
-      const bf16* k = keys + slots[std::min(i + j, n - 1)] * H;
+
+  // Of queries `from` to `to` for slots [i, i + 16) of each, up to the end.
+  inline __attribute__((always_inline)) void score(const bf16* keys, int from, int to, int64_t i, int64_t end) const {
+    __m512 sums[T][16], scale = _mm512_set1_ps(1.0f / std::sqrt((float)H));
+    __m512bh query[T][C];
 #pragma GCC unroll 8
-      for (int c = 0; c < C; c++)
-        sums[j] = _mm512_dpbf16_ps(sums[j], (__m512bh)query[c], (__m512bh)_mm512_maskz_loadu_epi16(some[c], k + 32 * c));
+    for (int t = from; t < to; t++)
+#pragma GCC unroll 8
+      for (int c = 0; c < C; c++) query[t][c] = (__m512bh)_mm512_maskz_loadu_epi16(some[c], queries[t].q + 32 * c);
+    for (int j = 0; j < 16; j++) {
+      const bf16* k = keys + queries[from].slots[std::min(i + j, end - 1)] * H;
+#pragma GCC unroll 8
+      for (int t = from; t < to; t++) sums[t][j] = _mm512_setzero_ps();
+#pragma GCC unroll 8
+      for (int c = 0; c < C; c++) {
+        __m512bh key = (__m512bh)_mm512_maskz_loadu_epi16(some[c], k + 32 * c);
+#pragma GCC unroll 8
+        for (int t = from; t < to; t++)
+          sums[t][j] = _mm512_dpbf16_ps(sums[t][j], query[t][c], key);
+      }
     }
-    __m512 part = _mm512_mul_ps(sums_of(sums), scale);
-    most = _mm512_mask_max_ps(most, first(n - i), most, part);
-    _mm512_storeu_ps(&scores[i], part);
-  }
-  most = _mm512_set1_ps(_mm512_reduce_max_ps(most));
-  for (int64_t i = 0; i < n; i += 16) {
-    __m512 part = exponential(_mm512_sub_ps(_mm512_loadu_ps(&scores[i]), most));
-    total = _mm512_mask_add_ps(total, first(n - i), total, part);
-    _mm512_storeu_ps(&scores[i], part);
-  }
-  __m512 even[C], odd[C];  // channels
 #pragma GCC unroll 8
-  for (int c = 0; c < C; c++) even[c] = odd[c] = _mm512_setzero_ps();
-  const __m512i high = _mm512_set1_epi32(0xffff0000);
-  for (int64_t i = 0; i < n; i++) {
-    const bf16* v = values + slots[i] * H;
-    __m512 weight = _mm512_set1_ps(scores[i]);
+    for (int t = from; t < to; t++) _mm512_storeu_ps(queries[t].scores + i, _mm512_mul_ps(sums_of(sums[t]), scale));
+  }
+
+  // Scores to weights in bf16, in their place, zero behind n; not divided by their sum, which is returned
+  static float weigh(float* scores, int64_t n) {
+    __m512 most = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
+    for (int64_t i = 0; i < n; i += 16) most = _mm512_mask_max_ps(most, first(n - i), most, _mm512_loadu_ps(scores + i));
+    most = _mm512_set1_ps(_mm512_reduce_max_ps(most));
+    for (int64_t i = 0; i < n; i += 16) {
+      __m512 part = _mm512_maskz_mov_ps(first(n - i), exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + i), most)));
+      total = _mm512_add_ps(total, part);
+      store((bf16*)scores + i, part, 16);
+    }
+    return _mm512_reduce_add_ps(total);
+  }
+
+  void operator()(const bf16* keys, const bf16* values) const {
+    int64_t whole = common / 16 * 16;
+    for (int64_t i = 0; i < whole; i += 16) score(keys, 0, T, i, common);
 #pragma GCC unroll 8
-    for (int c = 0; c < C; c++) {
-      __m512i both = _mm512_maskz_loadu_epi16(some[c], v + 32 * c);
-      even[c] = _mm512_fmadd_ps(weight, _mm512_castsi512_ps(_mm512_slli_epi32(both, 16)), even[c]);
-      odd[c] = _mm512_fmadd_ps(weight, _mm512_castsi512_ps(_mm512_and_si512(both, high)), odd[c]);
+    for (int t = 0; t < T; t++)
+      for (int64_t i = whole; i < queries[t].n; i += 16) score(keys, t, t + 1, i, queries[t].n);
+    float totals[T];
+    for (int t = 0; t < T; t++) totals[t] = weigh(queries[t].scores, queries[t].n);
+    mix(values, totals);
+  }
+
+  // Two slots at a time: a register has, of each 8 channels, four of both slots.
+  void mix(const bf16* values, const float* totals) const {
+    __m512 low[T][C], high[T][C];
+#pragma GCC unroll 8
+    for (int t = 0; t < T; t++)
+#pragma GCC unroll 8
+      for (int c = 0; c < C; c++) low[t][c] = high[t][c] = _mm512_setzero_ps();
+    auto add = [&](int from, int to, int64_t i) __attribute__((always_inline)) {
+      const int32_t* slots = queries[from].slots;
+      const bf16 *one = values + slots[i] * H, *two = values + slots[std::min(i + 1, queries[from].n - 1)] * H;
+#pragma GCC unroll 8
+      for (int c = 0; c < C; c++) {
+        __m512i x = _mm512_maskz_loadu_epi16(some[c], one + 32 * c), y = _mm512_maskz_loadu_epi16(some[c], two + 32 * c);
+        __m512bh lower = (__m512bh)_mm512_unpacklo_epi16(x, y), upper = (__m512bh)_mm512_unpackhi_epi16(x, y);
+#pragma GCC unroll 8
+        for (int t = 0; t < T; t++)
+          if (t >= from && t < to) {
+            int32_t pair;
+            std::memcpy(&pair, (const bf16*)queries[t].scores + i, sizeof pair);
+            __m512bh weights = (__m512bh)_mm512_set1_epi32(pair);
+            low[t][c] = _mm512_dpbf16_ps(low[t][c], lower, weights);
+            high[t][c] = _mm512_dpbf16_ps(high[t][c], upper, weights);
+          }
+      }
+    };
+    int64_t whole = common / 2 * 2;
+    for (int64_t i = 0; i < whole; i += 2) add(0, T, i);
+#pragma GCC unroll 8
+    for (int t = 0; t < T; t++) {
+      for (int64_t i = whole; i < queries[t].n; i += 2) add(t, t + 1, i);
+      __m512 total = _mm512_set1_ps(totals[t]);
+#pragma GCC unroll 8
+      for (int c = 0; c < C; c++) {
+        __m512i lower = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_div_ps(low[t][c], total)));
+        __m512i upper = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_div_ps(high[t][c], total)));
+        _mm512_mask_storeu_epi16(queries[t].out + 32 * c, some[c], _mm512_packus_epi32(lower, upper));
+      }
     }
   }
-  __m512 whole = _mm512_set1_ps(_mm512_reduce_add_ps(total));
-#pragma GCC unroll 8
-  for (int c = 0; c < C; c++) {
-    __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_div_ps(even[c], whole)));
-    __m512i up = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_div_ps(odd[c], whole)));
-    _mm512_mask_storeu_epi16(out + 32 * c, some[c], _mm512_or_si512(low, _mm512_slli_epi32(up, 16)));
-  }
+};
+
+template <int C, int T>
+void attend(const Query* queries, int64_t common, int64_t H, const bf16* keys, const bf16* values) {
+  Attention<C, T>(queries, common, H)(keys, values);
 }
 
-using Attend = void (*)(const bf16*, const bf16*, const bf16*, const int32_t*, int64_t, int64_t, bf16*, std::vector<float>&);
-constexpr Attend by_size[] = {attend<1>, attend<2>, attend<3>, attend<4>, attend<5>, attend<6>, attend<7>, attend<8>};
+using Attend = void (*)(const Query*, int64_t, int64_t, const bf16*, const bf16*);
+constexpr int TOGETHER[] = {8, 4, 2, 2, 1, 1, 1, 1};  // most queries by C: 16 registers hold what they sum up
+constexpr Attend by_size[][8] = {
+    {attend<1, 1>, attend<1, 2>, attend<1, 3>, attend<1, 4>, attend<1, 5>, attend<1, 6>, attend<1, 7>, attend<1, 8>},
+    {attend<2, 1>, attend<2, 2>, attend<2, 3>, attend<2, 4>},
+    {attend<3, 1>, attend<3, 2>},
+    {attend<4, 1>, attend<4, 2>},
+    {attend<5, 1>},
+    {attend<6, 1>},
+    {attend<7, 1>},
+    {attend<8, 1>}};
 
 }  // namespace
 
@@ -348,14 +426,20 @@ extern "C" void decode(const Layer* layers, int64_t num_layers, const Forward* f
   int64_t width = (N + 2 * kv) * H, extent = s.mask ? s.extent : *std::max_element(s.last, s.last + M) + 1;
   std::vector<bf16> normed(M * D), projected(M * width), mixed(M * N * H), active(M * s.mlp);
   std::vector<int32_t> seen(M * extent);
-  std::vector<int64_t> num_seen(M, 0);
-  for (int64_t m = 0; m < M; m++)
+  std::vector<int64_t> num_seen(M, 0), shared(M, 0);  // slots that a token sees; the first of them that the one before sees too
+  for (int64_t m = 0; m < M; m++) {
+    int32_t *own = &seen[m * extent], *before = own - extent;
     for (int64_t p = 0; p < extent; p++)
-      if (s.mask ? !(s.mask[m * extent + p] >> 15) : p <= s.last[m]) seen[m * extent + num_seen[m]++] = p;
+      if (s.mask ? !(s.mask[m * extent + p] >> 15) : p <= s.last[m]) own[num_seen[m]++] = p;
+    if (m % Q) shared[m] = std::mismatch(own, own + std::min(num_seen[m], num_seen[m - 1]), before).first - own;
+  }
+  // heads of queries that read the same keys, in tiles; enough of these to occupy all threads
+  int64_t group = N / kv, most = TOGETHER[(H - 1) / 32], tiles = (Q * group + most - 1) / most;
+  while (s.num_rows * kv * tiles < 4 * s.num_threads && tiles < Q * group) tiles++;
 
 #pragma omp parallel num_threads(s.num_threads)
   {
-    std::vector<float> scores;
+    std::vector<float> scores(TILE * (extent + 16));
     for (int64_t i = 0; i < num_layers; i++) {
       const Layer& w = layers[i];
       bf16* keys = s.cache + i * s.layer_stride;
@@ -371,10 +455,18 @@ extern "C" void decode(const Layer* layers, int64_t num_layers, const Forward* f
       });
       place(s, w, keys, projected.data(), width, N);
 #pragma omp for
-      for (int64_t task = 0; task < M * N; task++) {
-        int64_t m = task / N, head = task % N, at = m / Q * s.row_stride + head / (N / kv) * s.head_stride;
-        by_size[(H - 1) / 32](&projected[m * width + head * H], keys + at, keys + s.value_stride + at, &seen[m * extent],
-                              num_seen[m], H, &mixed[(m * N + head) * H], scores);
+      for (int64_t task = 0; task < s.num_rows * kv * tiles; task++) {
+        int64_t row = task / (kv * tiles), key_head = task / tiles % kv, tile = task % tiles;
+        int64_t begin = Q * group * tile / tiles, count = Q * group * (tile + 1) / tiles - begin, common = extent;
+        Query queries[TILE];
+        for (int64_t k = 0; k < count; k++) {
+          int64_t m = row * Q + (begin + k) / group, head = key_head * group + (begin + k) % group;
+          queries[k] = {&projected[m * width + head * H], &seen[m * extent], num_seen[m], &mixed[(m * N + head) * H],
+                        &scores[k * (extent + 16)]};
+          common = std::min(common, k && (begin + k) % group == 0 ? shared[m] : num_seen[m]);
+        }
+        const bf16* at = keys + row * s.row_stride + key_head * s.head_stride;
+        by_size[(H - 1) / 32][count - 1](queries, common, H, at, at + s.value_stride);
       }
       auto add = [&](int64_t m, int64_t n, __m512 sum, int64_t count) {
         store(x + m * D + n, _mm512_add_ps(load(x + m * D + n, count), rounded(sum)), count);
@@ -445,4 +537,39 @@ extern "C" void multiply_argmax(const bf16* x, int64_t M, int64_t K, const bf16*
   products.resize(M * N);
   multiply(x, M, K, w, N, products.data(), num_threads);
   argmax(products.data(), M, N, best);
+}
+
+// The probability of the largest of logits [n].
+static float probability(const bf16* logits, int64_t n, int64_t best) {
+  __m512 most = _mm512_set1_ps(_mm512_cvtss_f32(load(logits + best, 1))), total = _mm512_setzero_ps();
+  for (int64_t i = 0; i < n; i += 16)
+    total = _mm512_mask_add_ps(total, first(n - i), total, exponential(_mm512_sub_ps(load(logits + i, n - i), most)));
+  return 1.0f / _mm512_reduce_add_ps(total);
+}
+
+// Greedy chains behind hidden [B, D], the layer's output for the tokens at the positions of `forward` [B], which are their
+// slots too: logits [K, B, num_outputs], tokens [B, K] and their probabilities. `hidden` becomes the layer's last output.
+extern "C" void draft(const Layer* layer, const Forward* forward, const Chain* chain, bf16* hidden, bf16* logits,
+                      int64_t* tokens, float* probabilities) {
+  Forward s = *forward;
+  const Chain& c = *chain;
+  int64_t D = s.hidden, B = s.num_rows, K = c.num_tokens;
+  std::vector<bf16> normed(B * D), read(B * 2 * D);
+  std::vector<int64_t> at(s.positions, s.positions + B), best(B);
+  s.positions = s.slots = s.last = at.data();
+  s.read = read.data();
+  for (int64_t k = 0; k < K; k++, logits += B * c.num_outputs) {
+    normalise_rows(hidden, c.output_norm, normed.data(), B, D, s.eps);
+    multiply(normed.data(), B, D, c.output, c.num_outputs, logits, s.num_threads);
+    argmax(logits, B, c.num_outputs, best.data());
+    for (int64_t b = 0; b < B; b++) {
+      int64_t token = c.to_target ? c.to_target[best[b]] : best[b];
+      tokens[b * K + k] = token;
+      probabilities[b * K + k] = probability(logits + b * c.num_outputs, c.num_outputs, best[b]);
+      normalise(c.embedding + token * D, c.embedding_norm, &read[b * 2 * D], D, s.eps);
+      normalise(hidden + b * D, c.hidden_norm, &read[b * 2 * D + D], D, s.eps);
+      at[b]++;
+    }
+    if (k + 1 < K) decode(layer, 1, &s, hidden);
+  }
 }

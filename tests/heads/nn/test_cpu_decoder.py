@@ -115,6 +115,34 @@ def test_a_path_through_a_tree_has_the_states_of_a_chain(targets):
 
 
 @needs_kernels
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 128, 256])
+@torch.no_grad()
+def test_what_reads_the_same_keys_together_gives_what_each_gives_alone(tiny_model, head_dim):
+    """Three heads per key head, and a tree behind 37 tokens; heads of sizes of which unequal numbers go together."""
+    sizes = {"hidden_size": 96, "head_dim": head_dim, "num_attention_heads": 6}
+    wide = tiny_model("llama", **sizes)
+    narrow = tiny_model("llama", **sizes)
+    narrow.load_state_dict(wide.state_dict())
+    target = Target(narrow.to(torch.bfloat16), name="narrow", fingerprint="")
+    ids = torch.randint(3, 61, (2, 45), generator=torch.Generator().manual_seed(0))
+    alone = read(target, ids, (1,) * 45)
+    for split in ((45,), (37, 8), (36, 5, 4)):
+        assert all(torch.equal(part, own) for part, own in zip(read(target, ids, split), alone, strict=True))
+    cache = target.new_cache(64)
+    target.forward(ids[:, :37], feature_layers=(), cache=cache, positions=torch.arange(37).expand(2, -1), extent=37)
+    # behind the root two chains of three by turns, of which the second goes on with the text
+    nodes = torch.stack([ids[:, 37], *(column for i in (38, 39, 40) for column in (ids[:, 0], ids[:, i]))], 1)
+    is_seen = (torch.arange(7)[:, None] - torch.arange(1, 7)) % 2 == 0
+    seen = (is_seen & (torch.arange(1, 7) <= torch.arange(7)[:, None])).expand(2, -1, -1).clone()
+    seen[:, 0] = False
+    positions = (37 + torch.tensor([0, 1, 1, 2, 2, 3, 3])).expand(2, -1)
+    tree = target.forward(nodes, feature_layers=(), cache=cache, positions=positions, extent=44, seen=seen)
+    assert torch.equal(tree.post_norm[:, [0, 2, 4, 6]], alone[0][:, 37:41])
+    exact, theirs = wide(ids).logits, narrow(ids).logits
+    assert (alone[2].float() - exact).norm() <= 1.5 * (theirs.float() - exact).norm() + 1e-3
+
+
+@needs_kernels
 @torch.no_grad()
 def test_choices_are_the_argmax_of_the_logits_with_the_states_or_by_themselves(targets):
     ids = torch.randint(3, 61, (3, 20), generator=torch.Generator().manual_seed(3))
