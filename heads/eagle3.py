@@ -28,7 +28,10 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch
 from .drafter import Reading
+from .drafting import Proposal
 from .loss.functions import drafted_rows
+from .nn.cpu_chains import CpuChains
+from .nn.cpu_kernels import is_multiplied
 from .nn.layers import Attention, RMSNorm, Rotary, llama_config, serving_keys
 from .nn.parallel import ParallelConfig, behind, last_and_behind
 from .nn.target_output import TargetOutput
@@ -113,6 +116,7 @@ class Eagle3Head(RecurrentHead):
     several layers layers.{i}.*; with fc_norm, fc_norm.{i}; with norm_before_fc, input_norm."""
 
     config_class = Eagle3Config
+    chains: CpuChains | None = None  # for drafting chains in bf16 on a CPU
 
     def __init__(self, config: Eagle3Config, target: Target, draft_token_ids: Tensor | None = None):
         config = config.resolved(target)
@@ -248,6 +252,32 @@ class Eagle3Head(RecurrentHead):
         if self.mask_token is None:
             return super().expand(state, tokens, parents, depth=depth)
         return self.draft_logits(state.hidden[:, depth : depth + 1], depth).expand(-1, tokens.shape[1], -1)
+
+    def pack(self) -> None:
+        super().pack()
+        first, embedding = self.decoder_layers[0], self.target.input_embedding
+        is_plain = type(first) is Eagle3Layer and self.config.num_layers == 1 and not self.config.norm_output
+        is_plain = is_plain and self.mask_token is None and type(embedding) is nn.Embedding
+        if self.packed is None or not is_plain or not is_multiplied(embedding.weight):
+            return
+        self.chains = CpuChains(
+            self.packed,
+            embedding=embedding.weight,
+            embedding_norm=first.input_layernorm.weight,
+            hidden_norm=first.hidden_norm.weight,
+            output_norm=self.norm.weight,
+            output=self.lm_head.weight,
+            to_target=None if self.vocabulary is None else self.vocabulary.to_target,
+        )
+
+    @torch.no_grad()
+    def propose(self, state: RecurrentState, *, num_draft_tokens: int) -> Proposal:
+        chains = self.chains
+        if chains is None or not chains.layers.is_for(state.hidden):
+            return super().propose(state, num_draft_tokens=num_draft_tokens)
+        tables = self.rotary.tables(state.cache.max_length, like=state.hidden)
+        drafted = chains.draft(state.hidden, state.cache, tables, state.position, num_tokens=num_draft_tokens)
+        return Proposal(drafted.tokens, logits=list(drafted.logits), confidence=drafted.probabilities)
 
     def read(self, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         first = cast(Eagle3Layer, self.decoder_layers[0])

@@ -130,7 +130,7 @@ class CpuLayers:
         last = slots if last is None else last.expand_as(slots).contiguous()
         positions = slots if positions is cache.positions else positions.expand_as(slots).contiguous()
         read = None if read is None else read.contiguous()
-        forward = self._forward(x, cache, tables, first_layer)
+        forward = self.forward_over(x, cache, tables, first_layer=first_layer)
         forward.positions, forward.slots = positions.data_ptr(), slots.data_ptr()
         if mask is None:
             forward.last = last.data_ptr()
@@ -153,12 +153,12 @@ class CpuLayers:
         assert library is not None
         slots = cache.positions.expand(x.shape[:2]).contiguous()
         positions = slots if positions is cache.positions else positions.expand_as(slots).contiguous()
-        forward = self._forward(x, cache, tables, 0)
+        forward = self.forward_over(x, cache, tables)
         forward.positions, forward.slots = positions.data_ptr(), slots.data_ptr()
         library.write(self.layers, len(self.layers), ctypes.byref(forward), x.data_ptr())
 
-    def _forward(self, x: Tensor, cache: SlotCache, tables: Tables, first_layer: int) -> Forward:
-        """The sizes, strides and tensors that every call needs."""
+    def forward_over(self, x: Tensor, cache: SlotCache, tables: Tables, *, first_layer: int = 0) -> Forward:
+        """The sizes, strides and tensors that every call of the kernels for x [B, Q, in] needs."""
         whole = cache.whole(len(x), self.num_kv_heads, self.head_dim, like=x)
         strides = whole.stride()[:4]
         start = whole.data_ptr() + first_layer * strides[0] * whole.element_size()

@@ -55,6 +55,7 @@ def declared(library: ctypes.CDLL) -> ctypes.CDLL:
     arguments = {
         "decode": [address, number, address, address],
         "write": [address, number, address, address],
+        "draft": [address] * 7,
         "multiply": product,
         "multiply_argmax": product,
         "argmax": [address, number, number, address],

@@ -8,6 +8,7 @@ import pytest
 import torch
 from headstart.heads.base import DraftHead
 from headstart.heads.drafter import Reading
+from headstart.heads.drafting import draft_chain
 from headstart.heads.nn.cpu_decoder import CpuLayers
 from headstart.heads.nn.cpu_kernels import kernels
 from headstart.heads.nn.target_output import TargetOutput
@@ -132,3 +133,32 @@ def test_many_positions_leave_what_few_at_a_time_do(versions):
         used = state.cache.stored[0]
         found.append([head.first_logits(state)[0], last, used[:, :, 0, :, :40], used[:, :, 1, :, :33]])
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "versions", [("eagle3", {}), ("eagle3", {"draft_vocab_size": 20})], indirect=True, ids=["all", "cut vocabulary"]
+)
+@torch.no_grad()
+def test_a_chain_drafted_by_one_call_is_that_drafted_token_by_token(versions, monkeypatch):
+    """To the bit, through rejected drafts, with the probabilities of its tokens; what was committed does not change."""
+    head, source = versions.packed, torch.Generator().manual_seed(5)
+    at_once, by_token = (head.begin(batch_size=2, max_length=64) for _ in range(2))
+    starts = torch.zeros(2, dtype=torch.long)
+    for width, num_valid in ((9, [9, 6]), (5, [1, 5]), (5, [3, 2])):
+        tokens, following = (torch.randint(3, 61, (2, width), generator=source) for _ in range(2))
+        states = torch.randn(2, width, 4, 64, generator=source).bfloat16()
+        output = TargetOutput(states[:, :, :3], states[:, :, 3])
+        read = Reading(tokens, following, output, starts, torch.tensor(num_valid), 40)
+        for state in (at_once, by_token):
+            head.commit(state, read)
+        committed = at_once.hidden.clone()
+        with monkeypatch.context() as patch:
+            patch.setattr(type(head), "expand", None)
+            found = head.propose(at_once, num_draft_tokens=4)
+        wanted = draft_chain(head, by_token, num_draft_tokens=4)
+        assert torch.equal(found.tokens, wanted.tokens) and torch.equal(at_once.hidden, committed)
+        assert all(torch.equal(*pair) for pair in zip(found.logits, wanted.logits, strict=True))
+        torch.testing.assert_close(found.estimates(), wanted.estimates())
+        assert torch.equal(at_once.cache.stored[0], by_token.cache.stored[0])
+        starts = starts + torch.tensor(num_valid)

@@ -1,0 +1,76 @@
+"""Greedy chains of a head whose one layer reads its own output, drafted by one call, in bf16 on a CPU.
+
+So little is computed between two drafts that calling torch's operations one by one would take nearly as long again.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .cache import SlotCache
+from .cpu_decoder import CpuLayers
+from .cpu_kernels import blocked, kernels
+from .layers import Tables
+
+TENSORS = "embedding embedding_norm hidden_norm output_norm output to_target".split()
+
+
+class ChainPointers(ctypes.Structure):
+    """The struct `Chain` of cpu_kernels.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in TENSORS),
+        *((n, ctypes.c_int64) for n in ("num_outputs", "num_tokens")),
+    ]
+
+
+@dataclass
+class Chains:
+    """For K drafts of each row. tokens: [B, K] target ids. logits: [K, B, Vd]. probabilities: [B, K] of the tokens."""
+
+    tokens: Tensor
+    logits: Tensor
+    probabilities: Tensor
+
+
+class CpuChains:
+    """A head's layer, with what it reads between two drafts: the drafted token's embedding, and its own output."""
+
+    def __init__(
+        self,
+        layers: CpuLayers,
+        *,
+        embedding: Tensor,
+        embedding_norm: Tensor,
+        hidden_norm: Tensor,
+        output_norm: Tensor,
+        output: Tensor,
+        to_target: Tensor | None,
+    ):
+        """Args:
+        layers: of one layer, whose attention reads the two normalised, embedding first.
+        embedding: [V, D]. embedding_norm, hidden_norm, output_norm: [D] gains. output: [Vd, D].
+        to_target: [Vd] the target id of each draft id; None: the same.
+        """
+        self.layers, self.num_outputs = layers, len(output)
+        tensors = embedding, embedding_norm, hidden_norm, output_norm, blocked(output), to_target
+        self.tensors = [None if each is None else each.detach().contiguous() for each in tensors]
+        self.pointers = ChainPointers(*(None if each is None else each.data_ptr() for each in self.tensors))
+        self.pointers.num_outputs = self.num_outputs
+
+    def draft(self, hidden: Tensor, cache: SlotCache, tables: Tables, positions: Tensor, *, num_tokens: int) -> Chains:
+        """Draft behind the layer's output hidden [B, 1, D] for the tokens at positions [B], which are their slots."""
+        library, hidden, num_rows = kernels(), hidden.clone(memory_format=torch.contiguous_format), len(hidden)
+        assert library is not None
+        logits = hidden.new_empty(num_tokens, num_rows, self.num_outputs)
+        tokens, probabilities = torch.empty(num_rows, num_tokens, dtype=torch.long), torch.empty(num_rows, num_tokens)
+        positions = positions.contiguous()
+        forward = self.layers.forward_over(hidden, cache, tables)
+        forward.positions, self.pointers.num_tokens = positions.data_ptr(), num_tokens
+        library.draft(
+            *(self.layers.layers, ctypes.byref(forward), ctypes.byref(self.pointers)),
+            *(each.data_ptr() for each in (hidden, logits, tokens, probabilities)),
+        )
+        return Chains(tokens, logits, probabilities)
