@@ -24,7 +24,10 @@ from .journal import Answers, Split
 
 MOST_HELD_OUT = 32  # prompts
 LEAST_PROMPTS = 3 * LEAST_TIMED  # a third is held out, and a confidence interval needs LEAST_TIMED prompts
-MOST_VALIDATION = 8  # rows that score candidates
+VALIDATION = 8, 32  # least and most rows that score candidates,
+ROW_SECONDS = (
+    150.0  # one for so many seconds of the budget: twenty minutes have the least, and hours can tell more apart
+)
 LEAST_ANSWERS = 8
 ENDING = 16  # tokens that a chat template may add after an answer, upper limit
 MANY = 0.2  # share of bad answers above which there is a warning
@@ -121,7 +124,21 @@ def timing_text(path: Path, target: Target, *, max_new_tokens: int) -> list[int]
     return [token for prompt in suite.prompts for token in prompt]
 
 
-def gather(folder: Path, answers: Path, tokenizer: Any, *, vocab_size: int, eos_token_ids: set[int]) -> Answers:
+def validation_rows(budget: float) -> int:
+    """Rows that score candidates, with a budget of that many seconds, where there are answers enough."""
+    least, most = VALIDATION
+    return min(max(int(budget / ROW_SECONDS), least), most)
+
+
+def gather(
+    folder: Path,
+    answers: Path,
+    tokenizer: Any,
+    *,
+    vocab_size: int,
+    eos_token_ids: set[int],
+    most_validation: int,
+) -> Answers:
     """Writes train.jsonl and validation.jsonl into `folder`, from the target's answers and the given chats.
 
     Args:
@@ -129,6 +146,7 @@ def gather(folder: Path, answers: Path, tokenizer: Any, *, vocab_size: int, eos_
         answers: output of `headstart data regenerate`, which may have been stopped before its end.
         tokenizer: the target's.
         vocab_size: the target's.
+        most_validation: rows of validation.jsonl, where there are four times as many answers.
 
     Returns the journal's entry. Raises BadInput if there are fewer than LEAST_ANSWERS answers.
     """
@@ -144,7 +162,7 @@ def gather(folder: Path, answers: Path, tokenizer: Any, *, vocab_size: int, eos_
             "are needed; give a larger --budget or fewer --max-new-tokens"
         )
     written.sort(key=lambda row: row["id"])
-    num_validation = min(len(written) // 4, MOST_VALIDATION)
+    num_validation = min(len(written) // 4, most_validation)
     validation, train = written[:num_validation], written[num_validation:]
     write_rows(folder / "validation.jsonl", validation)
     write_rows(folder / "train.jsonl", [*train, *chats])

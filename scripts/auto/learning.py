@@ -13,6 +13,7 @@ import yaml
 from ...configs.files import write_text
 from ..unattended.steps import StepRecord
 from .candidates import Candidate
+from .data import VALIDATION
 from .halving import Pace, steps_within
 from .journal import Answers, Chosen, Machine, Measured, Rung, Score
 from .prediction import RoundCost, predict
@@ -40,7 +41,8 @@ class Learner:
 
     @property
     def validation_seconds(self) -> float:
-        return 2 * DECODE_TOKENS * self.machine.baseline_ms / 1000
+        """Seconds of a validation, upper limit: it decodes all its prompts as one batch."""
+        return 2 * DECODE_TOKENS * self.machine.baseline_ms / 1000 * self.answers.validation / VALIDATION[0]
 
     def fitting_seconds(self, name: str) -> float:
         """Seconds to fit a fresh head before its first step (`DraftHead.begin_training`)."""
@@ -85,6 +87,7 @@ class Learner:
                 "precision": precision,
                 "seed": self.seed,
                 "device": "cpu" if self.machine.device == "cpu" else None,
+                "decode_prompts": self.answers.validation,
                 "decode_tokens": DECODE_TOKENS,
                 "checkpoint_every": max(int(SAVE_SECONDS / pace.step), 1),
                 "keep_checkpoints": 1,

@@ -164,6 +164,7 @@ def answer(run: Session) -> None:
         model.tokenizer,
         vocab_size=model.vocab_size,
         eos_token_ids=set(model.eos_token_ids),
+        most_validation=data.validation_rows(settings.budget),
     )
     for warning in journal.answers.warnings:
         run.say(f"warning: {warning}")

@@ -9,7 +9,7 @@ from headstart.configs.errors import BadInput
 from headstart.heads.registry import HEADS
 from headstart.scripts.auto import candidates
 from headstart.scripts.auto.candidates import by_gain_per_cost, check_engine, find_candidates, is_served
-from headstart.scripts.auto.data import split_prompts, warnings_of
+from headstart.scripts.auto.data import split_prompts, validation_rows, warnings_of
 from headstart.scripts.auto.halving import (
     LEAST_STEPS,
     Pace,
@@ -133,6 +133,10 @@ def test_a_fresh_head_is_fitted_before_its_first_step_only():
     assert measured == pytest.approx((3.0, continued)), "steps took longer than expected"
     few = replace(learner, answers=replace(answers, tokens=40, row_tokens=60))
     assert few.fitting_seconds("medusa") == pytest.approx(FITTING * 60 * 0.01), "there are no more rows"
+
+
+def test_larger_budgets_score_candidates_by_more_rows():
+    assert [validation_rows(60.0 * minutes) for minutes in (2, 20, 60, 120, 600)] == [8, 8, 24, 32, 32]
 
 
 def test_the_better_half_goes_on_in_order_of_its_scores():
