@@ -1,7 +1,7 @@
 """`make bench-heads`: every family of heads at the same budget on one target, trained, measured, in one table.
 
     python -m headstart.scripts.benchmarks.bench_heads [--target PATH --train ROWS.jsonl --prompts PROMPTS.jsonl]
-    python -m headstart.scripts.benchmarks.bench_heads --table  (only writes the README's table anew)
+    python -m headstart.scripts.benchmarks.bench_heads --table  (only writes the tables of docs/results/heads.md anew)
 
 Entries of docs/results/heads.json that were measured with the same settings are not measured again.
 """
@@ -33,10 +33,11 @@ from ...heads.target import Target
 from ...train.config import RunConfig, TrainConfig
 from ...train.tracking import read_rows
 from ...train.trainer import train
-from .bench_results import Entry, bench_names, read_bench, read_results, render_readme, table, write_results
+from .bench_results import Entry, bench_names, read_bench, read_results, render_page, table, write_results
 from .store import picked
 
 RESULTS = Path("docs/results/heads.json")
+PAGE = RESULTS.with_suffix(".md")
 QUICKSTART = Path("runs/smoke")
 TOLERANCE = 0.25  # how far a head's size may be from the budget
 # of a run's configuration, what its figures do not depend on: no validation is run
@@ -210,11 +211,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, help="only the first N prompts")
     parser.add_argument("--budget", type=int, help=f"refuse heads whose size is not N within {TOLERANCE:.0%}")
     parser.add_argument("--output", type=Path, default=RESULTS, help=f"[default: {RESULTS}]")
-    parser.add_argument("--table", action="store_true", help="only write the README's table anew, from --output")
+    parser.add_argument(
+        "--table", action="store_true", help="only write the tables of docs/results/heads.md anew, from --output"
+    )
     options = parser.parse_args(arguments)
     try:
         if options.table:
-            render_readme(Path("README.md"), read_results(options.output))
+            render_page(PAGE, read_results(options.output))
             return 0
         entries = run_bench(bench_of(options), Console(stderr=True))
     except BadInput as error:

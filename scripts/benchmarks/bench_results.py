@@ -1,4 +1,4 @@
-"""Inputs and results of `make bench-heads`: configs/bench, docs/results/heads.json, and the README's table."""
+"""Inputs and results of `make bench-heads`: configs/bench, docs/results/heads.json, and the tables of docs/results/heads.md."""
 
 import json
 import statistics
@@ -48,7 +48,7 @@ def read_bench(name: str) -> BenchedHead:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """An entry of docs/results/heads.json: docs/results/README.md explains the keys."""
+    """An entry of docs/results/heads.json: docs/results/heads.md explains the keys."""
 
     target: str
     head: str
@@ -145,8 +145,8 @@ def training_rate(group: Sequence[Entry]) -> float:
     return statistics.fmean(entry.train_tokens_per_second for entry in group)
 
 
-def render_readme(path: Path, entries: Sequence[Entry]) -> None:
-    """Put the table between its two marks. Raises BadInput if a page has none."""
+def render_page(path: Path, entries: Sequence[Entry]) -> None:
+    """Put the tables between the two marks of a page. Raises BadInput if a page has none."""
     text = path.read_text() if path.is_file() else ""
     if text.count(START) != 1 or text.count(END) != 1:
         raise BadInput(f"{path}: expected one line {START} and one {END}")

@@ -1,4 +1,4 @@
-"""`make bench-heads` trains heads of one size, goes on where it stopped, and the README's table is its results'."""
+"""`make bench-heads` trains heads of one size, goes on where it stopped, and the tables of its page are its results."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from headstart.scripts.benchmarks.bench_results import (
     bench_names,
     read_bench,
     read_results,
-    render_readme,
+    render_page,
     table,
 )
 from rich.console import Console
@@ -168,25 +168,25 @@ def test_the_table_has_means_over_seeds_and_the_best_first():
 
 
 def test_a_page_gets_the_table_between_its_marks(tmp_path):
-    page = tmp_path / "README.md"
+    page = tmp_path / "heads.md"
     page.write_text(f"before\n{START}\nold\n{END}\nafter\n")
-    render_readme(page, [entry("eagle3")])
+    render_page(page, [entry("eagle3")])
     once = page.read_text()
     assert (
         once.startswith(f"before\n{START}\nTarget `small`")
         and once.endswith(f"|\n{END}\nafter\n")
         and "old" not in once
     )
-    render_readme(page, [entry("eagle3")])
+    render_page(page, [entry("eagle3")])
     assert page.read_text() == once
     page.write_text("no marks")
-    with pytest.raises(BadInput, match="README.md: expected one line <!-- bench-heads: start -->"):
-        render_readme(page, [])
+    with pytest.raises(BadInput, match="heads.md: expected one line <!-- bench-heads: start -->"):
+        render_page(page, [])
 
 
-def test_the_readme_says_what_was_measured():
+def test_the_page_says_what_was_measured():
     """After a benchmark: `python -m headstart.scripts.benchmarks.bench_heads --table`."""
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs" / "results" / "heads.md").read_text()
     entries = read_results(ROOT / "docs" / "results" / "heads.json")
     assert f"{START}\n{table(entries)}\n{END}" in text
 
@@ -202,7 +202,7 @@ def test_the_readme_says_what_was_measured():
         ),
         (["--target", "./gone", "--train", "{x}", "--prompts", "{x}"], "target gone: no such folder"),
         (["--target", "./gone", "--train", "y", "--prompts", "{x}"], "--train y: no such file"),
-        (["--table"], "README.md: expected one line"),
+        (["--table"], "heads.md: expected one line"),
     ],
 )
 def test_bad_input_is_one_line(arguments, problem, tmp_path, monkeypatch, capsys):
