@@ -25,9 +25,7 @@ from .journal import Answers, Split
 MOST_HELD_OUT = 32  # prompts
 LEAST_PROMPTS = 3 * LEAST_TIMED  # a third is held out, and a confidence interval needs LEAST_TIMED prompts
 VALIDATION = 8, 32  # least and most rows that score candidates,
-ROW_SECONDS = (
-    150.0  # one for so many seconds of the budget: twenty minutes have the least, and hours can tell more apart
-)
+ROW_SECONDS = 150.0  # one for so many seconds of the budget: more rows tell more apart
 LEAST_ANSWERS = 8
 ENDING = 16  # tokens that a chat template may add after an answer, upper limit
 MANY = 0.2  # share of bad answers above which there is a warning

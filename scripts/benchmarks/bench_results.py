@@ -1,4 +1,4 @@
-"""Inputs and results of `make bench-heads`: configs/bench, docs/results/heads.json, and the tables of docs/results/heads.md."""
+"""Inputs and results of `make bench-heads`: configs/bench, docs/results/heads.json, and the tables of its page."""
 
 import json
 import statistics
