@@ -256,9 +256,10 @@ class Eagle3Head(RecurrentHead):
     def pack(self) -> None:
         super().pack()
         first, embedding = self.decoder_layers[0], self.target.input_embedding
-        is_plain = type(first) is Eagle3Layer and self.config.num_layers == 1 and not self.config.norm_output
-        is_plain = is_plain and self.mask_token is None and type(embedding) is nn.Embedding
-        if self.packed is None or not is_plain or not is_multiplied(embedding.weight):
+        is_plain = self.config.num_layers == 1 and self.mask_token is None and not self.config.norm_output
+        if self.packed is None or not is_plain or type(first) is not Eagle3Layer or type(embedding) is not nn.Embedding:
+            return
+        if not is_multiplied(embedding.weight):
             return
         self.chains = CpuChains(
             self.packed,
