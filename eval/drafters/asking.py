@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from .rates import Ratio
 
-DRAFT_COST = 0.25  # time of a head's chain relative to a round that copies; .2 to .3 measured for EAGLE-3 of 3 tokens
+DRAFT_COST = 0.2  # time of a head's chain relative to a round that copies; .19 measured for EAGLE-3 of 3 tokens
 EXPLORED = 32  # rounds after which a head that is not asked is asked again, for it may be right by now
 MOST_EXPLORED = 256  # the same, doubled each time that it was asked for no other reason
 EXPLORED_WEIGHT = 8.0  # such a round counts for so many others, as it is the only one that tells of a change

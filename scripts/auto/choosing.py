@@ -10,12 +10,13 @@ from .halving import LEAST_STEPS, rung_seconds, starting_candidates, survivors
 from .journal import Chosen, Rung, Score
 from .learning import TIME_IS_UP, plan_rung
 from .session import Session
+from .sizes import planning_seconds
 
 LATE = 1.5  # a candidate's training in a rung is stopped without a score after this multiple of its time
 
 
 def ending_reserve(run: Session) -> float:
-    """Seconds to keep for evaluation, export and check.
+    """Seconds to keep for evaluation, plan by batch size, export and check.
 
     Enough for all held-out prompts, limited to the share EVALUATION of the budget; at least enough for one batch.
     """
@@ -26,7 +27,9 @@ def ending_reserve(run: Session) -> float:
         ending_seconds(count, machine, engine=settings.engine, max_new_tokens=settings.max_new_tokens)
         for count in (1, num_batches)
     )
-    return max(min(whole, EVALUATION * settings.budget), least)
+    planning = planning_seconds(settings.budget, engine=settings.engine)
+    planning += machine.start_seconds if planning else 0.0
+    return max(min(whole + planning, EVALUATION * settings.budget), least)
 
 
 def choose(run: Session) -> None:

@@ -3,13 +3,17 @@
 import json
 from dataclasses import astuple, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from headstart.configs.errors import BadInput
 from headstart.heads.registry import HEADS
 from headstart.scripts.auto import candidates
+from headstart.scripts.auto.budget import EVALUATION
 from headstart.scripts.auto.candidates import by_gain_per_cost, check_engine, find_candidates, is_served
+from headstart.scripts.auto.choosing import ending_reserve
 from headstart.scripts.auto.data import split_prompts, validation_rows, warnings_of
+from headstart.scripts.auto.evaluation import prompts_within
 from headstart.scripts.auto.halving import (
     LEAST_STEPS,
     Pace,
@@ -19,10 +23,11 @@ from headstart.scripts.auto.halving import (
     steps_within,
     survivors,
 )
-from headstart.scripts.auto.journal import Answers, Machine, Measured, Rung, Score
+from headstart.scripts.auto.journal import Answers, Machine, Measured, Rung, Score, Split
 from headstart.scripts.auto.learning import FITTING, Learner, extended
 from headstart.scripts.auto.machine import Workload, busy_rows
 from headstart.scripts.auto.prediction import RoundCost, bound, cost_of, expected_length, predict
+from headstart.scripts.auto.sizes import planning_seconds
 from headstart.scripts.unattended.clock import Clock, clock_text, parse_budget
 
 
@@ -133,6 +138,18 @@ def test_a_fresh_head_is_fitted_before_its_first_step_only():
     assert measured == pytest.approx((3.0, continued)), "steps took longer than expected"
     few = replace(learner, answers=replace(answers, tokens=40, row_tokens=60))
     assert few.fitting_seconds("medusa") == pytest.approx(FITTING * 60 * 0.01), "there are no more rows"
+
+
+@pytest.mark.parametrize("minutes", [20, 120])
+def test_what_is_kept_for_the_end_lasts_for_all_held_out_prompts_beside_the_plan(minutes):
+    """So that a larger budget, whose plan by batch size takes longer, does not evaluate fewer prompts."""
+    machine = Machine(9.0, 1, "float32", "cpu", start_seconds=5.0, start_tokens=1000)
+    settings = SimpleNamespace(budget=60.0 * minutes, engine="headstart", max_new_tokens=128)
+    run = SimpleNamespace(machine=machine, settings=settings, journal=SimpleNamespace(split=Split(32, 900, 0, 100, 90)))
+    kept = ending_reserve(run)
+    left = kept - planning_seconds(settings.budget, engine="headstart") - machine.start_seconds
+    assert prompts_within(left, machine, max_new_tokens=128, num_prompts=32) == 32
+    assert kept <= EVALUATION * settings.budget
 
 
 def test_larger_budgets_score_candidates_by_more_rows():
