@@ -9,8 +9,10 @@ import torch
 from ..configs.errors import BadInput
 from .storage.samples import Sample
 
-COVERED = 0.995  # share of the answers' tokens that a draft vocabulary of `covering_size` contains
-SIZE_STEP = 256  # of which its size is a multiple
+SIZE_STEP = 256  # of which the size of a draft vocabulary is a multiple
+# a token is worth drafting if its share of the answers is this many times its row's share of the target's weights: the
+# output layer's row is read for each drafted token
+WORTH = 5.0
 
 
 def count_supervised(samples: Iterable[Sample], *, vocab_size: int) -> np.ndarray:
@@ -64,9 +66,7 @@ def coverage(counts: np.ndarray, ids: torch.Tensor) -> float:
     return float(counts[ids.numpy()].sum() / counts.sum())
 
 
-def covering_size(
-    counts: np.ndarray, always: Sequence[int], *, share: float = COVERED
-) -> tuple[int | None, float | None]:
+def covering_size(counts: np.ndarray, always: Sequence[int], *, share: float) -> tuple[int | None, float | None]:
     """Size and `coverage` of the smallest draft vocabulary that covers this share (0..1) of the answers' tokens.
 
     Args:
@@ -77,12 +77,33 @@ def covering_size(
     """
     if not counts.any():
         return None, None
-    least = -(-max(len(set(always)), SIZE_STEP) // SIZE_STEP) * SIZE_STEP
+    least = in_steps(max(len(set(always)), 1))
     for size in range(least, len(counts) // 2 + 1, SIZE_STEP):
         covered = coverage(counts, draft_vocabulary(counts, size=size, always=always))
         if covered >= share:
             return size, round(covered, 4)
     return None, None
+
+
+def worthwhile_size(counts: np.ndarray, always: Sequence[int], *, row_share: float) -> tuple[int | None, float | None]:
+    """Size and `coverage` of the draft vocabulary of all tokens that occur often enough to be worth their output row.
+
+    Source: our own; measured in docs/LOG.md, 2026-11-25. FR-Spec (Zhao et al. 2025) cuts vocabularies by frequency too.
+
+    Args: row_share: weights of a row of the output layer, relative to all of the target's. Others and returns: as in
+        `covering_size`.
+    """
+    if not counts.any():
+        return None, None
+    size = in_steps(max(int((counts >= WORTH * row_share * counts.sum()).sum()), len(set(always)), 1))
+    if size > len(counts) // 2:
+        return None, None
+    return size, round(coverage(counts, draft_vocabulary(counts, size=size, always=always)), 4)
+
+
+def in_steps(size: int) -> int:
+    """The next multiple of SIZE_STEP."""
+    return -(-size // SIZE_STEP) * SIZE_STEP
 
 
 def coverage_curve(counts: np.ndarray, *, always: Sequence[int] = (), num_points: int = 64) -> list[tuple[int, float]]:

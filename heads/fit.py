@@ -77,6 +77,11 @@ def check_fit(config: HeadConfig, target: TargetConfig) -> None:
         build_skeleton_head(config, skeleton)
 
 
+def row_share(target: Target) -> float:
+    """Weights of a row of the target's output layer, relative to all of its weights."""
+    return target.hidden_size / sum(parameter.numel() for parameter in target.model.parameters())
+
+
 def head_size(config: HeadConfig, skeleton: Target) -> HeadSize:
     """What the head reads and its memory. Raises BadInput if it does not fit the target."""
     head = build_skeleton_head(config, skeleton)

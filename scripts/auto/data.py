@@ -15,7 +15,7 @@ from ...configs.files import write_text
 from ...configs.jsonl import read_jsonl
 from ...data_pipelines.answers.conversations import SamplingConfig, exchanges
 from ...data_pipelines.sources import iter_rows
-from ...data_pipelines.vocab import always_kept, covering_size
+from ...data_pipelines.vocab import always_kept, worthwhile_size
 from ...eval.measurement.metrics import LEAST_TIMED
 from ...eval.measurement.repetition import text_repetition
 from ...eval.suites.prompts import load_suite
@@ -134,6 +134,7 @@ def gather(
     tokenizer: Any,
     *,
     vocab_size: int,
+    row_share: float,
     eos_token_ids: set[int],
     most_validation: int,
 ) -> Answers:
@@ -144,6 +145,7 @@ def gather(
         answers: output of `headstart data regenerate`, which may have been stopped before its end.
         tokenizer: the target's.
         vocab_size: the target's.
+        row_share: of `worthwhile_size`.
         most_validation: rows of validation.jsonl, where there are four times as many answers.
 
     Returns the journal's entry. Raises BadInput if there are fewer than LEAST_ANSWERS answers.
@@ -172,7 +174,7 @@ def gather(
     tokens = [token for ids in (*answer_ids, *chat_ids) for token in ids]
     counts = np.bincount(tokens, minlength=vocab_size)[:vocab_size]  # [V]
     always = always_kept(tokenizer, eos_token_ids=eos_token_ids, vocab_size=vocab_size)
-    size, covered = covering_size(counts, always)
+    size, covered = worthwhile_size(counts, always, row_share=row_share)
     truncated = sum(row["truncated"] for row in written)
     looping = sum(text_repetition(i, [ids]).is_looping for i, ids in enumerate(answer_ids))
     lengths = [row["usage"]["prompt_tokens"] + row["usage"]["completion_tokens"] for row in written]

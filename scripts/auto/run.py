@@ -11,7 +11,7 @@ from pathlib import Path
 from ...configs.errors import BadInput
 from ...eval.measurement.metrics import LEAST_TIMED
 from ...eval.report.one_result import counted_words
-from ...heads.fit import NoSkeleton, load_skeleton
+from ...heads.fit import NoSkeleton, load_skeleton, row_share
 from ...heads.loading import TargetConfig, release_memory
 from ...heads.target import Target
 from ..unattended.steps import last_line, start_seconds
@@ -163,6 +163,7 @@ def answer(run: Session) -> None:
         run.folder / "answers",
         model.tokenizer,
         vocab_size=model.vocab_size,
+        row_share=row_share(model),
         eos_token_ids=set(model.eos_token_ids),
         most_validation=data.validation_rows(settings.budget),
     )

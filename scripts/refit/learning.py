@@ -11,8 +11,9 @@ from ...configs.errors import BadInput
 from ...configs.files import write_text
 from ...data_pipelines.storage.samples import Sample
 from ...data_pipelines.traffic import Served, written
-from ...data_pipelines.vocab import COVERED, count_supervised, coverage, covering_size, draft_vocabulary
+from ...data_pipelines.vocab import count_supervised, coverage, draft_vocabulary, worthwhile_size
 from ...heads.base import DraftHead, HeadConfig
+from ...heads.fit import row_share
 from ...heads.registry import start_head
 from ...heads.target import Target
 from ..auto.candidates import TRAINING, find_candidates
@@ -38,7 +39,7 @@ def training_of(config: HeadConfig) -> dict[str, object]:
 def grown_vocabulary(head: DraftHead, samples: Sequence[Sample]) -> Tensor | None:
     """[Vd] the draft vocabulary with which a head learns on: its own and, if the rows need them, more tokens.
 
-    The size is that of `covering_size`, where that is not more than half of the target's vocabulary.
+    The size is that of `worthwhile_size`, where that is not more than half of the target's vocabulary.
 
     Args: samples: the training rows.
     Returns None if the head's own vocabulary is whole.
@@ -47,8 +48,9 @@ def grown_vocabulary(head: DraftHead, samples: Sequence[Sample]) -> Tensor | Non
         return None
     target, kept = head.target, head.vocabulary.to_target.tolist()
     counts = count_supervised(samples, vocab_size=target.vocab_size)
-    size, _ = covering_size(counts, kept)
-    wider = max(size or 0, len(kept)) if coverage(counts, torch.tensor(kept)) < COVERED else len(kept)
+    size, covered = worthwhile_size(counts, kept, row_share=row_share(target))
+    needs_more = covered is not None and round(coverage(counts, torch.tensor(kept)), 4) < covered
+    wider = max(size or 0, len(kept)) if needs_more else len(kept)
     return draft_vocabulary(counts, size=wider, always=kept)
 
 

@@ -14,6 +14,7 @@ from headstart.data_pipelines.vocab import (
     coverage_curve,
     covering_size,
     draft_vocabulary,
+    worthwhile_size,
 )
 from headstart.scripts.data.vocab import coverage_svg
 from tokenizers import Tokenizer, models
@@ -109,6 +110,17 @@ def test_coverage_of_nothing_is_refused() -> None:
 def test_the_vocabulary_is_the_smallest_that_covers_the_answers():
     counts = np.zeros(4096, dtype=np.int64)
     counts[:300] = 100
-    assert covering_size(counts, [4000]) == (512, 1.0)
-    assert covering_size(np.ones(4096, dtype=np.int64), []) == (None, None), "all tokens are used alike"
-    assert covering_size(np.zeros(4096, dtype=np.int64), []) == (None, None)
+    assert covering_size(counts, [4000], share=0.995) == (512, 1.0)
+    assert covering_size(np.ones(4096, dtype=np.int64), [], share=0.995) == (None, None), "all tokens are used alike"
+    assert covering_size(np.zeros(4096, dtype=np.int64), [], share=0.995) == (None, None)
+
+
+def test_tokens_are_drafted_that_are_worth_their_rows():
+    """Of a target with 100 million weights and rows of 500, those that make up 1 / 40,000 of the answers."""
+    counts = np.zeros(4096, dtype=np.int64)
+    counts[:1000], counts[1000:1800] = 395, 6  # of about 400,000
+    assert worthwhile_size(counts, [4000], row_share=5e-6) == (1024, round((395000 + 23 * 6) / 399800, 4))
+    assert worthwhile_size(counts, [], row_share=2e-6) == (2048, 1.0), "rows of a larger target"
+    assert worthwhile_size(counts, list(range(2000)), row_share=5e-6)[0] == 2048
+    assert worthwhile_size(np.ones(4096, dtype=np.int64), [], row_share=5e-6) == (None, None)
+    assert worthwhile_size(0 * counts, [], row_share=5e-6) == (None, None)

@@ -139,7 +139,7 @@ def asked_in(asking, rounds, *, rate, copied, added):
 
 
 def test_a_head_is_asked_where_the_tokens_it_adds_are_worth_its_time():
-    """At 0.25 of a round, of about 2.5 tokens, that is from 0.6 tokens on."""
+    """At 0.2 of a round, of about 2.5 tokens, that is from 0.5 tokens on."""
     assert asked_in(Asking(), 100, rate=0.8, copied=0.5, added=1.5) == 100
     assert asked_in(Asking(), 100, rate=0.8, copied=6.0, added=0.0) <= 100 // EXPLORED
     assert asked_in(Asking(), 100, rate=0.1, copied=0.5, added=0.0) <= 100 // EXPLORED

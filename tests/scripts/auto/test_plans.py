@@ -143,7 +143,7 @@ def test_a_fresh_head_is_fitted_before_its_first_step_only():
 @pytest.mark.parametrize("minutes", [20, 120])
 def test_what_is_kept_for_the_end_lasts_for_all_held_out_prompts_beside_the_plan(minutes):
     """So that a larger budget, whose plan by batch size takes longer, does not evaluate fewer prompts."""
-    machine = Machine(9.0, 1, "float32", "cpu", start_seconds=5.0, start_tokens=1000)
+    machine = Machine(9.0, 1, "float32", "cpu", start_seconds=5.0, start_tokens=1000, candidates=[])
     settings = SimpleNamespace(budget=60.0 * minutes, engine="headstart", max_new_tokens=128)
     run = SimpleNamespace(machine=machine, settings=settings, journal=SimpleNamespace(split=Split(32, 900, 0, 100, 90)))
     kept = ending_reserve(run)
