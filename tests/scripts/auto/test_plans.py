@@ -4,6 +4,7 @@ import json
 from dataclasses import astuple, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from headstart.configs.errors import BadInput
@@ -27,6 +28,7 @@ from headstart.scripts.auto.journal import Answers, Machine, Measured, Rung, Sco
 from headstart.scripts.auto.learning import FITTING, Learner, extended
 from headstart.scripts.auto.machine import Workload, busy_rows
 from headstart.scripts.auto.prediction import RoundCost, bound, cost_of, expected_length, predict
+from headstart.scripts.auto.session import Session
 from headstart.scripts.auto.sizes import planning_seconds
 from headstart.scripts.unattended.clock import Clock, clock_text, parse_budget
 
@@ -146,7 +148,7 @@ def test_what_is_kept_for_the_end_lasts_for_all_held_out_prompts_beside_the_plan
     machine = Machine(9.0, 1, "float32", "cpu", start_seconds=5.0, start_tokens=1000, candidates=[])
     settings = SimpleNamespace(budget=60.0 * minutes, engine="headstart", max_new_tokens=128)
     run = SimpleNamespace(machine=machine, settings=settings, journal=SimpleNamespace(split=Split(32, 900, 0, 100, 90)))
-    kept = ending_reserve(run)
+    kept = ending_reserve(cast(Session, run))
     left = kept - planning_seconds(settings.budget, engine="headstart") - machine.start_seconds
     assert prompts_within(left, machine, max_new_tokens=128, num_prompts=32) == 32
     assert kept <= EVALUATION * settings.budget
