@@ -27,7 +27,7 @@ class ChainPointers(ctypes.Structure):
 
 
 @dataclass
-class Chains:
+class DraftedChains:
     """For K drafts of each row. tokens: [B, K] target ids. logits: [K, B, Vd]. probabilities: [B, K] of the tokens."""
 
     tokens: Tensor
@@ -60,7 +60,9 @@ class CpuChains:
         self.pointers = ChainPointers(*(None if each is None else each.data_ptr() for each in self.tensors))
         self.pointers.num_outputs = self.num_outputs
 
-    def draft(self, hidden: Tensor, cache: SlotCache, tables: Tables, positions: Tensor, *, num_tokens: int) -> Chains:
+    def draft(
+        self, hidden: Tensor, cache: SlotCache, tables: Tables, positions: Tensor, *, num_tokens: int
+    ) -> DraftedChains:
         """Draft behind the layer's output hidden [B, 1, D] for the tokens at positions [B], which are their slots."""
         library, hidden, num_rows = kernels(), hidden.clone(memory_format=torch.contiguous_format), len(hidden)
         assert library is not None
@@ -73,4 +75,4 @@ class CpuChains:
             *(self.layers.layers, ctypes.byref(forward), ctypes.byref(self.pointers)),
             *(each.data_ptr() for each in (hidden, logits, tokens, probabilities)),
         )
-        return Chains(tokens, logits, probabilities)
+        return DraftedChains(tokens, logits, probabilities)
