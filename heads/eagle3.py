@@ -258,7 +258,7 @@ class Eagle3Head(RecurrentHead):
         first, embedding = self.decoder_layers[0], self.target.input_embedding
         is_plain = self.config.num_layers == 1 and self.mask_token is None and not self.config.norm_output
         if self.packed is None or not is_plain or type(first) is not Eagle3Layer or type(embedding) is not nn.Embedding:
-            return
+            return  # a subclass of nn.Embedding may scale, as Gemma's does
         if not is_multiplied(embedding.weight):
             return
         self.chains = CpuChains(

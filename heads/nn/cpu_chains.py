@@ -49,10 +49,13 @@ class CpuChains:
         output: Tensor,
         to_target: Tensor | None,
     ):
-        """Args:
-        layers: of one layer, whose attention reads the two normalised, embedding first.
-        embedding: [V, D]. embedding_norm, hidden_norm, output_norm: [D] gains. output: [Vd, D].
-        to_target: [Vd] the target id of each draft id; None: the same.
+        """All tensors are bf16, but for to_target.
+
+        Args:
+            layers: one layer, whose attention reads the embedding and the output, each normalised, in this order.
+            embedding: [V, D] the target's. output: [Vd, D] the head's output layer.
+            embedding_norm, hidden_norm, output_norm: [D] gains of the norms of both and of the output layer's input.
+            to_target: [Vd] int64, the target id of each draft id; None: the same.
         """
         self.layers, self.num_outputs = layers, len(output)
         tensors = embedding, embedding_norm, hidden_norm, output_norm, blocked(output), to_target

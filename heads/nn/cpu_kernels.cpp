@@ -255,12 +255,12 @@ inline __m512 sums_of(const __m512* x) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(halves[0], halves[1], 0x88), _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
 }
 
-// A query's head of a token: it goes to out [H] through the n slots that the token sees, in their order.
+// What one query head of a token attends to: the n slots that the token sees, in their order.
 struct Query {
-  const bf16* q;
-  const int32_t* slots;
+  const bf16* q;         // [H]
+  const int32_t* slots;  // [n]
   int64_t n;
-  bf16* out;
+  bf16* out;      // [H], the result
   float* scores;  // [n], and room behind them for 16
 };
 
@@ -276,7 +276,7 @@ struct Attention {
     for (int c = 0; c < C; c++) some[c] = H - 32 * c >= 32 ? 0xffffffff : (1u << (H - 32 * c)) - 1;
   }
 
-  // Of queries `from` to `to` for slots [i, i + 16) of each, up to the end.
+  // Scores of queries `from` to `to`, which agree on these slots, for the slots at [i, i + 16) of their lists, up to `end`.
   inline __attribute__((always_inline)) void score(const bf16* keys, int from, int to, int64_t i, int64_t end) const {
     __m512 sums[T][16], scale = _mm512_set1_ps(1.0f / std::sqrt((float)H));
     __m512bh query[T][C];
@@ -324,7 +324,7 @@ struct Attention {
     mix(values, totals);
   }
 
-  // Two slots at a time: a register has, of each 8 channels, four of both slots.
+  // The values weighted and summed, two slots at a time: a register has, of each 8 channels, four of both slots.
   void mix(const bf16* values, const float* totals) const {
     __m512 low[T][C], high[T][C];
 #pragma GCC unroll 8
@@ -426,20 +426,21 @@ extern "C" void decode(const Layer* layers, int64_t num_layers, const Forward* f
   int64_t width = (N + 2 * kv) * H, extent = s.mask ? s.extent : *std::max_element(s.last, s.last + M) + 1;
   std::vector<bf16> normed(M * D), projected(M * width), mixed(M * N * H), active(M * s.mlp);
   std::vector<int32_t> seen(M * extent);
-  std::vector<int64_t> num_seen(M, 0), shared(M, 0);  // slots that a token sees; the first of them that the one before sees too
+  std::vector<int64_t> num_seen(M, 0);  // how many slots a token sees
+  std::vector<int64_t> shared(M, 0);    // how many of the first of these are those of the token before it
   for (int64_t m = 0; m < M; m++) {
     int32_t *own = &seen[m * extent], *before = own - extent;
     for (int64_t p = 0; p < extent; p++)
       if (s.mask ? !(s.mask[m * extent + p] >> 15) : p <= s.last[m]) own[num_seen[m]++] = p;
     if (m % Q) shared[m] = std::mismatch(own, own + std::min(num_seen[m], num_seen[m - 1]), before).first - own;
   }
-  // heads of queries that read the same keys, in tiles; enough of these to occupy all threads
+  // a row's queries of one key head go in tiles, at least four for each thread where there are as many queries
   int64_t group = N / kv, most = TOGETHER[(H - 1) / 32], tiles = (Q * group + most - 1) / most;
   while (s.num_rows * kv * tiles < 4 * s.num_threads && tiles < Q * group) tiles++;
 
 #pragma omp parallel num_threads(s.num_threads)
   {
-    std::vector<float> scores(TILE * (extent + 16));
+    std::vector<float> scores(most * (extent + 16));
     for (int64_t i = 0; i < num_layers; i++) {
       const Layer& w = layers[i];
       bf16* keys = s.cache + i * s.layer_stride;
