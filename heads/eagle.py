@@ -10,8 +10,9 @@ between depths (`detach`; section 3.2). EAGLE-2 drafts dynamic trees with the sa
 
 Served conventions (vLLM 0.32, SGLang 0.5): the feature is the state AFTER the target's final norm; embedding first in
 the concatenation; positions from 0 (x_{t+1} at rotary position t); no input norm in layer 0 and none after the last;
-embedding and output layer are the target's, so the draft vocabulary is not cut. SGLang needs fc.bias and vLLM ignores
-it: without `bias`, zeros are saved; a head with a trained bias is served correctly by SGLang only.
+embedding and output layer are the target's. With a cut draft vocabulary only its rows of that layer are computed
+here; engines draft the whole vocabulary. SGLang needs fc.bias and vLLM ignores it: without `bias`, zeros are saved; a
+head with a trained bias is served correctly by SGLang only.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,8 +51,6 @@ class EagleConfig(HeadConfig):
         super().__post_init__()
         self.check_least(1, "num_layers")
         self.check_least(0, "noise")
-        if self.draft_vocab_size is not None:
-            raise BadInput("draft_vocab_size: eagle drafts with the target's own output layer, its whole vocabulary")
         if self.feature_layers:
             raise BadInput("feature_layers: eagle reads the state after the final norm only")
 
@@ -135,4 +134,8 @@ class EagleHead(RecurrentHead):
         return fused, fused
 
     def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
-        return self.target.logits(hidden)
+        return self.restricted_logits(hidden)
+
+    def pack(self) -> None:
+        super().pack()
+        self.restricted_logits.pack()

@@ -18,7 +18,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch
 from .drafter import Reading
 from .medusa import BlocksConfig, BlocksHead, ResidualBlock
@@ -34,11 +33,6 @@ class HydraConfig(BlocksConfig):
 
     type: str = "hydra"
     prefix_attention: bool = False  # Hydra++
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.draft_vocab_size is not None and self.output == "shared":
-            raise BadInput("draft_vocab_size: the shared output layer drafts the whole vocabulary; set output: own")
 
 
 @dataclass
@@ -118,7 +112,7 @@ class HydraHead(BlocksHead):
         return cast(nn.Linear, cast(nn.Sequential, self.blocks[depth])[0].skip)
 
     def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
-        return self.target.logits(hidden) if self.config.output == "shared" else self.lm_heads[depth](hidden)
+        return self.restricted_logits(hidden) if self.has_one_output else self.lm_heads[depth](hidden)
 
     def begin(self, *, batch_size: int, max_length: int) -> HydraState:
         cache = SlotCache(num_layers=1, max_length=max_length) if self.config.prefix_attention else None

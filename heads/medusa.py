@@ -27,7 +27,8 @@ class BlocksConfig(HeadConfig):
 
     loss: dict[str, float] = field(default_factory=lambda: {"hard_ce": 1.0})
     num_blocks: int = 1  # residual blocks per head
-    output: str = "own"  # own: an output layer per head, at first a copy of the target's; shared: the target's, frozen
+    # own: an output layer per head, at first a copy of the target's (its drafted rows); shared: the target's, frozen
+    output: str = "own"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,6 +93,11 @@ class BlocksHead(DraftHead):
             if weight is not None:
                 self.set_map(depth, weight)
 
+    def pack(self) -> None:
+        super().pack()
+        if self.has_one_output:
+            self.restricted_logits.pack()
+
     def new_output_layer(self) -> nn.Linear:
         """A trainable copy of the drafted rows of the target's output layer."""
         source = drafted_rows(self.target.output_layer, self.vocabulary)
@@ -118,8 +124,6 @@ class MedusaConfig(BlocksConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.draft_vocab_size is not None:
-            raise BadInput("draft_vocab_size: medusa drafts the target's whole vocabulary")
         self.check_least(0, "target_lora_rank", "target_warmup_steps")
         for name in ("target_lora_alpha", "head_weight", "target_learning_rate_scale"):
             value = getattr(self, name)
@@ -208,9 +212,7 @@ class MedusaHead(BlocksHead):
             yield self._blocks(hidden, k)
 
     def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
-        if self.config.output == "shared":
-            return self.target.logits(hidden)
-        return self._parts(depth)[-1](hidden)
+        return self.restricted_logits(hidden) if self.has_one_output else self._parts(depth)[-1](hidden)
 
     def begin(self, *, batch_size: int, max_length: int) -> MedusaState:
         return MedusaState()

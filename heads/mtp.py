@@ -192,12 +192,13 @@ class MtpHead(DraftHead):
         return self._lane(depth if self.config.independent else 0).norm(hidden)
 
     def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
-        hidden = self.predicted_state(hidden, depth)
-        if self.vocabulary is None:
-            return self.target.logits(hidden)
-        return self.target.logits(hidden)[..., self.vocabulary.to_target]
+        return self.restricted_logits(self.predicted_state(hidden, depth))
 
     # drafting
+
+    def pack(self) -> None:
+        super().pack()
+        self.restricted_logits.pack()
 
     def begin(self, *, batch_size: int, max_length: int) -> MtpState:
         num_lanes, weight = len(self.lanes), self._lane(0).eh_proj.weight

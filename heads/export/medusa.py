@@ -1,4 +1,7 @@
-"""Medusa in vLLM's layout (up to 0.32) and in FasterDecoding's, which vLLM and TGI also read."""
+"""Medusa in vLLM's layout (up to 0.32) and in FasterDecoding's, which vLLM and TGI also read.
+
+vLLM has draft vocabularies (`token_map`) for a shared output layer only; FasterDecoding has none.
+"""
 
 import re
 import shutil
@@ -16,20 +19,32 @@ ADAPTER_FOLDER = "target_adapter"
 def write_blocks(head: HeadFolder, folder: Path, *, to: str) -> None:
     """vLLM's layout: blocks.{k}.layers.{j} and lm_heads.{k}, or one lm_head if the head shares the target's.
 
-    Raises: BadInput if output layers have a bias, which vLLM does not support.
+    Raises: BadInput if output layers have a bias, or own ones a cut vocabulary, which vLLM does not support.
     """
-    tensors = {served_name(head, name): value for name, value in head.tensors.items()}
-    is_shared = head.own["output"] == "shared"
-    if is_shared:
-        tensors["lm_head.weight"] = output_rows(head)
+    tensors = {served_name(head, name): value for name, value in head.weights.items()}
     config = {key: value for key, value in head.config.items() if not key.startswith("medusa_num_")}
+    is_shared, drafted = head.own["output"] == "shared", head.draft_token_ids
+    if drafted is not None and not is_shared:
+        why = "vLLM's Medusa cuts the vocabulary of a shared output layer only"
+        raise BadInput(f"head {head.path}: draft_vocab_size: {why}: train it with head.output=shared")
+    if is_shared:
+        rows = output_rows(head)
+        tensors["lm_head.weight"] = rows if drafted is None else rows[drafted]
+    if drafted is not None:
+        tensors["token_map"] = drafted
+        config["truncated_vocab_size"] = len(drafted)
     write_config(folder, {**config, "original_lm_head": is_shared, **head.provenance})
     write_tensors(folder, tensors)
     carry_adapter(head, folder)
 
 
 def write_published(head: HeadFolder, folder: Path, *, to: str) -> None:
-    """FasterDecoding's layout: {k}.{j}.linear and {k}.{num_blocks}, a copy of the target's output layer if shared."""
+    """FasterDecoding's layout: {k}.{j}.linear and {k}.{num_blocks}, a copy of the target's output layer if shared.
+
+    Raises: BadInput if the draft vocabulary is cut.
+    """
+    if head.draft_token_ids is not None:
+        raise BadInput(f"head {head.path}: draft_vocab_size: FasterDecoding's Medusa drafts the whole vocabulary")
     tensors = dict(head.tensors)
     if head.own["output"] == "shared":
         rows, config = output_rows(head), head.config

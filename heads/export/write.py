@@ -98,8 +98,9 @@ def notes(head: HeadFolder) -> list[str]:
     if head.has_adapter:
         merge = "merge that into the target that you serve"
         lines.append(f"it drafts for the target with {ADAPTER_FOLDER}/ on it: {merge}")
-    if head.family == "mtp" and head.own["draft_vocab_size"]:
-        lines.append("engines draft the whole vocabulary from MTP modules: draft_vocab_size has no effect there")
+    if head.family in ("mtp", "eagle") and head.own["draft_vocab_size"]:
+        name = {"mtp": "MTP modules", "eagle": "EAGLE-1 heads"}[head.family]
+        lines.append(f"engines draft the whole vocabulary from {name}: draft_vocab_size has no effect there")
     if head.family == "mtp" and head.own["feedback"] == "pre_norm":
         lines.append("engines feed the next depth from behind the norm: drafts behind the first differ from training")
     if head.target_config is None:

@@ -1,11 +1,12 @@
-"""The target's logits of the tokens that a head can draft, without those of all others."""
+"""The target's logits of the tokens that a head can draft, without those of all others (FR-Spec, Zhao et al. 2025)."""
 
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..nn.cpu_kernels import pack_linears
 from .functions import DraftVocabulary, drafted_rows
 
 
@@ -19,6 +20,7 @@ class RestrictedLogits:
     def __init__(self, target: Any, vocabulary: DraftVocabulary | None):
         """Args: target: a `Target`. vocabulary: None: the whole."""
         self.target, self.vocabulary = target, vocabulary
+        self.packed: nn.Linear | None = None  # the rows for drafting in bf16 on a CPU
 
     @cached_property
     def rows(self) -> dict[str, Tensor] | None:
@@ -26,10 +28,21 @@ class RestrictedLogits:
         is_whole = self.vocabulary is None or self.target.is_spread
         return None if is_whole else drafted_rows(self.target.output_layer, self.vocabulary)
 
+    def pack(self) -> None:
+        """From now on use the bf16 CPU kernels for these rows, if they support them, see `pack_linears`."""
+        if self.rows is None or type(self.target.output_layer) is not nn.Linear:
+            return
+        num, size = self.rows["weight"].shape
+        self.packed = nn.Linear(size, num, bias="bias" in self.rows, device="meta").requires_grad_(False)
+        self.packed.load_state_dict(self.rows, assign=True)
+        pack_linears(self.packed)
+
     def __call__(self, post_norm: Tensor) -> Tensor:
         if self.rows is None:
             logits = self.target.logits(post_norm)
             return logits if self.vocabulary is None else logits[..., self.vocabulary.to_target]
         layer = self.target.output_layer
-        logits = torch.func.functional_call(layer, self.rows, (post_norm.to(layer.weight.dtype),))
-        return self.target.softcapped(logits)
+        states = post_norm.to(layer.weight.dtype)
+        if self.packed is not None:
+            return self.target.softcapped(self.packed(states))
+        return self.target.softcapped(torch.func.functional_call(layer, self.rows, (states,)))

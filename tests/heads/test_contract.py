@@ -36,7 +36,12 @@ def fresh(head_type, target, *, trained_looking=False, **changes) -> DraftHead:
     """An untrained head; `trained_looking` perturbs its weights, so that no zero or copied one hides a fault."""
     family, *words = head_type.split()
     options = {key: json.loads(value) for key, value in (word.split("=") for word in words)}
-    head = build_head(HEADS[family].config_class(type=family, **{**options, **changes}), target, seed=1)
+    drafted = None
+    if "draft_vocab_size" in options:  # of small targets, fewer
+        drafted = torch.arange(0, target.vocab_size, 3)[: options["draft_vocab_size"]]
+        options["draft_vocab_size"] = len(drafted)
+    config = HEADS[family].config_class(type=family, **{**options, **changes})
+    head = build_head(config, target, draft_token_ids=drafted, seed=1)
     if trained_looking:
         source = torch.Generator().manual_seed(3)
         with torch.no_grad():

@@ -239,7 +239,7 @@ def test_files_are_what_engines_load(target, tmp_path):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("draft_vocab_size", 20), ("feature_layers", [1]), ("num_layers", 0), ("noise", -0.1), ("num_depths", 0)],
+    [("feature_layers", [1]), ("num_layers", 0), ("noise", -0.1), ("num_depths", 0)],
 )
 def test_what_cannot_be_served_is_refused(key, value):
     with pytest.raises(BadInput, match=key) as caught:

@@ -276,7 +276,6 @@ def test_save_load_is_identity(kind, target, make_batch, tmp_path):
     [
         ({"output": "tied"}, "^output 'tied': expected own or shared$"),
         ({"num_blocks": 0}, "^num_blocks 0: expected at least 1$"),
-        ({"output": "shared", "draft_vocab_size": 20}, "^draft_vocab_size: the shared output layer"),
         ({"feature_layers": [1, 2]}, "^feature_layers: hydra reads the state after the final norm only$"),
     ],
 )

@@ -144,6 +144,32 @@ def test_medusa_in_both_layouts_is_the_same_head(trained, tmp_path, on_disk, out
         assert torch.equal(blocks["lm_heads.1.weight"], ours["1.2.weight"])
 
 
+def test_a_cut_vocabulary_of_medusa_is_vllms_token_map(trained, tmp_path, on_disk):
+    run = trained("medusa", output="shared", draft_vocab_size=24)
+    export_head(run, tmp_path / "blocks", to="vllm")
+    config, tensors = read(tmp_path / "blocks")
+    drafted = torch.arange(3, 51, 2)
+    assert config["truncated_vocab_size"] == 24 and torch.equal(tensors["token_map"], drafted)
+    assert torch.equal(tensors["lm_head.weight"], on_disk.output_layer.weight[drafted])
+    with pytest.raises(BadInput, match="draft_vocab_size: FasterDecoding's Medusa drafts the whole vocabulary"):
+        export_head(run, tmp_path / "published", to="hf")
+
+
+def test_own_output_layers_of_medusa_with_a_cut_vocabulary_are_not_for_vllm(trained, tmp_path):
+    with pytest.raises(
+        BadInput,
+        match="vLLM's Medusa cuts the vocabulary of a shared output layer only: train it with head.output=shared",
+    ):
+        export_head(trained("medusa", draft_vocab_size=24), tmp_path / "out", to="vllm")
+
+
+def test_a_cut_vocabulary_of_eagle_1_is_left_out(trained, tmp_path):
+    head = export_head(trained("eagle", draft_vocab_size=24), tmp_path / "out", to="vllm")
+    assert not {"d2t", "t2d"} & set(read(tmp_path / "out")[1])
+    why = "engines draft the whole vocabulary from EAGLE-1 heads: draft_vocab_size has no effect there"
+    assert notes(head) == [why]
+
+
 def test_the_adapter_of_a_target_lies_in_a_folder_of_its_own(saved_target, tmp_path):
     head = build_head(MedusaConfig(num_depths=2, target_lora_rank=2), Target.load(saved_target))
     save_head(head, tmp_path / "head")
