@@ -280,11 +280,9 @@ def medusa(config: Mapping[str, Any], names: Iterable[str]) -> Contract:
     is_biased, has_bias = any(name.endswith(".bias") for name in names), bool(config.get("medusa_fc_bias"))
     contract.report(is_biased and not has_bias, "medusa_fc_bias: must be true; vLLM drops biases without it")
     is_shared, drafted = is_blocks and bool(config.get("original_lm_head")), config.get("truncated_vocab_size") or vocab
-    contract.report(
-        drafted not in range(1, vocab + 1), f"truncated_vocab_size: {drafted!r}, expected 1 to vocab_size {vocab}"
-    )
-    why = "vLLM cuts the vocabulary of a shared output layer only (original_lm_head)"
-    contract.report(drafted != vocab and not is_shared, f"truncated_vocab_size: {drafted}: {why}")
+    key = f"truncated_vocab_size: {drafted!r}: "
+    contract.report(drafted not in range(1, vocab + 1), f"{key}expected 1 to vocab_size {vocab}")
+    contract.report(drafted != vocab and not is_shared, f"{key}vLLM cuts a shared output layer only")
     for k in range(sizes["num_heads"]):
         for j in range(num_blocks):
             place = f"blocks.{k}.layers.{j}" if is_blocks else f"{k}.{j}.linear"

@@ -255,8 +255,8 @@ FAULTS = {
     "fewer heads than there are": ("medusa", key("num_heads", 1), "tensor blocks.1.layers.0.weight: must not be there"),
     "biases dropped": ("medusa", key("medusa_fc_bias", ...), "vLLM drops biases without it"),
     "counts that differ": ("published", key("medusa_num_heads", 3), "medusa_num_heads: 3, but num_heads 2"),
-    "truncated vocabulary": ("medusa", key("truncated_vocab_size", 30), "of a shared output layer only"),
-    "truncated to too many": ("cut medusa", key("truncated_vocab_size", 62), "62, expected 1 to vocab_size 61"),
+    "truncated vocabulary": ("medusa", key("truncated_vocab_size", 30), "vLLM cuts a shared output layer"),
+    "truncated to too many": ("cut medusa", key("truncated_vocab_size", 62), "62: expected 1 to vocab_size 61"),
     "map of another size": ("cut medusa", key("truncated_vocab_size", 30), r"token_map: expected \[30\], found \[24\]"),
     "map without a cut": ("cut medusa", key("truncated_vocab_size", ...), "token_map: must not be there"),
     "map outside": (
