@@ -135,7 +135,3 @@ class EagleHead(RecurrentHead):
 
     def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
         return self.restricted_logits(hidden)
-
-    def pack(self) -> None:
-        super().pack()
-        self.restricted_logits.pack()

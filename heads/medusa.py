@@ -93,11 +93,6 @@ class BlocksHead(DraftHead):
             if weight is not None:
                 self.set_map(depth, weight)
 
-    def pack(self) -> None:
-        super().pack()
-        if self.has_one_output:
-            self.restricted_logits.pack()
-
     def new_output_layer(self) -> nn.Linear:
         """A trainable copy of the drafted rows of the target's output layer."""
         source = drafted_rows(self.target.output_layer, self.vocabulary)

@@ -196,10 +196,6 @@ class MtpHead(DraftHead):
 
     # drafting
 
-    def pack(self) -> None:
-        super().pack()
-        self.restricted_logits.pack()
-
     def begin(self, *, batch_size: int, max_length: int) -> MtpState:
         num_lanes, weight = len(self.lanes), self._lane(0).eh_proj.weight
         num_slots = whole_parts(max_length + num_lanes - 1, weight.device)

@@ -169,7 +169,7 @@ def compared(contract: Contract, stored: TensorFiles, config: dict[str, Any]) ->
 
 def dtype_problems(family: str, config: dict[str, Any], stored: TensorFiles) -> list[str]:
     """Weights must all have one floating-point dtype, the one in config.json; maps of the draft vocabulary integers."""
-    dtypes, mapping = stored.dtypes, {"d2t": INTEGERS, "t2d": ("BOOL",), "token_map": INTEGERS}
+    dtypes, mapping = stored.dtypes, {"d2t": INTEGERS, "t2d": ("BOOL",)}
     wrong = [name for name, allowed in mapping.items() if name in dtypes and dtypes[name] not in allowed]
     problems = [f"tensor {name}: of dtype {dtypes[name]}, expected {mapping[name][0]}" for name in wrong]
     if family == "mtp":  # a target's checkpoint may mix dtypes as it likes
@@ -204,21 +204,7 @@ def value_problems(contract: Contract, stored: TensorFiles, config: dict[str, An
         if one in stored.files and other in stored.files and not torch.equal(stored.read(one), stored.read(other)):
             problems.append(f"tensor {other}: differs from {one}: SGLang reads the first, vLLM the second")
     has_map = "d2t" in contract.shapes and stored.shapes.get("d2t") == contract.shapes["d2t"]
-    if has_map and stored.dtypes["d2t"] in INTEGERS:
-        problems += map_problems(stored, config)
-    has_list = "token_map" in contract.shapes and stored.shapes.get("token_map") == contract.shapes["token_map"]
-    if has_list and stored.dtypes["token_map"] in INTEGERS:
-        problems += list_problems(stored.read("token_map").long(), config["vocab_size"])
-    return problems
-
-
-def list_problems(ids: torch.Tensor, size: int) -> list[str]:
-    """token_map [Vd] holds target tokens: draft token i is target token ids[i]."""
-    outside = ((ids < 0) | (ids >= size)).nonzero()
-    if len(outside):
-        i = int(outside[0])
-        return [f"tensor token_map: draft token {i} is target token {int(ids[i])}, outside 0..{size - 1}"]
-    return ["tensor token_map: has some tokens twice"] if len(ids.unique()) < len(ids) else []
+    return problems + map_problems(stored, config) if has_map and stored.dtypes["d2t"] in INTEGERS else problems
 
 
 def map_problems(stored: TensorFiles, config: dict[str, Any]) -> list[str]:

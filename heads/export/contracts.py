@@ -277,24 +277,20 @@ def medusa(config: Mapping[str, Any], names: Iterable[str]) -> Contract:
         if theirs in config and config[theirs] != sizes[ours]:
             contract.problems.append(f"{theirs}: {config[theirs]}, but {ours} {sizes[ours]}")
     hidden, vocab, num_blocks = sizes["hidden_size"], sizes["vocab_size"], sizes["num_hidden_layers"]
-    is_biased, has_bias = any(name.endswith(".bias") for name in names), bool(config.get("medusa_fc_bias"))
-    contract.report(is_biased and not has_bias, "medusa_fc_bias: must be true; vLLM drops biases without it")
-    is_shared, drafted = is_blocks and bool(config.get("original_lm_head")), config.get("truncated_vocab_size") or vocab
-    key = f"truncated_vocab_size: {drafted!r}: "
-    contract.report(drafted not in range(1, vocab + 1), f"{key}expected 1 to vocab_size {vocab}")
-    contract.report(drafted != vocab and not is_shared, f"{key}vLLM cuts a shared output layer only")
+    is_biased = any(name.endswith(".bias") for name in names)
+    is_dropped = is_biased and not config.get("medusa_fc_bias")
+    contract.report(is_dropped, "medusa_fc_bias: must be true; vLLM drops the blocks' biases without it")
+    cut = config.get("truncated_vocab_size")
+    contract.report(cut not in (None, vocab), f"truncated_vocab_size: {cut}: heads draft all {vocab} tokens")
     for k in range(sizes["num_heads"]):
         for j in range(num_blocks):
             place = f"blocks.{k}.layers.{j}" if is_blocks else f"{k}.{j}.linear"
             contract.shapes[f"{place}.weight"] = (hidden, hidden)
-            if is_biased or has_bias:
+            if is_biased or config.get("medusa_fc_bias"):
                 contract.shapes[f"{place}.bias"] = (hidden,)
-        if not is_shared:
+        if not (is_blocks and config.get("original_lm_head")):
             place = f"lm_heads.{k}" if is_blocks else f"{k}.{num_blocks}"
             contract.shapes[f"{place}.weight"] = (vocab, hidden)
-    if is_shared:
-        contract.shapes["lm_head.weight"] = (drafted, hidden)
-        if drafted != vocab:
-            contract.shapes["token_map"] = (drafted,)
-    contract.forbidden = {"token_map": "the draft vocabulary is the whole one"}
+    if is_blocks and config.get("original_lm_head"):
+        contract.shapes["lm_head.weight"] = (vocab, hidden)
     return contract

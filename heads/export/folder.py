@@ -50,17 +50,6 @@ class HeadFolder:
         return self.record.head
 
     @property
-    def draft_token_ids(self) -> Tensor | None:
-        """[Vd] ascending target ids, if the draft vocabulary is cut."""
-        offsets = self.tensors.get("d2t")
-        return None if offsets is None else offsets + torch.arange(len(offsets))
-
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        """The tensors without the maps of the draft vocabulary."""
-        return {name: value for name, value in self.tensors.items() if name not in ("d2t", "t2d")}
-
-    @property
     def has_adapter(self) -> bool:
         """Whether the head drafts for its target with an adapter (Medusa-2)."""
         return (self.path / ADAPTER_WEIGHTS).is_file()

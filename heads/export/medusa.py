@@ -1,6 +1,6 @@
 """Medusa in vLLM's layout (up to 0.32) and in FasterDecoding's, which vLLM and TGI also read.
 
-vLLM has draft vocabularies (`token_map`) for a shared output layer only; FasterDecoding has none.
+Neither has cut draft vocabularies: vLLM's code has a `token_map` for them, but its loader refuses a head that has it.
 """
 
 import re
@@ -19,20 +19,14 @@ ADAPTER_FOLDER = "target_adapter"
 def write_blocks(head: HeadFolder, folder: Path, *, to: str) -> None:
     """vLLM's layout: blocks.{k}.layers.{j} and lm_heads.{k}, or one lm_head if the head shares the target's.
 
-    Raises: BadInput if output layers have a bias, or own ones a cut vocabulary, which vLLM does not support.
+    Raises: BadInput if the draft vocabulary is cut, or output layers have a bias, which vLLM does not support.
     """
-    tensors = {served_name(head, name): value for name, value in head.weights.items()}
-    config = {key: value for key, value in head.config.items() if not key.startswith("medusa_num_")}
-    is_shared, drafted = head.own["output"] == "shared", head.draft_token_ids
-    if drafted is not None and not is_shared:
-        why = "vLLM's Medusa cuts the vocabulary of a shared output layer only"
-        raise BadInput(f"head {head.path}: draft_vocab_size: {why}: train it with head.output=shared")
+    check_whole(head)
+    tensors = {served_name(head, name): value for name, value in head.tensors.items()}
+    is_shared = head.own["output"] == "shared"
     if is_shared:
-        rows = output_rows(head)
-        tensors["lm_head.weight"] = rows if drafted is None else rows[drafted]
-    if drafted is not None:
-        tensors["token_map"] = drafted
-        config["truncated_vocab_size"] = len(drafted)
+        tensors["lm_head.weight"] = output_rows(head)
+    config = {key: value for key, value in head.config.items() if not key.startswith("medusa_num_")}
     write_config(folder, {**config, "original_lm_head": is_shared, **head.provenance})
     write_tensors(folder, tensors)
     carry_adapter(head, folder)
@@ -43,8 +37,7 @@ def write_published(head: HeadFolder, folder: Path, *, to: str) -> None:
 
     Raises: BadInput if the draft vocabulary is cut.
     """
-    if head.draft_token_ids is not None:
-        raise BadInput(f"head {head.path}: draft_vocab_size: FasterDecoding's Medusa drafts the whole vocabulary")
+    check_whole(head)
     tensors = dict(head.tensors)
     if head.own["output"] == "shared":
         rows, config = output_rows(head), head.config
@@ -54,6 +47,15 @@ def write_published(head: HeadFolder, folder: Path, *, to: str) -> None:
     write_config(folder, {**head.config, **own, **head.provenance})
     write_tensors(folder, tensors, name="medusa_lm_head.safetensors")
     carry_adapter(head, folder)
+
+
+def check_whole(head: HeadFolder) -> None:
+    """Raises BadInput if the draft vocabulary is cut."""
+    size = head.own["draft_vocab_size"]
+    if size is not None:
+        raise BadInput(
+            f"head {head.path}: draft_vocab_size {size}: engines draft the whole vocabulary from Medusa heads"
+        )
 
 
 def served_name(head: HeadFolder, name: str) -> str:

@@ -33,7 +33,7 @@ def write_eagle(head: HeadFolder, folder: Path, *, to: str) -> None:
         why = "fc.bias is trained and vLLM leaves it out: export to sglang, or head.bias false"
         raise BadInput(f"head {head.path}: {why}")
     write_config(folder, {**head.config, **head.provenance})
-    write_tensors(folder, head.weights)
+    write_tensors(folder, {name: value for name, value in head.tensors.items() if name not in ("d2t", "t2d")})
 
 
 def write_eagle3(head: HeadFolder, folder: Path, *, to: str) -> None:

@@ -47,6 +47,11 @@ WRITERS: dict[str, dict[str, Callable[..., None]]] = {
     "block": dict.fromkeys(("vllm", "sglang", "speculators", "llama.cpp"), write_block),
 }
 
+KEEP_VOCABULARY = (
+    "eagle3",
+    "block",
+)  # families whose cut draft vocabulary engines read; of others they draft the whole
+
 
 def export_head(
     source: str | Path,

@@ -197,9 +197,7 @@ def check_tables(imported: Imported, stored: TensorFiles, target: Target) -> Non
         return
     tables = {"embed_tokens.weight": target.input_embedding.weight}
     if "lm_head.weight" not in imported.tensors:
-        rows = target.output_layer.weight
-        drafted = stored.read("token_map") if "token_map" in stored.files else None
-        tables["lm_head.weight"] = rows if drafted is None else rows[drafted.long()]
+        tables["lm_head.weight"] = target.output_layer.weight
     for name in stored.files:
         reference = tables.get(bare(name))
         value = None if reference is None else stored.read(name)
@@ -212,30 +210,24 @@ def import_medusa(folder: Path, config: TypedKeys, stored: TensorFiles, target: 
     blocks = [
         found for name in raw if (found := re.search(r"(\d+)\.(\d+)\.linear\.|blocks\.(\d+)\.layers\.(\d+)\.", name))
     ]
-    if not blocks:
-        raise BadInput("no Medusa block in it")
-    drafted = raw.pop("token_map", None)
+    if "token_map" in raw or not blocks:
+        raise BadInput("a truncated Medusa vocabulary is not supported" if blocks else "no Medusa block in it")
     numbers = [[int(part) for part in found.groups() if part is not None] for found in blocks]
     num_depths, num_blocks = 1 + max(k for k, _ in numbers), 1 + max(j for _, j in numbers)
     tensors = from_blocks(raw, num_blocks=num_blocks)
     outputs = [f"{k}.{num_blocks}.weight" for k in range(num_depths)]
     is_shared = not any(name in tensors for name in outputs)
-    if drafted is not None and not is_shared:
-        raise BadInput("tensor token_map: a cut vocabulary of own output layers is not supported")
-    ids = None if drafted is None else drafted.long().sort().values
-    if ids is not None and ((ids.diff() == 0).any() or ids[0] < 0 or ids[-1] >= target.vocab_size):
-        raise BadInput(f"tensor token_map: expected different target tokens below {target.vocab_size}")
     made = own_config(config, plain=MedusaConfig)
     if made is None:
-        how, size = "shared" if is_shared else "own", None if ids is None else len(ids)
-        made = MedusaConfig(num_depths=num_depths, num_blocks=num_blocks, output=how, draft_vocab_size=size)
+        how = "shared" if is_shared else "own"
+        made = MedusaConfig(num_depths=num_depths, num_blocks=num_blocks, output=how)
     assert isinstance(made, MedusaConfig)
     if made.output == "shared":
         tensors = {name: value for name, value in tensors.items() if name not in outputs}
     for k, j in numbers:
         tensors.setdefault(f"{k}.{j}.linear.bias", torch.zeros(target.hidden_size))
     adapter = read_adapter(folder / ADAPTER_FOLDER)
-    return Imported(made, tensors | {ADAPTER + name: value for name, value in adapter.items()}, ids)
+    return Imported(made, tensors | {ADAPTER + name: value for name, value in adapter.items()})
 
 
 def import_mtp(folder: Path, config: TypedKeys, stored: TensorFiles, target: Target) -> Imported:

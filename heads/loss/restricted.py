@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from ..nn.cpu_kernels import pack_linears
 from .functions import DraftVocabulary, drafted_rows
 
+FEW = 256  # positions of a round of drafting, at most
+
 
 class RestrictedLogits:
     """[n, D] post-norm states -> [n, Vd], as `Target.logits` computes them for the draft vocabulary.
@@ -20,7 +22,6 @@ class RestrictedLogits:
     def __init__(self, target: Any, vocabulary: DraftVocabulary | None):
         """Args: target: a `Target`. vocabulary: None: the whole."""
         self.target, self.vocabulary = target, vocabulary
-        self.packed: nn.Linear | None = None  # the rows for drafting in bf16 on a CPU
 
     @cached_property
     def rows(self) -> dict[str, Tensor] | None:
@@ -28,14 +29,16 @@ class RestrictedLogits:
         is_whole = self.vocabulary is None or self.target.is_spread
         return None if is_whole else drafted_rows(self.target.output_layer, self.vocabulary)
 
-    def pack(self) -> None:
-        """From now on use the bf16 CPU kernels for these rows, if they support them, see `pack_linears`."""
+    @cached_property
+    def packed(self) -> nn.Linear | None:
+        """A layer of these rows for drafting, by the bf16 CPU kernels; None: the target has no plain layer."""
         if self.rows is None or type(self.target.output_layer) is not nn.Linear:
-            return
+            return None
         num, size = self.rows["weight"].shape
-        self.packed = nn.Linear(size, num, bias="bias" in self.rows, device="meta").requires_grad_(False)
-        self.packed.load_state_dict(self.rows, assign=True)
-        pack_linears(self.packed)
+        layer = nn.Linear(size, num, bias="bias" in self.rows, device="meta").requires_grad_(False)
+        layer.load_state_dict(self.rows, assign=True)
+        pack_linears(layer)
+        return layer
 
     def __call__(self, post_norm: Tensor) -> Tensor:
         if self.rows is None:
@@ -43,6 +46,7 @@ class RestrictedLogits:
             return logits if self.vocabulary is None else logits[..., self.vocabulary.to_target]
         layer = self.target.output_layer
         states = post_norm.to(layer.weight.dtype)
-        if self.packed is not None:
+        is_drafting = states[..., 0].numel() <= FEW and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+        if is_drafting and self.packed is not None:
             return self.target.softcapped(self.packed(states))
         return self.target.softcapped(torch.func.functional_call(layer, self.rows, (states,)))

@@ -10,7 +10,7 @@ from typing import Any
 from ...configs.errors import BadInput
 from ...configs.loader import build, read_config, shipped
 from ...heads.base import HeadConfig
-from ...heads.export.write import WRITERS
+from ...heads.export.write import KEEP_VOCABULARY, WRITERS
 from ...heads.registry import HEADS, head_class
 
 # the `train` section of all candidates, unless their files override it; the same as in `make bench-heads`
@@ -24,7 +24,8 @@ class CandidateFile:
 
     head: dict[str, Any]
     train: dict[str, Any] = field(default_factory=dict)  # overrides of TRAINING
-    cuts_vocabulary: bool = False  # whether the draft vocabulary is cut to the tokens that occur in the answers
+    # whether the draft vocabulary is cut to the tokens that occur in the answers, in engines that draft from a cut one
+    cuts_vocabulary: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,15 @@ class Candidate:
         return replace(self, head=replace(self.head, draft_vocab_size=size)) if self.cuts_vocabulary else self
 
 
-def find_candidates() -> list[Candidate]:
-    """All candidates, in the order of the registry."""
+def find_candidates(engine: str = OURS) -> list[Candidate]:
+    """All candidates, in the order of the registry, as they are drafted with in an engine."""
     paths = {path.stem: f"auto/{path.name}" for path in shipped("auto/*.yaml")}
     candidates = [read(name, path) for name, path in paths.items()]
     missing = set(HEADS) - {candidate.head.type for candidate in candidates}
     candidates += [read(name, f"heads/{name}.yaml") for name in missing]
+    if engine != OURS:
+        keep = KEEP_VOCABULARY
+        candidates = [c if c.head.type in keep else replace(c, cuts_vocabulary=False) for c in candidates]
     families = list(HEADS)
     return sorted(candidates, key=lambda candidate: (families.index(candidate.head.type), candidate.name))
 

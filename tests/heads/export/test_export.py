@@ -144,23 +144,11 @@ def test_medusa_in_both_layouts_is_the_same_head(trained, tmp_path, on_disk, out
         assert torch.equal(blocks["lm_heads.1.weight"], ours["1.2.weight"])
 
 
-def test_a_cut_vocabulary_of_medusa_is_vllms_token_map(trained, tmp_path, on_disk):
-    run = trained("medusa", output="shared", draft_vocab_size=24)
-    export_head(run, tmp_path / "blocks", to="vllm")
-    config, tensors = read(tmp_path / "blocks")
-    drafted = torch.arange(3, 51, 2)
-    assert config["truncated_vocab_size"] == 24 and torch.equal(tensors["token_map"], drafted)
-    assert torch.equal(tensors["lm_head.weight"], on_disk.output_layer.weight[drafted])
-    with pytest.raises(BadInput, match="draft_vocab_size: FasterDecoding's Medusa drafts the whole vocabulary"):
-        export_head(run, tmp_path / "published", to="hf")
-
-
-def test_own_output_layers_of_medusa_with_a_cut_vocabulary_are_not_for_vllm(trained, tmp_path):
-    with pytest.raises(
-        BadInput,
-        match="vLLM's Medusa cuts the vocabulary of a shared output layer only: train it with head.output=shared",
-    ):
-        export_head(trained("medusa", draft_vocab_size=24), tmp_path / "out", to="vllm")
+@pytest.mark.parametrize("to", ["vllm", "hf"])
+def test_a_cut_vocabulary_of_medusa_is_for_our_engine_alone(trained, tmp_path, to):
+    with pytest.raises(BadInput, match="draft_vocab_size 24: engines draft the whole vocabulary from Medusa heads"):
+        export_head(trained("medusa", draft_vocab_size=24), tmp_path / "out", to=to)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_cut_vocabulary_of_eagle_1_is_left_out(trained, tmp_path):

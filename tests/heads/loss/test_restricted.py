@@ -27,6 +27,17 @@ def test_restricted_logits_are_the_targets(family, tiny_target):
     torch.testing.assert_close(RestrictedLogits(target, None)(x), whole)
 
 
+@torch.no_grad()
+def test_in_drafting_a_row_of_logits_depends_on_no_other_row(tiny_model):
+    """To the bit in bf16, where the kernels are used, as for the layers of heads."""
+    model = tiny_model("llama", hidden_size=64, head_dim=16).to(torch.bfloat16)
+    target = Target(model, name="narrow", fingerprint="")
+    logits, x = RestrictedLogits(target, DraftVocabulary.of(CUT, target.vocab_size)), states(target, 1).bfloat16()
+    found = logits(x)
+    torch.testing.assert_close(found.float(), target.logits(x)[:, CUT], rtol=0.02, atol=0.02)
+    assert all(torch.equal(found[i : i + 1], logits(x[i : i + 1])) for i in range(len(x)))
+
+
 def test_a_target_on_several_devices_computes_all_logits(target, monkeypatch):
     """Its output layer may be elsewhere, where its rows cannot be copied from."""
     monkeypatch.setattr(Target, "is_spread", True)

@@ -182,6 +182,13 @@ def test_a_vocabulary_is_cut_only_for_those_that_offer_it():
     assert set(offered.values()) == {512, None}
 
 
+def test_a_vocabulary_is_cut_only_where_the_engine_drafts_so():
+    ours, vllm = (
+        {c.head.type for c in find_candidates(engine) if c.cuts_vocabulary} for engine in ("headstart", "vllm")
+    )
+    assert {"eagle", "medusa", "mtp"} <= ours and vllm == {"eagle3", "block"}
+
+
 def test_engines_load_some_families():
     check_engine("headstart")
     check_engine("vllm")
