@@ -23,7 +23,6 @@ WARMUP = 10  # steps
 DECODE_TOKENS = 64  # decoded per validation prompt
 SAVE_SECONDS = 60.0  # between checkpoints
 NUM_VALIDATIONS = 6  # validations of the final training
-PATIENCE = 2  # validations without improvement after which the final training ends
 SAFETY = 0.9  # share of the available time that is planned for
 FITTING = 1.3  # time to fit a fresh head, relative to that of the target's forwards on the tokens that it is fitted on
 TIME_IS_UP = "its time ran out before it was scored"
@@ -127,7 +126,6 @@ class Learner:
                 "max_steps": chosen.max_steps,
                 "warmup_steps": min(WARMUP, chosen.max_steps - 1),
                 "validate_every": max(chosen.max_steps // NUM_VALIDATIONS, 1),
-                "patience": PATIENCE,
             }
             self.write_config(candidate, config, pace=self.pace(candidate.name, rungs), train=train)
         return ["train", str(config), f"train.stop_after={self.stop_after(seconds)}"]

@@ -68,7 +68,8 @@ def first_loss(case: str, target: Target) -> torch.Tensor:
     family, *words = case.split()
     options = {key: json.loads(value) for key, value in (word.split("=") for word in words)}
     config = HEADS[family].config_class(type=family, loss={"soft_ce": 1.0}, **options)
-    head = build_head(config, target, seed=1)
+    drafted = torch.arange(0, target.vocab_size, 3)[: config.draft_vocab_size] if config.draft_vocab_size else None
+    head = build_head(config, target, draft_token_ids=drafted, seed=1)
     *rows, unseen = batches_of(target, head)
     head.begin_training(iter(rows))
     with torch.no_grad():
