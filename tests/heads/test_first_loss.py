@@ -19,7 +19,9 @@ from headstart.heads.target import Target
 from torch import nn
 
 VARIANTS = json.loads(Path(__file__).with_name("variants.json").read_text())
-CASES = sorted(HEADS) + [f"{name} {words}" for name, variants in VARIANTS.items() for words in variants]
+# without cut vocabularies: these are of the tokens that occur, and random targets write all tokens alike
+WHOLE = [(name, words) for name, variants in VARIANTS.items() for words in variants if "draft_vocab_size" not in words]
+CASES = sorted(HEADS) + [f"{name} {words}" for name, words in WHOLE]
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma3", "gpt_neox"]
 # what a layer adds to the residual stream is as large as these make it
 ADDING = (
@@ -68,8 +70,7 @@ def first_loss(case: str, target: Target) -> torch.Tensor:
     family, *words = case.split()
     options = {key: json.loads(value) for key, value in (word.split("=") for word in words)}
     config = HEADS[family].config_class(type=family, loss={"soft_ce": 1.0}, **options)
-    drafted = torch.arange(0, target.vocab_size, 3)[: config.draft_vocab_size] if config.draft_vocab_size else None
-    head = build_head(config, target, draft_token_ids=drafted, seed=1)
+    head = build_head(config, target, seed=1)
     *rows, unseen = batches_of(target, head)
     head.begin_training(iter(rows))
     with torch.no_grad():
