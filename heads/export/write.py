@@ -47,10 +47,8 @@ WRITERS: dict[str, dict[str, Callable[..., None]]] = {
     "block": dict.fromkeys(("vllm", "sglang", "speculators", "llama.cpp"), write_block),
 }
 
-KEEP_VOCABULARY = (
-    "eagle3",
-    "block",
-)  # families whose cut draft vocabulary engines read; of others they draft the whole
+# families whose cut draft vocabulary engines read; from others they draft the whole
+KEEP_VOCABULARY = ("eagle3", "block")
 
 
 def export_head(
