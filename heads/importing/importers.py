@@ -188,7 +188,7 @@ def import_eagle(folder: Path, config: TypedKeys, stored: TensorFiles, target: T
         architecture=architecture_of(config, target),
     )
     tensors.setdefault("fc.bias", torch.zeros(target.hidden_size))
-    return Imported(replace(made, draft_vocab_size=None), tensors)  # which no engine cuts
+    return Imported(replace(made, draft_vocab_size=None), tensors)  # an export has no draft vocabulary
 
 
 def check_tables(imported: Imported, stored: TensorFiles, target: Target) -> None:

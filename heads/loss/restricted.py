@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from ..nn.cpu_kernels import pack_linears
 from .functions import DraftVocabulary, drafted_rows
 
-FEW = 256  # positions of a round of drafting, at most
+FEW = 256  # positions, at most, for which `packed` is used: those of a round of drafting
 
 
 class RestrictedLogits:
     """[n, D] post-norm states -> [n, Vd], as `Target.logits` computes them for the draft vocabulary.
 
-    Keeps a copy of these rows of the output layer from the first call on, unless the target is spread over devices:
-    then all logits are computed.
+    Keeps a copy of these rows of the output layer from the first call on, and another for the bf16 CPU kernels where they
+    are used, unless the target is spread over devices: then all logits are computed.
     """
 
     def __init__(self, target: Any, vocabulary: DraftVocabulary | None):
@@ -31,7 +31,7 @@ class RestrictedLogits:
 
     @cached_property
     def packed(self) -> nn.Linear | None:
-        """A layer of these rows for drafting, by the bf16 CPU kernels; None: the target has no plain layer."""
+        """A layer of these rows for drafting, by the bf16 CPU kernels; None: the target has no nn.Linear."""
         if self.rows is None or type(self.target.output_layer) is not nn.Linear:
             return None
         num, size = self.rows["weight"].shape
@@ -46,7 +46,7 @@ class RestrictedLogits:
             return logits if self.vocabulary is None else logits[..., self.vocabulary.to_target]
         layer = self.target.output_layer
         states = post_norm.to(layer.weight.dtype)
-        is_drafting = states[..., 0].numel() <= FEW and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-        if is_drafting and self.packed is not None:
+        is_few = states[..., 0].numel() <= FEW and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+        if is_few and self.packed is not None:
             return self.target.softcapped(self.packed(states))
         return self.target.softcapped(torch.func.functional_call(layer, self.rows, (states,)))

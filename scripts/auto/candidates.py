@@ -49,8 +49,8 @@ def find_candidates(engine: str = OURS) -> list[Candidate]:
     missing = set(HEADS) - {candidate.head.type for candidate in candidates}
     candidates += [read(name, f"heads/{name}.yaml") for name in missing]
     if engine != OURS:
-        keep = KEEP_VOCABULARY
-        candidates = [c if c.head.type in keep else replace(c, cuts_vocabulary=False) for c in candidates]
+        kept = {c.name: c.cuts_vocabulary and c.head.type in KEEP_VOCABULARY for c in candidates}
+        candidates = [replace(c, cuts_vocabulary=kept[c.name]) for c in candidates]
     families = list(HEADS)
     return sorted(candidates, key=lambda candidate: (families.index(candidate.head.type), candidate.name))
 
