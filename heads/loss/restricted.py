@@ -15,8 +15,8 @@ FEW = 256  # positions, at most, for which `packed` is used: those of a round of
 class RestrictedLogits:
     """[n, D] post-norm states -> [n, Vd], as `Target.logits` computes them for the draft vocabulary.
 
-    Keeps a copy of these rows of the output layer from the first call on, and another for the bf16 CPU kernels where they
-    are used, unless the target is spread over devices: then all logits are computed.
+    Keeps a copy of these rows of the output layer from the first call on, and another for the bf16 CPU kernels where
+    they are used, unless the target is spread over devices: then all logits are computed.
     """
 
     def __init__(self, target: Any, vocabulary: DraftVocabulary | None):
