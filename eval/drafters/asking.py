@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from .rates import Ratio
 
 DRAFT_COST = 0.2  # time of a head's chain relative to a round that copies; .19 measured for EAGLE-3 of 3 tokens
+FIRST = 32  # rounds, from the first on, in which a head is asked in any case, to see what it is worth
 EXPLORED = 32  # rounds after which a head that is not asked is asked again, for it may be right by now
 MOST_EXPLORED = 256  # the same, doubled each time that it was asked for no other reason
 EXPLORED_WEIGHT = 8.0  # such a round counts for so many others, as it is the only one that tells of a change
@@ -13,16 +14,17 @@ EXPLORED_WEIGHT = 8.0  # such a round counts for so many others, as it is the on
 class Asking:
     """Decides in each round whether a head is asked, by the tokens that this is expected to add to the copies.
 
-    It is asked where these tokens are more than what its time brings otherwise. Three averages are kept from round to
-    round: `pace`, tokens per row and time, 1 being the time of a round that copies; `copied`, the copied tokens that
-    are expected to be accepted; and `worth`, the tokens that asking added relative to those expected of it, so that a
-    head that disappoints is asked less.
+    It is asked in the first rounds, and then where these tokens are more than what its time brings otherwise. Three
+    averages are kept from round to round: `pace`, tokens per row and time, 1 being the time of a round that copies;
+    `copied`, the copied tokens that are expected to be accepted; and `worth`, the tokens that asking added relative to
+    those expected of it, so that a head that disappoints is asked less.
     """
 
     def __init__(self) -> None:
         self.pace = Ratio(1.5, weight=20, most=200)
         self.copied = Ratio(1.0, weight=20, most=200)
         self.worth = Ratio(1.0, weight=50, most=200)
+        self.num_rounds = 0  # begun so far
         self.unasked = 0  # rounds since the head was asked
         self.patience = EXPLORED
         self.expected: Mapping[int, float] = {}  # of the round in progress, per row: copied tokens
@@ -38,8 +40,10 @@ class Asking:
         guessed = sum(rate**i for i in range(1, depth + 1)) + rate**depth * self.copied.value
         self.gain = sum(max(guessed - each, 0.0) for each in expected.values())
         self.expected = expected
+        self.num_rounds += 1
         self.unasked += 1
-        pays = self.gain * min(self.worth.value, 1.0) > DRAFT_COST * self.pace.value * len(expected)
+        worth_it = self.gain * min(self.worth.value, 1.0) > DRAFT_COST * self.pace.value * len(expected)
+        pays = worth_it or self.num_rounds <= FIRST
         self.explores = bool(expected) and not pays and self.unasked > self.patience
         if pays:
             self.patience = EXPLORED

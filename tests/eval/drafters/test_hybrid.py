@@ -3,7 +3,7 @@
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.eval.drafters.asking import DRAFT_COST, EXPLORED, Asking
+from headstart.eval.drafters.asking import DRAFT_COST, EXPLORED, FIRST, Asking
 from headstart.eval.drafters.hybrid import Guess, HybridDrafter, HybridRow
 from headstart.eval.drafters.lookup import SuffixDrafter
 from headstart.eval.drafters.rates import MATCH_RATES, PROBABILITIES, PROBABILITY_RATES, HitRates, Rates
@@ -109,6 +109,7 @@ def test_a_head_that_is_wrong_more_often_than_look_ups_is_not_asked(target):
     drafter.head.propose = lambda *args, **more: asked.append(1) or propose(*args, **more)  # pyright: ignore
     generate(target, drafter, [[1, 5, 9] * 6], max_new_tokens=16, num_draft_tokens=2)
     first = len(asked)
+    drafter.asking.num_rounds = FIRST
     for _ in range(5000):
         drafter.guessed.add(0.5, is_right=False)
     generate(target, drafter, [[1, 5, 9] * 6], max_new_tokens=16, num_draft_tokens=2)
@@ -119,6 +120,7 @@ def test_a_head_is_asked_again_for_it_may_be_right_by_now(target):
     drafter, asked = HybridDrafter(build("eagle3", target)), []
     propose = drafter.head.propose
     drafter.head.propose = lambda *args, **more: asked.append(1) or propose(*args, **more)  # pyright: ignore
+    drafter.asking.num_rounds = FIRST
     for probability in PROBABILITIES * 500:
         drafter.guessed.add(probability, is_right=False)
     generate(target, drafter, [[1, 5, 9] * 6], max_new_tokens=20, num_draft_tokens=1, eos_token_ids=[])
@@ -138,15 +140,28 @@ def asked_in(asking, rounds, *, rate, copied, added):
     return num_asked
 
 
+def seen():
+    """Past the first rounds, with averages as they begin."""
+    asking = Asking()
+    asking.num_rounds = FIRST
+    return asking
+
+
 def test_a_head_is_asked_where_the_tokens_it_adds_are_worth_its_time():
     """At 0.2 of a round, of about 2.5 tokens, that is from 0.5 tokens on."""
-    assert asked_in(Asking(), 100, rate=0.8, copied=0.5, added=1.5) == 100
-    assert asked_in(Asking(), 100, rate=0.8, copied=6.0, added=0.0) <= 100 // EXPLORED
-    assert asked_in(Asking(), 100, rate=0.1, copied=0.5, added=0.0) <= 100 // EXPLORED
+    assert asked_in(seen(), 100, rate=0.8, copied=0.5, added=1.5) == 100
+    assert asked_in(seen(), 100, rate=0.8, copied=6.0, added=0.0) <= 100 // EXPLORED
+    assert asked_in(seen(), 100, rate=0.1, copied=0.5, added=0.0) <= 100 // EXPLORED
+
+
+def test_a_head_is_asked_in_the_first_rounds_whatever_is_expected_of_it():
+    asking = Asking()
+    assert asked_in(asking, FIRST, rate=0.1, copied=6.0, added=0.0) == FIRST
+    assert asked_in(asking, EXPLORED, rate=0.1, copied=6.0, added=0.0) == 0
 
 
 def test_a_head_that_adds_less_than_expected_is_asked_less_and_ever_more_rarely():
-    asking = Asking()
+    asking = seen()
     first = asked_in(asking, 200, rate=0.7, copied=0.8, added=0.0)
     later = asked_in(asking, 2000, rate=0.7, copied=0.8, added=0.0)
     assert 0 < first < 200 and later <= 10, "after 32, 64, 128, 256, 256 ... rounds"
