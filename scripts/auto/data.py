@@ -3,7 +3,7 @@
 import json
 import random
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...configs.errors import BadInput
-from ...configs.files import write_text
+from ...configs.files import write_json, write_text
 from ...configs.jsonl import read_jsonl
 from ...data_pipelines.answers.conversations import SamplingConfig, exchanges
 from ...data_pipelines.sources import iter_rows
@@ -131,6 +131,7 @@ def validation_rows(budget: float) -> int:
 def gather(
     folder: Path,
     answers: Path,
+    sampled: Sequence[Path],
     tokenizer: Any,
     *,
     vocab_size: int,
@@ -143,6 +144,7 @@ def gather(
     Args:
         folder: where given.jsonl is.
         answers: output of `headstart data regenerate`, which may have been stopped before its end.
+        sampled: the same with further answers to these prompts, to train on.
         tokenizer: the target's.
         vocab_size: the target's.
         row_share: of `worthwhile_size`.
@@ -150,10 +152,7 @@ def gather(
 
     Returns the journal's entry. Raises BadInput if there are fewer than LEAST_ANSWERS answers.
     """
-    finished = answers / "answers.jsonl"
-    path = finished if finished.exists() else answers / "answers.part.jsonl"
-    lines = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]  # complete ones
-    written = [json.loads(line) for line in lines]
+    written = read_answers(answers)
     given = folder / "given.jsonl"
     chats = read_jsonl(given) if given.exists() and given.stat().st_size else []
     if len(written) < LEAST_ANSWERS:
@@ -164,11 +163,12 @@ def gather(
     written.sort(key=lambda row: row["id"])
     num_validation = min(len(written) // 4, most_validation)
     validation, train = written[:num_validation], written[num_validation:]
+    judged = {question_of(row) for row in validation}
+    again = [row for path in sampled for row in read_answers(path) if question_of(row) not in judged]
     write_rows(folder / "validation.jsonl", validation)
-    write_rows(folder / "train.jsonl", [*train, *chats])
-    manifest = (answers / "manifest.json").read_text()  # records how the answers were sampled
-    write_text(folder / "manifest.json", manifest)
-    texts = [text for row in written for text in assistant_texts(row)]
+    write_rows(folder / "train.jsonl", [*train, *again, *chats])
+    write_json(folder / "manifest.json", joined_manifest([answers, *sampled]))
+    texts = [text for row in (*written, *again) for text in assistant_texts(row)]
     answer_ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
     chat_ids = [tokenizer(text).input_ids for row in chats for text in assistant_texts(row)]
     tokens = [token for ids in (*answer_ids, *chat_ids) for token in ids]
@@ -176,23 +176,52 @@ def gather(
     always = always_kept(tokenizer, eos_token_ids=eos_token_ids, vocab_size=vocab_size)
     size, covered = worthwhile_size(counts, always, row_share=row_share)
     truncated = sum(row["truncated"] for row in written)
-    looping = sum(text_repetition(i, [ids]).is_looping for i, ids in enumerate(answer_ids))
-    lengths = [row["usage"]["prompt_tokens"] + row["usage"]["completion_tokens"] for row in written]
+    num_greedy = sum(len(assistant_texts(row)) for row in written)
+    looping = sum(text_repetition(i, [ids]).is_looping for i, ids in enumerate(answer_ids[:num_greedy]))
+    usages = [row["usage"] for row in (*written, *again)]
+    lengths = [usage["prompt_tokens"] + usage["completion_tokens"] for usage in usages]
     longest = max(lengths) + ENDING
     return Answers(
         written=len(written),
+        sampled=len(again),
         given=len(chats),
         validation=num_validation,
-        tokens=sum(row["usage"]["completion_tokens"] for row in written),
+        tokens=sum(usage["completion_tokens"] for usage in usages),
         row_tokens=sum(lengths),
         truncated=truncated,
         looping=looping,
-        complete=path == finished,
+        complete=(answers / "answers.jsonl").exists(),
         draft_vocab_size=size,
         coverage=covered,
         max_length=max(longest, 2048) if chats else longest,
         warnings=warnings_of(len(written), truncated=truncated, looping=looping),
     )
+
+
+def read_answers(folder: Path) -> list[dict[str, Any]]:
+    """The rows that `headstart data regenerate` has written into a folder so far."""
+    finished = folder / "answers.jsonl"
+    path = finished if finished.exists() else folder / "answers.part.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith(b"\n")]  # a kill may have cut the last one
+
+
+def question_of(row: dict[str, Any]) -> str:
+    """What an answered row was asked first, as JSON."""
+    messages = row["messages"]
+    first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    return json.dumps(messages[:first], ensure_ascii=False, sort_keys=True)
+
+
+def joined_manifest(folders: Sequence[Path]) -> dict[str, Any]:
+    """The manifest of the first folder, with how the answers of all of them were sampled, by folder."""
+    manifests = [json.loads((folder / "manifest.json").read_text()) for folder in folders]
+    ways = {
+        folder.name: way
+        for folder, manifest in zip(folders, manifests, strict=True)
+        for way in manifest["settings"]["sampling"].values()
+    }
+    return {**manifests[0], "settings": {**manifests[0]["settings"], "sampling": ways}}
 
 
 def assistant_texts(row: dict[str, Any]) -> list[str]:

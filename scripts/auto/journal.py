@@ -60,13 +60,14 @@ class Machine:
 class Answers:
     """The training data."""
 
-    written: int  # rows answered by the target in this run
+    written: int  # rows answered by the target in this run, greedily
+    sampled: int  # further answers to the same prompts, sampled
     given: int  # rows of --chats that are learnt from
     validation: int  # rows of `written` that score candidates and are not trained on
-    tokens: int  # in the answers of this run
+    tokens: int  # in all answers of this run
     row_tokens: int  # in their rows, prompts included
-    truncated: int  # answers cut at the token limit
-    looping: int  # answers in which more than half of the 4-grams repeat earlier ones
+    truncated: int  # of `written`, answers cut at the token limit
+    looping: int  # of `written`, answers in which more than half of the 4-grams repeat earlier ones
     complete: bool  # whether all prompts were answered in time
     draft_vocab_size: int | None  # for candidates with a cut vocabulary; null: no cut is worthwhile
     coverage: float | None  # share of the answers' tokens in that draft vocabulary

@@ -85,7 +85,8 @@ def learning_part(journal: Journal) -> Part | None:
     if chosen and chosen.score:
         rows.append(["last", chosen.name, "chosen", *figures(chosen.score)])
     end = "." if answers.complete else ": as many as fit into the time for answers."
-    text = f"{answers.written} answers of the target, {answers.tokens:,} tokens{end}"
+    more = f" and {answers.sampled:,} more, sampled" if answers.sampled else ""
+    text = f"{answers.written:,} answers of the target{more}, {answers.tokens:,} tokens{end}"
     if answers.given:
         text += f" {answers.given} chats were given with answers."
     if answers.draft_vocab_size:

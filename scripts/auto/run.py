@@ -11,11 +11,11 @@ from pathlib import Path
 from ...configs.errors import BadInput
 from ...eval.measurement.metrics import LEAST_TIMED
 from ...eval.report.one_result import counted_words
-from ...heads.fit import NoSkeleton, load_skeleton, row_share
-from ...heads.loading import TargetConfig, release_memory
+from ...heads.loading import release_memory
 from ...heads.target import Target
 from ..unattended.steps import last_line, start_seconds
 from . import data
+from .answering import answer
 from .budget import ANSWERS, MACHINE
 from .candidates import OURS, find_candidates
 from .choosing import choose, learn
@@ -129,47 +129,6 @@ def check_budget(run: Session) -> None:
     if needed > run.settings.budget:
         minutes = f"{-(-needed // 60):.0f}m"
         raise BadInput(f"--budget: too short for this target here; the least that makes sense is {minutes}")
-
-
-def answer(run: Session) -> None:
-    """The target answers prompts for its share of the time; writes `answers_until` and `answers` into the journal.
-
-    Raises: BadInput if there are too few answers; SystemExit after a signal to stop.
-    """
-    journal, settings = run.journal, run.settings
-    if journal.answers is not None:
-        return
-    if journal.answers_until is None:
-        journal.answers_until = run.clock.used + ANSWERS * settings.budget
-        run.write()
-    machine, until = run.machine, journal.answers_until
-    arguments = [
-        *("data", "regenerate", "data/regenerate_local.yaml"),
-        *(f"sources={run.folder / 'data' / 'prompts.jsonl'}", f"output={run.folder / 'answers'}"),
-        *(f"target={settings.target}", f"engine.dtype={machine.dtype}", f"engine.device={machine.device}"),
-        *("sampling.temperature=0", f"sampling.max_tokens={settings.max_new_tokens}"),
-    ]
-    seconds = max(until - run.clock.used, 0)
-    what = "the target answers as many prompts as there is time for"
-    record = run.step(what, arguments, name="answers", seconds=seconds, until=until)
-    if not (run.folder / "answers" / "manifest.json").exists():
-        raise BadInput(f"the target could not answer: {last_line(Path(record.log))}")
-    try:
-        model = load_skeleton(TargetConfig(path=settings.target))
-    except NoSkeleton:
-        model = Target.load(settings.target, dtype=settings.dtype)
-    journal.answers = data.gather(
-        run.folder / "data",
-        run.folder / "answers",
-        model.tokenizer,
-        vocab_size=model.vocab_size,
-        row_share=row_share(model),
-        eos_token_ids=set(model.eos_token_ids),
-        most_validation=data.validation_rows(settings.budget),
-    )
-    for warning in journal.answers.warnings:
-        run.say(f"warning: {warning}")
-    run.write()
 
 
 def evaluate(run: Session) -> None:

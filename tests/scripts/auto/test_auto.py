@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from headstart.scripts.auto import sizes
+from headstart.scripts.auto.answering import TEMPERATURE
 from headstart.scripts.auto.journal import Score
 from headstart.scripts.auto.learning import TIME_IS_UP, Learner
 from headstart.scripts.unattended.steps import Runner
@@ -18,6 +19,10 @@ from headstart.scripts.unattended.steps import Runner
 
 def journal_of(folder):
     return json.loads((folder / "auto.json").read_text())
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture
@@ -38,6 +43,13 @@ def test_one_command_goes_from_prompts_to_a_decision(auto, machine_is, in_proces
     code, said, found = auto("--budget 20s --max-new-tokens 12")
     assert code == 0, said
     assert (found["split"]["held_out"], found["split"]["asked"], found["answers"]["written"]) == (13, 27, 27)
+    data = tmp_path / "auto" / "data"
+    learnt, judged = (rows_of(data / f"{name}.jsonl") for name in ("train", "validation"))
+    assert found["answers"]["sampled"] == len(learnt) - 27 + len(judged) > 0, "prompts are answered again, sampled"
+    asked = [[message["content"] for message in row["messages"][:-1]] for row in (*learnt, *judged)]
+    assert all(question not in asked[: len(learnt)] for question in asked[len(learnt) :])
+    ways = json.loads((data / "manifest.json").read_text())["settings"]["sampling"].values()
+    assert {way["temperature"] for way in ways} == {0.0, TEMPERATURE}
     [rung] = found["rungs"]
     assert rung["plan"].keys() == {"medusa", "hydra"}, "what cannot pay is not trained"
     scores = {score["name"]: score["predicted_speedup"] for score in rung["scores"]}

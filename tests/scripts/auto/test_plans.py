@@ -119,6 +119,7 @@ def test_a_fresh_head_is_fitted_before_its_first_step_only():
     machine = Machine(10.0, 1, "float32", "cpu", start_seconds=5.0, start_tokens=1000, candidates=[medusa])
     answers = Answers(
         written=20,
+        sampled=0,
         given=0,
         validation=4,
         tokens=4000,
