@@ -7,9 +7,12 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..configs.errors import BadInput
+
+BLOCK = 128  # tokens whose probabilities are summed at once when a token is sampled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,16 +82,32 @@ def target_probs(logits: Tensor, sampling: Sampling, history: Tensor | None = No
 def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """One token per distribution [..., V], which need not sum to 1: [...] ids; never one of probability 0.
 
-    Takes the first token at which the cumulative sum exceeds one uniform number. torch.multinomial draws a random
-    number per token instead, which on a CPU with a large vocabulary takes as long as the forward. Sums are in float64,
-    as float32 sums over 50,000 tokens would lose the rare ones.
+    Takes the first token at which the cumulative sum exceeds one uniform number. It is looked for among the sums of
+    blocks, then in one block: on a CPU, torch.multinomial's random number per token of a large vocabulary takes as long
+    as the forward. Sums are in float64, as float32 sums over 50,000 tokens would lose the rare ones.
     """
-    sums = probs.cumsum(-1, dtype=torch.float64)
+    num_tokens = probs.shape[-1]
+    if missing := -num_tokens % BLOCK:
+        probs = F.pad(probs, (0, missing))
+    blocks = probs.unflatten(-1, (-1, BLOCK))  # [..., N, BLOCK]
+    sums = blocks.sum(-1, dtype=torch.float64).cumsum(-1)  # [..., N]
     total = sums[..., -1:]
     uniform = torch.rand(total.shape, dtype=torch.float64, device=probs.device, generator=generator)
-    below = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))  # rounding could give the total
-    first_above = torch.searchsorted(sums, below, right=True).squeeze(-1)
-    return first_above.clamp_max(probs.shape[-1] - 1)  # if all probabilities are 0
+    block, left = first_above(sums, uniform * total)  # [..., 1] each
+    at = block[..., None].expand(*block.shape, BLOCK)
+    inside = blocks.gather(-2, at).squeeze(-2).cumsum(-1, dtype=torch.float64)  # [..., BLOCK]
+    token = block * BLOCK + first_above(inside, left)[0]
+    return token.squeeze(-1).clamp_max(num_tokens - 1)  # if all probabilities are 0
+
+
+def first_above(sums: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """The index of the first of the ascending sums [..., N] above `wanted` [..., 1], and what `wanted` exceeds the sum
+    before it by: [..., 1] each. Where rounding made `wanted` reach the last sum, it is taken as slightly less."""
+    last = sums[..., -1:]
+    wanted = torch.minimum(wanted, last.nextafter(torch.zeros_like(last)))
+    index = torch.searchsorted(sums, wanted, right=True).clamp_max(sums.shape[-1] - 1)
+    before = sums.gather(-1, (index - 1).clamp_min(0)).where(index > 0, 0.0)
+    return index, wanted - before
 
 
 def choose(
