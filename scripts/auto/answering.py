@@ -1,5 +1,6 @@
-"""The stage in which the target answers prompts: all of them greedily, then again, sampled, while there is time."""
+"""The stage in which the target answers prompts: all of them greedily, then again, sampled, where these are few."""
 
+import statistics
 from pathlib import Path
 
 from ...configs.errors import BadInput
@@ -9,17 +10,19 @@ from ...heads.target import Target
 from ..unattended.steps import last_line
 from . import data
 from .budget import ANSWERS
+from .candidates import BATCH_SIZE
 from .session import Session
 
 PER_PROMPT = 4  # answers, upper limit
 TEMPERATURE = 0.7  # of all answers to a prompt but the first
-LEAST_STARTS = 3.0  # another pass over the prompts begins if there is time for the start of so many commands
+MOST_PASSES = 6.0  # if heads would read the answers more often than this in the time left, prompts are answered again,
+LEAST_STARTS = 3.0  # if there is time for the start of so many commands
 
 
 def answer(run: Session) -> None:
     """The target answers prompts for its share of the time; writes `answers_until` and `answers` into the journal.
 
-    A head learns more from several answers to a prompt than from reading one of them several times.
+    A head learns more from several answers to a prompt than from reading one of them many times.
 
     Raises: BadInput if there are too few answers; SystemExit after a signal to stop.
     """
@@ -31,8 +34,7 @@ def answer(run: Session) -> None:
         run.write()
     folders = [run.folder / "answers", *(run.folder / f"answers-{number}" for number in range(2, PER_PROMPT + 1))]
     for number, folder in enumerate(folders):
-        left = journal.answers_until - run.clock.used
-        if number and (not is_finished(folders[number - 1]) or left < LEAST_STARTS * run.machine.start_seconds):
+        if number and not (is_finished(folders[number - 1]) and goes_on(run, number)):
             break
         if not is_finished(folder):
             ask(run, folder, seed=number, temperature=TEMPERATURE if number else 0, until=journal.answers_until)
@@ -54,6 +56,17 @@ def answer(run: Session) -> None:
     for warning in journal.answers.warnings:
         run.say(f"warning: {warning}")
     run.write()
+
+
+def goes_on(run: Session, number: int) -> bool:
+    """Whether prompts that have `number` answers are answered once more."""
+    machine, journal = run.machine, run.journal
+    assert journal.split is not None and journal.answers_until is not None
+    if journal.answers_until - run.clock.used < LEAST_STARTS * machine.start_seconds:
+        return False
+    step_seconds = statistics.median(each.step_seconds for each in machine.able)
+    num_read = run.clock.left / step_seconds * BATCH_SIZE  # rows
+    return num_read > MOST_PASSES * number * journal.split.asked
 
 
 def is_finished(folder: Path) -> bool:

@@ -13,8 +13,9 @@ from ...heads.base import HeadConfig
 from ...heads.export.write import KEEP_VOCABULARY, WRITERS
 from ...heads.registry import HEADS, head_class
 
+BATCH_SIZE = 8  # rows of an optimizer step
 # the `train` section of all candidates, unless their files override it; the same as in `make bench-heads`
-TRAINING = {"batch_size": 8, "optimizer": "muon", "learning_rate": 3e-3, "matrix_learning_rate": 1e-2}
+TRAINING = {"batch_size": BATCH_SIZE, "optimizer": "muon", "learning_rate": 3e-3, "matrix_learning_rate": 1e-2}
 OURS = "headstart"  # this package's own engine, which needs no export
 
 

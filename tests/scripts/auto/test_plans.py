@@ -10,6 +10,7 @@ import pytest
 from headstart.configs.errors import BadInput
 from headstart.heads.registry import HEADS
 from headstart.scripts.auto import candidates
+from headstart.scripts.auto.answering import goes_on
 from headstart.scripts.auto.budget import EVALUATION
 from headstart.scripts.auto.candidates import by_gain_per_cost, check_engine, find_candidates, is_served
 from headstart.scripts.auto.choosing import ending_reserve
@@ -233,3 +234,14 @@ def test_too_few_prompts_are_refused(tmp_path):
     path.write_text('{"prompt": "one"}\n{"prompt": "one"}\n{"prompt": "two"}\n')
     with pytest.raises(BadInput, match="2 different prompts, at least 12 are needed"):
         split_prompts(str(path), "", tmp_path / "data", seed=0)
+
+
+@pytest.mark.parametrize(
+    ("number", "used", "again"), [(1, 100.0, True), (2, 100.0, False), (1, 295.0, False), (1, 301.0, False)]
+)
+def test_prompts_are_answered_again_where_heads_would_read_the_answers_more_than_six_times(number, used, again):
+    """In 1,000 s, at 8 rows a second, 1,000 answers are read eight times, 2,000 four times."""
+    machine = SimpleNamespace(able=[Measured("medusa", step_seconds=1.0)], start_seconds=5.0)
+    journal = SimpleNamespace(split=Split(32, 1000, 0, 100, 50), answers_until=300.0)
+    run = SimpleNamespace(machine=machine, journal=journal, clock=SimpleNamespace(used=used, left=1000.0))
+    assert goes_on(cast(Session, run), number) == again
