@@ -38,6 +38,7 @@ def answer(run: Session) -> None:
             break
         if not is_finished(folder):
             ask(run, folder, seed=number, temperature=TEMPERATURE if number else 0, until=journal.answers_until)
+            run.write()
     try:
         model = load_skeleton(TargetConfig(path=settings.target))
     except NoSkeleton:
