@@ -81,16 +81,16 @@ def spread(valid: Tensor) -> Tensor:
 
 
 def losses_by_factor(logits: Tensor, probs: Tensor) -> Tensor:
-    """[2, G] cross entropy to the target's probs [n, Vd] of logits [n, Vd] scaled by each of the G FACTORS: its mean over
-    positions, and the upper end of the mean's 95 % interval."""
+    """[2, G] cross entropy to the target's probs [n, Vd] of logits [n, Vd] scaled by each of the G FACTORS: the mean
+    over positions, and the upper end of its 95 % interval."""
     losses = torch.stack([-(probs * (factor * logits).log_softmax(-1)).sum(-1) for factor in FACTORS])  # [G, n]
     mean, error = losses.mean(-1), losses.std(-1, correction=0) / losses.shape[-1] ** 0.5
     return torch.stack([mean, mean + 1.96 * error])
 
 
 def quieter(losses: Tensor, num_drafted: int) -> float:
-    """The largest factor whose mean loss over depths is within SLACK of the least, as tiny logits learn slowly; of those
-    whose upper end is at most LEEWAY above a uniform guess, since a few confident errors decide what other rows have.
+    """The largest factor whose mean loss over depths is within SLACK of the least, as tiny logits learn slowly. Its
+    upper end is at most LEEWAY above a uniform guess, since a few confident errors decide what other rows have.
 
     1 if the unscaled loss is also below that of a uniform guess by MARGIN. Args: losses: [K, 2, G], see
     `losses_by_factor`."""

@@ -5,7 +5,6 @@ import importlib
 import json
 import os
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +118,8 @@ def test_answers_take_a_heads_place_and_their_drafts_have_no_fixed_length(files,
     [result] = measure_served(target, found, SUITE, CONFIG, [8])
     assert (result.drafter, result.num_draft_tokens) == ("answers.ngrams", 8)
     ports = [line[line.index("--port") + 1] for _, _, line in asked(tmp_path) if "ngram-cache" in line]
-    used = Counter(ports)
-    assert set(used.values()) == {2} and len(used) == len(SUITE.prompts) * CONFIG.num_repeats + 1, "one for each answer"
+    assert len(ports) == 2 * (len(SUITE.prompts) * CONFIG.num_repeats + 1) and ports[::2] == ports[1::2]
+    assert len(set(ports)) > 1, "a server for each answer; the system may give two of them the same port"
     with pytest.raises(BadInput, match="looks up at most 8 tokens"):
         measure_served(target, found, SUITE, CONFIG, [3])
 
