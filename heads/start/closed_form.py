@@ -22,7 +22,6 @@ FITTED_DEPTHS = 3  # depths that the fit of a recurrent head covers
 NUM_JUDGED = 256  # positions per depth on which the loss is measured
 FACTORS = [0.5 ** (i / 2) for i in range(34)]  # candidates for scaling logits
 SLACK = 0.01  # nats above the least loss that a factor may have
-LEEWAY = 0.1  # nats above a uniform guess that the upper end of the measured loss may have
 MARGIN = 0.25  # nats by which the loss of other rows may exceed the measured one
 STRENGTH = 1e-2  # of the ridge penalty, relative to the mean square of the inputs
 
@@ -81,28 +80,18 @@ def spread(valid: Tensor) -> Tensor:
 
 
 def losses_by_factor(logits: Tensor, probs: Tensor) -> Tensor:
-    """[2, G] cross entropy to the target's probs [n, Vd] of logits [n, Vd] scaled by each of the G FACTORS: the mean
-    over positions, and the upper end of its 95 % interval."""
-    losses = torch.stack([-(probs * (factor * logits).log_softmax(-1)).sum(-1) for factor in FACTORS])  # [G, n]
-    mean, error = losses.mean(-1), losses.std(-1, correction=0) / losses.shape[-1] ** 0.5
-    return torch.stack([mean, mean + 1.96 * error])
+    """[G] cross entropy to the target's probs [n, Vd] of logits [n, Vd] scaled by each of the G FACTORS."""
+    return torch.stack([-(probs * (factor * logits).log_softmax(-1)).sum(-1).mean() for factor in FACTORS])
 
 
 def quieter(losses: Tensor, num_drafted: int) -> float:
-    """The largest factor whose mean loss over depths is within SLACK of the least, as tiny logits learn slowly. Its
-    upper end is at most LEEWAY above a uniform guess, since a few confident errors decide what other rows have.
+    """The largest factor whose mean loss over depths is within SLACK of the least, as tiny logits learn slowly.
 
-    1 if the unscaled loss is also below that of a uniform guess by MARGIN. Args: losses: [K, 2, G], see
-    `losses_by_factor`."""
-    mean, upper = losses.nanmean(0)  # [G] each; rows may be too short for the last depths
-    guess = math.log(num_drafted)
-    is_fine = upper <= guess + LEEWAY
-    if is_fine[0] and mean[0] <= guess - MARGIN:
+    1 if the unscaled loss is below that of a uniform guess by MARGIN. Args: losses: [K, G], see `losses_by_factor`."""
+    mean = losses.nanmean(0)  # rows may be too short for the last depths
+    if not mean[0] > math.log(num_drafted) - MARGIN:
         return 1.0
-    if not is_fine.any():  # or no position was judged
-        return 1.0 if mean.isnan().any() else FACTORS[-1]
-    is_best = is_fine & (mean <= mean[is_fine].min() + SLACK)
-    return FACTORS[int(is_best.int().argmax())]
+    return FACTORS[int((mean <= mean.min() + SLACK).int().argmax())]
 
 
 def copy_layers(ours: Target, target: Target) -> None:
