@@ -101,8 +101,8 @@ def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
 
 
 def first_above(sums: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The index of the first of the ascending sums [..., N] above `wanted` [..., 1], and what `wanted` exceeds the sum
-    before it by: [..., 1] each. Where rounding made `wanted` reach the last sum, it is taken as slightly less."""
+    """The index of the first of the ascending sums [..., N] that exceeds `wanted` [..., 1], and how far the latter is
+    above the sum before it: [..., 1] each. If rounding made it reach the last sum, it is taken as slightly less."""
     last = sums[..., -1:]
     wanted = torch.minimum(wanted, last.nextafter(torch.zeros_like(last)))
     index = torch.searchsorted(sums, wanted, right=True).clamp_max(sums.shape[-1] - 1)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from .rates import Ratio
 
 DRAFT_COST = 0.2  # time of a head's chain relative to a round that copies; .19 measured for EAGLE-3 of 3 tokens
-FIRST = 32  # rounds, from the first on, in which a head is asked in any case, to see what it is worth
+FIRST = 32  # first rounds, in which a head is asked in any case, to see what it is worth
 EXPLORED = 32  # rounds after which a head that is not asked is asked again, for it may be right by now
 MOST_EXPLORED = 256  # the same, doubled each time that it was asked for no other reason
 EXPLORED_WEIGHT = 8.0  # such a round counts for so many others, as it is the only one that tells of a change
@@ -42,14 +42,13 @@ class Asking:
         self.expected = expected
         self.num_rounds += 1
         self.unasked += 1
-        worth_it = self.gain * min(self.worth.value, 1.0) > DRAFT_COST * self.pace.value * len(expected)
-        pays = worth_it or self.num_rounds <= FIRST
+        pays = self.gain * min(self.worth.value, 1.0) > DRAFT_COST * self.pace.value * len(expected)
         self.explores = bool(expected) and not pays and self.unasked > self.patience
         if pays:
             self.patience = EXPLORED
         elif self.explores:
             self.patience = min(2 * self.patience, MOST_EXPLORED)
-        self.is_asked = pays or self.explores
+        self.is_asked = pays or self.explores or self.num_rounds <= FIRST
         if self.is_asked:
             self.unasked = 0
         return self.is_asked

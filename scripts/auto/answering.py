@@ -15,8 +15,8 @@ from .session import Session
 
 PER_PROMPT = 4  # answers, upper limit
 TEMPERATURE = 0.7  # of all answers to a prompt but the first
-MOST_PASSES = 6.0  # if heads would read the answers more often than this in the time left, prompts are answered again,
-LEAST_STARTS = 3.0  # if there is time for the start of so many commands
+MOST_READ = 6.0  # prompts are answered again if a head could read each answer more often than this in the time left
+LEAST_STARTS = 3.0  # and if the time for answers left is that of so many starts of a command
 
 
 def answer(run: Session) -> None:
@@ -34,9 +34,9 @@ def answer(run: Session) -> None:
         run.write()
     folders = [run.folder / "answers", *(run.folder / f"answers-{number}" for number in range(2, PER_PROMPT + 1))]
     for number, folder in enumerate(folders):
-        if number and not (is_finished(folders[number - 1]) and goes_on(run, number)):
+        if number and not (data.is_finished(folders[number - 1]) and asks_again(run, number)):
             break
-        if not is_finished(folder):
+        if not data.is_finished(folder):
             ask(run, folder, seed=number, temperature=TEMPERATURE if number else 0, until=journal.answers_until)
             run.write()
     try:
@@ -59,7 +59,7 @@ def answer(run: Session) -> None:
     run.write()
 
 
-def goes_on(run: Session, number: int) -> bool:
+def asks_again(run: Session, number: int) -> bool:
     """Whether prompts that have `number` answers are answered once more."""
     machine, journal = run.machine, run.journal
     assert journal.split is not None and journal.answers_until is not None
@@ -67,12 +67,7 @@ def goes_on(run: Session, number: int) -> bool:
         return False
     step_seconds = statistics.median(each.step_seconds for each in machine.able)
     num_read = run.clock.left / step_seconds * BATCH_SIZE  # rows
-    return num_read > MOST_PASSES * number * journal.split.asked
-
-
-def is_finished(folder: Path) -> bool:
-    """Whether all prompts were answered there."""
-    return (folder / "answers.jsonl").exists()
+    return num_read > MOST_READ * number * journal.split.asked
 
 
 def ask(run: Session, folder: Path, *, seed: int, temperature: float, until: float) -> None:

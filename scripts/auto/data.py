@@ -43,8 +43,12 @@ def read_asked(path: str) -> Iterator[Asked]:
     """Yields a file's rows with their questions. Raises BadInput on rows without a prompt."""
     for row in iter_rows(path):
         for exchange in exchanges(row, SamplingConfig(), turns="all"):
-            messages = exchange.script[: exchange.script.index(None)]
-            yield Asked(json.dumps(messages, ensure_ascii=False, sort_keys=True), row.data)
+            yield Asked(as_question(exchange.script[: exchange.script.index(None)]), row.data)
+
+
+def as_question(messages: Sequence[Any]) -> str:
+    """The messages before the first answer as JSON, for `Asked.question`."""
+    return json.dumps(messages, ensure_ascii=False, sort_keys=True)
 
 
 def split_prompts(
@@ -190,7 +194,7 @@ def gather(
         row_tokens=sum(lengths),
         truncated=truncated,
         looping=looping,
-        complete=(answers / "answers.jsonl").exists(),
+        complete=is_finished(answers),
         draft_vocab_size=size,
         coverage=covered,
         max_length=max(longest, 2048) if chats else longest,
@@ -198,19 +202,23 @@ def gather(
     )
 
 
+def is_finished(folder: Path) -> bool:
+    """Whether `headstart data regenerate` has answered all prompts there."""
+    return (folder / "answers.jsonl").exists()
+
+
 def read_answers(folder: Path) -> list[dict[str, Any]]:
     """The rows that `headstart data regenerate` has written into a folder so far."""
-    finished = folder / "answers.jsonl"
-    path = finished if finished.exists() else folder / "answers.part.jsonl"
+    path = folder / ("answers.jsonl" if is_finished(folder) else "answers.part.jsonl")
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith(b"\n")]  # a kill may have cut the last one
 
 
 def question_of(row: dict[str, Any]) -> str:
-    """What an answered row was asked first, as JSON."""
+    """What an answered row was asked first, as `Asked.question`."""
     messages = row["messages"]
     first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
-    return json.dumps(messages[:first], ensure_ascii=False, sort_keys=True)
+    return as_question(messages[:first])
 
 
 def joined_manifest(folders: Sequence[Path]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class Handler(BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if path := os.environ.get("FAKE_LOG"):
             with open(path, "a") as log:
-                log.write(json.dumps([K, asked, sys.argv[1:]]) + "\n")
+                log.write(json.dumps([K, asked, sys.argv[1:], os.getpid()]) + "\n")
         if FAKE == "fails" and 9 in asked["prompt"]:
             return self.say(400, {"error": {"message": "no nine"}})
         return self.say(200, answer(asked))

@@ -10,7 +10,7 @@ import pytest
 from headstart.configs.errors import BadInput
 from headstart.heads.registry import HEADS
 from headstart.scripts.auto import candidates
-from headstart.scripts.auto.answering import goes_on
+from headstart.scripts.auto.answering import asks_again
 from headstart.scripts.auto.budget import EVALUATION
 from headstart.scripts.auto.candidates import by_gain_per_cost, check_engine, find_candidates, is_served
 from headstart.scripts.auto.choosing import ending_reserve
@@ -244,4 +244,4 @@ def test_prompts_are_answered_again_where_heads_would_read_the_answers_more_than
     machine = SimpleNamespace(able=[Measured("medusa", step_seconds=1.0)], start_seconds=5.0)
     journal = SimpleNamespace(split=Split(32, 1000, 0, 100, 50), answers_until=300.0)
     run = SimpleNamespace(machine=machine, journal=journal, clock=SimpleNamespace(used=used, left=1000.0))
-    assert goes_on(cast(Session, run), number) == again
+    assert asks_again(cast(Session, run), number) == again
