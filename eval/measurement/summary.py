@@ -31,8 +31,8 @@ class Side:
 
     @property
     def decode_seconds(self) -> float:
-        """From each row's first token to its last."""
-        return sum(done.seconds for run in self.runs for done in run.rounds[1:])
+        """From each row's first token to its last, averaged over the rows; see `Round.row_seconds`."""
+        return sum(done.row_seconds for run in self.runs for done in run.rounds[1:])
 
     @property
     def decode_tokens(self) -> int:
@@ -270,8 +270,7 @@ def timing(batches: Sequence[MeasuredBatch], acceptance_length: float | None) ->
     """The mean milliseconds of a round's parts, and the speedup that follows from them.
 
     formula_speedup = acceptance_length * baseline_ms / (draft_ms + verify_ms + overhead_ms), as if every round had
-    committed the mean. It differs from the measured speedup because max_new_tokens cuts last rounds and, at batch size
-    > 1, rows end early.
+    committed the mean. It differs from the measured speedup because max_new_tokens cuts last rounds.
     """
     rounds = [done for batch in batches for run in batch.drafted.runs for done in run.rounds[1:]]
     steps = [done for batch in batches for run in batch.baseline.runs for done in run.rounds[1:]]

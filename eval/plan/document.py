@@ -13,7 +13,7 @@ from .load import LoadPoint
 from .machine_profile import MachineProfile
 from .prediction import Accepted, Cell, CheckSummary, Recommendation
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 CHECKS = ("advice", "all", "none")
 DEFAULT_TREES = ("static:4", "static:8", "static:16", "dynamic:16")
 

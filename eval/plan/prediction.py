@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Protocol
 
 from ..measurement.config import DraftSetting
@@ -67,7 +67,7 @@ class Cell:
     setting: DraftSetting
     batch_size: int
     context: int
-    load: str  # prompts: the texts, in batches whose rows are not replaced when they end; steady: all rows busy
+    load: str  # prompts: the texts, in batches; steady: all rows busy, nothing decoded
     predicted_speedup: float
     predicted_ci95: Sequence[float | None] = (None, None)  # over prompts, or batches of them; of what they accept alone
     num_rounds: int = 0  # of one row each, that its acceptance is counted in
@@ -166,8 +166,8 @@ def workload_times(
 ) -> tuple[list[float], list[float]]:
     """Decoding time of these prompts without drafts and with them, of each batch of that size, prefills left out.
 
-    A batch lasts as long as its slowest row, with drafts and without: rows that end are not replaced. Sampled texts
-    differ between the two sides; lengths are those of the drafted ones.
+    A step's time is shared equally by the batch's rows, and rows that have ended are not charged, as in the evaluator
+    (`Round.row_seconds`). Sampled texts differ between the two sides; lengths are those of the drafted ones.
     """
     plain, drafted = list[float](), list[float]()
     order = filled(len(workload.prompt_lengths), batch_size)
@@ -175,9 +175,9 @@ def workload_times(
         rows = order[number * batch_size : (number + 1) * batch_size]
         base = times.at(None, batch_size=batch_size, context=context)
         spec = times.at(accepted.setting, batch_size=batch_size, context=context)
-        plain.append((max(accepted.tokens[row] for row in rows) - 1) * base.round_ms)
+        plain.append(fmean(accepted.tokens[row] - 1 for row in rows) * base.round_ms)
         reading_ms = times.at(accepted.setting, batch_size=batch_size, context=start).reading_ms
-        drafted.append(max(accepted.rounds[row] for row in rows) * spec.round_ms + reading_ms)
+        drafted.append(fmean(accepted.rounds[row] for row in rows) * spec.round_ms + reading_ms)
     return plain, drafted
 
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.drafters.lookup import NgramDrafter
-from headstart.eval.generate import Round, generate
+from headstart.eval.generate import Generation, Round, generate
 from headstart.eval.measurement.bandwidth import with_share
 from headstart.eval.measurement.config import MeasureConfig, chain
 from headstart.eval.measurement.lossless import LosslessReport
 from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.metrics import acceptance, ratio_and_interval
 from headstart.eval.measurement.result import ENGINE, FixedTreeShape, TreeLimits
-from headstart.eval.measurement.summary import tree_shape, unmeasured, with_speedup
+from headstart.eval.measurement.summary import MeasuredBatch, Side, tree_shape, unmeasured, with_speedup
 from headstart.eval.report.console import show
 from headstart.eval.report.document import build_report, write_report
 from headstart.eval.suites.prompts import Suite, load_suite
@@ -87,6 +87,19 @@ def test_percentiles_are_those_of_single_prompts():
 
     assert percentiles((4.0, 1.0), (1.0, 1.0), (6.0, 2.0), (20.0, 2.0), (2.0, 1.0)) == [1.4, 3.0, 7.6]
     assert percentiles((3.0, 2.0)) == [1.5] * 3 and percentiles() == [None] * 3
+
+
+def test_rows_that_have_ended_are_not_charged():
+    """Two rows of 6 and 3 tokens behind the first: without drafts 5 and 2 steps are theirs alone, with drafts 3 and 1.
+
+    At 10 ms a step and 15 ms a round (5 + 2) * 10 / 2 against (3 + 1) * 15 / 2 ms; the whole batch takes 50 and 45."""
+    prefill = Round(0.1, 0, [0, 0], [1, 1], [1, 1])
+    steps = [Round(0.010, 0, [0, 0], row, row) for row in ([1, 1], [1, 1], [1, 0], [1, 0], [1, 0])]
+    rounds = [Round(0.015, 2, [0, 0], row, row) for row in ([2, 2], [2, 0], [1, 0])]
+    texts = [[1] * 6, [1] * 3]
+    plain, drafted = Side([Generation(texts, [prefill, *steps])]), Side([Generation(texts, [prefill, *rounds])])
+    batch = MeasuredBatch(0, Suite("two", PROMPTS[:2]), drafted, plain)
+    assert batch.seconds == pytest.approx((0.035, 0.030))
 
 
 def test_a_fixed_tree_is_told_by_its_parents():

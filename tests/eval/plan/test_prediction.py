@@ -53,12 +53,12 @@ def measured(cells, *speedups):
     return [replace(cell, measured_speedup=value) for cell, value in zip(cells, speedups, strict=True)]
 
 
-def test_a_batch_lasts_as_long_as_its_slowest_row():
-    """Rows of 13 and 7 tokens, 3 per round: 12 baseline steps against 4 rounds and the prompts' reading."""
+def test_rows_that_have_ended_are_not_charged():
+    """Rows of 13 and 7 tokens, 3 per round: on average 9 baseline steps against 3 rounds and the prompts' reading."""
     one = accepted(2, 3, tokens=(13, 7))
     work = Workload([5, 5], 13)
     speedup = workload_speedup(one, work, Times(reading_ms=6), batch_size=2)
-    assert speedup == pytest.approx(12 * 10 / (4 * (10 + 4) + 6))
+    assert speedup == pytest.approx(9 * 10 / (3 * (10 + 4) + 6))
     alone = workload_speedup(one, work, Times(reading_ms=6), batch_size=1)
     assert alone == pytest.approx((12 + 6) * 10 / (4 * 12 + 6 + 2 * 12 + 6))
 
@@ -112,10 +112,10 @@ def test_the_lower_end_of_the_interval_decides_where_it_holds():
 
 
 def test_batches_are_full_in_predictions_too():
-    """Of three prompts in twos the first comes again: two batches, each as long as its slowest row."""
+    """Of three prompts in twos the first comes again: two batches, of 9 and 10.5 baseline steps per row."""
     one = accepted(2, 3, tokens=(13, 7, 10))
     speedup = workload_speedup(one, Workload([5, 5, 5], 13), Times(), batch_size=2)
-    assert speedup == pytest.approx((12 + 12) * 10 / (4 * 14 + 4 * 14))
+    assert speedup == pytest.approx((9 + 10.5) * 10 / (3 * 14 + 3.5 * 14))
 
 
 def test_the_shortlist_has_the_most_promising_of_each_batch_size():
