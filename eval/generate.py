@@ -75,13 +75,6 @@ class Round:
     num_offered: list[int] = field(default_factory=list)  # drafted tokens that the target verified; 0 in ended rows
     estimates: list[list[float]] = field(default_factory=list)  # of each draft's acceptance, if they were requested
 
-    @property
-    def row_seconds(self) -> float:
-        """The part of its time that the rows which had not ended before it take, when every row takes an equal part.
-
-        The rest belongs to ended rows, whose places a server would give to other requests."""
-        return self.seconds * sum(num > 0 for num in self.num_committed) / len(self.num_committed)
-
 
 class Generation(NamedTuple):
     """token_ids: the new tokens of each row, without the prompt. rounds: the prefill, then every round."""

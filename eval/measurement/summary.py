@@ -13,7 +13,7 @@ from ..suites.prompts import FailedPrompt, Suite
 from ..verify import TypicalAcceptance
 from .bandwidth import baseline_bandwidth
 from .config import DraftSetting, MeasureConfig
-from .metrics import Acceptance, Ends, acceptance, calibration, conventions, ratio_and_interval, row_counts
+from .metrics import Acceptance, Ends, acceptance, calibration, conventions, ratio_and_interval, row_counts, row_seconds
 from .repetition import Repetition, TextRepetition, WithoutLoops, text_repetition
 from .result import FixedTreeShape, Observation, Result, Timing, TreeLimits
 
@@ -31,8 +31,8 @@ class Side:
 
     @property
     def decode_seconds(self) -> float:
-        """From each row's first token to its last, averaged over the rows; see `Round.row_seconds`."""
-        return sum(done.row_seconds for run in self.runs for done in run.rounds[1:])
+        """From each row's first token to its last, averaged over the rows; see `row_seconds`."""
+        return sum(row_seconds(done) for run in self.runs for done in run.rounds[1:])
 
     @property
     def decode_tokens(self) -> int:

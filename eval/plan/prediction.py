@@ -167,7 +167,7 @@ def workload_times(
     """Decoding time of these prompts without drafts and with them, of each batch of that size, prefills left out.
 
     A step's time is shared equally by the batch's rows, and rows that have ended are not charged, as in the evaluator
-    (`Round.row_seconds`). Sampled texts differ between the two sides; lengths are those of the drafted ones.
+    (`metrics.row_seconds`). Sampled texts differ between the two sides; lengths are those of the drafted ones.
     """
     plain, drafted = list[float](), list[float]()
     order = filled(len(workload.prompt_lengths), batch_size)
