@@ -75,6 +75,12 @@ class WantedSuites:
         template = target.tokenizer.chat_template or ""
         if self.chat.thinking is not None and "enable_thinking" not in str(template):
             warn("the target's chat template does not read enable_thinking: --thinking changes nothing")
+        for suite in suites:
+            if template and suite.questions and suite.template_hash is None:
+                warn(
+                    f"{suite.name}: rows of `prompt` are continued as plain text; for answers to them as by a server's "
+                    "chat, give `messages` or `turns`, which go through the target's chat template"
+                )
         return suites
 
 

@@ -28,12 +28,14 @@ MOST_EPOCHS = 10  # passes over the rows, upper limit
 WARMUP = 10  # steps
 SAVE_SECONDS = 60.0  # between checkpoints
 SAFETY = 0.9  # share of the available time that is planned for
+RATE = 0.1  # learning rates, relative to a fresh head's: at those a trained head first loses much of what it knew
 
 
 def training_of(config: HeadConfig) -> dict[str, object]:
-    """The `train` section with which `headstart auto` trains heads of that family."""
-    alike = [candidate.train for candidate in find_candidates() if candidate.head.type == config.type]
-    return alike[0] if alike else dict(TRAINING)
+    """The `train` section with which `headstart auto` trains heads of that family, with lower learning rates."""
+    alike = (candidate.train for candidate in find_candidates() if candidate.head.type == config.type)
+    section = next(alike, TRAINING)
+    return {key: RATE * float(value) if key.endswith("learning_rate") else value for key, value in section.items()}
 
 
 def grown_vocabulary(head: DraftHead, samples: Sequence[Sample]) -> Tensor | None:

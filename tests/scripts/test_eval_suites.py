@@ -74,6 +74,7 @@ def test_suites_and_prompt_files_are_measured_in_one_run(asked, tmp_path):
     assert code == 2 and "mine.jsonl:1: a system prompt or thinking needs a chat template" in err and report is None
     code, err, report, _ = asked("--suite spec-bench --prompts mine.jsonl --limit 3")
     assert [one["suite"] for one in report["results"]] == ["mine", "spec-bench"]
+    assert "mine: rows of `prompt` are continued as plain text" in err and "spec-bench: rows" not in err
     code, err, _, _ = asked("--suite spec-bench --thinking off --limit 1 --overwrite")
     assert code == 0 and "does not read enable_thinking: --thinking changes nothing" in err
 

@@ -7,6 +7,7 @@ import torch
 from headstart.configs.errors import BadInput
 from headstart.data_pipelines.traffic import Served
 from headstart.eval.generate import generate
+from headstart.scripts.auto.candidates import find_candidates
 from headstart.scripts.refit.data import by_turns, mixed, split
 from headstart.scripts.refit.decision import FORGETS, STAYS, decide
 from headstart.scripts.refit.drift import compare, drift_of
@@ -19,7 +20,7 @@ from headstart.scripts.refit.foreign import (
     typicality,
 )
 from headstart.scripts.refit.journal import Compared
-from headstart.scripts.refit.learning import LEAST_STEPS, MOST_EPOCHS, NUM_VALIDATIONS, planned_steps
+from headstart.scripts.refit.learning import LEAST_STEPS, MOST_EPOCHS, NUM_VALIDATIONS, RATE, planned_steps, training_of
 from headstart.scripts.refit.reading import Reading, keep, readings_in
 
 
@@ -162,6 +163,14 @@ def test_a_domain_on_which_it_is_worse_is_told():
     worse = side("new", 0.9, 0.85, 0.95, domain="poems")
     decision = decide([side("new", 1.2, 1.1, 1.3), worse], head="a", new_head="b")
     assert any("Worse on new traffic of poems" in caution for caution in decision.cautions)
+
+
+@pytest.mark.parametrize("candidate", find_candidates(), ids=lambda candidate: candidate.name)
+def test_a_trained_head_learns_on_as_a_fresh_one_does_but_slower(candidate):
+    fresh, on = candidate.train, training_of(candidate.head)
+    rates = {key for key in fresh if key.endswith("learning_rate")}
+    assert rates >= {"learning_rate", "matrix_learning_rate"}
+    assert on == {**fresh, **{key: pytest.approx(RATE * float(fresh[key])) for key in rates}}
 
 
 def test_steps_fill_the_time_and_no_more_passes_than_teach():
