@@ -7,7 +7,7 @@ from .data import LEAST_HELD_OUT
 from .drift import ALL
 from .journal import Compared, Decision, DriftPart
 
-LEAST_GAIN = 1.02  # smallest ratio on new traffic for which the new head is offered
+LEAST_GAIN = 1.02  # on new traffic the interval of the ratio must lie above this for the new head to be offered
 MOST_LOSS = 0.99  # smallest ratio on old rows for which it is offered
 LEAST_COVERED = 0.95  # share of the tokens in the draft vocabulary below which a head should be trained anew
 STAYS = "Nothing is to be won: the old head stays"
@@ -28,11 +28,11 @@ def decide(compared: Sequence[Compared], *, head: str, new_head: str) -> Decisio
         few = f"{new.conversations} conversations could be compared, {LEAST_HELD_OUT} are the least."
         return Decision(False, STAYS, [few], cautions)
     reasons = [f"On new traffic: {described(new)}."]
-    low = new.interval[0]
-    is_better = low is not None and low > 1 and new.ratio >= LEAST_GAIN
+    low = new.interval[0] or 0.0
+    is_better = low > LEAST_GAIN
     if not is_better:
-        least = "" if low is None or low <= 1 else f", which is less than the {LEAST_GAIN:.2f} that are worth it"
-        reasons.append(f"That is not shown to be better{least}." if not least else f"That is better{least}.")
+        least = f", but not shown to be by the {100 * (LEAST_GAIN - 1):.0f} % that a new deployment is worth"
+        reasons.append(f"That is better{least}." if low > 1 else "That is not shown to be better.")
     keeps = True
     if old is not None and old.ratio is not None:
         keeps = old.ratio >= MOST_LOSS

@@ -143,7 +143,8 @@ def side(traffic, ratio, low, high, domain="all", conversations=20):
     [
         (side("new", 1.2, 1.1, 1.3), side("old", 1.0, 0.99, 1.01), True, "On new traffic: 1.200 [1.100, 1.300] times"),
         (side("new", 1.2, 0.99, 1.4), side("old", 1.0, 0.99, 1.01), False, "not shown to be better"),
-        (side("new", 1.01, 1.005, 1.015), side("old", 1.0, 0.99, 1.01), False, "less than the 1.02"),
+        (side("new", 1.03, 1.01, 1.05), side("old", 1.0, 0.99, 1.01), False, "not shown to be by the 2 %"),
+        (side("new", 1.03, 1.021, 1.04), side("old", 1.0, 0.99, 1.01), True, "1.030 [1.021, 1.040] times"),
         (side("new", 1.2, 1.1, 1.3), side("old", 0.985, 0.97, 1.0), False, "a loss of more than 1 %"),
         (side("new", 1.2, 1.1, 1.3), side("old", 0.995, 0.97, 1.02), True, "is not ruled out"),
         (side("new", 1.2, 1.1, 1.3), None, True, "No old rows were given with --replay"),
