@@ -12,6 +12,7 @@ import torch
 import yaml
 from headstart.configs.errors import BadInput
 from headstart.data_pipelines.parallel import chunks
+from headstart.eval.continuous import num_shared
 from headstart.eval.engine import Engine
 from headstart.eval.generate import Stop, decode, generate
 from headstart.eval.sampling import Sampling
@@ -261,8 +262,11 @@ def test_vllm_accepts_as_many_drafts_of_a_real_target_as_we_do(
     assert "error" not in theirs, theirs["error"]
     both = [decoded(target, head, prompt, num_draft=num_draft, length=ORDER_LENGTH) for prompt in prompts]
     texts, rounds = map(list, zip(*both, strict=True))
-    ours, found = counted(texts, rounds), counted(theirs["texts"], theirs["rounds"])
     num_equal = sum(a == b for a, b in zip(texts, theirs["texts"], strict=True))
+    # in bf16 texts part where two tokens are as good as equally likely: acceptance is compared up to there
+    shared = [a[: num_shared(a, b)] for a, b in zip(texts, theirs["texts"], strict=True)]
+    assert sum(map(len, shared)) > sum(map(len, texts)) / 2
+    ours, found = counted(shared, rounds), counted(shared, theirs["rounds"])
     lengths = [1 + sum(one["accepted_at"]) / one["num_rounds"] for one in (ours, found)]
     assert lengths[0] > 1.3  # there is something to compare
     if dtype == "float32":
