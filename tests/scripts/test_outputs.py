@@ -63,7 +63,7 @@ def world(saved_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     said = [{"role": role, "content": "w5 w9 w7"} for role in ("user", "assistant")]
     chats = [{"messages": [{**said[0], "content": f"w{3 + i} w{50 - i}"}, said[1]]} for i in range(20)]
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
-    prompts = [{"prompt": f"w1 w{5 + i} w9"} for i in range(4)]
+    prompts = [{"messages": [{"role": "user", "content": f"w1 w{5 + i} w9"}]} for i in range(4)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     train = {"max_steps": 4, "batch_size": 2, "warmup_steps": 1, "device": "cpu", "checkpoint_every": 2}
     data = {"train": str(saved_target.with_name("rows.jsonl")), "validation": str(saved_target.with_name("rows.jsonl"))}
