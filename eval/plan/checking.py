@@ -34,9 +34,8 @@ def fit_check(cells: Sequence[Cell], costs: Costs, *, seconds: float, tokens: in
     size = ranked[0].batch_size
 
     def takes(check: Check) -> float:
-        each = [1 / max(cell.predicted_speedup, 0.1) for cell in check.cells]
-        # a batch lasts until its slowest row ends, which may gain nothing
-        sides = 1 + sum(each if size == 1 else (max(one, 1.0) for one in each))
+        least = 1.0 if size > 1 else 0.0  # a batch lasts until its slowest row ends, which may gain nothing
+        sides = 1 + sum(max(1 / max(cell.predicted_speedup, 0.1), least) for cell in check.cells)
         one = sides * tokens * costs.step(size) + (1 + 2 * len(check.cells)) * costs.prefill(size)
         again = MOST_AGAIN * max(1, check.num_batches // SHARE_AGAIN)
         return (1 + len(check.cells)) * costs.setup + one * (1 + check.num_repeats * (check.num_batches + again))
