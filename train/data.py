@@ -74,7 +74,10 @@ def load_data(run: RunConfig, target: Target, accelerator: Accelerator, console:
     config = replace(run.data, max_length=min(run.data.max_length, target.max_positions))
     rows = iter_rows(config.validation) if config.validation else ()
     counts: Counter[str] = Counter()
-    validation = [StoredSample(sample) for sample in encode_rows(rows, target.tokenizer, config, counts=counts)]
+    validation = [
+        StoredSample(sample)
+        for sample in encode_rows(rows, target.tokenizer, config, counts=counts, vocab_size=target.vocab_size)
+    ]
     if config.validation and not validation:
         problem = f"no row has supervised tokens in data.max_length {config.max_length}"
         raise BadInput(f"data.validation: {problem}: {summary_of(counts)}")
@@ -111,7 +114,7 @@ def encode_into(folder: Path, config: DataConfig, target: Target, console: Conso
     counts: Counter[str] = Counter()
     can_draft, writer = False, ShardWriter(folder, fields=origin)
     rows = iter_rows(config.train, num_rows=config.num_rows)
-    for sample in encode_rows(rows, target.tokenizer, config, counts=counts):
+    for sample in encode_rows(rows, target.tokenizer, config, counts=counts, vocab_size=target.vocab_size):
         can_draft = can_draft or bool((sample.loss_mask[1:-1] & sample.loss_mask[2:]).any())
         writer.add(StoredSample(sample))
     summary = summary_of(counts)
@@ -193,7 +196,7 @@ def count_rows(inputs: Inputs, target: Target) -> tuple[np.ndarray, int]:
     config = replace(inputs.data, max_length=min(inputs.data.max_length, target.max_positions))
     counts: Counter[str] = Counter()
     rows = iter_rows(config.train, num_rows=config.num_rows)
-    samples = encode_rows(rows, target.tokenizer, config, counts=counts)
+    samples = encode_rows(rows, target.tokenizer, config, counts=counts, vocab_size=target.vocab_size)
     return count_supervised(samples, vocab_size=target.vocab_size), counts["kept"]
 
 

@@ -28,7 +28,12 @@ NO_ANSWER = "a prompt without an answer to train on; `headstart data regenerate`
 
 
 def encode_rows(
-    rows: Iterable[Row], tokenizer: "PreTrainedTokenizerBase", config: DataConfig, *, counts: Counter[str]
+    rows: Iterable[Row],
+    tokenizer: "PreTrainedTokenizerBase",
+    config: DataConfig,
+    *,
+    counts: Counter[str],
+    vocab_size: int | None = None,
 ) -> Iterator[Sample]:
     """Yield the samples of rows, in order. Adds to `counts` the numbers of rows `kept` and `dropped`, and of those kept
     the numbers `cut` and `split`.
@@ -36,7 +41,7 @@ def encode_rows(
     A row is dropped if no supervised token remains, if it is a chat whose tool calls the template omits, or, with
     `too_long: drop`, if it has more than `max_length` tokens. Raises: BadInput as `encode_row`.
     """
-    encode = partial(encode_row, tokenizer=tokenizer, config=config)
+    encode = partial(encode_row, tokenizer=tokenizer, config=config, vocab_size=vocab_size)
     for samples in in_order(encode, rows, num_workers=config.num_workers):
         counts["kept" if samples else "dropped"] += 1
         counts["cut"] += any(sample.num_cut for sample in samples)
@@ -44,7 +49,9 @@ def encode_rows(
         yield from samples
 
 
-def encode_row(row: Row, tokenizer: "PreTrainedTokenizerBase", config: DataConfig) -> list[Sample]:
+def encode_row(
+    row: Row, tokenizer: "PreTrainedTokenizerBase", config: DataConfig, vocab_size: int | None = None
+) -> list[Sample]:
     """Tokenise a row into samples of at most `config.max_length` tokens: none, one, or the pieces of a long row.
 
     The first of these shapes that the row has is used; keys with the value None count as missing:
@@ -58,12 +65,13 @@ def encode_row(row: Row, tokenizer: "PreTrainedTokenizerBase", config: DataConfi
     If the row has `truncated: true`, as rows of `headstart data regenerate` may, the end token of its last answer is
     not supervised.
 
+    Args: vocab_size: of the target's table, which `input_ids` must lie in; None: the tokenizer's.
     Raises: BadInput, naming the row's origin, if it has another shape, a value of the wrong type or no answer, if the
         chat template refuses it, or if the tokenizer has no chat template.
     """
     table = token_table(tokenizer)
     with naming_faults(row.data, row.origin):
-        input_ids, spans = _encode_whole(row, table, config)
+        input_ids, spans = _encode_whole(row, table, config, vocab_size or len(tokenizer))
     if not input_ids:
         return []
     if all(start == end for start, end in spans):
@@ -98,13 +106,13 @@ def _markers(table: TokenTable, config: DataConfig) -> tuple[str, str] | None:
     return (config.think_markers[0], config.think_markers[1]) if config.think_markers else table.markers
 
 
-def _encode_whole(row: Row, table: TokenTable, config: DataConfig) -> tuple[list[int], list[Span]]:
+def _encode_whole(row: Row, table: TokenTable, config: DataConfig, vocab_size: int) -> tuple[list[int], list[Span]]:
     """The row's token ids, and the spans of the target's texts, in order."""
     tokenizer = table.tokenizer
     data = known_keys(row.data)
     answer = answer_in(data)
     if "input_ids" in data and "prompt_length" in data:
-        return _check_tokens(data["input_ids"], data["prompt_length"], row.origin, vocab_size=len(tokenizer))
+        return _check_tokens(data["input_ids"], data["prompt_length"], row.origin, vocab_size=vocab_size)
     if "messages" in data or "conversations" in data:
         return _encode_chat(data, row.origin, table, _markers(table, config))
     if "prompt" in data and answer is not None:

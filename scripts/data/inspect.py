@@ -59,7 +59,7 @@ def inspect(
     if row is not None and not shown:
         raise BadInput(f"--row {row}: data.train has fewer rows")
     for item in shown:
-        samples = encode_row(item, skeleton.tokenizer, data)
+        samples = encode_row(item, skeleton.tokenizer, data, skeleton.vocab_size)
         if not samples:
             console.print(Text(f"{printable(item.origin)}: dropped\n", style="bold"))
         for number, sample in enumerate(samples, start=1):
@@ -68,7 +68,11 @@ def inspect(
             console.print(marked_text(sample, skeleton.tokenizer, is_coloured=is_coloured), end="\n\n")
     counts: Counter[str] = Counter()
     counted = iter_rows(data.train, num_rows=min(NUM_COUNTED, data.num_rows or NUM_COUNTED))
-    print_statistics(list(encode_rows(counted, skeleton.tokenizer, data, counts=counts)), counts, console)
+    print_statistics(
+        list(encode_rows(counted, skeleton.tokenizer, data, counts=counts, vocab_size=skeleton.vocab_size)),
+        counts,
+        console,
+    )
 
 
 def describe(sample: "Sample") -> str:

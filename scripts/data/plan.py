@@ -74,7 +74,7 @@ def plan(
         return iter_rows(data.train, num_rows=data.num_rows)
 
     def encoded(rows: "Iterable[Row]") -> "Iterator[Sample]":
-        return encode_rows(rows, target.tokenizer, data, counts=Counter())
+        return encode_rows(rows, target.tokenizer, data, counts=Counter(), vocab_size=target.vocab_size)
 
     stride = row_stride(rows(), lambda probed: list(encoded(probed)), seconds=SURVEY_SHARE * seconds)
     counted = encoded(islice(rows(), 0, None, stride))

@@ -67,7 +67,7 @@ class Reader:
     def sample(self, row: Served) -> Sample:
         """The tokens of a row and which of them are answers. Raises BadInput if the row cannot be read."""
         config = DataConfig(train="", max_length=min(self.max_length, self.target.max_positions))
-        samples = encode_row(Row(row.row, row.origin), self.target.tokenizer, config)
+        samples = encode_row(Row(row.row, row.origin), self.target.tokenizer, config, self.target.vocab_size)
         if not samples:
             raise BadInput(f"{row.origin}: nothing of its answers is within {config.max_length} tokens")
         return samples[0]

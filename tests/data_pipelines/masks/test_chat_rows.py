@@ -138,6 +138,15 @@ def test_ready_tokens_are_supervised_after_the_prompt() -> None:
     assert sample == Sample.of([5, 6, 7, 8], [False, False, False, True])
 
 
+def test_ready_tokens_may_be_rows_of_the_targets_table_that_the_tokenizer_lacks() -> None:
+    """Tables are padded, and some targets write such tokens."""
+    tokenizer = make_tokenizer(None)
+    row = Row({"input_ids": [5, len(tokenizer) + 3], "prompt_length": 1}, "train.jsonl:1")
+    assert len(encode_row(row, tokenizer, config(), len(tokenizer) + 4)) == 1
+    with pytest.raises(BadInput, match="outside the vocabulary"):
+        encode_row(row, tokenizer, config(), len(tokenizer) + 3)
+
+
 @pytest.mark.parametrize(
     ("block", "after"),
     [
