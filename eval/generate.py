@@ -102,7 +102,7 @@ def check_request(rows: Sequence[list[int]], *, target: Target, max_new_tokens: 
             raise BadInput(f"prompt {i}: token id {wrong} is outside the vocabulary of {target.vocab_size}")
         if len(row) + max_new_tokens > target.max_positions:
             raise BadInput(
-                f"prompt {i}: {len(row)} tokens + {max_new_tokens} new exceed the context of {target.max_positions}"
+                f"prompt {i}: {len(row)} tokens + {max_new_tokens} new exceed the context of {target.context}"
             )
 
 

@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from ..configs.errors import BadInput, first_line
 from .base import DraftHead, HeadConfig
 from .families import head_class
-from .loading import TargetConfig, quiet_loading, read_model_config
+from .loading import TargetConfig, model_class, quiet_loading, read_model_config
 from .target import Target
 
 TRAINING_BYTES = 16  # per trained parameter: an fp32 weight, its gradient and AdamW's two moments
@@ -38,7 +37,7 @@ def load_skeleton(config: TargetConfig) -> Target:
     model_config = read_model_config(config)
     try:
         with torch.device("meta"), quiet_loading():
-            model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
+            model = model_class(model_config).from_config(model_config, trust_remote_code=config.trust_remote_code)
             return Target(model, name=config.path, fingerprint="", source=config)
     except Exception as error:  # whatever the code of an unknown model raises
         raise NoSkeleton(f"target {config.path}: cannot be built without weights: {first_line(error)}") from error

@@ -11,7 +11,14 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as hf_logging
 
 from ..configs.errors import BadInput, first_line
@@ -155,7 +162,7 @@ def load_model(target: TargetConfig, *, device: str | torch.device | None = None
         raise BadInput(f"target.dtype {target.dtype}: with target.device_map weights stay as stored: leave it at auto")
     try:
         with quiet_loading():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = model_class(config).from_pretrained(
                 path,
                 config=config,
                 dtype="auto",  # as stored: the fingerprint must not depend on the dtype that the run asks for
@@ -170,6 +177,7 @@ def load_model(target: TargetConfig, *, device: str | torch.device | None = None
         raise BadInput(f"target {path}: {first_line(error)}") from error
     if info["missing_keys"]:
         raise BadInput(f"target {path}: weights missing in the checkpoint: {sorted(info['missing_keys'])[:3]} ...")
+    drop_other_modalities(model)
     fingerprint = fingerprint_of(model)
     if target.device_map is not None:
         return model, fingerprint
@@ -181,6 +189,30 @@ def load_model(target: TargetConfig, *, device: str | torch.device | None = None
         for parameter in model.parameters():  # not the buffers: rotary frequencies stay in fp32
             parameter.data = parameter.data.to(wanted)
     return model, fingerprint
+
+
+def model_class(config: Any) -> Any:
+    """The class that loads a model's weights: a causal language model, or a multimodal one with such a model inside."""
+    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForCausalLM if is_causal or config.get_text_config() is config else AutoModelForImageTextToText
+
+
+def text_decoder(model: Any) -> Any:
+    """The part of a model that reads text: embedding, layers and final norm, without the output layer."""
+    decoder = model.get_decoder()
+    return getattr(model, "model", decoder) if decoder is model else decoder
+
+
+def drop_other_modalities(model: Any) -> None:
+    """Remove the models of images and sound that a multimodal model has inside, as its vision tower."""
+    decoder, inside = text_decoder(model), model.base_model
+    while inside is not decoder and inside is not model:
+        parts = dict(inside.named_children())
+        inside_next = next((part for part in parts.values() if any(own is decoder for own in part.modules())), decoder)
+        for name, part in parts.items():
+            if isinstance(part, PreTrainedModel) and part is not inside_next:
+                setattr(inside, name, None)
+        inside = inside_next
 
 
 LAYER_LISTS = ("layers", "h", "blocks")  # names of the list of decoder layers in Hugging Face models
@@ -198,20 +230,25 @@ class FrozenModel:
         self._tokenizer, self._source = tokenizer, source or TargetConfig(path=name)
         self.config = model.config.get_text_config()
         self.hidden_size: int = self.config.hidden_size
-        self.num_layers: int = self.config.num_hidden_layers
-        self.base = model.base_model
+        self.base = text_decoder(model)
         lists = (getattr(self.base, attribute, None) for attribute in LAYER_LISTS)
         layers = next((modules for modules in lists if isinstance(modules, nn.ModuleList)), None)
         if layers is None:
             raise BadInput(f"target {name}: no decoder layers found under {', '.join(LAYER_LISTS)}")
         self.layers: nn.ModuleList = layers
+        self.num_layers = len(layers)  # not what the config says: LongCat's has two entries per layer
         norms = (module for key, module in self.base.named_children() if "norm" in key or key == "ln_f")
         self.final_norm: nn.Module | None = next(norms, None)
         self.output_layer: nn.Linear = model.get_output_embeddings()
         self.input_embedding: nn.Module = model.get_input_embeddings()
         self.vocab_size: int = self.output_layer.weight.shape[0]
-        has_window = "sliding_attention" in (self.layer_types or ["sliding_attention"])
+        self.logit_scale = 1.0
+        caps = (getattr(self.config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap"))
+        self.logit_cap: float | None = next((cap for cap in caps if cap), None)
+        has_window = any("sliding" in kind for kind in self.layer_types or ["sliding_attention"])
         self._window: int | None = getattr(self.config, "sliding_window", None) if has_window else None
+        has_chunks = "chunked_attention" in self.layer_types
+        self.chunk: int | None = getattr(self.config, "attention_chunk_size", None) if has_chunks else None
 
     @property
     def tokenizer(self) -> Any:
@@ -239,8 +276,25 @@ class FrozenModel:
 
     @property
     def max_positions(self) -> int:
-        """The context window in tokens."""
-        return getattr(self.config, "max_position_embeddings", None) or 2**31 - 1
+        """The context window in tokens: rotary frequencies that change beyond some length (longrope) end it there, as
+        else the longest text of a batch, or a draft, would change the states of the others."""
+        whole = getattr(self.config, "max_position_embeddings", None) or 2**31 - 1
+        return min(whole, self.rotary_change or whole)
+
+    @property
+    def rotary_change(self) -> int | None:
+        """The length in tokens beyond which the rotary frequencies are others; None: they are the same everywhere."""
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        for kind in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+            if kind.get("rope_type") == "longrope":
+                return kind.get("original_max_position_embeddings") or self.config.original_max_position_embeddings
+        return None
+
+    @property
+    def context(self) -> str:
+        """`max_positions` in words, for messages."""
+        why = "" if self.rotary_change is None else ", where its rotary frequencies change (longrope)"
+        return f"{self.max_positions}{why}"
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -256,19 +310,15 @@ class FrozenModel:
         """The attention type of each layer, in Hugging Face's terms; empty if the config does not list them."""
         return getattr(self.config, "layer_types", None) or []
 
-    @property
-    def can_decode(self) -> bool:
-        """Whether rejected drafts can be undone, which layers with a recurrent state do not allow."""
-        return "linear_attention" not in self.layer_types
-
-    def softcapped(self, logits: Tensor) -> Tensor:
-        """The output layer's values [..., V] as the model's logits: capped, in fp32, where it caps them."""
-        cap = getattr(self.config, "final_logit_softcapping", None)
-        return logits if cap is None else torch.tanh(logits.float() / cap) * cap
+    def as_logits(self, values: Tensor) -> Tensor:
+        """The output layer's values [..., V] as the model's logits: scaled, and capped in fp32, where it does that."""
+        values = values if self.logit_scale == 1 else values * self.logit_scale
+        cap = self.logit_cap
+        return values if cap is None else torch.tanh(values.float() / cap) * cap
 
     def window_of(self, layer: int) -> int | None:
         """The sliding window of a layer in tokens, the query's own included; None: it has full attention."""
-        return self._window if not self.layer_types or self.layer_types[layer] == "sliding_attention" else None
+        return self._window if not self.layer_types or "sliding" in self.layer_types[layer] else None
 
     def to(self, device: str | torch.device) -> Self:
         """Move the weights, unless they are spread over devices; returns itself."""

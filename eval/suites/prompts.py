@@ -267,7 +267,7 @@ def check_ids(ids: list[int], target: Target, *, max_new_tokens: int, origin: st
     if len(ids) + max_new_tokens > target.max_positions:
         raise UnusablePrompt(
             origin,
-            f"{len(ids)} prompt tokens + {max_new_tokens} new ones exceed the context of {target.max_positions}; "
+            f"{len(ids)} prompt tokens + {max_new_tokens} new ones exceed the context of {target.context}; "
             "lower --max-new-tokens or shorten the prompt",
         )
 

@@ -41,7 +41,11 @@ def draft_model(folder: Path, config: Mapping[str, Any], stored: TensorFiles) ->
     contract.report(outside, f"{key}: {token!r}, expected 0 to {size - 1}")
     found, own = config.get("architectures"), [type(model).__name__]
     contract.report(found != own, f"architectures: found {found}, expected {own}")
-    tied = set(getattr(model, "all_tied_weights_keys", {})) if made.get_text_config().tie_word_embeddings else set()
+    tied = (
+        set(getattr(model, "all_tied_weights_keys", {}))
+        if getattr(made.get_text_config(), "tie_word_embeddings", False)
+        else set()
+    )
     state = model.state_dict()
     contract.optional = {name: tuple(state.pop(name).shape) for name in tied if name in state}
     contract.shapes = {name: tuple(value.shape) for name, value in views_on_disk(state, stored.files).items()}

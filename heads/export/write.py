@@ -12,6 +12,7 @@ from .block import write_block
 from .folder import HeadFolder, read_folder, switching_word, write_config, write_tensors
 from .llamacpp import Conversion, check_servable, target_folder
 from .medusa import ADAPTER_FOLDER, write_blocks, write_published
+from .model_contracts import COUNT_KEYS
 from .portable import write_eagle, write_eagle3, write_speculators
 from .stitched import write_stitched
 
@@ -24,7 +25,8 @@ def write_plain(head: HeadFolder, folder: Path, *, to: str) -> None:
     source = target_folder(head)
     if head.own.get("parallel") and to == "sglang":
         raise BadInput(f"head {head.path}: parallel: SGLang drafts token by token: export to vllm")
-    write_config(folder, {**head.config, **head.provenance})
+    no_modules = {key: 0 for key in COUNT_KEYS if head.config.get(key)}  # a draft model has none of the target's MTP
+    write_config(folder, {**head.config, **no_modules, **head.provenance})
     write_tensors(folder, head.tensors)
     for pattern in (*TOKENIZER_FILES, "*.model", *CHAT_FILES):
         for path in sorted(source.glob(pattern)):

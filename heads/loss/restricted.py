@@ -48,5 +48,5 @@ class RestrictedLogits:
         states = post_norm.to(layer.weight.dtype)
         is_few = states[..., 0].numel() <= FEW and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
         if is_few and self.packed is not None:
-            return self.target.softcapped(self.packed(states))
-        return self.target.softcapped(torch.func.functional_call(layer, self.rows, (states,)))
+            return self.target.as_logits(self.packed(states))
+        return self.target.as_logits(torch.func.functional_call(layer, self.rows, (states,)))

@@ -97,7 +97,12 @@ class LayerDriver:
         types = target.layer_types or ["sliding_attention"] * target.num_layers
         attends = [i for i, kind in enumerate(types) if kind in ("full_attention", "sliding_attention")]
         self.rotary: Any = getattr(target.base, "rotary_emb", None)
-        parts = {"full attention": attends, "rotary positions": self.rotary, "a final norm": target.final_norm}
+        gain = getattr(target.final_norm, "weight", None)
+        parts = {
+            "full attention": attends,
+            "rotary positions": self.rotary,
+            "a final norm with a gain": gain is not None,
+        }
         for name, part in parts.items():
             if not part:
                 raise BadInput(f"target {target.name}: mtp needs a decoder with {name}, which it has not")
@@ -111,10 +116,10 @@ class LayerDriver:
         self.rotary_kind = {"layer_type": self.kind} if takes_kind else {}
         name = type(target.layers[self.index]).__name__
         self.refusal = f"target {target.name}: mtp cannot drive its layer {self.index} ({name}) alone"
-        if target.device.type == "meta":  # shapes without weights: nothing to compare
-            return
         try:
-            self._check()
+            self._check_shapes()
+            if target.device.type != "meta":  # shapes without weights: nothing to compute
+                self._check()
         except BadInput:
             raise
         except Exception as error:  # the code of an unknown layer may raise anything
@@ -150,6 +155,14 @@ class LayerDriver:
             **{self.cache_name: cache},
         )
         return out[0] if isinstance(out, tuple) else out
+
+    def _check_shapes(self) -> None:
+        """Compare the tensors of a new layer with those of the target's."""
+        layers = self.target.layers[self.index], self.new_layer()
+        theirs, ours = ({name: x.shape for name, x in layer.state_dict().items()} for layer in layers)
+        if ours != theirs:
+            name = sorted(ours.items() ^ theirs.items())[0][0]
+            raise BadInput(f"{self.refusal}: made anew it has other tensors, as {name}")
 
     @torch.no_grad()
     def _check(self) -> None:

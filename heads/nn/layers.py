@@ -143,6 +143,14 @@ class Attention(nn.Module):
         return x.view(*x.shape[:2], num, self.head_dim).transpose(1, 2)  # [B, num, Q, H]
 
 
+# names that families have for the same thing
+MLP_SIZES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+CONTEXTS = ("max_position_embeddings", "model_max_length", "max_seq_len", "seq_length")
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "layer_norm_epsilon")
+LLAMA_ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+PARTIAL = "partial_rotary_factor"
+
+
 def llama_config(target_config: Any, architecture: dict[str, Any] | None = None) -> LlamaConfig:
     """A one-layer Llama config with the target's sizes, norm epsilon, context and rotary parameters.
 
@@ -152,28 +160,25 @@ def llama_config(target_config: Any, architecture: dict[str, Any] | None = None)
     Args: architecture: overrides, with keys of ARCHITECTURE.
     Raises: BadInput on another key, and on values that transformers refuses.
     """
-    c = target_config
-    rope: dict[str, Any] = getattr(c, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
-    rope = dict(rope.get("full_attention", rope))
-    for key in ("mrope_section", "mrope_interleaved", "partial_rotary_factor"):
-        rope.pop(key, None)
     unknown = sorted(set(architecture or {}) - set(ARCHITECTURE))
     if unknown:
         raise BadInput(f"head.architecture.{unknown[0]}: expected keys of {', '.join(ARCHITECTURE)}")
+    given: dict[str, Any] = target_config.to_dict()  # sizes that differ by layer cannot be read from the config itself
+    heads, size = target_config.num_attention_heads, target_config.hidden_size
     ours = LlamaConfig(
-        hidden_size=c.hidden_size,
-        intermediate_size=c.intermediate_size,
+        hidden_size=size,
+        intermediate_size=first_of(given, MLP_SIZES) or active_width(given) or 4 * size,
         num_hidden_layers=1,
-        num_attention_heads=c.num_attention_heads,
-        num_key_value_heads=getattr(c, "num_key_value_heads", None) or c.num_attention_heads,
-        head_dim=getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
-        vocab_size=c.vocab_size,
-        max_position_embeddings=c.max_position_embeddings,
-        rms_norm_eps=getattr(c, "rms_norm_eps", None) or getattr(c, "layer_norm_eps", 1e-6),
-        rope_parameters=rope,
+        num_attention_heads=heads,
+        num_key_value_heads=given.get("num_key_value_heads") or heads,
+        head_dim=given.get("head_dim") or size // heads,
+        vocab_size=target_config.vocab_size,
+        max_position_embeddings=first_of(given, CONTEXTS) or 2048,
+        rms_norm_eps=first_of(given, EPSILONS) or 1e-6,
+        rope_parameters=plain_rope(given.get("rope_parameters")),
         tie_word_embeddings=False,
-        bos_token_id=getattr(c, "bos_token_id", None),
-        eos_token_id=getattr(c, "eos_token_id", None),
+        bos_token_id=getattr(target_config, "bos_token_id", None),
+        eos_token_id=getattr(target_config, "eos_token_id", None),
     )
     if not architecture:
         return ours
@@ -181,6 +186,27 @@ def llama_config(target_config: Any, architecture: dict[str, Any] | None = None)
         return LlamaConfig(**(ours.to_dict() | architecture))
     except Exception as error:  # transformers validates configs with exceptions of several kinds
         raise BadInput(f"head.architecture: {first_line(error)}") from error
+
+
+def first_of(given: dict[str, Any], names: tuple[str, ...]) -> Any:
+    """The first of these keys' values that a config has."""
+    return next((given[name] for name in names if given.get(name)), None)
+
+
+def active_width(given: dict[str, Any]) -> int:
+    """Channels of the experts that a token passes in a mixture of experts, shared ones included; 0 if unknown."""
+    num_experts, shared = given.get("num_experts_per_tok") or 1, given.get("shared_expert_intermediate_size") or 0
+    return num_experts * (given.get("moe_intermediate_size") or 0) + shared
+
+
+def plain_rope(given: dict[str, Any] | None) -> dict[str, Any]:
+    """Rotary parameters for a Llama layer, from a target's: for all its layers, or by kind of layer."""
+    rope = given or {"rope_type": "default", "rope_theta": 10000.0}
+    by_kind = [one for one in rope.values() if isinstance(one, dict)]
+    rope = dict(rope.get("full_attention") or (by_kind[0] if by_kind else rope))
+    if rope.get("rope_type") not in LLAMA_ROPES:  # as Gemma 4's proportional ones
+        rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
+    return {key: value for key, value in rope.items() if key not in ("mrope_section", "mrope_interleaved", PARTIAL)}
 
 
 def serving_keys(config: LlamaConfig, *, num_layers: int) -> dict[str, Any]:

@@ -113,5 +113,7 @@ def scale_norm(norm: nn.Module, factor: float) -> None:
         for parameter in norm.parameters():
             parameter.mul_(factor)
         return
-    weight = norm.get_parameter("weight")
+    weight: Tensor | None = getattr(norm, "weight", None)
+    if weight is None:  # as OLMo's, which has no gain
+        return
     weight.add_((factor - 1) * norm(torch.ones_like(weight)[None])[0])  # a norm maps the all-ones vector to its gain

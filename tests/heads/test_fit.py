@@ -76,7 +76,7 @@ def test_a_target_that_cannot_be_built_without_weights_is_left_to_its_loading(no
     def refuse(*args, **kwargs):
         raise RuntimeError("needs values")
 
-    monkeypatch.setattr("headstart.heads.fit.AutoModelForCausalLM.from_config", refuse)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_config", refuse)
     check_fit(head_config(feature_layers=[1, 2, 9]), no_weights)
     with pytest.raises(BadInput, match="cannot be built without weights: needs values"):
         load_skeleton(no_weights)
