@@ -93,8 +93,10 @@ class _Pass:
     def _join(self, row: int, asked: Asked) -> None:
         """Read a prompt by itself, and copy its keys, values, first token and the drafter's state into a row."""
         alone = Texts([asked.prompt], self.max_new_tokens, self.stop)
-        # what it shares with the prompt before it, as chat templates begin alike, lies in the reader's cache
-        kept = 0 if self.engine.drafter else min(num_shared(self.last_read, asked.prompt), len(asked.prompt) - 1)
+        # what it shares with the prompt before it, as chat templates begin alike, lies in the reader's cache; the
+        # drafter reads whole prompts, and of recurrent layers only the state behind all of that prompt is kept
+        reads_all = self.engine.drafter is not None or self.engine.target.has_states
+        kept = 0 if reads_all else min(num_shared(self.last_read, asked.prompt), len(asked.prompt) - 1)
         read, self.last_read = prefill(self.reader, alone, self.watch, kept=kept).state, asked.prompt
         if not self.engine.cache.is_filled:
             self._fill()

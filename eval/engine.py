@@ -20,7 +20,6 @@ from .replay import Replay, Tensors, Widths, on_device
 from .sampling import Sampling, TokenHistory, choose
 from .verify import AcceptedPath, AcceptRule, Candidates, accept_rule
 
-PREFILL_CHUNK = 2048  # prompt tokens per forward, since a mask over a whole prompt is quadratic in its length
 SMALLEST_BUCKET = 128  # recorded steps read a power of two of slots, at least this many
 
 
@@ -83,6 +82,8 @@ class Engine:
         self.depth = draft_length(drafter, tree.depth if tree else num_draft_tokens)
         if tree is not None and (drafter is None or not drafter.drafts_trees):
             raise BadInput(f"{type(drafter).__name__} drafts chains, not trees")
+        if tree is not None and not target.decodes_trees:
+            raise BadInput(f"target {target.name}: decodes chains, not trees: its layers read one text at a time")
         self.target, self.drafter, self.tree = target, drafter, tree
         self.sampling, self.generator = sampling or Sampling(), generator
         rule, exact = accept_rule(accept), accept_rule("exact")
@@ -97,7 +98,7 @@ class Engine:
         self.num_spare = 1 + max(self.num_drafted, tree.num_expanded + 1 if tree else 0)
         num_slots = -(-(max_length + 1 + self.num_spare) // EXTENT_STEP) * EXTENT_STEP
         self.num_slots = whole_parts(num_slots, target.device)
-        self.cache: SlotCache = target.new_cache(self.num_slots)
+        self.cache: SlotCache = target.new_cache(self.num_slots, num_rows=batch_size, width=1 + self.num_drafted)
         self.replay = Replay(steps, target.device, generator)
         self.compiles_layers = steps == "graph"  # its shapes repeat
         self.drafts_on_host = drafter is not None and drafter.on_host
@@ -115,12 +116,8 @@ class Engine:
         """States of right-padded prompts [B, T] behind `kept` tokens in the cache; their first tokens [B, 1]."""
         if self.drafts_on_host and self.drafter is not None:  # its state has the texts of the last batch
             self.state = self.drafter.begin(batch_size=self.batch_size, max_length=self.num_slots)
-        parts, start = [], kept
-        for chunk in tokens[:, kept:].split(PREFILL_CHUNK, 1):
-            self.extent = start + chunk.shape[1]
-            parts.append(self._forward(chunk, self.offsets[start : self.extent].expand_as(chunk)))
-            start = self.extent
-        output = TargetOutput(torch.cat([p.features for p in parts], 1), torch.cat([p.post_norm for p in parts], 1))
+        output = self.target.read_prompts(tokens, num_valid, self.cache, kept=kept, feature_layers=self.layers)
+        self.extent = tokens.shape[1]
         if self.history is not None:
             self.history.committed.zero_()
             self.history.add(tokens, num_valid)
@@ -140,7 +137,7 @@ class Engine:
             start, num_valid = read.start.cpu(), read.num_valid.cpu()
             return Reading(read.tokens.cpu(), read.next_tokens.cpu(), read.output, start, num_valid)
         prompts = replace(read, extent=self.extent + self.num_spare, cache=self.cache)
-        self.drafter.commit_prompts(self.state, prompts, most=PREFILL_CHUNK)
+        self.drafter.commit_prompts(self.state, prompts, most=self.target.prompt_chunk)
         return read.again(self.depth + 1)
 
     def begin_round(self, num_committed: int) -> None:
@@ -281,19 +278,15 @@ class Engine:
         if parents is not None and nodes.shape[1] > 0:
             mask = torch.nn.functional.pad(ancestors(parents, self.depth), (0, 0, 1, 0))  # the root attends to no node
             positions = start[:, None] + mask.sum(-1)
-        return tokens, mask, self._forward(tokens, positions, mask, in_round=True)
-
-    def _forward(
-        self, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None, *, in_round: bool = False
-    ) -> TargetOutput:
-        return self.target.forward(
+        output = self.target.forward(
             tokens,
             feature_layers=self.layers,
             cache=self.cache,
             positions=positions,
             extent=self.extent,
-            seen=tree_mask,
+            seen=mask,
             is_newest=self.is_newest and tokens.shape[1] == 1,
-            is_round=in_round and self.compiles_layers,
-            chooses=in_round and self.sampling.takes_best,
+            is_round=self.compiles_layers,
+            chooses=self.sampling.takes_best,
         )
+        return tokens, mask, output

@@ -13,6 +13,7 @@ It is saved as a plain Hugging Face model, which any engine serves as a draft mo
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ from ..configs.files import LocalPath
 from .adapters import add_adapters
 from .base import ChainStarts, DraftBatch, DraftHead
 from .drafter import Reading
+from .drafting import Proposal
 from .loading import quiet_loading
 from .nn.cache import SlotCache, newest_slots, seen_by_children
+from .nn.hybrid_cache import HybridCache
 from .nn.parallel import ParallelConfig, behind, last_and_behind, with_masks
 from .start.closed_form import copy_layers, scale_norm
 from .target import Target
@@ -95,6 +98,7 @@ class DraftLMHead(DraftHead):
         else:
             model.requires_grad_(True)
         self.mask_token = config.mask_token(target)
+        self.drafts_trees = self.reader.decodes_trees
         if config.parallel:
             self.max_draft_tokens = self.default_draft_tokens = config.num_depths
         self.config: DraftLMConfig = replace(config, architecture=architecture, mask_token_id=self.mask_token)
@@ -154,8 +158,15 @@ class DraftLMHead(DraftHead):
 
     def begin(self, *, batch_size: int, max_length: int) -> DraftLMState:
         nothing = torch.zeros(batch_size, 1, 0, dtype=torch.long, device=self.reader.device)
-        cache = self.reader.new_cache(max_length)
+        cache = self.reader.new_cache(max_length, num_rows=batch_size)
         return DraftLMState(cache, max_length, nothing[:, 0], nothing, nothing.bool(), nothing[:, 0])
+
+    @torch.no_grad()
+    def commit_prompts(self, state: DraftLMState, read: Reading, *, most: int) -> None:
+        if isinstance(state.cache, HybridCache):  # the first round reads the last token, from the states before it
+            self.reader.read_prompts(read.tokens, (read.num_valid - 1).clamp(min=0), state.cache)
+        else:
+            super().commit_prompts(state, read, most=most)
 
     @torch.no_grad()
     def commit(self, state: DraftLMState, read: Reading) -> None:
@@ -172,6 +183,11 @@ class DraftLMHead(DraftHead):
         state.hidden = last_and_behind(hidden, pending, num)
         state.position = read.start + pending
         state.seen, state.drafted = state.seen[:, :1, :0], state.drafted[:, :0]
+
+    @torch.no_grad()
+    def propose(self, state: DraftLMState, *, num_draft_tokens: int) -> Proposal:
+        with state.cache.ahead(state.position + 1):
+            return super().propose(state, num_draft_tokens=num_draft_tokens)
 
     @torch.no_grad()
     def first_logits(self, state: DraftLMState) -> Tensor:
@@ -198,12 +214,8 @@ class DraftLMHead(DraftHead):
         """The newest nodes [B, F] of a tree, each in the next free slot -> states [B, F, D]."""
         state.cache.seek(newest_slots(state.position, state.seen), extent=state.extent)
 
-        def mask(window: int | None) -> Tensor:
-            cache, dtype = state.cache, self.reader.dtype
-            return cache.tree_mask(
-                positions, state.position, state.seen, dtype=dtype, window=window, drafted=state.drafted
-            )
-
+        sees = state.position, state.seen
+        mask = partial(state.cache.tree_mask, positions, *sees, dtype=self.reader.dtype, drafted=state.drafted)
         return self.reader.read_slots(tokens, positions, state.cache, mask, None)
 
     def _tied(self) -> set[str]:
@@ -250,6 +262,8 @@ def fresh_model(config: DraftLMConfig, target: Target) -> Any:
     for key, value in raw.items():  # layer_types and the like have an entry per layer
         if "layer" in key and isinstance(value, list) and len(value) == target.num_layers:
             given[key] = value[: config.num_layers]
+        elif "layer" in key and isinstance(value, dict):  # by the layer's number
+            given[key] = {number: what for number, what in value.items() if int(number) < config.num_layers}
     try:
         made = type(target.config).from_dict({**raw, **given})
         model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)

@@ -15,11 +15,15 @@ from .nn.attention import Watch
 from .nn.cache import SlotCache, cache_argument
 from .nn.cpu_decoder import CpuDecoder
 from .nn.documents import Documents
+from .nn.hybrid_cache import HybridCache, keeps_states, kept_by_layers, read_states, unknown_kind
 from .nn.joined_decoder import JoinedDecoder
 from .nn.target_output import TargetOutput
+from .target_check import check_target
 
-WindowMask = Callable[[int | None], Tensor]  # the additive mask [B, 1, Q, P] for a sliding window, or None
+MaskOf = Callable[..., Tensor]  # the additive mask [B, 1, Q, P], given `window` or `chunk` as in `visibility_mask`
 MOST_DECODED = 256  # positions whose logits the decoder computes
+# attention of these kinds is computed as the model wants it only by kernels with transformers' own names
+SPARSE_ATTENTION = {"indexed_attention", "minimax_m3_sparse"}
 
 
 class Target(FrozenModel):
@@ -30,12 +34,15 @@ class Target(FrozenModel):
     post-norm state has its own name, `post_norm`.
     """
 
+    prompt_chunk = 2048  # prompt tokens per forward, since a mask over a whole prompt is quadratic in its length
+
     def __init__(
         self, model: Any, *, name: str, fingerprint: str, tokenizer: Any = None, source: TargetConfig | None = None
     ):
         """Raises BadInput if the model's outputs cannot be reproduced from its parts."""
         super().__init__(model, name=name, fingerprint=fingerprint, tokenizer=tokenizer, source=source)
-        if self.config._attn_implementation == "sdpa":
+        self.own_attention: str = self.config._attn_implementation  # the model's, before ours takes its place
+        if self.own_attention == "sdpa" and not SPARSE_ATTENTION & set(self.layer_types):
             model.set_attn_implementation(GROUPED_ATTENTION)
         self._cache_argument = cache_argument(self.base)
         self._captured: dict[int, Tensor] = {}  # by layer, the residual stream that entered it in the last forward
@@ -43,9 +50,17 @@ class Target(FrozenModel):
         self._watched: set[int] = set()
         self.is_adapted = False  # whether it computes with a head's adapters, see adapters.TargetAdapter
         self._decoder: CpuDecoder | JoinedDecoder | None = None  # made on first use, if the layers are of a known kind
-        self._has_decoder: bool | None = None  # None: not determined yet
+        self._has_decoder: bool | None = False  # None: not determined yet
+        self.kept = kept_by_layers(self.config)
+        self.has_states = any(map(keeps_states, self.kept))
+        self.undecodable = unknown_kind(self.kept)  # why it can be trained on, but not decoded
+        self.decodes_trees = not self.has_states  # they would need a state per path
+        self.continues_prompts = True  # whether its recurrent layers read many tokens behind a state
+        if self.has_states and self.undecodable is None:
+            self.undecodable = read_states(self.base, self.kept)
         if self.device.type != "meta":  # shapes without weights: nothing to compare
-            self._check_against_model()
+            check_target(self)
+        self._has_decoder = None  # from here on; the check was of the model's own layers
 
     @classmethod
     def load(
@@ -86,16 +101,23 @@ class Target(FrozenModel):
                 self._decoder = kind(self.base, self.layers, self.final_norm, self.config, weight)
         return self._decoder
 
-    def new_cache(self, max_length: int) -> SlotCache:
+    @property
+    def can_decode(self) -> bool:
+        return self.undecodable is None
+
+    def new_cache(self, max_length: int, *, num_rows: int = 1, width: int = 1) -> SlotCache:
         """An empty cache with `max_length` slots (tokens) per row.
 
-        Raises: BadInput if layers keep a recurrent state, from which a rejected draft could not be removed.
+        Args: num_rows, width: as in `HybridCache`, for a target with recurrent layers.
+        Raises: BadInput if this target cannot be decoded.
         """
-        if not self.can_decode:
-            layer = f"layer {self.layer_types.index('linear_attention')} is linear_attention"
-            why = f"{layer}: its state cannot forget rejected drafts"
-            raise BadInput(f"target {self.name}: {why}, so this target can be trained on, but not decoded")
-        return SlotCache(num_layers=self.num_layers, max_length=max_length)
+        if self.undecodable is not None:
+            why = f"{self.undecodable}, so this target can be trained on, but not decoded"
+            raise BadInput(f"target {self.name}: {why}")
+        if not self.has_states:
+            return SlotCache(num_layers=len(self.kept), max_length=max_length)
+        sizes: dict[str, Any] = {"max_length": max_length, "num_rows": num_rows, "width": width}
+        return HybridCache(self.kept, **sizes, continues_prompts=self.continues_prompts, device=self.device)
 
     def forward(
         self,
@@ -140,17 +162,15 @@ class Target(FrozenModel):
             slots = positions
             if seen is not None:
                 slots = positions[:, :1] + torch.arange(positions.shape[1], device=positions.device)
-            is_exact = is_newest and positions.device.type == "cpu" and not self._window  # shapes may vary on a CPU
+            # shapes may vary on a CPU
+            is_exact = is_newest and positions.device.type == "cpu" and not (self._window or self.chunk)
             cache.seek(slots, extent=extent, is_exact=is_exact)
-
-            def mask(window: int | None) -> Tensor:
-                return cache.mask(positions, dtype=self.dtype, window=window, seen=seen)
 
             post_norm = self.read_slots(
                 input_ids,
                 positions,
                 cache,
-                None if is_exact else mask,
+                None if is_exact else partial(cache.mask, positions, dtype=self.dtype, seen=seen),
                 watch,
                 is_chain=seen is None,
                 is_round=is_round,
@@ -173,12 +193,52 @@ class Target(FrozenModel):
         rows = [read(row[None]) for row in input_ids]
         return TargetOutput(torch.cat([row.features for row in rows]), torch.cat([row.post_norm for row in rows]))
 
+    def read_prompts(
+        self,
+        tokens: Tensor,
+        num_valid: Tensor,
+        cache: SlotCache,
+        *,
+        kept: int = 0,
+        feature_layers: tuple[int, ...] = (),
+    ) -> TargetOutput:
+        """Read right-padded prompts [B, T] of num_valid [B] tokens in chunks, behind `kept` ones that the cache has."""
+        if isinstance(cache, HybridCache):
+            return self._read_rows(tokens, num_valid, cache, feature_layers)
+        return self._read_chunks(tokens, cache, kept, feature_layers)
+
+    def _read_rows(
+        self, tokens: Tensor, num_valid: Tensor, cache: HybridCache, feature_layers: tuple[int, ...]
+    ) -> TargetOutput:
+        """Prompts one by one, as a recurrent layer would read padding too. Those without tokens are left out."""
+        outputs = []
+        for row, length in enumerate(num_valid.tolist()):
+            alone = cache if cache.num_rows == 1 else cache.row_reader()
+            with alone.prompts():
+                outputs.append(self._read_chunks(tokens[row : row + 1, :length], alone, 0, feature_layers))
+            if length > 0 and alone is not cache:
+                cache.take_row(row, alone, 0)
+        return TargetOutput.padded(outputs, tokens.shape[1])
+
+    def _read_chunks(
+        self, tokens: Tensor, cache: SlotCache, kept: int, feature_layers: tuple[int, ...]
+    ) -> TargetOutput:
+        nothing = torch.empty(len(tokens), 0, self.hidden_size, dtype=self.dtype, device=tokens.device)
+        outputs, start = [TargetOutput(nothing[:, :, None].expand(-1, -1, len(feature_layers), -1), nothing)], kept
+        for chunk in tokens[:, kept:].split(self.prompt_chunk, 1) if tokens.shape[1] > kept else ():
+            extent = start + chunk.shape[1]
+            positions = torch.arange(start, extent, device=tokens.device).expand_as(chunk)
+            read = partial(self.forward, feature_layers=feature_layers, cache=cache, positions=positions, extent=extent)
+            outputs.append(read(chunk))
+            start = extent
+        return TargetOutput.joined(outputs)
+
     def read_slots(
         self,
         input_ids: Tensor,
         positions: Tensor,
         cache: SlotCache,
-        mask: WindowMask | None,
+        mask: MaskOf | None,
         watch: Watch | None,
         *,
         is_chain: bool = False,
@@ -191,11 +251,11 @@ class Target(FrozenModel):
             positions: [B, T]. mask: None: the tokens see the whole cache. watch, is_round, chooses: as in `forward`.
             is_chain: whether the mask is causal: each token sees the slots up to its own.
         """
-        if cache.extent > self.max_positions:  # drafts there are never accepted, but learned embeddings need an index
+        if cache.extent > self.max_positions:  # drafts there are never accepted, but embeddings need an index
             positions = positions.clamp(max=self.max_positions - 1)
         if watch is None and (decoder := self.decoder) is not None and input_ids.numel() <= decoder.most_tokens:
             mask = None if is_chain and decoder.knows_chains else mask
-            tokens, seen = self.input_embedding(input_ids), None if mask is None else mask(None)
+            tokens, seen = self.input_embedding(input_ids), None if mask is None else mask()
             if isinstance(decoder, CpuDecoder):
                 done = decoder.read(tokens, positions, cache, seen, wanted=self._watched, chooses=chooses)
             else:
@@ -238,7 +298,7 @@ class Target(FrozenModel):
             logits = self.output_layer(post_norm.to(self.dtype)).to(post_norm.device)
         else:
             logits = decoder.logits(post_norm.to(self.dtype))
-        return self.softcapped(logits)
+        return self.as_logits(logits)
 
     def final_norm_scale(self) -> Tensor:
         """[D] fp32 gain of the final norm, for heads that start from it; ones if it is not an RMSNorm."""
@@ -270,29 +330,23 @@ class Target(FrozenModel):
         """Model arguments that keep several texts in a row from seeing each other.
 
         Raises: BadInput if the target has layers that a mask cannot separate."""
-        kinds = set(self.layer_types) - {"full_attention", "sliding_attention"}
+        apart = {"full_attention", "sliding_attention"}
+        kinds = set(self.layer_types) - apart or ({"a recurrent layer"} if self.has_states else set())
         if kinds:
             raise BadInput(f"target {self.name}: {', '.join(kinds)} reads a row as one text: use data.layout padded")
         queries = torch.arange(documents.ids.shape[1], device=documents.ids.device).expand_as(documents.ids)
-        masks = self._by_attention_type(lambda window: documents.mask(queries, dtype=self.dtype, window=window))
+        masks = self._by_attention_type(partial(documents.mask, queries, dtype=self.dtype))
         return {"position_ids": documents.positions, "attention_mask": masks}
 
-    def _by_attention_type(self, mask: WindowMask) -> Any:
+    def _by_attention_type(self, mask: MaskOf) -> Any:
         """The mask, or the masks by attention type, that the model takes."""
-        if self._window is None:
-            return mask(None)
-        window = mask(self._window)
-        return {"full_attention": mask(None), "sliding_attention": window} if self.layer_types else window
-
-    @torch.no_grad()
-    def _check_against_model(self) -> None:
-        """Compare features, post-norm states and logits with the model's own on 4 tokens. Raises BadInput if they
-        differ, as they may in families that compute something extra."""
-        ids = torch.arange(1, 5, device=self.device)[None] % self.vocab_size  # [1, 4]
-        theirs = self.model(input_ids=ids, output_hidden_states=True, use_cache=False)
-        layers = tuple(range(min(2, self.num_layers)))
-        ours = self.forward(ids, feature_layers=layers)
-        pairs = [(theirs.logits.float(), self.logits(ours.post_norm)), (theirs.hidden_states[-1], ours.post_norm)]
-        pairs += [(theirs.hidden_states[i], ours.features[:, :, i]) for i in layers]
-        if not all(torch.allclose(wanted, got, rtol=1e-2, atol=1e-3) for wanted, got in pairs):
-            raise BadInput(f"target {self.name}: {type(self.model).__name__} computes its outputs in an unknown way")
+        if self._window is None and self.chunk is None:
+            return mask()
+        if not self.layer_types:
+            return mask(window=self._window)
+        masks: dict[str, Any] = {"full_attention": mask(), "linear_attention": None}
+        if self._window is not None:
+            masks["sliding_attention"] = mask(window=self._window)
+        if self.chunk is not None:
+            masks["chunked_attention"] = mask(chunk=self.chunk)
+        return masks

@@ -86,9 +86,10 @@ class WantedDrafts:
             for (name, drafter), record, length in zip(built, records, self.lengths, strict=True)
         ]
         for tree in self.trees:
-            if not any(drafts_tree(named.drafter, tree) for named in drafters):
+            if not any(drafts_tree(target, named.drafter, tree) for named in drafters):
                 names = ", ".join(named.name for named in drafters)
-                raise BadInput(f"--tree {tree}: not drafted by {names}")
+                who = f"not drafted by {names}" if target.decodes_trees else f"target {target.name} decodes chains only"
+                raise BadInput(f"--tree {tree}: {who}")
         if self.verify_cost and not any(named.drafter.estimates for named in drafters):
             names = ", ".join(named.name for named in drafters)
             raise BadInput(f"--verify-cost {self.verify_cost}: none of {names} estimates what is accepted")

@@ -117,7 +117,9 @@ class EvalRun:
         configs = [replace(self.config, batch_size=size) for size in self.batch_sizes]
         # a tree that a drafter does not draft, another one does: `WantedDrafts.load`
         drafts = [
-            (named, tree) for named in self.drafters for tree in self.drafts.trees if drafts_tree(named.drafter, tree)
+            (named, tree)
+            for named, tree in product(self.drafters, self.drafts.trees)
+            if drafts_tree(self.target, named.drafter, tree)
         ]
         measured = {}
         for suite, config in product(self.suites, configs):

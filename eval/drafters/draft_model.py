@@ -10,6 +10,7 @@ from ...heads.base import Proposal
 from ...heads.draft_lm import comes_with_tokenizer, differing_word
 from ...heads.drafter import Drafter, Reading
 from ...heads.nn.cache import SlotCache
+from ...heads.nn.hybrid_cache import HybridCache
 from ...heads.target import Target
 
 
@@ -39,14 +40,23 @@ class DraftModelDrafter(Drafter):
     def begin(self, *, batch_size: int, max_length: int) -> DraftModelState:
         position = torch.zeros(batch_size, dtype=torch.long, device=self.model.device)
         hidden = position.new_zeros(batch_size, 1, self.model.hidden_size, dtype=self.model.dtype)
-        return DraftModelState(self.model.new_cache(max_length), 0, position, hidden)
+        return DraftModelState(self.model.new_cache(max_length, num_rows=batch_size), 0, position, hidden)
+
+    @torch.no_grad()
+    def commit_prompts(self, state: DraftModelState, read: Reading, *, most: int) -> None:
+        if isinstance(state.cache, HybridCache):  # the first round reads the last token, from the states before it
+            tokens = read.tokens.clamp(max=self.model.vocab_size - 1)
+            self.model.read_prompts(tokens, (read.num_valid - 1).clamp(min=0), state.cache)
+        else:
+            super().commit_prompts(state, read, most=most)
 
     @torch.no_grad()
     def commit(self, state: DraftModelState, read: Reading) -> None:
         pending = read.next_tokens.gather(1, read.last[:, None])  # [B, 1]
         state.extent = read.extent or state.cache.max_length
         state.position = read.start + read.num_valid
-        if read.follows_draft:  # drafting has read all drafted tokens but the last, so two tokens are enough
+        # drafting has read all drafted tokens but the last, so two tokens are enough, where it has kept what it read
+        if read.follows_draft and not isinstance(state.cache, HybridCache):
             tokens = torch.cat([read.tokens.gather(1, read.last[:, None]), pending], 1)  # [B, 2]
             state.hidden = self._read(state, tokens, state.position - 1)[:, -1:]
             return
@@ -57,10 +67,11 @@ class DraftModelDrafter(Drafter):
     @torch.no_grad()
     def propose(self, state: DraftModelState, *, num_draft_tokens: int) -> Proposal:
         hidden, tokens = state.hidden, []
-        for depth in range(num_draft_tokens):
-            if depth > 0:
-                hidden = self._read(state, tokens[-1], state.position + depth)
-            tokens.append(self.model.logits(hidden)[..., : self.num_tokens].argmax(-1))  # [B, 1]
+        with state.cache.ahead(state.position + 1):
+            for depth in range(num_draft_tokens):
+                if depth > 0:
+                    hidden = self._read(state, tokens[-1], state.position + depth)
+                tokens.append(self.model.logits(hidden)[..., : self.num_tokens].argmax(-1))  # [B, 1]
         return Proposal(torch.cat(tokens, 1))
 
     def _read(self, state: DraftModelState, tokens: Tensor, start: Tensor) -> Tensor:

@@ -48,10 +48,16 @@ class SparseCache(SlotCache):
         return torch.where(behind < 0, positions, self.num_chosen + behind % self.num_recent)
 
     def mask(
-        self, positions: Tensor, *, dtype: torch.dtype, window: int | None = None, seen: Tensor | None = None
+        self,
+        positions: Tensor,
+        *,
+        dtype: torch.dtype,
+        window: int | None = None,
+        chunk: int | None = None,
+        seen: Tensor | None = None,
     ) -> Tensor:
         """As `visibility_mask`, for the positions that the slots hold now; for chains only."""
-        assert seen is None, "no tree is drafted from a sparse cache"
+        assert seen is None and chunk is None, "no tree, and no attention in chunks, is drafted from a sparse cache"
         chosen = torch.arange(self.num_chosen, device=positions.device).expand(len(positions), 1, -1)  # [B, 1, C]
         base, positions = self.base[:, None, None], positions[..., None]  # [B, 1, 1], [B, Q, 1]
         ring = torch.arange(self.num_recent, device=positions.device)
@@ -65,9 +71,9 @@ class SparseCache(SlotCache):
             is_seen &= held > positions - window
         return hiding(~torch.cat([is_chosen, is_seen], -1)[:, None], dtype=dtype)  # [B, 1, Q, C + R]
 
-    def fill(self, source: SlotCache, num_valid: Tensor, choose: Callable[[int, Tensor, Tensor], Tensor]) -> None:
-        """Copy prompts of num_valid [B] tokens. choose(layer, latest positions [B, C], base [B]) returns the positions
-        to keep in the chosen slots, [B, Nkv or 1, C]."""
+    def fill(self, source: SlotCache, num_valid: Tensor, choose: Callable[[int, int, Tensor, Tensor], Tensor]) -> None:
+        """Copy prompts of num_valid [B] tokens. choose(layer, Nkv, latest positions [B, C], base [B]) returns the
+        positions to keep in the chosen slots, [B, Nkv or 1, C]."""
         self.base.copy_((num_valid - self.num_recent).clamp(min=self.num_chosen))
         positions = torch.arange(self.max_length, device=num_valid.device) + self.base[:, None] - self.num_chosen
         latest, recent = positions.split([self.num_chosen, self.num_recent], 1)  # [B, C], [B, R]
@@ -75,7 +81,7 @@ class SparseCache(SlotCache):
         for i, whole, part in self._pairs(source):
             keys, values = cast(Tensor, whole.keys), cast(Tensor, whole.values)
             self.layer(i, keys, values)
-            chosen = choose(i, latest, self.base)  # [B, Nkv or 1, C]
+            chosen = choose(i, keys.shape[1], latest, self.base)  # [B, Nkv or 1, C]
             index = torch.cat([chosen, recent.expand(-1, chosen.shape[1], -1)], 2)[..., None]  # [B, Nkv or 1, C + R, 1]
             for into, stored in ((part.keys, keys), (part.values, values)):
                 shape = (*stored.shape[:2], self.max_length, stored.shape[-1])
@@ -146,9 +152,15 @@ class SparseSelfDrafter(Drafter):
     """
 
     def __init__(self, target: Target, budget: int = 256):
-        """Args: budget: keys per row, layer and key head, drafted ones included. Raises BadInput if too few."""
+        """Args: budget: keys per row, layer and key head, drafted ones included.
+
+        Raises: BadInput if these are too few, or the target keeps more of a text than keys.
+        """
         if budget < SMALLEST_BUDGET:
             raise BadInput(f"sparse-self: a budget of {budget} keys: expected at least {SMALLEST_BUDGET}")
+        unknown = "recurrent layers" if target.has_states else "attention in chunks" if target.chunk else None
+        if unknown is not None:
+            raise BadInput(f"sparse-self: target {target.name} has {unknown}: no part of its keys stands for all")
         self.target, self.budget = target, budget
 
     def begin(self, *, batch_size: int, max_length: int) -> SparseState:
@@ -196,7 +208,7 @@ class SparseSelfDrafter(Drafter):
         self.target.forward(tail, cache=Reread(whole), positions=positions, extent=extent, watch=scores)
         cache.fill(whole, read.num_valid, lambda *which: self._chosen(scores, *which))
 
-    def _chosen(self, scores: KeyScores, layer: int, latest: Tensor, base: Tensor) -> Tensor:
+    def _chosen(self, scores: KeyScores, layer: int, num_heads: int, latest: Tensor, base: Tensor) -> Tensor:
         """[B, Nkv or 1, C] the ascending positions before base [B] to keep; all of them if there are at most C.
 
         In sliding layers the latest [B, C]; if the target's attention gives no scores, the sinks and the latest.
@@ -207,6 +219,8 @@ class SparseSelfDrafter(Drafter):
             sinks = torch.arange(NUM_SINKS, device=base.device).expand(len(base), -1)
             return torch.cat([sinks, latest[:, NUM_SINKS:]], 1)[:, None]
         attention = scores.of_layer[layer]  # [B, Nkv, P]
+        if attention.shape[1] != num_heads:  # latent attention keeps one key for all heads
+            attention = attention.sum(1, keepdim=True)
         positions = torch.arange(attention.shape[-1], device=attention.device)
         attention = attention.masked_fill(positions < NUM_SINKS, torch.inf)
         attention = attention.masked_fill(positions >= base[:, None, None], -torch.inf)

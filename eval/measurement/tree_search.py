@@ -174,9 +174,11 @@ def hold_out(suite: Suite) -> Suite:
     return replace(rest, calibration=[suite.prompts[i] for i in sorted(chosen)])
 
 
-def drafts_tree(drafter: Drafter, name: str) -> bool:
-    """Whether a drafter drafts the tree of that name: trees other than dynamic ones need a head's ranked guesses."""
-    return name == "chain" or (drafter.drafts_trees and (name == "dynamic" or isinstance(drafter, DraftHead)))
+def drafts_tree(target: Target, drafter: Drafter, name: str) -> bool:
+    """Whether a drafter drafts the tree of that name for this target: other trees than dynamic ones need a head's
+    ranked guesses."""
+    both = target.decodes_trees and drafter.drafts_trees
+    return name == "chain" or (both and (name == "dynamic" or isinstance(drafter, DraftHead)))
 
 
 def named_tree(
@@ -204,7 +206,9 @@ def named_tree(
         raise BadInput(f"--tree {name}: expected one of {', '.join(TREE_NAMES)}")
     if name == "chain":
         return None
-    if not drafts_tree(drafter, name):
+    if not drafts_tree(target, drafter, name):
+        if not target.decodes_trees:
+            raise BadInput(f"--tree {name}: target {target.name} decodes chains only")
         what = "chains and dynamic trees" if drafter.drafts_trees else "chains"
         raise BadInput(f"--tree {name}: {type(drafter).__name__} drafts {what} only")
     if name == "dynamic":

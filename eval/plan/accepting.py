@@ -30,7 +30,7 @@ def named_trees(
         name, _, number = spec.partition(":")
         if name not in names or not number.isdecimal() or int(number) < 1:
             raise BadInput(f"--tree {spec}: expected NAME:NODES, NAME one of {', '.join(names)}")
-        if texts is None and name in SHAPED_TREES and drafts_tree(drafter, name):
+        if texts is None and name in SHAPED_TREES and drafts_tree(target, drafter, name):
             first = list(prompts[:NUM_CALIBRATION])
             texts = generate(target, None, first, max_new_tokens=max_new_tokens).token_ids
         how = {"max_new_tokens": max_new_tokens, "num_nodes": int(number), "texts": texts}

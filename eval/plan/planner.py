@@ -131,7 +131,7 @@ class Planner:
         """By name: those asked for, or what can be shaped and drafted."""
         if self.config.trees is not None:
             return self.config.trees
-        known = [name for name in DEFAULT_TREES if drafts_tree(self.drafter, name.partition(":")[0])]
+        known = [name for name in DEFAULT_TREES if drafts_tree(self.target, self.drafter, name.partition(":")[0])]
         can_shape = self.suite.calibration or len(self.suite.prompts) > 1
         return [name for name in known if can_shape or not is_shaped(name)]
 

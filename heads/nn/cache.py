@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -81,7 +82,7 @@ class SlotCache(Cache):
         self.max_length = max_length
         self.positions: Tensor = torch.zeros(1, 0, dtype=torch.long)  # [B, Q]
         self.rows: Tensor = torch.zeros(1, 1, dtype=torch.long)  # [B, 1]
-        self.extent = 0
+        self.extent = self.num_before = 0
         # the storage: one tensor [layers, 2, B, Nkv, slots, H] for layers of the same shape, so that their rows and
         # slots are moved at once, and one [B, Nkv, slots, H] each for keys and values of other layers
         self.stored: list[Tensor] = []
@@ -109,18 +110,23 @@ class SlotCache(Cache):
     def _room(self, index: int, keys: Tensor, values: Tensor) -> Sequence[Tensor]:
         shapes = [(*x.shape[:2], self.max_length, x.shape[-1]) for x in (keys, values)]
         # zeros, not empty: a masked slot still takes part in 0 * value, and 0 * nan is nan
+        slot_layers = [i for i, layer in enumerate(self.layers) if isinstance(layer, SlotLayer)]
         if not self.stored and shapes[0] == shapes[1]:
-            self.stored.append(keys.new_zeros(len(self.layers), 2, *shapes[0]))
+            self.stored.append(keys.new_zeros(len(slot_layers), 2, *shapes[0]))
         whole = self.stored[0] if self.stored else keys
         alike = (whole.dtype, whole.device, whole.shape[2:]) == (keys.dtype, keys.device, shapes[0])
         if alike and shapes[0] == shapes[1]:
-            return whole[index].unbind()
+            return whole[slot_layers.index(index)].unbind()
         own = [x.new_zeros(shape) for x, shape in zip((keys, values), shapes, strict=True)]
         self.stored += own
         return own
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.extent, 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """For models that make the mask themselves, where we give none: the query in the last slot sees all before."""
+        return self.num_before
 
     def seek(self, positions: Tensor, *, extent: int, is_exact: bool = False) -> None:
         """Set the slots of the next write.
@@ -130,23 +136,33 @@ class SlotCache(Cache):
             extent: number of slots that covers every position in use; attention reads this many, rounded up.
             is_exact: do not round up, so that one query at the last slot needs no mask.
         """
-        self.positions = positions
+        self.positions, self.num_before = positions, extent - positions.shape[1] if is_exact else 0
         if len(self.rows) != len(positions) or self.rows.device != positions.device:
             self.rows = torch.arange(len(positions), device=positions.device)[:, None]  # [B, 1]
         in_steps = whole_parts(-(-extent // EXTENT_STEP) * EXTENT_STEP, positions.device)
         self.extent = extent if is_exact else min(in_steps, self.max_length)
 
+    def ahead(self, start: Tensor) -> AbstractContextManager[None]:
+        """For drafting over this cache: forwards inside read on from `start` [B] tokens; slots need nothing for it."""
+        return nullcontext()
+
     def mask(
-        self, positions: Tensor, *, dtype: torch.dtype, window: int | None = None, seen: Tensor | None = None
+        self,
+        positions: Tensor,
+        *,
+        dtype: torch.dtype,
+        window: int | None = None,
+        chunk: int | None = None,
+        seen: Tensor | None = None,
     ) -> Tensor:
         """The mask [B, 1, Q, extent] of queries at `positions` [B, Q] over the readable slots; see `visibility_mask`.
 
         Args: seen: [B, Q, Q - 1] bool, for a root followed by its whole tree; see `tree_mask`.
         """
         if seen is None:
-            return visibility_mask(positions, extent=self.extent, dtype=dtype, window=window)
+            return visibility_mask(positions, extent=self.extent, dtype=dtype, window=window, chunk=chunk)
         root, drafted = positions[:, 0], positions[:, 1:]
-        return self.tree_mask(positions, root, seen, dtype=dtype, window=window, drafted=drafted)
+        return self.tree_mask(positions, root, seen, dtype=dtype, window=window, chunk=chunk, drafted=drafted)
 
     def tree_mask(
         self,
@@ -156,6 +172,7 @@ class SlotCache(Cache):
         *,
         dtype: torch.dtype,
         window: int | None = None,
+        chunk: int | None = None,
         drafted: Tensor | None = None,
     ) -> Tensor:
         """`mask` for drafted nodes: each sees all committed slots, and of the drafted ones those in `seen`.
@@ -163,14 +180,15 @@ class SlotCache(Cache):
         Args:
             root: [B] position (and slot) of the last committed token; drafted node i is in slot root + 1 + i.
             seen: [B, Q, n] bool, which of n drafted nodes each query attends to: its ancestors and itself.
-            window: sliding window in tokens; it needs `drafted`, the positions [B, n] of the nodes.
+            window, chunk: as in `visibility_mask`; they need `drafted`, the positions [B, n] of the nodes.
         """
         mask = visibility_mask(root[:, None].expand_as(positions), extent=self.extent, dtype=dtype)
-        if window is not None:
+        if window is not None or chunk is not None:
             assert drafted is not None
+            before = first_visible(positions, window, chunk)  # [B, Q]
             slots = torch.arange(self.extent, device=root.device)
-            mask.masked_fill_(slots <= positions[:, None, :, None] - window, torch.finfo(dtype).min)
-            seen = seen & (drafted[:, None, :] > positions[:, :, None] - window)
+            mask.masked_fill_(slots < before[:, None, :, None], torch.finfo(dtype).min)
+            seen = seen & (drafted[:, None, :] >= before[:, :, None])
         slots = root[:, None] + 1 + torch.arange(seen.shape[-1], device=root.device)  # [B, n]
         values = hiding(~seen, dtype=dtype)
         return mask.scatter_(-1, slots[:, None, None].expand(-1, 1, seen.shape[1], -1), values[:, None])
@@ -195,30 +213,38 @@ class SlotCache(Cache):
 
     @property
     def is_filled(self) -> bool:
-        """Whether all layers are allocated, which happens with the first write."""
-        return all(layer.is_initialized for layer in cast(list[SlotLayer], self.layers))
+        """Whether the layers are allocated, which happens with the first forward."""
+        return bool(self.stored)
 
     def take_row(self, row: int, source: "SlotCache", source_row: int) -> None:
-        """Copy all slots of a row from another cache with the same layers and length."""
+        """Copy all that a row holds from another cache with the same layers and length."""
         for own, copied in zip(self.stored, source.stored, strict=True):
             own.select(-4, row).copy_(copied.select(-4, source_row))
 
 
-def visibility_mask(positions: Tensor, *, extent: int, dtype: torch.dtype, window: int | None = None) -> Tensor:
+def first_visible(positions: Tensor, window: int | None, chunk: int | None) -> Tensor:
+    """The first position that queries at `positions` (any shape) see, with a sliding window or in chunks, as below."""
+    return positions - window + 1 if window is not None else positions - positions % cast(int, chunk)
+
+
+def visibility_mask(
+    positions: Tensor, *, extent: int, dtype: torch.dtype, window: int | None = None, chunk: int | None = None
+) -> Tensor:
     """The additive attention mask of queries at `positions` over slots 0..extent-1.
 
     Additive floats, because a boolean 4D mask is silently wrong under transformers' eager attention.
 
     Args:
         positions: [B, Q].
-        window: with a sliding window of W tokens, a query at p sees p-W+1..p.
+        window: with a sliding window of W tokens, a query at p sees p-W+1..p. chunk: in chunks of C tokens, it sees
+            those of its own chunk up to p.
 
     Returns: [B, 1, Q, extent], 0 where visible and the dtype's minimum elsewhere.
     """
     slots, positions = torch.arange(extent, device=positions.device), positions[:, None, :, None]
     hidden = slots > positions  # [B, 1, Q, extent]
-    if window is not None:
-        hidden |= slots <= positions - window
+    if window is not None or chunk is not None:
+        hidden |= slots < first_visible(positions, window, chunk)
     return hiding(hidden, dtype=dtype)
 
 

@@ -1,8 +1,11 @@
 """The target's states on a batch of rows, as heads read them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -18,3 +21,15 @@ class TargetOutput:
         """One position per row, positions [B]; the result has T = 1."""
         rows = torch.arange(len(positions), device=positions.device)
         return TargetOutput(self.features[rows, positions][:, None], self.post_norm[rows, positions][:, None])
+
+    @classmethod
+    def padded(cls, rows: Sequence[Self], length: int) -> Self:
+        """Outputs of single rows [1, T, ...] as one [B, length, ...], right-padded with zeros."""
+        features = [F.pad(row.features, (0, 0, 0, 0, 0, length - row.features.shape[1])) for row in rows]
+        post_norm = [F.pad(row.post_norm, (0, 0, 0, length - row.post_norm.shape[1])) for row in rows]
+        return cls(torch.cat(features), torch.cat(post_norm))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Outputs of consecutive parts of the same rows as one."""
+        return cls(torch.cat([part.features for part in parts], 1), torch.cat([part.post_norm for part in parts], 1))

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from headstart.eval import engine as engine_module
 from headstart.eval import replay
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.eval.drafters.synthetic import SyntheticDrafter
@@ -22,6 +21,7 @@ from headstart.eval.replay import Replay
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.registry import HEADS, build_head
+from headstart.heads.target import Target
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
 TREES = {"chain": None, "static": StaticTree(((0,), (1,), (0, 0), (1, 0))), "dynamic": DynamicTree(6, 2, 3)}
@@ -232,7 +232,7 @@ def test_drafters_read_long_prompts_in_chunks_as_at_once(head_type, tree, target
         commit(state, read)
 
     monkeypatch.setattr(head, "commit", watched)
-    monkeypatch.setattr(engine_module, "PREFILL_CHUNK", 12)
+    monkeypatch.setattr(Target, "prompt_chunk", 12)
     parts = generate(target, head, prompts, **how)
     assert parts.token_ids == whole.token_ids
     assert [one.num_accepted for one in parts.rounds] == [one.num_accepted for one in whole.rounds]
@@ -255,7 +255,7 @@ def test_drafters_that_need_the_whole_prompt_get_it(target, monkeypatch):
         how: dict[str, Any] = {"max_new_tokens": 16, "num_draft_tokens": 3, "eos_token_ids": []}
         whole = generate(target, drafter, prompts, **how)
         with monkeypatch.context() as patch:
-            patch.setattr(engine_module, "PREFILL_CHUNK", 12)
+            patch.setattr(Target, "prompt_chunk", 12)
             patch.setattr(inner, "commit", watched)
             parts = generate(target, drafter, prompts, **how)
         assert [one.num_accepted for one in parts.rounds] == [one.num_accepted for one in whole.rounds]

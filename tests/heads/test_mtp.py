@@ -265,7 +265,7 @@ def test_rounds_of_independent_modules_draft_what_training_scored(target):
 @pytest.mark.parametrize("changes", [{"independent": False}, {"independent": True}])
 def test_the_first_round_drafts_what_training_scored(changes, chunk, target, monkeypatch):
     """Behind prompts of several lengths, read whole or in chunks, by an engine whose state another text has used."""
-    monkeypatch.setattr(engine_module, "PREFILL_CHUNK", chunk)
+    monkeypatch.setattr(Target, "prompt_chunk", chunk)
     head = perturbed(target, num_depths=2, **changes)
     scored, engine = [], engine_module.Engine(target, head, batch_size=4, max_length=24, num_draft_tokens=2)
     score = head.draft_logits

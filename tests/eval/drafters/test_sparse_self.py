@@ -165,7 +165,7 @@ def test_a_long_prompt_is_read_in_chunks_as_at_once(tiny_target, monkeypatch):
     """The states that heads read, the first token and all that follows."""
     target, rows = tiny_target("gemma3"), prompts(*LENGTHS)
     whole = generate(target, None, rows, max_new_tokens=20, eos_token_ids=[])
-    monkeypatch.setattr("headstart.eval.engine.PREFILL_CHUNK", 16)
+    monkeypatch.setattr(Target, "prompt_chunk", 16)
     assert generate(target, None, rows, max_new_tokens=20, eos_token_ids=[]).token_ids == whole.token_ids
     done = generate(target, SparseSelfDrafter(target, 128), rows, max_new_tokens=20, eos_token_ids=[])
     assert done.token_ids == whole.token_ids

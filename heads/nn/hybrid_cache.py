@@ -1,0 +1,298 @@
+"""A cache for targets with recurrent layers: their states behind each token of a round, beside keys and values.
+
+A recurrent layer (linear attention, a state space model, a short convolution) keeps a state instead of keys and values,
+and a state cannot forget rejected drafts. So the states behind each token of a round are kept. The first position of
+the next round says how many of these tokens were accepted, and the round starts from the state behind them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+from .cache import SlotCache, SlotLayer
+from .recurrences import calls_of, known_recurrence
+from .tree_nodes import is_readable
+
+Key = tuple[str, int]  # "conv" or "recurrent", and which of the layer's states of that kind
+CONV, RECURRENT = "conv", "recurrent"
+
+
+class StateLayer(LinearAttentionLayer):
+    """The states of one recurrent layer. Those that transformers' code reads and writes are the *current* ones."""
+
+    is_sliding = False
+
+    def __init__(self, num_states: int):
+        LinearAttentionLayer.__init__(self, number_of_states=num_states)
+        self.behind: dict[
+            Key, Tensor
+        ] = {}  # [W + 1, B, ...] states behind 0..W tokens, counted from the cache's origin
+
+    @property
+    def current(self) -> dict[Key, Tensor]:
+        """[B, ...] each, those that the layer has written at least once."""
+        both = ((CONV, self.conv_states), (RECURRENT, self.recurrent_states))
+        return {(kind, i): state for kind, states in both for i, state in states.items() if state is not None}
+
+    def start(self, index: Tensor, is_empty: Tensor) -> None:
+        """Make the states behind `index` [B] tokens the current ones and `behind[0]`; zeros where `is_empty` [B]."""
+        rows = torch.arange(len(index), device=index.device)
+        for key, states in self.behind.items():
+            state = states[index, rows]
+            states[0] = state.masked_fill_(is_empty.view(-1, *[1] * (state.ndim - 1)), 0)
+            self.current[key].copy_(states[0])
+
+    def note(self, key: Key, state: Tensor, num_read: int, width: int) -> None:
+        """Keep a state [B, ...], the one behind `num_read` tokens of at most `width`."""
+        states = self.behind.get(key)
+        if states is None or len(states) <= width:
+            self.behind[key] = state.new_zeros(width + 1, *state.shape)
+            if states is not None:
+                self.behind[key][: len(states)] = states
+        self.behind[key][num_read] = state
+
+    def take_row(self, row: int, source: "StateLayer", source_row: int, num_rows: int) -> None:
+        for name in ("conv_kernel_size", "is_conv_states_initialized", "is_recurrent_states_initialized"):
+            setattr(self, name, dict(getattr(source, name)))
+        self.has_previous_state, self.dtype, self.device = dict(source.has_previous_state), source.dtype, source.device
+        for (kind, i), state in source.current.items():
+            own = self.conv_states if kind == CONV else self.recurrent_states
+            if own[i] is None:
+                own[i] = state.new_zeros(num_rows, *state.shape[1:])
+            states = source.behind[kind, i]
+            if (kind, i) not in self.behind:
+                self.behind[kind, i] = states.new_zeros(len(states), num_rows, *states.shape[2:])
+            self.behind[kind, i][0, row] = states[0, source_row]
+
+
+class StateSlotLayer(StateLayer, SlotLayer):
+    """A layer that has states as well as keys and values."""
+
+    def __init__(self, num_states: int, max_length: int):
+        SlotLayer.__init__(self, max_length)
+        StateLayer.__init__(self, num_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        (SlotLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
+
+
+def kept_by_layers(config: Any) -> list[Any]:
+    """What each layer of a model keeps of a text, as the layers of transformers' own cache for its (text) config."""
+    try:
+        return DynamicCache(config=config).layers
+    except (AttributeError, KeyError, TypeError, ValueError):  # a config that this cache does not read
+        return [DynamicLayer() for _ in range(config.num_hidden_layers)]
+
+
+def keeps_states(kept: Any) -> bool:
+    return isinstance(kept, LinearAttentionCacheLayerMixin)
+
+
+def unknown_kind(kept: Sequence[Any]) -> str | None:
+    """The first layer that keeps something else than keys and values or states; None: there is none."""
+    for i, layer in enumerate(kept):
+        is_plain = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) or keeps_states(layer)
+        if isinstance(layer, CacheLayerMixin) and not is_plain:
+            return f"layer {i} keeps a {type(layer).__name__} of transformers, which is not known here"
+    return None
+
+
+class HybridCache(SlotCache):
+    """`SlotCache` for models of which some layers keep states.
+
+    A forward at positions p, p + 1, ... continues from the states behind p tokens, which the last forward has kept. So
+    nothing is committed: a round that starts behind the accepted tokens drops the rejected ones. Prompts are read row
+    by row, since a recurrent layer would read padding too, and only the states behind the last token are kept.
+    """
+
+    def __init__(
+        self,
+        kept: Sequence[Any],
+        *,
+        max_length: int,
+        num_rows: int,
+        width: int,
+        device: torch.device,
+        continues_prompts: bool = True,
+    ):
+        """Args:
+        kept: see `kept_by_layers`. num_rows: B. width: the most tokens per row of a round.
+        continues_prompts: whether the layers read many tokens behind a state at once; else one at a time.
+        """
+        super().__init__(num_layers=len(kept), max_length=max_length)
+        self.kept, self.num_rows, self.width, self.continues_prompts = kept, num_rows, width, continues_prompts
+        self.alone: HybridCache | None = None
+        for i, kind in enumerate(kept):
+            if keeps_states(kind):
+                num_states, has_keys = kind.number_of_states, isinstance(kind, CacheLayerMixin)
+                self.layers[i] = StateSlotLayer(num_states, max_length) if has_keys else StateLayer(num_states)
+            elif not isinstance(kind, CacheLayerMixin):  # keeps nothing
+                self.layers[i] = kind
+        self.of_states = [layer for layer in self.layers if isinstance(layer, StateLayer)]
+        self.origin = torch.zeros(num_rows, dtype=torch.long, device=device)  # [B] tokens before `behind[0]`
+        self.reads_prompt = self.is_ahead = False
+        self.reads_round = True  # whether the forward keeps the states behind each token
+        self.reads_singly = False  # whether recurrent layers read its tokens one at a time
+        self.touched: set[Key] = set()  # the states that the part of a layer which runs now has asked for
+
+    def seek(self, positions: Tensor, *, extent: int, is_exact: bool = False) -> None:
+        super().seek(positions, extent=extent, is_exact=is_exact)
+        if self.is_ahead:
+            return
+        start, num_read = positions[:, 0], positions.shape[1]
+        index, is_empty = start - self.origin, start == 0  # [B]
+        assert not is_readable(start) or bool((is_empty | ((index >= 0) & (index <= self.width))).all()), (
+            "no such state"
+        )
+        for layer in self.of_states:
+            layer.start(index.clamp(0, self.width), is_empty)
+        self.reads_round, self.reads_singly = not self.reads_prompt, False
+        if self.reads_prompt:  # transformers' code tells its start by `has_previous_state`
+            is_start = bool(is_empty.all())
+            self.reads_singly = not is_start and not self.continues_prompts
+            start = start + num_read
+            for layer in self.of_states:
+                layer.has_previous_state = dict.fromkeys(layer.has_previous_state, not is_start)
+        else:
+            self.width = max(self.width, num_read)
+        self.origin.copy_(start)
+
+    @contextmanager
+    def prompts(self) -> Iterator[None]:
+        """Forwards inside read a prompt of one row, or a part of it."""
+        self.reads_prompt = True
+        try:
+            yield
+        finally:
+            self.reads_prompt = False
+
+    @contextmanager
+    def ahead(self, start: Tensor) -> Iterator[None]:
+        """For drafting over this cache: forwards inside read on from behind `start` [B] tokens and keep no states."""
+        index, rows = (start - self.origin).clamp(0, self.width), torch.arange(len(start), device=start.device)
+        for layer in self.of_states:
+            for key, states in layer.behind.items():
+                layer.current[key].copy_(states[index, rows])
+        self.is_ahead, self.reads_round = True, False
+        try:
+            yield
+        finally:
+            self.is_ahead = False
+
+    # what transformers' recurrent layers call
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        self.touched.add((CONV, state_idx))
+        return super().get_conv_state(layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        self.touched.add((RECURRENT, state_idx))
+        return super().get_recurrent_state(layer_idx, state_idx)
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        layer: Any = self.layers[layer_idx]
+        seen = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)  # [B, C, before + Q]
+        num_read = conv_states.shape[-1]
+        if self.reads_round and num_read > 1:
+            size = layer.conv_kernel_size[state_idx]
+            seen = nn.functional.pad(seen, (size + num_read - seen.shape[-1], 0))  # there may be no state yet
+            for i in range(1, num_read + 1):
+                layer.note((CONV, state_idx), seen[..., i : i + size], i, self.width)
+        return seen
+
+    # rows
+
+    def row_reader(self) -> "HybridCache":
+        """A cache for one row, from which `take_row` copies; always the same one."""
+        if self.alone is None:
+            sizes: dict[str, Any] = {"max_length": self.max_length, "num_rows": 1, "width": self.width}
+            is_whole = {"continues_prompts": self.continues_prompts, "device": self.origin.device}
+            self.alone = HybridCache(self.kept, **sizes, **is_whole)
+        return self.alone
+
+    @property
+    def is_filled(self) -> bool:
+        return bool(self.stored or any(layer.behind for layer in self.of_states))
+
+    def take_row(self, row: int, source: SlotCache, source_row: int) -> None:
+        assert isinstance(source, HybridCache)
+        for i, layer in enumerate(source.layers):
+            if isinstance(layer, SlotLayer) and layer.is_initialized:
+                self.layer(i, *(x.expand(self.num_rows, -1, -1, -1) for x in layer.readable_slots(0)))
+        super().take_row(row, source, source_row)
+        for own, copied in zip(self.of_states, source.of_states, strict=True):
+            own.take_row(row, copied, source_row, self.num_rows)
+        self.origin[row] = source.origin[source_row]
+
+
+def read_states(model: nn.Module, kept: Sequence[Any]) -> str | None:
+    """Let a model's recurrent layers read rounds with a `HybridCache`; returns why they can not, if so.
+
+    Their parts are found by the calls to the cache that their code makes. The code stays as it is: without such a cache
+    nothing changes, and with one it is called as before, or for one token at a time if its recurrence is not of a known
+    kind (see recurrences.py).
+    """
+    found = set()
+    for module in model.modules():
+        if hasattr(module, "layer_idx") and {"update_conv_state", "update_recurrent_state"} & calls_of(module):
+            if not isinstance(vars(module).get("forward"), MethodType):
+                module.forward = MethodType(reading_rounds(module), module)
+            found.add(module.layer_idx)
+    unknown = sorted({i for i, layer in enumerate(kept) if keeps_states(layer)} - found)
+    return f"layer {unknown[0]} keeps states in an unknown way" if unknown else None
+
+
+def reading_rounds(part: Any) -> Callable[..., Any]:
+    """The forward of a part of a recurrent layer, as a method, that keeps the states behind each token of a round."""
+    own = vars(part).get("forward")  # of a part on several devices, with Accelerate's hooks
+    recurrence, has_recurrence = known_recurrence(part), "update_recurrent_state" in calls_of(part)
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        whole = partial(type(self).forward, self) if own is None else own
+        cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, HybridCache)), None)
+        if cache is None:
+            return whole(hidden_states, *args, **kwargs)
+        kwargs = {name: None if "mask" in name else value for name, value in kwargs.items()}  # there is no padding
+        layer = cast(StateLayer, cache.layers[self.layer_idx])
+        num_read, cache.touched = hidden_states.shape[1], set()
+        reads_at_once = not has_recurrence or (recurrence is not None and layer.recurrent_states[0] is not None)
+        if cache.reads_round and num_read > 1 and reads_at_once:
+            with nullcontext([]) if recurrence is None else recurrence.noting() as states:
+                mixed = whole(hidden_states, *args, **kwargs)
+            for i, state in enumerate(states, 1):
+                layer.note((RECURRENT, 0), state, i, cache.width)
+            return mixed
+        if not (cache.reads_round or cache.reads_singly):
+            mixed = whole(hidden_states, *args, **kwargs)
+            if not cache.is_ahead:
+                keep_current(layer, cache, 0)
+            return mixed
+        parts = []
+        for i in range(num_read):
+            parts.append(whole(hidden_states[:, i : i + 1], *args, **kwargs))
+            keep_current(layer, cache, i + 1 if cache.reads_round else 0)
+        if isinstance(parts[0], tuple):
+            return torch.cat([part[0] for part in parts], 1), *parts[-1][1:]
+        return torch.cat(parts, 1)
+
+    return forward
+
+
+def keep_current(layer: StateLayer, cache: HybridCache, num_read: int) -> None:
+    """Keep the current states as those behind `num_read` tokens."""
+    for key, state in layer.current.items():
+        if key in cache.touched or not cache.touched:
+            layer.note(key, state, num_read, cache.width)

@@ -1,0 +1,194 @@
+"""The check of a target at load: its parts, read by our forward, give what the model's own code gives.
+
+What differs ends in one line before anything is trained or measured: states and logits of whole texts make the target
+unusable, those of texts behind a cache make it one that can be trained on but not decoded. The text of the check is
+longer than every window, chunk and choice of keys of the model; then only layers of each kind are run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..configs.errors import BadInput, first_line
+from .nn.target_output import TargetOutput
+
+if TYPE_CHECKING:
+    from .target import Target
+
+SHORT = 12  # tokens of the check if nothing in the model depends on the length
+BEHIND = 4  # tokens that are read behind the others, as a round
+CLOSE, CLOSE_16_BITS = 1e-3, 0.1  # relative error of a position's state
+LENGTHS = ("index_topk", "sliding_window", "attention_chunk_size", "window_size")  # config keys of such lengths
+
+
+@torch.no_grad()
+def check_target(target: Target) -> None:
+    """Compare a target with its model; sets what was found: `logit_scale`, `undecodable`, `decodes_trees`,
+    `continues_prompts`. Raises BadInput if states or logits of whole texts differ."""
+    ids = check_text(target)
+    with only_layers_of_each_kind(target, is_long=ids.shape[1] > 4 * SHORT):
+        with own_attention(target):
+            theirs = target.model(input_ids=ids, output_hidden_states=True, use_cache=False)
+        check_whole(target, ids, theirs)
+        states = theirs.hidden_states[-1]  # [1, T, D]
+        if target.undecodable is None:
+            differs = difference_behind_cache(target, ids, states)
+            if differs is not None and target.has_states:
+                target.continues_prompts = False
+                differs = difference_behind_cache(target, ids, states)
+            target.undecodable = differs
+        if target.undecodable is None and target.decodes_trees:
+            target.decodes_trees = reads_tree(target, ids, states)
+
+
+def check_text(target: Target) -> Tensor:
+    """[1, T] tokens, more than any length on which the model's states may depend."""
+    config = target.config.to_dict()
+    lengths = [config[key] for key in LENGTHS if isinstance(config.get(key), int)]
+    num = min(max([0, *lengths]) + SHORT, target.max_positions)
+    numbers = torch.arange(num, device=target.device)
+    return ((7 * numbers * numbers + 3 * numbers + 11) % target.vocab_size)[None]
+
+
+@contextmanager
+def own_attention(target: Target) -> Iterator[None]:
+    """The model's own implementation of attention instead of ours."""
+    ours: str = target.config._attn_implementation
+    if ours != target.own_attention:
+        target.model.set_attn_implementation(target.own_attention)
+    try:
+        yield
+    finally:
+        if ours != target.own_attention:
+            target.model.set_attn_implementation(ours)
+
+
+@contextmanager
+def only_layers_of_each_kind(target: Target, *, is_long: bool) -> Iterator[None]:
+    """For a long text: run only the first layers, up to the last kind of layer that occurs."""
+    kinds = target.layer_types or ["attention"] * target.num_layers
+    num = max(kinds.index(kind) for kind in kinds) + 1
+    if not is_long or num >= target.num_layers:
+        yield
+        return
+    name = next(name for name, part in target.base.named_children() if part is target.layers)
+    setattr(target.base, name, nn.ModuleList(target.layers[: max(num, 2)]))
+    try:
+        yield
+    finally:
+        setattr(target.base, name, target.layers)
+
+
+def check_whole(target: Target, ids: Tensor, theirs: Any) -> None:
+    """Compare features, post-norm states and logits of a whole text. Raises BadInput, naming what differs."""
+    where = f"target {target.name}: {type(target.model).__name__}"
+    layers = tuple(range(min(2, target.num_layers)))
+    ours = target.forward(ids, feature_layers=layers)
+    if layers and ours.features.shape[3:] != (target.hidden_size,):
+        shape = tuple(ours.features.shape[3:])
+        raise BadInput(f"{where}: its layers pass on states of shape {shape}, not ({target.hidden_size},)")
+    pairs = {f"the state that enters layer {i}": (theirs.hidden_states[i], ours.features[:, :, i]) for i in layers}
+    pairs["the state behind its final norm"] = theirs.hidden_states[-1], ours.post_norm
+    for name, (wanted, got) in pairs.items():
+        if wanted.shape != got.shape or not is_close(wanted, got):
+            raise BadInput(f"{where}: {name} is computed in an unknown way")
+    logits = theirs.logits[:, -SHORT:].float()
+    target.logit_scale = found_scale(target, ours.post_norm[:, -SHORT:], logits)
+    if not is_close(logits, target.logits(ours.post_norm[:, -SHORT:])):
+        raise BadInput(f"{where}: its logits are computed in an unknown way")
+
+
+def found_scale(target: Target, post_norm: Tensor, logits: Tensor) -> float:
+    """The factor between the output layer's values and the model's logits, as Granite's and Cohere's; else 1.
+
+    It is read off the logits, and is one of the config's numbers or its inverse if one is that close.
+    """
+    cap = target.logit_cap
+    values, uncapped = target.output_layer(post_norm.to(target.dtype)).double(), logits.double()
+    if cap is not None:
+        uncapped = torch.atanh((uncapped / cap).clamp(-0.99, 0.99)) * cap
+        values = values.where(logits.abs() < 0.9 * cap, 0)  # where the cap leaves nothing to read
+    scale = float((values * uncapped).sum() / values.square().sum())
+    numbers = [x for x in target.config.to_dict().values() if isinstance(x, int | float) and x > 0]
+    given = [1.0, *numbers, *(1 / number for number in numbers)]
+    nearest = min(given, key=lambda number: abs(number - scale))
+    return nearest if abs(nearest - scale) < 4e-3 * scale else scale
+
+
+def is_close(wanted: Tensor, got: Tensor) -> bool:
+    """Whether states or logits [B, T, D] are equal up to rounding; in 16 bits at half of the positions, as there
+    rounding may choose other experts at some."""
+    is_wide, wanted, got = wanted.dtype in (torch.float32, torch.float64), wanted.float(), got.float()
+    errors = (wanted - got).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-12)
+    return bool(errors.max() <= CLOSE) if is_wide else bool(errors.median() <= CLOSE_16_BITS)
+
+
+def difference_behind_cache(target: Target, ids: Tensor, states: Tensor) -> str | None:
+    """Why the target cannot be decoded, if the model's `states` [1, T, D] on the text are not ours behind a cache."""
+    try:
+        for name, (wanted, got) in read_behind_cache(target, ids, states).items():
+            if not is_close(wanted, got):
+                return f"{name} has another state than in the model's own forward"
+    except BadInput:
+        raise
+    except Exception as error:  # the code of an unknown model may raise anything
+        return f"its layers cannot read behind this project's cache ({first_line(error)})"
+    return None
+
+
+def read_behind_cache(target: Target, ids: Tensor, states: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """By what was read: the model's states and ours.
+
+    Two rows of unequal length are read as prompts, in chunks, then as a round, and as another that takes half of it
+    back; and one row with a newest token that sees the whole cache.
+    """
+    num, room = ids.shape[1], ids.shape[1] + BEHIND + 1
+    lengths = torch.tensor([num, num - SHORT // 4], device=ids.device)
+    prompts, rows = lengths - BEHIND, torch.arange(2, device=ids.device)[:, None]
+    cache = target.new_cache(room, num_rows=2, width=BEHIND)
+    with in_chunks(target, num - BEHIND):
+        output = target.read_prompts(ids[:, : num - BEHIND].expand(2, -1), prompts, cache)
+    found = {"a prompt": (pick(states, prompts[:, None] - 1), output.post_norm[rows, prompts[:, None] - 1])}
+    for name, first in (("a round", 0), ("a round behind rejected drafts", BEHIND // 2)):
+        positions = prompts[:, None] + torch.arange(first, BEHIND, device=ids.device)  # [2, Q]
+        output = target.forward(ids[0][positions], cache=cache, positions=positions, extent=num)
+        found[name] = pick(states, positions), output.post_norm
+    alone, last = target.new_cache(room), torch.tensor([[num - 1]], device=ids.device)
+    target.read_prompts(ids[:, :-1], lengths[:1] - 1, alone)
+    output = target.forward(ids[:, -1:], cache=alone, positions=last, extent=num, is_newest=True)
+    return {**found, "the newest token": (states[:, -1:], output.post_norm)}
+
+
+@contextmanager
+def in_chunks(target: Target, num_tokens: int) -> Iterator[None]:
+    target.prompt_chunk = num_tokens // 3 + 1
+    try:
+        yield
+    finally:
+        del target.prompt_chunk  # the class has the usual one
+
+
+def pick(states: Tensor, positions: Tensor) -> Tensor:
+    """[B, Q, D] the states [1, T, D] at positions [B, Q]."""
+    return states[0][positions]
+
+
+def reads_tree(target: Target, ids: Tensor, states: Tensor) -> bool:
+    """Whether a small tree behind a cache has the model's states: the root, two children, and one behind the first."""
+    root = ids.shape[1] - 3
+    cache = target.new_cache(ids.shape[1] + BEHIND + 1)
+    target.read_prompts(ids[:, :root], torch.tensor([root], device=ids.device), cache)
+    other = (ids[:, root + 1] + 1) % target.vocab_size
+    tokens = torch.stack([ids[:, root], ids[:, root + 1], other, ids[:, root + 2]], 1)  # [1, 4]
+    positions = torch.tensor([[root, root + 1, root + 1, root + 2]], device=ids.device)
+    seen = torch.tensor([[[0, 0, 0], [1, 0, 0], [0, 1, 0], [1, 0, 1]]], device=ids.device).bool()
+    try:
+        read: TargetOutput = target.forward(tokens, cache=cache, positions=positions, extent=root + 5, seen=seen)
+    except Exception:  # as above
+        return False
+    return is_close(states[:, root:], read.post_norm[:, [0, 1, 3]])

@@ -1,0 +1,179 @@
+"""Targets with recurrent layers: chains decode the model's own text, whatever is accepted, rejected or batched."""
+
+import copy
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from headstart.configs.errors import BadInput
+from headstart.eval.continuous import Asked, answer_continuously
+from headstart.eval.drafters.draft_model import DraftModelDrafter
+from headstart.eval.drafters.lookup import NgramDrafter
+from headstart.eval.drafters.sparse_self import SparseSelfDrafter
+from headstart.eval.engine import Engine
+from headstart.eval.generate import Stop, decode, generate
+from headstart.heads.drafting import DynamicTree
+from headstart.heads.nn.hybrid_cache import StateLayer
+from headstart.heads.registry import HEADS, build_head
+from headstart.heads.target import Target
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
+# by what their layers keep: a delta rule, a short convolution, Mamba-2 in layers of their own and beside attention, and
+# Mamba-1, whose recurrence is read token by token
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "bamba": {"attn_layer_indices": [1, 3], "mamba_chunk_size": 8, **MAMBA},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_chunk_size": 8, **MAMBA},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4, "num_experts": 2},
+}
+PROMPTS = [[1, 5, 9, 14, 33], [1, 7, 8, 3, 22, 40, 11, 6, 30, 31, 5, 9, 14], [1], [1, 30, 31, 32]]
+NUM_NEW = 24
+HOW: dict[str, Any] = {"max_new_tokens": NUM_NEW, "eos_token_ids": []}
+
+
+def make_hybrid(kind: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **HYBRIDS[kind], **changes}))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2 and "A_log" not in name:
+                parameter.normal_(std=0.3)
+    return model.eval()
+
+
+def own_text(model: Any, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    how = {"do_sample": False, "max_new_tokens": NUM_NEW, "pad_token_id": 0, "eos_token_id": None}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **how)[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def hybrid(request: pytest.FixtureRequest) -> tuple[Target, list[list[int]]]:
+    """A target, and the model's own texts behind PROMPTS."""
+    model = make_hybrid(request.param)
+    texts = [own_text(model, prompt) for prompt in PROMPTS]
+    assert max(len(set(text)) for text in texts) > 3, "texts that do not repeat one token"
+    return Target(model, name=request.param, fingerprint=""), texts
+
+
+def perturbed_head(target: Target) -> Any:
+    head = build_head(HEADS["eagle3"].config_class(type="eagle3"), target, seed=1).eval()
+    source = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=source))
+    return head
+
+
+DRAFTERS: dict[str, Callable[[Target], Any]] = {
+    "none": lambda target: None,
+    "n-grams": lambda target: NgramDrafter(),
+    "itself": DraftModelDrafter,
+    "eagle3": perturbed_head,
+}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_texts_are_the_models_own(drafter, hybrid):
+    target, texts = hybrid
+    made = DRAFTERS[drafter](target)
+    assert generate(target, made, PROMPTS, num_draft_tokens=4, **HOW).token_ids == texts
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        assert generate(target, made, prompt, num_draft_tokens=4, **HOW).token_ids == [text]
+
+
+def test_as_its_own_draft_model_every_draft_is_accepted(hybrid):
+    target, _ = hybrid
+    rounds = generate(target, DraftModelDrafter(target), PROMPTS, num_draft_tokens=3, **HOW).rounds
+    assert all(num == 3 for done in rounds[1:-1] for num in done.num_accepted)
+
+
+def test_prompts_are_read_in_chunks_as_at_once(hybrid, monkeypatch):
+    target, texts = hybrid
+    monkeypatch.setattr(Target, "prompt_chunk", 4)
+    assert generate(target, NgramDrafter(), PROMPTS, num_draft_tokens=3, **HOW).token_ids == texts
+
+
+def test_one_engine_decodes_batch_after_batch(hybrid):
+    target, texts = hybrid
+    engine = Engine(target, NgramDrafter(), batch_size=2, max_length=64, num_draft_tokens=3)
+    for rows in ([1, 0], [2, 3], [0, 2]):
+        prompts = [PROMPTS[row] for row in rows]
+        done = decode(engine, prompts, max_new_tokens=NUM_NEW, stop=Stop(frozenset()))
+        assert done.token_ids == [texts[row] for row in rows]
+
+
+@pytest.mark.parametrize("drafter", ["none", "itself"])
+def test_rows_join_and_leave_a_running_batch(drafter, hybrid):
+    target, texts = hybrid
+    waiting = deque(Asked(str(i), prompt) for i, prompt in enumerate(PROMPTS * 2))
+    how = {"batch_size": 3, "max_new_tokens": NUM_NEW, "stop": Stop(frozenset())}
+    answers = dict(answer_continuously(target, waiting, drafter=DRAFTERS[drafter](target), **how))
+    assert answers == {str(i): text for i, text in enumerate(texts * 2)}
+
+
+def test_a_state_that_keeps_rejected_drafts_would_change_the_text(hybrid, monkeypatch):
+    """The test above can fail: here each round starts from the state behind all drafts of the last one."""
+    target, texts = hybrid
+    start = StateLayer.start
+    late = lambda self, index, is_empty: start(self, torch.where(index > 0, 4, index), is_empty)  # noqa: E731
+    monkeypatch.setattr(StateLayer, "start", late)
+    assert generate(target, NgramDrafter(), PROMPTS, num_draft_tokens=3, **HOW).token_ids != texts
+
+
+def test_trees_and_part_of_the_keys_are_refused_by_name(hybrid):
+    target, _ = hybrid
+    with pytest.raises(BadInput, match=f"^target {target.name}: decodes chains, not trees"):
+        generate(target, perturbed_head(target), PROMPTS, tree=DynamicTree(6, 2, 3))
+    with pytest.raises(BadInput, match=f"^sparse-self: target {target.name} has recurrent layers"):
+        SparseSelfDrafter(target, 32)
+
+
+def test_a_copy_of_the_model_computes_with_its_own_weights(hybrid):
+    target, _ = hybrid
+    other = copy.deepcopy(target.model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    ids = torch.tensor([PROMPTS[0]])
+    assert not other(ids).logits.any() and target.model(ids).logits.any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "bamba", "lfm2"])
+def test_sampled_text_follows_the_targets_distribution(kind, chi_square):
+    target = Target(make_hybrid(kind, vocab_size=6, eos_token_id=None), name=kind, fingerprint="")
+    assert chi_square(target, NgramDrafter(), num_rows=2000, temperature=1.0, top_p=0.9) < 1.5
+
+
+def test_layers_that_keep_what_is_not_known_are_named_before_anything_is_trained(tiny_target, tiny_model, monkeypatch):
+    from transformers.cache_utils import DynamicCache, DynamicIndexedLayer
+
+    layers = [*DynamicCache(config=tiny_model("llama").config).layers[:3], DynamicIndexedLayer()]
+    monkeypatch.setattr("headstart.heads.target.kept_by_layers", lambda config: layers)
+    target = tiny_target("llama")
+    assert not target.can_decode
+    with pytest.raises(BadInput, match="^target tiny-llama: layer 3 keeps a DynamicIndexedLayer .* not decoded$"):
+        generate(target, None, PROMPTS)
