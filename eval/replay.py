@@ -130,7 +130,7 @@ def compiled(step: Step, arguments: Tensors, *, backend: str = "inductor") -> St
     def whole(*tensors: Tensor | None) -> Tensors:  # a bound method loses its object in aot_compile
         return step(*tensors)
 
-    recorded = compiled_ahead(whole, arguments, dynamic=False, backend=backend)
+    recorded = compiled_ahead(whole, arguments, backend=backend)
     gc.collect()  # frees dynamo's tracing state, whose cycles hold all tensors that it saw
     return recorded
 

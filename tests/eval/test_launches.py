@@ -145,8 +145,9 @@ def test_rounds_over_long_caches_read_them_in_parts(context, head_type, skeleton
     assert len(seen) >= 8 and all(reads_in_parts(query, key) for query, key in seen)
 
 
-def test_no_prompt_is_read_through_kernels_that_are_planned_anew_for_its_length(skeleton, monkeypatch):
-    """cuDNN's, which take up to half a second for each new shape: of the target and of heads."""
+@pytest.mark.parametrize("length", [20, 200])
+def test_no_prompt_is_read_through_kernels_that_are_planned_anew_for_its_length(length, skeleton, monkeypatch):
+    """cuDNN's, which take up to half a second for each new shape: of the target and of heads, however short it is."""
     allowed = []
     plain = attention.masked_attention
 
@@ -160,7 +161,7 @@ def test_no_prompt_is_read_through_kernels_that_are_planned_anew_for_its_length(
         head = build_skeleton_head(HEADS[head_type].config_class(type=head_type), skeleton)
         engine = Engine(skeleton, head, batch_size=1, max_length=300)
         with torch.device("meta"):
-            tokens, num_valid = torch.zeros(1, 200, dtype=torch.long), torch.full((1,), 200)
+            tokens, num_valid = torch.zeros(1, length, dtype=torch.long), torch.full((1,), length)
         output, last = engine.prefill(tokens, num_valid)
         before = len(allowed)
         engine.commit_prompts(Reading(tokens, tokens, output, torch.zeros_like(num_valid), num_valid))
@@ -260,13 +261,18 @@ def test_joined_layers_decode_what_the_models_own_do(family, tiny_target, monkey
 
 def test_layers_are_compiled_for_captured_rounds_and_not_for_lengths_that_come_once(skeleton, monkeypatch):
     """Eagerly, attention reads another number of slots every few rounds, and each would be compiled for."""
-    compiled, forward = [], skeleton.forward
+    compiled, planned, forward, layer = [], [], skeleton.forward, joined_decoder.decoder_layer
 
     def watched(*arguments: Any, is_round: bool, **how: Any) -> Any:
         compiled.append(is_round)
         return forward(*arguments, is_round=is_round, **how)
 
+    def seen(*arguments: Any) -> Any:
+        planned.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return layer(*arguments)
+
     monkeypatch.setattr(skeleton, "forward", watched)
+    monkeypatch.setattr(joined_decoder, "decoder_layer", seen)
     last, start = torch.zeros(1, 1, dtype=torch.long, device="meta"), torch.full((1,), 9, device="meta")
     for steps in ("eager", "graph"):
         monkeypatch.setattr("headstart.eval.replay.check_steps", lambda steps, device: steps)
@@ -275,3 +281,4 @@ def test_layers_are_compiled_for_captured_rounds_and_not_for_lengths_that_come_o
         engine.begin_round(9)
         engine.verify(DecodeState(None, last, start), Proposal(last[:, :0]))
     assert compiled == [False, True]
+    assert planned == [False] * 4 + [True] * 4, "of 4 layers; cuDNN's attention is planned for each shape too"

@@ -15,6 +15,8 @@ from headstart.eval.engine import Engine
 from headstart.eval.generate import Stop, decode, generate
 from headstart.eval.sampling import Sampling
 from headstart.heads.drafting import DynamicTree, StaticTree, levels
+from headstart.heads.nn import joined_decoder
+from headstart.heads.nn.joined_decoder import JoinedDecoder
 from headstart.heads.registry import HEADS, build_head
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -143,6 +145,23 @@ def test_trees_are_traced_whole(tree, target, traced):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_compiled_steps_decode_the_same(target):
     both_ways(target, head_for("medusa", target), None)
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_captured_rounds_read_through_compiled_layers(drafted, tiny_target, monkeypatch):
+    """As on a GPU with a target that is large enough: one compilation for all layers, and the same text."""
+    monkeypatch.setattr(replay, "check_steps", lambda steps, device: steps)
+    monkeypatch.setattr(joined_decoder, "decodes_joined", lambda device: True)
+    monkeypatch.setattr(joined_decoder, "FEWEST_COMPILED", 0)
+    monkeypatch.setattr(joined_decoder, "compiled_ahead", partial(joined_decoder.compiled_ahead, backend="eager"))
+    target = tiny_target("llama")
+    head = head_for("eagle3", target) if drafted else None
+    wanted = generate(target, head, PROMPTS, max_new_tokens=12, eos_token_ids=[]).token_ids
+    engine = Engine(target, head, batch_size=4, max_length=32, steps="graph")
+    assert isinstance(target.decoder, JoinedDecoder) and not target.decoder.compiled
+    found = decode(engine, PROMPTS, max_new_tokens=12, stop=Stop.of(target, eos_token_ids=[]))
+    assert found.token_ids == wanted
+    assert list(target.decoder.compiled) == [(4, engine.num_drafted + 1, engine.cache.extent)]
 
 
 def test_a_trees_indices_stay_where_a_graph_reads_them():
