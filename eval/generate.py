@@ -1,7 +1,4 @@
-"""The decoding loop: draft -> verify -> commit, with caches for target and drafter and one copy to the host per round.
-
-The baseline is the same loop without a drafter: one token per round, same caches, masks and choice of token.
-"""
+"""The decoding loop: draft, verify, commit, with caches for target and drafter and one copy to the host per round."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -94,16 +91,15 @@ def as_rows(input_ids: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> list
 
 def check_request(rows: Sequence[list[int]], *, target: Target, max_new_tokens: int) -> None:
     """Raises BadInput on unknown token ids, a prompt and answer beyond the context, and max_new_tokens below 1."""
+    room = target.max_positions
     if max_new_tokens < 1:
         raise BadInput(f"max_new_tokens {max_new_tokens}: expected at least 1")
     for i, row in enumerate(rows):
         wrong = next((token for token in row if not 0 <= token < target.vocab_size), None)
         if wrong is not None:
             raise BadInput(f"prompt {i}: token id {wrong} is outside the vocabulary of {target.vocab_size}")
-        if len(row) + max_new_tokens > target.max_positions:
-            raise BadInput(
-                f"prompt {i}: {len(row)} tokens + {max_new_tokens} new exceed the context of {target.max_positions}"
-            )
+        if len(row) + max_new_tokens > room:
+            raise BadInput(f"prompt {i}: {len(row)} tokens + {max_new_tokens} new exceed the context of {room}")
 
 
 @dataclass
@@ -156,6 +152,7 @@ def generate(
     stop_strings: Sequence[str] = (),
     accept: str | AcceptRule = "exact",
     verify_cost: float | None = None,
+    steps: str = "eager",
     generator: torch.Generator | None = None,
 ) -> Generation:
     """Generate with speculation; the text is the target's own, token for token at temperature 0.
@@ -170,7 +167,7 @@ def generate(
         stop_strings: texts that end a row; the token that completes one is its last.
         accept: a name in `verify.ACCEPT_RULES`, or a rule; the text is the target's own only with a lossless one.
         verify_cost: of one more token, in rounds that verify none: only drafts that pay are verified. None: all.
-        generator: the source of randomness at temperature > 0.
+        steps: as `Engine` takes it. generator: the source of randomness at temperature > 0.
 
     Raises: BadInput on empty prompts, unknown tokens, prompts beyond the context, or a K that cannot be drafted.
     """
@@ -186,8 +183,10 @@ def generate(
         sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty),
         accept=accept,
         verify_cost=verify_cost,
+        steps=steps,
         generator=generator,
     )
+    engine.compiles_layers = False  # takes seconds for each shape, too long for one batch
     stop = Stop.of(target, eos_token_ids=eos_token_ids, strings=stop_strings)
     return decode(engine, rows, max_new_tokens=max_new_tokens, stop=stop)
 

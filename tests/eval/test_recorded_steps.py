@@ -1,18 +1,22 @@
 """Steps that are recorded, as CUDA graphs or compiled code, decode what eager ones do."""
 
 import shutil
+from collections import deque
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.eval import replay
+from headstart.eval import continuous, replay
+from headstart.eval.continuous import Asked, answer_continuously
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.eval.drafters.synthetic import BlankDrafter, SyntheticDrafter
 from headstart.eval.engine import Engine
 from headstart.eval.generate import Stop, decode, generate
+from headstart.eval.replay import default_steps
 from headstart.eval.sampling import Sampling
 from headstart.heads.drafting import DynamicTree, StaticTree, levels
 from headstart.heads.nn import joined_decoder
@@ -145,6 +149,73 @@ def test_trees_are_traced_whole(tree, target, traced):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_compiled_steps_decode_the_same(target):
     both_ways(target, head_for("medusa", target), None)
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Record as a CUDA graph does: inputs and results stay where they are, and are overwritten. Holds all arguments."""
+    recorded = []
+
+    def record(step: Callable, arguments: tuple) -> Callable:
+        inputs = [None if one is None else one.clone() for one in arguments]
+        outputs = step(*inputs)
+        recorded.append(arguments)
+
+        def run(*tensors: Any) -> Any:
+            for own, given in zip(inputs, tensors, strict=True):
+                assert own is None or own.copy_(given) is own
+            for own, new in zip(outputs, step(*inputs), strict=True):
+                assert own is None or own.copy_(new) is own
+            return outputs
+
+        return run
+
+    monkeypatch.setattr(replay, "compiled", record)
+    return recorded
+
+
+def joining(target: Any, head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of a few tokens and of more than 128 slots, three at a time: what is recorded for few slots serves again
+    when the long ones have left. The answers, and the drafts that were accepted, are those of each prompt alone."""
+    prompts = [[1, 2, 3], [5] * 118, [4, 5], [0, 1, 0, 3], [2] * 90, [3, 1], [1, 1, 4]]
+    wanted = [generate(target, head, prompt, max_new_tokens=14) for prompt in prompts]
+    waiting = deque(Asked(str(i), prompt) for i, prompt in enumerate(prompts))
+    rounds, run = [], continuous.run_round
+    monkeypatch.setattr(continuous, "run_round", lambda *given: rounds.append(run(*given)) or rounds[-1])
+    monkeypatch.setattr(continuous, "default_steps", lambda device: "compile")
+    answers = dict(answer_continuously(target, waiting, batch_size=3, max_new_tokens=14, drafter=head))
+    assert answers == {str(i): one.token_ids[0] for i, one in enumerate(wanted)}
+    expected = sorted(n for done in wanted for one in done.rounds[1:] for n in one.num_committed)
+    assert sorted(n for done, _ in rounds[1:] for n in done.num_committed if n) == expected
+
+
+def test_rows_join_and_leave_recorded_rounds(head_type, tiny_target, captured, monkeypatch):
+    """Of a row that joins a graph sees caches alone, which are written in place. Six tokens, so that many a guess is
+    right."""
+    target, take_row = tiny_target("llama", vocab_size=6, eos_token_id=None), continuous.take_row
+
+    def taken(into: Any, *others: Any) -> None:
+        take_row(into, *others)
+        if is_dataclass(into):
+            for tensor in vars(into).values():
+                if isinstance(tensor, torch.Tensor):
+                    tensor.zero_()
+
+    monkeypatch.setattr(continuous, "take_row", taken)
+    joining(target, head_for(head_type, target), monkeypatch)
+    assert len(captured) == 4, "each step, for 128 slots and for more"
+
+
+def test_rows_join_and_leave_the_recorded_baseline(tiny_target, captured, monkeypatch):
+    joining(tiny_target("llama", vocab_size=6, eos_token_id=None), None, monkeypatch)
+    assert len(captured) == 2
+
+
+@pytest.mark.parametrize(
+    ("device", "num_tokens", "steps"), [("cpu", 512, "eager"), ("cuda", 512, "graph"), ("cuda", 64, "eager")]
+)
+def test_steps_are_recorded_on_a_gpu_where_enough_is_decoded(device, num_tokens, steps):
+    assert default_steps(torch.device(device), num_tokens=num_tokens) == steps
 
 
 @pytest.mark.parametrize("drafted", [False, True])
