@@ -1,8 +1,12 @@
 """On a GPU: captured graphs decode what eager steps do, draws stay reproducible, and training steps are a CPU's."""
 
+from collections import deque
+
 import pytest
 import torch
 import torch.nn.functional as F
+from headstart.eval.continuous import Asked, answer_continuously
+from headstart.eval.drafters.hybrid import HybridDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.eval.drafters.synthetic import BlankDrafter, SyntheticDrafter
 from headstart.eval.engine import Engine
@@ -101,6 +105,21 @@ def test_a_long_cache_read_in_parts_is_read_whole(dtype):
 def test_captured_steps_decode_behind_a_long_prompt(tiny_target):
     target = tiny_target("llama", max_position_embeddings=2048).to("cuda")
     both_ways(target, head_for("eagle3", target), steps="graph", prompts=[LONG])
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+def test_a_head_that_is_asked_beside_look_ups_is_captured(tree, on_gpu):
+    drafter = HybridDrafter(head_for("eagle3", on_gpu))
+    engine = both_ways(on_gpu, drafter, steps="graph", tree=TREES[tree])
+    assert len(engine.replay.recorded) == 2 and all(engine.replay.recorded.values())
+
+
+def test_rows_join_and_leave_captured_rounds(on_gpu):
+    head = head_for("eagle3", on_gpu)
+    waiting = deque(Asked(str(i), prompt) for i, prompt in enumerate(PROMPTS))
+    answers = dict(answer_continuously(on_gpu, waiting, batch_size=2, max_new_tokens=40, drafter=head))
+    wanted = [generate(on_gpu, None, prompt, max_new_tokens=40).token_ids[0] for prompt in PROMPTS]
+    assert answers == {str(i): text for i, text in enumerate(wanted)}
 
 
 def test_a_captured_target_drafts_for_itself(on_gpu):

@@ -12,6 +12,7 @@ import torch
 from headstart.configs.errors import BadInput
 from headstart.eval import continuous, replay
 from headstart.eval.continuous import Asked, answer_continuously
+from headstart.eval.drafters.hybrid import HybridDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.eval.drafters.synthetic import BlankDrafter, SyntheticDrafter
 from headstart.eval.engine import Engine
@@ -121,6 +122,19 @@ def test_nor_does_the_target_that_drafts_for_itself(family, tiny_target, recorde
     both_ways(target, SparseSelfDrafter(target, 32), None)
 
 
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+def test_nor_does_a_head_that_is_asked_beside_look_ups(tree, head_type, target, recorded_strictly):
+    beside_look_ups(target, head_for(head_type, target), TREES[tree])
+
+
+def beside_look_ups(target: Any, head: Any, tree: Any) -> None:
+    wanted = generate(target, None, PROMPTS, max_new_tokens=12, eos_token_ids=[]).token_ids
+    engine = Engine(target, HybridDrafter(head), batch_size=4, max_length=32, tree=tree, steps="compile")
+    for _ in range(2):
+        assert decode(engine, PROMPTS, max_new_tokens=12, stop=Stop.of(target, eos_token_ids=[])).token_ids == wanted
+    assert len(engine.replay.recorded) == 2 and all(engine.replay.recorded.values())
+
+
 @pytest.mark.slow
 def test_nor_do_drafts_without_a_head(target, recorded_strictly):
     both_ways(target, BlankDrafter(), None)
@@ -131,6 +145,11 @@ def test_nor_do_drafts_without_a_head(target, recorded_strictly):
 @pytest.mark.slow
 def test_chains_of_every_head_are_traced_whole(head_type, target, traced):
     both_ways(target, head_for(head_type, target), None)
+
+
+@pytest.mark.slow
+def test_a_head_that_is_asked_beside_look_ups_is_traced_whole(target, traced):
+    beside_look_ups(target, head_for("eagle3", target), None)
 
 
 @pytest.mark.slow
