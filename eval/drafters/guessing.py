@@ -79,9 +79,10 @@ class Guessing:
         target, rows = self.head.target, len(self.unread.first)
         tokens = torch.zeros(rows, width, dtype=torch.long, device=target.device)
         post_norm = torch.zeros(rows, width, target.hidden_size, dtype=target.dtype, device=target.device)
-        features = post_norm[:, :, None].expand(-1, -1, len(self.head.feature_layers), -1)
+        features = post_norm.new_zeros(rows, width, len(self.head.feature_layers), target.hidden_size)
         start = torch.tensor(self.unread.first, device=target.device).clamp(max=extent - width)
-        nothing = Reading(tokens, tokens, TargetOutput(features, post_norm), start, torch.zeros_like(start))
+        output = TargetOutput(features, post_norm)
+        nothing = Reading(tokens, tokens.clone(), output, start, torch.zeros_like(start))  # compiled code knows aliases
         self._step(*tensors_of(nothing))  # the head's caches come into being
         self._replayed(replay, nothing)
 

@@ -12,6 +12,7 @@ import torch
 from headstart.configs.errors import BadInput
 from headstart.eval import continuous, replay
 from headstart.eval.continuous import Asked, answer_continuously
+from headstart.eval.drafters.guessing import Guessing
 from headstart.eval.drafters.hybrid import HybridDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.eval.drafters.synthetic import BlankDrafter, SyntheticDrafter
@@ -123,15 +124,27 @@ def test_nor_does_the_target_that_drafts_for_itself(family, tiny_target, recorde
 
 
 @pytest.mark.parametrize("tree", ["chain", "dynamic"])
-def test_nor_does_a_head_that_is_asked_beside_look_ups(tree, head_type, target, recorded_strictly):
-    beside_look_ups(target, head_for(head_type, target), TREES[tree])
+def test_nor_does_a_head_that_is_asked_beside_look_ups(tree, head_type, target, recorded_strictly, monkeypatch):
+    beside_look_ups(target, head_for(head_type, target), TREES[tree], monkeypatch)
 
 
-def beside_look_ups(target: Any, head: Any, tree: Any) -> None:
-    wanted = generate(target, None, PROMPTS, max_new_tokens=12, eos_token_ids=[]).token_ids
+def beside_look_ups(target: Any, head: Any, tree: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts, and what the head guesses in the first rounds, in which no row has ended."""
+    guesses, chains = [], Guessing.chains
+
+    def kept(self: Guessing, *arguments: Any, **how: Any) -> Any:
+        guesses.append(chains(self, *arguments, **how))
+        return guesses[-1]
+
+    monkeypatch.setattr(Guessing, "chains", kept)
+    wanted = generate(target, HybridDrafter(head), PROMPTS, max_new_tokens=12, tree=tree, eos_token_ids=[])
+    num_rounds = len(guesses)
     engine = Engine(target, HybridDrafter(head), batch_size=4, max_length=32, tree=tree, steps="compile")
     for _ in range(2):
-        assert decode(engine, PROMPTS, max_new_tokens=12, stop=Stop.of(target, eos_token_ids=[])).token_ids == wanted
+        found = decode(engine, PROMPTS, max_new_tokens=12, stop=Stop.of(target, eos_token_ids=[]))
+        assert found.token_ids == wanted.token_ids
+    tokens = [[[one.token for one in depth] for row in each for depth in row] for each in guesses]
+    assert tokens[:2] == tokens[num_rounds : num_rounds + 2]
     assert len(engine.replay.recorded) == 2 and all(engine.replay.recorded.values())
 
 
@@ -148,8 +161,8 @@ def test_chains_of_every_head_are_traced_whole(head_type, target, traced):
 
 
 @pytest.mark.slow
-def test_a_head_that_is_asked_beside_look_ups_is_traced_whole(target, traced):
-    beside_look_ups(target, head_for("eagle3", target), None)
+def test_a_head_that_is_asked_beside_look_ups_is_traced_whole(target, traced, monkeypatch):
+    beside_look_ups(target, head_for("eagle3", target), None, monkeypatch)
 
 
 @pytest.mark.slow
