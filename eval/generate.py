@@ -91,15 +91,16 @@ def as_rows(input_ids: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> list
 
 def check_request(rows: Sequence[list[int]], *, target: Target, max_new_tokens: int) -> None:
     """Raises BadInput on unknown token ids, a prompt and answer beyond the context, and max_new_tokens below 1."""
-    room = target.max_positions
     if max_new_tokens < 1:
         raise BadInput(f"max_new_tokens {max_new_tokens}: expected at least 1")
     for i, row in enumerate(rows):
         wrong = next((token for token in row if not 0 <= token < target.vocab_size), None)
         if wrong is not None:
             raise BadInput(f"prompt {i}: token id {wrong} is outside the vocabulary of {target.vocab_size}")
-        if len(row) + max_new_tokens > room:
-            raise BadInput(f"prompt {i}: {len(row)} tokens + {max_new_tokens} new exceed the context of {room}")
+        if len(row) + max_new_tokens > target.max_positions:
+            raise BadInput(
+                f"prompt {i}: {len(row)} tokens + {max_new_tokens} new exceed the context of {target.max_positions}"
+            )
 
 
 @dataclass
