@@ -250,14 +250,14 @@ def test_steps_are_recorded_on_a_gpu_where_enough_is_decoded(device, num_tokens,
     assert default_steps(torch.device(device), num_tokens=num_tokens) == steps
 
 
-@pytest.mark.parametrize("drafted", [False, True])
-def test_captured_rounds_read_through_compiled_layers(drafted, tiny_target, monkeypatch):
+@pytest.mark.parametrize(("family", "drafted"), [("llama", False), ("llama", True), ("qwen2", True), ("qwen3", True)])
+def test_captured_rounds_read_through_compiled_layers(family, drafted, tiny_target, monkeypatch):
     """As on a GPU with a target that is large enough: one compilation for all layers, and the same text."""
     monkeypatch.setattr(replay, "check_steps", lambda steps, device: steps)
     monkeypatch.setattr(joined_decoder, "decodes_joined", lambda device: True)
     monkeypatch.setattr(joined_decoder, "FEWEST_COMPILED", 0)
     monkeypatch.setattr(joined_decoder, "compiled_ahead", partial(joined_decoder.compiled_ahead, backend="eager"))
-    target = tiny_target("llama")
+    target = tiny_target(family)
     head = head_for("eagle3", target) if drafted else None
     wanted = generate(target, head, PROMPTS, max_new_tokens=12, eos_token_ids=[]).token_ids
     engine = Engine(target, head, batch_size=4, max_length=32, steps="graph")
