@@ -14,7 +14,9 @@ from ..heads.nn.target_output import TargetOutput
 from ..heads.target import Target
 from .engine import DecodeState, Engine
 from .generate import Stop, Texts, prefill, run_round
-from .replay import Stopwatch
+from .replay import Stopwatch, default_steps
+
+COMPILED_FROM = 10_000  # rounds; in fewer, the seconds that compiling takes for each shape are estimated not to pay
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ class _Pass:
         self.stop, self.watch = stop, Stopwatch(target.device)
         max_length = longest + max_new_tokens
         self.reader = Engine(target, drafter, batch_size=1, max_length=max_length)
-        self.engine = Engine(target, drafter, batch_size=batch_size, max_length=max_length)
+        steps = default_steps(target.device)
+        self.engine = Engine(target, drafter, batch_size=batch_size, max_length=max_length, steps=steps)
         self.texts = Texts([[] for _ in range(batch_size)], max_new_tokens, self.stop)
         self.texts.ended = [True] * batch_size
         zeros = torch.zeros(batch_size, dtype=torch.long, device=target.device)
@@ -70,6 +73,8 @@ class _Pass:
         self.last_read: list[int] = []  # the prompt whose keys and values the reader holds
 
     def run(self, waiting: deque[Asked]) -> Iterator[tuple[str, list[int]]]:
+        most_rounds = len(waiting) * self.max_new_tokens / len(self.keys)
+        self.engine.compiles_layers &= most_rounds >= COMPILED_FROM
         while True:
             for row in range(len(self.keys)):
                 while self.keys[row] is None and (asked := self._next(waiting)) is not None:

@@ -115,7 +115,7 @@ class Engine:
     def prefill(self, tokens: Tensor, num_valid: Tensor, *, kept: int = 0) -> tuple[TargetOutput, Tensor]:
         """States of right-padded prompts [B, T] behind `kept` tokens in the cache; their first tokens [B, 1]."""
         if self.drafts_on_host and self.drafter is not None:  # its state has the texts of the last batch
-            self.state = self.drafter.begin(batch_size=self.batch_size, max_length=self.num_slots)
+            self.state = self.drafter.restart(self.state, batch_size=self.batch_size, max_length=self.num_slots)
         output = self.target.read_prompts(tokens, num_valid, self.cache, kept=kept, feature_layers=self.layers)
         self.extent = tokens.shape[1]
         if self.history is not None:
@@ -150,8 +150,9 @@ class Engine:
     @on_device
     def rehearse(self, state: DecodeState) -> None:
         """Record or compile this round's steps, if needed, by running them; commits nothing, restores the generator."""
-        steps = ("verify",) if self.drafter is None or self.drafts_on_host else ("draft", "verify")
-        if all(self.replay.has((step, self.extent)) for step in steps):
+        if self.drafter is not None and self.drafts_on_host and self.replay.steps != "eager":
+            self.drafter.rehearse(self.state, self.replay, extent=self.extent, depth=self.depth, tree=self.tree)
+        if self.replay.has(("verify", self.extent)):  # recorded last
             return
         generator_state = None if self.generator is None else self.generator.get_state()
         nothing = self.no_tokens.new_zeros(self.batch_size, self.num_drafted)

@@ -1,7 +1,4 @@
-"""The decoding loop: draft -> verify -> commit, with caches for target and drafter and one copy to the host per round.
-
-The baseline is the same loop without a drafter: one token per round, same caches, masks and choice of token.
-"""
+"""The decoding loop: draft, verify, commit, with caches for target and drafter and one copy to the host per round."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -156,6 +153,7 @@ def generate(
     stop_strings: Sequence[str] = (),
     accept: str | AcceptRule = "exact",
     verify_cost: float | None = None,
+    steps: str = "eager",
     generator: torch.Generator | None = None,
 ) -> Generation:
     """Generate with speculation; the text is the target's own, token for token at temperature 0.
@@ -170,7 +168,7 @@ def generate(
         stop_strings: texts that end a row; the token that completes one is its last.
         accept: a name in `verify.ACCEPT_RULES`, or a rule; the text is the target's own only with a lossless one.
         verify_cost: of one more token, in rounds that verify none: only drafts that pay are verified. None: all.
-        generator: the source of randomness at temperature > 0.
+        steps: as `Engine` takes it. generator: the source of randomness at temperature > 0.
 
     Raises: BadInput on empty prompts, unknown tokens, prompts beyond the context, or a K that cannot be drafted.
     """
@@ -186,8 +184,10 @@ def generate(
         sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty),
         accept=accept,
         verify_cost=verify_cost,
+        steps=steps,
         generator=generator,
     )
+    engine.compiles_layers = False  # takes seconds for each shape, too long for one batch
     stop = Stop.of(target, eos_token_ids=eos_token_ids, strings=stop_strings)
     return decode(engine, rows, max_new_tokens=max_new_tokens, stop=stop)
 

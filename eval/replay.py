@@ -31,6 +31,12 @@ R = TypeVar("R")
 
 STEPS = ("eager", "graph", "compile")
 WARM_UPS = 2  # runs before a capture, in which kernels are chosen and workspaces allocated
+RECORDED_FROM = 128  # tokens of an answer: in fewer, recording is estimated to take longer than it saves
+
+
+def default_steps(device: torch.device, *, num_tokens: float = inf) -> str:
+    """`graph` on a GPU, `eager` elsewhere. Args: num_tokens: per answer, of an engine that decodes a single batch."""
+    return "graph" if device.type == "cuda" and num_tokens >= RECORDED_FROM else "eager"
 
 
 def check_steps(steps: str, device: torch.device) -> str:
@@ -130,7 +136,7 @@ def compiled(step: Step, arguments: Tensors, *, backend: str = "inductor") -> St
     def whole(*tensors: Tensor | None) -> Tensors:  # a bound method loses its object in aot_compile
         return step(*tensors)
 
-    recorded = compiled_ahead(whole, arguments, dynamic=False, backend=backend)
+    recorded = compiled_ahead(whole, arguments, backend=backend)
     gc.collect()  # frees dynamo's tracing state, whose cycles hold all tensors that it saw
     return recorded
 

@@ -85,6 +85,16 @@ class Drafter:
         """
         raise NotImplementedError
 
+    def restart(self, state: Any, *, batch_size: int, max_length: int) -> Any:
+        """A state for other texts, in place of this one. It keeps what recorded steps use, see `rehearse`."""
+        return self.begin(batch_size=batch_size, max_length=max_length)
+
+    def rehearse(self, state: Any, replay: Any, *, extent: int, depth: int, tree: Tree | None) -> None:
+        """Before a round of a drafter on the host, if steps are recorded: record those that it runs on the device.
+
+        Args: replay: records and runs steps, see eval/replay.py. extent: as in `Reading`. depth: K, or the tree's.
+        """
+
     def leave_out(self, prompts: Sequence[Sequence[int]], questions: Sequence[str] = ()) -> None:
         """Drop stored answers to these prompts (token ids), which are about to be measured, and to these questions
         wherever they were asked, as with another system prompt. Only drafters that store answers do anything."""

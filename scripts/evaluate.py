@@ -129,7 +129,7 @@ def evaluate(
     from ..eval.measurement.config import MeasureConfig, chain
     from ..eval.measurement.resume import BatchStore
     from ..eval.measurement.servers.served import swept
-    from ..eval.replay import check_steps
+    from ..eval.replay import check_steps, default_steps
     from ..eval.report.recommendation import is_lossless
     from ..eval.verify import ACCEPT_RULES
     from ..heads.loading import default_device, default_dtype
@@ -164,7 +164,7 @@ def evaluate(
         accept=accept,
         typical_epsilon=typical_epsilon,
         typical_delta=typical_delta,
-        steps=check_steps(steps or ("eager" if device == "cpu" else "graph"), torch_device(device)),
+        steps=check_steps(steps or default_steps(torch_device(device)), torch_device(device)),
         stop_strings=tuple(stop or ()),
         num_repeats=repeats,
         seed=seed,

@@ -97,9 +97,11 @@ def plan(
     from ..eval.plan.machine_profile import load_profile
     from ..eval.plan.planner import PlanConfig, Planner
     from ..eval.plan.served import ServedPlanner, exported_files
+    from ..eval.replay import default_steps
     from ..heads.loading import default_device, default_dtype
     from ..heads.target import Target
     from .eval_run import WantedSuites, progress
+    from .evaluate import torch_device
 
     rates = check_choices(head, drafter, synthetic_acceptance, head_type)
     if served and (not head or machine):
@@ -119,7 +121,7 @@ def plan(
         machine=load_profile(machine) if machine else None,
     )
     device = device or default_device()
-    config.measure.steps = "eager" if device == "cpu" else "graph"
+    config.measure.steps = default_steps(torch_device(device))
     if not (prompts or suite):
         print("headstart: planned on a few general prompts; give --prompts with some of your traffic", file=sys.stderr)
     with OwnedFolder(output, command="headstart plan", settings=settings) as folder:

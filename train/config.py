@@ -42,7 +42,8 @@ class TrainConfig:
     beta2: Decay = 0.95
     max_grad_norm: Amount = 1.0  # 0: gradients are not clipped
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast; master weights stay fp32
-    # torch.compile fuses passes over logits and attention scores; results differ by rounding. None: on a GPU
+    # torch.compile fuses passes over logits and attention scores; results differ by rounding. None: on a GPU, for 500
+    # steps or more
     compile: bool | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     log_every: PositiveInt = 1

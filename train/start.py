@@ -41,6 +41,7 @@ from .tracking import check_trackers
 from .training_record import TrainingRecord
 
 ROWS_AT_ONCE = 4  # that a head's start is made of
+COMPILED_FROM = 500  # steps; in fewer, the seconds of compiling are estimated not to pay
 
 
 @dataclass
@@ -85,7 +86,7 @@ def find_inputs(run: RunConfig, folder: Path, console: Console, holding: ExitSta
             )
     if target.is_spread and accelerator.num_processes > 1:
         raise BadInput("target.device_map: one process has all GPUs of the target: launch one, as headstart train does")
-    fuse_where_asked(run.train.compile, accelerator.device, console)
+    fuse_where_asked(run.train, accelerator.device, console)
     try:
         command, settings = "headstart train", asdict(run)
         owned = held_by_main(accelerator, folder, command=command, settings=settings, holding=holding)
@@ -114,12 +115,13 @@ def find_inputs(run: RunConfig, folder: Path, console: Console, holding: ExitSta
     return Start(resolved, target, accelerator, data, head, optimizer, checkpoint, first_step, best, record, owned)
 
 
-def fuse_where_asked(asked: bool | None, device: torch.device, console: Console) -> None:
-    """`fuse` as train.compile says; if that is None, only on a GPU, and a failure only prints a line."""
+def fuse_where_asked(train: TrainConfig, device: torch.device, console: Console) -> None:
+    """`fuse` as train.compile says; if that is None, in long runs on a GPU, and a failure only prints a line."""
+    pays = device.type == "cuda" and train.max_steps >= COMPILED_FROM
     try:
-        fuse(device.type == "cuda" if asked is None else asked, device)
+        fuse(pays if train.compile is None else train.compile, device)
     except BadInput as error:
-        if asked:
+        if train.compile:
             raise
         console.print(f"{error}: steps run as they are, slower")
 

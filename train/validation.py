@@ -13,6 +13,7 @@ from ..data_pipelines.storage.shard_file import StoredSample
 from ..eval.generate import generate
 from ..eval.measurement.breakdown import part_of
 from ..eval.measurement.metrics import Acceptance, AcceptancePart, acceptance, expected_acceptance
+from ..eval.replay import default_steps
 from ..heads.base import DraftBatch, DraftHead
 from ..heads.nn.documents import Documents
 from ..heads.nn.target_output import TargetOutput
@@ -109,7 +110,14 @@ class Validation:
     def _decoded(self, head: DraftHead) -> tuple[Acceptance, Acceptance]:
         """Greedy chains on this rank's prompts, and taught counts on the same texts."""
         num_draft, num_tokens = self.num_draft, self.config.decode_tokens
-        done = generate(self.target, head, self.prompts, max_new_tokens=num_tokens, num_draft_tokens=num_draft)
+        done = generate(
+            self.target,
+            head,
+            self.prompts,
+            max_new_tokens=num_tokens,
+            num_draft_tokens=num_draft,
+            steps=default_steps(self.target.device, num_tokens=num_tokens),
+        )
         decoded = acceptance(done.rounds, num_draft_tokens=num_draft)
         rows = [prompt + new for prompt, new in zip(self.prompts, done.token_ids, strict=True)]
         device = self.backend.accelerator.device

@@ -3,15 +3,16 @@ same words before. How to combine them is learnt from how often each was right."
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from ...heads.base import DraftHead
 from ...heads.drafter import Drafter, Reading
 from ...heads.drafting import Draws, Proposal, Tree
+from ..replay import Replay
 from .answers import Answers
 from .asking import Asking
+from .guessing import Chain, Guessing
 from .host import commit_texts
 from .lookup import ANSWERED_DRAFT_TOKENS
 from .rates import PROBABILITIES, PROBABILITY_RATES, HitRates, Rates
@@ -19,19 +20,7 @@ from .suffix import Node, Path, Place, SuffixRow, SuffixTrie, dynamic_only, fill
 from .unread import Unread
 
 NUM_RANKS = 4  # guesses of the head per node of its chain that a tree may hold
-MOST_READ = 2048  # positions that the head reads at a time
 MOST_KEPT = 512  # positions of a prompt whose states are kept until the head is asked; it reads longer ones at once
-
-
-@dataclass(frozen=True)
-class Guess:
-    """A token and the head's probability of it."""
-
-    token: int
-    probability: float
-
-
-Chain = list[list[Guess]]  # for each depth of a head's greedy chain its guesses, best first
 
 
 class HybridRow:
@@ -104,11 +93,10 @@ class HybridRow:
 
 @dataclass
 class HybridState:
-    """rows: texts. head: the head's own state. unread: what the head has not read. active: rows that still grow."""
+    """rows: texts. guessing: the head, which keeps its caches from batch to batch. active: rows that still grow."""
 
     rows: list[HybridRow]
-    head: Any
-    unread: Unread
+    guessing: Guessing
     active: list[bool] = field(default_factory=list)
 
 
@@ -138,11 +126,23 @@ class HybridDrafter(Drafter):
         self.default_draft_tokens = max(self.reach, ANSWERED_DRAFT_TOKENS) if answers else self.reach
 
     def begin(self, *, batch_size: int, max_length: int) -> HybridState:
+        head = self.head.begin(batch_size=batch_size, max_length=max_length)
+        guessing = Guessing(self.head, head, Unread.of(batch_size, max_length=max_length))
+        return HybridState(self._new_rows(batch_size), guessing)
+
+    def restart(self, state: HybridState, *, batch_size: int, max_length: int) -> HybridState:
+        state.guessing.unread = Unread.of(batch_size, max_length=max_length)
+        return HybridState(self._new_rows(batch_size), state.guessing)
+
+    def _new_rows(self, batch_size: int) -> list[HybridRow]:
         most, answers = max(2, self.max_nodes // batch_size), self.answers.trie if self.answers else None
         tries = (SuffixTrie(max_depth=self.max_depth, max_nodes=most) for _ in range(batch_size))
-        rows = [HybridRow(SuffixRow(trie, answers, rates=self.rates), self.guessed) for trie in tries]
-        head = self.head.begin(batch_size=batch_size, max_length=max_length)
-        return HybridState(rows, head, Unread.of(batch_size, max_length=max_length))
+        return [HybridRow(SuffixRow(trie, answers, rates=self.rates), self.guessed) for trie in tries]
+
+    def rehearse(self, state: HybridState, replay: Replay, *, extent: int, depth: int, tree: Tree | None) -> None:
+        num_ranks = 1 if tree is None else NUM_RANKS
+        num_tokens = min(depth, self.reach)
+        state.guessing.record(replay, extent=extent, width=depth + 1, num_tokens=num_tokens, num_ranks=num_ranks)
 
     def commit(self, state: HybridState, read: Reading) -> None:
         state.active = commit_texts(state.rows, read)
@@ -150,17 +150,12 @@ class HybridDrafter(Drafter):
         read_rows = [row for row, count in enumerate(counts) if count]
         self.asking.count({row: counts[row] for row in read_rows if starts[row] > 0})
         is_prompt = any(starts[row] == 0 for row in read_rows)
-        if is_prompt or not state.unread.follows(read):
-            self._read(state)
-        state.unread.add(read)
+        guessing = state.guessing
+        if is_prompt or not guessing.unread.follows(read):
+            guessing.read()
+        guessing.unread.add(read)
         if is_prompt and read.tokens.shape[1] > MOST_KEPT:
-            self._read(state)
-
-    def _read(self, state: HybridState) -> None:
-        """The head reads what was committed since it read last."""
-        read = state.unread.take()
-        if read is not None:
-            self.head.commit_prompts(state.head, read, most=MOST_READ)
+            guessing.read(is_asked=True)
 
     def leave_out(self, prompts: Sequence[Sequence[int]], questions: Sequence[str] = ()) -> None:
         if self.answers is not None:
@@ -172,7 +167,7 @@ class HybridDrafter(Drafter):
         growing = (row for row, active in enumerate(state.active) if active)
         expected = {row: sum(chance for _, chance in copies[row]) for row in growing}
         if self.asking.decide(expected, rate=self.guessed.mean, depth=depth):
-            chains = self._guesses(state, depth, num_ranks=1)
+            chains = state.guessing.chains(depth, num_ranks=1)
             rows = zip(state.rows, chains, drafts, state.active, strict=True)
             drafts = [row.chain(own, num_draft_tokens) if active else copied for row, own, copied, active in rows]
         return Proposal(torch.tensor(drafts))  # [B, K]
@@ -180,26 +175,8 @@ class HybridDrafter(Drafter):
     def propose_tree(self, state: HybridState, tree: Tree, *, draws: Draws | None = None) -> Proposal:
         """A dynamic tree of that many nodes; BadInput on a fixed shape."""
         tree = dynamic_only(tree)
-        chains = self._guesses(state, min(tree.depth, self.reach), num_ranks=NUM_RANKS)
+        chains = state.guessing.chains(min(tree.depth, self.reach), num_ranks=NUM_RANKS)
         rows = zip(state.rows, chains, strict=True)
         drafts = [filled(row.tree(own, num_nodes=tree.num_nodes, depth=tree.depth), tree) for row, own in rows]
         tokens, parents = zip(*drafts, strict=True)
         return Proposal(torch.tensor(tokens), torch.tensor(parents))  # [B, S] each
-
-    def _guesses(self, state: HybridState, num_tokens: int, *, num_ranks: int) -> list[Chain]:
-        """The head's chain for each row, with its num_ranks best guesses of each token."""
-        self._read(state)
-        proposal = self.head.propose(state.head, num_draft_tokens=num_tokens)
-        estimates = proposal.estimates() if num_ranks == 1 else None
-        if estimates is not None:
-            rows = zip(proposal.tokens.tolist(), estimates.tolist(), strict=True)
-            return [[[Guess(*pair)] for pair in zip(*row, strict=True)] for row in rows]
-        if not proposal.logits:  # no probabilities are known: assume 0.5
-            return [[[Guess(token, 0.5)] for token in tokens] for tokens in proposal.tokens.tolist()]
-        logits = torch.stack(proposal.logits, 1).float()  # [B, K, Vd]
-        best = logits.topk(num_ranks, -1)  # [B, K, ranks]
-        tokens, scores = self.head.to_target(best.indices), (best.values - logits.logsumexp(-1, True)).exp()
-        return [
-            [[Guess(*pair) for pair in zip(*depth, strict=True)] for depth in zip(*row, strict=True)]
-            for row in zip(tokens.tolist(), scores.tolist(), strict=True)
-        ]

@@ -15,19 +15,16 @@ from .split_attention import masked_attention
 
 NAME = "headstart_grouped"
 
-# cuDNN's kernel, which torch 2.11 prefers on Hopper, is planned for each new shape, which is slow. Rounds have few
-# shapes; forwards with more queries than a round may have any number of them, so they avoid that kernel
-MOST_IN_A_ROUND = 65
-ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# without cuDNN's kernel, which torch 2.11 prefers on Hopper
+UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 # module, query [B, N, Q, H], key [B, Nkv, P, H], additive mask [B, 1, Q, P], scaling
 Watch = Callable[[nn.Module, Tensor, Tensor, Tensor, float | None], None]
 
 
-def kernels_for(num_queries: int, device: torch.device) -> AbstractContextManager[object]:
-    """A context in which attention of this many queries is not planned separately for each number of queries."""
-    is_round = num_queries <= MOST_IN_A_ROUND or device.type == "cpu"
-    return nullcontext() if is_round else sdpa_kernel(ANY_LENGTH)
+def any_shape(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which attention takes no kernel that is planned anew, in up to half a second, for each shape."""
+    return nullcontext() if device.type == "cpu" else sdpa_kernel(UNPLANNED)
 
 
 def grouped_attention(
@@ -55,13 +52,12 @@ def grouped_attention(
         watch(module, query, key, attention_mask, scaling)
     num_rows, num_heads, num_queries, head_dim = query.shape
     groups = num_heads // key.shape[1]
-    kernels = kernels_for(num_queries, query.device)
     if attention_mask is None or attention_mask.shape[1] != 1 or kwargs.get("position_bias") is not None:
-        with kernels:
+        with any_shape(query.device):
             return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     packed = query.reshape(num_rows, key.shape[1], groups * num_queries, head_dim)  # [B, Nkv, G * Q, H]
     mask = attention_mask.repeat(1, 1, groups, 1) if groups > 1 else attention_mask  # [B, 1, G * Q, P]
-    with kernels:
+    with any_shape(query.device):
         mixed = masked_attention(packed, key, value, mask, scale=scaling)
     return mixed.reshape(num_rows, num_heads, num_queries, value.shape[-1]).transpose(1, 2).contiguous(), None
 

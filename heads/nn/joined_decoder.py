@@ -8,6 +8,7 @@ import math
 import shutil
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from ...configs.errors import first_line
-from .attention import kernels_for
+from .attention import any_shape
 from .cache import SlotCache
 from .layers import rotate
 from .split_attention import masked_attention
@@ -54,8 +55,10 @@ class Shared(NamedTuple):
 
     cos: Tensor  # [B, 1, Q, H]
     sin: Tensor
-    rows: Tensor  # [B, 1]
-    slots: Tensor  # [B, Q]
+    # where new keys and values are written; not through a transposed view, for which inductor copies the whole cache
+    rows: Tensor  # [B, 1, 1]
+    kv_heads: Tensor  # [Nkv, 1]
+    slots: Tensor  # [B, 1, Q]
     mask: Tensor | None  # [B, 1, G * Q, P] additive; None: the queries see all of the cache
 
 
@@ -89,6 +92,7 @@ class JoinedDecoder:
         self.final_norm: Any = final_norm.weight
         self.output = output.detach()
         self.rotary: Any = model.rotary_emb
+        self.kv_heads = torch.arange(self.sizes.num_kv_heads, device=output.device)[:, None]  # [Nkv, 1]
         self.compiled: dict[tuple[int, int, int], Layer] = {}
         num_weights = sum(weight.numel() for weight in model.parameters())
         self.compiles = num_weights >= FEWEST_COMPILED and can_compile(output.device)
@@ -116,21 +120,23 @@ class JoinedDecoder:
 
         Args:
             x: [B, Q, D]. positions: [B, Q]. mask: [B, 1, Q, P] additive, or None. wanted: layers whose input to keep.
-            is_round: whether many forwards of this shape will follow, so that the layer is compiled for it.
+            is_round: whether many forwards of this shape will follow, so that kernels are planned and compiled for it.
         """
         cos, sin = self.rotary(x, positions)  # [B, Q, H]
         groups = self.sizes.num_heads // self.sizes.num_kv_heads
         if mask is not None and groups > 1:
             mask = mask.repeat(1, 1, groups, 1)
-        shared = Shared(cos[:, None], sin[:, None], cache.rows, cache.positions, mask)
+        written = cache.rows[:, None], self.kv_heads, cache.positions[:, None]
+        shared = Shared(cos[:, None], sin[:, None], *written, mask)
         kept = {}
         empty = x.new_empty(len(x), self.sizes.num_kv_heads, 0, self.sizes.head_dim)
-        for i, weights in enumerate(self.layers):
-            if i in wanted:
-                kept[i] = x
-            keys, values = cache.layer(i, empty, empty).readable_slots(cache.extent)
-            layer = self._compiled if is_round and self.compiles else decoder_layer
-            x = layer(x, weights, keys, values, shared, self.sizes)
+        with nullcontext() if is_round else any_shape(x.device):
+            for i, weights in enumerate(self.layers):
+                if i in wanted:
+                    kept[i] = x
+                keys, values = cache.layer(i, empty, empty).readable_slots(cache.extent)
+                layer = self._compiled if is_round and self.compiles else decoder_layer
+                x = layer(x, weights, keys, values, shared, self.sizes)
         return Decoded(rms_norm(x, self.final_norm, self.sizes.eps), kept)
 
     def logits(self, post_norm: Tensor) -> Tensor:
@@ -169,15 +175,14 @@ def decoder_layer(x: Tensor, w: LayerWeights, keys: Tensor, values: Tensor, shar
         queries, new_keys = rotate(queries, rotary), rotate(new_keys, rotary)
     else:  # queries and keys are adjacent, so one rotation serves both
         queries, new_keys = rotate(heads[:, : num_heads + num_kv], rotary).split([num_heads, num_kv], 1)
-    where = shared.rows, shared.slots
-    keys.transpose(1, 2).index_put_(where, new_keys.transpose(1, 2))
-    values.transpose(1, 2).index_put_(where, new_values.transpose(1, 2))
+    where = shared.rows, shared.kv_heads, shared.slots
+    keys.index_put_(where, new_keys)
+    values.index_put_(where, new_values)
     grouped = queries.reshape(num_rows, num_kv, num_heads // num_kv * num_queries, head_dim)
     if shared.mask is None:
         mixed = F.scaled_dot_product_attention(grouped, keys, values)
     else:
-        with kernels_for(num_queries, x.device):
-            mixed = masked_attention(grouped, keys, values, shared.mask)
+        mixed = masked_attention(grouped, keys, values, shared.mask)
     mixed = mixed.reshape(num_rows, num_heads, num_queries, head_dim).transpose(1, 2)
     x = x + F.linear(mixed.reshape(num_rows, num_queries, num_heads * head_dim), w.output)
     gate, up = F.linear(rms_norm(x, w.mlp_norm, eps), w.gate_up).chunk(2, -1)
@@ -263,16 +268,11 @@ def compiled_layer(
     return compiled_ahead(layer, (x, *weights, keys, values, *shared))
 
 
-def compiled_ahead(
-    function: Callable[..., Any], arguments: tuple[Any, ...], *, dynamic: bool | None = None, backend: str = "inductor"
-) -> Any:
-    """A function compiled whole for arguments of these shapes, without guards: the caller keeps one for each shape.
-
-    Args: dynamic: as `torch.compile` takes it.
-    """
+def compiled_ahead(function: Callable[..., Any], arguments: tuple[Any, ...], *, backend: str = "inductor") -> Any:
+    """A function compiled whole for arguments of these shapes, without guards: the caller keeps one for each shape."""
     options: Any = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
     before_2_13: Any = torch._dynamo.config.patch(enable_aot_compile=True)  # pyright: ignore[reportAttributeAccessIssue]
     with warnings.catch_warnings(), before_2_13:
         warnings.simplefilter("ignore")  # dynamo warns about caches in transformers
-        ahead: Any = torch.compile(function, fullgraph=True, dynamic=dynamic, options=options, backend=backend)
+        ahead: Any = torch.compile(function, fullgraph=True, dynamic=False, options=options, backend=backend)
         return ahead.aot_compile((arguments, {}))

@@ -105,6 +105,7 @@ class Learner:
         if not config.exists():
             output = str(self.folder / "candidates" / candidate.name)
             train = {"output_dir": output, "max_steps": NEVER, "warmup_steps": WARMUP, "min_lr_ratio": 1.0}
+            train["compile"] = False  # would take much of each rung's time
             self.write_config(candidate, config, pace=pace, train=train)
         until = f"train.stop_at_step={steps}", f"train.validate_every={steps}"
         return ["train", str(config), *until, f"train.stop_after={self.stop_after(seconds)}"]

@@ -11,6 +11,7 @@ import torch
 from ...configs.errors import BadInput
 from ...eval.measurement.config import DraftSetting, chain
 from ...eval.measurement.step_times import TimedCell
+from ...eval.replay import default_steps
 from ...heads.base import DraftHead
 from ...heads.fit import NoSkeleton, build_skeleton_head, load_skeleton
 from ...heads.loading import TargetConfig
@@ -95,7 +96,7 @@ def timed_cell(
         batch_size=work.batch_size if batch_size is None else batch_size,
         context=work.context,
         text=work.text,
-        steps="eager" if target.device.type == "cpu" else "graph",
+        steps=default_steps(target.device),
     )
 
 

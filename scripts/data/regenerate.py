@@ -109,6 +109,7 @@ class EngineAnswers:
 
         from ...data_pipelines.answers.conversations import Failure
         from ...eval.generate import generate
+        from ...eval.replay import default_steps
 
         sampling = requests[0].sampling  # equal within a batch
         prompts = [self.prompt(request) for request in requests]
@@ -125,6 +126,7 @@ class EngineAnswers:
                 temperature=sampling.temperature,
                 top_k=sampling.top_k,
                 top_p=sampling.top_p,
+                steps=default_steps(self.target.device, num_tokens=sampling.max_tokens),
                 generator=torch.Generator(self.target.device).manual_seed(seed),
             ).token_ids
         answered = iter(texts)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from headstart.eval import replay
+from headstart.eval.drafters.hybrid import HybridDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.eval.drafters.synthetic import SyntheticDrafter
 from headstart.eval.engine import Engine
@@ -265,7 +266,7 @@ def test_drafters_that_need_the_whole_prompt_get_it(target, monkeypatch):
 # The live server
 
 
-@pytest.mark.parametrize("drafted", [True, False])
+@pytest.mark.parametrize("drafted", ["a head", "a head beside look-ups", "nothing"])
 def test_a_server_has_recorded_all_its_steps_before_the_first_request(drafted, tiny_target, monkeypatch):
     """Requests that grow from 128 slots into 512, in batches of all sizes: nothing is recorded while they are timed."""
     target, recorded = tiny_target("llama", max_position_embeddings=512), []
@@ -277,7 +278,8 @@ def test_a_server_has_recorded_all_its_steps_before_the_first_request(drafted, t
     monkeypatch.setattr(replay, "compiled", record)
     prompts = [[1, *[5] * length] for length in (100, 240, 20)]
     config = MeasureConfig(max_new_tokens=40, steps="compile")
-    drafter, setting = (head_for("medusa", target), DraftSetting("K 3", 3)) if drafted else (None, None)
+    drafter, setting = head_for("medusa", target), None if drafted == "nothing" else DraftSetting("K 3", 3)
+    drafter = {"a head": drafter, "nothing": None}.get(drafted, HybridDrafter(drafter))
     server = LiveServer(target, drafter, setting, prompts, config, max_batch_size=2, stop=Stop(frozenset()))
     before = len(recorded)
     serve(server, [ServedRequest(i, 0.0) for i in range(3)])

@@ -1,5 +1,6 @@
 """How many kernels steps launch, by operations dispatched, and what attention reads of long caches, without a GPU."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from headstart.eval.drafters.synthetic import BlankDrafter
 from headstart.eval.engine import DecodeState, Engine
 from headstart.eval.generate import generate
 from headstart.eval.verify import accept_sampled
+from headstart.heads.base import DraftHead
 from headstart.heads.drafter import Reading
 from headstart.heads.drafting import Proposal, StaticTree
 from headstart.heads.fit import build_skeleton_head
@@ -96,13 +98,30 @@ def test_walks_by_depth_and_by_node_accept_the_same_to_the_bit(tree):
 # Long caches: a target of the 8B's heads, and layers of few channels, on no device
 
 
+def skeleton_of(num_layers: int) -> Target:
+    heads: dict[str, Any] = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 128}
+    config = LlamaConfig(num_hidden_layers=num_layers, max_position_embeddings=20000, **sizes, **heads)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        return Target(model, name="skeleton", fingerprint="")
+
+
 @pytest.fixture(scope="module")
 def skeleton() -> Target:
-    heads: dict[str, Any] = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 128}
+    return skeleton_of(4)
+
+
+def head_of(skeleton: Target, head_type: str, **changes: Any) -> DraftHead:
+    return build_skeleton_head(HEADS[head_type].config_class(type=head_type, **changes), skeleton).to(torch.bfloat16)
+
+
+def reading(width: int, *, start: int, num_features: int) -> Reading:
+    """As a drafter gets it in a round of the skeleton."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(max_position_embeddings=20000, **sizes, **heads))
-        return Target(model, name="skeleton", fingerprint="")
+        ids, first = torch.zeros(1, width, dtype=torch.long), torch.full((1,), start)
+        states = [torch.zeros(1, width, *size, dtype=torch.bfloat16) for size in ((num_features, 64), (64,))]
+    return Reading(ids, ids, TargetOutput(*states), first, torch.ones_like(first))
 
 
 def attended(skeleton: Target, monkeypatch: pytest.MonkeyPatch, context: int, head_type: str | None, **how: Any) -> Any:
@@ -114,9 +133,7 @@ def attended(skeleton: Target, monkeypatch: pytest.MonkeyPatch, context: int, he
         return plain(query, key, *others, **more)
 
     changes: dict[str, Any] = {"independent": True, "layout": "deepseek_v3"} if head_type == "mtp" else {}
-    drafter = (
-        build_skeleton_head(HEADS[head_type].config_class(type=head_type, **changes), skeleton) if head_type else None
-    )
+    drafter = head_of(skeleton, head_type, **changes) if head_type else None
     engine = Engine(skeleton, drafter, batch_size=1, max_length=context + 60, **how)
     engine.replay.steps, record = "graph", engine.replay
     monkeypatch.setattr(record, "_record", lambda step, arguments: step)
@@ -125,12 +142,7 @@ def attended(skeleton: Target, monkeypatch: pytest.MonkeyPatch, context: int, he
         engine.begin_round(context)
         with torch.device("meta"):
             tokens, start = torch.zeros(1, 1, dtype=torch.long), torch.full((1,), context)
-        read = None
-        if drafter is not None:
-            width = engine.depth + 1
-            states = [torch.zeros(1, width, *size, device="meta") for size in ((len(engine.layers), 64), (64,))]
-            ids = tokens.expand(1, width)
-            read = Reading(ids, ids, TargetOutput(*states), start, torch.ones_like(start))
+        read = reading(engine.depth + 1, start=context, num_features=len(engine.layers)) if drafter else None
         for module in (attention, joined_decoder):
             monkeypatch.setattr(module, "masked_attention", watched, raising=False)
         engine.verify(DecodeState(read, tokens, start), engine.draft(read))
@@ -145,8 +157,9 @@ def test_rounds_over_long_caches_read_them_in_parts(context, head_type, skeleton
     assert len(seen) >= 8 and all(reads_in_parts(query, key) for query, key in seen)
 
 
-def test_no_prompt_is_read_through_kernels_that_are_planned_anew_for_its_length(skeleton, monkeypatch):
-    """cuDNN's, which take up to half a second for each new shape: of the target and of heads."""
+@pytest.mark.parametrize("length", [20, 200])
+def test_no_prompt_is_read_through_kernels_that_are_planned_anew_for_its_length(length, skeleton, monkeypatch):
+    """cuDNN's, which take up to half a second for each new shape: of the target and of heads, however short it is."""
     allowed = []
     plain = attention.masked_attention
 
@@ -157,10 +170,10 @@ def test_no_prompt_is_read_through_kernels_that_are_planned_anew_for_its_length(
     for module in (attention, joined_decoder):
         monkeypatch.setattr(module, "masked_attention", watched, raising=False)
     for head_type in ("eagle", "eagle3", "hydra", "mtp", "draft_lm"):
-        head = build_skeleton_head(HEADS[head_type].config_class(type=head_type), skeleton)
+        head = head_of(skeleton, head_type)
         engine = Engine(skeleton, head, batch_size=1, max_length=300)
         with torch.device("meta"):
-            tokens, num_valid = torch.zeros(1, 200, dtype=torch.long), torch.full((1,), 200)
+            tokens, num_valid = torch.zeros(1, length, dtype=torch.long), torch.full((1,), length)
         output, last = engine.prefill(tokens, num_valid)
         before = len(allowed)
         engine.commit_prompts(Reading(tokens, tokens, output, torch.zeros_like(num_valid), num_valid))
@@ -172,19 +185,21 @@ def test_no_prompt_is_read_through_kernels_that_are_planned_anew_for_its_length(
 # Kernels by layer: a Llama of the 8B's heads on no device, by the difference of two depths
 
 
+def launches(monkeypatch: pytest.MonkeyPatch, step: Callable[..., Any], *arguments: Any) -> list[str]:
+    """What a step runs on a GPU once its caches are there; a device without kernels takes two of these apart."""
+    step(*arguments)
+    with Launches() as launched, monkeypatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention", lambda query, *_, **__: query.clone())
+        patch.setattr(F, "rms_norm", lambda x, *_: x.clone())
+        step(*arguments)
+    return launched.names
+
+
 def launched_per_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> float:
     counts = []
     for num_layers in (2, 6):
-        heads: dict[str, Any] = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-        sizes: dict[str, Any] = {
-            "hidden_size": 64,
-            "intermediate_size": 64,
-            "num_hidden_layers": num_layers,
-            "vocab_size": 128,
-        }
+        target = skeleton_of(num_layers)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads), dtype=torch.bfloat16)
-            target = Target(model, name="skeleton", fingerprint="")
             last, start = torch.zeros(1, 1, dtype=torch.long), torch.full((1,), 9)
         num = {"baseline": 0, "chain": 5, "tree": 5}[kind]
         tree = tree_of(3, 2) if kind == "tree" else None
@@ -195,13 +210,7 @@ def launched_per_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> float:
         parents = torch.zeros(1, num, dtype=torch.long, device="meta") if tree else None
         proposal = Proposal(torch.zeros(1, num, dtype=torch.long, device="meta"), parents)
         engine.begin_round(9)
-        engine.verify(DecodeState(None, last, start), proposal)  # caches come into being
-        with Launches() as launched:
-            # one kernel each on a GPU, which a device without kernels takes apart
-            monkeypatch.setattr(F, "scaled_dot_product_attention", lambda query, *_, **__: query.clone())
-            monkeypatch.setattr(F, "rms_norm", lambda x, *_: x.clone())
-            engine.verify(DecodeState(None, last, start), proposal)
-        counts.append(len(launched.names))
+        counts.append(len(launches(monkeypatch, engine.verify, DecodeState(None, last, start), proposal)))
     return (counts[1] - counts[0]) / 4
 
 
@@ -209,6 +218,15 @@ def launched_per_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> float:
 def test_a_layer_launches_a_third_fewer_kernels_than_it_did(kind, before, monkeypatch):
     """Queries, keys and values are one product, as are gate and up; norms are one kernel; the mask is tiled once."""
     assert launched_per_layer(kind, monkeypatch) <= before * 2 / 3
+
+
+@pytest.mark.parametrize(("head_type", "before"), [("eagle3", 272), ("block", 224)])
+def test_heads_launch_fewer_kernels_than_they_did(head_type, before, skeleton, monkeypatch):
+    """For five drafts: their norms are one kernel each, where each took three casts."""
+    engine = Engine(skeleton, head_of(skeleton, head_type), batch_size=1, max_length=160, num_draft_tokens=5)
+    engine.begin_round(100)
+    names = launches(monkeypatch, engine.draft, reading(6, start=100, num_features=len(engine.layers)))
+    assert len(names) <= 0.8 * before and names.count("_to_copy") <= 1
 
 
 @pytest.mark.parametrize("num_layers", [2, 9])
@@ -249,24 +267,26 @@ def test_joined_layers_decode_what_the_models_own_do(family, tiny_target, monkey
         assert [one.num_accepted for one in found.rounds] == [one.num_accepted for one in wanted.rounds]
         layer: Any = joined.layers[1]
         attention_, mlp = layer.self_attn, layer.mlp
-        assert (
-            attention_.q_proj.weight.untyped_storage().data_ptr()
-            == attention_.v_proj.weight.untyped_storage().data_ptr()
-        )
-        assert mlp.gate_proj.weight.untyped_storage().data_ptr() == mlp.up_proj.weight.untyped_storage().data_ptr()
+        for one, other in ((attention_.q_proj, attention_.v_proj), (mlp.gate_proj, mlp.up_proj)):
+            assert one.weight.untyped_storage().data_ptr() == other.weight.untyped_storage().data_ptr()
         ids = torch.tensor([prompts[1]])
         assert torch.equal(joined.model(ids).logits, target.model(ids).logits), "and the model computes as before"
 
 
 def test_layers_are_compiled_for_captured_rounds_and_not_for_lengths_that_come_once(skeleton, monkeypatch):
     """Eagerly, attention reads another number of slots every few rounds, and each would be compiled for."""
-    compiled, forward = [], skeleton.forward
+    compiled, planned, forward, layer = [], [], skeleton.forward, joined_decoder.decoder_layer
 
     def watched(*arguments: Any, is_round: bool, **how: Any) -> Any:
         compiled.append(is_round)
         return forward(*arguments, is_round=is_round, **how)
 
+    def seen(*arguments: Any) -> Any:
+        planned.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return layer(*arguments)
+
     monkeypatch.setattr(skeleton, "forward", watched)
+    monkeypatch.setattr(joined_decoder, "decoder_layer", seen)
     last, start = torch.zeros(1, 1, dtype=torch.long, device="meta"), torch.full((1,), 9, device="meta")
     for steps in ("eager", "graph"):
         monkeypatch.setattr("headstart.eval.replay.check_steps", lambda steps, device: steps)
@@ -275,3 +295,4 @@ def test_layers_are_compiled_for_captured_rounds_and_not_for_lengths_that_come_o
         engine.begin_round(9)
         engine.verify(DecodeState(None, last, start), Proposal(last[:, :0]))
     assert compiled == [False, True]
+    assert planned == [False] * 4 + [True] * 4, "of 4 layers; cuDNN's attention is planned for each shape too"

@@ -1,8 +1,12 @@
 """On a GPU: captured graphs decode what eager steps do, draws stay reproducible, and training steps are a CPU's."""
 
+from collections import deque
+
 import pytest
 import torch
 import torch.nn.functional as F
+from headstart.eval.continuous import Asked, answer_continuously
+from headstart.eval.drafters.hybrid import HybridDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.eval.drafters.synthetic import BlankDrafter, SyntheticDrafter
 from headstart.eval.engine import Engine
@@ -13,12 +17,14 @@ from headstart.eval.measurement.step_times import TimedCell
 from headstart.eval.sampling import Sampling
 from headstart.heads.base import DraftBatch
 from headstart.heads.drafting import DynamicTree, StaticTree
+from headstart.heads.nn import joined_decoder
 from headstart.heads.nn.split_attention import masked_attention, reads_in_parts
 from headstart.heads.registry import HEADS, build_head
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
+LONG = [1, *range(3, 60)] * 20
 TREES = {
     "chain": None,
     "static": StaticTree(((0,), (1,), (0, 0), (1, 0))),
@@ -68,6 +74,17 @@ def test_the_captured_baseline_decodes_what_the_eager_one_does(family, tiny_targ
     both_ways(tiny_target(family).to("cuda"), None, steps="graph")
 
 
+@pytest.mark.parametrize(
+    ("family", "prompts"), [("llama", PROMPTS), ("llama", [LONG]), ("qwen2", PROMPTS), ("qwen3", PROMPTS)]
+)
+def test_compiled_layers_decode_what_eager_ones_do(family, prompts, tiny_target, monkeypatch):
+    """Which only large targets have otherwise: with biases, with head norms, and over a cache that is read in parts."""
+    monkeypatch.setattr(joined_decoder, "FEWEST_COMPILED", 0)
+    target = tiny_target(family, max_position_embeddings=2048).to("cuda")
+    both_ways(target, head_for("eagle3", target), steps="graph", prompts=prompts)
+    assert target.decoder.compiles and len(target.decoder.compiled) == 1, "once for all layers, and it did not fail"
+
+
 def test_captured_steps_follow_a_text_into_longer_contexts(on_gpu):
     """128 slots, then 256: two recordings of each step, and the second reads what the first has written."""
     engine = both_ways(on_gpu, head_for("eagle3", on_gpu), steps="graph", num_new=190)
@@ -87,7 +104,22 @@ def test_a_long_cache_read_in_parts_is_read_whole(dtype):
 
 def test_captured_steps_decode_behind_a_long_prompt(tiny_target):
     target = tiny_target("llama", max_position_embeddings=2048).to("cuda")
-    both_ways(target, head_for("eagle3", target), steps="graph", prompts=[[1, *range(3, 60)] * 20])
+    both_ways(target, head_for("eagle3", target), steps="graph", prompts=[LONG])
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+def test_a_head_that_is_asked_beside_look_ups_is_captured(tree, on_gpu):
+    drafter = HybridDrafter(head_for("eagle3", on_gpu))
+    engine = both_ways(on_gpu, drafter, steps="graph", tree=TREES[tree])
+    assert len(engine.replay.recorded) == 2 and all(engine.replay.recorded.values())
+
+
+def test_rows_join_and_leave_captured_rounds(on_gpu):
+    head = head_for("eagle3", on_gpu)
+    waiting = deque(Asked(str(i), prompt) for i, prompt in enumerate(PROMPTS))
+    answers = dict(answer_continuously(on_gpu, waiting, batch_size=2, max_new_tokens=40, drafter=head))
+    wanted = [generate(on_gpu, None, prompt, max_new_tokens=40).token_ids[0] for prompt in PROMPTS]
+    assert answers == {str(i): text for i, text in enumerate(wanted)}
 
 
 def test_a_captured_target_drafts_for_itself(on_gpu):

@@ -1,20 +1,28 @@
 """Steps that are recorded, as CUDA graphs or compiled code, decode what eager ones do."""
 
 import shutil
+from collections import deque
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.eval import replay
+from headstart.eval import continuous, replay
+from headstart.eval.continuous import Asked, answer_continuously
+from headstart.eval.drafters.guessing import Guessing
+from headstart.eval.drafters.hybrid import HybridDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.eval.drafters.synthetic import BlankDrafter, SyntheticDrafter
 from headstart.eval.engine import Engine
 from headstart.eval.generate import Stop, decode, generate
+from headstart.eval.replay import default_steps
 from headstart.eval.sampling import Sampling
 from headstart.heads.drafting import DynamicTree, StaticTree, levels
+from headstart.heads.nn import joined_decoder
+from headstart.heads.nn.joined_decoder import JoinedDecoder
 from headstart.heads.registry import HEADS, build_head
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -115,6 +123,31 @@ def test_nor_does_the_target_that_drafts_for_itself(family, tiny_target, recorde
     both_ways(target, SparseSelfDrafter(target, 32), None)
 
 
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+def test_nor_does_a_head_that_is_asked_beside_look_ups(tree, head_type, target, recorded_strictly, monkeypatch):
+    beside_look_ups(target, head_for(head_type, target), TREES[tree], monkeypatch)
+
+
+def beside_look_ups(target: Any, head: Any, tree: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts, and what the head guesses in the first rounds, in which no row has ended."""
+    guesses, chains = [], Guessing.chains
+
+    def kept(self: Guessing, *arguments: Any, **how: Any) -> Any:
+        guesses.append(chains(self, *arguments, **how))
+        return guesses[-1]
+
+    monkeypatch.setattr(Guessing, "chains", kept)
+    wanted = generate(target, HybridDrafter(head), PROMPTS, max_new_tokens=12, tree=tree, eos_token_ids=[])
+    num_rounds = len(guesses)
+    engine = Engine(target, HybridDrafter(head), batch_size=4, max_length=32, tree=tree, steps="compile")
+    for _ in range(2):
+        found = decode(engine, PROMPTS, max_new_tokens=12, stop=Stop.of(target, eos_token_ids=[]))
+        assert found.token_ids == wanted.token_ids
+    tokens = [[[one.token for one in depth] for row in each for depth in row] for each in guesses]
+    assert tokens[:2] == tokens[num_rounds : num_rounds + 2]
+    assert len(engine.replay.recorded) == 2 and all(engine.replay.recorded.values())
+
+
 @pytest.mark.slow
 def test_nor_do_drafts_without_a_head(target, recorded_strictly):
     both_ways(target, BlankDrafter(), None)
@@ -125,6 +158,11 @@ def test_nor_do_drafts_without_a_head(target, recorded_strictly):
 @pytest.mark.slow
 def test_chains_of_every_head_are_traced_whole(head_type, target, traced):
     both_ways(target, head_for(head_type, target), None)
+
+
+@pytest.mark.slow
+def test_a_head_that_is_asked_beside_look_ups_is_traced_whole(target, traced, monkeypatch):
+    beside_look_ups(target, head_for("eagle3", target), None, monkeypatch)
 
 
 @pytest.mark.slow
@@ -143,6 +181,90 @@ def test_trees_are_traced_whole(tree, target, traced):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_compiled_steps_decode_the_same(target):
     both_ways(target, head_for("medusa", target), None)
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Record as a CUDA graph does: inputs and results stay where they are, and are overwritten. Holds all arguments."""
+    recorded = []
+
+    def record(step: Callable, arguments: tuple) -> Callable:
+        inputs = [None if one is None else one.clone() for one in arguments]
+        outputs = step(*inputs)
+        recorded.append(arguments)
+
+        def run(*tensors: Any) -> Any:
+            for own, given in zip(inputs, tensors, strict=True):
+                assert own is None or own.copy_(given) is own
+            for own, new in zip(outputs, step(*inputs), strict=True):
+                assert own is None or own.copy_(new) is own
+            return outputs
+
+        return run
+
+    monkeypatch.setattr(replay, "compiled", record)
+    return recorded
+
+
+def joining(target: Any, head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of a few tokens and of more than 128 slots, three at a time: what is recorded for few slots serves again
+    when the long ones have left. The answers, and the drafts that were accepted, are those of each prompt alone."""
+    prompts = [[1, 2, 3], [5] * 118, [4, 5], [0, 1, 0, 3], [2] * 90, [3, 1], [1, 1, 4]]
+    wanted = [generate(target, head, prompt, max_new_tokens=14) for prompt in prompts]
+    waiting = deque(Asked(str(i), prompt) for i, prompt in enumerate(prompts))
+    rounds, run = [], continuous.run_round
+    monkeypatch.setattr(continuous, "run_round", lambda *given: rounds.append(run(*given)) or rounds[-1])
+    monkeypatch.setattr(continuous, "default_steps", lambda device: "compile")
+    answers = dict(answer_continuously(target, waiting, batch_size=3, max_new_tokens=14, drafter=head))
+    assert answers == {str(i): one.token_ids[0] for i, one in enumerate(wanted)}
+    expected = sorted(n for done in wanted for one in done.rounds[1:] for n in one.num_committed)
+    assert sorted(n for done, _ in rounds[1:] for n in done.num_committed if n) == expected
+
+
+def test_rows_join_and_leave_recorded_rounds(head_type, tiny_target, captured, monkeypatch):
+    """Of a row that joins a graph sees caches alone, which are written in place. Six tokens, so that many a guess is
+    right."""
+    target, take_row = tiny_target("llama", vocab_size=6, eos_token_id=None), continuous.take_row
+
+    def taken(into: Any, *others: Any) -> None:
+        take_row(into, *others)
+        if is_dataclass(into):
+            for tensor in vars(into).values():
+                if isinstance(tensor, torch.Tensor):
+                    tensor.zero_()
+
+    monkeypatch.setattr(continuous, "take_row", taken)
+    joining(target, head_for(head_type, target), monkeypatch)
+    assert len(captured) == 4, "each step, for 128 slots and for more"
+
+
+def test_rows_join_and_leave_the_recorded_baseline(tiny_target, captured, monkeypatch):
+    joining(tiny_target("llama", vocab_size=6, eos_token_id=None), None, monkeypatch)
+    assert len(captured) == 2
+
+
+@pytest.mark.parametrize(
+    ("device", "num_tokens", "steps"), [("cpu", 512, "eager"), ("cuda", 512, "graph"), ("cuda", 64, "eager")]
+)
+def test_steps_are_recorded_on_a_gpu_where_enough_is_decoded(device, num_tokens, steps):
+    assert default_steps(torch.device(device), num_tokens=num_tokens) == steps
+
+
+@pytest.mark.parametrize(("family", "drafted"), [("llama", False), ("llama", True), ("qwen2", True), ("qwen3", True)])
+def test_captured_rounds_read_through_compiled_layers(family, drafted, tiny_target, monkeypatch):
+    """As on a GPU with a target that is large enough: one compilation for all layers, and the same text."""
+    monkeypatch.setattr(replay, "check_steps", lambda steps, device: steps)
+    monkeypatch.setattr(joined_decoder, "decodes_joined", lambda device: True)
+    monkeypatch.setattr(joined_decoder, "FEWEST_COMPILED", 0)
+    monkeypatch.setattr(joined_decoder, "compiled_ahead", partial(joined_decoder.compiled_ahead, backend="eager"))
+    target = tiny_target(family)
+    head = head_for("eagle3", target) if drafted else None
+    wanted = generate(target, head, PROMPTS, max_new_tokens=12, eos_token_ids=[]).token_ids
+    engine = Engine(target, head, batch_size=4, max_length=32, steps="graph")
+    assert isinstance(target.decoder, JoinedDecoder) and not target.decoder.compiled
+    found = decode(engine, PROMPTS, max_new_tokens=12, stop=Stop.of(target, eos_token_ids=[]))
+    assert found.token_ids == wanted
+    assert list(target.decoder.compiled) == [(4, engine.num_drafted + 1, engine.cache.extent)]
 
 
 def test_a_trees_indices_stay_where_a_graph_reads_them():

@@ -7,6 +7,7 @@ import torch
 from headstart.configs.errors import BadInput
 from headstart.configs.terminal import PlainConsole
 from headstart.heads.nn.fusing import Fusable, fuse
+from headstart.train.config import TrainConfig
 from headstart.train.start import fuse_where_asked
 
 
@@ -41,13 +42,25 @@ def test_a_machine_without_a_compiler_is_told_so(run, tmp_path, monkeypatch):
     assert not (tmp_path / "a").exists()
 
 
+def asking(asked, max_steps):
+    return TrainConfig(output_dir="run", max_steps=max_steps, compile=asked)
+
+
 @pytest.mark.parametrize(
-    ("asked", "device", "is_fused"), [(None, "cpu", False), (None, "cuda", True), (False, "cuda", False)]
+    ("asked", "device", "max_steps", "is_fused"),
+    [
+        (None, "cpu", 2000, False),
+        (None, "cuda", 2000, True),
+        (None, "cuda", 60, False),
+        (True, "cuda", 60, True),
+        (False, "cuda", 2000, False),
+    ],
 )
-def test_where_a_run_does_not_say_it_is_compiled_on_a_gpu(asked, device, is_fused, monkeypatch):
+def test_where_a_run_does_not_say_it_is_compiled_on_a_gpu(asked, device, max_steps, is_fused, monkeypatch):
+    """If it is long enough."""
     monkeypatch.setattr("headstart.train.start.fuse", lambda wanted, device: found.append(wanted))
     found = []
-    fuse_where_asked(asked, torch.device(device), PlainConsole())
+    fuse_where_asked(asking(asked, max_steps), torch.device(device), PlainConsole())
     assert found == [is_fused]
 
 
@@ -56,6 +69,6 @@ def test_a_gpu_without_a_compiler_trains_as_it_is_with_a_line(monkeypatch, capsy
         raise RuntimeError("no Triton")
 
     monkeypatch.setattr(torch, "compile", broken)
-    fuse_where_asked(None, torch.device("cuda"), PlainConsole())
+    fuse_where_asked(asking(None, 2000), torch.device("cuda"), PlainConsole())
     assert "torch.compile does not work on cuda: no Triton: steps run as" in capsys.readouterr().out
     assert not Fusable.is_fused

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from headstart.configs.errors import BadInput
+from headstart.eval import replay
 from headstart.eval.generate import generate
 from headstart.eval.measurement.metrics import AcceptancePart, acceptance
 from headstart.heads.medusa import MedusaHead
@@ -48,6 +49,15 @@ def test_taught_and_decoded_figures_agree(head_type, validated, world):
     counted = acceptance(done.rounds, num_draft_tokens=k)
     assert counted.length is not None
     assert validations[-1][1]["decoded"]["acceptance_length"] == round(counted.length, 4) > 1.2
+
+
+def test_answers_that_are_long_enough_are_decoded_in_recorded_steps(validated, monkeypatch):
+    """On a GPU; the head is another one at each validation, so its steps are recorded anew."""
+    plain, recorded = validated("medusa", "a")[1], []
+    monkeypatch.setattr("headstart.train.validation.default_steps", lambda device, num_tokens: "compile")
+    monkeypatch.setattr(replay, "compiled", lambda step, arguments: recorded.append(arguments) or step)
+    assert validated("medusa", "b")[1] == plain
+    assert len(recorded) == 2 * len(plain)
 
 
 def test_a_head_that_drafts_from_something_else_shows(validated, monkeypatch):

@@ -8,7 +8,7 @@ import typer
 from headstart.configs.errors import BadInput
 from headstart.configs.jsonl import read_jsonl
 from headstart.data_pipelines.answers.conversations import ChatRequest, Failure, SamplingConfig
-from headstart.eval import continuous
+from headstart.eval import continuous, replay
 from headstart.eval.generate import generate
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.registry import HEADS, build_head, save_head
@@ -80,6 +80,14 @@ def test_answers_are_the_targets_own_greedy_text(engine_answers):
         assert answer.message == {"role": "assistant", "content": " ".join(words)}
         assert answer.finish_reason == ("stop" if alone[-1] == 2 else "length")
         assert (answer.num_prompt_tokens, answer.num_tokens) == (len(prompt), len(alone))
+
+
+def test_a_batch_is_decoded_in_recorded_steps_where_those_are_the_default(engine_answers, monkeypatch):
+    requests, recorded = [asked(text) for text in PROMPTS[:4]], []
+    plain = engine_answers(requests)
+    monkeypatch.setattr(replay, "default_steps", lambda device, num_tokens: "compile")
+    monkeypatch.setattr(replay, "compiled", lambda step, arguments: recorded.append(arguments) or step)
+    assert engine_answers(requests) == plain and recorded
 
 
 def test_a_prompt_that_cannot_be_asked_fails_alone(engine_answers, monkeypatch):

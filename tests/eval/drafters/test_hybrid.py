@@ -3,12 +3,15 @@
 import pytest
 import torch
 from headstart.configs.errors import BadInput
+from headstart.eval import replay
 from headstart.eval.drafters.asking import DRAFT_COST, EXPLORED, FIRST, Asking
-from headstart.eval.drafters.hybrid import Guess, HybridDrafter, HybridRow
+from headstart.eval.drafters.guessing import Guess
+from headstart.eval.drafters.hybrid import HybridDrafter, HybridRow
 from headstart.eval.drafters.lookup import SuffixDrafter
 from headstart.eval.drafters.rates import MATCH_RATES, PROBABILITIES, PROBABILITY_RATES, HitRates, Rates
 from headstart.eval.drafters.suffix import SuffixRow, SuffixTrie, filled
-from headstart.eval.generate import generate
+from headstart.eval.engine import Engine
+from headstart.eval.generate import Stop, decode, generate
 from headstart.eval.measurement.config import MeasureConfig, chain
 from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.resume import identity
@@ -16,13 +19,23 @@ from headstart.eval.measurement.sampling_check import check_sampling
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.drafting import DynamicTree, Proposal, StaticTree
 from headstart.heads.registry import HEADS, build_head
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 PROMPTS = [[1, 5, 9, 7, 5, 9, 7, 5, 9], [1, 7, 8, 3]]
+LONGER = [[5, 9, 7] * 6, [1, 3, 1, 3]]
 TREE = DynamicTree(num_nodes=9, depth=3, top_k=4)
 
 
 def build(name, target):
     return build_head(HEADS[name].config_class(type=name, num_depths=3), target, seed=1).eval()
+
+
+class Counting(TorchDispatchMode):
+    num_operations = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_operations += 1
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
@@ -190,7 +203,7 @@ def test_a_head_that_reads_late_drafts_what_one_does_that_reads_at_once(target, 
         def propose(state, *, num_draft_tokens, drafter=drafter, found=found, count=count, every=every):
             number = next(count)
             if number % every == 0:
-                chains = drafter._guesses(state, num_draft_tokens, num_ranks=1)
+                chains = state.guessing.chains(num_draft_tokens, num_ranks=1)
                 found[number] = [[guess.token for guess, *_ in chain] for chain in chains]
             return Proposal(torch.zeros(len(state.rows), num_draft_tokens, dtype=torch.long))
 
@@ -199,6 +212,42 @@ def test_a_head_that_reads_late_drafts_what_one_does_that_reads_at_once(target, 
         drafted.append(found)
     at_once, late = drafted
     assert len(late) > 2 and all(at_once[number] == chains for number, chains in late.items())
+
+
+@pytest.mark.parametrize(("tree", "num_draft_tokens"), [(None, 2), (None, 5), (TREE, None)])
+def test_a_head_reads_and_drafts_in_one_recorded_step(tree, num_draft_tokens, target, head, monkeypatch):
+    """Few operations are left outside of it, whatever the head. Texts and drafts are the same, and those of the next
+    prompts, for which nothing is recorded again. Chains of two, of five, some of them behind the head's, and trees."""
+
+    def record(step, arguments):
+        def run(*tensors):
+            with _disable_current_modes():
+                return step(*tensors)
+
+        return run
+
+    def counted(steps):
+        how = {"max_length": 60, "num_draft_tokens": num_draft_tokens, "tree": tree, "steps": steps}
+        engine = Engine(target, HybridDrafter(head), batch_size=2, **how)
+        counts, draft = [], engine.draft
+
+        def drafted(read):
+            with Counting() as counting:
+                proposal = draft(read)
+            counts.append(counting.num_operations)
+            return proposal
+
+        monkeypatch.setattr(engine, "draft", drafted)
+        stop = Stop.of(target, eos_token_ids=[])
+        texts = [decode(engine, rows, max_new_tokens=20, stop=stop) for rows in (PROMPTS, LONGER)]
+        drafts = [done.num_accepted for text in texts for done in text.rounds]
+        return [text.token_ids for text in texts], drafts, sorted(counts), engine
+
+    monkeypatch.setattr(replay, "compiled", record)
+    wanted, found = counted("eager"), counted("compile")
+    assert found[:2] == wanted[:2]
+    assert len(found[3].replay.recorded) == 2
+    assert found[2][len(found[2]) // 2] < 80, "views included"
 
 
 def test_one_wrong_guess_does_not_silence_a_head():

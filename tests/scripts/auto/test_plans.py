@@ -32,6 +32,7 @@ from headstart.scripts.auto.prediction import RoundCost, bound, cost_of, expecte
 from headstart.scripts.auto.session import Session
 from headstart.scripts.auto.sizes import planning_seconds
 from headstart.scripts.unattended.clock import Clock, clock_text, parse_budget
+from headstart.train.config import load_run
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("20m", 1200), ("2h", 7200), ("1h30m", 5400), ("1.5m", 90)])
@@ -114,33 +115,43 @@ def test_steps_fill_the_time_left_by_the_overhead():
     assert steps_within(1, Pace(step=0.5, overhead=5)) == LEAST_STEPS
 
 
+ANSWERS = Answers(
+    written=20,
+    sampled=0,
+    given=0,
+    validation=4,
+    tokens=4000,
+    row_tokens=6000,
+    truncated=0,
+    looping=0,
+    complete=True,
+    draft_vocab_size=None,
+    coverage=None,
+    max_length=400,
+    warnings=[],
+)
+
+
+def test_a_rung_is_too_short_to_be_compiled_for(tmp_path):
+    machine = Machine(10.0, 1, "bfloat16", "cuda", start_seconds=5.0, start_tokens=1000, candidates=[])
+    learner = Learner(tmp_path, "target", machine, ANSWERS, seed=0)
+    [eagle3] = [candidate for candidate in find_candidates() if candidate.name == "eagle3"]
+    _, config, *_ = learner.rung_training(eagle3, steps=20, seconds=60.0, pace=Pace(step=0.5, overhead=5))
+    assert load_run(config).train.compile is False
+
+
 def test_a_fresh_head_is_fitted_before_its_first_step_only():
     costs = [RoundCost(1, 1.1)]
     medusa = Measured("medusa", costs=costs, step_seconds=2.0, token_seconds=0.01)
     machine = Machine(10.0, 1, "float32", "cpu", start_seconds=5.0, start_tokens=1000, candidates=[medusa])
-    answers = Answers(
-        written=20,
-        sampled=0,
-        given=0,
-        validation=4,
-        tokens=4000,
-        row_tokens=6000,
-        truncated=0,
-        looping=0,
-        complete=True,
-        draft_vocab_size=None,
-        coverage=None,
-        max_length=400,
-        warnings=[],
-    )
-    learner = Learner(Path(), "", machine, answers, seed=0)
+    learner = Learner(Path(), "", machine, ANSWERS, seed=0)
     fitting = FITTING * 1500 * 0.01
     continued = 5.0 + learner.validation_seconds
     assert astuple(learner.pace("medusa", [])) == pytest.approx((2.0, continued + fitting))
     score = Score("medusa", 10, continued + fitting + 30.0, 1.5, [0.5], 1, 1.2)
     measured = astuple(learner.pace("medusa", [Rung({"medusa": 10}, [score])]))
     assert measured == pytest.approx((3.0, continued)), "steps took longer than expected"
-    few = replace(learner, answers=replace(answers, tokens=40, row_tokens=60))
+    few = replace(learner, answers=replace(ANSWERS, tokens=40, row_tokens=60))
     assert few.fitting_seconds("medusa") == pytest.approx(FITTING * 60 * 0.01), "there are no more rows"
 
 

@@ -1,0 +1,131 @@
+"""A head that guesses for a drafter on the host: it reads late what was committed, and drafts a chain. Where steps are
+recorded, reading and drafting are one of them."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...heads.base import DraftHead
+from ...heads.drafter import Reading
+from ...heads.nn.target_output import TargetOutput
+from ..replay import Replay
+from .unread import Unread
+
+MOST_READ = 2048  # positions that the head reads at a time
+UNKNOWN = 0.5  # the probability of a guess if the head gives none
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A token and the head's probability of it."""
+
+    token: int
+    probability: float
+
+
+Chain = list[list[Guess]]  # for each depth of a head's greedy chain its guesses, best first
+
+
+@dataclass
+class Guessing:
+    """A head, its state, and the positions that it has not read.
+
+    num_tokens: of a chain. num_ranks: its best guesses of each token. Once steps are recorded, replay: runs them;
+    extent: the slots of this round; width: the positions that the step reads.
+    """
+
+    head: DraftHead
+    state: Any
+    unread: Unread
+    num_tokens: int = 0
+    num_ranks: int = 1
+    replay: Replay | None = None
+    extent: int = 0
+    width: int = 0
+
+    def read(self, *, is_asked: bool = False) -> None:
+        """Read what was committed since the head read last.
+
+        Args: is_asked: whether `chains` comes next; its recorded step then reads each row's last position again.
+        """
+        if (read := self.unread.take()) is not None:
+            self.head.commit_prompts(self.state, read, most=MOST_READ)
+            if is_asked and self.replay is not None:
+                num_valid = read.num_valid.clamp(max=1)
+                self.unread.add(replace(read.again(1), num_valid=num_valid, extent=read.extent))
+
+    def chains(self, num_tokens: int, *, num_ranks: int) -> list[Chain]:
+        """Each row's chain of num_tokens tokens, with the head's num_ranks best guesses of each."""
+        self.num_tokens, self.num_ranks = num_tokens, num_ranks
+        if self.replay is None:
+            self.read()
+            guesses = self._drafted()
+        else:
+            guesses = self._replayed(self.replay, self._in_shape())
+        rows = zip(*(one.tolist() for one in guesses), strict=True)
+        return [
+            [[Guess(*pair) for pair in zip(*depth, strict=True)] for depth in zip(*row, strict=True)] for row in rows
+        ]
+
+    def record(self, replay: Replay, *, extent: int, width: int, num_tokens: int, num_ranks: int) -> None:
+        """Have this round's step recorded, if it is not, by reading nothing into slots that are yet to be written."""
+        self.replay, self.extent, self.width = replay, extent, width
+        self.num_tokens, self.num_ranks = num_tokens, num_ranks
+        if replay.has(self._key):
+            return
+        target, rows = self.head.target, len(self.unread.first)
+        tokens = torch.zeros(rows, width, dtype=torch.long, device=target.device)
+        post_norm = torch.zeros(rows, width, target.hidden_size, dtype=target.dtype, device=target.device)
+        features = post_norm.new_zeros(rows, width, len(self.head.feature_layers), target.hidden_size)
+        start = torch.tensor(self.unread.first, device=target.device).clamp(max=extent - width)
+        output = TargetOutput(features, post_norm)
+        nothing = Reading(tokens, tokens.clone(), output, start, torch.zeros_like(start))  # compiled code knows aliases
+        self._step(*tensors_of(nothing))  # the head's caches come into being
+        self._replayed(replay, nothing)
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return "guess", self.extent, self.width, self.num_tokens, self.num_ranks
+
+    def _in_shape(self) -> Reading:
+        """What is unread, as wide as the step; if that is more, the head reads it before."""
+        if max(self.unread.lengths) > self.width:
+            self.read(is_asked=True)
+        read = self.unread.take()
+        assert read is not None
+        more, output = self.width - read.tokens.shape[1], read.output
+        states = F.pad(output.features, (0, 0, 0, 0, 0, more)), F.pad(output.post_norm, (0, 0, 0, more))
+        tokens, next_tokens = (F.pad(one, (0, more)) for one in (read.tokens, read.next_tokens))
+        start = read.start.clamp(max=self.extent - self.width)  # of rows that have ended
+        return replace(read, tokens=tokens, next_tokens=next_tokens, output=TargetOutput(*states), start=start)
+
+    def _replayed(self, replay: Replay, read: Reading) -> tuple[Tensor, ...]:
+        return replay(self._key, self._step, *tensors_of(read))  # pyright: ignore[reportReturnType]
+
+    def _step(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        """Read the six tensors of a Reading, and draft."""
+        tokens, next_tokens, features, post_norm, start, num_valid = tensors
+        output = TargetOutput(features, post_norm)
+        self.head.commit(self.state, Reading(tokens, next_tokens, output, start, num_valid, self.extent))
+        return self._drafted()
+
+    def _drafted(self) -> tuple[Tensor, Tensor]:
+        """[B, K, ranks] each: target ids, and the head's probabilities of them."""
+        proposal = self.head.propose(self.state, num_draft_tokens=self.num_tokens)
+        estimates = proposal.estimates() if self.num_ranks == 1 else None
+        if estimates is not None:
+            return proposal.tokens[..., None], estimates[..., None]
+        if not proposal.logits:
+            tokens = proposal.tokens[..., None]
+            return tokens, torch.full_like(tokens, UNKNOWN, dtype=torch.float)
+        logits = torch.stack(proposal.logits, 1).float()  # [B, K, Vd]
+        best = logits.topk(self.num_ranks, -1)
+        return self.head.to_target(best.indices), (best.values - logits.logsumexp(-1, True)).exp()
+
+
+def tensors_of(read: Reading) -> tuple[Tensor, ...]:
+    output = read.output
+    return read.tokens, read.next_tokens, output.features, output.post_norm, read.start, read.num_valid
