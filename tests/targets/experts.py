@@ -15,10 +15,10 @@ EXPERTS = {
     "phimoe_bias": kind(
         "and biases and a window", "phimoe", lm_head_bias=True, attention_bias=True, sliding_window=WINDOW
     ),
-    "gpt_oss": kind("attention sinks, windows in every other layer, clamped gates", layer_types=ALTERNATING),
+    "gpt_oss": kind("attention sinks, windows in every other layer, clamped gates", seed=1, layer_types=ALTERNATING),
     "glm4_moe": kind("sigmoid routing with a correction bias, dense first layers"),
     "granitemoe": kind("Granite's scales over experts", **GRANITE),
-    "granitemoeshared": kind("and a shared expert", embedding_multiplier=6.0, logits_scaling=4.0),
+    "granitemoeshared": kind("and a shared expert", seed=1, embedding_multiplier=6.0, logits_scaling=4.0),
     "olmoe": kind("norms over all of the queries and keys"),
     "flex_olmo": kind("OLMo 2's norms over experts"),
     "cohere2_moe": kind("Cohere 2's parallel layers with experts"),
@@ -40,6 +40,7 @@ EXPERTS = {
     "gemma4_text_moe": kind(
         "experts beside a dense MLP, keys that are values",
         "gemma4_text",
+        seed=1,
         layer_types=ALTERNATING,
         enable_moe_block=True,
         num_experts=4,
@@ -63,7 +64,7 @@ EXPERTS = {
     "mellum": kind("Qwen 3's experts with windows", layer_types=ALTERNATING),
     "solar_open": kind("GLM 4's experts without a dense layer"),
     "hy_v3": kind("Hunyuan 3: sigmoid routing, a dense first layer"),
-    "aria_text": kind("Aria's text model: shared experts in Llama layers"),
+    "aria_text": kind("Aria's text model: shared experts in Llama layers", seed=1),
     "sarvam_moe": kind("GLM 4's experts under Sarvam's name"),
     "llama4_text": kind("chunked attention, layers without positions, experts", attention_chunk_size=WINDOW),
     "llama4_text_short": kind("texts within one attention chunk", "llama4_text", attention_chunk_size=256),

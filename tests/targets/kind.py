@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,8 +55,9 @@ SIZES: dict[str, Any] = {  # each where a config has such a key that is set by d
     "mamba_chunk_size": 32,
     "mamba_expand": 2,
 }
-SPREAD = 0.2  # standard deviation of the matrices' entries: texts then neither repeat a token nor depend on rounding
-TIED_SPREAD = 0.05  # of a table that is the output layer too: a larger one would only ever repeat its input
+# standard deviations of the entries of matrices, and of a table that is the output layer too, which would only ever
+# repeat its input if it were larger: texts then neither repeat a token nor depend on rounding
+SPREADS = 0.3, 0.02
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,10 @@ class Kind:
     model_type: str  # transformers' word; "": the kind's own name
     changes: dict[str, Any]  # of its config, from the tiny sizes; `...`: the config's own default
     text: "Kind | None" = None  # of a model with several modalities: its language model
-    seed: int = 0  # of the weights, where those of 0 write texts of few different tokens
+    part: str = ""  # the submodule to compare with, where transformers fails on the whole
+    # of the weights, where these write texts of few different tokens, or texts that depend on rounding
+    seed: int = 0
+    spreads: tuple[float, float] = SPREADS
 
     @property
     def auto_class(self) -> Any:
@@ -85,17 +89,19 @@ class Kind:
         torch.manual_seed(self.seed)
         with quietly():
             model = self.auto_class.from_config(self.config()).eval()
-        draw_weights(model, torch.Generator().manual_seed(self.seed))
+        draw_weights(model, torch.Generator().manual_seed(self.seed), *self.spreads)
         return model
 
 
-def kind(why: str, model_type: str = "", *, seed: int = 0, **changes: Any) -> Kind:
-    return Kind(why, model_type, changes, seed=seed)
+def kind(
+    why: str, model_type: str = "", *, seed: int = 0, spreads: tuple[float, float] = SPREADS, **changes: Any
+) -> Kind:
+    return Kind(why, model_type, changes, seed=seed, spreads=spreads)
 
 
-def wrapper(why: str, model_type: str, text: Kind, *, seed: int = 0, **changes: Any) -> Kind:
+def wrapper(why: str, model_type: str, text: Kind, *, seed: int = 0, part: str = "", **changes: Any) -> Kind:
     """A model with several modalities around the language model `text`, saved and loaded as the whole."""
-    return Kind(why, model_type, changes, text=text, seed=seed)
+    return Kind(why, model_type, changes, text=text, seed=seed, part=part)
 
 
 @contextmanager
@@ -117,18 +123,18 @@ def tiny_config(model_type: str, changes: dict[str, Any]) -> PreTrainedConfig:
 
 
 @torch.no_grad()
-def draw_weights(model: PreTrainedModel, source: torch.Generator) -> None:
+def draw_weights(model: PreTrainedModel, source: torch.Generator, spread: float, tied_spread: float) -> None:
     """Weights under which every part has an effect on the text; decay rates of recurrent layers stay as they are."""
     table, output = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = output is not None and output.weight is table.weight
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=source)
         if parameter is table.weight:
-            parameter.copy_(noise * (TIED_SPREAD if is_tied else 1.0))
+            parameter.copy_(noise * (tied_spread if is_tied else 1.0))
         elif "A_log" in name or "dt_bias" in name:
             continue
         elif parameter.ndim >= 2:
-            parameter.copy_(noise * SPREAD)
+            parameter.copy_(noise * spread)
         else:
             parameter.add_(0.15 * noise)
     for name, buffer in model.named_buffers():

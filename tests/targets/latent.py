@@ -4,7 +4,7 @@ from dense import rope
 from kind import kind
 
 EVERY_HEAD = {"num_key_value_heads": 4, "head_dim": 8}
-INDEX = {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 16}
+INDEX = {"index_topk": 8, "index_n_heads": 16, "index_head_dim": 16}  # of fewer heads many scores would tie at zero
 DEEPSEEK_YARN = rope(
     "yarn",
     factor=40.0,
@@ -46,6 +46,5 @@ LATENT = {
     ),
     "youtu": kind("latent attention, dense", **EVERY_HEAD),
     "axk1": kind("DeepSeek-V3's layers with a norm behind the MLP", **EVERY_HEAD),
-    "mistral4_text": kind("latent attention, queries scaled by position", "mistral4", head_dim=24, **MISTRAL4),
     "hy_v4": kind("four residual streams, an index that chooses keys"),
 }

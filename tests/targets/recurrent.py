@@ -5,14 +5,18 @@ from latent import EVERY_HEAD
 
 CONVOLUTIONS = ["conv", "full_attention"] * 2
 LINEAR = {"num_experts_per_token": 2, "linear_head_dim": 16, "linear_num_heads": 4, **EVERY_HEAD}
+# weights this small leave time steps above the least one, to which transformers raises them in a whole forward only
+STEADY = 0.1, 0.02
 SCALED = {"embedding_multiplier": 6.0, "logits_scaling": 4.0}
 
 HYBRID = {
-    "qwen3_next": kind("gated delta rule in three of four layers, gated attention, experts", num_experts=4),
+    "qwen3_next": kind("gated delta rule in three of four layers, gated attention, experts", seed=2, num_experts=4),
     "qwen3_5_text": kind("gated delta rule and gated attention, dense"),
-    "qwen3_5_moe_text": kind("and experts"),
+    "qwen3_5_moe_text": kind("and experts", seed=3),
     "nemotron_h": kind(
         "Mamba-2, experts, attention and MLP as layers of their own",
+        seed=2,
+        spreads=STEADY,
         num_hidden_layers=...,
         layers_block_type=["mamba", "moe", "attention", "mlp"],
         ssm_state_size=16,
@@ -66,6 +70,8 @@ HYBRID = {
     ),
     "zamba2": kind(
         "Mamba-2, and one attention block that several layers share",
+        seed=2,
+        spreads=STEADY,
         num_key_value_heads=4,
         num_query_groups=...,
         layers_block_type=["mamba", "hybrid"] * 2,
@@ -81,6 +87,7 @@ HYBRID = {
     "recurrent_gemma": kind("gated linear recurrence and windowed attention"),
     "zaya": kind(
         "convolutions over the queries and keys of each attention",
+        spreads=(1.0, 1.0),
         layer_types=["hybrid"] * 4,
         router_hidden_size=32,
         num_experts_per_tok=1,
@@ -98,8 +105,10 @@ HYBRID = {
 }
 STATES_ONLY = {
     "mamba": kind("selective state spaces, no attention"),
-    "mamba2": kind("state spaces with scalar decay", num_heads=8, head_dim=16, state_size=16, n_groups=1, chunk_size=32),
+    "mamba2": kind(
+        "state spaces with scalar decay", num_heads=8, head_dim=16, state_size=16, n_groups=1, chunk_size=32
+    ),
     "falcon_mamba": kind("Mamba with normed states"),
     "rwkv": kind("a weighted average with learned decay"),
-    "xlstm": kind("matrix memories", num_heads=4, embedding_dim=64, num_blocks=4, qk_dim_factor=1.0),
+    "xlstm": kind("matrix memories", seed=1, num_heads=4, embedding_dim=64, num_blocks=4, qk_dim_factor=1.0),
 }

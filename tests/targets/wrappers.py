@@ -34,6 +34,7 @@ WRAPPERS = {
         "SigLIP before Gemma 3: 4 B and more",
         "gemma3",
         kind("", "gemma3_text", query_pre_attn_scalar=16, layer_types=ALTERNATING),
+        seed=2,
         vision_config={**TOWER, "model_type": "siglip_vision_model"},
         mm_tokens_per_image=4,
         **AROUND,
@@ -44,7 +45,15 @@ WRAPPERS = {
         kind("", "gemma4_text", layer_types=ALTERNATING, **NOT_PER_LAYER),
         vision_config={**TOWER, "num_key_value_heads": 2, "head_dim": 16},
         audio_config=None,
-        **ids("image_token_id", "boi_token_id", "eoi_token_id", "audio_token_id", "boa_token_id", "eoa_token_id", "video_token_id"),
+        **ids(
+            "image_token_id",
+            "boi_token_id",
+            "eoi_token_id",
+            "audio_token_id",
+            "boa_token_id",
+            "eoa_token_id",
+            "video_token_id",
+        ),
     ),
     "qwen2_vl": wrapper(
         "rotary positions in three sections",
@@ -74,9 +83,7 @@ WRAPPERS = {
         vision_config={**QWEN, "deepstack_visual_indexes": [0, 1]},
         **IMAGES,
     ),
-    "qwen3_5_full": wrapper(
-        "Qwen 3.5 as published", "qwen3_5", kind("", "qwen3_5_text"), vision_config=QWEN, **IMAGES
-    ),
+    "qwen3_5_full": wrapper("Qwen 3.5 as published", "qwen3_5", kind("", "qwen3_5_text"), vision_config=QWEN, **IMAGES),
     "qwen3_5_moe_full": wrapper(
         "and experts", "qwen3_5_moe", kind("", "qwen3_5_moe_text"), vision_config=QWEN, **IMAGES
     ),
@@ -116,6 +123,7 @@ WRAPPERS = {
         "Llama 4 as published",
         "llama4",
         kind("", "llama4_text", attention_chunk_size=WINDOW),
+        part="language_model",  # in transformers 5.24 the whole ends in an AttributeError without images
         vision_config={**TOWER, "intermediate_size": 128}
         | dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 64),
         **AROUND,
@@ -125,13 +133,22 @@ WRAPPERS = {
         "glm4v",
         kind("", "glm4v_text", rope_parameters=rope(partial_rotary_factor=1.0, **SECTIONS)),
         vision_config={**QWEN, "image_size": 28},
-        **ids("image_token_id", "video_token_id", "image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id"),
+        **ids(
+            "image_token_id",
+            "video_token_id",
+            "image_start_token_id",
+            "image_end_token_id",
+            "video_start_token_id",
+            "video_end_token_id",
+        ),
     ),
     "kimi_k25": wrapper(
         "MoonViT before DeepSeek-V3's layers",
         "kimi_k25",
         kind("", "deepseek_v3", **EVERY_HEAD),
-        vision_config={key: TOWER[key] for key in TOWER if "size" not in key or key in ("hidden_size", "intermediate_size")},
+        vision_config={
+            key: TOWER[key] for key in TOWER if "size" not in key or key in ("hidden_size", "intermediate_size")
+        },
     ),
     "lfm2_vl": wrapper(
         "SigLIP 2 before LFM2's convolutions",
