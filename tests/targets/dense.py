@@ -14,9 +14,18 @@ def rope(rope_type: str = "default", **changes: Any) -> dict[str, Any]:
 LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=32)
 LONGROPE = rope("longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8, original_max_position_embeddings=32)
-GRANITE = {"embedding_multiplier": 6.0, "logits_scaling": 4.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2}
-PER_LAYER = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE}
-NOT_PER_LAYER = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
+GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 6.0,
+    "logits_scaling": 4.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.2,
+}
+PER_LAYER: dict[str, Any] = {
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+}
+NOT_PER_LAYER: dict[str, Any] = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
 
 ROTARY = {
     "llama": kind("RMSNorm, rotary positions, grouped queries: the plain case"),
@@ -38,11 +47,7 @@ ROTARY = {
     "ministral3": kind("queries scaled by position", seed=1),
     "qwen2": kind("biased queries, keys and values; tied table", seed=2, tie_word_embeddings=True),
     "qwen2_window": kind(
-        "windows from a certain layer on",
-        "qwen2",
-        use_sliding_window=True,
-        sliding_window=WINDOW,
-        max_window_layers=2,
+        "windows from a certain layer on", "qwen2", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2
     ),
     "qwen3": kind("normed queries and keys"),
     "gemma": kind("embeddings scaled by sqrt(hidden), norms that store gain - 1", seed=1),

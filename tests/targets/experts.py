@@ -1,10 +1,17 @@
 """Mixtures of experts behind ordinary attention."""
 
+from typing import Any
+
 from dense import ALTERNATING, GRANITE, NOT_PER_LAYER
 from kind import WINDOW, kind
 
-DOTS = {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
-SPARSE = {"rotary_dim": 8, "dense_intermediate_size": 96}
+DOTS: dict[str, Any] = {
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+SPARSE: dict[str, Any] = {"rotary_dim": 8, "dense_intermediate_size": 96}
 
 EXPERTS = {
     "mixtral": kind("softmax over the chosen experts"),
@@ -58,7 +65,7 @@ EXPERTS = {
     "dots1": kind("DeepSeek's experts behind Qwen 3's attention", max_window_layers=4, **DOTS),
     "dots1_window": kind("and windows in every other layer", "dots1", layer_types=ALTERNATING, **DOTS),
     "afmoe": kind("gated attention, full layers without positions"),
-    "mimo_v2_flash": kind("sinks in windowed layers, head sizes per kind of layer"),
+    "mimo_v2_flash": kind("sinks and more key heads in windowed layers, keys wider than values"),
     "jetmoe": kind("experts in attention too"),
     "laguna": kind("gated attention, a rotary per kind of layer", layer_types=ALTERNATING),
     "mellum": kind("Qwen 3's experts with windows", layer_types=ALTERNATING),

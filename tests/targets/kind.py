@@ -15,45 +15,17 @@ VOCAB_SIZE = 512
 WINDOW = 16
 TOKENS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 SIZES: dict[str, Any] = {  # each where a config has such a key that is set by default
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "sliding_window": WINDOW,
+    **dict(vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4),
+    **dict(num_key_value_heads=2, head_dim=16, max_position_embeddings=256, sliding_window=WINDOW),
     # experts
-    "moe_intermediate_size": 32,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "shared_expert_intermediate_size": 32,
-    "shared_intermediate_size": 32,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "num_shared_experts": 1,
-    "first_k_dense_replace": 1,
+    **dict(num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+    **dict(n_shared_experts=1, num_shared_experts=1, shared_intermediate_size=32, shared_expert_intermediate_size=32),
+    **dict(n_group=1, topk_group=1, first_k_dense_replace=1),
     # latent attention
-    "kv_lora_rank": 16,
-    "q_lora_rank": 24,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
+    **dict(kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16),
     # linear attention and state spaces
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "mamba_d_state": 16,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_n_groups": 1,
-    "mamba_chunk_size": 32,
-    "mamba_expand": 2,
+    **dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16),
+    **dict(mamba_d_state=16, mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=1, mamba_chunk_size=32, mamba_expand=2),
 }
 # standard deviations of the entries of matrices, and of a table that is the output layer too, which would only ever
 # repeat its input if it were larger: texts then neither repeat a token nor depend on rounding
@@ -82,7 +54,8 @@ class Kind:
         """Raises KeyError if the installed transformers has no such type."""
         if self.text is None:
             return tiny_config(self.model_type, self.changes)
-        return CONFIG_MAPPING[self.model_type](text_config=self.text.config().to_dict(), **self.changes)
+        make: Any = CONFIG_MAPPING[self.model_type]
+        return make(text_config=self.text.config().to_dict(), **self.changes)
 
     def model(self) -> PreTrainedModel:
         """A random model, in fp32."""

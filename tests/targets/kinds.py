@@ -8,7 +8,10 @@ from kind import Kind
 from latent import LATENT
 from recurrent import HYBRID, STATES_ONLY
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from wrappers import WRAPPERS
 
 GROUPS: dict[str, dict[str, Kind]] = {
@@ -30,6 +33,7 @@ FAST = [  # as unlike each other as possible
 
 
 def without_recipe() -> list[str]:
-    """Causal language models of the installed transformers that no kind here is of."""
+    """Causal language models, and models of images and text, of the installed transformers that no kind here is of."""
     tried = {kind.model_type for kind in KINDS.values()} | {k.text.model_type for k in KINDS.values() if k.text}
-    return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING) - tried)
+    known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    return sorted(known & set(CONFIG_MAPPING) - tried)

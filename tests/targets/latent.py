@@ -1,20 +1,20 @@
 """Latent attention (MLA): keys and values from a low-rank state, heads of two parts; index-sparse attention over it."""
 
+from typing import Any
+
 from dense import rope
 from kind import kind
 
-EVERY_HEAD = {"num_key_value_heads": 4, "head_dim": 8}
-INDEX = {"index_topk": 8, "index_n_heads": 16, "index_head_dim": 16}  # of fewer heads many scores would tie at zero
+EVERY_HEAD: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 8}
+INDEX: dict[str, Any] = {
+    "index_topk": 8,
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+}  # of fewer heads many scores would tie at zero
 DEEPSEEK_YARN = rope(
-    "yarn",
-    factor=40.0,
-    mscale=1.0,
-    mscale_all_dim=1.0,
-    original_max_position_embeddings=32,
-    beta_fast=32,
-    beta_slow=1,
+    "yarn", factor=40.0, mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=32, beta_fast=32, beta_slow=1
 )
-MISTRAL4 = {
+MISTRAL4: dict[str, Any] = {
     "num_key_value_heads": 4,
     "rope_parameters": rope(llama_4_scaling_beta=0.1, original_max_position_embeddings=32),
 }

@@ -1,27 +1,25 @@
 """The record of what came of every kind, and docs/targets.md, which is rendered from it."""
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from headstart.heads.registry import HEADS
-from kinds import GROUPS, KINDS
+from kind import Kind
+from kinds import GROUPS
 
 RECORD = Path(__file__).with_name("record.json")
 PAGE = Path(__file__).parents[2] / "docs" / "targets.md"
 COLUMNS = {
-    "states": ["load", "heads", "states"],
+    "states": ["load", "states"],
+    "sizes": ["heads"],
     "packed": ["packed"],
     "plain": ["plain"],
     "chains": ["look ups", "chains", "eagle3 chains"],
     "trees": ["trees", "eagle3 trees"],
     "batches": ["batches", "batched trees"],
-    "draft model": ["draft model"],
-    "sparse-self": ["sparse self"],
+    "drafts for itself": ["draft model", "sparse self"],
 }
-NEVER = {"hydra": "no engine loads Hydra", "mtp": "engines load MTP modules only with targets of their own layout"}
 
 
 INTRODUCTION = """# Targets
@@ -30,18 +28,21 @@ Which models Headstart trains on and decodes, tried on {count} kinds: tiny rando
 transformers {transformers}, in fp32 on a CPU. {summary}. `make targets` tries them all and writes this page and its
 record, `tests/targets/record.json`; `make test-slow` fails where a kind does not do what the record says.
 
-- *states*: the model loads, `headstart heads` sizes every family on it, and features of all layers, post-norm states
-  and logits are those of transformers' own forward.
+- *states*: features of all layers, post-norm states and logits are those of transformers' own forward; *sizes*:
+  `headstart heads` says what each family costs on it.
 - *packed*: rows of several texts (`data.layout=packed`) have the states that the texts have alone.
 - *plain*, *chains*, *trees*, *batches*: decoded without drafts, with look-ups, with drafts that are right up to planted
-  faults, and with a fresh EAGLE-3 head, in single rows and in batches of rows of 2 to 48 tokens, 48 being three windows:
-  token for token the text of transformers' `generate`.
-- *draft model*: the target as its own draft model; *sparse-self*: drafting over a part of its cache.
-- *trains*: two steps of every family; *exports*: what trained, for vLLM, passes `headstart check`. Said once: {never}.
+  faults, and with a fresh EAGLE-3 head, in single rows and in batches of rows of 2 to 48 tokens, 48 being three
+  windows: token for token the text of transformers' `generate`.
+- *drafts for itself*: the target as its own draft model, and by `sparse-self`.
+- *trains*: two steps of every family; *exports*: what trained and vLLM loads passes `headstart check`. MTP modules are
+  exported for targets of their layout alone, which is not said again.
 
-`yes`, or the number of the line below the table that says why not: *refused*, with the line that a user sees, or a fault
-of ours, *wrong* or *crashed*; at *transformers*, that it fails itself.
-""".replace("{never}", "; ".join(NEVER.values()))
+`no` is followed by the numbers of the lines below the table that say why: *refused*, with the line that a user sees, or
+a fault, *wrong* or *crashed*. Where that is said of the first column alone, there is nothing more to try.
+"""
+WITHOUT_RECIPE = """A kind is one line in a table of `tests/targets/`; `make targets KINDS=NAME` tries it alone. Not
+tried, of the causal language models and the models of images and text in this release: """
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Record:
 
     transformers: str
     outcomes: dict[str, dict[str, str]]  # by kind and step, all that was not ok, as `walk.walked` gives it
-    without_recipe: list[str]  # causal language models of that release that no kind is of
+    without_recipe: list[str]  # types of models in that release that no kind is of
 
     @classmethod
     def read(cls) -> "Record":
@@ -64,9 +65,9 @@ class Record:
     def page(self) -> str:
         parts = [INTRODUCTION.format(count=len(self.outcomes), transformers=self.transformers, summary=self.summary())]
         for group, kinds in GROUPS.items():
-            parts.append(f"## {group}\n\n{self.table([name for name in kinds if name in self.outcomes])}")
+            parts.append(f"## {group}\n\n{self.table(kinds)}")
         missing = ", ".join(f"`{name}`" for name in self.without_recipe)
-        parts.append(f"## Without a recipe\n\nNot tried, of this release's causal language models: {missing}.\n")
+        parts.append(f"## Without a recipe\n\n{WITHOUT_RECIPE}{missing}.\n")
         return "\n".join(parts)
 
     def summary(self) -> str:
@@ -77,42 +78,37 @@ class Record:
         decoded = count(lambda found: not {"transformers", "load", "plain", "chains", "batches"} & found.keys())
         return f"{loaded} of them can be trained on, {decoded} also decoded in chains and batches"
 
-    def table(self, names: list[str]) -> str:
+    def table(self, kinds: dict[str, Kind]) -> str:
         """Of the kinds of a group, with the lines that say why under it."""
         notes: list[str] = []
-        rows = [self.row(name, self.outcomes[name], notes) for name in names]
+        rows = [self.row(name, kind, notes) for name, kind in kinds.items()]
         head = ["kind", "what sets it apart", *COLUMNS, "trains", "exports"]
         lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *rows]
         return "\n".join([*lines, ""] + [f"{i}. {note}" for i, note in enumerate(notes, 1)] + [""] * bool(notes))
 
-    def row(self, name: str, found: dict[str, str], notes: list[str]) -> str:
+    def row(self, name: str, kind: Kind, notes: list[str]) -> str:
+        """A kind's line; lines that say why are added to the notes."""
+        found = self.outcomes[name]
+
         def no(step: str) -> str:
             """The outcome and the number of its note."""
-            word, _, why = found[step].partition(": ")
-            note = f"{word}: `{general(why, KINDS[name].model_type)}`"
+            word, _, why = found[step].replace("`", "'").partition(": ")
+            note = f"{word}: `{why}`"
             notes.extend([note] * (note not in notes))
             return f"no ({notes.index(note) + 1})"
 
-        cells = [f"`{name}`", KINDS[name].why]
+        cells = [f"`{name}`", kind.why]
         if stop := next((step for step in ("transformers", "load") if step in found), ""):
             return f"| {' | '.join([*cells, no(stop), *[''] * (len(COLUMNS) + 1)])} |"
         for steps in COLUMNS.values():
             bad = [step for step in steps if step in found]
             cells.append(" ".join(dict.fromkeys(map(no, bad))) if bad else "yes")
-        trained = [family for family in sorted(HEADS) if f"train {family}" not in found]
-        for verb, asked in {"train": sorted(HEADS), "export": trained}.items():
-            bad = [family for family in asked if f"{verb} {family}" in found]
-            bad = [family for family in bad if verb == "train" or not is_general(family, found[f"export {family}"])]
-            cells.append(", ".join(f"{family}: {no(f'{verb} {family}')}" for family in bad) or "yes")
+        for verb in ("train", "export"):
+            bad = [step for step in found if step.startswith(verb) and not is_said(step, found[step])]
+            cells.append(", ".join(f"{step.split()[1]}: {no(step)}" for step in bad) or "yes")
         return f"| {' | '.join(cells)} |"
 
 
-def is_general(family: str, line: str) -> bool:
-    """Whether no kind of target would change it: the page says it once."""
-    return family in NEVER and line.startswith("refused: ")
-
-
-def general(line: str, model_type: str) -> str:
-    """A line without the name of the kind, so that those of several kinds are one note."""
-    line = re.sub(rf"\b{re.escape(model_type)}\b", "KIND", line) if len(model_type) > 3 else line
-    return line.replace("`", "'").replace("|", "/")
+def is_said(step: str, line: str) -> bool:
+    """Whether the introduction says it, as it is so for nearly all kinds."""
+    return step == "export mtp" and line.startswith("refused: ")

@@ -1,13 +1,15 @@
 """Layers that keep a state instead of keys and values: linear attention, state spaces, convolutions; and hybrids."""
 
+from typing import Any
+
 from kind import WINDOW, kind
 from latent import EVERY_HEAD
 
 CONVOLUTIONS = ["conv", "full_attention"] * 2
-LINEAR = {"num_experts_per_token": 2, "linear_head_dim": 16, "linear_num_heads": 4, **EVERY_HEAD}
+LINEAR: dict[str, Any] = {"num_experts_per_token": 2, "linear_head_dim": 16, "linear_num_heads": 4, **EVERY_HEAD}
 # weights this small leave time steps above the least one, to which transformers raises them in a whole forward only
 STEADY = 0.1, 0.02
-SCALED = {"embedding_multiplier": 6.0, "logits_scaling": 4.0}
+SCALED: dict[str, Any] = {"embedding_multiplier": 6.0, "logits_scaling": 4.0}
 
 HYBRID = {
     "qwen3_next": kind("gated delta rule in three of four layers, gated attention, experts", seed=2, num_experts=4),
@@ -62,11 +64,7 @@ HYBRID = {
         **LINEAR,
     ),
     "bailing_hybrid": kind(
-        "linear attention with fixed decay and latent attention, experts",
-        num_expert_group=1,
-        topk_group=1,
-        layer_group_size=4,
-        **LINEAR,
+        "the same, by groups of layers", num_expert_group=1, topk_group=1, layer_group_size=4, **LINEAR
     ),
     "zamba2": kind(
         "Mamba-2, and one attention block that several layers share",

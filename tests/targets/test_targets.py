@@ -1,14 +1,17 @@
 """Every kind of target does what the record says, and the record says nothing that is wrong or crashes."""
 
+from typing import Any
+
 import pytest
-import torch
 from headstart.configs.errors import BadInput
+from headstart.eval.generate import generate
 from headstart.heads.nn.cache import SlotCache
 from headstart.heads.target import Target
 from kinds import FAST, KINDS, without_recipe
+from planted import Planted
 from record import PAGE, Record
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from walk import Walk, outcome, walked
+from walk import NUM_NEW, PROMPTS, TREE, Walk, outcome, walked
 
 RECORD = Record.read()
 FAST_STEPS = "load", "states", "packed", "plain", "chains", "trees", "batches", "train eagle3"
@@ -36,7 +39,7 @@ def test_every_kind_is_recorded():
 @pytest.mark.xfail(strict=True, reason="kinds that are being mended")
 def test_nothing_is_wrong_or_crashes():
     lines = [f"{name}, {step}: {line}" for name, found in RECORD.outcomes.items() for step, line in found.items()]
-    bad = [line for line in lines if ": refused: " not in line and ", transformers: " not in line]
+    bad = [line for line in lines if ": refused: " not in line and ", transformers: crashed: " not in line]
     assert not bad, "\n".join(bad)
 
 
@@ -63,8 +66,8 @@ def test_a_planted_fault_is_seen(mistral, monkeypatch):
     mask = SlotCache.mask
     with monkeypatch.context() as patch:
         patch.setattr(SlotCache, "mask", lambda self, positions, *, window=None, **how: mask(self, positions, **how))
-        assert seen("plain").startswith("wrong: prompt of 48: new token 0 differs")
-        assert seen("batches").startswith("wrong: prompt of 48 in a batch of 3")
+        assert seen("plain").startswith("wrong: prompt of 5: new token 12 differs")  # the 17th token
+        assert seen("batches").startswith("wrong: prompt of 5 in a batch of 3: new token 12")
     with monkeypatch.context() as patch:
         patch.setattr(SlotCache, "mask", lambda self, positions, *, seen=None, **how: mask(self, positions, **how))
         assert seen("chains") == "ok" and seen("trees").startswith("wrong")
@@ -80,13 +83,10 @@ def test_a_planted_fault_is_seen(mistral, monkeypatch):
 
 def test_planted_drafts_are_accepted_in_part(mistral):
     """So that rounds of all kinds happen: none accepted, some, all."""
-    from headstart.eval.generate import generate
-    from planted import Planted
-    from walk import NUM_NEW, PROMPTS, TREE
 
-    drafter, taken = Planted(mistral.whole_texts), set()
-    for how in ({"num_draft_tokens": 4}, {"tree": TREE}):
+    def taken(**how: Any) -> set[int]:
+        drafter = Planted(mistral.whole_texts)
         done = generate(mistral.target, drafter, PROMPTS, max_new_tokens=NUM_NEW, eos_token_ids=[], **how)
-        taken.add(frozenset(num for one in done.rounds[1:] for num in one.num_accepted))
-    assert {0, 1, 2, 4} <= set().union(*taken) and all(len(numbers) > 2 for numbers in taken)
-    assert torch.get_num_threads() == 1
+        return {num for one in done.rounds[1:] for num in one.num_accepted}
+
+    assert taken(num_draft_tokens=4) == {0, 2, 4} and taken(tree=TREE) == {0, 2, 3}

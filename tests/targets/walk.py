@@ -20,7 +20,7 @@ from headstart.eval.generate import generate
 from headstart.heads.drafter import Drafter
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.export.check import check_export
-from headstart.heads.export.write import export_head
+from headstart.heads.export.write import WRITERS, export_head
 from headstart.heads.fit import load_skeleton
 from headstart.heads.loading import TargetConfig
 from headstart.heads.nn.documents import Documents
@@ -38,7 +38,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 NUM_NEW = 24
 LONG = [1] + [(7 * i * i + 3 * i + 11) % 490 + 4 for i in range(3 * WINDOW - 1)]
 PROMPTS = [[1, 400, 9, 270, 9], LONG, [1, 290]]
-TREE = StaticTree([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 0)])
+TREE = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 0)))
 WIDE = DynamicTree(num_nodes=7, depth=3, top_k=3)
 TOLERANCE = 1e-4  # of the largest value, in fp32
 FEWEST_TOKENS = 6  # different ones in a text, or it could not tell right from wrong
@@ -65,7 +65,8 @@ class Walk:
         self.whole_model.save_pretrained(self.path)
         tokenizer().save_pretrained(self.path)
         fewest = min(len(set(text)) for text in self.texts)
-        assert fewest >= FEWEST_TOKENS, f"a text of {fewest} different tokens"
+        if fewest < FEWEST_TOKENS:
+            raise Wrong(f"a text of {fewest} different tokens: another seed may write a better one")
 
     @cached_property
     def whole_model(self) -> PreTrainedModel:
@@ -230,7 +231,8 @@ class Walk:
         named: dict[str, Callable[[], None]] = {step.__name__.replace("_", " "): step for step in steps}
         for family in sorted(HEADS):
             named[f"train {family}"] = partial(self.train, family)
-            named[f"export {family}"] = partial(self.export, family)
+            if "vllm" in WRITERS.get(family, ()):
+                named[f"export {family}"] = partial(self.export, family)
         return named
 
 

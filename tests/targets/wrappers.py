@@ -17,7 +17,7 @@ TOWER = {
 }
 PIXTRAL = {**TOWER, "model_type": "pixtral", "head_dim": 16}
 QWEN = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64, "patch_size": 14}
-SECTIONS = {"mrope_section": [2, 3, 3]}  # of a head's frequencies: for time, height and width
+SECTIONS: dict[str, Any] = {"mrope_section": [2, 3, 3]}  # of a head's frequencies: for time, height and width
 
 
 def ids(*names: str) -> dict[str, Any]:
