@@ -1,10 +1,12 @@
 """The record of what came of every kind, and docs/targets.md, which is rendered from it."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from headstart.heads.registry import HEADS
 from kind import Kind
 from kinds import GROUPS
 
@@ -25,8 +27,9 @@ COLUMNS = {
 INTRODUCTION = """# Targets
 
 Which models Headstart trains on and decodes, tried on {count} kinds: tiny random models of the architectures in
-transformers {transformers}, in fp32 on a CPU. {summary}. `make targets` tries them all and writes this page and its
-record, `tests/targets/record.json`; `make test-slow` fails where a kind does not do what the record says.
+transformers {transformers}, in fp32 on a CPU. {summary}.
+`make targets` tries them all and writes this page and its record, `tests/targets/record.json`; `make test-slow` fails
+where a kind does not do what the record says.
 
 - *states*: features of all layers, post-norm states and logits are those of transformers' own forward; *sizes*:
   `headstart heads` says what each family costs on it.
@@ -39,7 +42,8 @@ record, `tests/targets/record.json`; `make test-slow` fails where a kind does no
   exported for targets of their layout alone, which is not said again.
 
 `no` is followed by the numbers of the lines below the table that say why: *refused*, with the line that a user sees, or
-a fault, *wrong* or *crashed*. Where that is said of the first column alone, there is nothing more to try.
+a fault, *wrong* or *crashed*. MODEL, HEAD and KIND stand for the names of folders and of the model's type. Where it is
+said of the first column alone, there is nothing more to try.
 """
 WITHOUT_RECIPE = """A kind is one line in a table of `tests/targets/`; `make targets KINDS=NAME` tries it alone. Not
 tried, of the causal language models and the models of images and text in this release: """
@@ -81,18 +85,19 @@ class Record:
     def table(self, kinds: dict[str, Kind]) -> str:
         """Of the kinds of a group, with the lines that say why under it."""
         notes: list[str] = []
-        rows = [self.row(name, kind, notes) for name, kind in kinds.items()]
+        rows = [self.row(name, kind, notes) for name, kind in kinds.items() if name in self.outcomes]
         head = ["kind", "what sets it apart", *COLUMNS, "trains", "exports"]
         lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *rows]
         return "\n".join([*lines, ""] + [f"{i}. {note}" for i, note in enumerate(notes, 1)] + [""] * bool(notes))
 
     def row(self, name: str, kind: Kind, notes: list[str]) -> str:
-        """A kind's line; lines that say why are added to the notes."""
+        """A kind's line; what says why is added to the notes."""
         found = self.outcomes[name]
 
         def no(step: str) -> str:
-            """The outcome and the number of its note."""
             word, _, why = found[step].replace("`", "'").partition(": ")
+            names = [one.model_type or name for one in (kind, kind.text) if one is not None]
+            why = re.sub(rf"\b({'|'.join(names)})\b", "KIND", why.replace(f"{step.split()[-1]}/final", "HEAD"))
             note = f"{word}: `{why}`"
             notes.extend([note] * (note not in notes))
             return f"no ({notes.index(note) + 1})"
@@ -101,11 +106,15 @@ class Record:
         if stop := next((step for step in ("transformers", "load") if step in found), ""):
             return f"| {' | '.join([*cells, no(stop), *[''] * (len(COLUMNS) + 1)])} |"
         for steps in COLUMNS.values():
-            bad = [step for step in steps if step in found]
-            cells.append(" ".join(dict.fromkeys(map(no, bad))) if bad else "yes")
+            bad = {step: no(step) for step in steps if step in found}
+            is_one = len(bad) == len(steps) and len({*bad.values()}) == 1
+            told = [*{*bad.values()}] if is_one else [f"{step}: {why}" for step, why in bad.items()]
+            cells.append(", ".join(told) or "yes")
         for verb in ("train", "export"):
             bad = [step for step in found if step.startswith(verb) and not is_said(step, found[step])]
             cells.append(", ".join(f"{step.split()[1]}: {no(step)}" for step in bad) or "yes")
+        if all(f"train {family}" in found for family in HEADS):
+            cells[-1] = ""  # there was nothing to export
         return f"| {' | '.join(cells)} |"
 
 
