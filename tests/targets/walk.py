@@ -62,7 +62,7 @@ class Walk:
 
     def transformers(self) -> None:
         """The kind exists in the installed release, and writes texts that can tell right from wrong."""
-        self.whole_model.save_pretrained(self.path)
+        self.kind.model().save_pretrained(self.path)
         tokenizer().save_pretrained(self.path)
         fewest = min(len(set(text)) for text in self.texts)
         if fewest < FEWEST_TOKENS:
@@ -70,7 +70,8 @@ class Walk:
 
     @cached_property
     def whole_model(self) -> PreTrainedModel:
-        return self.kind.model()
+        """As transformers itself loads it."""
+        return self.kind.auto_class.from_pretrained(self.path).eval()
 
     @property
     def model(self) -> Any:
