@@ -2,7 +2,7 @@
 
     python tests/targets/refresh.py [KIND ...]
 
-A process per core; about 5 minutes on 2 cores. With names, the other kinds' outcomes stay as they are recorded.
+A process per core; 8 minutes of computing time in all. With names, the other kinds' outcomes stay as they are recorded.
 """
 
 import os
