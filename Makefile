@@ -30,7 +30,11 @@ test: $(READY) ## every test but the slow and the GPU ones; 5 to 6 minutes on 2 
 ALONE := tests/scripts/auto tests/scripts/benchmarks tests/scripts/quickstart
 test-slow: $(READY) ## the slow tests, among them the smoke run and two processes under every backend
 	$(BIN)/pytest -m "slow and not gpu" $(ALONE)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile -m "slow and not gpu" $(addprefix --ignore=,$(ALONE))
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "slow and not gpu" tests/targets
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile -m "slow and not gpu" $(addprefix --ignore=,$(ALONE) tests/targets)
+
+targets: $(READY) ## what works on which architecture of transformers, in docs/targets.md; or KINDS="llama mpt" alone
+	OMP_NUM_THREADS=1 $(BIN)/python tests/targets/refresh.py $(KINDS)
 
 VLLM := .venv-vllm
 # its torchvision and kin are built for CUDA and do not import beside a torch for CPUs
@@ -90,4 +94,4 @@ clean: ## remove what builds left
 clean-runs: ## remove runs/, where the examples train, after asking
 	@printf 'Remove runs/ with all that was trained there? [y/N] '; read answer; test "$$answer" = y && rm -rf runs
 
-.PHONY: help quickstart smoke check test test-slow test-vllm test-llamacpp gpu bench-heads bench-train docs wheel clean clean-runs
+.PHONY: help quickstart smoke check test test-slow targets test-vllm test-llamacpp gpu bench-heads bench-train docs wheel clean clean-runs
