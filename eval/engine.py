@@ -14,6 +14,7 @@ from ..heads.nn.cache import EXTENT_STEP, SlotCache
 from ..heads.nn.split_attention import whole_parts
 from ..heads.nn.target_output import TargetOutput
 from ..heads.nn.tree_nodes import ancestors
+from ..heads.prompts import read_prompts
 from ..heads.target import Target
 from .measurement.config import draft_length
 from .replay import Replay, Tensors, Widths, on_device
@@ -116,7 +117,7 @@ class Engine:
         """States of right-padded prompts [B, T] behind `kept` tokens in the cache; their first tokens [B, 1]."""
         if self.drafts_on_host and self.drafter is not None:  # its state has the texts of the last batch
             self.state = self.drafter.restart(self.state, batch_size=self.batch_size, max_length=self.num_slots)
-        output = self.target.read_prompts(tokens, num_valid, self.cache, kept=kept, feature_layers=self.layers)
+        output = read_prompts(self.target, tokens, num_valid, self.cache, kept=kept, feature_layers=self.layers)
         self.extent = tokens.shape[1]
         if self.history is not None:
             self.history.committed.zero_()

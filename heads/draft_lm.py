@@ -14,13 +14,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..configs.errors import BadInput, first_line
 from ..configs.files import LocalPath
@@ -28,14 +27,13 @@ from .adapters import add_adapters
 from .base import ChainStarts, DraftBatch, DraftHead
 from .drafter import Reading
 from .drafting import Proposal
-from .loading import quiet_loading
 from .nn.cache import SlotCache, newest_slots, seen_by_children
 from .nn.hybrid_cache import HybridCache
 from .nn.parallel import ParallelConfig, behind, last_and_behind, with_masks
+from .prompts import read_prompts
+from .same_vocabulary import check_vocabulary
 from .start.closed_form import copy_layers, scale_norm
 from .target import Target
-
-PADDING = 0.01  # vocabularies whose sizes differ by at most this share may be the same up to padding
 
 
 @dataclass(kw_only=True)
@@ -164,7 +162,7 @@ class DraftLMHead(DraftHead):
     @torch.no_grad()
     def commit_prompts(self, state: DraftLMState, read: Reading, *, most: int) -> None:
         if isinstance(state.cache, HybridCache):  # the first round reads the last token, from the states before it
-            self.reader.read_prompts(read.tokens, (read.num_valid - 1).clamp(min=0), state.cache)
+            read_prompts(self.reader, read.tokens, (read.num_valid - 1).clamp(min=0), state.cache)
         else:
             super().commit_prompts(state, read, most=most)
 
@@ -276,38 +274,3 @@ def fresh_model(config: DraftLMConfig, target: Target) -> Any:
     if size == target.hidden_size:
         copy_layers(Target(model, name="draft_lm", fingerprint=""), target)
     return model
-
-
-def check_vocabulary(path: str, target: Target) -> None:
-    """Raises BadInput if a model's vocabulary is not the target's, before its weights are loaded."""
-    try:
-        with quiet_loading():
-            size = AutoConfig.from_pretrained(path).get_text_config().vocab_size
-    except Exception as error:  # as in load_model
-        raise BadInput(f"head.path {path}: {first_line(error)}") from error
-    sizes = f"{size} tokens, those of {target.name} {target.vocab_size}"
-    if abs(size - target.vocab_size) > PADDING * max(size, target.vocab_size):
-        raise BadInput(f"head.path {path}: its vocabulary has {sizes}: expected the same, but for padding")
-    if not comes_with_tokenizer(path):
-        return  # then only the size can be compared
-    try:
-        words: Mapping[str, int] = AutoTokenizer.from_pretrained(path).get_vocab()
-    except Exception as error:
-        raise BadInput(f"head.path {path}: its tokenizer: {first_line(error)}") from error
-    theirs: Mapping[str, int] = target.tokenizer.get_vocab()
-    word = differing_word(words, theirs)
-    if word is not None:
-        ids = f"{word!r} is {words.get(word, 'absent')} there and {theirs.get(word, 'absent')} here"
-        raise BadInput(f"head.path {path}: its vocabulary ({sizes}) is another: {ids}")
-
-
-def comes_with_tokenizer(path: str) -> bool:
-    """Whether a model's folder holds a tokenizer; without one, transformers returns an empty one for some families."""
-    patterns = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-    return not Path(path).is_dir() or any(any(Path(path).glob(pattern)) for pattern in patterns)
-
-
-def differing_word(words: Mapping[str, int], others: Mapping[str, int]) -> str | None:
-    """A token of the smaller vocabulary that the larger lacks or has under another id; None if there is no such."""
-    few, many = sorted((words, others), key=len)
-    return next((word for word, i in few.items() if many.get(word) != i), None)

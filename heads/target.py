@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from ..configs.errors import BadInput
-from .loading import FrozenModel, TargetConfig, found_path, load_model
+from .frozen import FrozenModel
+from .loading import TargetConfig, found_path, load_model
 from .nn.attention import NAME as GROUPED_ATTENTION
 from .nn.attention import Watch
 from .nn.cache import SlotCache, cache_argument
 from .nn.cpu_decoder import CpuDecoder
 from .nn.documents import Documents
-from .nn.hybrid_cache import HybridCache, keeps_states, kept_by_layers, read_states, unknown_kind
 from .nn.joined_decoder import JoinedDecoder
 from .nn.target_output import TargetOutput
 from .target_check import check_target
@@ -51,13 +51,6 @@ class Target(FrozenModel):
         self.is_adapted = False  # whether it computes with a head's adapters, see adapters.TargetAdapter
         self._decoder: CpuDecoder | JoinedDecoder | None = None  # made on first use, if the layers are of a known kind
         self._has_decoder: bool | None = False  # None: not determined yet
-        self.kept = kept_by_layers(self.config)
-        self.has_states = any(map(keeps_states, self.kept))
-        self.undecodable = unknown_kind(self.kept)  # why it can be trained on, but not decoded
-        self.decodes_trees = not self.has_states  # they would need a state per path
-        self.continues_prompts = True  # whether its recurrent layers read many tokens behind a state
-        if self.has_states and self.undecodable is None:
-            self.undecodable = read_states(self.base, self.kept)
         if self.device.type != "meta":  # shapes without weights: nothing to compare
             check_target(self)
         self._has_decoder = None  # from here on; the check was of the model's own layers
@@ -100,24 +93,6 @@ class Target(FrozenModel):
             if kind is not None and self.final_norm is not None:
                 self._decoder = kind(self.base, self.layers, self.final_norm, self.config, weight)
         return self._decoder
-
-    @property
-    def can_decode(self) -> bool:
-        return self.undecodable is None
-
-    def new_cache(self, max_length: int, *, num_rows: int = 1, width: int = 1) -> SlotCache:
-        """An empty cache with `max_length` slots (tokens) per row.
-
-        Args: num_rows, width: as in `HybridCache`, for a target with recurrent layers.
-        Raises: BadInput if this target cannot be decoded.
-        """
-        if self.undecodable is not None:
-            why = f"{self.undecodable}, so this target can be trained on, but not decoded"
-            raise BadInput(f"target {self.name}: {why}")
-        if not self.has_states:
-            return SlotCache(num_layers=len(self.kept), max_length=max_length)
-        sizes: dict[str, Any] = {"max_length": max_length, "num_rows": num_rows, "width": width}
-        return HybridCache(self.kept, **sizes, continues_prompts=self.continues_prompts, device=self.device)
 
     def forward(
         self,
@@ -192,46 +167,6 @@ class Target(FrozenModel):
         read = partial(self.forward, feature_layers=feature_layers, cache=cache, positions=positions, extent=length)
         rows = [read(row[None]) for row in input_ids]
         return TargetOutput(torch.cat([row.features for row in rows]), torch.cat([row.post_norm for row in rows]))
-
-    def read_prompts(
-        self,
-        tokens: Tensor,
-        num_valid: Tensor,
-        cache: SlotCache,
-        *,
-        kept: int = 0,
-        feature_layers: tuple[int, ...] = (),
-    ) -> TargetOutput:
-        """Read right-padded prompts [B, T] of num_valid [B] tokens in chunks, behind `kept` ones that the cache has."""
-        if isinstance(cache, HybridCache):
-            return self._read_rows(tokens, num_valid, cache, feature_layers)
-        return self._read_chunks(tokens, cache, kept, feature_layers)
-
-    def _read_rows(
-        self, tokens: Tensor, num_valid: Tensor, cache: HybridCache, feature_layers: tuple[int, ...]
-    ) -> TargetOutput:
-        """Prompts one by one, as a recurrent layer would read padding too. Those without tokens are left out."""
-        outputs = []
-        for row, length in enumerate(num_valid.tolist()):
-            alone = cache if cache.num_rows == 1 else cache.row_reader()
-            with alone.prompts():
-                outputs.append(self._read_chunks(tokens[row : row + 1, :length], alone, 0, feature_layers))
-            if length > 0 and alone is not cache:
-                cache.take_row(row, alone, 0)
-        return TargetOutput.padded(outputs, tokens.shape[1])
-
-    def _read_chunks(
-        self, tokens: Tensor, cache: SlotCache, kept: int, feature_layers: tuple[int, ...]
-    ) -> TargetOutput:
-        nothing = torch.empty(len(tokens), 0, self.hidden_size, dtype=self.dtype, device=tokens.device)
-        outputs, start = [TargetOutput(nothing[:, :, None].expand(-1, -1, len(feature_layers), -1), nothing)], kept
-        for chunk in tokens[:, kept:].split(self.prompt_chunk, 1) if tokens.shape[1] > kept else ():
-            extent = start + chunk.shape[1]
-            positions = torch.arange(start, extent, device=tokens.device).expand_as(chunk)
-            read = partial(self.forward, feature_layers=feature_layers, cache=cache, positions=positions, extent=extent)
-            outputs.append(read(chunk))
-            start = extent
-        return TargetOutput.joined(outputs)
 
     def read_slots(
         self,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..configs.errors import BadInput, first_line
 from .nn.target_output import TargetOutput
+from .prompts import read_prompts
 
 if TYPE_CHECKING:
     from .target import Target
@@ -152,14 +153,14 @@ def read_behind_cache(target: Target, ids: Tensor, states: Tensor) -> dict[str, 
     prompts, rows = lengths - BEHIND, torch.arange(2, device=ids.device)[:, None]
     cache = target.new_cache(room, num_rows=2, width=BEHIND)
     with in_chunks(target, num - BEHIND):
-        output = target.read_prompts(ids[:, : num - BEHIND].expand(2, -1), prompts, cache)
+        output = read_prompts(target, ids[:, : num - BEHIND].expand(2, -1), prompts, cache)
     found = {"a prompt": (pick(states, prompts[:, None] - 1), output.post_norm[rows, prompts[:, None] - 1])}
     for name, first in (("a round", 0), ("a round behind rejected drafts", BEHIND // 2)):
         positions = prompts[:, None] + torch.arange(first, BEHIND, device=ids.device)  # [2, Q]
         output = target.forward(ids[0][positions], cache=cache, positions=positions, extent=num)
         found[name] = pick(states, positions), output.post_norm
     alone, last = target.new_cache(room), torch.tensor([[num - 1]], device=ids.device)
-    target.read_prompts(ids[:, :-1], lengths[:1] - 1, alone)
+    read_prompts(target, ids[:, :-1], lengths[:1] - 1, alone)
     output = target.forward(ids[:, -1:], cache=alone, positions=last, extent=num, is_newest=True)
     return {**found, "the newest token": (states[:, -1:], output.post_norm)}
 
@@ -182,7 +183,7 @@ def reads_tree(target: Target, ids: Tensor, states: Tensor) -> bool:
     """Whether a small tree behind a cache has the model's states: the root, two children, and one behind the first."""
     root = ids.shape[1] - 3
     cache = target.new_cache(ids.shape[1] + BEHIND + 1)
-    target.read_prompts(ids[:, :root], torch.tensor([root], device=ids.device), cache)
+    read_prompts(target, ids[:, :root], torch.tensor([root], device=ids.device), cache)
     other = (ids[:, root + 1] + 1) % target.vocab_size
     tokens = torch.stack([ids[:, root], ids[:, root + 1], other, ids[:, root + 2]], 1)  # [1, 4]
     positions = torch.tensor([[root, root + 1, root + 1, root + 2]], device=ids.device)

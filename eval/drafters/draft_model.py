@@ -7,10 +7,11 @@ from torch import Tensor
 
 from ...configs.errors import BadInput
 from ...heads.base import Proposal
-from ...heads.draft_lm import comes_with_tokenizer, differing_word
 from ...heads.drafter import Drafter, Reading
 from ...heads.nn.cache import SlotCache
 from ...heads.nn.hybrid_cache import HybridCache
+from ...heads.prompts import read_prompts
+from ...heads.same_vocabulary import comes_with_tokenizer, differing_word
 from ...heads.target import Target
 
 
@@ -46,7 +47,7 @@ class DraftModelDrafter(Drafter):
     def commit_prompts(self, state: DraftModelState, read: Reading, *, most: int) -> None:
         if isinstance(state.cache, HybridCache):  # the first round reads the last token, from the states before it
             tokens = read.tokens.clamp(max=self.model.vocab_size - 1)
-            self.model.read_prompts(tokens, (read.num_valid - 1).clamp(min=0), state.cache)
+            read_prompts(self.model, tokens, (read.num_valid - 1).clamp(min=0), state.cache)
         else:
             super().commit_prompts(state, read, most=most)
 

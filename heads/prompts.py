@@ -1,0 +1,56 @@
+"""Reading prompts into a target's cache: in chunks, and row by row where padding would be read too."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .nn.cache import SlotCache
+from .nn.hybrid_cache import HybridCache
+from .nn.target_output import TargetOutput
+
+if TYPE_CHECKING:
+    from .target import Target
+
+
+def read_prompts(
+    target: Target,
+    tokens: Tensor,
+    num_valid: Tensor,
+    cache: SlotCache,
+    *,
+    kept: int = 0,
+    feature_layers: tuple[int, ...] = (),
+) -> TargetOutput:
+    """Read right-padded prompts [B, T] of num_valid [B] tokens; returns the states there, [B, T, ...].
+
+    Args: kept: tokens of each that the cache has; 0 with a `HybridCache`. feature_layers: as in `Target.forward`.
+    """
+    if not isinstance(cache, HybridCache):
+        return read_in_chunks(target, tokens, cache, kept=kept, feature_layers=feature_layers)
+    outputs = []
+    for row, length in enumerate(num_valid.tolist()):
+        alone = cache if cache.num_rows == 1 else cache.row_reader()
+        with alone.prompts():
+            outputs.append(read_in_chunks(target, tokens[row : row + 1, :length], alone, feature_layers=feature_layers))
+        if length > 0 and alone is not cache:
+            cache.take_row(row, alone, 0)
+    return TargetOutput.padded(outputs, tokens.shape[1])
+
+
+def read_in_chunks(
+    target: Target, tokens: Tensor, cache: SlotCache, *, kept: int = 0, feature_layers: tuple[int, ...] = ()
+) -> TargetOutput:
+    """Read tokens [B, T], which may be none, behind `kept` ones; returns the states of those that were read."""
+    nothing = torch.empty(len(tokens), 0, target.hidden_size, dtype=target.dtype, device=tokens.device)
+    outputs, start = [TargetOutput(nothing[:, :, None].expand(-1, -1, len(feature_layers), -1), nothing)], kept
+    for chunk in tokens[:, kept:].split(target.prompt_chunk, 1) if tokens.shape[1] > kept else ():
+        extent = start + chunk.shape[1]
+        positions = torch.arange(start, extent, device=tokens.device).expand_as(chunk)
+        read = partial(target.forward, feature_layers=feature_layers, cache=cache, positions=positions, extent=extent)
+        outputs.append(read(chunk))
+        start = extent
+    return TargetOutput.joined(outputs)
