@@ -143,8 +143,9 @@ def test_a_target_that_the_engine_decodes_wrongly_is_one_line(headstart, saved_t
 
     monkeypatch.setattr(Target, "read_slots", one_further)
     line = f"eval --target {saved_target} --drafter ngram --prompts {prompts({'prompt': 'w5 w9'})} --output"
-    problem = "the engine's text differs from the model's own at token 2 behind prompts.jsonl:1"
-    refused(headstart(line, tmp_path / "out"), problem, outputs=[tmp_path / "out"])
+    result = headstart(line, tmp_path / "out")
+    refused(result, "the engine's text differs from the model's own at token 2 (id ", outputs=[tmp_path / "out"])
+    assert result[2].endswith(" behind prompts.jsonl:1: it cannot be measured\n")
 
 
 def test_several_heads_and_suites_are_told_apart(headstart, head_folder, saved_target, tmp_path):
