@@ -59,9 +59,9 @@ def check_text(engine: Engine, prompt: Sequence[int], new: Sequence[int], states
     """Raises BadInput if a text is not the model's own choice, or the logits of the states [1, n, D] behind it are not
     the model's.
 
-    In half precision a fault may leave most tokens as they are, so logits are compared too: in the median token they may
-    differ from those of the whole forward by what rounding explains in one logit, or a few times what the model's own
-    steps do.
+    In half precision a fault may leave most tokens as they are, so logits are compared too: at the median token, their
+    mean distance from those of the whole forward may be as large as rounding explains in one logit, or a few times as
+    large as that of the model's own steps.
     """
     target = engine.target
     whole, ours = own_logits(target, prompt, new), target.logits(states)[0]  # [n, V]
@@ -76,8 +76,8 @@ def check_text(engine: Engine, prompt: Sequence[int], new: Sequence[int], states
     apart, noise = distance(ours, whole), distance(own_step_logits(target, prompt, new), whole)
     if not apart <= max(MOST_NOISE * noise, float(rounding(target, whole).median())):
         raise BadInput(
-            f"target {target.name}: the engine's logits differ from the model's own by {apart:.2g} on average, those of "
-            f"the model's own steps by {noise:.2g}, {refusal}"
+            f"target {target.name}: the engine's logits differ from the model's own by {apart:.2g} on average, its own "
+            f"steps by {noise:.2g}, {refusal}"
         )
 
 

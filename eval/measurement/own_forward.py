@@ -94,19 +94,24 @@ def are_best(target: Target, logits: Tensor, new: Sequence[int], baseline: Seque
 
 
 def first_not_own(
-    target: Target, prompt: Sequence[int], new: Sequence[int], logits: Tensor, *, baseline: Sequence[int] = ()
+    target: Target,
+    prompt: Sequence[int],
+    new: Sequence[int],
+    logits: Tensor | None = None,
+    *,
+    baseline: Sequence[int] = (),
 ) -> int | None:
     """The index of the first new token that is not the model's own choice up to rounding; None: all are.
 
-    A token that is not best in the forward over the whole text may still be so where the model decodes: router scores
-    of experts that round to either side move logits by more than rounding, and frequencies of rotary embeddings may
-    depend on the length of what is read.
+    A token that is not best in the forward over the whole text may be so where the model itself decodes step by step: a
+    router that rounds to another expert moves logits by more than rounding, and rotary frequencies may depend on the
+    length of what is read.
 
     Args:
-        logits: `own_logits` of this text.
+        logits: `own_logits` of this text, if they are known.
         baseline: another text behind this prompt; where it parts from `new`, its token must be such a choice too.
     """
-    own = are_best(target, logits, new, baseline)
+    own = are_best(target, own_logits(target, prompt, new) if logits is None else logits, new, baseline)
     if not bool(own.all()):
         own |= are_best(target, own_step_logits(target, prompt, new), new, baseline)
     return next(iter((~own).nonzero()[:, 0].tolist()), None)

@@ -1,12 +1,12 @@
 """Proofs that greedy texts which differ from the baseline's are the target's own: against the model, and by a replay.
 
 Against the model: in a whole forward of its own code (`own_forward`), every token of the text must be its choice, or as
-good as its choice but for rounding. No fault of the engine that makes the text wrong passes this, whatever baseline and
+good as its choice but for rounding. No fault of the engine that makes a text wrong passes this, whatever baseline and
 speculation share: masks, positions, caches, states.
 
 By a replay: decoded once more without drafts, in forwards of the shapes in which the text was verified, it is the same.
 That is asked too because the first proof is blind where rounding decides. In bf16 that is often: of SmolLM2-135M's
-tokens one in five has a second choice that is as good. Among these an accept rule could take the wrong ones unnoticed.
+tokens one in five has a second choice that is as good, and an accept rule that takes those would go unnoticed.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from torch import Tensor
 from ..engine import Engine
 from ..generate import Generation, Round, Stop, right_padded
 from .lossless import Unproved
-from .own_forward import first_not_own, own_logits
+from .own_forward import first_not_own
 
 
 def first_unproved(
@@ -31,14 +31,12 @@ def first_unproved(
 ) -> Unproved:
     """For each row, the index of the first token of the text without both proofs; None: the text is the target's own.
 
-    Args: as for `first_not_replayed`. baseline: the texts without drafts.
+    Args: as for `first_not_replayed`. baseline: the texts without drafts; an empty one is not asked to be the model's.
     """
-    target, own = engine.target, []
-    for prompt, new, plain in zip(prompts, run.token_ids, baseline, strict=True):
-        is_same = new == plain
-        own.append(
-            None if is_same else first_not_own(target, prompt, new, own_logits(target, prompt, new), baseline=plain)
-        )
+    own = [
+        None if new == plain else first_not_own(engine.target, prompt, new, baseline=plain)
+        for prompt, new, plain in zip(prompts, run.token_ids, baseline, strict=True)
+    ]
     replayed = first_not_replayed(engine, prompts, run, max_new_tokens=max_new_tokens, stop=stop)
     pairs = zip(own, replayed, strict=True)
     return [min((index for index in pair if index is not None), default=None) for pair in pairs]

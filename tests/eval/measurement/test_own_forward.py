@@ -128,7 +128,7 @@ def test_a_wrong_baseline_proves_nothing(target):
     wrong = [*right[:3], (right[3] + 1) % 61, *right[4:]]
 
     def first(new, baseline=()):
-        return first_not_own(target, prompt, new, own_logits(target, prompt, new), baseline=baseline)
+        return first_not_own(target, prompt, new, baseline=baseline)
 
     assert first(right) is None and first(right, wrong) == 3 == first(wrong, right)
     assert first(right, right[:5]) is None
