@@ -55,7 +55,7 @@ def compare_texts(
 ) -> LosslessReport:
     """Compare the new tokens of a batch, row by row, with the baseline's.
 
-    Args: prove: returns `proof.first_unproved` of all rows; called if a text differs. numbers: of the prompts, for
+    Args: prove: returns `first_unproved` of all rows; called if a text differs. numbers: of the prompts, for
         divergences; None: their indices. seen: numbers that were compared before and are skipped; this batch's are
         added.
     """

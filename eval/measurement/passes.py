@@ -10,9 +10,9 @@ from ...configs.errors import BadInput, first_line
 from ...heads.target import Target
 from ..generate import Decoding
 from ..suites.prompts import FailedPrompt, Suite
-from .baseline_check import check_baseline
 from .config import MeasureConfig
 from .disturbance import MOST_AGAIN, SHARE_AGAIN, ProcessorMeter, passes_disturbed
+from .proof.baseline import check_baseline
 from .result import ENGINE
 from .resume import BatchStore, Record, generations_from, record_of, settings_key
 from .runner import Contender, Runner

@@ -13,7 +13,7 @@ from ..sampling import Sampling
 from ..verify import AcceptRule
 from .config import DraftSetting, MeasureConfig
 from .lossless import Unproved
-from .proof import first_unproved
+from .proof.texts import first_unproved
 from .result import TrainingRecord
 
 
@@ -100,7 +100,7 @@ class Runner:
         return decoding.generation
 
     def first_unproved(self, batch: list[list[int]], run: Generation, baseline: Sequence[Sequence[int]]) -> Unproved:
-        """`proof.first_unproved` of a run on this batch. Args: baseline: the texts without drafts."""
+        """`proof.texts.first_unproved` of a run on this batch. Args: baseline: the texts without drafts."""
         limit = self.config.max_new_tokens
         return first_unproved(self.engine(len(batch)), batch, run, baseline, max_new_tokens=limit, stop=self.stop)
 

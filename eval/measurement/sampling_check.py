@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...heads.target import Target
 from ..sampling import Sampling, target_probs
-from .own_forward import own_logits
+from .proof.own_forward import own_logits
 
 SMALLEST_P = 1e-6  # a lossless run falls below this once in a million results
 CHUNK = 256  # positions whose distributions are held at a time

@@ -17,8 +17,8 @@ from ..drafters.lookup import NgramDrafter
 from ..suites.prompts import FailedPrompt, Suite
 from .config import MeasureConfig, chain
 from .lossless import LosslessReport, Unproved, compare_texts
-from .own_forward import generation_config
 from .passes import measure_parts
+from .proof.own_forward import generation_config
 from .result import Result
 from .resume import BatchStore, Record, kept_in
 from .runner import Runner

@@ -5,11 +5,18 @@ import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.generate import generate
-from headstart.eval.measurement import baseline_check, own_forward, passes, proof
-from headstart.eval.measurement.baseline_check import check_baseline
+from headstart.eval.measurement import passes
 from headstart.eval.measurement.config import MeasureConfig, chain
 from headstart.eval.measurement.measure import measure
-from headstart.eval.measurement.own_forward import first_not_own, own_attention, own_logits, own_step_logits, rounding
+from headstart.eval.measurement.proof import baseline, own_forward, texts
+from headstart.eval.measurement.proof.baseline import check_baseline
+from headstart.eval.measurement.proof.own_forward import (
+    first_not_own,
+    own_attention,
+    own_logits,
+    own_step_logits,
+    rounding,
+)
 from headstart.eval.measurement.runner import Runner
 from headstart.eval.measurement.sampling_check import check_sampling
 from headstart.eval.sampling import Sampling
@@ -75,7 +82,7 @@ def test_what_the_engine_decodes_wrongly_is_not_measured(fault, changes, target,
 @pytest.mark.parametrize("size", [1, 3])
 def test_the_check_is_of_four_prompts_and_64_tokens(size, target, monkeypatch):
     seen, suite = [], Suite("six", PROMPTS)
-    monkeypatch.setattr(baseline_check, "check_text", lambda _, prompt, new, states, **how: seen.append((prompt, new)))
+    monkeypatch.setattr(baseline, "check_text", lambda _, prompt, new, states, **how: seen.append((prompt, new)))
     runner = Runner(target, None, PROMPTS, MeasureConfig(max_new_tokens=80, batch_size=size))
     check_baseline(runner, [suite.subset(range(start, start + size)) for start in range(0, 6, size)])
     assert [prompt for prompt, _ in seen] == PROMPTS[:4]
@@ -99,7 +106,7 @@ def test_a_fault_that_changes_no_token_of_a_text_is_found_by_its_logits(tiny_mod
     checked(target)
     monkeypatch.setattr(Target, "decoder", None)
     monkeypatch.setattr(*FAULTS["position"])
-    monkeypatch.setattr(baseline_check, "first_not_own", lambda *_: None)
+    monkeypatch.setattr(baseline, "first_not_own", lambda *_: None)
     with pytest.raises(BadInput, match="the engine's logits differ from the model's own by .* on average"):
         checked(target)
 
@@ -117,7 +124,7 @@ def test_a_fault_that_the_replay_repeats_is_not_proved(target, monkeypatch):
     monkeypatch.setattr(caches, "visibility_mask", narrow_mask)
     report = measured(target).lossless
     assert report.unexplained == report.checked == 6
-    monkeypatch.setattr(proof, "first_not_own", lambda *_, **how: None)
+    monkeypatch.setattr(texts, "first_not_own", lambda *_, **how: None)
     assert measured(target).lossless.proved == 6, "there is nothing that only the model's own forward could see"
 
 

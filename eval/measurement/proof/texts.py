@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..engine import Engine
-from ..generate import Generation, Round, Stop, right_padded
-from .lossless import Unproved
+from ...engine import Engine
+from ...generate import Generation, Round, Stop, right_padded
+from ..lossless import Unproved
 from .own_forward import first_not_own
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from ...heads.nn.attention import NAME as GROUPED_ATTENTION
-from ...heads.nn.attention import kernels_for
-from ...heads.target import Target
+from ....heads.nn.attention import NAME as GROUPED_ATTENTION
+from ....heads.nn.attention import kernels_for
+from ....heads.target import Target
 
 # up to how far apart two logits are equal but for rounding
 FULL_PRECISION = 1e-3  # of the standard deviation of the logits, where all weights have 32 bits

@@ -6,13 +6,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...configs.errors import BadInput
-from ...heads.drafting import Proposal
-from ..engine import DecodeState, Engine
-from ..generate import right_padded
-from ..suites.prompts import Suite
+from ....configs.errors import BadInput
+from ....heads.drafting import Proposal
+from ...engine import DecodeState, Engine
+from ...generate import right_padded
+from ...suites.prompts import Suite
+from ..runner import Runner
 from .own_forward import below_best, first_not_own, own_logits, own_step_logits, rounding
-from .runner import Runner
 
 NUM_PROMPTS, MOST_TOKENS = 4, 64  # that are checked; new tokens of each
 MOST_NOISE = 5  # times how far the model's own steps are from its whole forward
