@@ -21,7 +21,7 @@ from ..eval.measurement.servers.llama_server import ServerFiles
 from ..eval.measurement.servers.served import measure_served
 from ..eval.measurement.transformers_baseline import compare_transformers
 from ..eval.measurement.tree_search import SHAPED_TREES, drafts_tree, hold_out, named_tree, verify_cost
-from ..eval.report.console import show, training_warnings
+from ..eval.report.console import lossless_warnings, show, training_warnings
 from ..eval.report.document import build_report, write_report
 from ..eval.report.page import write_page
 from ..eval.suites.named import SuiteSpec, load_named, parse_suite
@@ -273,7 +273,7 @@ def report_all(target: Target, results: list[Result], rounds: list[Row], output:
     if not any(result.num_prompts for result in results):
         first = results[0].failed[0]
         raise BadInput(f"nothing could be measured: {first.row}: {first.reason}")
-    for problem in training_warnings(results):
+    for problem in [*training_warnings(results), *lossless_warnings(results)]:
         warn(problem)
     console = PlainConsole()
     report = build_report(target, results)

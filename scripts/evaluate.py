@@ -120,8 +120,8 @@ def evaluate(
       headstart eval --engine llama-server --server-bin BIN --target T.gguf --head HEAD.gguf --prompts prompts.jsonl ...
 
     Baseline and speculation run interleaved over the same prompts. The same command again continues a measurement that
-    was killed. Exit code 1 where a greedy text differs from the target's own, also in forwards of equal shapes, or
-    sampled ones are not distributed as the target's; the report says where.
+    was killed. Exit code 1 where a greedy text differs from the target's own by more than rounding, or sampled ones
+    are not distributed as the target's; the report says where.
     """
     settings = {key: value for key, value in locals().items() if key not in ("output", "overwrite")}
 

@@ -1,17 +1,17 @@
-"""Checks that speculative texts are the target's own: token by token, and if a text differs, by a replay (`proof`)."""
+"""Checks that speculative texts are the target's own: equal to the baseline's, or if one differs, proved (`proof`)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-Unproved = list[int | None]  # per row, index of the first token that a replay does not confirm; None: all confirmed
+Unproved = list[int | None]  # per row, index of the first token that is not proved to be the target's; None: all are
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """A text that differs from the baseline's, and the result of its replay.
+    """A text that differs from the baseline's, and the result of its proof.
 
-    position: of the first difference; None: one text is a prefix of the other. unproved: the first token that the
-    replay does not choose; None: the replay gives the speculative text.
+    position: of the first difference; None: one text is a prefix of the other. unproved: the first token that is not
+    proved to be the target's own; None: all are.
     """
 
     prompt: int
@@ -20,7 +20,7 @@ class Divergence:
 
     @property
     def is_proved(self) -> bool:
-        """Whether the baseline, in forwards of the verification's shapes, writes exactly this text."""
+        """Whether the text is the target's own, and differs by rounding alone."""
         return self.unproved is None
 
 
@@ -48,14 +48,14 @@ class LosslessReport:
 def compare_texts(
     baseline: Sequence[Sequence[int]],
     speculative: Sequence[Sequence[int]],
-    replay: Callable[[], Unproved],
+    prove: Callable[[], Unproved],
     *,
     numbers: Sequence[int] | None = None,
     seen: set[int] | None = None,
 ) -> LosslessReport:
     """Compare the new tokens of a batch, row by row, with the baseline's.
 
-    Args: replay: returns `proof.first_unproved` of all rows; called if a text differs. numbers: of the prompts, for
+    Args: prove: returns `first_unproved` of all rows; called if a text differs. numbers: of the prompts, for
         divergences; None: their indices. seen: numbers that were compared before and are skipped; this batch's are
         added.
     """
@@ -64,7 +64,7 @@ def compare_texts(
     seen.update(rows)
     assert len(baseline) == len(speculative)
     differ = [row for row in sorted(rows.values()) if list(baseline[row]) != list(speculative[row])]
-    unproved = replay() if differ else []
+    unproved = prove() if differ else []
     divergences = []
     for row in differ:
         pairs = enumerate(zip(speculative[row], baseline[row], strict=False))

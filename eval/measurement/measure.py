@@ -148,12 +148,13 @@ def result_of(
 
 
 def greedy_check(batches: Sequence[MeasuredBatch], runner: Runner) -> LosslessReport:
-    """Compare the first repeat's texts with the baseline's, and replay those that differ."""
+    """Compare the first repeat's texts with the baseline's, and prove those that differ."""
     whole, seen = LosslessReport(), set[int]()
     for batch in batches:
         run, numbers = batch.drafted.runs[0], [source.number for source in batch.suite.sources]
-        replay = partial(runner.replay, batch.suite.prompts, run)
-        whole += compare_texts(batch.baseline.runs[0].token_ids, run.token_ids, replay, numbers=numbers, seen=seen)
+        plain = batch.baseline.runs[0].token_ids
+        prove = partial(runner.first_unproved, batch.suite.prompts, run, plain)
+        whole += compare_texts(plain, run.token_ids, prove, numbers=numbers, seen=seen)
     return whole
 
 

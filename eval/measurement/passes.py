@@ -12,6 +12,7 @@ from ..generate import Decoding
 from ..suites.prompts import FailedPrompt, Suite
 from .config import MeasureConfig
 from .disturbance import MOST_AGAIN, SHARE_AGAIN, ProcessorMeter, passes_disturbed
+from .proof.baseline import check_baseline
 from .result import ENGINE
 from .resume import BatchStore, Record, generations_from, record_of, settings_key
 from .runner import Contender, Runner
@@ -30,7 +31,10 @@ def measure_batches(
     on_batch: Callable[[], object],
     store: BatchStore | None,
 ) -> list[Measured]:
-    """For each contender its batches, with the common baseline, and the prompts of batches that failed."""
+    """For each contender its batches, with the common baseline, and the prompts of batches that failed.
+
+    Raises: BadInput on wrong settings, and before anything is timed if the engine decodes the target wrongly.
+    """
     kept = None
     if store is not None:
         drafts = [[each.name, store.digest_of(each.drafter), asdict(each.setting)] for each in contenders]
@@ -43,6 +47,7 @@ def measure_batches(
     left = [max(1, len(parts) // SHARE_AGAIN)]  # batches that may still be measured again
 
     def warm_up(batch: Suite) -> None:
+        check_baseline(runners[0], parts)
         baseline, *_ = decode_by_turns(runners, batch.prompts, config.seed)
         if baseline.error is not None:
             raise baseline.error

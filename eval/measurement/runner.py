@@ -1,5 +1,6 @@
-"""Building the engine of a draft setting, and decoding batches of prompts with it, to time or to replay them."""
+"""Building the engine of a draft setting, and decoding batches of prompts with it, to time them or to prove texts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +13,7 @@ from ..sampling import Sampling
 from ..verify import AcceptRule
 from .config import DraftSetting, MeasureConfig
 from .lossless import Unproved
-from .proof import first_unproved
+from .proof.texts import first_unproved
 from .result import TrainingRecord
 
 
@@ -98,10 +99,10 @@ class Runner:
             raise
         return decoding.generation
 
-    def replay(self, batch: list[list[int]], run: Generation) -> Unproved:
-        """`first_unproved` of a run on this batch."""
+    def first_unproved(self, batch: list[list[int]], run: Generation, baseline: Sequence[Sequence[int]]) -> Unproved:
+        """`proof.texts.first_unproved` of a run on this batch. Args: baseline: the texts without drafts."""
         limit = self.config.max_new_tokens
-        return first_unproved(self.engine(len(batch)), batch, run, max_new_tokens=limit, stop=self.stop)
+        return first_unproved(self.engine(len(batch)), batch, run, baseline, max_new_tokens=limit, stop=self.stop)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Tests whether sampled texts are the target's, by each token's quantile in the target's distribution at its prefix."""
+"""Tests whether sampled texts are the model's, by each token's quantile in its own distribution at that prefix."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...heads.target import Target
 from ..sampling import Sampling, target_probs
+from .proof.own_forward import own_logits
 
 SMALLEST_P = 1e-6  # a lossless run falls below this once in a million results
 CHUNK = 256  # positions whose distributions are held at a time
@@ -55,10 +56,9 @@ def quantiles(
     source = torch.Generator().manual_seed(0)
     for prompt, several in zip(prompts, texts, strict=True):
         for new in several:
-            ids = torch.tensor([[*prompt, *new]], device=target.device)  # [1, T]
-            hidden = target.forward(ids).post_norm[0, len(prompt) - 1 : -1]  # [n, D]
-            parts = zip(hidden.split(CHUNK), ids[0, len(prompt) :].split(CHUNK), strict=True)
-            pairs = [above_and_own(target_probs(target.logits(part), sampling), tokens) for part, tokens in parts]
+            tokens = torch.tensor(new, device=target.device)
+            parts = zip(own_logits(target, prompt, new).split(CHUNK), tokens.split(CHUNK), strict=True)
+            pairs = [above_and_own(target_probs(logits, sampling), part) for logits, part in parts]
             above, own = (torch.cat(values).double().cpu() for values in zip(*pairs, strict=True))
             yield (above + own * torch.rand(len(new), generator=source, dtype=torch.double)).clamp(max=1)
 

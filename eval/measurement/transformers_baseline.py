@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from ...heads.drafter import Drafter
 from ...heads.loading import quiet_loading
@@ -19,6 +18,7 @@ from ..suites.prompts import FailedPrompt, Suite
 from .config import MeasureConfig, chain
 from .lossless import LosslessReport, Unproved, compare_texts
 from .passes import measure_parts
+from .proof.own_forward import generation_config
 from .result import Result
 from .resume import BatchStore, Record, kept_in
 from .runner import Runner
@@ -163,17 +163,6 @@ def their_decoding(target: Target, drafter: Drafter | None, config: MeasureConfi
         yield run
 
 
-@contextmanager
-def generation_config(model: Any, **values: Any) -> Iterator[None]:
-    """The model with these generation settings alone."""
-    kept = model.generation_config
-    model.generation_config = GenerationConfig(**values)
-    try:
-        yield
-    finally:
-        model.generation_config = kept
-
-
 def interleave(
     ways: Sequence[Decode],
     suite: Suite,
@@ -233,17 +222,17 @@ def text_check(
     theirs: Sequence[list[int]],
     ours: Sequence[list[int]],
 ) -> LosslessReport:
-    """Our texts compared with theirs. Ours that differ are decoded again, for their rounds, and replayed."""
+    """Our texts compared with theirs. Ours that differ are decoded again, for their rounds, and proved."""
     run = Runner(target, drafter, suite.prompts, config)
     report = LosslessReport()
 
-    def replay(prompt: list[int], text: list[int]) -> Unproved:
+    def prove(prompt: list[int], text: list[int]) -> Unproved:
         again = run([prompt], config.seed)
-        # if the second text differs from the first, its replay proves nothing
-        return run.replay([prompt], again) if again.token_ids == [text] else [0]
+        # their text need not be the model's; and if our second text differs from the first, its proof proves nothing
+        return run.first_unproved([prompt], again, [[]]) if again.token_ids == [text] else [0]
 
     for prompt, source, their_text, text in zip(suite.prompts, suite.sources, theirs, ours, strict=True):
-        report += compare_texts([their_text], [text], partial(replay, prompt, text), numbers=[source.number])
+        report += compare_texts([their_text], [text], partial(prove, prompt, text), numbers=[source.number])
     return report
 
 

@@ -7,13 +7,13 @@ from typing import Any
 from ..measurement.result import ENGINE, Result
 from ..measurement.sampling_check import SMALLEST_P
 from .document import Report
-from .one_result import disturbance_words, has_drafts, loop_words, number, speedup_words
+from .one_result import deviates, disturbance_words, has_drafts, has_lossless_rule, loop_words, number, speedup_words
 from .pairs import beside_fastest, pair_words
 
 LEGEND = (
     "T temperature, B rows at a time, K drafts deep; length: tokens per target forward;",
     "lossless: texts that are the target's, or how likely sampled ones deviate so far from it;",
-    "proved: they are, in forwards of equal shapes",
+    "proved: they differ by rounding alone, held against the model's own code",
 )
 
 
@@ -102,6 +102,21 @@ def training_warnings(results: Iterable[Result]) -> list[str]:
                 f"{result.drafter} on {result.suite}, batch {result.batch_size}: contexts longer than its training "
                 f"rows ({result.trained.max_length:,} tokens): acceptance length {part.acceptance_length:.2f}, {beside}"
             )
+    return lines
+
+
+def lossless_warnings(results: Iterable[Result]) -> list[str]:
+    """A line for each result with a lossless rule whose texts are not the target's own as far as is known: where."""
+    lines = []
+    for result in filter(has_lossless_rule, results):
+        where = f"{result.drafter} {result.tree} on {result.suite}, batch {result.batch_size}"
+        lossless = result.lossless
+        first = next((text for text in lossless.divergences if not text.is_proved), None)
+        if first is not None and first.unproved is not None:
+            count = f"{lossless.unexplained} of {lossless.checked} texts are not proved to be the target's own"
+            lines.append(f"{where}: {count}, the first at token {first.unproved + 1} behind prompt {first.prompt}")
+        if deviates(result):
+            lines.append(f"{where}: sampled texts are not distributed as the target's")
     return lines
 
 

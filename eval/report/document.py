@@ -15,7 +15,7 @@ from ..measurement.bandwidth import with_share
 from ..measurement.environment import Environment, TargetInfo
 from ..measurement.result import Result
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 @dataclass(frozen=True)

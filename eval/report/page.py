@@ -77,14 +77,14 @@ def where_table(ours: Sequence[Result]) -> Table | None:
 
 
 def divergences(ours: Sequence[Result]) -> Table | None:
-    """Texts that differ from the target's own, also in forwards of equal shapes."""
+    """Texts that differ from the target's own by more than rounding."""
     rows = [
         [label(result), result.suite, cell(text.prompt), cell(text.position), cell(text.unproved)]
         for result in ours
         for text in result.lossless.divergences
         if not text.is_proved
     ]
-    columns = ["setting", "suite", "prompt", "differs from", "replay differs from"]
+    columns = ["setting", "suite", "prompt", "differs from", "not proved from"]
     caption = f"Unexplained differences, {min(len(rows), MOST_DIVERGENCES)} of {len(rows)}"
     return Table(caption, columns, rows[:MOST_DIVERGENCES], num_labels=2) if rows else None
 

@@ -165,7 +165,7 @@ def refusal(ours: Sequence[Result]) -> Recommendation:
     elif not is_lossless(nearest):
         reason = (
             f"Of {where}, {nearest.lossless.unexplained} of {nearest.lossless.checked} texts differ from the target's "
-            "own, also in forwards of equal shapes, and no other setting is without such texts."
+            "own by more than rounding, and no other setting is without such texts."
         )
     elif nearest.step_medians.is_impossible:
         reason = (
@@ -214,7 +214,7 @@ def greedy_evidence(results: Sequence[Result]) -> str:
     unexplained = sum(result.lossless.unexplained for result in results)
     words = f"{identical} of {checked} texts equal the target's own, token for token"
     if proved:
-        words += f"; {proved} differ by rounding alone, proved: the baseline writes them in forwards of equal shapes"
+        words += f"; {proved} differ by rounding alone, proved against the model's own code"
     words += f"; {unexplained} differ UNEXPLAINED" if unexplained else "; none differs unexplained"
     return words + "."
 

@@ -117,13 +117,35 @@ def test_a_text_that_differs_is_exit_code_1(
 
     monkeypatch.setitem(ACCEPT_RULES, "exact", AcceptRule(one_too_far, is_lossless=True))
     line = f"eval --target {saved_target} --head {head_folder} --prompts {prompts({'prompt': 'w5 w9'})} --repeats 3"
-    code, out, _ = headstart(line, "--output", tmp_path / "out", "--max-new-tokens", 40, "--temperature", temperature)
+    code, out, err = headstart(line, "--output", tmp_path / "out", "--max-new-tokens", 40, "--temperature", temperature)
     assert code == 1
     [entry] = json.loads((tmp_path / "out" / "report.json").read_text())["results"]
+    [said] = [line for line in err.splitlines() if line.startswith("headstart: ")]
+    assert said.startswith("headstart: medusa chain on prompts, batch 1: ")
     if temperature == 0:
         assert entry["lossless"]["unexplained"] == 1 and "1 UNEXPLAINED" in out
+        first = entry["lossless"]["divergences"][0]["unproved"] + 1
+        assert said.endswith(f"not proved to be the target's own, the first at token {first} behind prompt 0")
     else:
         assert entry["sampling_check"]["p_value"] < 1e-6 and "DEVIATES" in out
+        assert said.endswith("not distributed as the target's")
+
+
+@pytest.mark.usefixtures("warming_up")
+def test_a_target_that_the_engine_decodes_wrongly_is_one_line(headstart, saved_target, prompts, tmp_path, monkeypatch):
+    """Behind the prompt each token believes to be one further on; drafts would have been measured all the same."""
+    from headstart.heads.target import Target
+
+    read = Target.read_slots
+
+    def one_further(self, input_ids, positions, *rest, **how):
+        return read(self, input_ids, positions + (positions.shape[1] == 1), *rest, **how)
+
+    monkeypatch.setattr(Target, "read_slots", one_further)
+    line = f"eval --target {saved_target} --drafter ngram --prompts {prompts({'prompt': 'w5 w9'})} --output"
+    result = headstart(line, tmp_path / "out")
+    refused(result, "the engine's text differs from the model's own at token 2 (id ", outputs=[tmp_path / "out"])
+    assert result[2].endswith(" behind prompts.jsonl:1: it cannot be measured\n")
 
 
 def test_several_heads_and_suites_are_told_apart(headstart, head_folder, saved_target, tmp_path):

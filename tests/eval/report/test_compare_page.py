@@ -131,7 +131,7 @@ def test_reports_are_read_and_others_refused(tmp_path):
     read = read_evaluation(tmp_path, "a")
     assert read == one and read.summary()["results"][0]["speedup_ci95"] == [1.4, 1.6]
     (tmp_path / "report.json").write_text(json.dumps({**one.report.to_json(), "schema_version": 0}))
-    with pytest.raises(BadInput, match="schema_version 0, expected 2"):
+    with pytest.raises(BadInput, match="schema_version 0, expected 3"):
         read_evaluation(tmp_path, "a")
     (tmp_path / "report.json").write_text("{")
     with pytest.raises(BadInput, match="no report of headstart eval"):
