@@ -4,8 +4,9 @@
 
 Random targets and rows: a step costs the same whatever the weights are. The target's own forward is left aside, its
 states being given. small, the default on a CPU, and large, that of a GPU, have every family at one shape, large that
-of heads on an 8B target, and the memory of EAGLE-3 at 8B shape by estimate. 8b is for five minutes of a GPU: four families
-by context, with train.compile and without, and where a step's time goes. toy is the same on a CPU.
+of heads on an 8B target, and the memory of EAGLE-3 at 8B shape by estimate. 8b takes five minutes of a GPU: EAGLE-3,
+DSpark, Medusa and MTP by context, each with train.compile and without, and where a step's time goes. toy is the same
+on a CPU.
 """
 
 import argparse

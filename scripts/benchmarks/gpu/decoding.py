@@ -131,8 +131,8 @@ class Workbench:
         return load_suite(path, self.target, max_new_tokens=self.size.max_new_tokens, limit=limit)
 
     def texts(self, cell: Cell) -> Figures:
-        """Greedy texts of the baseline: how many of their tokens the model's own forward over the whole text, without any
-        cache, would have chosen too, and how far one's logit was below the highest."""
+        """Greedy texts of the baseline: how many of their tokens the model's own forward over the whole text, without a
+        cache, would have chosen too, and how far a token's logit was below the highest."""
         prompts, most = self.suite(cell, NUM_TEXTS).prompts, self.size.max_new_tokens
         rows, longest = len(prompts), max(map(len, prompts)) + most
         engine = Engine(self.target, None, batch_size=rows, max_length=longest, steps=cell.steps)

@@ -24,7 +24,7 @@ script() { "$python" -m "headstart.scripts.$@"; }
 
 full() {
     local run=runs/quickstart name=smollm2-135m-instruct
-    test -f $run/sampled/report.json || PYTHON=$python bash scripts/quickstart/quickstart.sh
+    test -f $run/eagle3/final/config.json || PYTHON=$python bash scripts/quickstart/quickstart.sh
     script quickstart.prompts "$pack/text" --train 2000 --held-out 64
     cp $run/data/answers/answers.jsonl "$pack/text/answers.jsonl"
     headstart export $run/eagle3 "$pack/head" --to vllm --dtype bfloat16 --target $run/target
@@ -58,9 +58,10 @@ rm -rf "$pack"
 mkdir -p "$pack"
 $size
 rm -rf "$pack/data"
-if [ $size = full ]; then # what one call takes, the repository included, is 64 MiB on some machines
-    parts=("$pack"/*.whl.a?)
-    for carried in "$pack/wheels ${parts[0]}" "${parts[1]} $pack/head $pack/text"; do
-        echo "$(du --bytes --summarize --total $carried | awk 'END { printf "%.1f MB", $1 / 1e6 }'): $carried"
+if [ $size = full ]; then # one call may take 64 MiB, the repository included
+    halves=("$pack"/*.whl.a?) call=1
+    for carried in "$pack/wheels ${halves[0]}" "${halves[1]} $pack/head $pack/text"; do
+        printf 'call %d, %.1f MB: carry %s\n' $((call++)) "$(du --bytes --summarize --total $carried | awk 'END { print $1 / 1e6 }')" "$carried"
     done
+    echo "then bash scripts/benchmarks/gpu/rung.sh 0 in the first, and rung.sh with the rung in the second"
 fi

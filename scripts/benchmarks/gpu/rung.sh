@@ -78,7 +78,7 @@ rung_1() {
 }
 rung_2() {
     benchmark training 300 bench_train --size $shape
-    get_target
+    get_target || failed+=(target)
     for backend in gpu fsdp2 zero2 zero3; do
         [[ $backend != zero* ]] || has_deepspeed || continue
         rm -rf "$work/$backend"
@@ -93,7 +93,7 @@ has_deepspeed() {
     "$python" -c 'import deepspeed' 2>/dev/null || { echo "$backend: deepspeed is not here"; return 1; }
 }
 rung_3() {
-    get_target
+    get_target || failed+=(target)
     benchmark answers 60 gpu.decoding answers --target "$target" --pack "$pack" --size $size
     regenerate
     train eagle3 "${seconds[0]}"
@@ -101,7 +101,7 @@ rung_3() {
     evaluate eagle3 block
 }
 rung_4() {
-    get_target
+    get_target || failed+=(target)
     benchmark load 200 engine_bench load --size $shape
     benchmark hybrid 70 gpu.decoding load --target "$target" --pack "$pack" --size $size
     part plan 110 "${headstart[@]}" plan --target "$target" --head "$pack/head" --prompts "$pack/text/orders.jsonl" \
@@ -110,13 +110,13 @@ rung_4() {
     cp "$work/plan/plan.json" "$out/" || failed+=("plan.json")
 }
 rung_5() {
-    get_target
+    get_target || failed+=(target)
     regenerate
     train eagle3 "${seconds[2]}"
     evaluate eagle3
 }
 rung_6() {
-    get_target
+    get_target || failed+=(target)
     part auto 450 "${headstart[@]}" auto --target "$target" --prompts "$pack/text/prompts.jsonl" --budget $budget \
         --max-new-tokens 96 --output "$work/auto"
     cp "$work/auto/auto.json" "$work/auto/auto.html" "$out/" || failed+=("auto.json")
@@ -125,8 +125,8 @@ rung_6() {
 regenerate() { # what heads learn from
     part regenerate 60 "${headstart[@]}" data regenerate data/regenerate_local.yaml "sources=$pack/text/prompts.jsonl" \
         "output=$work/answers" "target=$target" sampling.temperature=0 sampling.max_tokens=96 engine.batch_size=$rows
-    head --lines -$held "$work/answers/answers.jsonl" > "$work/train.jsonl"
-    tail --lines $held "$work/answers/answers.jsonl" > "$work/validation.jsonl"
+    head --lines -$held "$work/answers/answers.jsonl" > "$work/train.jsonl" || failed+=(answers)
+    tail --lines $held "$work/answers/answers.jsonl" > "$work/validation.jsonl" || failed+=(answers)
 }
 train() { # RUN SECONDS; the head goes to $work/RUN/served, and with its metrics to $out, in bf16
     local run=$work/$1 head

@@ -1,4 +1,4 @@
-"""Prints the most telling figures of a rung's JSON files, a line for each cell.
+"""Prints the most telling figures of a rung's files: a line for each cell, and for each training run its losses.
 
 python -m headstart.scripts.benchmarks.gpu.table FOLDER
 """
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+from ....configs.jsonl import iter_jsonl
 from ..store import Figures, describe
 
 KEYS = """failed baseline_ms baseline_tokens_per_second baseline_gigabytes_per_second draft_ms verify_ms round_ms
@@ -27,6 +28,9 @@ def lines_of(folder: Path) -> list[str]:
         for name, cell in document.get("cells", {}).items():
             told = {key: cell[key] for key in KEYS if key in cell}
             lines.append(f"{path.stem}: {name}: {describe(told)}")
+    for path in sorted(folder.glob("*.jsonl")):
+        losses = [row["loss"] for _, row in iter_jsonl(path) if "loss" in row]
+        lines.append(f"{path.stem}: losses {' '.join(f'{loss:.5f}' for loss in losses)}")
     return lines
 
 
