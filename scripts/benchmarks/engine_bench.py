@@ -120,10 +120,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BadInput as error:
         print(f"headstart: {error}", file=sys.stderr)
         return 2
-    print("bars, asked of an H200 at 8B shape:")
     for row in document["figures"]:
         for name, holds in document["holds"][row["of"]].items():
-            print(f"{'holds ' if holds else 'MISSED'} {row['of']}: {name} {row[name]}, bar {document['bars'][name]}")
+            bar = f"asked of an H200 at 8B shape: {document['bars'][name]}"
+            print(f"{'holds ' if holds else 'MISSED'} {row['of']}: {name} {row[name]}, {bar}")
     return code
 
 

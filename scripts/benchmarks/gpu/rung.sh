@@ -39,10 +39,10 @@ export PYTHONPATH=$work/site:$PWD/.typings${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFF
 headstart=("$python" -m headstart.scripts.cli)
 failed=()
 
-part() { # NAME SECONDS COMMAND ...
+part() { # NAME SECONDS COMMAND ...; interrupted at the end of its time, so that pytest still tells what it found
     local name=$1 limit=$(($2 * patience)); shift 2
     printf '\n\033[1m[%3ss] %s, for %s s at most\033[0m\n' "$SECONDS" "$name" "$limit"
-    timeout --kill-after 10 "$limit" "$@" || failed+=("$name (exit code $?)")
+    timeout --signal INT --kill-after 10 "$limit" "$@" || failed+=("$name (exit code $?)")
 }
 benchmark() { # NAME SECONDS MODULE ...
     local name=$1 limit=$2 module=$3; shift 3
@@ -70,7 +70,7 @@ rung_0() {
 }
 rung_1() {
     get_target & # on the CPU, beside the tests
-    part tests 75 "$python" -m pytest -m gpu -n $workers -p no:cacheprovider --junitxml "$out/tests.xml" \
+    part tests 90 "$python" -m pytest -m gpu -n $workers -p no:cacheprovider --junitxml "$out/tests.xml" \
         $(grep --recursive --files-with-matches --include='*.py' 'mark\.gpu' tests)
     benchmark engine 160 engine_bench single --size $shape
     wait
@@ -96,8 +96,8 @@ rung_3() {
     get_target || failed+=(target)
     benchmark answers 60 gpu.decoding answers --target "$target" --pack "$pack" --size $size
     regenerate
-    train eagle3 "${seconds[0]}"
-    train block "${seconds[1]}"
+    train eagle3 "${seconds[0]}" $steps
+    train block "${seconds[1]}" $steps
     evaluate eagle3 block
 }
 rung_4() {
@@ -112,7 +112,7 @@ rung_4() {
 rung_5() {
     get_target || failed+=(target)
     regenerate
-    train eagle3 "${seconds[2]}"
+    train eagle3 "${seconds[2]}" $((4 * steps))
     evaluate eagle3
 }
 rung_6() {
@@ -128,12 +128,12 @@ regenerate() { # what heads learn from
     head --lines -$held "$work/answers/answers.jsonl" > "$work/train.jsonl" || failed+=(answers)
     tail --lines $held "$work/answers/answers.jsonl" > "$work/validation.jsonl" || failed+=(answers)
 }
-train() { # RUN SECONDS; the head goes to $work/RUN/served, and with its metrics to $out, in bf16
+train() { # RUN SECONDS STEPS; the head goes to $work/RUN/served, and with its metrics to $out, in bf16
     local run=$work/$1 head
     rm -rf "$run"
     part "train $1" $(($2 + 40)) "${headstart[@]}" train configs/runs/$1.yaml "target.path=$target" \
         "data.train=$work/train.jsonl" "data.validation=$work/validation.jsonl" data.max_length=$tokens data.layout=packed \
-        "train.output_dir=$run" train.stop_after=$2 train.max_steps=$steps train.warmup_steps=2 train.accumulation=1
+        "train.output_dir=$run" train.stop_after=$2 train.max_steps=$3 train.warmup_steps=2 train.accumulation=1
     head=$run/final
     [ -d "$head" ] || head=$run/best # of the validation at the end of the time
     part "export $1" 30 "${headstart[@]}" export "$head" "$run/served" --to vllm --dtype bfloat16 --target "$target"
