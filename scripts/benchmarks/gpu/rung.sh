@@ -31,7 +31,7 @@ while [ $# -gt 0 ]; do
 done
 case "$size" in
     full) shape=8b; patience=1; workers=6; rows=256; held=64; tokens=2048; steps=1200; seconds=(150 100 300); budget=7m ;;
-    toy) shape=toy; patience=5; workers=0; rows=16; held=8; tokens=192; steps=6; seconds=(20 20 20); budget=40s ;;
+    toy) shape=toy; patience=5; workers=0; rows=16; held=8; tokens=192; steps=6; seconds=(20 20 20); budget=3m ;;
     *) echo "rung.sh: --size $size: expected toy or full" >&2; exit 2 ;;
 esac
 mkdir -p "$work" "$out"

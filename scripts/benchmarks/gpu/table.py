@@ -25,7 +25,8 @@ def lines_of(folder: Path) -> list[str]:
         lines.append(f"{path.stem}: " + ", ".join(f"{suite[key]} {key}" for key in ("tests", "failures", "skipped")))
     for path in sorted(folder.glob("*.json")):
         document: Figures = json.loads(path.read_text())
-        for name, cell in document.get("cells", {}).items():
+        cells = document.get("cells")
+        for name, cell in cells.items() if isinstance(cells, dict) else ():  # others are the product's own reports
             told = {key: cell[key] for key in KEYS if key in cell}
             lines.append(f"{path.stem}: {name}: {describe(told)}")
     for path in sorted(folder.glob("*.jsonl")):

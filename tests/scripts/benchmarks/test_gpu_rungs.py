@@ -12,6 +12,9 @@ from headstart.eval.generate import generate
 from headstart.heads.registry import head_record
 from headstart.scripts.benchmarks.gpu.decoding import SIZES, Cell, Workbench, changed, setting_of, single_cells
 from headstart.scripts.benchmarks.gpu.table import lines_of
+from headstart.scripts.cli import app
+from headstart.scripts.unattended.clock import parse_budget
+from typer.main import get_command
 
 ROOT = Path(__file__).parents[3]
 # packages that a bare machine lacks: neither found nor imported
@@ -38,6 +41,14 @@ def bash(script, *words, **environment):
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1500)
 
 
+def recording_python(folder):
+    """A stand-in that only writes down what it is given, and fails at RECORDING's words; and the file where it does."""
+    python, log = folder / "python", folder / "log"
+    python.write_text(RECORDING.format(log=log))
+    python.chmod(0o755)
+    return python, log
+
+
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpu") / "pack"
@@ -51,7 +62,7 @@ def packed(tmp_path_factory):
 def test_every_rung_runs_on_a_machine_that_lacks_much(packed, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(HIDING)
     out, places = tmp_path / "out", ("--pack", packed, "--work", tmp_path / "work")
-    done = bash("rung.sh", "--size", "toy", *places, *"0123456", PYTHONPATH=str(tmp_path), OUT=str(out))
+    done = bash("rung.sh", "--size", "toy", *places, *"012345", PYTHONPATH=str(tmp_path), OUT=str(out))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert "deepspeed is not here" in done.stdout and done.stdout.endswith((out / "table.txt").read_text())
 
@@ -72,13 +83,25 @@ def test_every_rung_runs_on_a_machine_that_lacks_much(packed, tmp_path):
         assert head_record(tmp_path / "work" / run / "served").family == run and (out / f"{run}.tar").is_file()
     report, plan = (json.loads((out / name).read_text()) for name in ("report.json", "plan.json"))
     assert {result["drafter"] for result in report["results"]} == {"eagle3", "suffix+answers"}, "rung 5 comes last"
-    assert plan["recommendation"] and json.loads((out / "auto.json").read_text())
+    assert plan["recommendation"]
+
+
+def test_the_last_rung_is_auto_as_a_user_starts_it(tmp_path):
+    """Its shortest budget is minutes; tests/scripts/auto runs it with a shorter one."""
+    python, log = recording_python(tmp_path)
+    pack = tmp_path / "pack"
+    (pack / "target").mkdir(parents=True)
+    done = bash("rung.sh", "--pack", pack, "--work", tmp_path, "--output", tmp_path / "out", "6", PYTHON=str(python))
+    assert done.returncode == 1 and "failed: auto.json" in done.stderr, "nothing wrote it"
+    [line] = [line for line in log.read_text().splitlines() if " auto " in line]
+    words = line.split(" auto ")[1].split()
+    context = get_command(app).commands["auto"].make_context("auto", words)  # type: ignore[attr-defined]
+    assert parse_budget(context.params["budget"]) == 420 and context.params["target"] == f"{pack}/target"
 
 
 def test_halves_of_a_target_are_joined_packages_installed_and_a_part_that_fails_stops_no_other(tmp_path):
-    python, log, pack, work = tmp_path / "python", tmp_path / "log", tmp_path / "pack", tmp_path / "work"
-    python.write_text(RECORDING.format(log=log))
-    python.chmod(0o755)
+    python, log = recording_python(tmp_path)
+    pack, work = tmp_path / "pack", tmp_path / "work"
     (pack / "wheels").mkdir(parents=True)
     for name, text in (("wheels/one.whl", ""), ("model.whl.aa", "first "), ("model.whl.ab", "second")):
         (pack / name).write_text(text)
@@ -110,8 +133,9 @@ def test_the_models_own_forward_says_which_tokens_it_would_not_have_chosen(targe
 def test_cells_have_names_of_their_own_and_ask_for_trees_and_chains():
     cells = single_cells(SIZES["full"], Path("pack"), "graph")
     assert len({cell.name for cell in cells}) == len(cells)
-    assert [cell.steps for cell in cells[:3]] == ["graph", "compile", "eager"] and cells[0].what == "texts"
+    assert [cell.steps for cell in cells if cell.what == "texts"] == ["graph", "eager", "compile"]
     assert {cell.batch_size for cell in cells} == {1, 8, 32} and {cell.temperature for cell in cells} == {0.0, 0.7}
     cell = Cell(name="head", what="drafts", steps="eager", num_draft_tokens=4)
-    tree = setting_of(changed(cell, num_nodes=12))
-    assert setting_of(cell).num_drafted == 4 and (tree.name, tree.num_drafted) == ("dynamic:12", 12)
+    one, tree = setting_of(cell), setting_of(changed(cell, num_nodes=12))
+    assert one and one.num_drafted == 4
+    assert tree and (tree.name, tree.num_drafted) == ("dynamic:12", 12)
