@@ -21,8 +21,9 @@ ROOT = Path(__file__).parents[3]
 HIDING = """
 from importlib.machinery import PathFinder
 find = PathFinder.find_spec
-hidden = {"datasets", "wandb", "deepspeed", "openai"}
-PathFinder.find_spec = lambda name, *args, **kw: None if name.partition(".")[0] in hidden else find(name, *args, **kw)
+def find_spec(cls, name, *args, **kw):
+    return None if name.partition(".")[0] in {"datasets", "wandb", "deepspeed", "openai"} else find(name, *args, **kw)
+PathFinder.find_spec = classmethod(find_spec)
 """
 RECORDING = """#!/usr/bin/env bash
 echo "$*" >> {log}
