@@ -30,6 +30,7 @@ FIXED_RATES = (0.80, 0.75, 0.70, 0.65, 0.60)  # by draft position: about what is
 CONTEXT_ROOM = 2048  # positions behind the longest context
 ROOM = 160  # slots behind the context in every cell, whatever its K, so that cells share compiled layers
 PARTS = "draft_ms verify_ms overhead_ms round_ms reading_ms"  # of a round, and what reading the prompt takes
+LEFT_OUT = ("cuDNN", "compiler")  # attention by torch's other kernels; captured layers that are not compiled
 EMBEDDING_SCALE = 5000.0  # of a token's embedding, over what it is initialised to
 
 
@@ -71,8 +72,7 @@ SIZES = {
             "num_key_value_heads": 2, "vocab_size": 128,
         },
         dtype="float32", contexts=(16, 48), batch_sizes=(1, 3), long_batch_sizes=(1, 2),
-        verified=(2, 64), num_passes=2, num_prompts=2, num_new=24, num_repeats=1,
-        draft_vocabulary=48,
+        verified=(2, 64), num_passes=2, num_prompts=2, num_new=24, num_repeats=1, draft_vocabulary=48,
     ),
     "8b": Size(
         llama={
@@ -119,17 +119,14 @@ class Cell(store.Cell):
     draft_vocabulary: int | None = None  # of the head; None: the target's
     num_draft_tokens: int = 0  # at most, as far as the family drafts; 0: the baseline alone
     rates: tuple[float, ...] = ()  # of synthetic acceptance, with which texts are decoded; none: rounds are timed
-    without: str = ""  # one of PARTS_LEFT_OUT
-
-
-PARTS_LEFT_OUT = ("cuDNN", "compiler")  # attention by torch's other kernels; captured layers that are not compiled
+    without: str = ""  # one of LEFT_OUT
 
 
 def single_cells(size: Size, steps: str) -> list[Cell]:
     """One row at the usual context and a few more rows, the most telling cells first."""
     base = Cell(name="baseline", steps=steps, batch_size=1, context=size.context, num_passes=size.num_passes)
     main = replace(base, head=MAIN, draft_vocabulary=size.draft_vocabulary, num_draft_tokens=NUM_DRAFT)
-    cells = [replace(base, name=f"baseline without {part}", without=part) for part in PARTS_LEFT_OUT]
+    cells = [replace(base, name=f"baseline without {part}", without=part) for part in LEFT_OUT]
     cells = [base, *(cells if steps != "eager" else [])]
     cells += [replace(base, name=f"verify {n}", num_draft_tokens=n - 1) for n in size.verified if n <= 16]
     cells += [replace(main, name=f"draft {MAIN}")]
@@ -233,22 +230,19 @@ class Workbench:
 
 @contextmanager
 def left_out(part: str, target: Target) -> Iterator[None]:
-    """Decoding without one of PARTS_LEFT_OUT."""
+    """Decoding without one of LEFT_OUT."""
     decoder: Any = target.decoder
     if not part or decoder is None:
         yield
         return
-    before, decoder.compiled = (
-        (decoder.compiles, decoder.compiled),
-        {},
-    )  # layers compiled with cuDNN would be used again
-    decoder.compiles = decoder.compiles and part != "compiler"
+    compiles, compiled = decoder.compiles, decoder.compiled
+    decoder.compiles, decoder.compiled = compiles and part != "compiler", {}  # what was compiled has cuDNN in it
     torch.backends.cuda.enable_cudnn_sdp(part != "cuDNN")
     try:
         yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
-        decoder.compiles, decoder.compiled = before
+        decoder.compiles, decoder.compiled = compiles, compiled
 
 
 def timed_figures(timer: TimedCell) -> store.Figures:

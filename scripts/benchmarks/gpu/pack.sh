@@ -19,6 +19,7 @@ while [ $# -gt 0 ]; do
     esac
     shift 2
 done
+[[ $size == toy || $size == full ]] || { echo "pack.sh: --size $size: expected toy or full" >&2; exit 2; }
 headstart() { "$python" -m headstart.scripts.cli "$@"; }
 script() { "$python" -m "headstart.scripts.$@"; }
 
@@ -54,14 +55,17 @@ toy() { # of problems that are made here: nothing depends on what text lies on t
     headstart export "$pack/data/eagle3" "$pack/head" --to vllm
 }
 
-rm -rf "$pack"
 mkdir -p "$pack"
+rm -rf "$pack"/{target,head,text,wheels,data} "$pack"/*.whl*
 $size
 rm -rf "$pack/data"
 if [ $size = full ]; then # one call may take 64 MiB, the repository included
-    halves=("$pack"/*.whl.a?) call=1
-    for carried in "$pack/wheels ${halves[0]}" "${halves[1]} $pack/head $pack/text"; do
-        printf 'call %d, %.1f MB: carry %s\n' $((call++)) "$(du --bytes --summarize --total $carried | awk 'END { print $1 / 1e6 }')" "$carried"
-    done
-    echo "then bash scripts/benchmarks/gpu/rung.sh 0 in the first, and rung.sh with the rung in the second"
+    halves=("$pack"/*.whl.a?)
+    tell() { # RUNG PATH ...
+        local rung=$1; shift
+        echo "$(du --bytes --summarize --total "$@" | awk 'END { printf "%.1f MB", $1 / 1e6 }') beside the repository: $*"
+        echo "    bash scripts/benchmarks/gpu/rung.sh $rung"
+    }
+    tell 0 "$pack/wheels" "${halves[0]}"
+    tell '1 (or 2 to 6)' "${halves[1]}" "$pack/head" "$pack/text"
 fi

@@ -34,6 +34,8 @@ case "$size" in
     toy) shape=toy; patience=5; workers=0; rows=16; held=8; tokens=192; steps=6; seconds=(20 20 20); budget=3m ;;
     *) echo "rung.sh: --size $size: expected toy or full" >&2; exit 2 ;;
 esac
+[ ${#rungs[@]} -gt 0 ] || { echo "rung.sh: expected a rung from 0 to 6" >&2; exit 2; }
+[ -d "$pack" ] || { echo "rung.sh: --pack $pack: no such folder; make gpu-pack fills one" >&2; exit 2; }
 mkdir -p "$work" "$out"
 export PYTHONPATH=$work/site:$PWD/.typings${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1
 headstart=("$python" -m headstart.scripts.cli)
@@ -70,10 +72,11 @@ rung_0() {
 }
 rung_1() {
     get_target & # on the CPU, beside the tests
+    local getting=$!
     part tests 90 "$python" -m pytest -m gpu -n $workers -p no:cacheprovider --junitxml "$out/tests.xml" \
         $(grep --recursive --files-with-matches --include='*.py' 'mark\.gpu' tests)
     benchmark engine 160 engine_bench single --size $shape
-    wait
+    wait $getting || failed+=(target)
     benchmark decoding 110 gpu.decoding single --target "$target" --pack "$pack" --size $size
 }
 rung_2() {
@@ -94,7 +97,7 @@ has_deepspeed() {
 }
 rung_3() {
     get_target || failed+=(target)
-    benchmark answers 60 gpu.decoding answers --target "$target" --pack "$pack" --size $size
+    benchmark answers 45 gpu.decoding answers --target "$target" --pack "$pack" --size $size
     regenerate
     train eagle3 "${seconds[0]}" $steps
     train block "${seconds[1]}" $steps
@@ -123,7 +126,7 @@ rung_6() {
 }
 
 regenerate() { # what heads learn from
-    part regenerate 60 "${headstart[@]}" data regenerate data/regenerate_local.yaml "sources=$pack/text/prompts.jsonl" \
+    part regenerate 45 "${headstart[@]}" data regenerate data/regenerate_local.yaml "sources=$pack/text/prompts.jsonl" \
         "output=$work/answers" "target=$target" sampling.temperature=0 sampling.max_tokens=96 engine.batch_size=$rows
     head --lines -$held "$work/answers/answers.jsonl" > "$work/train.jsonl" || failed+=(answers)
     tail --lines $held "$work/answers/answers.jsonl" > "$work/validation.jsonl" || failed+=(answers)
@@ -131,12 +134,12 @@ regenerate() { # what heads learn from
 train() { # RUN SECONDS STEPS; the head goes to $work/RUN/served, and with its metrics to $out, in bf16
     local run=$work/$1 head
     rm -rf "$run"
-    part "train $1" $(($2 + 40)) "${headstart[@]}" train configs/runs/$1.yaml "target.path=$target" \
+    part "train $1" $(($2 + 25)) "${headstart[@]}" train configs/runs/$1.yaml "target.path=$target" \
         "data.train=$work/train.jsonl" "data.validation=$work/validation.jsonl" data.max_length=$tokens data.layout=packed \
         "train.output_dir=$run" train.stop_after=$2 train.max_steps=$3 train.warmup_steps=2 train.accumulation=1
     head=$run/final
     [ -d "$head" ] || head=$run/best # of the validation at the end of the time
-    part "export $1" 30 "${headstart[@]}" export "$head" "$run/served" --to vllm --dtype bfloat16 --target "$target"
+    part "export $1" 20 "${headstart[@]}" export "$head" "$run/served" --to vllm --dtype bfloat16 --target "$target"
     tar --create --file "$out/$1.tar" --directory "$run" served metrics.jsonl || failed+=("$1.tar")
 }
 evaluate() { # RUN ...
@@ -144,7 +147,7 @@ evaluate() { # RUN ...
     for run in "$@"; do
         [ ! -d "$work/$run/served" ] || drafters+=(--drafter "head:$work/$run/served")
     done
-    part evaluate 80 "${headstart[@]}" eval --target "$target" "${drafters[@]}" --drafter "suffix:$work/train.jsonl" \
+    part evaluate 70 "${headstart[@]}" eval --target "$target" "${drafters[@]}" --drafter "suffix:$work/train.jsonl" \
         --prompts "$pack/text/orders.jsonl" --limit $held --max-new-tokens 96 --repeats 1 --output "$work/eval" --overwrite
     cp "$work/eval/report.json" "$work/eval/report.html" "$out/" || failed+=("report.json")
 }

@@ -32,12 +32,8 @@ case "$*" in *pydantic* | *engine_bench*) exit 3 ;; esac
 
 
 def bash(script, *words, **environment):
-    environment = {
-        **os.environ,
-        "PYTHON": sys.executable,
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-    } | environment
+    usual = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **usual, **environment}
     command = ["bash", ROOT / "scripts/benchmarks/gpu" / script, *words]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1500)
 
@@ -116,10 +112,18 @@ def test_halves_of_a_target_are_joined_packages_installed_and_a_part_that_fails_
     assert order == sorted(order)
 
 
-@pytest.mark.parametrize("words", [("7",), ("--size", "8b", "1")])
-def test_what_is_no_rung_is_refused(words):
-    done = bash("rung.sh", *words)
-    assert done.returncode == 2 and done.stderr.startswith("rung.sh: ") and done.stderr.count("\n") == 1
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("7", "7: expected a rung from 0 to 6, --size, --pack, --work or --output"),
+        ("", "expected a rung from 0 to 6"),
+        ("--size 8b 1", "--size 8b: expected toy or full"),
+        ("--pack nowhere 1", "--pack nowhere: no such folder; make gpu-pack fills one"),
+    ],
+)
+def test_what_is_no_rung_is_refused(words, said):
+    done = bash("rung.sh", *words.split())
+    assert (done.returncode, done.stderr) == (2, f"rung.sh: {said}\n")
 
 
 def test_the_models_own_forward_says_which_tokens_it_would_not_have_chosen(target):
