@@ -66,8 +66,11 @@ test-llamacpp: $(READY) $(LLAMACPP)/.ready ## heads in llama-server itself, buil
 	LLAMA_CPP_PYTHON=$(CURDIR)/$(LLAMACPP)/bin/python $(BIN)/pytest tests/llamacpp --llama-cpp $(LLAMACPP)/llama.cpp \
 		--llama-server $(LLAMACPP)/build/bin/llama-server --llama-log docs/results/llamacpp.json
 
-gpu: $(READY) ## what a GPU is asked: the whole product on a target of its own, engine and training at 8B shape
-	PYTHON=$(BIN)/python bash scripts/benchmarks/gpu/suite.sh
+gpu-pack: $(READY) ## fill .gpu with what a GPU machine without network needs; runs the quickstart first where it has not run
+	PYTHON=$(BIN)/python bash scripts/benchmarks/gpu/pack.sh
+
+gpu: gpu-pack ## what a GPU is asked, in rungs of seven minutes: exactness, engine and training at 8B shape, the whole product
+	PYTHON=$(BIN)/python bash scripts/benchmarks/gpu/rung.sh 0 1 2 3 4 5 6
 
 bench-heads: $(READY) ## every family of heads at one size, on the smoke run's target; or BENCH="--target ... --train ..."
 	$(BIN)/python -m headstart.scripts.benchmarks.bench_heads $(BENCH)
@@ -94,4 +97,4 @@ clean: ## remove what builds left
 clean-runs: ## remove runs/, where the examples train, after asking
 	@printf 'Remove runs/ with all that was trained there? [y/N] '; read answer; test "$$answer" = y && rm -rf runs
 
-.PHONY: help quickstart smoke check test test-slow targets test-vllm test-llamacpp gpu bench-heads bench-train docs wheel clean clean-runs
+.PHONY: help quickstart smoke check test test-slow targets test-vllm test-llamacpp gpu gpu-pack bench-heads bench-train docs wheel clean clean-runs

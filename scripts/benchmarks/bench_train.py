@@ -3,10 +3,10 @@
     python -m headstart.scripts.benchmarks.bench_train [--size small|large|8b|toy] [--output docs/results/train.json]
 
 Random targets and rows: a step costs the same whatever the weights are. The target's own forward is left aside, its
-states being given. small, the default on a CPU, and large, that of a GPU, have every family at one shape, large that of
-heads on an 8B target, and the memory of EAGLE-3 at 8B shape by estimate. 8b is the GPU suite's: EAGLE-3, MTP and Medusa
-by context and vocabulary, with train.compile and without, and where the time of a step goes (one GPU, under 9 minutes).
-toy is the same on a CPU, in seconds.
+states being given. small, the default on a CPU, and large, that of a GPU, have every family at one shape, large that
+of heads on an 8B target, and the memory of EAGLE-3 at 8B shape by estimate. 8b takes five minutes of a GPU: EAGLE-3,
+DSpark, Medusa and MTP by context, each with train.compile and without, and where a step's time goes. toy is the same
+on a CPU.
 """
 
 import argparse
@@ -31,7 +31,7 @@ SMALL = replace(TOY, hidden=256, intermediate=704, vocabulary=4096, context=256,
 LARGE = replace(TOY, hidden=4096, intermediate=14336, num_heads=32, num_kv_heads=8, vocabulary=152064, context=4096)
 LARGE = replace(LARGE, dtype="bf16")
 DEPTHS = {"medusa": 4, "hydra": 4, "mtp": 3, "draft_lm": 5, "eagle": 5, "eagle3": 7, "block": 7}
-SUITE = ("eagle3", "mtp", "medusa")  # the families of the GPU suite
+SERVED = ("eagle3", "block", "medusa", "mtp")  # the families of 8b
 
 # what is asked of EAGLE-3 with 7 depths at 8B shape, one row of 4096 tokens, the whole vocabulary of 152,064
 BARS = {"mfu": (">=", 0.40), "peak_bytes": ("<=", 20e9)}
@@ -42,30 +42,27 @@ class Size:
     """What is measured."""
 
     shape: Shape
-    heads: Sequence[str]
-    contexts: Sequence[int] = ()  # more of them, for the families of `swept`
-    vocabularies: Sequence[int] = ()
+    heads: Sequence[str]  # families at the shape's context
+    swept: Sequence[str] = ()  # those at the other contexts
+    contexts: Sequence[int] = ()
     draft_vocabulary: int | None = None  # of EAGLE-3, beside the whole one
-    swept: Sequence[str] = ()
-    compiled: Sequence[str] = ()  # families that are also measured with train.compile
-    is_profiled: bool = False
+    is_compiled: bool = False  # all of it with train.compile, too, and EAGLE-3's step by operator
     is_estimated: bool = False  # the memory of EAGLE-3 at 8B shape, too
     steps: int = 5  # timed ones of a cell
 
 
 SIZES = {
     "toy": Size(
-        shape=TOY, heads=SUITE, swept=SUITE, contexts=(64, 32), vocabularies=(512,), draft_vocabulary=128,
-        compiled=("medusa",), is_profiled=True, steps=2,
+        shape=TOY, heads=("eagle3",), swept=SERVED, contexts=(32,), draft_vocabulary=128, is_compiled=True, steps=2
     ),
     "8b": Size(
-        shape=LARGE, heads=SUITE, swept=SUITE, contexts=(4096, 2048, 8192), vocabularies=(152064, 128256),
-        draft_vocabulary=32000, compiled=SUITE, is_profiled=True,
+        shape=LARGE, heads=("eagle3",), swept=SERVED, contexts=(2048, 8192), draft_vocabulary=32000, is_compiled=True,
+        steps=3,
     ),
     "small": Size(shape=SMALL, heads=sorted(HEADS), is_estimated=True),
     "large": Size(
-        shape=LARGE, heads=sorted(HEADS), swept=("eagle3",), contexts=(4096, 2048, 8192), vocabularies=(152064,),
-        draft_vocabulary=32000, is_estimated=True,
+        shape=LARGE, heads=sorted(HEADS), swept=("eagle3",), contexts=(2048, 8192), draft_vocabulary=32000,
+        is_estimated=True,
     ),
 }  # fmt: skip
 
@@ -98,24 +95,26 @@ def shape_of(size: Size, head: str) -> Shape:
 
 def cells_of(size: Size) -> Iterator[Cell]:
     """All cells to measure, in order of importance."""
-    shapes = [shape_of(size, head) for head in size.heads]
-    for shape in shapes:
-        for is_compiled in (False, True) if shape.head in size.compiled else (False,):
-            yield cell_of(shape, is_compiled=is_compiled, num_steps=size.steps)
-            if size.is_profiled:
-                yield cell_of(shape, is_compiled=is_compiled, what="profile")
-    for shape in shapes:
-        for context in size.contexts if shape.head in size.swept else ():
-            for vocabulary in size.vocabularies:
-                for drafted in (None, size.draft_vocabulary) if shape.head == "eagle3" else (None,):
-                    other = replace(shape, context=context, vocabulary=vocabulary, draft_vocabulary=drafted)
-                    if other != shape:
-                        yield cell_of(other, num_steps=size.steps)
-    if size.compiled:
-        yield cell_of(replace(shape_of(size, "medusa"), options={"output": "own"}), num_steps=size.steps)
+    for head in size.heads:
+        yield from step_cells(size, shape_of(size, head))
+    if size.is_compiled:
+        for is_compiled in (False, True):
+            yield cell_of(shape_of(size, "eagle3"), what="profile", is_compiled=is_compiled)
+    for context in size.contexts:
+        for head in size.swept:
+            yield from step_cells(size, replace(shape_of(size, head), context=context))
     if size.is_estimated:
         for drafted in (32000, None):
             yield cell_of(replace(LARGE, draft_vocabulary=drafted), what="estimate")
+
+
+def step_cells(size: Size, shape: Shape) -> Iterator[Cell]:
+    """A shape's timed steps, of EAGLE-3 also with a cut draft vocabulary."""
+    cut = [size.draft_vocabulary] if shape.head == "eagle3" and size.draft_vocabulary else []
+    for drafted in (None, *cut):
+        for is_compiled in (False, True) if size.is_compiled else (False,):
+            each = replace(shape, draft_vocabulary=drafted)
+            yield cell_of(each, is_compiled=is_compiled, num_steps=size.steps)
 
 
 def measure(cell: Cell, device: str) -> Figures:

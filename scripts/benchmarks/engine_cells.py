@@ -1,7 +1,8 @@
 """The cells of the engine's benchmark: what is timed or decoded in one go, on a random target of a given size."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -23,9 +24,13 @@ from ...heads.target import Target
 from . import store
 
 NUM_DRAFT = 5
-MAIN = "eagle3"  # the family whose chain is timed at every batch size and context, and with eager and compiled steps
+MAIN = "eagle3"  # the family whose chain is timed at every batch size and context
+OTHERS = ("block", "medusa", "mtp")  # families that are timed beside it
+FIXED_RATES = (0.80, 0.75, 0.70, 0.65, 0.60)  # by draft position: about what is published of EAGLE-3 heads
 CONTEXT_ROOM = 2048  # positions behind the longest context
+ROOM = 160  # slots behind the context in every cell, whatever its K, so that cells share compiled layers
 PARTS = "draft_ms verify_ms overhead_ms round_ms reading_ms"  # of a round, and what reading the prompt takes
+LEFT_OUT = ("cuDNN", "compiler")  # attention by torch's other kernels; captured layers that are not compiled
 EMBEDDING_SCALE = 5000.0  # of a token's embedding, over what it is initialised to
 
 
@@ -41,7 +46,7 @@ class Size:
     verified: tuple[int, ...]  # tokens per forward
     num_passes: int  # over each timed cell
     num_prompts: int  # of the usual context, decoded where speedups are measured
-    num_new: int  # tokens behind each prompt
+    num_new: int  # tokens behind each prompt, at most ROOM
     num_repeats: int  # passes over the prompts
     draft_vocabulary: int  # of a head whose output layer is cut, as those of published EAGLE-3 heads are
 
@@ -67,17 +72,16 @@ SIZES = {
             "num_key_value_heads": 2, "vocab_size": 128,
         },
         dtype="float32", contexts=(16, 48), batch_sizes=(1, 3), long_batch_sizes=(1, 2),
-        verified=(1, 2, 64), num_passes=2, num_prompts=2, num_new=24, num_repeats=1,
-        draft_vocabulary=48,
+        verified=(2, 64), num_passes=2, num_prompts=2, num_new=24, num_repeats=1, draft_vocabulary=48,
     ),
     "8b": Size(
         llama={
             "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
             "num_key_value_heads": 8, "vocab_size": 128256,
         },
-        dtype="bfloat16", contexts=(512, 2048, 4096, 8192, 16384),
-        batch_sizes=(1, 2, 4, 8, 16, 32, 64), long_batch_sizes=(1, 8), verified=(1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64),
-        num_passes=4, num_prompts=4, num_new=128, num_repeats=2, draft_vocabulary=32000,
+        dtype="bfloat16", contexts=(512, 4096, 16384), batch_sizes=(1, 8, 32, 64), long_batch_sizes=(1, 8, 32),
+        verified=(2, 4, 8, 16, 32, 64), num_passes=3, num_prompts=4, num_new=128, num_repeats=2,
+        draft_vocabulary=32000,
     ),
 }  # fmt: skip
 
@@ -115,35 +119,43 @@ class Cell(store.Cell):
     draft_vocabulary: int | None = None  # of the head; None: the target's
     num_draft_tokens: int = 0  # at most, as far as the family drafts; 0: the baseline alone
     rates: tuple[float, ...] = ()  # of synthetic acceptance, with which texts are decoded; none: rounds are timed
+    without: str = ""  # one of LEFT_OUT
 
 
-def cells_of(size: Size, steps: str, rates: Mapping[str, Sequence[float]]) -> list[Cell]:
-    """All cells: those with bars first, and cells that share a head next to each other.
-
-    Args: rates: of synthetic acceptance, by family.
-    """
+def single_cells(size: Size, steps: str) -> list[Cell]:
+    """One row at the usual context and a few more rows, the most telling cells first."""
     base = Cell(name="baseline", steps=steps, batch_size=1, context=size.context, num_passes=size.num_passes)
-    cells = [replace(base, num_passes=2 * size.num_passes)]
-    cells += [replace(base, name=f"verify {n}", num_draft_tokens=n - 1) for n in size.verified if n > 1]
-    for family in sorted(HEADS, key=lambda family: family != MAIN):
-        drafted = replace(base, name=f"draft {family}", head=family, num_draft_tokens=NUM_DRAFT)
-        cells.append(drafted)
-        if family == MAIN:
-            cut = size.draft_vocabulary
-            cells.append(replace(drafted, name=f"draft {family}, {cut} tokens", draft_vocabulary=cut))
-        name, repeats = f"synthetic {family}", size.num_repeats
-        cells.append(replace(drafted, name=name, num_passes=repeats, rates=tuple(rates[family])))
-    main = replace(base, head=MAIN, num_draft_tokens=NUM_DRAFT)
-    if steps != "eager":  # slow: one cell
-        cells.append(replace(main, name=f"eager {MAIN}", steps="eager", num_passes=2))
-    conditions = [(batch_size, size.context) for batch_size in size.batch_sizes]
-    conditions += [(batch_size, context) for context in size.contexts[1:] for batch_size in size.long_batch_sizes]
-    for batch_size, context in conditions:
-        name = f"batch {batch_size} context {context}"
-        cells.append(replace(main, name=name, batch_size=batch_size, context=context))
-    if steps != "eager":  # last: compiling takes minutes
-        cells.append(replace(main, name=f"compile {MAIN}", steps="compile"))
+    main = replace(base, head=MAIN, draft_vocabulary=size.draft_vocabulary, num_draft_tokens=NUM_DRAFT)
+    cells = [replace(base, name=f"baseline without {part}", without=part) for part in LEFT_OUT]
+    cells = [base, *(cells if steps != "eager" else [])]
+    cells += [replace(base, name=f"verify {n}", num_draft_tokens=n - 1) for n in size.verified if n <= 16]
+    cells += [replace(main, name=f"draft {MAIN}")]
+    cells += [replace(main, name=f"synthetic {MAIN}", num_passes=size.num_repeats, rates=FIXED_RATES)]
+    cells += [batch_cell(main, rows, size.context) for rows in size.batch_sizes if 1 < rows <= 32]
+    cells += [replace(main, name=f"draft {MAIN}, whole vocabulary", draft_vocabulary=None)]
+    cells += [replace(main, name=f"draft {family}", head=family, draft_vocabulary=None) for family in OTHERS]
+    cells += [replace(base, name=f"verify {n}", num_draft_tokens=n - 1) for n in size.verified if n > 16]
+    if steps != "eager":
+        cells.append(replace(main, name=f"eager {MAIN}", steps="eager", num_passes=1))
     return cells
+
+
+def load_cells(size: Size, steps: str) -> list[Cell]:
+    """EAGLE-3 by rows at a time and context."""
+    main = Cell(
+        name="", steps=steps, batch_size=1, context=size.context, num_passes=2, head=MAIN,
+        draft_vocabulary=size.draft_vocabulary, num_draft_tokens=NUM_DRAFT,
+    )  # fmt: skip
+    conditions = [(batch_size, size.context) for batch_size in size.batch_sizes]
+    conditions += [(batch_size, context) for batch_size in size.long_batch_sizes for context in size.contexts[1:]]
+    return [batch_cell(main, *condition) for condition in conditions]
+
+
+def batch_cell(cell: Cell, batch_size: int, context: int) -> Cell:
+    return replace(cell, name=f"batch {batch_size} context {context}", batch_size=batch_size, context=context)
+
+
+CELLS = {"single": single_cells, "load": load_cells}
 
 
 class Workbench:
@@ -157,7 +169,8 @@ class Workbench:
 
     def measure(self, cell: Cell) -> store.Figures:
         """The cell's figures."""
-        return self.decode(cell) if cell.rates else self.time(cell)
+        with left_out(cell.without, self.target):
+            return self.decode(cell) if cell.rates else self.time(cell)
 
     def time(self, cell: Cell) -> store.Figures:
         """Rounds, each pass beside baseline steps."""
@@ -165,6 +178,7 @@ class Workbench:
         check_room(self.target, [cell.context], settings)
         how = store.picked(cell, "batch_size context steps")
         timer = TimedCell(self.target, drafter, settings, text=self.text, **how)
+        timer.max_length = cell.context + ROOM
         for _ in range(cell.num_passes):
             timer.run(reads_again=cell.batch_size == 1 and cell.context == self.size.context)  # cheap there alone
         return timed_figures(timer)
@@ -212,6 +226,23 @@ class Workbench:
     def synthetic(self) -> SyntheticDrafter:
         """With the target's own texts behind the prompts; cells bring their rates."""
         return SyntheticDrafter(self.target, self.prompts, [1.0], max_new_tokens=self.size.num_new)
+
+
+@contextmanager
+def left_out(part: str, target: Target) -> Iterator[None]:
+    """Decoding without one of LEFT_OUT."""
+    decoder: Any = target.decoder
+    if not part or decoder is None:
+        yield
+        return
+    compiles, compiled = decoder.compiles, decoder.compiled
+    decoder.compiles, decoder.compiled = compiles and part != "compiler", {}  # what was compiled has cuDNN in it
+    torch.backends.cuda.enable_cudnn_sdp(part != "cuDNN")
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        decoder.compiles, decoder.compiled = compiles, compiled
 
 
 def timed_figures(timer: TimedCell) -> store.Figures:

@@ -94,8 +94,9 @@ def attempt(measure: Callable[[C], Figures], cell: C) -> Figures:
 
 
 def describe(figures: Figures) -> str:
-    """Single figures in a line."""
-    singles = [(key, value) for key, value in figures.items() if isinstance(value, str | int | float)]
+    """Single figures in a line, and medians of those that have them."""
+    medians = {key: value["median"] for key, value in figures.items() if isinstance(value, dict) and "median" in value}
+    singles = [(key, value) for key, value in {**figures, **medians}.items() if isinstance(value, str | int | float)]
     return ", ".join(f"{key} {f'{value:.4g}' if isinstance(value, float) else value}" for key, value in singles)
 
 

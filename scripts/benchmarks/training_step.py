@@ -258,7 +258,7 @@ class TrainingStep:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - sum(tensor.nbytes for tensor in aside)
 
-    def profile(self, *, top: int = 15) -> Figures:
+    def profile(self, *, top: int = 10) -> Figures:
         """One step by operator, those that take longest in themselves first: torch's own table.
 
         num_kernels: what a GPU was given to run, copies and fills among them; null on a CPU.

@@ -65,11 +65,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path)
     parser.add_argument("--train", type=int, default=240, help="prompts to train on")
+    parser.add_argument("--held-out", type=int, default=12, help="prompts to measure on")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     files = {
         "prompts": orders(arguments.train, seed=arguments.seed, held_out=False),
-        "orders": orders(12, seed=arguments.seed + 1, held_out=True),
+        "orders": orders(arguments.held_out, seed=arguments.seed + 1, held_out=True),
         "contrast": CONTRAST,
     }
     for name, texts in files.items():

@@ -6,14 +6,14 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from ...configs.files import replacing_folder, write_json, write_text
 from .toy_corpus import contrast_prompts, is_right, python_sources, reasoning_problems
@@ -40,7 +40,7 @@ class Recipe:
     width: int = 128
     vocab_size: int = 800
     rows: int = 8
-    code_rows: int = 1
+    code_rows: int = 1  # of each batch; 0: no text but the problems, whatever lies on the machine
     row_tokens: int = 128
     learning_rate: float = 3e-3
     train_prompts: int = 1500
@@ -97,23 +97,12 @@ def code_rows(tokenizer: Any, texts: list[str], *, row_tokens: int) -> list[Tens
     return list(rows[:, None].expand(-1, 2, -1))  # rows of [2, T]
 
 
-def new_target(
-    tokenizer: Any,
-    *,
-    layers: int,
-    width: int,
-    intermediate: int,
-    heads: int = 4,
-    kv_heads: int = 2,
-    max_positions: int = 1024,
-    rope_theta: float = 10000.0,
-    config_class: Callable[..., PreTrainedConfig] = LlamaConfig,
-) -> Any:
+def new_target(tokenizer: Any, *, layers: int, width: int, intermediate: int) -> Any:
     """An untrained fp32 model, deep rather than wide."""
-    config = config_class(
+    config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=width, intermediate_size=intermediate, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=width // heads, tie_word_embeddings=True,
-        max_position_embeddings=max_positions, rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+        num_attention_heads=4, num_key_value_heads=2, head_dim=width // 4, tie_word_embeddings=True,
+        max_position_embeddings=1024, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         initializer_range=0.5 * width**-0.5,
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
@@ -124,7 +113,7 @@ def new_target(
     return model
 
 
-def train(model: Any, batches: Iterable[tuple[Tensor, float]], *, beta2: float, in_bf16: bool = False) -> Iterator[Any]:
+def train(model: Any, batches: Iterable[tuple[Tensor, float]]) -> Iterator[Any]:
     """Minimises the labels' cross entropy, one batch [B, 2, T] and learning rate per step; yields each step's loss.
 
     Muon on the layers' matrices, AdamW on the rest: the smoke run's target learns to copy from the question and to add
@@ -134,12 +123,11 @@ def train(model: Any, batches: Iterable[tuple[Tensor, float]], *, beta2: float, 
     others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, betas=(0.9, beta2), weight_decay=0.0),
+        torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0),
     ]
     model.train()
     for batch, rate in batches:
-        with torch.autocast(batch.device.type, dtype=torch.bfloat16, enabled=in_bf16):
-            loss = model(input_ids=batch[:, 0], labels=batch[:, 1], use_cache=False).loss
+        loss = model(input_ids=batch[:, 0], labels=batch[:, 1], use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -162,7 +150,7 @@ def batches_of(chats: list[Tensor], codes: list[Tensor], recipe: Recipe) -> Iter
 def train_target(model: Any, chats: list[Tensor], codes: list[Tensor], *, recipe: Recipe) -> None:
     """Trains by the recipe, with a line of progress now and then."""
     started, losses = time.perf_counter(), []
-    for step, loss in enumerate(train(model, batches_of(chats, codes, recipe), beta2=0.98), start=1):
+    for step, loss in enumerate(train(model, batches_of(chats, codes, recipe)), start=1):
         losses.append(loss.item())
         if step % max(1, recipe.steps // 10) == 0:
             seconds = time.perf_counter() - started
@@ -211,7 +199,8 @@ def build_target(folder: Path, *, recipe: Recipe) -> dict:
     """Trains tokenizer and target, saves both with recipe and quality into the folder, and returns the quality."""
     num_chats = recipe.steps * (recipe.rows - recipe.code_rows) * recipe.row_tokens // 80 + recipe.rows
     num_chars = min(1_000_000, 50_000 + 4 * recipe.steps * recipe.code_rows * recipe.row_tokens)
-    problems, sources = reasoning_problems(num_chats, recipe.seed), python_sources(recipe.seed, num_chars=num_chars)[0]
+    problems = reasoning_problems(num_chats, recipe.seed)
+    sources = python_sources(recipe.seed, num_chars=num_chars)[0] if recipe.code_rows else []
     texts = [message["content"] for problem in problems[:3000] for message in problem["messages"]]
     tokenizer = train_tokenizer([*texts, *sources[:60]], vocab_size=recipe.vocab_size)
     torch.manual_seed(recipe.seed)

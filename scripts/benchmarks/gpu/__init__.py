@@ -1,1 +1,1 @@
-"""The stages of `make gpu`, run by `suite.sh`: the whole product on a GPU, then engine and training at 8B shape."""
+"""What `make gpu` runs: `pack.sh` gathers what travels to a GPU machine, `rung.sh` measures there, rung by rung."""

@@ -2,23 +2,26 @@
 
 import json
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from headstart.configs.errors import BadInput
 from headstart.eval.generate import generate
-from headstart.eval.report.document import build_report, write_report
-from headstart.heads.registry import HEADS
+from headstart.eval.measurement import step_times
 from headstart.scripts.benchmarks import engine_bench, store
-from headstart.scripts.benchmarks.engine_bench import (
-    BARS,
-    over_captured_graphs,
-    predictions,
-    read_acceptance,
-    verify_costs,
+from headstart.scripts.benchmarks.engine_bench import BARS, over_captured_graphs, predictions, verify_costs
+from headstart.scripts.benchmarks.engine_cells import (
+    MAIN,
+    OTHERS,
+    SIZES,
+    Cell,
+    Workbench,
+    left_out,
+    load_cells,
+    random_target,
+    single_cells,
 )
-from headstart.scripts.benchmarks.engine_cells import SIZES, Cell, Workbench, cells_of, random_target
 from headstart.scripts.benchmarks.store import judge
 
 CPU = torch.device("cpu")
@@ -29,7 +32,6 @@ GOOD = {
     "round_overhead": 0.05,
     "speedup_over_formula_error": 0.1,
 }
-RATES = dict.fromkeys(HEADS, (0.5,))
 
 
 @dataclass
@@ -52,7 +54,7 @@ def few_cells(monkeypatch):
     done: list[str] = []
     usual = {"steps": "eager", "batch_size": 1, "context": 16, "num_passes": 1}
     cells = [Cell(name="baseline", **usual), Cell(name="verify 2", num_draft_tokens=1, **usual)]
-    monkeypatch.setattr(engine_bench, "cells_of", lambda *arguments: cells)
+    monkeypatch.setitem(engine_bench.CELLS, "single", lambda *arguments: cells)
     monkeypatch.setattr(store, "release_memory", lambda: None)  # a full collection takes a while in a test run
     monkeypatch.setattr(engine_bench, "Environment", FixedEnvironment)
     measure = Workbench.measure
@@ -61,45 +63,69 @@ def few_cells(monkeypatch):
 
 
 def run(path, *more):
-    return engine_bench.main(["--size", "toy", "--device", "cpu", "--output", str(path), *more])
+    return engine_bench.main(["single", "--size", "toy", "--device", "cpu", "--output", str(path), *more])
 
 
 @pytest.mark.slow
 def test_a_toy_run_measures_every_cell(tmp_path, capsys):
     assert run(tmp_path / "engine.json") == 0
     written = json.loads((tmp_path / "engine.json").read_text())
-    cells = cells_of(SIZES["toy"], "eager", RATES)
+    cells = single_cells(SIZES["toy"], "eager")
     assert list(written["cells"]) == [cell.name for cell in cells]
     assert not [one for one in written["cells"].values() if "failed" in one]
     figures = {one["of"]: one for one in written["figures"]}
-    assert set(figures) == {"baseline", *HEADS} == set(written["holds"])
-    assert all(set(written["holds"][family]) == set(list(GOOD)[2:]) for family in HEADS)
-    for family in HEADS:
-        decoded, timed = written["cells"][f"synthetic {family}"], written["cells"][f"draft {family}"]
-        assert decoded["identical_texts"] == decoded["num_prompts"]
-        assert decoded["acceptance_length"] > 2 and figures[family]["speedup"] == decoded["speedup"]
+    assert set(figures) == {"baseline", MAIN, *OTHERS} == set(written["holds"])
+    for family in (MAIN, *OTHERS):
+        timed = written["cells"][f"draft {family}"]
         parts = timed["draft_ms"] + timed["verify_ms"] + timed["overhead_ms"]
         assert timed["round_ms"] == pytest.approx(parts, abs=1e-3)
-    assert written["acceptance"]["synthetic"] and "fixed" in written["acceptance"]["mtp"]["source"]
+    decoded = written["cells"][f"synthetic {MAIN}"]
+    assert decoded["identical_texts"] == decoded["num_prompts"]
+    assert decoded["acceptance_length"] > 2 and figures[MAIN]["speedup"] == decoded["speedup"]
+    assert set(written["holds"][MAIN]) == set(list(GOOD)[2:])
     assert capsys.readouterr().out.count(" s)\n") == len(cells), "a line for each"
 
 
 def test_all_that_is_asked_of_the_engine_has_a_cell():
-    cells = cells_of(SIZES["8b"], "graph", RATES)
-    names = [cell.name for cell in cells]
-    assert len(set(names)) == len(names)
-    assert [name for name in names if name.startswith("verify")] == [f"verify {n}" for n in SIZES["8b"].verified[1:]]
-    assert all({f"draft {family}", f"synthetic {family}"} < set(names) for family in HEADS)
-    places = {(cell.batch_size, cell.context) for cell in cells if cell.name.startswith("batch")}
-    assert places == {(2**i, 512) for i in range(7)} | {(b, 2**i) for b in (1, 8) for i in range(11, 15)}
-    assert [cell.head for cell in cells if cell.steps == "eager"] == ["eagle3"]
-    cut = [(cell.name, cell.head, cell.draft_vocabulary) for cell in cells if cell.draft_vocabulary]
-    assert cut == [("draft eagle3, 32000 tokens", "eagle3", 32000)], "as published heads have it, beside the whole one"
+    size = SIZES["8b"]
+    single, load = single_cells(size, "graph"), load_cells(size, "graph")
+    names = [cell.name for cell in single]
+    assert len(set(names)) == len(names) and len({cell.name for cell in load}) == len(load)
+    assert names[:3] == ["baseline", "baseline without cuDNN", "baseline without compiler"]
+    assert {name for name in names if name.startswith("verify")} == {f"verify {n}" for n in (2, 4, 8, 16, 32, 64)}
+    assert {f"draft {family}" for family in (MAIN, *OTHERS)} | {f"synthetic {MAIN}"} < set(names)
+    cuts = {cell.name: cell.draft_vocabulary for cell in single if cell.name.startswith("draft")}
+    assert cuts[f"draft {MAIN}"] == 32000 and cuts[f"draft {MAIN}, whole vocabulary"] is None
+    places = {(cell.batch_size, cell.context) for cell in load}
+    assert places == {(b, 512) for b in (1, 8, 32, 64)} | {(b, c) for b in (1, 8, 32) for c in (4096, 16384)}
+    assert [cell.head for cell in single if cell.steps == "eager"] == [MAIN]
+
+
+def test_cells_read_equally_many_slots_whatever_they_draft(toy, monkeypatch):
+    """So that a layer is compiled once for each number of tokens."""
+    built, build = [], step_times.build_engine
+    monkeypatch.setattr(step_times, "build_engine", lambda *args, **how: built.append(build(*args, **how)) or built[-1])
+    base = Cell(name="", steps="eager", batch_size=1, context=16, num_passes=1)
+    bench = Workbench(toy, SIZES["toy"])
+    for cell in (base, *(replace(base, num_draft_tokens=length) for length in (1, 5, 7))):
+        bench.time(cell)
+    assert len(built) == 7 and len({engine.num_slots for engine in built}) == 1
+
+
+@pytest.mark.parametrize("part", ["cuDNN", "compiler"])
+def test_what_is_left_out_is_so_for_a_cell_only(part):
+    decoder = SimpleNamespace(compiles=True, compiled={"a layer": 1})
+    target: Any = SimpleNamespace(decoder=decoder)
+    with left_out(part, target):
+        assert decoder.compiled == {} and decoder.compiles == (part != "compiler")
+        assert torch.backends.cuda.cudnn_sdp_enabled() == (part != "cuDNN")
+    assert decoder == SimpleNamespace(compiles=True, compiled={"a layer": 1})
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_a_cut_draft_vocabulary_is_timed_with_an_output_layer_of_that_size():
     size = SIZES["toy"]
-    [cell] = [cell for cell in cells_of(size, "eager", RATES) if cell.draft_vocabulary]
+    [cell] = [cell for cell in single_cells(size, "eager") if cell.name == f"draft {MAIN}"]
     bench = Workbench(random_target(size, torch.device("cpu")), size)
     head: Any = bench.drafted(cell)[0]
     assert head.lm_head.out_features == size.draft_vocabulary < bench.target.vocab_size
@@ -174,35 +200,18 @@ def test_a_bar_is_held_or_not():
     assert judge({"of": "eagle3", "speedup_over_formula_error": None}, BARS) == {"speedup_over_formula_error": False}
 
 
-def test_eager_and_compiled_steps_are_told_in_captured_ones():
+def test_eager_steps_are_told_in_captured_ones():
     def cell(base, whole):
         return {"baseline_ms": {"median": base}, "round_ms": whole}
 
-    cells = {"draft eagle3": cell(5.0, 8.0), "eager eagle3": cell(20.0, 16.0), "compile eagle3": cell(4.0, 6.0)}
-    wanted = {"eager": {"baseline": 4.0, "round": 2.0}, "compile": {"baseline": 0.8, "round": 0.75}}
-    assert over_captured_graphs(cells) == wanted
-    assert over_captured_graphs({**cells, "eager eagle3": {"failed": ""}}) == {"compile": wanted["compile"]}
-    assert over_captured_graphs({}) == {}
+    cells = {"draft eagle3": cell(5.0, 8.0), "eager eagle3": cell(20.0, 16.0)}
+    assert over_captured_graphs(cells) == {"baseline": 4.0, "round": 2.0}
+    assert over_captured_graphs({**cells, "eager eagle3": {"failed": ""}}) == {}
 
 
 def test_verifying_one_token_is_a_baseline_step():
     cells = {"verify 8": {"round_ms": 1.0, "verify_in_baseline_steps": {"median": 1.1}}, "verify 64": {"failed": ""}}
     assert verify_costs(cells) == {"1": 1.0, "8": 1.1}
-
-
-def test_acceptance_comes_from_a_report_where_it_has_the_family(tmp_path, toy, made_result):
-    results = [
-        made_result(drafter="eagle3", temperature=1.0, acceptance_rate=[0.1]),
-        made_result(drafter="eagle3:run/a", acceptance_rate=[0.9, 0.8, None]),
-        made_result(drafter="eagle3:run/b", acceptance_rate=[0.2]),
-        made_result(drafter="medusa", tree="static", acceptance_rate=[0.3]),
-    ]
-    path = write_report(tmp_path, build_report(toy, results), [])
-    found = read_acceptance(path)
-    assert found["eagle3"] == {"rates": [0.9, 0.8], "source": "measured: eagle3:run/a on code, batch 1"}
-    assert found["medusa"] == read_acceptance(None)["eagle3"]
-    with pytest.raises(BadInput, match="no report of headstart eval"):
-        read_acceptance(tmp_path)
 
 
 def test_the_random_target_counts(toy):

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,12 @@ def test_a_second_call_skips_and_another_recipe_does_not(made: Path, monkeypatch
     with pytest.raises(AssertionError, match="built again"):
         make_target(made, recipe=Recipe(steps=3))
     assert (made / "model.safetensors").is_file()
+
+
+def test_without_code_rows_nothing_depends_on_the_text_of_the_machine(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(toy_target, "python_sources", lambda *args, **kwargs: pytest.fail("sources were read"))
+    make_target(tmp_path / "target", recipe=replace(TINY, code_rows=0, contrast_rows=0))
+    assert (tmp_path / "data" / "contrast.jsonl").read_text() == ""
 
 
 def test_an_interrupted_run_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
