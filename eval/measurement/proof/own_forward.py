@@ -9,27 +9,14 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from ....heads.nn.attention import NAME as GROUPED_ATTENTION
-from ....heads.nn.attention import kernels_for
+from ....heads.nn.attention import any_shape
 from ....heads.target import Target
+from ....heads.target_check import own_attention
 
 # up to how far apart two logits are equal but for rounding
 FULL_PRECISION = 1e-3  # of the standard deviation of the logits, where all weights have 32 bits
 HALF_PRECISION = 2**-6  # of the largest absolute logit, where some have fewer
 LEAST_LOGIT = -1e4  # below it are tokens that the model rules out
-
-
-@contextmanager
-def own_attention(target: Target) -> Iterator[None]:
-    """Within, the model computes attention as it does without us."""
-    is_ours = target.config._attn_implementation == GROUPED_ATTENTION
-    if is_ours:
-        target.model.set_attn_implementation("sdpa")
-    try:
-        yield
-    finally:
-        if is_ours:
-            target.model.set_attn_implementation(GROUPED_ATTENTION)
 
 
 @contextmanager
@@ -49,7 +36,7 @@ def own_logits(target: Target, prompt: Sequence[int], new: Sequence[int]) -> Ten
     ids = torch.tensor([[*prompt, *new[:-1]]], device=target.device)  # [1, T]
     takes_part = "logits_to_keep" in inspect.signature(target.model.forward).parameters
     part = {"logits_to_keep": len(new)} if takes_part else {}
-    with own_attention(target), kernels_for(ids.shape[1], ids.device):
+    with own_attention(target), any_shape(ids.device):
         logits = target.model(input_ids=ids, use_cache=False, **part).logits
     return logits[0, -len(new) :].to(target.device).float()
 
