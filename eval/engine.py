@@ -14,8 +14,8 @@ from ..heads.nn.cache import EXTENT_STEP, SlotCache
 from ..heads.nn.split_attention import whole_parts
 from ..heads.nn.target_output import TargetOutput
 from ..heads.nn.tree_nodes import ancestors
-from ..heads.prompts import read_prompts
 from ..heads.target import Target
+from ..heads.targets.prompts import read_prompts
 from .measurement.config import draft_length
 from .replay import Replay, Tensors, Widths, on_device
 from .sampling import Sampling, TokenHistory, choose

@@ -25,15 +25,15 @@ from ..configs.errors import BadInput, first_line
 from ..configs.files import LocalPath
 from .adapters import add_adapters
 from .base import ChainStarts, DraftBatch, DraftHead
+from .decoders.state_cache import StateCache
 from .drafter import Reading
 from .drafting import Proposal
 from .nn.cache import SlotCache, newest_slots, seen_by_children
-from .nn.hybrid_cache import HybridCache
 from .nn.parallel import ParallelConfig, behind, last_and_behind, with_masks
-from .prompts import read_prompts
-from .same_vocabulary import check_vocabulary
 from .start.closed_form import copy_layers, scale_norm
 from .target import Target
+from .targets.prompts import read_prompts
+from .targets.same_vocabulary import check_vocabulary
 
 
 @dataclass(kw_only=True)
@@ -161,7 +161,7 @@ class DraftLMHead(DraftHead):
 
     @torch.no_grad()
     def commit_prompts(self, state: DraftLMState, read: Reading, *, most: int) -> None:
-        if isinstance(state.cache, HybridCache):  # the first round reads the last token, from the states before it
+        if isinstance(state.cache, StateCache):  # the first round reads the last token, from the states before it
             read_prompts(self.reader, read.tokens, (read.num_valid - 1).clamp(min=0), state.cache)
         else:
             super().commit_prompts(state, read, most=most)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from ..configs.errors import BadInput
-from .frozen import FrozenModel
 from .loading import TargetConfig, found_path, load_model
 from .nn.attention import NAME as GROUPED_ATTENTION
 from .nn.attention import Watch
@@ -18,7 +17,8 @@ from .nn.cpu_decoder import CpuDecoder
 from .nn.documents import Documents
 from .nn.joined_decoder import JoinedDecoder
 from .nn.target_output import TargetOutput
-from .target_check import check_target
+from .targets.check import check_target, has_values
+from .targets.parts import FrozenModel
 
 MaskOf = Callable[..., Tensor]  # the additive mask [B, 1, Q, P], given `window` or `chunk` as in `visibility_mask`
 MOST_DECODED = 256  # positions whose logits the decoder computes
@@ -51,7 +51,7 @@ class Target(FrozenModel):
         self.is_adapted = False  # whether it computes with a head's adapters, see adapters.TargetAdapter
         self._decoder: CpuDecoder | JoinedDecoder | None = None  # made on first use, if the layers are of a known kind
         self._has_decoder: bool | None = False  # None: not determined yet
-        if self.device.type != "meta":  # shapes without weights: nothing to compare
+        if has_values(self.output_layer.weight):
             check_target(self)
         self._has_decoder = None  # from here on; the check was of the model's own layers
 

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from ...configs.errors import BadInput
 from ...heads.base import Proposal
+from ...heads.decoders.state_cache import StateCache
 from ...heads.drafter import Drafter, Reading
 from ...heads.nn.cache import SlotCache
-from ...heads.nn.hybrid_cache import HybridCache
-from ...heads.prompts import read_prompts
-from ...heads.same_vocabulary import comes_with_tokenizer, differing_word
 from ...heads.target import Target
+from ...heads.targets.prompts import read_prompts
+from ...heads.targets.same_vocabulary import comes_with_tokenizer, differing_word
 
 
 @dataclass
@@ -45,7 +45,7 @@ class DraftModelDrafter(Drafter):
 
     @torch.no_grad()
     def commit_prompts(self, state: DraftModelState, read: Reading, *, most: int) -> None:
-        if isinstance(state.cache, HybridCache):  # the first round reads the last token, from the states before it
+        if isinstance(state.cache, StateCache):  # the first round reads the last token, from the states before it
             tokens = read.tokens.clamp(max=self.model.vocab_size - 1)
             read_prompts(self.model, tokens, (read.num_valid - 1).clamp(min=0), state.cache)
         else:
@@ -57,7 +57,7 @@ class DraftModelDrafter(Drafter):
         state.extent = read.extent or state.cache.max_length
         state.position = read.start + read.num_valid
         # drafting has read all drafted tokens but the last, so two tokens are enough, where it has kept what it read
-        if read.follows_draft and not isinstance(state.cache, HybridCache):
+        if read.follows_draft and not isinstance(state.cache, StateCache):
             tokens = torch.cat([read.tokens.gather(1, read.last[:, None]), pending], 1)  # [B, 2]
             state.hidden = self._read(state, tokens, state.position - 1)[:, -1:]
             return

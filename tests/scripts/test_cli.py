@@ -133,16 +133,20 @@ def test_a_text_that_differs_is_exit_code_1(
 
 @pytest.mark.usefixtures("warming_up")
 def test_a_target_that_the_engine_decodes_wrongly_is_one_line(headstart, saved_target, prompts, tmp_path, monkeypatch):
-    """Behind the prompt each token believes to be one further on; drafts would have been measured all the same."""
+    """Behind a prompt longer than the check at load, each token believes to be one further on; drafts would have been
+    measured all the same."""
     from headstart.heads.target import Target
+    from headstart.heads.targets.check import SHORT
 
     read = Target.read_slots
 
     def one_further(self, input_ids, positions, *rest, **how):
-        return read(self, input_ids, positions + (positions.shape[1] == 1), *rest, **how)
+        is_behind = positions.shape[1] == 1 and int(positions.min()) > SHORT
+        return read(self, input_ids, positions + is_behind, *rest, **how)
 
     monkeypatch.setattr(Target, "read_slots", one_further)
-    line = f"eval --target {saved_target} --drafter ngram --prompts {prompts({'prompt': 'w5 w9'})} --output"
+    rows = prompts({"prompt": "w5 w9 " * SHORT})
+    line = f"eval --target {saved_target} --drafter ngram --prompts {rows} --output"
     result = headstart(line, tmp_path / "out")
     refused(result, "the engine's text differs from the model's own at token 2 (id ", outputs=[tmp_path / "out"])
     assert result[2].endswith(" behind prompts.jsonl:1: it cannot be measured\n")

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from ....heads.nn.attention import any_shape
 from ....heads.target import Target
-from ....heads.target_check import own_attention
+from ....heads.targets.check import own_attention
 
 # up to how far apart two logits are equal but for rounding
 FULL_PRECISION = 1e-3  # of the standard deviation of the logits, where all weights have 32 bits

@@ -49,7 +49,7 @@ def stale(self, keys, values, *rest, **how):
 FAULTS = {
     "mask": (caches, "visibility_mask", hiding_a_slot),
     "position": (Target, "read_slots", one_further),
-    "scale": (Target, "softcapped", lambda self, logits: logits / 4),
+    "scale": (Target, "as_logits", lambda self, logits: logits / 4),
     "state": (caches.SlotLayer, "update", stale),
 }
 

@@ -18,7 +18,7 @@ def states(target, seed):
 
 def test_restricted_logits_are_the_targets(family, tiny_target):
     target = tiny_target(family)
-    target.config.final_logit_softcapping = 2.0
+    target.logit_cap, target.logit_scale = 2.0, 0.5
     x = states(target, 1)
     whole = target.logits(x)
     assert 1 < whole.abs().max() <= 2, "the cap is at work"

@@ -14,8 +14,8 @@ from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.eval.engine import Engine
 from headstart.eval.generate import Stop, decode, generate
+from headstart.heads.decoders.state_cache import StateLayer
 from headstart.heads.drafting import DynamicTree
-from headstart.heads.nn.hybrid_cache import StateLayer
 from headstart.heads.registry import HEADS, build_head
 from headstart.heads.target import Target
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -172,7 +172,7 @@ def test_layers_that_keep_what_is_not_known_are_named_before_anything_is_trained
     from transformers.cache_utils import DynamicCache, DynamicIndexedLayer
 
     layers = [*DynamicCache(config=tiny_model("llama").config).layers[:3], DynamicIndexedLayer()]
-    monkeypatch.setattr("headstart.heads.target.kept_by_layers", lambda config: layers)
+    monkeypatch.setattr("headstart.heads.targets.parts.kept_by_layers", lambda config: layers)
     target = tiny_target("llama")
     assert not target.can_decode
     with pytest.raises(BadInput, match="^target tiny-llama: layer 3 keeps a DynamicIndexedLayer .* not decoded$"):

@@ -1,25 +1,21 @@
-"""The check of a target at load: its parts, read by our forward, give what the model's own code gives.
+"""The check of a `Target` at load: its parts, read by our forward, give what the model's own code gives.
 
 What differs ends in one line before anything is trained or measured: states and logits of whole texts make the target
 unusable, those of texts behind a cache make it one that can be trained on but not decoded. The text of the check is
 longer than every window, chunk and choice of keys of the model; then only layers of each kind are run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from ..configs.errors import BadInput, first_line
-from .nn.target_output import TargetOutput
+from ...configs.errors import BadInput, first_line
+from ..nn.target_output import TargetOutput
 from .prompts import read_prompts
-
-if TYPE_CHECKING:
-    from .target import Target
 
 SHORT = 12  # tokens of the check if nothing in the model depends on the length
 BEHIND = 4  # tokens that are read behind the others, as a round
@@ -27,8 +23,13 @@ CLOSE, CLOSE_16_BITS = 1e-3, 0.1  # relative error of a position's state
 LENGTHS = ("index_topk", "sliding_window", "attention_chunk_size", "window_size")  # config keys of such lengths
 
 
+def has_values(weight: Tensor) -> bool:
+    """Whether there is something to compare; not of shapes without weights."""
+    return weight.device.type != "meta" and not isinstance(weight, FakeTensor)
+
+
 @torch.no_grad()
-def check_target(target: Target) -> None:
+def check_target(target: Any) -> None:
     """Compare a target with its model; sets what was found: `logit_scale`, `undecodable`, `decodes_trees`,
     `continues_prompts`. Raises BadInput if states or logits of whole texts differ."""
     ids = check_text(target)
@@ -47,7 +48,7 @@ def check_target(target: Target) -> None:
             target.decodes_trees = reads_tree(target, ids, states)
 
 
-def check_text(target: Target) -> Tensor:
+def check_text(target: Any) -> Tensor:
     """[1, T] tokens, more than any length on which the model's states may depend."""
     config = target.config.to_dict()
     lengths = [config[key] for key in LENGTHS if isinstance(config.get(key), int)]
@@ -57,7 +58,7 @@ def check_text(target: Target) -> Tensor:
 
 
 @contextmanager
-def own_attention(target: Target) -> Iterator[None]:
+def own_attention(target: Any) -> Iterator[None]:
     """The model's own implementation of attention instead of ours."""
     ours: str = target.config._attn_implementation
     if ours != target.own_attention:
@@ -70,7 +71,7 @@ def own_attention(target: Target) -> Iterator[None]:
 
 
 @contextmanager
-def only_layers_of_each_kind(target: Target, *, is_long: bool) -> Iterator[None]:
+def only_layers_of_each_kind(target: Any, *, is_long: bool) -> Iterator[None]:
     """For a long text: run only the first layers, up to the last kind of layer that occurs."""
     kinds = target.layer_types or ["attention"] * target.num_layers
     num = max(kinds.index(kind) for kind in kinds) + 1
@@ -85,7 +86,7 @@ def only_layers_of_each_kind(target: Target, *, is_long: bool) -> Iterator[None]
         setattr(target.base, name, target.layers)
 
 
-def check_whole(target: Target, ids: Tensor, theirs: Any) -> None:
+def check_whole(target: Any, ids: Tensor, theirs: Any) -> None:
     """Compare features, post-norm states and logits of a whole text. Raises BadInput, naming what differs."""
     where = f"target {target.name}: {type(target.model).__name__}"
     layers = tuple(range(min(2, target.num_layers)))
@@ -104,7 +105,7 @@ def check_whole(target: Target, ids: Tensor, theirs: Any) -> None:
         raise BadInput(f"{where}: its logits are computed in an unknown way")
 
 
-def found_scale(target: Target, post_norm: Tensor, logits: Tensor) -> float:
+def found_scale(target: Any, post_norm: Tensor, logits: Tensor) -> float:
     """The factor between the output layer's values and the model's logits, as Granite's and Cohere's; else 1.
 
     It is read off the logits, and is one of the config's numbers or its inverse if one is that close.
@@ -129,7 +130,7 @@ def is_close(wanted: Tensor, got: Tensor) -> bool:
     return bool(errors.max() <= CLOSE) if is_wide else bool(errors.median() <= CLOSE_16_BITS)
 
 
-def difference_behind_cache(target: Target, ids: Tensor, states: Tensor) -> str | None:
+def difference_behind_cache(target: Any, ids: Tensor, states: Tensor) -> str | None:
     """Why the target cannot be decoded, if the model's `states` [1, T, D] on the text are not ours behind a cache."""
     try:
         for name, (wanted, got) in read_behind_cache(target, ids, states).items():
@@ -142,7 +143,7 @@ def difference_behind_cache(target: Target, ids: Tensor, states: Tensor) -> str 
     return None
 
 
-def read_behind_cache(target: Target, ids: Tensor, states: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+def read_behind_cache(target: Any, ids: Tensor, states: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """By what was read: the model's states and ours.
 
     Two rows of unequal length are read as prompts, in chunks, then as a round, and as another that takes half of it
@@ -166,7 +167,7 @@ def read_behind_cache(target: Target, ids: Tensor, states: Tensor) -> dict[str, 
 
 
 @contextmanager
-def in_chunks(target: Target, num_tokens: int) -> Iterator[None]:
+def in_chunks(target: Any, num_tokens: int) -> Iterator[None]:
     target.prompt_chunk = num_tokens // 3 + 1
     try:
         yield
@@ -179,7 +180,7 @@ def pick(states: Tensor, positions: Tensor) -> Tensor:
     return states[0][positions]
 
 
-def reads_tree(target: Target, ids: Tensor, states: Tensor) -> bool:
+def reads_tree(target: Any, ids: Tensor, states: Tensor) -> bool:
     """Whether a small tree behind a cache has the model's states: the root, two children, and one behind the first."""
     root = ids.shape[1] - 3
     cache = target.new_cache(ids.shape[1] + BEHIND + 1)

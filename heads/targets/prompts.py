@@ -1,23 +1,18 @@
 """Reading prompts into a target's cache: in chunks, and row by row where padding would be read too."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .nn.cache import SlotCache
-from .nn.hybrid_cache import HybridCache
-from .nn.target_output import TargetOutput
-
-if TYPE_CHECKING:
-    from .target import Target
+from ..decoders.state_cache import StateCache
+from ..nn.cache import SlotCache
+from ..nn.target_output import TargetOutput
 
 
 def read_prompts(
-    target: Target,
+    target: Any,
     tokens: Tensor,
     num_valid: Tensor,
     cache: SlotCache,
@@ -27,9 +22,10 @@ def read_prompts(
 ) -> TargetOutput:
     """Read right-padded prompts [B, T] of num_valid [B] tokens; returns the states there, [B, T, ...].
 
-    Args: kept: tokens of each that the cache has; 0 with a `HybridCache`. feature_layers: as in `Target.forward`.
+    Args: target: a `Target`. kept: tokens of each that the cache has; 0 with a `StateCache`. feature_layers: as in
+        `Target.forward`.
     """
-    if not isinstance(cache, HybridCache):
+    if not isinstance(cache, StateCache):
         return read_in_chunks(target, tokens, cache, kept=kept, feature_layers=feature_layers)
     outputs = []
     for row, length in enumerate(num_valid.tolist()):
@@ -42,7 +38,7 @@ def read_prompts(
 
 
 def read_in_chunks(
-    target: Target, tokens: Tensor, cache: SlotCache, *, kept: int = 0, feature_layers: tuple[int, ...] = ()
+    target: Any, tokens: Tensor, cache: SlotCache, *, kept: int = 0, feature_layers: tuple[int, ...] = ()
 ) -> TargetOutput:
     """Read tokens [B, T], which may be none, behind `kept` ones; returns the states of those that were read."""
     nothing = torch.empty(len(tokens), 0, target.hidden_size, dtype=target.dtype, device=tokens.device)

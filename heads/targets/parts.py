@@ -6,10 +6,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ..configs.errors import BadInput
-from .loading import TargetConfig, load_tokenizer, text_decoder
-from .nn.cache import SlotCache
-from .nn.hybrid_cache import HybridCache, keeps_states, kept_by_layers, read_states, unknown_kind
+from ...configs.errors import BadInput
+from ..decoders.state_cache import StateCache, keeps_states, kept_by_layers, read_states, unknown_kind
+from ..loading import TargetConfig, load_tokenizer, text_decoder
+from ..nn.cache import SlotCache
 
 LAYER_LISTS = ("layers", "h", "blocks")  # names of the list of decoder layers in Hugging Face models
 
@@ -82,7 +82,7 @@ class FrozenModel:
     def new_cache(self, max_length: int, *, num_rows: int = 1, width: int = 1) -> SlotCache:
         """An empty cache with `max_length` slots (tokens) per row.
 
-        Args: num_rows, width: as in `HybridCache`, for a target with recurrent layers.
+        Args: num_rows, width: as in `StateCache`, for a target with recurrent layers.
         Raises: BadInput if this target cannot be decoded.
         """
         if self.undecodable is not None:
@@ -91,7 +91,7 @@ class FrozenModel:
         if not self.has_states:
             return SlotCache(num_layers=len(self.kept), max_length=max_length)
         sizes: dict[str, Any] = {"max_length": max_length, "num_rows": num_rows, "width": width}
-        return HybridCache(self.kept, **sizes, continues_prompts=self.continues_prompts, device=self.device)
+        return StateCache(self.kept, **sizes, continues_prompts=self.continues_prompts, device=self.device)
 
     @property
     def max_positions(self) -> int:

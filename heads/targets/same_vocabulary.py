@@ -5,9 +5,9 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoTokenizer
 
-from ..configs.errors import BadInput, first_line
-from .loading import quiet_loading
-from .target import Target
+from ...configs.errors import BadInput, first_line
+from ..loading import quiet_loading
+from ..target import Target
 
 PADDING = 0.01  # vocabularies whose sizes differ by at most this share may be the same up to padding
 

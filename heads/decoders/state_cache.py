@@ -22,9 +22,9 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from .cache import SlotCache, SlotLayer
+from ..nn.cache import SlotCache, SlotLayer
+from ..nn.tree_nodes import is_readable
 from .recurrences import calls_of, known_recurrence
-from .tree_nodes import is_readable
 
 Key = tuple[str, int]  # "conv" or "recurrent", and which of the layer's states of that kind
 CONV, RECURRENT = "conv", "recurrent"
@@ -110,7 +110,7 @@ def unknown_kind(kept: Sequence[Any]) -> str | None:
     return None
 
 
-class HybridCache(SlotCache):
+class StateCache(SlotCache):
     """`SlotCache` for models of which some layers keep states.
 
     A forward at positions p, p + 1, ... continues from the states behind p tokens, which the last forward has kept. So
@@ -134,7 +134,7 @@ class HybridCache(SlotCache):
         """
         super().__init__(num_layers=len(kept), max_length=max_length)
         self.kept, self.num_rows, self.width, self.continues_prompts = kept, num_rows, width, continues_prompts
-        self.alone: HybridCache | None = None
+        self.alone: StateCache | None = None
         for i, kind in enumerate(kept):
             if keeps_states(kind):
                 num_states, has_keys = kind.number_of_states, isinstance(kind, CacheLayerMixin)
@@ -215,12 +215,12 @@ class HybridCache(SlotCache):
 
     # rows
 
-    def row_reader(self) -> "HybridCache":
+    def row_reader(self) -> "StateCache":
         """A cache for one row, from which `take_row` copies; always the same one."""
         if self.alone is None:
             sizes: dict[str, Any] = {"max_length": self.max_length, "num_rows": 1, "width": self.width}
             is_whole = {"continues_prompts": self.continues_prompts, "device": self.origin.device}
-            self.alone = HybridCache(self.kept, **sizes, **is_whole)
+            self.alone = StateCache(self.kept, **sizes, **is_whole)
         return self.alone
 
     @property
@@ -228,7 +228,7 @@ class HybridCache(SlotCache):
         return bool(self.stored or any(layer.behind for layer in self.of_states))
 
     def take_row(self, row: int, source: SlotCache, source_row: int) -> None:
-        assert isinstance(source, HybridCache)
+        assert isinstance(source, StateCache)
         for i, layer in enumerate(source.layers):
             if isinstance(layer, SlotLayer) and layer.is_initialized:
                 self.layer(i, *(x.expand(self.num_rows, -1, -1, -1) for x in layer.readable_slots(0)))
@@ -239,7 +239,7 @@ class HybridCache(SlotCache):
 
 
 def read_states(model: nn.Module, kept: Sequence[Any]) -> str | None:
-    """Let a model's recurrent layers read rounds with a `HybridCache`; returns why they can not, if so.
+    """Let a model's recurrent layers read rounds with a `StateCache`; returns why they can not, if so.
 
     Their parts are found by the calls to the cache that their code makes. The code stays as it is: without such a cache
     nothing changes, and with one it is called as before, or for one token at a time if its recurrence is not of a known
@@ -262,7 +262,7 @@ def reading_rounds(part: Any) -> Callable[..., Any]:
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         whole = partial(type(self).forward, self) if own is None else own
-        cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, HybridCache)), None)
+        cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, StateCache)), None)
         if cache is None:
             return whole(hidden_states, *args, **kwargs)
         kwargs = {name: None if "mask" in name else value for name, value in kwargs.items()}  # there is no padding
@@ -291,7 +291,7 @@ def reading_rounds(part: Any) -> Callable[..., Any]:
     return forward
 
 
-def keep_current(layer: StateLayer, cache: HybridCache, num_read: int) -> None:
+def keep_current(layer: StateLayer, cache: StateCache, num_read: int) -> None:
     """Keep the current states as those behind `num_read` tokens."""
     for key, state in layer.current.items():
         if key in cache.touched or not cache.touched:
