@@ -146,8 +146,8 @@ def difference_behind_cache(target: Any, ids: Tensor, states: Tensor) -> str | N
 def read_behind_cache(target: Any, ids: Tensor, states: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """By what was read: the model's states and ours.
 
-    Two rows of unequal length are read as prompts, in chunks, then as a round, and as another that takes half of it
-    back; and one row with a newest token that sees the whole cache.
+    Two rows of unequal length are read as prompts, in chunks, then as a round with wrong drafts in its second half,
+    and as another that takes these back; and one row with a newest token that sees the whole cache.
     """
     num, room = ids.shape[1], ids.shape[1] + BEHIND + 1
     lengths = torch.tensor([num, num - SHORT // 4], device=ids.device)
@@ -156,10 +156,14 @@ def read_behind_cache(target: Any, ids: Tensor, states: Tensor) -> dict[str, tup
     with in_chunks(target, num - BEHIND):
         output = read_prompts(target, ids[:, : num - BEHIND].expand(2, -1), prompts, cache)
     found = {"a prompt": (pick(states, prompts[:, None] - 1), output.post_norm[rows, prompts[:, None] - 1])}
-    for name, first in (("a round", 0), ("a round behind rejected drafts", BEHIND // 2)):
-        positions = prompts[:, None] + torch.arange(first, BEHIND, device=ids.device)  # [2, Q]
-        output = target.forward(ids[0][positions], cache=cache, positions=positions, extent=num)
-        found[name] = pick(states, positions), output.post_norm
+    round_, half = prompts[:, None] + torch.arange(BEHIND, device=ids.device), BEHIND // 2  # [2, Q]
+    wrong = (torch.arange(BEHIND, device=ids.device) >= half).long()  # drafts that are not the text
+    tokens = (ids[0][round_] + wrong) % target.vocab_size
+    output = target.forward(tokens, cache=cache, positions=round_, extent=num)
+    found["a round"] = pick(states, round_[:, :half]), output.post_norm[:, :half]
+    behind = round_[:, half:]
+    output = target.forward(ids[0][behind], cache=cache, positions=behind, extent=num)
+    found["a round behind rejected drafts"] = pick(states, behind), output.post_norm
     alone, last = target.new_cache(room), torch.tensor([[num - 1]], device=ids.device)
     read_prompts(target, ids[:, :-1], lengths[:1] - 1, alone)
     output = target.forward(ids[:, -1:], cache=alone, positions=last, extent=num, is_newest=True)

@@ -1,0 +1,110 @@
+"""At load a target is held against its model: what our reading would get wrong is one line, before anything is done."""
+
+from typing import Any
+
+import pytest
+import torch
+from headstart.configs.errors import BadInput
+from headstart.eval.generate import generate
+from headstart.heads.nn import cache as caches
+from headstart.heads.target import Target
+from headstart.heads.targets.check import SHORT, check_text
+from transformers import AutoModelForImageTextToText, Gemma3Config, GraniteConfig, GraniteForCausalLM
+
+VISIBILITY, READ, WRITE = caches.visibility_mask, Target.read_slots, caches.SlotLayer.update
+
+
+def hiding_a_slot(positions, **how):
+    """A wrong mask: no query sees the second token."""
+    mask = VISIBILITY(positions, **how)
+    mask[..., 1] = torch.finfo(mask.dtype).min
+    return mask
+
+
+def one_further(self, input_ids, positions, *rest, **how):
+    """A wrong position, of single tokens behind a prompt."""
+    return READ(self, input_ids, positions + (positions.shape[1] == 1), *rest, **how)
+
+
+def stale(self, keys, values, *rest, **how):
+    """A stale state: what a round writes behind rejected drafts is not written."""
+    return self.readable_slots(rest[0].extent) if keys.shape[2] == 2 else WRITE(self, keys, values, *rest, **how)
+
+
+FAULTS: dict[str, Any] = {
+    "a prompt": (caches, "visibility_mask", hiding_a_slot),
+    "the newest token": (Target, "read_slots", one_further),
+    "a round behind rejected drafts": (caches.SlotLayer, "update", stale),
+}
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_a_fault_behind_the_cache_is_named_and_nothing_is_decoded(what, tiny_target, monkeypatch):
+    monkeypatch.setattr(*FAULTS[what])
+    target = tiny_target("llama")
+    assert target.undecodable == f"{what} has another state than in the model's own forward"
+    with pytest.raises(BadInput, match=f"^target tiny-llama: {what} .* can be trained on, but not decoded$"):
+        generate(target, None, [1, 5, 9])
+
+
+def test_a_fault_in_trees_alone_leaves_chains(tiny_target, monkeypatch):
+    monkeypatch.setattr(
+        caches.SlotCache, "tree_mask", lambda self, positions, *_, **how: self.mask(positions, dtype=how["dtype"])
+    )
+    target = tiny_target("llama")
+    assert target.can_decode and not target.decodes_trees
+
+
+@pytest.mark.parametrize(("family", "length"), [("llama", SHORT), ("mistral", 8 + SHORT), ("gemma3", 8 + SHORT)])
+def test_the_text_is_longer_than_every_window(family, length, tiny_target):
+    assert check_text(tiny_target(family)).shape == (1, length)
+
+
+def scaled_model(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = GraniteConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, **{"logits_scaling": 6.0, **changes})
+    return GraniteForCausalLM(config).eval()
+
+
+def test_a_scale_of_the_logits_is_read_off_the_models_own():
+    model, ids = scaled_model(), torch.tensor([[1, 7, 8, 3]])
+    target = Target(model, name="scaled", fingerprint="")
+    assert target.logit_scale == 1 / 6, "the config's own number, not one that rounding moved"
+    torch.testing.assert_close(target.logits(target.forward(ids).post_norm), model(ids).logits)
+
+
+def test_logits_that_are_no_multiple_of_the_output_layers_are_refused(monkeypatch):
+    monkeypatch.setattr(Target, "as_logits", lambda self, values: values)
+    with pytest.raises(
+        BadInput, match="^target scaled: GraniteForCausalLM: its logits are computed in an unknown way$"
+    ):
+        Target(scaled_model(), name="scaled", fingerprint="")
+
+
+def test_the_text_model_of_a_wrapper_is_loaded_without_its_vision_tower(tmp_path):
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    text = {**sizes, "vocab_size": 61, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 8}
+    vision = {**sizes, "image_size": 28, "patch_size": 14}
+    torch.manual_seed(0)
+    whole = AutoModelForImageTextToText.from_config(
+        Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=60)
+    )
+    whole.save_pretrained(tmp_path)
+    target = Target.load(tmp_path)
+    assert target.model.model.vision_tower is None and target.num_layers == 2
+    ids = torch.tensor([[1, 7, 8, 3, 9, 2, 5, 5, 6, 1, 4]])
+    torch.testing.assert_close(target.logits(target.forward(ids).post_norm), whole.eval()(input_ids=ids).logits)
+
+
+def test_rotary_frequencies_that_change_with_the_length_end_the_context(tiny_target):
+    rope = {"rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    target = tiny_target("qwen2", rope_parameters={**rope, "original_max_position_embeddings": 32})
+    with pytest.raises(BadInput, match=r"exceed the context of 32, where its rotary frequencies change \(longrope\)$"):
+        generate(target, None, [1] * 30, max_new_tokens=3)
+    assert len(generate(target, None, [1] * 29, max_new_tokens=3, eos_token_ids=[]).token_ids[0]) == 3
