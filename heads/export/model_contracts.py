@@ -65,7 +65,7 @@ def mtp(config: Mapping[str, Any], stored: TensorFiles) -> Contract:
     if why := unlike_ours(stored.shapes):
         contract.problems.append(f"not checked: {why}")
         return contract
-    key = count_key(str(inner.get("model_type")))
+    key = count_key(str(config.get("model_type")))
     contract.report(not inner.get(key), f"{key}: expected the number of modules, found {inner.get(key)}")
     sizes = sizes_of(inner, contract, ("hidden_size", "vocab_size", "num_hidden_layers"))
     if sizes is None or contract.problems:
