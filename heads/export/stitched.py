@@ -58,7 +58,7 @@ def write_beside(head: HeadFolder, folder: Path, tensors: dict[str, Tensor], whe
     kind = str((head.target_config or {}).get("model_type"))
     if kind not in SERVED[own]:
         other = next((layout for layout, kinds in SERVED.items() if kind in kinds), None)
-        instead = f"head.layout={other}" if other else "eagle3"
+        instead = f"with head.layout={other}" if other else "eagle3"
         raise BadInput(
             f"target {head.target}: no engine loads MTP modules of layout {own} with a {kind} target, only with "
             f"{', '.join(SERVED[own])}; train {instead} for this one"
