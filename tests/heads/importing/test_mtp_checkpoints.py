@@ -291,5 +291,5 @@ def test_another_layout_than_the_checkpoints_is_named(checkpoint, tmp_path):
     with pytest.raises(BadInput, match="head.layout deepseek_v3: .* its MTP modules are of layout qwen3_next"):
         build_head(MtpConfig(init="checkpoint"), Target.load(folder))
     save_head(build_head(MtpConfig(), Target.load(folder)), tmp_path / "head")
-    with pytest.raises(BadInput, match=r"of layout deepseek_v3 with a qwen3_5_text target, .*train with head.layout=qwen3"):
+    with pytest.raises(BadInput, match=r"with a qwen3_5_text target, .*train with head.layout=qwen3"):
         export_head(tmp_path / "head", tmp_path / "out", to="vllm")
