@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
 from .drafter import Reading
-from .importing.mtp_checkpoint import LAYOUTS, Layout, read_modules
+from .importing.mtp_checkpoint import LAYOUTS, Layout, check_modules, count_key, read_modules
 from .nn.cache import SlotCache, newest_slots, seen_by_children
 from .nn.decoder_layer import ChainKeys, LayerCache, LayerDriver
 from .nn.split_attention import whole_parts
@@ -122,6 +122,8 @@ class MtpHead(DraftHead):
         self.max_draft_tokens = config.num_depths if config.independent else None
         self.has_one_output = not config.independent or config.feedback == "post_norm"
         self.layout = LAYOUTS[config.layout]
+        if config.init == "checkpoint":
+            check_modules(target.name, config.layout)
         driver = LayerDriver(target)
         self.driver = driver
         num_modules = config.num_depths if config.independent else 1
@@ -136,7 +138,8 @@ class MtpHead(DraftHead):
 
     def serving_config(self) -> dict[str, Any]:
         """The target's config plus the number of modules: engines load them as part of its checkpoint."""
-        return {**self.target.config.to_dict(), self.layout.count_key: len(self.lanes)}
+        config = self.target.config
+        return {**config.to_dict(), count_key(config.model_type): len(self.lanes)}
 
     # training
 

@@ -10,13 +10,14 @@ import torch
 from ...configs.errors import BadInput, first_line
 from ...configs.jsonl import loads
 from ...configs.typed import check_type
+from ..importing.mtp_checkpoint import mtp_layout, unlike_ours
 from . import contracts
 from .block import contract_of_block, is_block
 from .contracts import Contract
 from .folder import PROVENANCE, switching_word
 from .gguf_check import check_file
 from .llamacpp import REFUSALS, block_refusals
-from .model_contracts import COUNT_KEYS, draft_model, is_module, mtp, mtp_layout, text_part
+from .model_contracts import COUNT_KEYS, draft_model, is_module, mtp, text_part
 from .tensor_files import INTEGERS, TensorFiles, read_tensor_files
 
 FAMILIES = {
@@ -140,7 +141,7 @@ def recognised(config: dict[str, Any], stored: TensorFiles) -> str | None:
         return "eagle3"
     if "eagle" in architectures or "fc.weight" in names:
         return "eagle"
-    if mtp_layout(names) or any(text_part(config).get(key) for key in COUNT_KEYS):
+    if mtp_layout(names) or unlike_ours(names) or any(text_part(config).get(key) for key in COUNT_KEYS):
         return "mtp"
     return "draft model" if "forcausallm" in architectures else None
 

@@ -16,6 +16,7 @@ from typing import Any
 from ...configs.errors import BadInput
 from ..importing.gguf import gguf_folder
 from .folder import DFLASH, HeadFolder
+from .stitched import num_modules
 
 # --spec-type of each family, or kind of block drafter
 SPEC_TYPES = {"eagle3": "draft-eagle3", "draft_lm": "draft-simple", "mtp": "draft-mtp"}
@@ -210,5 +211,5 @@ def serve_lines(head: HeadFolder, output: str, conversion: Conversion) -> list[s
     if conversion.target_outtype is None and not head.target.endswith(".gguf"):
         model = "TARGET.gguf"
     if head.family == "mtp":
-        model, num = file, head.config.get("num_nextn_predict_layers", 1)
+        model, num = file, num_modules(head)
     return [*lines, f"llama-server -m {model} {server_flags(head.method, num, file=file)}"]

@@ -9,12 +9,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...configs.errors import first_line
-from ..importing.mtp_checkpoint import LAYOUTS, views_on_disk
+from ..importing.mtp_checkpoint import LAYOUTS, count_key, mtp_layout, unlike_ours, views_on_disk
 from ..loading import quiet_loading
 from .contracts import Contract, sizes_of, trained_config
 from .tensor_files import TensorFiles
 
-MARKS = {"mimo": ".mtp_layers.", "qwen3_next": "mtp.fc.", "deepseek_v3": ".eh_proj."}  # in names, of each MTP layout
 PARTS = ("enorm", "hnorm", "eh_proj", "norm", "block")
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 
@@ -58,19 +57,16 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return part if isinstance(part, Mapping) else config
 
 
-def mtp_layout(names: Mapping[str, Any]) -> str | None:
-    """The layout of the MTP modules among these tensors; None if there are none."""
-    return next((layout for layout, mark in MARKS.items() if any(mark in name for name in names)), None)
-
-
 def mtp(config: Mapping[str, Any], stored: TensorFiles) -> Contract:
     """The tensors of MTP modules: a decoder layer like the target's last one with attention, a projection and norms."""
     inner = text_part(config)
     name = mtp_layout(stored.shapes) or "deepseek_v3"
     layout, contract = LAYOUTS[name], Contract(f"mtp ({name})")
-    counts = {inner[key] for key in COUNT_KEYS if inner.get(key)}
-    if len(counts) != 1:
-        contract.problems.append(f"{layout.count_key}: expected the number of modules, found {sorted(counts) or None}")
+    if why := unlike_ours(stored.shapes):
+        contract.problems.append(f"not checked: {why}")
+        return contract
+    key = count_key(str(config.get("model_type")))
+    contract.report(not inner.get(key), f"{key}: expected the number of modules, found {inner.get(key)}")
     sizes = sizes_of(inner, contract, ("hidden_size", "vocab_size", "num_hidden_layers"))
     if sizes is None or contract.problems:
         return contract
@@ -83,11 +79,12 @@ def mtp(config: Mapping[str, Any], stored: TensorFiles) -> Contract:
         )
     if not last:
         return contract
-    for k in range(counts.pop()):
+    for k in range(inner[key]):
         place = {part: getattr(layout, part).format(module=k, layer=num_layers + k) for part in PARTS}
         contract.shapes |= {f"{place[part]}.weight": (hidden,) for part in ("enorm", "hnorm", "norm")}
         contract.shapes[f"{place['eh_proj']}.weight"] = (hidden, 2 * hidden)
-        contract.shapes |= {f"{place['block']}.{rest}": shape for rest, shape in last.items()}
+        block = {f"{place['block']}.{rest}": torch.empty(shape, device="meta") for rest, shape in last.items()}
+        contract.shapes |= {one: tuple(value.shape) for one, value in views_on_disk(block, stored.files).items()}
         if name == "deepseek_v3":
             for table in ("embed_tokens", "shared_head.head"):
                 contract.shapes[f"{place['block']}.{table}.weight"] = (sizes["vocab_size"], hidden)
@@ -106,8 +103,24 @@ def last_attending(stored: TensorFiles, num_layers: int) -> dict[str, tuple[int,
             if f".layers.{i}." in key and not key.startswith("mtp.")
         }
         if any(key.startswith("self_attn.") for key in found):
-            return found
+            return joined_experts(found)
     return {}
+
+
+def joined_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """A layer's shapes with all experts in one tensor, as transformers keeps them, however the checkpoint does."""
+    joined: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        found = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+        if found is None:
+            joined[name] = shape
+            continue
+        stem, number, kind = found.groups()
+        if kind != "up":  # as large as its gate
+            whole = f"{stem}.{'down' if kind == 'down' else 'gate_up'}_proj"
+            num_experts = max(joined.get(whole, (0,))[0], int(number) + 1)
+            joined[whole] = (num_experts, shape[0] if kind == "down" else 2 * shape[0], *shape[1:])
+    return joined
 
 
 def is_module(name: str, config: Mapping[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...configs.errors import BadInput
-from ..importing.mtp_checkpoint import LAYOUTS, stitch, tensor_locations, views_on_disk
+from ..importing.mtp_checkpoint import count_key, stitch, tensor_locations, views_on_disk
 from .folder import EMBEDDINGS, HeadFolder, write_config
 
 # kinds of target (model_type) that engines load modules of a layout with
@@ -32,8 +32,6 @@ def write_stitched(head: HeadFolder, folder: Path, *, to: str) -> None:
         raise BadInput(f"target {head.target}: {why}")
     tensors = {name: value for name, value in head.tensors.items() if name not in ("d2t", "t2d")}
     where = tensor_locations(head.target)
-    layout = LAYOUTS[head.own["layout"]]
-    num_modules = head.config[layout.count_key]
     if all(name in where for name in views_on_disk(tensors, where)):
         stitch(tensors, head.target, folder)
     else:
@@ -43,12 +41,15 @@ def write_stitched(head: HeadFolder, folder: Path, *, to: str) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     config = json.loads((folder / "config.json").read_text())
     inner = config.get("text_config", config)
-    inner[layout.count_key] = num_modules
-    if "mtp_num_hidden_layers" in inner:
-        inner["mtp_num_hidden_layers"] = num_modules
+    inner[count_key(config["model_type"])] = num_modules(head)
     if head.own["layout"] == "mimo":
         config["architectures"] = ["MiMoForCausalLM"]
     write_config(folder, config)
+
+
+def num_modules(head: HeadFolder) -> int:
+    """How many modules an MTP head has."""
+    return head.own["num_depths"] if head.own["independent"] else 1
 
 
 def write_beside(head: HeadFolder, folder: Path, tensors: dict[str, Tensor], where: dict[str, Path]) -> None:
@@ -56,16 +57,18 @@ def write_beside(head: HeadFolder, folder: Path, tensors: dict[str, Tensor], whe
     own = head.own["layout"]
     kind = str((head.target_config or {}).get("model_type"))
     if kind not in SERVED[own]:
+        other = next((layout for layout, kinds in SERVED.items() if kind in kinds), None)
+        instead = f"with head.layout={other}" if other else "eagle3"
         raise BadInput(
             f"target {head.target}: no engine loads MTP modules of layout {own} with a {kind} target, only with "
-            f"{', '.join(SERVED[own])}; train eagle3 for this one"
+            f"{', '.join(SERVED[own])}; train {instead} for this one"
         )
     new = {name: value.contiguous().clone() for name, value in views_on_disk(tensors, {}).items()}
     if own == "deepseek_v3":  # modules of this layout repeat the target's embedding and output layer
         embedding = next(name for name in EMBEDDINGS if name in where)
         output = "lm_head.weight" if "lm_head.weight" in where else embedding
         first = int((head.target_config or {})["num_hidden_layers"])
-        for i in range(first, first + head.config[LAYOUTS[own].count_key]):
+        for i in range(first, first + num_modules(head)):
             for name, source in (("embed_tokens", embedding), ("shared_head.head", output)):
                 with safe_open(where[source], framework="pt") as opened:
                     new[f"model.layers.{i}.{name}.weight"] = opened.get_tensor(source)

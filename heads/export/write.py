@@ -14,7 +14,7 @@ from .llamacpp import Conversion, check_servable, target_folder
 from .medusa import ADAPTER_FOLDER, write_blocks, write_published
 from .model_contracts import COUNT_KEYS
 from .portable import write_eagle, write_eagle3, write_speculators
-from .stitched import write_stitched
+from .stitched import num_modules, write_stitched
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.tiktoken")
 CHAT_FILES = ("chat_template*", "generation_config.json")
@@ -119,7 +119,7 @@ def serve_commands(head: HeadFolder, output: str, *, to: str, target: str | None
         return {}  # FasterDecoding's layout, which neither engine reads
     name, num, quoted = quote(target or head.target), head.own["num_depths"], quote(output)
     if head.family == "mtp":
-        num = head.config.get("num_nextn_predict_layers", 1)
+        num = num_modules(head)
         spec = quote(f'{{"method":"mtp","num_speculative_tokens":{num}}}')
         return {
             "vllm": f"vllm serve {quoted} --speculative-config {spec}",

@@ -26,7 +26,7 @@ from ..eagle3 import Eagle3Config
 from ..export.check import FAMILIES, recognised
 from ..export.contracts import MASK_KEYS
 from ..export.medusa import ADAPTER_FOLDER, from_blocks
-from ..export.model_contracts import COUNT_KEYS, mtp_layout
+from ..export.model_contracts import COUNT_KEYS
 from ..export.tensor_files import TensorFiles
 from ..families import build_head, head_class
 from ..folder import ADAPTER, HeadRecord, load_weights
@@ -35,7 +35,7 @@ from ..mtp import MtpConfig
 from ..target import Target
 from .block import import_block
 from .imported import Imported, Tensors, bare, draft_ids, own_config, provenance, without_tables
-from .mtp_checkpoint import LAYOUTS, read_modules
+from .mtp_checkpoint import LAYOUTS, mtp_layout, read_modules, unlike_ours
 from .published import architecture_of, local_folder, read_all, same_tensor
 
 # config keys that change what a head computes without showing in tensor shapes: training must continue with the same
@@ -236,7 +236,7 @@ def import_mtp(folder: Path, config: TypedKeys, stored: TensorFiles, target: Tar
     counts = {key: num for key in COUNT_KEYS if (num := inner.read(key, int))}
     name = mtp_layout(stored.shapes)
     if name is None:
-        raise BadInput(f"{', '.join(counts)}: set, but there is no MTP module")
+        raise BadInput(unlike_ours(stored.shapes) or f"{', '.join(counts)}: set, but there is no MTP module")
     num = next(iter(counts.values()), 1)
     is_many = num > 1 and LAYOUTS[name].has_many
     options: dict[str, Any] = {"num_depths": num} if is_many else {}

@@ -6,6 +6,7 @@ the safetensors files directly.
 
 import re
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,9 +31,9 @@ class Layout:
     eh_proj: str
     norm: str
     block: str
+    mark: str  # part of a tensor name that no other layout has
     hidden_first: bool = False  # the projection reads [hidden, embedding]
     masks_first: bool = True  # the embedding beside position 0 is zero
-    count_key: str = "num_nextn_predict_layers"  # of the config: the number of modules
 
     @property
     def has_many(self) -> bool:
@@ -55,6 +56,7 @@ LAYOUTS = {
         eh_proj="model.layers.{layer}.eh_proj",
         norm="model.layers.{layer}.shared_head.norm",
         block="model.layers.{layer}",
+        mark=".eh_proj.",
     ),
     "mimo": Layout(
         enorm="model.mtp_layers.{module}.token_layernorm",
@@ -62,6 +64,7 @@ LAYOUTS = {
         eh_proj="model.mtp_layers.{module}.input_proj",
         norm="model.mtp_layers.{module}.final_layernorm",
         block="model.mtp_layers.{module}",
+        mark=".mtp_layers.",
         hidden_first=True,
     ),
     "qwen3_next": Layout(
@@ -70,19 +73,51 @@ LAYOUTS = {
         eh_proj="mtp.fc",
         norm="mtp.norm",
         block="mtp.layers.{module}",
+        mark="mtp.fc.",
         masks_first=False,
     ),
 }
+# modules that are not one layer of the target's last kind with attention, by a part of their tensor names
+UNLIKE = {
+    "model.mtp.layers.": "MiMo-V2's MTP modules have a window, attention sinks and a dense MLP, unlike its last layer",
+    "mtp.layers.0.mixer.": "Nemotron 3's MTP module is two layers, attention without positions and experts",
+}
+
+
+def mtp_layout(names: Iterable[str]) -> str | None:
+    """The layout of the MTP modules among tensors of these names; None if there are none that we know."""
+    names = list(names)
+    found = (key for key, layout in LAYOUTS.items() if any(layout.mark in name for name in names))
+    return None if unlike_ours(names) else next(found, None)
+
+
+def unlike_ours(names: Iterable[str]) -> str | None:
+    """Why the MTP modules among tensors of these names are no module of ours; None if there are no such."""
+    return next((why for name in names for mark, why in UNLIKE.items() if mark in name), None)
+
+
+def count_key(model_type: str) -> str:
+    """The config key in which engines read how many modules a target of this kind has."""
+    return "mtp_num_hidden_layers" if model_type.startswith("qwen3_5") else "num_nextn_predict_layers"
+
+
+def check_modules(folder: str | Path, layout: str) -> None:
+    """Raises BadInput unless the folder of a target is local and holds MTP modules of this layout."""
+    if not Path(folder).is_dir():
+        raise BadInput(f"head.init checkpoint: {folder} is no local folder: download the target first")
+    names = tensor_locations(folder)
+    found = mtp_layout(names)
+    if found != layout:
+        why = unlike_ours(names) or (f"its MTP modules are of layout {found}" if found else "it has no MTP modules")
+        raise BadInput(f"head.init checkpoint, head.layout {layout}: {folder}: {why}")
 
 
 def read_modules(folder: str | Path, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Read MTP tensors from a target's folder.
 
     Args: state: tensors by served name, whose names and shapes are wanted.
-    Raises: BadInput if the folder is not local or lacks a tensor, or one has another shape or is quantised.
+    Raises: BadInput if the folder lacks a tensor, or one has another shape or is quantised.
     """
-    if not Path(folder).is_dir():
-        raise BadInput(f"head.init checkpoint: {folder} is no local folder: download the target first")
     wanted = {name: value.detach().clone() for name, value in state.items()}
     where = tensor_locations(folder)
     for name, view in views_on_disk(wanted, where).items():
@@ -149,7 +184,7 @@ def views_on_disk(state: dict[str, Tensor], where: dict[str, Path]) -> dict[str,
 
 def _read(folder: str | Path, where: dict[str, Path], name: str, shape: torch.Size) -> Tensor:
     if name not in where:
-        raise BadInput(f"{folder}: no tensor {name}: the checkpoint has no such MTP module, or head.layout is another")
+        raise BadInput(f"{folder}: no tensor {name}: the checkpoint has no such MTP module")
     with safe_open(where[name], framework="pt") as opened:
         value = opened.get_tensor(name)
     if value.shape != shape:
