@@ -27,8 +27,9 @@ def one_further(self, input_ids, positions, *rest, **how):
 
 
 def stale(self, keys, values, *rest, **how):
-    """A stale state: what a round writes behind rejected drafts is not written."""
-    return self.readable_slots(rest[0].extent) if keys.shape[2] == 2 else WRITE(self, keys, values, *rest, **how)
+    """A stale state: what is read behind the rejected drafts of a round is not written."""
+    is_behind = keys.shape[2] == 2 and int(rest[0].positions.max()) == SHORT - 1
+    return self.readable_slots(rest[0].extent) if is_behind else WRITE(self, keys, values, *rest, **how)
 
 
 FAULTS: dict[str, Any] = {
