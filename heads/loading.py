@@ -132,6 +132,12 @@ def quiet_loading() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
+def use_attention(model: Any, name: str) -> None:
+    """Let a model compute attention by the implementation of that name, without a word on parts that it lost."""
+    with quiet_loading():
+        model.set_attn_implementation(name)
+
+
 def fingerprint_of(model: nn.Module) -> str:
     """32 hex digits of sha256 over names, shapes and 64 evenly spread values of each parameter, as stored."""
     from accelerate.utils import align_module_device

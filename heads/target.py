@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..configs.errors import BadInput
-from .loading import TargetConfig, found_path, load_model
+from ..configs.errors import BadInput, first_line
+from .loading import TargetConfig, found_path, load_model, use_attention
 from .nn.attention import NAME as GROUPED_ATTENTION
 from .nn.attention import Watch
 from .nn.cache import SlotCache, cache_argument
@@ -43,7 +43,7 @@ class Target(FrozenModel):
         super().__init__(model, name=name, fingerprint=fingerprint, tokenizer=tokenizer, source=source)
         self.own_attention: str = self.config._attn_implementation  # the model's, before ours takes its place
         if self.own_attention == "sdpa" and not SPARSE_ATTENTION & set(self.layer_types):
-            model.set_attn_implementation(GROUPED_ATTENTION)
+            use_attention(model, GROUPED_ATTENTION)
         self._cache_argument = cache_argument(self.base)
         self._captured: dict[int, Tensor] = {}  # by layer, the residual stream that entered it in the last forward
         self._best: Tensor | None = None  # [B, T] of the last forward, if the decoder computed it there
@@ -130,8 +130,7 @@ class Target(FrozenModel):
             self._watch(feature_layers)
         if cache is None:
             # right padding needs no mask: a causal model's earlier positions never see it
-            apart = {} if documents is None else self._kept_apart(documents)
-            post_norm = self.base(input_ids=input_ids, use_cache=False, **apart).last_hidden_state  # [B, T, D]
+            post_norm = self._read_rows(input_ids, documents)
         else:
             assert positions is not None
             slots = positions
@@ -260,6 +259,17 @@ class Target(FrozenModel):
 
             self.layers[i].register_forward_pre_hook(keep, with_kwargs=True)
             self._watched.add(i)
+
+    def _read_rows(self, input_ids: Tensor, documents: Documents | None) -> Tensor:
+        """[B, T] -> [B, T, D] post-norm states, without a cache."""
+        if documents is None:
+            return self.base(input_ids=input_ids, use_cache=False).last_hidden_state
+        apart = self._kept_apart(documents)
+        try:
+            return self.base(input_ids=input_ids, use_cache=False, **apart).last_hidden_state
+        except (TypeError, ValueError) as error:  # as with ALiBi, where positions follow from the place in a row
+            why = f"reads a row as one text ({first_line(error)}): use data.layout padded"
+            raise BadInput(f"target {self.name}: {why}") from error
 
     def _kept_apart(self, documents: Documents) -> dict[str, Any]:
         """Model arguments that keep several texts in a row from seeing each other.

@@ -126,11 +126,12 @@ class KeyScores:
         self.of_layer: dict[int, Tensor] = {}  # [B, Nkv, P] fp32, summed over queries and heads of the group
 
     def __call__(self, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor, scaling: float | None) -> None:
-        """query [B, N, Q, H]; key [B, Nkv, P, H]; mask [B, 1, Q, P] additive."""
+        """query [B, N, Q, H]; key [B, Nkv, P, H]; mask [B, 1 or N, Q, P] additive."""
         num_rows, _, num_queries, head_dim = query.shape
         packed = query.reshape(num_rows, key.shape[1], -1, head_dim)  # [B, Nkv, G * Q, H]
         logits = (packed @ key.transpose(2, 3)).float() * (head_dim**-0.5 if scaling is None else scaling)
-        logits = logits.unflatten(2, (-1, num_queries)) + mask[:, :, None]  # [B, Nkv, G, Q, P]
+        by_group = mask[:, :, None] if mask.shape[1] == 1 else mask.unflatten(1, (key.shape[1], -1))
+        logits = logits.unflatten(2, (-1, num_queries)) + by_group  # [B, Nkv, G, Q, P]
         self.of_layer[cast(int, module.layer_idx)] = logits.softmax(-1).sum((2, 3))
 
 
@@ -164,7 +165,7 @@ class SparseSelfDrafter(Drafter):
         self.target, self.budget = target, budget
 
     def begin(self, *, batch_size: int, max_length: int) -> SparseState:
-        device, layers = self.target.device, self.target.num_layers
+        device, layers = self.target.device, len(self.target.kept)
         budget = max(SMALLEST_BUDGET, min(self.budget, max_length))
         cache = SparseCache(num_layers=layers, budget=budget, batch_size=batch_size, device=device)
         position = torch.zeros(batch_size, dtype=torch.long, device=device)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...configs.errors import BadInput, first_line
+from ..loading import use_attention
 from ..nn.target_output import TargetOutput
 from .prompts import read_prompts
 
@@ -34,8 +35,7 @@ def check_target(target: Any) -> None:
     `continues_prompts`. Raises BadInput if states or logits of whole texts differ."""
     ids = check_text(target)
     with only_layers_of_each_kind(target, is_long=ids.shape[1] > 4 * SHORT):
-        with own_attention(target):
-            theirs = target.model(input_ids=ids, output_hidden_states=True, use_cache=False)
+        theirs = own_forward(target, ids)
         check_whole(target, ids, theirs)
         states = theirs.hidden_states[-1]  # [1, T, D]
         if target.undecodable is None:
@@ -46,6 +46,16 @@ def check_target(target: Any) -> None:
             target.undecodable = differs
         if target.undecodable is None and target.decodes_trees:
             target.decodes_trees = reads_tree(target, ids, states)
+
+
+def own_forward(target: Any, ids: Tensor) -> Any:
+    """What the model's own code gives for a text [1, T], hidden states included. Raises BadInput if it fails."""
+    try:
+        with own_attention(target):
+            return target.model(input_ids=ids, output_hidden_states=True, use_cache=False)
+    except Exception as error:  # the code of an unknown model may raise anything
+        what = f"{type(target.model).__name__} cannot read a text of tokens alone ({first_line(error)})"
+        raise BadInput(f"target {target.name}: {what}") from error
 
 
 def check_text(target: Any) -> Tensor:
@@ -62,12 +72,12 @@ def own_attention(target: Any) -> Iterator[None]:
     """The model's own implementation of attention instead of ours."""
     ours: str = target.config._attn_implementation
     if ours != target.own_attention:
-        target.model.set_attn_implementation(target.own_attention)
+        use_attention(target.model, target.own_attention)
     try:
         yield
     finally:
         if ours != target.own_attention:
-            target.model.set_attn_implementation(ours)
+            use_attention(target.model, ours)
 
 
 @contextmanager

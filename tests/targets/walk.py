@@ -119,7 +119,8 @@ class Walk:
 
     def packed(self) -> None:
         """Three texts in one row have the states that they have alone."""
-        texts = [LONG[:20], self.whole_texts[0][:27], PROMPTS[2]]
+        most = self.target.max_positions
+        texts = [LONG[:20][:most], self.whole_texts[0][:27][:most], PROMPTS[2]]
         row = torch.tensor([sum(texts, [])])
         documents = Documents.of([[len(text) for text in texts]], num_positions=row.shape[1])
         packed = self.target.forward(row, documents=documents).post_norm
