@@ -13,7 +13,7 @@ from typing import Any
 from ...configs.errors import BadInput
 from .contracts import SIZES, Contract, decoder_layer, llama_keys, serves_itself, sizes_of, trained_config
 from .folder import DFLASH, DSPARK, PROVENANCE, HeadFolder, write_config, write_tensors
-from .portable import as_speculators, check_target
+from .portable import as_speculators, bare_embedding
 
 NORMS = ["input_layernorm", "post_attention_layernorm"]
 IN_SPECULATORS = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
@@ -23,7 +23,7 @@ MARKOV_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head", "con
 
 def write_block(head: HeadFolder, folder: Path, *, to: str) -> None:
     """Write the folder. Raises BadInput if no engine, or not the one of `to`, can compute what the head does."""
-    check_target(head)
+    bare_embedding(head)
     own, is_dflash = head.own, head.method == "dflash"
     problems = {
         "sample_from_anchor without a Markov head: engines draft from the anchor with one only": (

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .folder import PROVENANCE
+from .folder import PROVENANCE, SCALE
 from .llamacpp import eagle3_refusals
 
 Shapes = dict[str, tuple[int, ...]]
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # names that vLLM knows the mask token by
+BARE_EMBEDDING = "SGLang puts the target's embedding in its place, vLLM does not"
 FEATURE_IDS = "eagle_aux_hidden_state_layer_ids"
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 PORTABLE_OPTIONS = {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "hidden_act": "silu"}
@@ -136,8 +137,10 @@ def eagle(config: Mapping[str, Any], names: Iterable[str]) -> Contract:
         "layers.0.input_layernorm.weight": "the first layer does not normalise what it reads",
         "norm.weight": "there is no norm behind the last layer",
         "lm_head.weight": "the output layer is the target's",
-        "embed_tokens.weight": "SGLang puts the target's embedding in its place, vLLM does not",
+        "embed_tokens.weight": BARE_EMBEDDING,
     }
+    if config.get(SCALE):
+        contract.shapes["embed_tokens.weight"] = (sizes["vocab_size"], hidden)
     return contract
 
 
@@ -254,10 +257,12 @@ def eagle3_tensors(
     if vocab < sizes["vocab_size"]:
         contract.shapes |= {"d2t": (vocab,), "t2d": (sizes["vocab_size"],)}
     contract.forbidden = {
-        "embed_tokens.weight": "SGLang puts the target's embedding in its place, vLLM does not",
+        "embed_tokens.weight": BARE_EMBEDDING,
         "d2t": "the draft vocabulary is the whole one",
         "t2d": "the draft vocabulary is the whole one",
     }
+    if config.get(SCALE):
+        contract.shapes["embed_tokens.weight"] = (sizes["vocab_size"], hidden)
     return contract
 
 

@@ -1,5 +1,6 @@
 """What an export reads (a trained head's folder and its target's config), and the two files that it writes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,14 @@ from ..loading import TargetConfig, read_model_config, torch_dtype
 PROVENANCE = "headstart_export"  # the key under which an exported config.json keeps the head's own config
 DFLASH, DSPARK = "DFlashDraftModel", "Qwen3DSparkModel"  # of block drafters
 SWITCHES = ("eagle-", "eagle3", "dflash", "dspark")  # vLLM infers the method from these words in a path
-EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight", "model.language_model.embed_tokens.weight")
+EMBEDDINGS = (
+    "model.embed_tokens.weight",
+    "embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+)
+SCALE = "embedding_scale"  # the key of an exported config.json that says why the folder has an embedding table
+OUTPUTS = ("lm_head.weight", "language_model.lm_head.weight", *EMBEDDINGS)  # a tied one is the embedding
 
 
 @dataclass(frozen=True)
@@ -118,17 +126,17 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], *, name: str = "mode
     save_file(whole, folder / name, metadata={"format": "pt"})
 
 
-def output_rows(head: HeadFolder) -> Tensor:
-    """[V, D] the weights of the target's output layer, read from its safetensors; if tied, the embedding.
+def table_rows(head: HeadFolder, names: Sequence[str]) -> Tensor:
+    """[V, D] the first of these tensors that the target's safetensors hold, in the head's dtype.
 
     Raises: BadInput if the target is not a local folder or has no such tensor.
     """
     if not Path(head.target).is_dir():
-        raise BadInput(f"target {head.target}: no local folder; name one with --target: its lm_head is written in")
+        raise BadInput(f"target {head.target}: no local folder; name one with --target: its {names[0]} is written in")
     where = tensor_locations(head.target)
-    names = [name for name in ("lm_head.weight", "language_model.lm_head.weight", *EMBEDDINGS) if name in where]
-    if not names:
-        raise BadInput(f"target {head.target}: no tensor lm_head.weight in it")
-    with safe_open(where[names[0]], framework="pt") as opened:
-        rows = opened.get_tensor(names[0])
+    found = next((name for name in names if name in where), None)
+    if found is None:
+        raise BadInput(f"target {head.target}: no tensor {names[0]} in it")
+    with safe_open(where[found], framework="pt") as opened:
+        rows = opened.get_tensor(found)
     return rows.to(next(value.dtype for value in head.tensors.values() if value.is_floating_point()))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...configs.errors import BadInput
 from ..adapters import WEIGHTS as ADAPTER_WEIGHTS
-from .folder import HeadFolder, output_rows, write_config, write_tensors
+from .folder import OUTPUTS, HeadFolder, table_rows, write_config, write_tensors
 
 ADAPTER_FOLDER = "target_adapter"
 
@@ -25,7 +25,7 @@ def write_blocks(head: HeadFolder, folder: Path, *, to: str) -> None:
     tensors = {served_name(head, name): value for name, value in head.tensors.items()}
     is_shared = head.own["output"] == "shared"
     if is_shared:
-        tensors["lm_head.weight"] = output_rows(head)
+        tensors["lm_head.weight"] = table_rows(head, OUTPUTS)
     config = {key: value for key, value in head.config.items() if not key.startswith("medusa_num_")}
     write_config(folder, {**config, "original_lm_head": is_shared, **head.provenance})
     write_tensors(folder, tensors)
@@ -40,7 +40,7 @@ def write_published(head: HeadFolder, folder: Path, *, to: str) -> None:
     check_whole(head)
     tensors = dict(head.tensors)
     if head.own["output"] == "shared":
-        rows, config = output_rows(head), head.config
+        rows, config = table_rows(head, OUTPUTS), head.config
         names = [f"{k}.{config['medusa_num_layers']}.weight" for k in range(config["medusa_num_heads"])]
         tensors |= {name: rows.clone() for name in names}
     own = {"base_model_name_or_path": head.target}

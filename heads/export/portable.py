@@ -2,7 +2,8 @@
 
 The two engines count feature layers differently and read different keys, so both are written (eagle3.py). They have
 different names for the input norm of later layers, so it is written twice. SGLang's EAGLE-1 has a bias that vLLM
-ignores, so it is zeros. The embedding and, for EAGLE-1, the output layer are the target's and not in the file. A folder
+ignores, so it is zeros. The embedding and, for EAGLE-1, the output layer are the target's and not in the file; only of
+a target that scales its embeddings, the scaled table is in a folder for vLLM, as engines share the bare one. A folder
 in speculators' layout names its target, so `vllm serve FOLDER` suffices.
 """
 
@@ -11,10 +12,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...configs.errors import BadInput
-from .folder import HeadFolder, write_config, write_tensors
+from .folder import EMBEDDINGS, SCALE, HeadFolder, table_rows, write_config, write_tensors
 
 COUNTS_FROM_ONE = ("deepseek_v2", "glm4_moe_lite")  # targets for which SGLang adds 1 to ids only if the first is 1
 VERSION = "0.9.0"  # of speculators, whose layout this is
@@ -28,17 +30,18 @@ OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 def write_eagle(head: HeadFolder, folder: Path, *, to: str) -> None:
     """EAGLE-1 and EAGLE-2: fc, layers.{i}. Raises BadInput on a trained bias for vLLM, which would ignore it."""
-    check_target(head)
+    embedding = own_embedding(head) if to == "vllm" else bare_embedding(head)
     if to == "vllm" and head.tensors["fc.bias"].any():
         why = "fc.bias is trained and vLLM leaves it out: export to sglang, or head.bias false"
         raise BadInput(f"head {head.path}: {why}")
-    write_config(folder, {**head.config, **head.provenance})
-    write_tensors(folder, {name: value for name, value in head.tensors.items() if name not in ("d2t", "t2d")})
+    write_config(folder, {**head.config, **scale_key(head), **head.provenance})
+    tensors = {name: value for name, value in head.tensors.items() if name not in ("d2t", "t2d")}
+    write_tensors(folder, tensors | embedding)
 
 
 def write_eagle3(head: HeadFolder, folder: Path, *, to: str) -> None:
     """EAGLE-3: fc, midlayer or layers.{i}, norm, lm_head, d2t, t2d. Raises BadInput on what SGLang does not support."""
-    check_target(head)
+    embedding = own_embedding(head) if to == "vllm" else bare_embedding(head)
     if to == "sglang" and head.own.get("parallel"):
         raise BadInput(f"head {head.path}: parallel: SGLang drafts token by token: export to vllm")
     if to == "sglang" and head.config["norm_before_residual"]:
@@ -49,14 +52,14 @@ def write_eagle3(head: HeadFolder, folder: Path, *, to: str) -> None:
     if to == "sglang" and kind in COUNTS_FROM_ONE and ids[0] != 2:
         why = f"of a {kind} target SGLang reads feature layers {ids} as other ones; start at 2"
         raise BadInput(f"head {head.path}: {why}")
-    write_config(folder, {**head.config, **head.provenance})
-    write_tensors(folder, with_both_norms(head))
+    write_config(folder, {**head.config, **scale_key(head), **head.provenance})
+    write_tensors(folder, with_both_norms(head) | embedding)
 
 
 def write_speculators(head: HeadFolder, folder: Path, *, to: str) -> None:
     """EAGLE-3 for speculators: layers.{i}, fc, norm, lm_head, d2t, t2d. Raises BadInput if the target's config is not
     available or the head drafts in parallel."""
-    check_target(head)
+    bare_embedding(head)
     if head.own.get("parallel"):
         raise BadInput(f"head {head.path}: parallel: not written in this layout: export to vllm")
     config = head.config
@@ -110,12 +113,35 @@ def with_both_norms(head: HeadFolder) -> dict[str, Tensor]:
     return tensors
 
 
-def check_target(head: HeadFolder) -> None:
-    """Raises BadInput if the target scales its embeddings, since engines give drafts the unscaled table."""
+def embedding_scale(target_config: dict[str, Any]) -> float:
+    """The factor between a target's embedding table and what its first layer reads."""
+    if str(target_config.get("model_type")).startswith("gemma"):
+        return target_config["hidden_size"] ** 0.5
+    return target_config.get("embedding_multiplier") or target_config.get("scale_emb") or 1
+
+
+def scale_key(head: HeadFolder) -> dict[str, float]:
+    scale = embedding_scale(head.target_config or {})
+    return {} if scale == 1 else {SCALE: scale}
+
+
+def own_embedding(head: HeadFolder) -> dict[str, Tensor]:
+    """The scaled table of a target that scales its embeddings, which vLLM keeps for the draft; none of other targets.
+
+    Raises: BadInput as `table_rows`."""
+    scale = embedding_scale(head.target_config or {})
+    if scale == 1:
+        return {}
+    rows = table_rows(head, EMBEDDINGS)
+    return {"embed_tokens.weight": rows * torch.tensor(scale, dtype=rows.dtype)}  # rounded as the models round it
+
+
+def bare_embedding(head: HeadFolder) -> dict[str, Tensor]:
+    """No table, where engines share the target's. Raises BadInput if the target scales its embeddings."""
     config = head.target_config or {}
-    scale = config.get("embedding_multiplier") or config.get("scale_emb") or 1
-    if str(config.get("model_type")).startswith("gemma") or scale != 1:
+    if embedding_scale(config) != 1:
         raise BadInput(
-            f"head {head.path}: {config['model_type']} scales its embeddings and engines give a draft the bare table, "
-            "so it would draft badly there: nothing written"
+            f"head {head.path}: {config['model_type']} scales its embeddings and this engine gives a draft the bare "
+            "table, so it would draft badly there: nothing written"
         )
+    return {}

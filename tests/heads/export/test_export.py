@@ -9,7 +9,7 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.heads.eagle import EagleConfig
-from headstart.heads.export.check import check_folder
+from headstart.heads.export.check import check_export, check_folder
 from headstart.heads.export.write import ENGINES, WRITERS, export_head, notes, serve_commands
 from headstart.heads.medusa import MedusaConfig
 from headstart.heads.registry import HEADS, build_head, head_class, save_head
@@ -228,14 +228,32 @@ def test_an_existing_folder_is_left_alone(trained, tmp_path):
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_a_target_that_scales_its_embeddings_is_refused(trained, saved_target, tmp_path):
+@pytest.fixture
+def scaling_target(saved_target, tmp_path):
+    """A target whose config says that it scales its embeddings."""
     scaled = tmp_path / "gemma"
     shutil.copytree(saved_target, scaled)
     config = json.loads((scaled / "config.json").read_text())
     (scaled / "config.json").write_text(json.dumps({**config, "model_type": "gemma2"}))
-    for family in ("eagle", "eagle3"):
-        with pytest.raises(BadInput, match="gemma2 scales its embeddings"):
-            export_head(trained(family), tmp_path / "out", to="vllm", target=str(scaled))
+    return scaled
+
+
+@pytest.mark.parametrize("family", ["eagle", "eagle3"])
+def test_the_scaled_table_of_a_target_that_scales_its_embeddings_is_in_a_folder_for_vllm(
+    family, trained, scaling_target, tmp_path
+):
+    export_head(trained(family), tmp_path / "out", to="vllm", target=str(scaling_target))
+    table = load_file(scaling_target / "model.safetensors")["model.embed_tokens.weight"]
+    ours = load_file(tmp_path / "out" / "model.safetensors")["embed_tokens.weight"]
+    torch.testing.assert_close(ours, table.to(ours.dtype) * table.shape[1] ** 0.5, rtol=0.01, atol=0)
+    assert not check_export(tmp_path / "out", to="vllm").problems
+
+
+@pytest.mark.parametrize("family", ["eagle", "eagle3"])
+def test_engines_that_share_the_bare_table_are_refused_for_such_a_target(family, trained, scaling_target, tmp_path):
+    with pytest.raises(BadInput, match="gemma2 scales its embeddings"):
+        export_head(trained(family), tmp_path / "out", to="sglang", target=str(scaling_target))
+    assert not (tmp_path / "out").exists()
 
 
 def test_every_family_is_exported_or_known_not_to_be():
