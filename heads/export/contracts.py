@@ -256,11 +256,8 @@ def eagle3_tensors(
         contract.shapes["input_norm.weight"] = (num_features * hidden,)
     if vocab < sizes["vocab_size"]:
         contract.shapes |= {"d2t": (vocab,), "t2d": (sizes["vocab_size"],)}
-    contract.forbidden = {
-        "embed_tokens.weight": BARE_EMBEDDING,
-        "d2t": "the draft vocabulary is the whole one",
-        "t2d": "the draft vocabulary is the whole one",
-    }
+    whole = "the draft vocabulary is the whole one"
+    contract.forbidden = {"embed_tokens.weight": BARE_EMBEDDING, "d2t": whole, "t2d": whole}
     if config.get(SCALE):
         contract.shapes["embed_tokens.weight"] = (sizes["vocab_size"], hidden)
     return contract

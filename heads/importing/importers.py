@@ -195,13 +195,15 @@ def check_tables(imported: Imported, stored: TensorFiles, target: Target) -> Non
     """Raises BadInput if a head's folder has copies of its target's tables that differ from this target's."""
     if imported.config.type in ("mtp", "draft_lm"):  # whole models with their own tables
         return
-    tables = {"embed_tokens.weight": target.input_embedding.weight}
+    ids = torch.arange(target.vocab_size, device=target.device)[None]
+    # as stored, and as the first layer reads it, which some targets scale
+    tables = {"embed_tokens.weight": [target.input_embedding.weight, target.embed(ids)[0]]}
     if "lm_head.weight" not in imported.tensors:
-        tables["lm_head.weight"] = target.output_layer.weight
+        tables["lm_head.weight"] = [target.output_layer.weight]
     for name in stored.files:
-        reference = tables.get(bare(name))
-        value = None if reference is None else stored.read(name)
-        if value is not None and not same_tensor(value, reference.detach().cpu()):  # pyright: ignore
+        references = tables.get(bare(name), [])
+        value = stored.read(name) if references else None
+        if value is not None and not any(same_tensor(value, table.detach().cpu()) for table in references):
             raise BadInput(f"tensor {name} {list(value.shape)}: not that of {target.name}; a head reads the target's")
 
 
