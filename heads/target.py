@@ -137,7 +137,8 @@ class Target(FrozenModel):
             if seen is not None:
                 slots = positions[:, :1] + torch.arange(positions.shape[1], device=positions.device)
             # shapes may vary on a CPU
-            is_exact = is_newest and positions.device.type == "cpu" and not (self._window or self.chunk)
+            needs_mask = self._window or self.chunk or SPARSE_ATTENTION & set(self.layer_types)
+            is_exact = is_newest and positions.device.type == "cpu" and not needs_mask
             cache.seek(slots, extent=extent, is_exact=is_exact)
 
             post_norm = self.read_slots(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
+    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
@@ -97,6 +98,10 @@ def kept_by_layers(config: Any) -> list[Any]:
         return [DynamicLayer() for _ in range(config.num_hidden_layers)]
 
 
+# that keep keys and values, and what sparse attention chooses them by
+KNOWN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)
+
+
 def keeps_states(kept: Any) -> bool:
     return isinstance(kept, LinearAttentionCacheLayerMixin)
 
@@ -104,7 +109,7 @@ def keeps_states(kept: Any) -> bool:
 def unknown_kind(kept: Sequence[Any]) -> str | None:
     """The first layer that keeps something else than keys and values or states; None: there is none."""
     for i, layer in enumerate(kept):
-        is_plain = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) or keeps_states(layer)
+        is_plain = type(layer) in KNOWN_LAYERS or keeps_states(layer)
         if isinstance(layer, CacheLayerMixin) and not is_plain:
             return f"layer {i} keeps a {type(layer).__name__} of transformers, which is not known here"
     return None

@@ -32,6 +32,7 @@ class SlotLayer(CacheLayerMixin):
         super().__init__()
         self.max_length = max_length
         self.readable: tuple[Tensor, Tensor] | None = None  # the first extent slots of keys and values
+        self.index_keys: Tensor | None = None  # [B, 1, slots, D] by which sparse attention chooses what it reads
         self.extent = -1
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -90,6 +91,16 @@ class SlotCache(Cache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Write one layer's new keys and values [B, Nkv, Q, H]; returns all its readable keys and values."""
         return self.layer(layer_idx, key_states, value_states).update(key_states, value_states, self)
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Write one layer's new index keys [B, Q, D], as of DeepSeek-V3.2; returns all its readable ones [B, P, D]."""
+        layer = cast(SlotLayer, self.layers[layer_idx])
+        if layer.index_keys is None:
+            num_rows, _, size = indexer_key_states.shape
+            layer.index_keys = indexer_key_states.new_zeros(num_rows, 1, self.max_length, size)
+            self.stored.append(layer.index_keys)
+        layer.index_keys[:, 0].index_put_((self.rows, self.positions), indexer_key_states)
+        return layer.index_keys[:, 0, : self.extent]
 
     def layer(self, index: int, keys: Tensor, values: Tensor) -> SlotLayer:
         """A layer, allocated on first use for keys and values [B, Nkv, any, H] of these shapes and dtype."""

@@ -36,7 +36,6 @@ def test_every_kind_is_recorded():
     assert set(FAST) <= KINDS.keys() and "bert" in without_recipe()
 
 
-@pytest.mark.xfail(strict=True, reason="kinds that are being mended")
 def test_nothing_is_wrong_or_crashes():
     lines = [f"{name}, {step}: {line}" for name, found in RECORD.outcomes.items() for step, line in found.items()]
     bad = [line for line in lines if ": refused: " not in line and ", transformers: crashed: " not in line]
