@@ -44,6 +44,8 @@ def test_nothing_is_wrong_or_crashes():
 
 def test_the_page_is_the_record_s():
     assert PAGE.read_text() == RECORD.page(), "`make targets` writes it anew"
+    summary = f"{len(RECORD.outcomes)} kinds, on a CPU: {RECORD.summary()}"
+    assert summary in " ".join((PAGE.parents[1] / "README.md").read_text().split()), "the README has its figures"
 
 
 @pytest.fixture(scope="module")
