@@ -279,7 +279,9 @@ class Target(FrozenModel):
         apart = {"full_attention", "sliding_attention"}
         kinds = set(self.layer_types) - apart or ({"a recurrent layer"} if self.has_states else set())
         if kinds:
-            raise BadInput(f"target {self.name}: {', '.join(kinds)} reads a row as one text: use data.layout padded")
+            raise BadInput(
+                f"target {self.name}: {', '.join(sorted(kinds))} reads a row as one text: use data.layout padded"
+            )
         queries = torch.arange(documents.ids.shape[1], device=documents.ids.device).expand_as(documents.ids)
         masks = self._by_attention_type(partial(documents.mask, queries, dtype=self.dtype))
         return {"position_ids": documents.positions, "attention_mask": masks}

@@ -38,9 +38,7 @@ class StateLayer(LinearAttentionLayer):
 
     def __init__(self, num_states: int):
         LinearAttentionLayer.__init__(self, number_of_states=num_states)
-        self.behind: dict[
-            Key, Tensor
-        ] = {}  # [W + 1, B, ...] states behind 0..W tokens, counted from the cache's origin
+        self.behind: dict[Key, Tensor] = {}  # [W + 1, B, ...] states behind 0..W tokens from the cache's origin on
 
     @property
     def current(self) -> dict[Key, Tensor]:
@@ -66,6 +64,7 @@ class StateLayer(LinearAttentionLayer):
         self.behind[key][num_read] = state
 
     def take_row(self, row: int, source: "StateLayer", source_row: int, num_rows: int) -> None:
+        """Copy the states behind a prompt that the source has read, into one of num_rows rows."""
         for name in ("conv_kernel_size", "is_conv_states_initialized", "is_recurrent_states_initialized"):
             setattr(self, name, dict(getattr(source, name)))
         self.has_previous_state, self.dtype, self.device = dict(source.has_previous_state), source.dtype, source.device
@@ -159,9 +158,8 @@ class StateCache(SlotCache):
             return
         start, num_read = positions[:, 0], positions.shape[1]
         index, is_empty = start - self.origin, start == 0  # [B]
-        assert not is_readable(start) or bool((is_empty | ((index >= 0) & (index <= self.width))).all()), (
-            "no such state"
-        )
+        is_kept = is_empty | ((index >= 0) & (index <= self.width))
+        assert not is_readable(start) or bool(is_kept.all()), "the states behind these positions were not kept"
         for layer in self.of_states:
             layer.start(index.clamp(0, self.width), is_empty)
         self.reads_round, self.reads_singly = not self.reads_prompt, False
@@ -223,9 +221,8 @@ class StateCache(SlotCache):
     def row_reader(self) -> "StateCache":
         """A cache for one row, from which `take_row` copies; always the same one."""
         if self.alone is None:
-            sizes: dict[str, Any] = {"max_length": self.max_length, "num_rows": 1, "width": self.width}
-            is_whole = {"continues_prompts": self.continues_prompts, "device": self.origin.device}
-            self.alone = StateCache(self.kept, **sizes, **is_whole)
+            like: dict[str, Any] = {key: getattr(self, key) for key in ("max_length", "width", "continues_prompts")}
+            self.alone = StateCache(self.kept, num_rows=1, device=self.origin.device, **like)
         return self.alone
 
     @property

@@ -19,6 +19,7 @@ from headstart.heads.drafting import DynamicTree
 from headstart.heads.registry import HEADS, build_head
 from headstart.heads.target import Target
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -168,12 +169,14 @@ def test_sampled_text_follows_the_targets_distribution(kind, chi_square):
     assert chi_square(target, NgramDrafter(), num_rows=2000, temperature=1.0, top_p=0.9) < 1.5
 
 
-def test_layers_that_keep_what_is_not_known_are_named_before_anything_is_trained(tiny_target, tiny_model, monkeypatch):
-    from transformers.cache_utils import DynamicCache, DynamicIndexedLayer
+class CompressedLayer(DynamicLayer):
+    """As some model may bring along."""
 
-    layers = [*DynamicCache(config=tiny_model("llama").config).layers[:3], DynamicIndexedLayer()]
+
+def test_layers_that_keep_what_is_not_known_are_named_before_anything_is_trained(tiny_target, tiny_model, monkeypatch):
+    layers = [*DynamicCache(config=tiny_model("llama").config).layers[:3], CompressedLayer()]
     monkeypatch.setattr("headstart.heads.targets.parts.kept_by_layers", lambda config: layers)
     target = tiny_target("llama")
     assert not target.can_decode
-    with pytest.raises(BadInput, match="^target tiny-llama: layer 3 keeps a DynamicIndexedLayer .* not decoded$"):
+    with pytest.raises(BadInput, match="^target tiny-llama: layer 3 keeps a CompressedLayer .* not decoded$"):
         generate(target, None, PROMPTS)

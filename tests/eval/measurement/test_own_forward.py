@@ -156,8 +156,8 @@ def test_a_tie_of_rounding_is_the_models_own_in_half_precision_alone(tiny_model)
 # The model's own forward
 
 
-def test_it_is_the_model_as_it_is_without_us(target, tiny_model):
-    model, prompt, new = tiny_model("llama"), PROMPTS[1], [3, 4, 5, 6]
+def test_it_is_the_model_as_it_is_without_us(tiny_target, tiny_model):
+    target, model, prompt, new = tiny_target("llama"), tiny_model("llama"), PROMPTS[1], [3, 4, 5, 6]
     wanted = model(torch.tensor([[*prompt, *new[:-1]]]), use_cache=False).logits[0, len(prompt) - 1 :]
     names = []
 
