@@ -42,7 +42,9 @@ class Target(FrozenModel):
         """Raises BadInput if the model's outputs cannot be reproduced from its parts."""
         super().__init__(model, name=name, fingerprint=fingerprint, tokenizer=tokenizer, source=source)
         self.own_attention: str = self.config._attn_implementation  # the model's, before ours takes its place
-        if self.own_attention == "sdpa" and not SPARSE_ATTENTION & set(self.layer_types):
+        is_sparse = bool(SPARSE_ATTENTION & set(self.layer_types))
+        self._needs_mask = bool(self._window or self.chunk or is_sparse)  # even where a token sees the whole cache
+        if self.own_attention == "sdpa" and not is_sparse:
             use_attention(model, GROUPED_ATTENTION)
         self._cache_argument = cache_argument(self.base)
         self._captured: dict[int, Tensor] = {}  # by layer, the residual stream that entered it in the last forward
@@ -136,9 +138,7 @@ class Target(FrozenModel):
             slots = positions
             if seen is not None:
                 slots = positions[:, :1] + torch.arange(positions.shape[1], device=positions.device)
-            # shapes may vary on a CPU
-            needs_mask = self._window or self.chunk or SPARSE_ATTENTION & set(self.layer_types)
-            is_exact = is_newest and positions.device.type == "cpu" and not needs_mask
+            is_exact = is_newest and positions.device.type == "cpu" and not self._needs_mask  # shapes may vary there
             cache.seek(slots, extent=extent, is_exact=is_exact)
 
             post_norm = self.read_slots(
