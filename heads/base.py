@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..configs.errors import BadInput
+from .decoders.cpu.products import pack_linears
 from .drafter import Drafter
 from .drafting import Draws, Expands, Proposal, StaticTree, Tree, draft_chain, draft_dynamic, draft_static
 from .loss.chains import ChainStarts, LossOutput, accepted_share, chain_starts, mean_of
@@ -24,7 +25,6 @@ from .loss.chunked import Drafts, chunk_size
 from .loss.functions import DraftVocabulary, LossSpec, check_mix, depth_weights_of, reads_all_logits
 from .loss.restricted import RestrictedLogits
 from .nn.batch import DraftBatch
-from .nn.cpu_kernels import pack_linears
 from .start.closed_form import first_rows, losses_by_factor, num_fitted, quieter, spread
 from .target import Target
 

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
+from .decoders.cpu.decoder import CpuLayers
+from .decoders.cpu.products import pack_linears
 from .drafter import Reading
 from .drafting import Draws, Proposal, Tree
 from .loss.chains import drawn_starts
 from .loss.functions import LossSpec, drafted_rows
 from .nn.block_layer import BlockLayer, ConfidenceHead, MarkovHead, attend_blocks, beside, draft_block, write_context
 from .nn.cache import SlotCache
-from .nn.cpu_decoder import CpuLayers
-from .nn.cpu_kernels import pack_linears
 from .nn.layers import RMSNorm, Rotary, llama_config, serving_keys
 from .nn.mask_token import default_mask_token
 from .nn.target_output import TargetOutput

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..configs.errors import BadInput
-from .nn.cpu_kernels import best
+from .decoders.cpu.products import best
 
 
 @dataclass

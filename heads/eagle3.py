@@ -27,11 +27,11 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch
+from .decoders.cpu.chains import CpuChains
+from .decoders.cpu.products import is_multiplied
 from .drafter import Reading
 from .drafting import Proposal
 from .loss.functions import drafted_rows
-from .nn.cpu_chains import CpuChains
-from .nn.cpu_kernels import is_multiplied
 from .nn.layers import Attention, RMSNorm, Rotary, llama_config, serving_keys
 from .nn.parallel import ParallelConfig, behind, last_and_behind
 from .nn.target_output import TargetOutput

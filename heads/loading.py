@@ -24,7 +24,6 @@ from transformers.utils import logging as hf_logging
 from ..configs.errors import BadInput, first_line
 from ..configs.files import LocalPath
 from .importing.gguf import gguf_folder
-from .nn.cpu_kernels import multiplies_bf16
 
 
 @dataclass(kw_only=True)
@@ -32,7 +31,7 @@ class TargetConfig:
     """Which frozen model to load."""
 
     path: LocalPath  # local folder, hub id or GGUF file
-    dtype: str = "auto"  # float32, bfloat16, float16, or auto (as stored)
+    dtype: str = "auto"  # float32, bfloat16, float16, or auto: as stored; of a run, `targets.dtype.default_dtype`
     # for a target too large for one GPU, as Accelerate takes it: `auto` spreads its layers over all GPUs of the machine
     # and then over host memory, for a single process; None: each process loads it on its own device
     device_map: str | dict[str, str | int] | None = None
@@ -103,18 +102,6 @@ def release_memory() -> None:
 def default_device() -> str:
     """cuda where there is one, else cpu."""
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def default_dtype(path: str | Path, device: str) -> str:
-    """The dtype to measure a target in by default: as stored on a GPU; on a CPU float32, or bfloat16 if the weights are
-    stored in 16 bits and the processor has bf16 instructions."""
-    if device != "cpu":
-        return "auto"
-    is_narrow = read_model_config(TargetConfig(path=str(path))).get_text_config().dtype in (
-        torch.bfloat16,
-        torch.float16,
-    )
-    return "bfloat16" if is_narrow and multiplies_bf16() else "float32"
 
 
 @contextmanager

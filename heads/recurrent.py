@@ -17,12 +17,12 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from .base import ChainStarts, DraftBatch, DraftHead
+from .decoders.cpu.decoder import CpuLayers
+from .decoders.cpu.products import TILE, pack_linears
 from .drafter import Reading
 from .nn.attention import grouped_attention
 from .nn.cache import SlotCache, newest_slots, seen_by_children
 from .nn.chain_attention import Block, attend_chains, blocks_of, laid_out, recomputing
-from .nn.cpu_decoder import CpuLayers
-from .nn.cpu_kernels import TILE, pack_linears
 from .nn.layers import Attention, RMSNorm, Rotary
 from .nn.target_output import TargetOutput
 

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from ..configs.errors import BadInput, first_line
+from .decoders.cpu.build import multiplies_bf16
+from .decoders.cpu.decoder import CpuDecoder
+from .decoders.cpu.products import product
 from .loading import TargetConfig, found_path, load_model, use_attention
 from .nn.attention import NAME as GROUPED_ATTENTION
 from .nn.attention import Watch
 from .nn.cache import SlotCache, cache_argument
-from .nn.cpu_decoder import CpuDecoder
 from .nn.documents import Documents
 from .nn.joined_decoder import JoinedDecoder
 from .nn.target_output import TargetOutput
@@ -85,16 +87,21 @@ class Target(FrozenModel):
     def decoder(self) -> CpuDecoder | JoinedDecoder | None:
         """A faster implementation of the layers for decoding: kernels for bf16 on a CPU, joined weights on a GPU. None
         if the layers are of an unknown kind, adapted, or on several devices."""
-        if self.is_adapted or self.is_spread or self._window is not None or torch.compiler.is_compiling():
+        if self.is_adapted or torch.compiler.is_compiling():
             return None
         if self._has_decoder is None:  # determined once, as it inspects every layer
-            weight = self.output_layer.weight
-            kinds = CpuDecoder, JoinedDecoder
-            kind = next((kind for kind in kinds if kind.takes(self.layers, self.config, weight)), None)
+            kind = next((kind for kind in (CpuDecoder, JoinedDecoder) if self.may_use(kind)), None)
             self._has_decoder = kind is not None
             if kind is not None and self.final_norm is not None:
+                weight = self.output_layer.weight
                 self._decoder = kind(self.base, self.layers, self.final_norm, self.config, weight)
         return self._decoder
+
+    def may_use(self, kind: type[CpuDecoder] | type[JoinedDecoder]) -> bool:
+        """Whether such a decoder reproduces the layers."""
+        if self.is_spread or self._window is not None:
+            return False
+        return kind.takes(self.layers, self.config, self.output_layer.weight)
 
     def forward(
         self,
@@ -159,14 +166,17 @@ class Target(FrozenModel):
     def read_texts(
         self, input_ids: Tensor, *, feature_layers: tuple[int, ...] = (), documents: Documents | None = None
     ) -> TargetOutput:
-        """`forward` of [B, T] without a cache; with the decoder, row by row, where that is faster: bf16 on a CPU."""
+        """`forward` of [B, T] without a cache; text by text with the decoder where that is faster: bf16 on a CPU."""
         decoder, length = self.decoder, input_ids.shape[1]
-        if documents is not None or not isinstance(decoder, CpuDecoder) or length > decoder.most_tokens:
+        if not isinstance(decoder, CpuDecoder) or length > decoder.most_tokens or (documents and multiplies_bf16()):
             return self.forward(input_ids, feature_layers=feature_layers, documents=documents)
-        cache, positions = self.new_cache(length), torch.arange(length)[None]
-        read = partial(self.forward, feature_layers=feature_layers, cache=cache, positions=positions, extent=length)
-        rows = [read(row[None]) for row in input_ids]
-        return TargetOutput(torch.cat([row.features for row in rows]), torch.cat([row.post_norm for row in rows]))
+        cache, parts = self.new_cache(length), []
+        for i, row in enumerate(input_ids):
+            for text in row.split([length] if documents is None else documents.lengths(i)):
+                where = {"positions": torch.arange(len(text))[None], "extent": len(text)}
+                parts.append(self.forward(text[None], feature_layers=feature_layers, cache=cache, **where))
+        states = (torch.cat([getattr(part, name)[0] for part in parts]) for name in ("features", "post_norm"))
+        return TargetOutput(*(each.view(*input_ids.shape, *each.shape[1:]) for each in states))
 
     def read_slots(
         self,
@@ -222,15 +232,17 @@ class Target(FrozenModel):
         return self._computed_logits(post_norm).argmax(-1)
 
     def _decoder_for(self, post_norm: Tensor) -> CpuDecoder | JoinedDecoder | None:
-        """The decoder, if it should compute the logits of these positions: few, and without gradients."""
+        """The decoder, if it should compute the logits of these positions: few, or by the only products in bf16 of this
+        CPU; and without gradients."""
         is_few = post_norm.dim() == 3 and post_norm.shape[0] * post_norm.shape[1] <= MOST_DECODED
-        return self._decoder if is_few and not (torch.is_grad_enabled() or torch.compiler.is_compiling()) else None
+        is_faster = is_few or (isinstance(self._decoder, CpuDecoder) and not multiplies_bf16())
+        return self._decoder if is_faster and not (torch.is_grad_enabled() or torch.compiler.is_compiling()) else None
 
     def _computed_logits(self, post_norm: Tensor) -> Tensor:
         """[..., V] `logits` before the cast to fp32."""
         decoder = self._decoder_for(post_norm)
         if decoder is None:
-            logits = self.output_layer(post_norm.to(self.dtype)).to(post_norm.device)
+            logits = product(self.output_layer, post_norm.to(self.dtype)).to(post_norm.device)
         else:
             logits = decoder.logits(post_norm.to(self.dtype))
         return self.as_logits(logits)

@@ -132,8 +132,9 @@ def evaluate(
     from ..eval.replay import check_steps, default_steps
     from ..eval.report.recommendation import is_lossless
     from ..eval.verify import ACCEPT_RULES
-    from ..heads.loading import default_device, default_dtype
+    from ..heads.loading import default_device
     from ..heads.target import Target
+    from ..heads.targets.dtype import default_dtype
     from .eval_drafts import WantedDrafts
     from .eval_run import EvalRun, WantedSuites, held_out, measure_server, parse_yardstick, report_all
 

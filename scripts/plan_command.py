@@ -98,8 +98,9 @@ def plan(
     from ..eval.plan.planner import PlanConfig, Planner
     from ..eval.plan.served import ServedPlanner, exported_files
     from ..eval.replay import default_steps
-    from ..heads.loading import default_device, default_dtype
+    from ..heads.loading import default_device
     from ..heads.target import Target
+    from ..heads.targets.dtype import default_dtype
     from .eval_run import WantedSuites, progress
     from .evaluate import torch_device
 

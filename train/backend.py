@@ -20,7 +20,7 @@ from ..configs.errors import BadInput
 from ..heads.base import DraftBatch, DraftHead, LossOutput
 from .checkpoint import head_tensors
 from .config import TrainConfig
-from .launch import actual_launch
+from .launch import actual_launch, product_dtype
 
 
 class Step(nn.Module):
@@ -32,7 +32,8 @@ class Step(nn.Module):
 
     def autocast(self) -> Any:
         """bf16 where the run asks for it; weights stay fp32."""
-        return nullcontext() if self.dtype is None else torch.autocast(self.head.target.device.type, self.dtype)
+        kind = self.head.target.device.type
+        return nullcontext() if self.dtype == torch.float32 else torch.autocast(kind, self.dtype)
 
     def forward(self, batch: DraftBatch, denominators: Tensor | None) -> tuple[Any, ...]:
         with self.autocast():
@@ -56,7 +57,7 @@ class Backend:
         self.is_zero3 = self.is_zero and cast(Any, accelerator.state).deepspeed_plugin.zero_stage == 3
         self.is_zero2 = self.is_zero and not self.is_zero3
         self._check()
-        step = Step(head, dtype=torch.bfloat16 if config.precision == "bf16" else None)
+        step = Step(head, dtype=product_dtype(config))
         self.plain = without_weights(head) if self.is_zero3 or self.is_fsdp else head
         if self.is_zero3:
             from deepspeed.runtime.zero import register_external_parameter

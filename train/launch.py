@@ -14,6 +14,7 @@ from accelerate.utils import DeepSpeedPlugin, DistributedType, InitProcessGroupK
 
 from ..configs.errors import BadInput, first_line
 from ..configs.loader import find_config
+from ..heads.decoders.cpu.build import multiplies_bf16
 from .config import TrainConfig
 
 OTHER_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # how many processes they started
@@ -72,6 +73,18 @@ def actual_launch(accelerator: Accelerator) -> Launch:
     return Launch(backend, accelerator.num_processes)
 
 
+def runs_on_cpu(config: TrainConfig) -> bool:
+    """Whether the run, or the launch, asks for CPUs, or there are no GPUs."""
+    return config.device == "cpu" or is_on(os.environ, "ACCELERATE_USE_CPU") or not torch.cuda.is_available()
+
+
+def product_dtype(config: TrainConfig) -> torch.dtype:
+    """The dtype of matrix products: the run's precision, but fp32 on a CPU that would emulate bf16, several times
+    slower."""
+    is_emulated = runs_on_cpu(config) and not multiplies_bf16()
+    return torch.bfloat16 if config.precision == "bf16" and not is_emulated else torch.float32
+
+
 def start_accelerator(config: TrainConfig) -> Accelerator:
     """Accelerate as launched. Raises BadInput if something else than the launch asked for would run."""
     requested = requested_launch(os.environ)
@@ -81,7 +94,7 @@ def start_accelerator(config: TrainConfig) -> Accelerator:
         raise BadInput(f"{problem} {config.precision}: the run decides, so leave `no` in the launch config")
     if config.device == "cuda" and not torch.cuda.is_available():
         raise BadInput("train.device cuda: no CUDA device here")
-    on_cpu = config.device == "cpu" or is_on(os.environ, "ACCELERATE_USE_CPU") or not torch.cuda.is_available()
+    on_cpu = runs_on_cpu(config)
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if not on_cpu and num_local > torch.cuda.device_count():
         raise BadInput(f"launched {num_local} processes on a machine of {torch.cuda.device_count()} GPUs: one each")

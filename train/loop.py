@@ -22,6 +22,7 @@ from ..heads.target import Target
 from .backend import Backend
 from .checkpoint import Best, Progress, save_checkpoint
 from .config import TrainConfig
+from .launch import product_dtype
 from .optim import schedule
 from .speed import Speed
 from .stopping import Stopping
@@ -47,7 +48,7 @@ class Loop:
         self.config, self.backend, self.target = config, backend, target
         self.stopping, self.watchdog, self.trend = stopping, watchdog, Trend()
         self.accelerator, self.head, self.optimizer = backend.accelerator, backend.head, backend.optimizer
-        self.speed = Speed(self.accelerator.device, torch.bfloat16 if config.precision == "bf16" else torch.float32)
+        self.speed = Speed(self.accelerator.device, product_dtype(config))
         self.deadline = deadline
         # some rank received a signal, or its time is over; all of them know it after the same step
         self.should_stop = self.is_late = False

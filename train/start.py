@@ -18,11 +18,12 @@ from ..configs.loader import dump_config
 from ..configs.owned import OwnedFolder
 from ..heads.adapters import add_adapters
 from ..heads.base import DraftBatch, DraftHead
+from ..heads.decoders.cpu.products import pack_linears
 from ..heads.fit import check_fit
-from ..heads.nn.cpu_kernels import pack_linears
 from ..heads.nn.fusing import fuse
 from ..heads.registry import build_head, head_record, start_head
 from ..heads.target import Target
+from ..heads.targets.dtype import with_default_dtype
 from .backend import Backend
 from .checkpoint import Best, Progress, checkpoints, load_checkpoint, read_progress
 from .config import RunConfig, TrainConfig, differing_key
@@ -34,7 +35,7 @@ from .data import (
     with_draft_size,
     with_draft_vocabulary,
 )
-from .launch import actual_launch, start_accelerator
+from .launch import actual_launch, product_dtype, runs_on_cpu, start_accelerator
 from .optim import build_optimizer, without_whole_matrices
 from .provenance import read_starts, record_start
 from .tracking import check_trackers
@@ -75,7 +76,9 @@ def find_inputs(run: RunConfig, folder: Path, console: Console, holding: ExitSta
     if run.train.patience and not run.data.validation:
         raise BadInput(f"train.patience {run.train.patience}: counts validations, so data.validation must be given")
     # the target is loaded before the Accelerator exists: DeepSpeed's would partition it under ZeRO-3
-    target = Target.load(run.target.path, **{k: v for k, v in asdict(run.target).items() if k != "path"})
+    target = Target.load(**vars(with_default_dtype(run.target, "cpu" if runs_on_cpu(run.train) else "cuda")))
+    if run.train.precision == "bf16" and product_dtype(run.train) == torch.float32:
+        console.print("train.precision bf16: this CPU has no instructions for it, so products are in fp32")
     accelerator, asked = start_accelerator(run.train), run.train
     launched = actual_launch(accelerator)
     if launched.backend in ("deepspeed", "fsdp2"):

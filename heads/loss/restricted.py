@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..nn.cpu_kernels import pack_linears
+from ..decoders.cpu.build import multiplies_bf16
+from ..decoders.cpu.products import pack_linears, product
 from .functions import DraftVocabulary, drafted_rows
 
 FEW = 256  # positions, at most, for which `packed` is used: those of a round of drafting
@@ -46,7 +47,9 @@ class RestrictedLogits:
             return logits if self.vocabulary is None else logits[..., self.vocabulary.to_target]
         layer = self.target.output_layer
         states = post_norm.to(layer.weight.dtype)
-        is_few = states[..., 0].numel() <= FEW and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-        if is_few and self.packed is not None:
+        has_gradients, is_few = torch.is_grad_enabled() or torch.compiler.is_compiling(), states[..., 0].numel() <= FEW
+        if self.packed is not None and not has_gradients and (is_few or not multiplies_bf16()):
             return self.target.as_logits(self.packed(states))
+        if self.packed is not None and not multiplies_bf16():
+            return self.target.as_logits(product(self.packed, states))
         return self.target.as_logits(torch.func.functional_call(layer, self.rows, (states,)))

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from ..decoders.cpu.decoder import CpuLayers
 from .attention import grouped_attention
 from .cache import SlotCache
 from .chain_attention import Block, attend_chains, laid_out
-from .cpu_decoder import CpuLayers
 from .layers import Attention, RMSNorm, Rotary
 
 # queries [B, N, Q, H], keys and values [B, Nkv, Q, H] of a block's slots -> [B, Q, N, H]

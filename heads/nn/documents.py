@@ -27,6 +27,10 @@ class Documents:
             positions[row] = torch.arange(num_positions) - torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
         return cls(ids, positions)
 
+    def lengths(self, row: int) -> list[int]:
+        """Of a row's texts, and of the padding at its end."""
+        return torch.unique_consecutive(self.ids[row], return_counts=True)[1].tolist()
+
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Documents":
         ids, positions = (tensor.to(device, non_blocking=non_blocking) for tensor in (self.ids, self.positions))
         return Documents(ids, positions)

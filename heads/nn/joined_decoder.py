@@ -1,7 +1,7 @@
 """The layers of a Llama-shaped target for decoding on a GPU: joined weights, few launches, one compilation for all.
 
 Queries, keys and values are one matrix product, as are gate and up; the module's weights become views of the joined
-ones. The mask is tiled once per forward. A layer is compiled once, for all layers. On a CPU, see cpu_decoder.py.
+ones. The mask is tiled once per forward. A layer is compiled once, for all layers. On a CPU, see decoders/cpu.
 """
 
 import math

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ...configs.errors import BadInput, first_line
-from .cpu_kernels import normalised
+from ..decoders.cpu.products import normalised
 
 # keys of a Llama config in which a head's layers may differ from the target's
 ARCHITECTURE = tuple(

@@ -48,20 +48,22 @@ def extract(
     from ...data_pipelines.storage.extract import TOKENS, ExtractConfig, Extraction, clear, fields_of, is_finished
     from ...data_pipelines.storage.features import origin_of
     from ...data_pipelines.storage.shards import Shards, ShardWriter
-    from ...heads.nn.cpu_kernels import pack_linears
+    from ...heads.decoders.cpu.products import pack_linears
     from ...heads.target import Target
+    from ...heads.targets.dtype import with_default_dtype
     from ...train.config import TrainConfig, load_inputs
     from ...train.data import encode_into, held_by_main, on_main
-    from ...train.launch import start_accelerator
+    from ...train.launch import runs_on_cpu, start_accelerator
 
     output = output.expanduser()
     settings = ExtractConfig(storage_dtype=storage_dtype, batch_tokens=batch_tokens, shard_bytes=shard_bytes)
     run = load_inputs(config, overrides or ())
-    target = Target.load(**vars(run.target))
+    launched = build(TrainConfig, {"output_dir": str(output), "max_steps": 1, "device": device})
+    target = Target.load(**vars(with_default_dtype(run.target, "cpu" if runs_on_cpu(launched) else "cuda")))
     reads = reads_of(run, target)
     data = replace(run.data, max_length=min(run.data.max_length, target.max_positions))
     fields = fields_of(target, reads, settings, origin_of(data, target.tokenizer))
-    accelerator = start_accelerator(build(TrainConfig, {"output_dir": str(output), "max_steps": 1, "device": device}))
+    accelerator = start_accelerator(launched)
     console = PlainConsole(stderr=True, quiet=not accelerator.is_main_process)
     target.to(accelerator.device)
     pack_linears(target.base)

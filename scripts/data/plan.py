@@ -51,9 +51,10 @@ def plan(
     from ...data_pipelines.sources import iter_rows
     from ...data_pipelines.storage.extract import ExtractConfig, disk_free
     from ...data_pipelines.storage.quantise import STORAGE
+    from ...heads.decoders.cpu.products import pack_linears
     from ...heads.loading import default_device
-    from ...heads.nn.cpu_kernels import pack_linears
     from ...heads.target import Target
+    from ...heads.targets.dtype import with_default_dtype
     from ...train.config import load_inputs
     from .extract import reads_of
 
@@ -64,7 +65,8 @@ def plan(
     if not disk.is_dir():
         raise BadInput(f"--disk {disk}: no such folder")
     started = time.perf_counter()
-    target = Target.load(**vars(run.target), device=device or default_device())
+    device = device or default_device()
+    target = Target.load(**vars(with_default_dtype(run.target, device)), device=device)
     pack_linears(target.base)
     loaded = time.perf_counter()
     reads = reads_of(run, target)

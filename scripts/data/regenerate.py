@@ -72,10 +72,12 @@ def by_engine(config: "RegenerateConfig") -> tuple["Answers", str]:
     from ...heads.loading import default_device
     from ...heads.registry import load_head
     from ...heads.target import Target
+    from ...heads.targets.dtype import default_dtype
 
     engine = config.engine
     device = engine.device or default_device()
-    target = Target.load(config.target, dtype=engine.dtype, device=device, revision=engine.revision)
+    dtype = default_dtype(config.target, device) if engine.dtype == "auto" else engine.dtype
+    target = Target.load(config.target, dtype=dtype, device=device, revision=engine.revision)
     head = None if engine.head is None else load_head(engine.head, target)
     answer = EngineAnswers(target, head, batch_size=engine.batch_size)
     samplings = source_samplings(read_sources(config.sources, AskedSource), config.sampling)

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...configs.errors import BadInput
+from ...heads.decoders.cpu.products import pack_linears
 from ...heads.loading import release_memory
-from ...heads.nn.cpu_kernels import pack_linears
 from ...heads.registry import load_head
 from ...heads.target import Target
 from .data import OLD, Keyed, Parts, validation_of

@@ -10,7 +10,8 @@ import torch
 
 from ...configs.loader import build
 from ...heads.base import DraftBatch, DraftHead
-from ...heads.nn.cpu_kernels import pack_linears
+from ...heads.decoders.cpu.build import multiplies_bf16
+from ...heads.decoders.cpu.products import pack_linears
 from ...heads.target import Target
 from ...train.config import TrainConfig
 from ...train.optim import build_optimizer
@@ -68,7 +69,7 @@ def forward_backward(target: Target, head: DraftHead, rows: torch.Tensor) -> flo
     batch = DraftBatch(rows, mask, target.read_texts(rows, feature_layers=head.feature_layers))
     synchronize(target.device)
     seconds = time.perf_counter() - started
-    in_bf16 = target.dtype == torch.bfloat16
+    in_bf16 = target.dtype == torch.bfloat16 and (target.device.type != "cpu" or multiplies_bf16())
     with torch.autocast(target.device.type, torch.bfloat16) if in_bf16 else nullcontext():
         loss = head.loss(replace(batch, starts=head.training_starts(mask))).loss
     loss.backward()

@@ -18,7 +18,7 @@ from ...configs.loader import build
 from ...configs.owned import OwnedFolder
 from ...configs.terminal import PlainConsole
 from ...data_pipelines.answers.store import check_settings
-from ...heads.loading import default_dtype
+from ...heads.targets.dtype import default_dtype
 from ...train.stopping import Stopping
 from .clock import Clock, clock_text
 from .steps import Runner, StepRecord

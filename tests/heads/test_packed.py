@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from headstart.heads.base import DraftHead
+from headstart.heads.decoders.cpu.build import kernels
+from headstart.heads.decoders.cpu.decoder import CpuLayers
 from headstart.heads.drafter import Reading
 from headstart.heads.drafting import draft_chain
-from headstart.heads.nn.cpu_decoder import CpuLayers
-from headstart.heads.nn.cpu_kernels import kernels
 from headstart.heads.nn.target_output import TargetOutput
 from headstart.heads.registry import HEADS, build_head
 from headstart.heads.target import Target
@@ -109,7 +109,7 @@ def test_its_own_layers_read_what_the_kernels_do_not(versions, monkeypatch):
     """Such as long prompts."""
     head = versions.packed
     before = drafted(head, in_tree=False)
-    monkeypatch.setattr("headstart.heads.nn.cpu_decoder.MOST_TOKENS", 0)
+    monkeypatch.setattr("headstart.heads.decoders.cpu.decoder.MOST_TOKENS", 0)
     monkeypatch.setattr(CpuLayers, "__call__", None)
     after = drafted(head, in_tree=False)
     assert (after[0] - before[0]).norm() < 0.05 * before[0].norm()

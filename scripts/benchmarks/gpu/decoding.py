@@ -32,8 +32,9 @@ from ....eval.measurement.measure import measure
 from ....eval.measurement.step_times import TimedCell
 from ....eval.suites.prompts import Suite, load_suite
 from ....heads.drafting import DynamicTree
-from ....heads.loading import default_device, default_dtype
+from ....heads.loading import default_device
 from ....heads.target import Target
+from ....heads.targets.dtype import default_dtype
 from .. import store
 from ..store import CellStore, Figures
 

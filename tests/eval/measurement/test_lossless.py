@@ -14,11 +14,11 @@ from headstart.eval.measurement.lossless import Divergence, LosslessReport, comp
 from headstart.eval.measurement.measure import measure
 from headstart.eval.suites.prompts import Suite
 from headstart.eval.verify import ACCEPT_RULES, AcceptRule, exact
+from headstart.heads.decoders.cpu.build import kernels
+from headstart.heads.decoders.cpu.decoder import CpuLayers
 from headstart.heads.drafter import Drafter
 from headstart.heads.drafting import Proposal, StaticTree
 from headstart.heads.nn import cache as caches
-from headstart.heads.nn.cpu_decoder import CpuLayers
-from headstart.heads.nn.cpu_kernels import kernels
 from headstart.heads.target import Target
 
 PROMPTS = [[1, 5 + i, 9, (14 + 3 * i) % 61, 33, *range(20, 20 + i)] for i in range(16)]

@@ -1,4 +1,4 @@
-"""The decoder layers of a Llama-shaped target, and of heads, in bf16 on a CPU, by the kernels of cpu_kernels.cpp.
+"""The decoder layers of a Llama-shaped target, and of heads, in bf16 on a CPU, by the kernels of kernels.cpp.
 
 A forward is a single call without torch operations between its products, so a step takes about as long as reading the
 weights. A token's states do not depend, bit for bit, on the other tokens of the forward, so drafting and verifying
@@ -6,24 +6,26 @@ gives exactly the text of decoding token by token.
 """
 
 import ctypes
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from .cache import SlotCache
-from .cpu_kernels import BLOCK, blocked, is_multiplied, kernels, multiply, multiply_argmax, usable_kernels
-from .joined_decoder import Decoded, LayerWeights, has_plain_products, is_known
-from .layers import Rotary, Tables
+from ...nn.cache import SlotCache
+from ...nn.joined_decoder import Decoded, LayerWeights, has_plain_products, is_known
+from ...nn.layers import Rotary, Tables
+from .build import kernels, multiplies_bf16
+from .products import BLOCK, blocked, is_multiplied, multiply, multiply_argmax, usable_kernels
 
 MOST_CHANNELS = 256  # per attention head
 FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # rotary embeddings whose angles do not depend on text length
-MOST_TOKENS = 512  # per forward; for more, torch's own attention is faster
+MOST_TOKENS = 512  # per forward, where torch multiplies bf16 too: for more it is faster
 
 
 class LayerPointers(ctypes.Structure):
-    """The struct `Layer` of cpu_kernels.cpp."""
+    """The struct `Layer` of kernels.cpp."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in (*LayerWeights._fields, "kept")]
 
@@ -34,7 +36,7 @@ TENSORS = "cache cos sin positions slots last mask read final_norm output best".
 
 
 class Forward(ctypes.Structure):
-    """The struct `Forward` of cpu_kernels.cpp."""
+    """The struct `Forward` of kernels.cpp."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in (*SIZES, *STRIDES)),
@@ -88,7 +90,7 @@ class CpuLayers:
 
     def is_for(self, x: Tensor) -> bool:
         """Whether to use the kernels for x [B, Q, D]: few enough tokens, and no gradients."""
-        return x[..., 0].numel() <= MOST_TOKENS and usable_kernels(x) is not None
+        return x[..., 0].numel() <= most_tokens() and usable_kernels(x) is not None
 
     @property
     def writes(self) -> bool:
@@ -169,12 +171,16 @@ class CpuLayers:
         )
 
 
+def most_tokens() -> float:
+    """For how many tokens per forward the kernels are faster than torch, which elsewhere emulates bf16."""
+    return MOST_TOKENS if multiplies_bf16() else math.inf
+
+
 class CpuDecoder:
     """A target's layers and output layer for decoding."""
 
     compiles = False  # nothing depends on shapes that would need compiling
     knows_chains = True
-    most_tokens = MOST_TOKENS
 
     def __init__(self, model: nn.Module, layers: nn.ModuleList, final_norm: nn.Module, config: Any, output: Tensor):
         self.layers = CpuLayers(list(layers), eps=config.rms_norm_eps)
@@ -183,6 +189,11 @@ class CpuDecoder:
         self.rotary = Rotary(config, of=base.rotary_emb)
         self.has_tables = rope.get("rope_type", "default") in FIXED_ROPES
         self.output, self.vocab_size = blocked(output), len(output)
+
+    @property
+    def most_tokens(self) -> float:
+        """Per forward."""
+        return most_tokens()
 
     @staticmethod
     def takes(layers: nn.ModuleList, config: Any, weight: Tensor) -> bool:

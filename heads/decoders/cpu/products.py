@@ -1,89 +1,20 @@
-"""Matrix products in bf16 on CPUs with bf16 instructions, by our own kernels (cpu_kernels.cpp), built once per machine.
+"""Single matrix products, norms and choices in bf16 on a CPU, by our own kernels.
 
 Unlike oneDNN's they read weights at memory bandwidth also for few rows, and a row's result does not depend on the other
 rows.
 """
 
 import ctypes
-import functools
-import hashlib
-import shutil
-import subprocess
-import tempfile
-import warnings
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...configs.files import cache_root, replacing
+from .build import kernels, multiplies_bf16
 
-SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
-FLAGS = "-O3 -std=c++17 -fPIC -fopenmp -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mfma".split()
-BLOCK = 32  # outputs that are computed together, as in cpu_kernels.cpp
-TILE = 8  # tokens likewise: fewer take hardly less time, as the weights are read all the same
-COMPILERS = ("g++", "clang++")
-
-
-def multiplies_bf16() -> bool:
-    """Whether this processor has bf16 instructions (AVX512-BF16, AMX) and torch uses them."""
-    has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return bool(has_instructions and torch.backends.mkldnn.is_available())
-
-
-@functools.cache
-def kernels() -> ctypes.CDLL | None:
-    """The kernels, built on first use (seconds). None if the processor lacks AVX512-BF16 or, with a warning, if the
-    build fails."""
-    if not torch.cpu._is_avx512_bf16_supported():
-        return None
-    try:
-        return declared(ctypes.CDLL(str(built())))
-    except (OSError, subprocess.CalledProcessError) as error:
-        said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
-        line = next((line for line in (said or "").splitlines() if line.strip()), "no reason given")
-        warnings.warn(f"decoding in bf16 without its own kernels, and several times slower: {line}", stacklevel=2)
-        return None
-
-
-def declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    """The library with the argument types of its functions declared."""
-    address, number = ctypes.c_void_p, ctypes.c_int64
-    product = [address, number, number, address, number, address, number]
-    arguments = {
-        "decode": [address, number, address, address],
-        "write": [address, number, address, address],
-        "draft": [address] * 7,
-        "multiply": product,
-        "multiply_argmax": product,
-        "argmax": [address, number, number, address],
-        "normalise_rows": [address, address, address, number, number, ctypes.c_float],
-        "widen": [ctypes.c_bool],
-    }
-    library.widen.restype = ctypes.c_bool
-    for name, types in arguments.items():
-        getattr(library, name).argtypes = types
-    return library
-
-
-def built() -> Path:
-    """Path of the library, compiled if it is not in the cache. Raises: OSError, CalledProcessError."""
-    source = SOURCE.read_bytes()
-    path = cache_root() / "kernels" / f"{hashlib.sha256(source + ' '.join(FLAGS).encode()).hexdigest()[:16]}.so"
-    if path.is_file():
-        return path
-    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
-    if compiler is None:
-        raise OSError(f"none of {', '.join(COMPILERS)} is on PATH")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder, replacing(path) as library:
-        objects = str(Path(folder) / "kernels.o")
-        # not linked with an OpenMP library: torch has loaded its own, and the threads of two would block each other
-        for line in ([*FLAGS, "-c", str(SOURCE), "-o", objects], ["-shared", objects, "-o", str(library)]):
-            subprocess.run([compiler, *line], check=True, capture_output=True, text=True)
-    return path
+BLOCK = 32  # outputs that are computed together, as in kernels.cpp
+TILE = 8  # tokens likewise, at most: fewer take hardly less time, as the weights are read all the same
 
 
 def blocked(weight: Tensor) -> Tensor:
@@ -162,9 +93,21 @@ def pack_linears(module: nn.Module, *, without: Iterable[nn.Module] = ()) -> Non
             linear.forward = _packed_forward(linear)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def product(linear: nn.Module, x: Tensor) -> Tensor:
+    """A linear layer's output, with gradients if they are recorded; of bf16 in fp32 on a CPU without instructions for
+    it, where torch would emulate them."""
+    weight: Tensor = linear.weight  # pyright: ignore[reportAssignmentType]
+    is_narrow = type(linear) is nn.Linear and weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
+    if not is_narrow or multiplies_bf16():
+        return linear(x)
+    bias = None if linear.bias is None else linear.bias.float()
+    return F.linear(x.float(), weight.float(), bias).to(x.dtype)
+
+
 def is_multiplied(weight: Tensor) -> bool:
     """Whether the kernels support a weight [N, K]."""
-    return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.shape[1] % 2 == 0
+    is_there = weight.device.type in ("cpu", "meta")  # meta: of a skeleton, asked for its shapes
+    return weight.dtype == torch.bfloat16 and is_there and weight.shape[1] % 2 == 0
 
 
 def _packed_forward(linear: nn.Linear) -> Callable[[Tensor], Tensor]:

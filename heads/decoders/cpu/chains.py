@@ -9,16 +9,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .cache import SlotCache
-from .cpu_decoder import CpuLayers
-from .cpu_kernels import blocked, kernels
-from .layers import Tables
+from ...nn.cache import SlotCache
+from ...nn.layers import Tables
+from .build import kernels
+from .decoder import CpuLayers
+from .products import blocked
 
 TENSORS = "embedding embedding_norm hidden_norm output_norm output to_target".split()
 
 
 class ChainPointers(ctypes.Structure):
-    """The struct `Chain` of cpu_kernels.cpp."""
+    """The struct `Chain` of kernels.cpp."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in TENSORS),

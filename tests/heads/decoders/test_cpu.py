@@ -7,26 +7,36 @@ import textwrap
 
 import pytest
 import torch
-from headstart.heads.nn import cpu_kernels
+from headstart.heads.decoders.cpu import build, products
+from headstart.heads.decoders.cpu.build import kernels
+from headstart.heads.decoders.cpu.decoder import CpuDecoder
+from headstart.heads.decoders.cpu.products import best, blocked, multiply, pack_linears
 from headstart.heads.nn.cache import SlotCache
-from headstart.heads.nn.cpu_decoder import CpuDecoder
-from headstart.heads.nn.cpu_kernels import best, blocked, kernels, multiply, pack_linears
 from headstart.heads.nn.joined_decoder import JoinedDecoder
 from headstart.heads.target import Target
 from torch import nn
 
-needs_kernels = pytest.mark.skipif(kernels() is None, reason="no products of bf16 on this processor, or no compiler")
+needs_kernels = pytest.mark.skipif(kernels() is None, reason="no kernels for this processor, or no compiler")
 KNOWN = ["llama", "qwen2", "qwen3"]
+WAYS = [(name, widens) for name in build.supported_sets() for widens in ([False, True] if "bf16" in name else [True])]
 
 
-@pytest.fixture(autouse=True, params=[False, True], ids=["pairs", "fp32"])
-def widened(request):
-    """Both ways in which they multiply, of which a processor's maker decides otherwise."""
+@pytest.fixture(
+    autouse=True, params=WAYS or [None], ids=lambda way: way and f"{way[0]}-{'fp32' if way[1] else 'pairs'}"
+)
+def way(request, monkeypatch):
+    """Every instruction set of this processor; with bf16 instructions both ways in which they multiply, of which a
+    processor's maker decides otherwise."""
+    if request.param is None or kernels() is None:
+        yield
+        return
+    name, widens = request.param
+    monkeypatch.setenv(build.VARIABLE, name)
     library = kernels()
-    before = library.widen(request.param) if library else None
+    assert library is not None
+    before = library.widen(widens)
     yield
-    if library:
-        library.widen(before)
+    library.widen(before)
 
 
 @pytest.fixture(scope="module", params=KNOWN)
@@ -226,7 +236,7 @@ def test_packed_linears_without_gradients_are_used_while_others_are_trained(monk
     frozen = nn.Linear(64, 32).to(torch.bfloat16).requires_grad_(False)
     pack_linears(frozen)
     calls = []
-    monkeypatch.setattr(cpu_kernels, "multiply", lambda *inputs: calls.append(1) or multiply(*inputs))
+    monkeypatch.setattr(products, "multiply", lambda *inputs: calls.append(1) or multiply(*inputs))
     frozen(torch.randn(5, 64, dtype=torch.bfloat16))
     assert len(calls) == 1
     x = torch.randn(5, 64, dtype=torch.bfloat16, requires_grad=True)
@@ -237,9 +247,10 @@ def test_packed_linears_without_gradients_are_used_while_others_are_trained(monk
 @needs_kernels
 def test_without_a_compiler_the_model_decodes_itself_and_that_is_said(monkeypatch, tmp_path, tiny_model):
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
-    monkeypatch.setattr(cpu_kernels.shutil, "which", lambda name: None)
-    monkeypatch.setattr("headstart.heads.nn.cpu_decoder.kernels", cpu_kernels.kernels.__wrapped__)
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    build._loaded.cache_clear()
     target = Target(tiny_model("llama").to(torch.bfloat16), name="plain", fingerprint="")
-    with pytest.warns(UserWarning, match="without its own kernels.*none of g\\+\\+, clang\\+\\+ is on PATH"):
+    with pytest.warns(UserWarning, match="without kernels of its own.*(g\\+\\+|clang\\+\\+) is not on PATH"):
         assert target.decoder is None
+    build._loaded.cache_clear()
     assert not (tmp_path / "kernels").exists()
