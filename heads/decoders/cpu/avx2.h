@@ -5,6 +5,7 @@ constexpr int LANES = 8;
 constexpr int TILE = 6;
 constexpr int PASS = 1;
 constexpr int TOGETHER = 4;
+constexpr int PARTS_HELD = 1;
 constexpr int registers(int M) { return M <= 2 ? 4 : 2; }
 
 using Floats = __m256;
@@ -13,7 +14,14 @@ using Pairs = __m256i;
 inline Floats all(float x) { return _mm256_set1_ps(x); }
 inline Floats load(const float* from) { return _mm256_loadu_ps(from); }
 inline void store(float* to, Floats x) { _mm256_storeu_ps(to, x); }
-inline Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+
+// In this form, as GCC else takes other registers for sums and runs out of the 16: 38 instead of 34 G products per second
+// and core for 6 tokens on a Sapphire Rapids.
+inline Floats fma(Floats a, Floats b, Floats c) {
+  asm("vfmadd231ps %1, %2, %0" : "+x"(c) : "x"(a), "x"(b));
+  return c;
+}
+
 inline Floats max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
 inline Floats min(Floats a, Floats b) { return _mm256_min_ps(a, b); }
 inline Floats nearest(Floats x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
@@ -51,7 +59,12 @@ inline __m256i nearly_bf16(Floats x) {
 }
 
 inline Floats odd(Pairs x) { return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(0xffff0000))); }
-inline Floats even(Pairs x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
+
+inline Floats even(Pairs x) {  // not by a shift, which on Intel's processors takes the place of a multiply-add
+  __m128i up = _mm_setr_epi8(-1, -1, 0, 1, -1, -1, 4, 5, -1, -1, 8, 9, -1, -1, 12, 13);
+  return _mm256_castsi256_ps(_mm256_shuffle_epi8(x, _mm256_broadcastsi128_si256(up)));
+}
+
 inline Floats rounded(Floats x) { return odd(nearly_bf16(x)); }
 
 inline Pairs pairs_of(Floats even, Floats odd) {

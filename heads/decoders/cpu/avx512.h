@@ -5,6 +5,7 @@ constexpr int LANES = 16;    // numbers of a register
 constexpr int TILE = 8;      // tokens of a tile, at most
 constexpr int PASS = 2;      // registers of 2 * LANES channels for which values are mixed at once
 constexpr int TOGETHER = 4;  // queries whose attention is computed together, at most
+constexpr int PARTS_HELD = 2;  // of the weights, see Wide in kernels.cpp, in registers at once
 constexpr int registers(int) { return 2; }  // of a block of 32 outputs that a tile of M tokens has at once
 
 using Floats = __m512;

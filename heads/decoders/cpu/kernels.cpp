@@ -122,6 +122,7 @@ struct Ahead {
 // out [M, 32], of which R registers, = x [M, K] of as many columns of a block of weights
 template <class Way, int M, int R>
 void tile(const typename Way::Row* x, int64_t K, const bf16* w, float* out, Ahead ahead) {
+  constexpr int held = std::min(PARTS_HELD, Way::PARTS);
   Floats sums[M][R];
 #pragma GCC unroll 8
   for (int m = 0; m < M; m++)
@@ -131,19 +132,22 @@ void tile(const typename Way::Row* x, int64_t K, const bf16* w, float* out, Ahea
 #pragma GCC unroll 2
     for (int64_t line = 0; line < R * WIDE; line += 32) __builtin_prefetch(w + 1024 + line, 0, 3);
     ahead.fetch();
-    typename Way::Factor weights[Way::PARTS][R];
 #pragma GCC unroll 2
-    for (int part = 0; part < Way::PARTS; part++)
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) weights[part][r] = Way::of(load_pairs(w + r * WIDE), part);
-#pragma GCC unroll 8
-    for (int m = 0; m < M; m++)
+    for (int first = 0; first < Way::PARTS; first += held) {
+      typename Way::Factor weights[held][R];
 #pragma GCC unroll 2
-      for (int part = 0; part < Way::PARTS; part++) {
-        typename Way::Factor row = Way::all_of(x + m * K + k, part);
+      for (int part = 0; part < held; part++)
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) sums[m][r] = Way::dot(weights[part][r], row, sums[m][r]);
-      }
+        for (int r = 0; r < R; r++) weights[part][r] = Way::of(load_pairs(w + r * WIDE), first + part);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+        for (int part = 0; part < held; part++) {
+          typename Way::Factor row = Way::all_of(x + m * K + k, first + part);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; r++) sums[m][r] = Way::dot(weights[part][r], row, sums[m][r]);
+        }
+    }
   }
 #pragma GCC unroll 8
   for (int m = 0; m < M; m++)

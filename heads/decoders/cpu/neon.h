@@ -5,6 +5,7 @@ constexpr int LANES = 4;
 constexpr int TILE = 6;
 constexpr int PASS = 2;
 constexpr int TOGETHER = 4;
+constexpr int PARTS_HELD = 1;
 constexpr int registers(int M) { return M <= 3 ? 8 : 4; }
 
 using Floats = float32x4_t;
