@@ -9,6 +9,8 @@ import torch
 import transformers
 
 from ... import __version__
+from ...heads.decoders.cpu.build import instruction_set
+from ...heads.decoders.cpu.decoder import CpuDecoder
 from ...heads.loading import quantization
 from ...heads.target import Target
 from .bandwidth import copy_bandwidth
@@ -56,6 +58,12 @@ class TargetInfo:
     dtype: str | None = None
     quantization: str | None = None  # the method; None: not quantised
     device: str | None = None
+    kernels: str | None = None  # the instruction set of the kernels that decoded it on a CPU; None: torch's own did
+
+    @property
+    def computed(self) -> str:
+        """The dtype, and whose kernels, in words."""
+        return str(self.dtype) if self.kernels is None else f"{self.dtype}, kernels for {self.kernels}"
 
     @classmethod
     def of(cls, target: Target) -> "TargetInfo":
@@ -68,6 +76,7 @@ class TargetInfo:
             dtype=str(target.dtype).removeprefix("torch."),
             quantization=quantization(target.model.config),
             device=str(target.device),
+            kernels=instruction_set() if isinstance(target.decoder, CpuDecoder) else None,
         )
 
 

@@ -24,7 +24,7 @@ def show(report: Report, console: Any) -> None:
 
     target, environment = report.target, report.environment
     name = f"{target.name} with the head's adapters" if target.is_adapted else target.name
-    console.print(f"{name} ({target.dtype}) on {environment.device}, {environment.num_threads} threads")
+    console.print(f"{name} ({target.computed}) on {environment.device}, {environment.num_threads} threads")
     named = [(drafter_name(result), result.suite, result.tree) for result in report.results]
     varies = [len(set(column)) > 1 for column in zip(*named, strict=True)] or [True] * 3
     if not all(varies):  # what is the same in all rows stands above them

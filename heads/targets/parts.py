@@ -115,6 +115,21 @@ class FrozenModel:
         why = "" if self.rotary_change is None else ", where its rotary frequencies change (longrope)"
         return f"{self.max_positions}{why}"
 
+    def final_norm_scale(self) -> Tensor:
+        """[D] fp32 gain of the final norm, for heads that start from it; ones if it is not an RMSNorm."""
+        norm = self.final_norm
+        if norm is None or "RMSNorm" not in type(norm).__name__:
+            return torch.ones(self.hidden_size, device=self.device)
+        # an RMSNorm maps the all-ones vector to its gain, whether that is stored as w or as 1 + w
+        return norm(torch.ones(1, self.hidden_size, device=self.device, dtype=self.dtype))[0].float()
+
+    def check_layers(self, feature_layers: tuple[int, ...]) -> None:
+        """Raises BadInput on an index outside 0..num_layers-1."""
+        for i in feature_layers:
+            if not 0 <= i < self.num_layers:
+                why = "the state after the last one is read as post_norm, not by index"
+                raise BadInput(f"feature layer {i}: {self.name} has layers 0..{self.num_layers - 1} ({why})")
+
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """The tokens that end an answer, from the generation config, else the model config."""
