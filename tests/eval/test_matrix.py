@@ -12,8 +12,11 @@ from headstart.eval.drafters.lookup import NgramDrafter, SuffixDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.eval.generate import generate
 from headstart.eval.measurement.tree_search import optimal_tree, static_tree
+from headstart.heads.decoders.cpu.build import supported_sets
+from headstart.heads.decoders.cpu.decoder import CpuDecoder
 from headstart.heads.drafting import DynamicTree
 from headstart.heads.registry import HEADS, build_head
+from headstart.heads.target import Target
 
 VOCABULARY, NUM_NEW = 12, 14
 PROMPTS = [[1, 5, 9, 5, 9], [1, 7, 8, 3, 11, 10, 4, 6, 7, 8], [1], [1, 10, 3, 10]]  # of 5, 10, 1 and 4 tokens
@@ -89,6 +92,39 @@ def test_greedy_text_is_that_of_transformers(architecture, drafter, tree, rows, 
     if tree != "chain" and len(out.token_ids) > 1:
         accepted = [num for one in out.rounds[1:] for num in one.num_accepted]
         assert 0 in accepted and any(accepted), "a case in which nothing is accepted, or all, shows little"
+
+
+@pytest.fixture(scope="module")
+def narrow_of(tiny_model):
+    """narrow_of(name): a target in bf16 that the kernels decode, and a head of that family, untrained."""
+    target = Target(tiny_model("llama", vocab_size=VOCABULARY).to(torch.bfloat16), name="narrow", fingerprint="")
+
+    @cache
+    def make(name):
+        return target, build_head(HEADS[name].config_class(type=name), target, seed=1).to(torch.bfloat16).eval()
+
+    return make
+
+
+@pytest.mark.fast_only(name=["eagle3", "medusa"], batch_size=[8])
+@pytest.mark.parametrize("batch_size", [1, 8])
+@pytest.mark.parametrize("tree", ["chain", "static", "dynamic"])
+@pytest.mark.parametrize("name", sorted(HEADS))
+@pytest.mark.parametrize("instructions", supported_sets())
+def test_on_every_instruction_set_drafts_change_no_bit(instructions, name, tree, batch_size, narrow_of, monkeypatch):
+    """In bf16, where a product that depended on its neighbours would soon change a text."""
+    monkeypatch.setenv("HEADSTART_CPU", instructions)
+    target, head = narrow_of(name)
+    assert isinstance(target.decoder, CpuDecoder)
+    head.pack()
+    source = torch.Generator().manual_seed(7)
+    lengths = torch.randint(1, 24, (40,), generator=source)
+    prompts = [torch.randint(0, VOCABULARY, (int(n),), generator=source).tolist() for n in lengths]
+    how = {"max_new_tokens": NUM_NEW, "eos_token_ids": []}
+    plain = [text for prompt in prompts for text in generate(target, None, [prompt], **how).token_ids]
+    how |= {"tree": TREES[tree], "num_draft_tokens": 3 if tree == "chain" else None}
+    batches = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
+    assert [text for batch in batches for text in generate(target, head, batch, **how).token_ids] == plain
 
 
 def test_the_trees_branch_and_differ():

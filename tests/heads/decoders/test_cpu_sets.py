@@ -78,6 +78,7 @@ def test_on_arm_the_kernels_compute_what_plain_cpp_does(name, tmp_path):
     assert ran.returncode == 0 and " 0 wrong" in ran.stdout, ran.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", build.supported_sets())
 def test_here_the_kernels_compute_what_plain_cpp_does(name, tmp_path):
     """The same program, so that what the emulator is asked is asked of this machine too."""
