@@ -8,7 +8,7 @@ import torch
 from headstart.configs.errors import BadInput
 from headstart.heads.registry import build_head, head_class
 from headstart.train.config import TrainConfig
-from headstart.train.optim import MuonAdamW, build_optimizer, schedule, without_whole_matrices
+from headstart.train.optim import MuonAdamW, WideMuon, build_optimizer, schedule, without_whole_matrices
 
 
 @pytest.fixture
@@ -104,3 +104,18 @@ def test_where_matrices_are_in_parts_adamw_takes_muons_place(config):
     instead = without_whole_matrices(replace(config, adamw_learning_rate=4e-4), "fsdp2")
     assert (instead.optimizer, instead.learning_rate, instead.matrix_learning_rate) == ("adamw", 4e-4, None)
     assert without_whole_matrices(instead, "fsdp2") == instead
+
+
+def test_in_fp32_muon_takes_torchs_own_step_up_to_the_rounding_of_bf16():
+    groups = []
+    for kind in (WideMuon, torch.optim.Muon):
+        source = torch.Generator().manual_seed(0)
+        matrices = [torch.nn.Parameter(torch.randn(shape, generator=source)) for shape in ((6, 9), (9, 6))]
+        optimizer = kind(matrices, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        for _ in range(2):
+            for matrix in matrices:
+                matrix.grad = torch.randn(matrix.shape, generator=source)
+            optimizer.step()
+        groups.append(matrices)
+    for ours, theirs in zip(*groups, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-3)
