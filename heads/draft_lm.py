@@ -214,7 +214,8 @@ class DraftLMHead(DraftHead):
 
         sees = state.position, state.seen
         mask = partial(state.cache.tree_mask, positions, *sees, dtype=self.reader.dtype, drafted=state.drafted)
-        return self.reader.read_slots(tokens, positions, state.cache, mask, None)
+        places = state.cache.places(state.position, state.drafted)
+        return self.reader.read_slots(tokens, positions, state.cache, mask, None, places=places)
 
     def _tied(self) -> set[str]:
         """Second names of parameters that are registered under two."""

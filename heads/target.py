@@ -1,6 +1,5 @@
 """The frozen target model: hidden states of chosen layers, embedding, output logits, caches."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from .nn.documents import Documents
 from .nn.joined_decoder import JoinedDecoder
 from .nn.target_output import TargetOutput
 from .targets.check import check_target, has_values
+from .targets.own_masks import MaskOf
 from .targets.parts import FrozenModel
 
-MaskOf = Callable[..., Tensor]  # the additive mask [B, 1, Q, P], given `window` or `chunk` as in `visibility_mask`
 MOST_DECODED = 256  # positions whose logits the decoder computes
 # attention of these kinds is computed as the model wants it only by kernels with transformers' own names
 SPARSE_ATTENTION = {"indexed_attention", "minimax_m3_sparse"}
@@ -140,7 +139,6 @@ class Target(FrozenModel):
                 slots = positions[:, :1] + torch.arange(positions.shape[1], device=positions.device)
             is_exact = is_newest and positions.device.type == "cpu" and not self._needs_mask  # shapes may vary there
             cache.seek(slots, extent=extent, is_exact=is_exact)
-
             post_norm = self.read_slots(
                 input_ids,
                 positions,
@@ -148,6 +146,7 @@ class Target(FrozenModel):
                 None if is_exact else partial(cache.mask, positions, dtype=self.dtype, seen=seen),
                 watch,
                 is_chain=seen is None,
+                places=None if seen is None else cache.places(positions[:, 0], positions[:, 1:]),
                 is_round=is_round,
                 chooses=chooses,
             )
@@ -177,6 +176,7 @@ class Target(FrozenModel):
         watch: Watch | None,
         *,
         is_chain: bool = False,
+        places: Tensor | None = None,
         is_round: bool = False,
         chooses: bool = False,
     ) -> Tensor:
@@ -184,7 +184,8 @@ class Target(FrozenModel):
 
         Args:
             positions: [B, T]. mask: None: the tokens see the whole cache. watch, is_round, chooses: as in `forward`.
-            is_chain: whether the mask is causal: each token sees the slots up to its own.
+            is_chain: whether the mask is causal: each token sees the slots up to its own. places: of a tree, as
+                `SlotCache.places` gives them.
         """
         if cache.extent > self.max_positions:  # drafts there are never accepted, but embeddings need an index
             positions = positions.clamp(max=self.max_positions - 1)
@@ -198,13 +199,13 @@ class Target(FrozenModel):
             post_norm, self._captured, self._best = done
             return post_norm
         self._best = None
-        return self.base(
-            input_ids=input_ids,
-            position_ids=positions,
-            attention_mask=None if mask is None else self._by_attention_type(mask),
-            use_cache=True,
-            **{self._cache_argument: cache, **({} if watch is None else {"watch": watch})},
-        ).last_hidden_state
+        given: dict[str, Any] = {self._cache_argument: cache, **({} if watch is None else {"watch": watch})}
+        read = partial(self.base, input_ids=input_ids, position_ids=positions, use_cache=True, **given)
+        if mask is None or not self.own_masks:
+            return read(attention_mask=None if mask is None else self.by_attention_type(mask)).last_hidden_state
+        cache.num_before = cache.extent - input_ids.shape[1]
+        with self.own_masks.replaced(mask, places):
+            return read().last_hidden_state
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """[B, T] -> [B, T, D], the target's own (frozen) input embedding."""
@@ -263,17 +264,23 @@ class Target(FrozenModel):
 
     def _read_rows(self, input_ids: Tensor, documents: Documents | None) -> Tensor:
         """[B, T] -> [B, T, D] post-norm states, without a cache."""
+        read = partial(self.base, input_ids=input_ids, use_cache=False)
         if documents is None:
-            return self.base(input_ids=input_ids, use_cache=False).last_hidden_state
-        apart = self._kept_apart(documents)
+            return read().last_hidden_state
+        mask = self._kept_apart(documents)
         try:
-            return self.base(input_ids=input_ids, use_cache=False, **apart).last_hidden_state
-        except (TypeError, ValueError) as error:  # as with ALiBi, where positions follow from the place in a row
+            if self.own_masks:  # a model that biases slots takes positions, if any, for a mask of its own
+                placed = {} if self.own_masks.is_biased else {"position_ids": documents.positions}
+                with self.own_masks.replaced(mask, documents.positions):
+                    return read(**placed).last_hidden_state
+            masks = self.by_attention_type(mask)
+            return read(position_ids=documents.positions, attention_mask=masks).last_hidden_state
+        except (TypeError, ValueError) as error:  # where positions follow from the place in a row
             why = f"reads a row as one text ({first_line(error)}): use data.layout padded"
             raise BadInput(f"target {self.name}: {why}") from error
 
-    def _kept_apart(self, documents: Documents) -> dict[str, Any]:
-        """Model arguments that keep several texts in a row from seeing each other.
+    def _kept_apart(self, documents: Documents) -> MaskOf:
+        """The mask that keeps several texts in a row from seeing each other.
 
         Raises: BadInput if the target has layers that a mask cannot separate."""
         apart = {"full_attention", "sliding_attention"}
@@ -283,18 +290,4 @@ class Target(FrozenModel):
                 f"target {self.name}: {', '.join(sorted(kinds))} reads a row as one text: use data.layout padded"
             )
         queries = torch.arange(documents.ids.shape[1], device=documents.ids.device).expand_as(documents.ids)
-        masks = self._by_attention_type(partial(documents.mask, queries, dtype=self.dtype))
-        return {"position_ids": documents.positions, "attention_mask": masks}
-
-    def _by_attention_type(self, mask: MaskOf) -> Any:
-        """The mask, or the masks by attention type, that the model takes."""
-        if self._window is None and self.chunk is None:
-            return mask()
-        if not self.layer_types:
-            return mask(window=self._window)
-        masks: dict[str, Any] = {"full_attention": mask(), "linear_attention": None}
-        if self._window is not None:
-            masks["sliding_attention"] = mask(window=self._window)
-        if self.chunk is not None:
-            masks["chunked_attention"] = mask(chunk=self.chunk)
-        return masks
+        return partial(documents.mask, queries, dtype=self.dtype)

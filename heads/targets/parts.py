@@ -10,6 +10,7 @@ from ...configs.errors import BadInput
 from ..decoders.state_cache import StateCache, keeps_states, kept_by_layers, read_states, unknown_kind
 from ..loading import TargetConfig, load_tokenizer, text_decoder
 from ..nn.cache import SlotCache
+from .own_masks import MaskOf, OwnMasks
 
 LAYER_LISTS = ("layers", "h", "blocks")  # names of the list of decoder layers in Hugging Face models
 
@@ -48,6 +49,7 @@ class FrozenModel:
         self.logit_cap: float | None = next((cap for cap in caps if cap), None)
         has_window = any("sliding" in kind for kind in self.layer_types or ["sliding_attention"])
         self._window: int | None = getattr(self.config, "sliding_window", None) if has_window else None
+        self.own_masks = OwnMasks(self.layers)
         has_chunks = "chunked_attention" in self.layer_types
         self.chunk: int | None = getattr(self.config, "attention_chunk_size", None) if has_chunks else None
 
@@ -137,7 +139,22 @@ class FrozenModel:
 
     def window_of(self, layer: int) -> int | None:
         """The sliding window of a layer in tokens, the query's own included; None: it has full attention."""
+        if self.own_masks:
+            return self.own_masks.windows[layer]
         return self._window if not self.layer_types or "sliding" in self.layer_types[layer] else None
+
+    def by_attention_type(self, mask: MaskOf) -> Any:
+        """The mask, or the masks by attention type, that the model takes."""
+        if self._window is None and self.chunk is None:
+            return mask()
+        if not self.layer_types:
+            return mask(window=self._window)
+        masks: dict[str, Any] = {"full_attention": mask(), "linear_attention": None}
+        if self._window is not None:
+            masks["sliding_attention"] = mask(window=self._window)
+        if self.chunk is not None:
+            masks["chunked_attention"] = mask(chunk=self.chunk)
+        return masks
 
     def to(self, device: str | torch.device) -> Self:
         """Move the weights, unless they are spread over devices; returns itself."""
