@@ -84,7 +84,8 @@ class Target(FrozenModel):
     def decoder(self) -> CpuDecoder | JoinedDecoder | None:
         """A faster implementation of the layers for decoding: kernels for bf16 on a CPU, joined weights on a GPU. None
         if the layers are of an unknown kind, adapted, or on several devices."""
-        if self.is_adapted or self.is_spread or self._window is not None or torch.compiler.is_compiling():
+        is_other = self.is_adapted or self.is_spread or self._window is not None or self.before_output is not None
+        if is_other or torch.compiler.is_compiling():
             return None
         if self._has_decoder is None:  # determined once, as it inspects every layer
             weight = self.output_layer.weight
@@ -231,7 +232,7 @@ class Target(FrozenModel):
         """[..., V] `logits` before the cast to fp32."""
         decoder = self._decoder_for(post_norm)
         if decoder is None:
-            logits = self.output_layer(post_norm.to(self.dtype)).to(post_norm.device)
+            logits = self.output_values(post_norm).to(post_norm.device)
         else:
             logits = decoder.logits(post_norm.to(self.dtype))
         return self.as_logits(logits)

@@ -44,8 +44,7 @@ class RestrictedLogits:
         if self.rows is None:
             logits = self.target.logits(post_norm)
             return logits if self.vocabulary is None else logits[..., self.vocabulary.to_target]
-        layer = self.target.output_layer
-        states = post_norm.to(layer.weight.dtype)
+        layer, states = self.target.output_layer, self.target.for_output(post_norm)
         is_few = states[..., 0].numel() <= FEW and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
         if is_few and self.packed is not None:
             return self.target.as_logits(self.packed(states))

@@ -31,11 +31,13 @@ def has_values(weight: Tensor) -> bool:
 
 @torch.no_grad()
 def check_target(target: Any) -> None:
-    """Compare a target with its model; sets what was found: `logit_scale`, `undecodable`, `decodes_trees`,
-    `continues_prompts`. Raises BadInput if states or logits of whole texts differ."""
+    """Compare a target with its model; sets what was found: `before_output`, `logit_scale`, `undecodable`,
+    `decodes_trees`, `continues_prompts`. Raises BadInput if states or logits of whole texts differ."""
     ids = check_text(target)
     with only_layers_of_each_kind(target, is_long=ids.shape[1] > 4 * SHORT):
-        theirs = own_forward(target, ids)
+        with last_input(target.output_layer) as read:
+            theirs = own_forward(target, ids)
+        target.before_output = found_before_output(target, theirs.hidden_states[-1], read)
         check_whole(target, ids, theirs)
         states = theirs.hidden_states[-1]  # [1, T, D]
         if target.undecodable is None:
@@ -83,7 +85,7 @@ def own_attention(target: Any) -> Iterator[None]:
 @contextmanager
 def only_layers_of_each_kind(target: Any, *, is_long: bool) -> Iterator[None]:
     """For a long text: run only the first layers, up to the last kind of layer that occurs."""
-    kinds = target.layer_types or ["attention"] * target.num_layers
+    kinds = target.layer_types or target.own_masks.windows
     num = max(kinds.index(kind) for kind in kinds) + 1
     if not is_long or num >= target.num_layers:
         yield
@@ -115,13 +117,40 @@ def check_whole(target: Any, ids: Tensor, theirs: Any) -> None:
         raise BadInput(f"{where}: its logits are computed in an unknown way")
 
 
+@contextmanager
+def last_input(layer: nn.Module) -> Iterator[list[Tensor]]:
+    """What the layer reads in forwards inside; nothing if it is not called, but its weights are used."""
+    read: list[Tensor] = []
+    handle = layer.register_forward_pre_hook(lambda _, args: read.append(args[0]))
+    try:
+        yield read
+    finally:
+        handle.remove()
+
+
+def found_before_output(target: Any, post_norm: Tensor, read: list[Tensor]) -> nn.Module | None:
+    """The part of the model, as ModernBERT's prediction head, that makes what the output layer read [1, T, D] of
+    post-norm states; None: there is none."""
+    if not read or read[-1].shape != post_norm.shape or is_close(read[-1], post_norm):
+        return None
+    ends = target.base, target.output_layer
+    parts = [part for part in target.model.children() if not any(end in part.modules() for end in ends)]
+    for part in parts:
+        try:
+            if is_close(read[-1], part(post_norm)):
+                return part
+        except Exception:  # the code of an unknown part may raise anything
+            continue
+    return None
+
+
 def found_scale(target: Any, post_norm: Tensor, logits: Tensor) -> float:
     """The factor between the output layer's values and the model's logits, as Granite's and Cohere's; else 1.
 
     It is read off the logits, and is one of the config's numbers or its inverse if one is that close.
     """
     cap = target.logit_cap
-    values, uncapped = target.output_layer(post_norm.to(target.dtype)).double(), logits.double()
+    values, uncapped = target.output_values(post_norm).double(), logits.double()
     if cap is not None:
         uncapped = torch.atanh((uncapped / cap).clamp(-0.99, 0.99)) * cap
         values = values.where(logits.abs() < 0.9 * cap, 0)  # where the cap leaves nothing to read

@@ -37,6 +37,7 @@ class FrozenModel:
         norms = (module for key, module in self.base.named_children() if "norm" in key or key == "ln_f")
         self.final_norm: nn.Module | None = next(norms, None)
         self.output_layer: nn.Linear = model.get_output_embeddings()
+        self.before_output: nn.Module | None = None  # what the model has between the final norm and the output layer
         self.input_embedding: nn.Module = model.get_input_embeddings()
         self.vocab_size: int = self.output_layer.weight.shape[0]
         self.kept = kept_by_layers(self.config)
@@ -130,6 +131,15 @@ class FrozenModel:
     def layer_types(self) -> list[str]:
         """The attention type of each layer, in Hugging Face's terms; empty if the config does not list them."""
         return getattr(self.config, "layer_types", None) or []
+
+    def output_values(self, post_norm: Tensor) -> Tensor:
+        """[..., D] -> [..., V] what the output layer makes of post-norm states."""
+        return self.output_layer(self.for_output(post_norm))
+
+    def for_output(self, post_norm: Tensor) -> Tensor:
+        """[..., D] -> [..., D] what the output layer reads for post-norm states."""
+        states = post_norm.to(self.dtype)
+        return states if self.before_output is None else self.before_output(states)
 
     def as_logits(self, values: Tensor) -> Tensor:
         """The output layer's values [..., V] as the model's logits: scaled, and capped in fp32, where it does that."""
