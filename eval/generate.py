@@ -97,10 +97,9 @@ def check_request(rows: Sequence[list[int]], *, target: Target, max_new_tokens: 
         wrong = next((token for token in row if not 0 <= token < target.vocab_size), None)
         if wrong is not None:
             raise BadInput(f"prompt {i}: token id {wrong} is outside the vocabulary of {target.vocab_size}")
-        if len(row) + max_new_tokens > target.max_positions:
-            raise BadInput(
-                f"prompt {i}: {len(row)} tokens + {max_new_tokens} new exceed the context of {target.context}"
-            )
+        if len(row) + max_new_tokens > target.most_behind(len(row)):
+            context = target.context_behind(len(row))
+            raise BadInput(f"prompt {i}: {len(row)} tokens + {max_new_tokens} new exceed the context of {context}")
 
 
 @dataclass

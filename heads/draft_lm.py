@@ -161,8 +161,10 @@ class DraftLMHead(DraftHead):
 
     @torch.no_grad()
     def commit_prompts(self, state: DraftLMState, read: Reading, *, most: int) -> None:
-        if isinstance(state.cache, StateCache):  # the first round reads the last token, from the states before it
-            read_prompts(self.reader, read.tokens, (read.num_valid - 1).clamp(min=0), state.cache)
+        has_states = isinstance(state.cache, StateCache)
+        if has_states or self.reader.row_rotary is not None:  # which need to know where a prompt ends
+            num = read.num_valid - int(has_states)  # the first round reads the last token, from the states before it
+            read_prompts(self.reader, read.tokens, num.clamp(min=0), state.cache)
         else:
             super().commit_prompts(state, read, most=most)
 
@@ -215,7 +217,8 @@ class DraftLMHead(DraftHead):
         sees = state.position, state.seen
         mask = partial(state.cache.tree_mask, positions, *sees, dtype=self.reader.dtype, drafted=state.drafted)
         places = state.cache.places(state.position, state.drafted)
-        return self.reader.read_slots(tokens, positions, state.cache, mask, None, places=places)
+        with self.reader.by_length(state.position + 1):
+            return self.reader.read_slots(tokens, positions, state.cache, mask, None, places=places)
 
     def _tied(self) -> set[str]:
         """Second names of parameters that are registered under two."""

@@ -104,6 +104,7 @@ class Target(FrozenModel):
         cache: SlotCache | None = None,
         positions: Tensor | None = None,
         extent: int = 0,
+        lengths: Tensor | None = None,
         seen: Tensor | None = None,
         is_newest: bool = False,
         is_round: bool = False,
@@ -119,6 +120,7 @@ class Target(FrozenModel):
             input_ids: [B, T]; without a cache, rows start at position 0 and may be right-padded with any token.
             feature_layers: HF `hidden_states` indices below num_layers.
             cache, positions [B, T], extent: as in `SlotCache.seek`, for decoding.
+            lengths: [B] tokens of the prompts of which a part is read; None: tokens behind them are read.
             seen: [B, T, T - 1] bool, for a drafted tree: the first token is the last committed one, the others are
                 nodes, written in order to the slots after it; True at the nodes that each token attends to.
             is_newest: a single token in slot extent - 1: it sees the whole cache, so no mask is needed.
@@ -140,17 +142,18 @@ class Target(FrozenModel):
                 slots = positions[:, :1] + torch.arange(positions.shape[1], device=positions.device)
             is_exact = is_newest and positions.device.type == "cpu" and not self._needs_mask  # shapes may vary there
             cache.seek(slots, extent=extent, is_exact=is_exact)
-            post_norm = self.read_slots(
-                input_ids,
-                positions,
-                cache,
-                None if is_exact else partial(cache.mask, positions, dtype=self.dtype, seen=seen),
-                watch,
-                is_chain=seen is None,
-                places=None if seen is None else cache.places(positions[:, 0], positions[:, 1:]),
-                is_round=is_round,
-                chooses=chooses,
-            )
+            with self.by_length(positions[:, 0] + 1 if lengths is None else lengths):
+                post_norm = self.read_slots(
+                    input_ids,
+                    positions,
+                    cache,
+                    None if is_exact else partial(cache.mask, positions, dtype=self.dtype, seen=seen),
+                    watch,
+                    is_chain=seen is None,
+                    places=None if seen is None else cache.places(positions[:, 0], positions[:, 1:]),
+                    is_round=is_round,
+                    chooses=chooses,
+                )
         post_norm = post_norm.to(input_ids.device)  # a copy only for a target on several devices
         chosen = [self._captured[i].to(input_ids.device) for i in feature_layers]
         features = torch.stack(chosen, 2) if chosen else post_norm.new_empty(*post_norm.shape[:2], 0, self.hidden_size)
@@ -165,7 +168,7 @@ class Target(FrozenModel):
             return self.forward(input_ids, feature_layers=feature_layers, documents=documents)
         cache, positions = self.new_cache(length), torch.arange(length)[None]
         read = partial(self.forward, feature_layers=feature_layers, cache=cache, positions=positions, extent=length)
-        rows = [read(row[None]) for row in input_ids]
+        rows = [read(row[None], lengths=torch.tensor([length])) for row in input_ids]
         return TargetOutput(torch.cat([row.features for row in rows]), torch.cat([row.post_norm for row in rows]))
 
     def read_slots(
@@ -188,8 +191,8 @@ class Target(FrozenModel):
             is_chain: whether the mask is causal: each token sees the slots up to its own. places: of a tree, as
                 `SlotCache.places` gives them.
         """
-        if cache.extent > self.max_positions:  # drafts there are never accepted, but embeddings need an index
-            positions = positions.clamp(max=self.max_positions - 1)
+        if cache.extent > self.num_positions:  # drafts there are never accepted, but embeddings need an index
+            positions = positions.clamp(max=self.num_positions - 1)
         if watch is None and (decoder := self.decoder) is not None and input_ids.numel() <= decoder.most_tokens:
             mask = None if is_chain and decoder.knows_chains else mask
             tokens, seen = self.input_embedding(input_ids), None if mask is None else mask()
@@ -268,14 +271,13 @@ class Target(FrozenModel):
         read = partial(self.base, input_ids=input_ids, use_cache=False)
         if documents is None:
             return read().last_hidden_state
-        mask = self._kept_apart(documents)
+        mask, given = self._kept_apart(documents), {"position_ids": documents.positions}
         try:
             if self.own_masks:  # a model that biases slots takes positions, if any, for a mask of its own
-                placed = {} if self.own_masks.is_biased else {"position_ids": documents.positions}
                 with self.own_masks.replaced(mask, documents.positions):
-                    return read(**placed).last_hidden_state
-            masks = self.by_attention_type(mask)
-            return read(position_ids=documents.positions, attention_mask=masks).last_hidden_state
+                    return read(**({} if self.own_masks.is_biased else given)).last_hidden_state
+            with self.by_length(documents.lengths):
+                return read(attention_mask=self.by_attention_type(mask), **given).last_hidden_state
         except (TypeError, ValueError) as error:  # where positions follow from the place in a row
             why = f"reads a row as one text ({first_line(error)}): use data.layout padded"
             raise BadInput(f"target {self.name}: {why}") from error

@@ -205,8 +205,8 @@ class SparseSelfDrafter(Drafter):
         back = torch.arange(num_queries, device=read.start.device) - num_queries
         positions = (read.num_valid[:, None] + back).clamp(min=0)  # [B, W]
         scores, extent = KeyScores(), max(state.extent, cache.max_length)
-        tail = read.tokens.gather(1, positions)
-        self.target.forward(tail, cache=Reread(whole), positions=positions, extent=extent, watch=scores)
+        tail, where = read.tokens.gather(1, positions), {"positions": positions, "lengths": read.num_valid}
+        self.target.forward(tail, cache=Reread(whole), extent=extent, watch=scores, **where)
         cache.fill(whole, read.num_valid, lambda *which: self._chosen(scores, *which))
 
     def _chosen(self, scores: KeyScores, layer: int, num_heads: int, latest: Tensor, base: Tensor) -> Tensor:

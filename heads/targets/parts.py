@@ -1,5 +1,6 @@
 """A Hugging Face model in evaluation mode: its parts under uniform names, and what its config says of them."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Self
 
@@ -11,7 +12,9 @@ from ..decoders.state_cache import StateCache, keeps_states, kept_by_layers, rea
 from ..loading import TargetConfig, load_tokenizer, text_decoder
 from ..nn.cache import SlotCache
 from .own_masks import MaskOf, OwnMasks
+from .row_rotary import TWO_SETS, RowRotary
 
+BY_LENGTH = (TWO_SETS, "dynamic")  # rotary frequencies that depend on the length of a text
 LAYER_LISTS = ("layers", "h", "blocks")  # names of the list of decoder layers in Hugging Face models
 
 
@@ -51,6 +54,8 @@ class FrozenModel:
         has_window = any("sliding" in kind for kind in self.layer_types or ["sliding_attention"])
         self._window: int | None = getattr(self.config, "sliding_window", None) if has_window else None
         self.own_masks = OwnMasks(self.layers)
+        has_sets, change = (self.length_rope or {}).get("rope_type") == TWO_SETS, self.rotary_change
+        self.row_rotary = RowRotary(self.base, change) if has_sets and change is not None else None
         has_chunks = "chunked_attention" in self.layer_types
         self.chunk: int | None = getattr(self.config, "attention_chunk_size", None) if has_chunks else None
 
@@ -97,26 +102,43 @@ class FrozenModel:
         return StateCache(self.kept, **sizes, continues_prompts=self.continues_prompts, device=self.device)
 
     @property
+    def num_positions(self) -> int:
+        """The context window in tokens, as the config has it."""
+        return getattr(self.config, "max_position_embeddings", None) or 2**31 - 1
+
+    @property
     def max_positions(self) -> int:
-        """The context window in tokens: rotary frequencies that change beyond some length (longrope) end it there, as
-        else the longest text of a batch, or a draft, would change the states of the others."""
-        whole = getattr(self.config, "max_position_embeddings", None) or 2**31 - 1
-        return min(whole, self.rotary_change or whole)
+        """The longest rows that are trained on and timed, in tokens: the context window, or the length at which the
+        rotary frequencies change."""
+        change = self.rotary_change
+        return self.num_positions if change is None else min(self.num_positions, change)
+
+    def most_behind(self, num_tokens: int) -> int:
+        """The most tokens of a text that begins with a prompt of this length: none goes from the rotary frequencies of
+        short texts to those of long ones, as every state before the change would be another behind it."""
+        is_long = self.row_rotary is not None and num_tokens > self.row_rotary.change
+        return self.num_positions if is_long else self.max_positions
+
+    @property
+    def length_rope(self) -> dict[str, Any] | None:
+        """The parameters of rotary frequencies that depend on the length of a text; None: they are the same in all."""
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        kinds = (rope, *(part for part in rope.values() if isinstance(part, dict)))
+        return next((kind for kind in kinds if kind.get("rope_type") in BY_LENGTH), None)
 
     @property
     def rotary_change(self) -> int | None:
         """The length in tokens beyond which the rotary frequencies are others; None: they are the same everywhere."""
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        for kind in (rope, *(part for part in rope.values() if isinstance(part, dict))):
-            if kind.get("rope_type") == "longrope":
-                return kind.get("original_max_position_embeddings") or self.config.original_max_position_embeddings
-        return None
+        rope = self.length_rope
+        if rope is None or rope["rope_type"] != TWO_SETS:
+            return None if rope is None else self.num_positions
+        return rope.get("original_max_position_embeddings") or self.config.original_max_position_embeddings
 
-    @property
-    def context(self) -> str:
-        """`max_positions` in words, for messages."""
-        why = "" if self.rotary_change is None else ", where its rotary frequencies change (longrope)"
-        return f"{self.max_positions}{why}"
+    def context_behind(self, num_tokens: int) -> str:
+        """`most_behind` in words, for messages."""
+        most, rope = self.most_behind(num_tokens), self.length_rope
+        is_change = rope is not None and most == self.rotary_change
+        return f"{most}, where its rotary frequencies change ({rope['rope_type']})" if is_change else f"{most}"
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -146,6 +168,12 @@ class FrozenModel:
         values = values if self.logit_scale == 1 else values * self.logit_scale
         cap = self.logit_cap
         return values if cap is None else torch.tanh(values.float() / cap) * cap
+
+    def by_length(self, lengths: Tensor) -> AbstractContextManager[None]:
+        """Forwards inside give each row the rotary frequencies of its length: [B] tokens, or [B, T] by token."""
+        if self.row_rotary is None:
+            return nullcontext()
+        return self.row_rotary.rows(lengths > self.row_rotary.change)
 
     def window_of(self, layer: int) -> int | None:
         """The sliding window of a layer in tokens, the query's own included; None: it has full attention."""
