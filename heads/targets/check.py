@@ -5,6 +5,7 @@ unusable, those of texts behind a cache make it one that can be trained on but n
 longer than every window, chunk and choice of keys of the model; then only layers of each kind are run.
 """
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,10 +34,16 @@ def has_values(weight: Tensor) -> bool:
 def check_target(target: Any) -> None:
     """Compare a target with its model; sets what was found: `before_output`, `logit_scale`, `undecodable`,
     `decodes_trees`, `continues_prompts`. Raises BadInput if states or logits of whole texts differ."""
-    ids = check_text(target)
-    with only_layers_of_each_kind(target, is_long=ids.shape[1] > 4 * SHORT):
+    for ids in check_texts(target):
+        check_on_text(target, ids)
+
+
+def check_on_text(target: Any, ids: Tensor) -> None:
+    """`check_target` on a text [1, T]."""
+    is_long = ids.shape[1] > 4 * SHORT
+    with only_layers_of_each_kind(target, is_long=is_long):
         with last_input(target.output_layer) as read:
-            theirs = own_forward(target, ids)
+            theirs = own_forward(target, ids, num_logits=SHORT if is_long else 0)
         target.before_output = found_before_output(target, theirs.hidden_states[-1], read)
         check_whole(target, ids, theirs)
         states = theirs.hidden_states[-1]  # [1, T, D]
@@ -50,23 +57,35 @@ def check_target(target: Any) -> None:
             target.decodes_trees = reads_tree(target, ids, states)
 
 
-def own_forward(target: Any, ids: Tensor) -> Any:
-    """What the model's own code gives for a text [1, T], hidden states included. Raises BadInput if it fails."""
+def own_forward(target: Any, ids: Tensor, *, num_logits: int) -> Any:
+    """What the model's own code gives for a text [1, T], hidden states included. Raises BadInput if it fails.
+
+    Args: num_logits: of the last positions, if the model can leave out the others; 0: all.
+    """
+    takes_part = "logits_to_keep" in inspect.signature(target.model.forward).parameters
+    part = {"logits_to_keep": num_logits} if takes_part else {}
     try:
         with own_attention(target):
-            return target.model(input_ids=ids, output_hidden_states=True, use_cache=False)
+            return target.model(input_ids=ids, output_hidden_states=True, use_cache=False, **part)
     except Exception as error:  # the code of an unknown model may raise anything
         what = f"{type(target.model).__name__} cannot read a text of tokens alone ({first_line(error)})"
         raise BadInput(f"target {target.name}: {what}") from error
 
 
-def check_text(target: Any) -> Tensor:
-    """[1, T] tokens, more than any length on which the model's states may depend."""
-    config = target.config.to_dict()
-    lengths = [config[key] for key in LENGTHS if isinstance(config.get(key), int)]
-    num = min(max([0, *lengths]) + SHORT, target.max_positions)
-    numbers = torch.arange(num, device=target.device)
-    return ((7 * numbers * numbers + 3 * numbers + 11) % target.vocab_size)[None]
+def check_texts(target: Any) -> list[Tensor]:
+    """[1, T] tokens each: more than any length on which the model's states may depend; two texts, a short and a long
+    one, where rotary frequencies change with the length."""
+    config, change = target.config.to_dict(), target.max_positions
+    given = [config[key] for key in LENGTHS if isinstance(config.get(key), int)]
+
+    def above(*least: int, most: int) -> int:
+        return min(max([*least, *(length for length in given if length < most)]) + SHORT, most)
+
+    sizes = [above(0, most=change)]
+    if change < target.num_positions and target.row_rotary is not None:
+        sizes.append(above(change, most=target.num_positions))
+    numbers = [torch.arange(num, device=target.device) for num in sizes]
+    return [((7 * one * one + 3 * one + 11) % target.vocab_size)[None] for one in numbers]
 
 
 @contextmanager
@@ -131,7 +150,10 @@ def last_input(layer: nn.Module) -> Iterator[list[Tensor]]:
 def found_before_output(target: Any, post_norm: Tensor, read: list[Tensor]) -> nn.Module | None:
     """The part of the model, as ModernBERT's prediction head, that makes what the output layer read [1, T, D] of
     post-norm states; None: there is none."""
-    if not read or read[-1].shape != post_norm.shape or is_close(read[-1], post_norm):
+    if not read or read[-1].ndim != 3:
+        return None
+    post_norm = post_norm[:, -read[-1].shape[1] :]
+    if read[-1].shape != post_norm.shape or is_close(read[-1], post_norm):
         return None
     ends = target.base, target.output_layer
     parts = [part for part in target.model.children() if not any(end in part.modules() for end in ends)]

@@ -8,7 +8,7 @@ from headstart.configs.errors import BadInput
 from headstart.eval.generate import generate
 from headstart.heads.nn import cache as caches
 from headstart.heads.target import Target
-from headstart.heads.targets.check import SHORT, check_text
+from headstart.heads.targets.check import SHORT, check_texts
 from transformers import AutoModelForImageTextToText, Gemma3Config, GraniteConfig, GraniteForCausalLM
 
 VISIBILITY, READ, WRITE = caches.visibility_mask, Target.read_slots, caches.SlotLayer.update
@@ -58,7 +58,7 @@ def test_a_fault_in_trees_alone_leaves_chains(tiny_target, monkeypatch):
 
 @pytest.mark.parametrize(("family", "length"), [("llama", SHORT), ("mistral", 8 + SHORT), ("gemma3", 8 + SHORT)])
 def test_the_text_is_longer_than_every_window(family, length, tiny_target):
-    assert check_text(tiny_target(family)).shape == (1, length)
+    assert [text.shape for text in check_texts(tiny_target(family))] == [(1, length)]
 
 
 def scaled_model(**changes: Any) -> Any:
