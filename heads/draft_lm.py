@@ -89,6 +89,9 @@ class DraftLMHead(DraftHead):
         self.reads_post_norm = False
         model = build_model(config, target)
         self.reader = Target(model, name=config.path or "draft_lm", fingerprint="")  # reads the model over a cache
+        if self.reader.is_repeated and self.reader.num_layers > config.num_layers:
+            what = f"layers that run several times, {self.reader.num_layers} in all: no smaller model of it is known"
+            raise BadInput(f"head.num_layers {config.num_layers}: {target.name} has {what}")
         architecture = json.loads(model.config.to_json_string(use_diff=False))
         if config.lora_rank and config.architecture is None:
             rank, alpha = config.lora_rank, config.lora_alpha

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..configs.errors import BadInput, first_line
 from .loading import TargetConfig, found_path, load_model, use_attention
@@ -19,6 +19,7 @@ from .nn.target_output import TargetOutput
 from .targets.check import check_target, has_values
 from .targets.own_masks import MaskOf
 from .targets.parts import FrozenModel
+from .targets.runs import Entering
 
 MOST_DECODED = 256  # positions whose logits the decoder computes
 # attention of these kinds is computed as the model wants it only by kernels with transformers' own names
@@ -46,9 +47,8 @@ class Target(FrozenModel):
         if self.own_attention == "sdpa" and not is_sparse:
             use_attention(model, GROUPED_ATTENTION)
         self._cache_argument = cache_argument(self.base)
-        self._captured: dict[int, Tensor] = {}  # by layer, the residual stream that entered it in the last forward
+        self._entering = Entering(self.base, self.layers, self.is_repeated)
         self._best: Tensor | None = None  # [B, T] of the last forward, if the decoder computed it there
-        self._watched: set[int] = set()
         self.is_adapted = False  # whether it computes with a head's adapters, see adapters.TargetAdapter
         self._decoder: CpuDecoder | JoinedDecoder | None = None  # made on first use, if the layers are of a known kind
         self._has_decoder: bool | None = False  # None: not determined yet
@@ -84,8 +84,8 @@ class Target(FrozenModel):
     def decoder(self) -> CpuDecoder | JoinedDecoder | None:
         """A faster implementation of the layers for decoding: kernels for bf16 on a CPU, joined weights on a GPU. None
         if the layers are of an unknown kind, adapted, or on several devices."""
-        is_other = self.is_adapted or self.is_spread or self._window is not None or self.before_output is not None
-        if is_other or torch.compiler.is_compiling():
+        is_other = self.is_adapted or self.is_spread or self.is_repeated or self.before_output is not None
+        if is_other or self._window is not None or torch.compiler.is_compiling():
             return None
         if self._has_decoder is None:  # determined once, as it inspects every layer
             weight = self.output_layer.weight
@@ -130,8 +130,9 @@ class Target(FrozenModel):
             watch: with a cache, called in each layer with the inputs of its attention; only by targets whose attention
                 is `grouped_attention`.
         """
-        if not self._watched.issuperset(feature_layers):
-            self._watch(feature_layers)
+        if not self._entering.chosen.issuperset(feature_layers):
+            self.check_layers(feature_layers)
+            self._entering.choose(set(feature_layers))
         if cache is None:
             # right padding needs no mask: a causal model's earlier positions never see it
             post_norm = self._read_rows(input_ids, documents)
@@ -155,7 +156,7 @@ class Target(FrozenModel):
                     chooses=chooses,
                 )
         post_norm = post_norm.to(input_ids.device)  # a copy only for a target on several devices
-        chosen = [self._captured[i].to(input_ids.device) for i in feature_layers]
+        chosen = [self._entering.states[i].to(input_ids.device) for i in feature_layers]
         features = torch.stack(chosen, 2) if chosen else post_norm.new_empty(*post_norm.shape[:2], 0, self.hidden_size)
         return TargetOutput(features, post_norm, self._best if chooses else None)
 
@@ -197,10 +198,10 @@ class Target(FrozenModel):
             mask = None if is_chain and decoder.knows_chains else mask
             tokens, seen = self.input_embedding(input_ids), None if mask is None else mask()
             if isinstance(decoder, CpuDecoder):
-                done = decoder.read(tokens, positions, cache, seen, wanted=self._watched, chooses=chooses)
+                done = decoder.read(tokens, positions, cache, seen, wanted=self._entering.chosen, chooses=chooses)
             else:
-                done = decoder.read(tokens, positions, cache, seen, wanted=self._watched, is_round=is_round)
-            post_norm, self._captured, self._best = done
+                done = decoder.read(tokens, positions, cache, seen, wanted=self._entering.chosen, is_round=is_round)
+            post_norm, self._entering.states, self._best = done
             return post_norm
         self._best = None
         given: dict[str, Any] = {self._cache_argument: cache, **({} if watch is None else {"watch": watch})}
@@ -254,17 +255,6 @@ class Target(FrozenModel):
             if not 0 <= i < self.num_layers:
                 why = "the state after the last one is read as post_norm, not by index"
                 raise BadInput(f"feature layer {i}: {self.name} has layers 0..{self.num_layers - 1} ({why})")
-
-    def _watch(self, feature_layers: tuple[int, ...]) -> None:
-        """From now on, capture the residual stream that enters these layers. Raises BadInput as `check_layers`."""
-        self.check_layers(feature_layers)
-        for i in set(feature_layers) - self._watched:
-
-            def keep(module: nn.Module, args: tuple, kwargs: dict, i: int = i) -> None:
-                self._captured[i] = args[0] if args else kwargs["hidden_states"]
-
-            self.layers[i].register_forward_pre_hook(keep, with_kwargs=True)
-            self._watched.add(i)
 
     def _read_rows(self, input_ids: Tensor, documents: Documents | None) -> Tensor:
         """[B, T] -> [B, T, D] post-norm states, without a cache."""

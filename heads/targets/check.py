@@ -106,7 +106,7 @@ def only_layers_of_each_kind(target: Any, *, is_long: bool) -> Iterator[None]:
     """For a long text: run only the first layers, up to the last kind of layer that occurs."""
     kinds = target.layer_types or target.own_masks.windows
     num = max(kinds.index(kind) for kind in kinds) + 1
-    if not is_long or num >= target.num_layers:
+    if not is_long or num >= target.num_layers or target.is_repeated:
         yield
         return
     name = next(name for name, part in target.base.named_children() if part is target.layers)
@@ -120,7 +120,7 @@ def only_layers_of_each_kind(target: Any, *, is_long: bool) -> Iterator[None]:
 def check_whole(target: Any, ids: Tensor, theirs: Any) -> None:
     """Compare features, post-norm states and logits of a whole text. Raises BadInput, naming what differs."""
     where = f"target {target.name}: {type(target.model).__name__}"
-    layers = tuple(range(min(2, target.num_layers)))
+    layers = tuple(range(target.num_layers if target.is_repeated else min(2, target.num_layers)))
     ours = target.forward(ids, feature_layers=layers)
     if layers and ours.features.shape[3:] != (target.hidden_size,):
         shape = tuple(ours.features.shape[3:])

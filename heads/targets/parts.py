@@ -13,9 +13,9 @@ from ..loading import TargetConfig, load_tokenizer, text_decoder
 from ..nn.cache import SlotCache
 from .own_masks import MaskOf, OwnMasks
 from .row_rotary import TWO_SETS, RowRotary
+from .runs import LAYER_LISTS, found_layers
 
 BY_LENGTH = (TWO_SETS, "dynamic")  # rotary frequencies that depend on the length of a text
-LAYER_LISTS = ("layers", "h", "blocks")  # names of the list of decoder layers in Hugging Face models
 
 
 class FrozenModel:
@@ -31,11 +31,10 @@ class FrozenModel:
         self.config = model.config.get_text_config()
         self.hidden_size: int = self.config.hidden_size
         self.base = text_decoder(model)
-        lists = (getattr(self.base, attribute, None) for attribute in LAYER_LISTS)
-        layers = next((modules for modules in lists if isinstance(modules, nn.ModuleList)), None)
+        layers, self.is_repeated = found_layers(self.base)
         if layers is None:
             raise BadInput(f"target {name}: no decoder layers found under {', '.join(LAYER_LISTS)}")
-        self.layers: nn.ModuleList = layers
+        self.layers: nn.ModuleList = layers  # in the order in which they run; some several times, if is_repeated
         self.num_layers = len(layers)  # not what the config says: LongCat's has two entries per layer
         norms = (module for key, module in self.base.named_children() if "norm" in key or key == "ln_f")
         self.final_norm: nn.Module | None = next(norms, None)
