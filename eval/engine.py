@@ -258,10 +258,12 @@ class Engine:
             tries=self.tree.most_children[:num_drafted] if isinstance(self.tree, StaticTree) else None,
             offered=limit,
         )
-        accepted = self.widths.accepted(self.rule, candidates)
+        accepted, rotary = self.widths.accepted(self.rule, candidates), self.target.row_rotary
         if parents is None:
-            return accepted.num_accepted, accepted.committed(tokens), *read, None
-        return self._keep_path(accepted, tokens, output, start)
+            num, *results = accepted.num_accepted, accepted.committed(tokens), *read, None
+        else:
+            num, *results = self._keep_path(accepted, tokens, output, start)
+        return num if rotary is None else rotary.before_change(num, start), *results
 
     def _keep_path(self, accepted: AcceptedPath, tokens: Tensor, output: TargetOutput, start: Tensor) -> Tensors:
         """Move the accepted path right after the last committed token, in the cache and in what the drafter reads."""

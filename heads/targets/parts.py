@@ -53,8 +53,12 @@ class FrozenModel:
         has_window = any("sliding" in kind for kind in self.layer_types or ["sliding_attention"])
         self._window: int | None = getattr(self.config, "sliding_window", None) if has_window else None
         self.own_masks = OwnMasks(self.layers)
-        has_sets, change = (self.length_rope or {}).get("rope_type") == TWO_SETS, self.rotary_change
-        self.row_rotary = RowRotary(self.base, change) if has_sets and change is not None else None
+        own = getattr(self.config, "original_max_position_embeddings", None)
+        ropes = [rope for rope in self.length_ropes if rope["rope_type"] == TWO_SETS]
+        changes = {rope.get("original_max_position_embeddings") or own for rope in ropes}
+        self.row_rotary = RowRotary(self.base, min(changes)) if changes else None
+        if changes and (self.has_states or len(changes) > 1):
+            self.undecodable = "not all of its layers can read a text again where its rotary frequencies change"
         has_chunks = "chunked_attention" in self.layer_types
         self.chunk: int | None = getattr(self.config, "attention_chunk_size", None) if has_chunks else None
 
@@ -102,42 +106,29 @@ class FrozenModel:
 
     @property
     def num_positions(self) -> int:
-        """The context window in tokens, as the config has it."""
+        """The context window in tokens."""
         return getattr(self.config, "max_position_embeddings", None) or 2**31 - 1
 
     @property
     def max_positions(self) -> int:
         """The longest rows that are trained on and timed, in tokens: the context window, or the length at which the
         rotary frequencies change."""
-        change = self.rotary_change
-        return self.num_positions if change is None else min(self.num_positions, change)
-
-    def most_behind(self, num_tokens: int) -> int:
-        """The most tokens of a text that begins with a prompt of this length: none goes from the rotary frequencies of
-        short texts to those of long ones, as every state before the change would be another behind it."""
-        is_long = self.row_rotary is not None and num_tokens > self.row_rotary.change
-        return self.num_positions if is_long else self.max_positions
+        return self.num_positions if self.row_rotary is None else min(self.num_positions, self.row_rotary.change)
 
     @property
-    def length_rope(self) -> dict[str, Any] | None:
-        """The parameters of rotary frequencies that depend on the length of a text; None: they are the same in all."""
+    def length_ropes(self) -> list[dict[str, Any]]:
+        """The parameters of rotary frequencies that depend on the length of a text, of which there may be several by
+        attention type."""
         rope = getattr(self.config, "rope_parameters", None) or {}
         kinds = (rope, *(part for part in rope.values() if isinstance(part, dict)))
-        return next((kind for kind in kinds if kind.get("rope_type") in BY_LENGTH), None)
+        return [kind for kind in kinds if kind.get("rope_type") in BY_LENGTH]
 
     @property
-    def rotary_change(self) -> int | None:
-        """The length in tokens beyond which the rotary frequencies are others; None: they are the same everywhere."""
-        rope = self.length_rope
-        if rope is None or rope["rope_type"] != TWO_SETS:
-            return None if rope is None else self.num_positions
-        return rope.get("original_max_position_embeddings") or self.config.original_max_position_embeddings
-
-    def context_behind(self, num_tokens: int) -> str:
-        """`most_behind` in words, for messages."""
-        most, rope = self.most_behind(num_tokens), self.length_rope
-        is_change = rope is not None and most == self.rotary_change
-        return f"{most}, where its rotary frequencies change ({rope['rope_type']})" if is_change else f"{most}"
+    def context(self) -> str:
+        """`num_positions` in words, for messages."""
+        is_dynamic = any(rope["rope_type"] != TWO_SETS for rope in self.length_ropes)
+        why = ", where its rotary frequencies change with every token (dynamic)" if is_dynamic else ""
+        return f"{self.num_positions}{why}"
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

@@ -36,6 +36,12 @@ class RowRotary:
         finally:
             self.is_long = None
 
+    def before_change(self, num_accepted: Tensor, start: Tensor) -> Tensor:
+        """num_accepted [B] drafts behind `start` [B], or fewer: what a short row chooses from the token at `change` on,
+        it has to choose as a long one."""
+        left = self.change - 1 - start
+        return num_accepted.where(left < 0, torch.minimum(num_accepted, left))
+
     def _embed(self, own: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.is_long is None:
             return own(x, position_ids, *args, **kwargs)
