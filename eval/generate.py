@@ -12,9 +12,9 @@ from ..configs.errors import BadInput
 from ..heads.drafter import Drafter, Reading
 from ..heads.drafting import Tree
 from ..heads.target import Target
+from ..heads.targets.prompts import read_again
 from .engine import DecodeState, Engine
 from .replay import Stopwatch
-from .rotary_change import read_again
 from .sampling import Sampling
 from .verify import AcceptRule
 
@@ -274,7 +274,7 @@ def run_round(engine: Engine, texts: Texts, state: DecodeState, watch: Stopwatch
     proposal = engine.draft(state.read)
     marks.append(watch.mark())
     # Verify: one forward over the last committed token and the drafted ones
-    read_again(engine, texts.prompts, texts.new, ended=texts.ended)
+    read_again(engine.target, engine.cache, texts.prompts, texts.new, ended=texts.ended)
     accepted, committed, tokens, output, path, num_offered = engine.verify(state, proposal)
     marks.append(watch.mark())
     nodes = engine.no_tokens if path is None else path

@@ -6,7 +6,7 @@ neither is so. What they make themselves is replaced as it enters a layer; the r
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,7 +21,8 @@ BIAS = "alibi"  # what transformers' layers call a bias of the slots, [B * N, 1,
 class OwnMasks:
     """The layers of a model that mask or bias by themselves; empty (False) if there are none."""
 
-    def __init__(self, layers: Sequence[nn.Module]):
+    def __init__(self, layers: Iterable[nn.Module]):
+        layers = list(layers)
         self.is_biased = False  # as the first forward shows, which is of a whole text
         self.held = [held_mask(layer) for layer in layers]  # the part that holds a mask, and its name there
         self.windows = [None if held is None else window_in(held[0].get_buffer(held[1])) for held in self.held]
@@ -62,8 +63,8 @@ class OwnMasks:
         mask, own = self.masks[self.windows[i]], kwargs.get("attention_mask")
         given = {"attention_mask": mask}
         if self.is_biased:
-            has_bias = own is not None and own.dtype != torch.bool
-            given["attention_mask"] = mask + self._at_places(own[:, :, -1:]) if has_bias else mask
+            if own is not None and own.dtype != torch.bool:
+                given["attention_mask"] = mask + self._at_places(own[:, :, -1:].expand(len(mask), -1, -1, -1))
             given[BIAS] = self._at_places(kwargs[BIAS])
         return args, {**kwargs, **given}
 

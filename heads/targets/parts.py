@@ -53,9 +53,9 @@ class FrozenModel:
         has_window = any("sliding" in kind for kind in self.layer_types or ["sliding_attention"])
         self._window: int | None = getattr(self.config, "sliding_window", None) if has_window else None
         self.own_masks = OwnMasks(self.layers)
-        own = getattr(self.config, "original_max_position_embeddings", None)
+        own: Any = getattr(self.config, "original_max_position_embeddings", None)
         ropes = [rope for rope in self.length_ropes if rope["rope_type"] == TWO_SETS]
-        changes = {rope.get("original_max_position_embeddings") or own for rope in ropes}
+        changes: set[int] = {rope.get("original_max_position_embeddings") or own for rope in ropes}
         self.row_rotary = RowRotary(self.base, min(changes)) if changes else None
         if changes and (self.has_states or len(changes) > 1):
             self.undecodable = "not all of its layers can read a text again where its rotary frequencies change"

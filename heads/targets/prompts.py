@@ -1,5 +1,6 @@
 """Reading prompts into a target's cache: in chunks, and row by row where padding would be read too."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -57,3 +58,29 @@ def read_in_chunks(
         outputs.append(read(chunk, lengths=lengths))
         start = extent
     return TargetOutput.joined(outputs)
+
+
+def read_again(
+    target: Any,
+    cache: SlotCache,
+    prompts: Sequence[Sequence[int]],
+    new: Sequence[Sequence[int]],
+    *,
+    ended: Sequence[bool] = (),
+) -> None:
+    """Before a round: read rows anew of which the next token is the first that is chosen as in a long text.
+
+    Where rotary frequencies change, every state of a long text is another; see `RowRotary.before_change`.
+
+    Args: new: the tokens behind each prompt; of both the cache holds all but the last one. ended: rows to leave out.
+    """
+    rotary = target.row_rotary
+    if rotary is None:
+        return
+    for row, (prompt, tokens) in enumerate(zip(prompts, new, strict=True)):
+        num = len(prompt) + len(tokens)
+        if num == rotary.change + 1 and not (ended and ended[row]):
+            before = torch.tensor([[*prompt, *tokens][:-1]], device=target.device)  # [1, change]
+            alone = target.new_cache(cache.max_length)
+            read_prompts(target, before, torch.tensor([num], device=target.device), alone)
+            cache.take_row(row, alone, 0)

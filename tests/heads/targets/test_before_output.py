@@ -17,7 +17,13 @@ IDS = torch.tensor([[1, 7, 8, 3, 40, 22, 5]])
 def make_model() -> Any:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    tokens: dict[str, Any] = {
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "cls_token_id": 1,
+        "sep_token_id": 2,
+    }
     layers = ["full_attention", "sliding_attention"] * 2
     config = ModernBertDecoderConfig(**sizes, **tokens, num_attention_heads=4, layer_types=layers, local_attention=8)
     model = ModernBertDecoderForCausalLM(config).eval()
