@@ -89,7 +89,8 @@ class DraftLMHead(DraftHead):
         self.reads_post_norm = False
         model = build_model(config, target)
         self.reader = Target(model, name=config.path or "draft_lm", fingerprint="")  # reads the model over a cache
-        if self.reader.is_repeated and self.reader.num_layers > config.num_layers:
+        is_new = config.path is None and config.architecture is None
+        if is_new and self.reader.is_repeated and self.reader.num_layers != config.num_layers:
             what = f"layers that run several times, {self.reader.num_layers} in all: no smaller model of it is known"
             raise BadInput(f"head.num_layers {config.num_layers}: {target.name} has {what}")
         architecture = json.loads(model.config.to_json_string(use_diff=False))

@@ -143,6 +143,7 @@ class Target(FrozenModel):
                 slots = positions[:, :1] + torch.arange(positions.shape[1], device=positions.device)
             is_exact = is_newest and positions.device.type == "cpu" and not self._needs_mask  # shapes may vary there
             cache.seek(slots, extent=extent, is_exact=is_exact)
+            has_places = seen is not None and bool(self.own_masks)
             with self.by_length(positions[:, 0] + 1 if lengths is None else lengths):
                 post_norm = self.read_slots(
                     input_ids,
@@ -151,7 +152,7 @@ class Target(FrozenModel):
                     None if is_exact else partial(cache.mask, positions, dtype=self.dtype, seen=seen),
                     watch,
                     is_chain=seen is None,
-                    places=None if seen is None else cache.places(positions[:, 0], positions[:, 1:]),
+                    places=cache.places(positions[:, 0], positions[:, 1:]) if has_places else None,
                     is_round=is_round,
                     chooses=chooses,
                 )
