@@ -2,11 +2,13 @@
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from headstart.eval import generate as generating
+from headstart.eval import replay
 from headstart.eval.continuous import Asked, answer_continuously
 from headstart.eval.drafters.draft_model import DraftModelDrafter
 from headstart.eval.drafters.lookup import NgramDrafter
@@ -96,6 +98,13 @@ def test_sampled_rounds_end_at_the_change_too(target, texts):
     """Of the best token alone: then what is sampled is known, by rules that are not those of greedy decoding."""
     done = generate(target, NgramDrafter(), PROMPTS, temperature=1.0, top_k=1, num_draft_tokens=3, **HOW)
     assert done.token_ids == texts
+
+
+def test_recorded_rounds_go_over_the_change(target, texts, monkeypatch):
+    monkeypatch.setattr(replay, "compiled", partial(replay.compiled, backend="eager"))  # traced whole, not compiled
+    engine = Engine(target, NgramDrafter(), batch_size=3, max_length=64, num_draft_tokens=3, steps="compile")
+    done = decode(engine, PROMPTS[:3], max_new_tokens=NUM_NEW, stop=Stop(frozenset()))
+    assert done.token_ids == texts[:3] and None not in engine.replay.recorded.values()
 
 
 def test_drafts_of_the_target_itself_are_accepted_on_both_sides(target):
