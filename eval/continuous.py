@@ -101,7 +101,9 @@ class _Pass:
         # what it shares with the prompt before it, as chat templates begin alike, lies in the reader's cache; the
         # drafter reads whole prompts, and of recurrent layers only the state behind all of that prompt is kept
         reads_all = self.engine.drafter is not None or self.engine.target.has_states
-        kept = 0 if reads_all else min(num_shared(self.last_read, asked.prompt), len(asked.prompt) - 1)
+        before, rotary = self.last_read, self.engine.target.row_rotary
+        reads_all |= rotary is not None and (len(before) > rotary.change) != (len(asked.prompt) > rotary.change)
+        kept = 0 if reads_all else min(num_shared(before, asked.prompt), len(asked.prompt) - 1)
         read, self.last_read = prefill(self.reader, alone, self.watch, kept=kept).state, asked.prompt
         if not self.engine.cache.is_filled:
             self._fill()

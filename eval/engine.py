@@ -258,10 +258,13 @@ class Engine:
             tries=self.tree.most_children[:num_drafted] if isinstance(self.tree, StaticTree) else None,
             offered=limit,
         )
-        accepted = self.widths.accepted(self.rule, candidates)
+        accepted, rotary = self.widths.accepted(self.rule, candidates), self.target.row_rotary
         if parents is None:
-            return accepted.num_accepted, accepted.committed(tokens), *read, None
-        return self._keep_path(accepted, tokens, output, start)
+            results = accepted.committed(tokens), *read, None
+        else:
+            results = self._keep_path(accepted, tokens, output, start)
+        num = accepted.num_accepted
+        return num if rotary is None else rotary.before_change(num, start), *results
 
     def _keep_path(self, accepted: AcceptedPath, tokens: Tensor, output: TargetOutput, start: Tensor) -> Tensors:
         """Move the accepted path right after the last committed token, in the cache and in what the drafter reads."""
@@ -269,7 +272,7 @@ class Engine:
         self.cache.move(behind + path, behind + self.offsets[: path.shape[1]], num=accepted.num_accepted)
         kept = self.cache.rows, torch.cat([torch.zeros_like(path[:, :1]), path + 1], 1)  # [B, 1], [B, D + 1]
         read, features, post_norm = (one[kept] for one in (tokens, output.features, output.post_norm))
-        return accepted.num_accepted, accepted.committed(read), read, features, post_norm, path
+        return accepted.committed(read), read, features, post_norm, path
 
     def _read_nodes(
         self, last: Tensor, nodes: Tensor, parents: Tensor | None, start: Tensor

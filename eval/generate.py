@@ -12,6 +12,7 @@ from ..configs.errors import BadInput
 from ..heads.drafter import Drafter, Reading
 from ..heads.drafting import Tree
 from ..heads.target import Target
+from ..heads.targets.prompts import read_again
 from .engine import DecodeState, Engine
 from .replay import Stopwatch
 from .sampling import Sampling
@@ -97,10 +98,9 @@ def check_request(rows: Sequence[list[int]], *, target: Target, max_new_tokens: 
         wrong = next((token for token in row if not 0 <= token < target.vocab_size), None)
         if wrong is not None:
             raise BadInput(f"prompt {i}: token id {wrong} is outside the vocabulary of {target.vocab_size}")
-        if len(row) + max_new_tokens > target.max_positions:
-            raise BadInput(
-                f"prompt {i}: {len(row)} tokens + {max_new_tokens} new exceed the context of {target.context}"
-            )
+        if len(row) + max_new_tokens > target.num_positions:
+            asked = f"{len(row)} tokens + {max_new_tokens} new"
+            raise BadInput(f"prompt {i}: {asked} exceed the context of {target.context}")
 
 
 @dataclass
@@ -269,12 +269,12 @@ def run_round(engine: Engine, texts: Texts, state: DecodeState, watch: Stopwatch
     """One propose-verify-commit of all rows: its record, and the next state. Rows that have ended do not change."""
     engine.begin_round(texts.num_committed)
     engine.rehearse(state)
-    started = watch.now()
-    marks = [watch.mark()]
+    started, marks = watch.now(), [watch.mark()]
     # Draft: the drafter commits the last reading, then drafts
     proposal = engine.draft(state.read)
     marks.append(watch.mark())
     # Verify: one forward over the last committed token and the drafted ones
+    read_again(engine.target, engine.cache, texts.prompts, texts.new, ended=texts.ended)
     accepted, committed, tokens, output, path, num_offered = engine.verify(state, proposal)
     marks.append(watch.mark())
     nodes = engine.no_tokens if path is None else path

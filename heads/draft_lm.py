@@ -89,6 +89,10 @@ class DraftLMHead(DraftHead):
         self.reads_post_norm = False
         model = build_model(config, target)
         self.reader = Target(model, name=config.path or "draft_lm", fingerprint="")  # reads the model over a cache
+        is_new = config.path is None and config.architecture is None
+        if is_new and self.reader.is_repeated and self.reader.num_layers != config.num_layers:
+            what = f"layers that run several times, {self.reader.num_layers} in all: no smaller model of it is known"
+            raise BadInput(f"head.num_layers {config.num_layers}: {target.name} has {what}")
         architecture = json.loads(model.config.to_json_string(use_diff=False))
         if config.lora_rank and config.architecture is None:
             rank, alpha = config.lora_rank, config.lora_alpha
@@ -161,8 +165,10 @@ class DraftLMHead(DraftHead):
 
     @torch.no_grad()
     def commit_prompts(self, state: DraftLMState, read: Reading, *, most: int) -> None:
-        if isinstance(state.cache, StateCache):  # the first round reads the last token, from the states before it
-            read_prompts(self.reader, read.tokens, (read.num_valid - 1).clamp(min=0), state.cache)
+        has_states = isinstance(state.cache, StateCache)
+        if has_states or self.reader.row_rotary is not None:  # which need to know where a prompt ends
+            num = read.num_valid - int(has_states)  # the first round reads the last token, from the states before it
+            read_prompts(self.reader, read.tokens, num.clamp(min=0), state.cache)
         else:
             super().commit_prompts(state, read, most=most)
 
@@ -214,7 +220,9 @@ class DraftLMHead(DraftHead):
 
         sees = state.position, state.seen
         mask = partial(state.cache.tree_mask, positions, *sees, dtype=self.reader.dtype, drafted=state.drafted)
-        return self.reader.read_slots(tokens, positions, state.cache, mask, None)
+        places = state.cache.places(state.position, state.drafted)
+        with self.reader.by_length(state.position + 1):
+            return self.reader.read_slots(tokens, positions, state.cache, mask, None, places=places)
 
     def _tied(self) -> set[str]:
         """Second names of parameters that are registered under two."""

@@ -193,6 +193,8 @@ def model_class(config: Any) -> Any:
 def text_decoder(model: Any) -> Any:
     """The part of a model that reads text: embedding, layers and final norm, without the output layer."""
     decoder = model.get_decoder()
+    if decoder is model.get_output_embeddings():  # which ModernBERT calls so
+        return model.base_model
     return getattr(model, "model", decoder) if decoder is model else decoder
 
 

@@ -1,17 +1,15 @@
 """The frozen target model: hidden states of chosen layers, embedding, output logits, caches."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..configs.errors import BadInput, first_line
 from .decoders.cpu.build import multiplies_bf16
 from .decoders.cpu.decoder import CpuDecoder
-from .decoders.cpu.products import product
 from .loading import TargetConfig, found_path, load_model, use_attention
 from .nn.attention import NAME as GROUPED_ATTENTION
 from .nn.attention import Watch
@@ -20,9 +18,10 @@ from .nn.documents import Documents
 from .nn.joined_decoder import JoinedDecoder
 from .nn.target_output import TargetOutput
 from .targets.check import check_target, has_values
+from .targets.own_masks import MaskOf
 from .targets.parts import FrozenModel
+from .targets.runs import Entering
 
-MaskOf = Callable[..., Tensor]  # the additive mask [B, 1, Q, P], given `window` or `chunk` as in `visibility_mask`
 MOST_DECODED = 256  # positions whose logits the decoder computes
 # attention of these kinds is computed as the model wants it only by kernels with transformers' own names
 SPARSE_ATTENTION = {"indexed_attention", "minimax_m3_sparse"}
@@ -49,9 +48,8 @@ class Target(FrozenModel):
         if self.own_attention == "sdpa" and not is_sparse:
             use_attention(model, GROUPED_ATTENTION)
         self._cache_argument = cache_argument(self.base)
-        self._captured: dict[int, Tensor] = {}  # by layer, the residual stream that entered it in the last forward
+        self._entering = Entering(self.base, self.layers, self.is_repeated)
         self._best: Tensor | None = None  # [B, T] of the last forward, if the decoder computed it there
-        self._watched: set[int] = set()
         self.is_adapted = False  # whether it computes with a head's adapters, see adapters.TargetAdapter
         self._decoder: CpuDecoder | JoinedDecoder | None = None  # made on first use, if the layers are of a known kind
         self._has_decoder: bool | None = False  # None: not determined yet
@@ -99,7 +97,8 @@ class Target(FrozenModel):
 
     def may_use(self, kind: type[CpuDecoder] | type[JoinedDecoder]) -> bool:
         """Whether such a decoder reproduces the layers."""
-        if self.is_spread or self._window is not None:
+        is_other = self.is_spread or self.is_repeated or self.before_output is not None
+        if is_other or self._window is not None:
             return False
         return kind.takes(self.layers, self.config, self.output_layer.weight)
 
@@ -111,6 +110,7 @@ class Target(FrozenModel):
         cache: SlotCache | None = None,
         positions: Tensor | None = None,
         extent: int = 0,
+        lengths: Tensor | None = None,
         seen: Tensor | None = None,
         is_newest: bool = False,
         is_round: bool = False,
@@ -126,6 +126,7 @@ class Target(FrozenModel):
             input_ids: [B, T]; without a cache, rows start at position 0 and may be right-padded with any token.
             feature_layers: HF `hidden_states` indices below num_layers.
             cache, positions [B, T], extent: as in `SlotCache.seek`, for decoding.
+            lengths: [B] tokens of the prompts of which a part is read; None: tokens behind them are read.
             seen: [B, T, T - 1] bool, for a drafted tree: the first token is the last committed one, the others are
                 nodes, written in order to the slots after it; True at the nodes that each token attends to.
             is_newest: a single token in slot extent - 1: it sees the whole cache, so no mask is needed.
@@ -135,8 +136,9 @@ class Target(FrozenModel):
             watch: with a cache, called in each layer with the inputs of its attention; only by targets whose attention
                 is `grouped_attention`.
         """
-        if not self._watched.issuperset(feature_layers):
-            self._watch(feature_layers)
+        if not self._entering.chosen.issuperset(feature_layers):
+            self.check_layers(feature_layers)
+            self._entering.choose(set(feature_layers))
         if cache is None:
             # right padding needs no mask: a causal model's earlier positions never see it
             post_norm = self._read_rows(input_ids, documents)
@@ -147,19 +149,21 @@ class Target(FrozenModel):
                 slots = positions[:, :1] + torch.arange(positions.shape[1], device=positions.device)
             is_exact = is_newest and positions.device.type == "cpu" and not self._needs_mask  # shapes may vary there
             cache.seek(slots, extent=extent, is_exact=is_exact)
-
-            post_norm = self.read_slots(
-                input_ids,
-                positions,
-                cache,
-                None if is_exact else partial(cache.mask, positions, dtype=self.dtype, seen=seen),
-                watch,
-                is_chain=seen is None,
-                is_round=is_round,
-                chooses=chooses,
-            )
+            has_places = seen is not None and bool(self.own_masks)
+            with self.by_length(positions[:, 0] + 1 if lengths is None else lengths):
+                post_norm = self.read_slots(
+                    input_ids,
+                    positions,
+                    cache,
+                    None if is_exact else partial(cache.mask, positions, dtype=self.dtype, seen=seen),
+                    watch,
+                    is_chain=seen is None,
+                    places=cache.places(positions[:, 0], positions[:, 1:]) if has_places else None,
+                    is_round=is_round,
+                    chooses=chooses,
+                )
         post_norm = post_norm.to(input_ids.device)  # a copy only for a target on several devices
-        chosen = [self._captured[i].to(input_ids.device) for i in feature_layers]
+        chosen = [self._entering.states[i].to(input_ids.device) for i in feature_layers]
         features = torch.stack(chosen, 2) if chosen else post_norm.new_empty(*post_norm.shape[:2], 0, self.hidden_size)
         return TargetOutput(features, post_norm, self._best if chooses else None)
 
@@ -172,8 +176,9 @@ class Target(FrozenModel):
             return self.forward(input_ids, feature_layers=feature_layers, documents=documents)
         cache, parts = self.new_cache(length), []
         for i, row in enumerate(input_ids):
-            for text in row.split([length] if documents is None else documents.lengths(i)):
-                where = {"positions": torch.arange(len(text))[None], "extent": len(text)}
+            for text in row.split([length] if documents is None else documents.row_lengths(i)):
+                num = len(text)
+                where = {"positions": torch.arange(num)[None], "extent": num, "lengths": torch.tensor([num])}
                 parts.append(self.forward(text[None], feature_layers=feature_layers, cache=cache, **where))
         states = (torch.cat([getattr(part, name)[0] for part in parts]) for name in ("features", "post_norm"))
         return TargetOutput(*(each.view(*input_ids.shape, *each.shape[1:]) for each in states))
@@ -187,6 +192,7 @@ class Target(FrozenModel):
         watch: Watch | None,
         *,
         is_chain: bool = False,
+        places: Tensor | None = None,
         is_round: bool = False,
         chooses: bool = False,
     ) -> Tensor:
@@ -194,27 +200,28 @@ class Target(FrozenModel):
 
         Args:
             positions: [B, T]. mask: None: the tokens see the whole cache. watch, is_round, chooses: as in `forward`.
-            is_chain: whether the mask is causal: each token sees the slots up to its own.
+            is_chain: whether the mask is causal: each token sees the slots up to its own. places: of a tree, as
+                `SlotCache.places` gives them.
         """
-        if cache.extent > self.max_positions:  # drafts there are never accepted, but embeddings need an index
-            positions = positions.clamp(max=self.max_positions - 1)
+        if cache.extent > self.num_positions:  # drafts there are never accepted, but embeddings need an index
+            positions = positions.clamp(max=self.num_positions - 1)
         if watch is None and (decoder := self.decoder) is not None and input_ids.numel() <= decoder.most_tokens:
             mask = None if is_chain and decoder.knows_chains else mask
             tokens, seen = self.input_embedding(input_ids), None if mask is None else mask()
             if isinstance(decoder, CpuDecoder):
-                done = decoder.read(tokens, positions, cache, seen, wanted=self._watched, chooses=chooses)
+                done = decoder.read(tokens, positions, cache, seen, wanted=self._entering.chosen, chooses=chooses)
             else:
-                done = decoder.read(tokens, positions, cache, seen, wanted=self._watched, is_round=is_round)
-            post_norm, self._captured, self._best = done
+                done = decoder.read(tokens, positions, cache, seen, wanted=self._entering.chosen, is_round=is_round)
+            post_norm, self._entering.states, self._best = done
             return post_norm
         self._best = None
-        return self.base(
-            input_ids=input_ids,
-            position_ids=positions,
-            attention_mask=None if mask is None else self._by_attention_type(mask),
-            use_cache=True,
-            **{self._cache_argument: cache, **({} if watch is None else {"watch": watch})},
-        ).last_hidden_state
+        given: dict[str, Any] = {self._cache_argument: cache, **({} if watch is None else {"watch": watch})}
+        read = partial(self.base, input_ids=input_ids, position_ids=positions, use_cache=True, **given)
+        if mask is None or not self.own_masks:
+            return read(attention_mask=None if mask is None else self.by_attention_type(mask)).last_hidden_state
+        cache.num_before = cache.extent - input_ids.shape[1]
+        with self.own_masks.replaced(mask, places):
+            return read().last_hidden_state
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """[B, T] -> [B, T, D], the target's own (frozen) input embedding."""
@@ -242,35 +249,29 @@ class Target(FrozenModel):
         """[..., V] `logits` before the cast to fp32."""
         decoder = self._decoder_for(post_norm)
         if decoder is None:
-            logits = product(self.output_layer, post_norm.to(self.dtype)).to(post_norm.device)
+            logits = self.output_values(post_norm).to(post_norm.device)
         else:
             logits = decoder.logits(post_norm.to(self.dtype))
         return self.as_logits(logits)
 
-    def _watch(self, feature_layers: tuple[int, ...]) -> None:
-        """From now on, capture the residual stream that enters these layers. Raises BadInput as `check_layers`."""
-        self.check_layers(feature_layers)
-        for i in set(feature_layers) - self._watched:
-
-            def keep(module: nn.Module, args: tuple, kwargs: dict, i: int = i) -> None:
-                self._captured[i] = args[0] if args else kwargs["hidden_states"]
-
-            self.layers[i].register_forward_pre_hook(keep, with_kwargs=True)
-            self._watched.add(i)
-
     def _read_rows(self, input_ids: Tensor, documents: Documents | None) -> Tensor:
         """[B, T] -> [B, T, D] post-norm states, without a cache."""
+        read = partial(self.base, input_ids=input_ids, use_cache=False)
         if documents is None:
-            return self.base(input_ids=input_ids, use_cache=False).last_hidden_state
-        apart = self._kept_apart(documents)
+            return read().last_hidden_state
+        mask, given = self._kept_apart(documents), {"position_ids": documents.positions}
         try:
-            return self.base(input_ids=input_ids, use_cache=False, **apart).last_hidden_state
-        except (TypeError, ValueError) as error:  # as with ALiBi, where positions follow from the place in a row
+            if self.own_masks:  # a model that biases slots takes positions, if any, for a mask of its own
+                with self.own_masks.replaced(mask, documents.positions):
+                    return read(**({} if self.own_masks.is_biased else given)).last_hidden_state
+            with self.by_length(documents.lengths):
+                return read(attention_mask=self.by_attention_type(mask), **given).last_hidden_state
+        except (TypeError, ValueError) as error:  # where positions follow from the place in a row
             why = f"reads a row as one text ({first_line(error)}): use data.layout padded"
             raise BadInput(f"target {self.name}: {why}") from error
 
-    def _kept_apart(self, documents: Documents) -> dict[str, Any]:
-        """Model arguments that keep several texts in a row from seeing each other.
+    def _kept_apart(self, documents: Documents) -> MaskOf:
+        """The mask that keeps several texts in a row from seeing each other.
 
         Raises: BadInput if the target has layers that a mask cannot separate."""
         apart = {"full_attention", "sliding_attention"}
@@ -280,18 +281,4 @@ class Target(FrozenModel):
                 f"target {self.name}: {', '.join(sorted(kinds))} reads a row as one text: use data.layout padded"
             )
         queries = torch.arange(documents.ids.shape[1], device=documents.ids.device).expand_as(documents.ids)
-        masks = self._by_attention_type(partial(documents.mask, queries, dtype=self.dtype))
-        return {"position_ids": documents.positions, "attention_mask": masks}
-
-    def _by_attention_type(self, mask: MaskOf) -> Any:
-        """The mask, or the masks by attention type, that the model takes."""
-        if self._window is None and self.chunk is None:
-            return mask()
-        if not self.layer_types:
-            return mask(window=self._window)
-        masks: dict[str, Any] = {"full_attention": mask(), "linear_attention": None}
-        if self._window is not None:
-            masks["sliding_attention"] = mask(window=self._window)
-        if self.chunk is not None:
-            masks["chunked_attention"] = mask(chunk=self.chunk)
-        return masks
+        return partial(documents.mask, queries, dtype=self.dtype)

@@ -45,9 +45,11 @@ class DraftModelDrafter(Drafter):
 
     @torch.no_grad()
     def commit_prompts(self, state: DraftModelState, read: Reading, *, most: int) -> None:
-        if isinstance(state.cache, StateCache):  # the first round reads the last token, from the states before it
+        has_states = isinstance(state.cache, StateCache)
+        if has_states or self.model.row_rotary is not None:  # which need to know where a prompt ends
             tokens = read.tokens.clamp(max=self.model.vocab_size - 1)
-            read_prompts(self.model, tokens, (read.num_valid - 1).clamp(min=0), state.cache)
+            num = read.num_valid - int(has_states)  # the first round reads the last token, from the states before it
+            read_prompts(self.model, tokens, num.clamp(min=0), state.cache)
         else:
             super().commit_prompts(state, read, most=most)
 

@@ -6,7 +6,7 @@ little more time than reading the weights.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -205,8 +205,8 @@ class SparseSelfDrafter(Drafter):
         back = torch.arange(num_queries, device=read.start.device) - num_queries
         positions = (read.num_valid[:, None] + back).clamp(min=0)  # [B, W]
         scores, extent = KeyScores(), max(state.extent, cache.max_length)
-        tail = read.tokens.gather(1, positions)
-        self.target.forward(tail, cache=Reread(whole), positions=positions, extent=extent, watch=scores)
+        where: dict[str, Any] = {"positions": positions, "lengths": read.num_valid, "extent": extent}
+        self.target.forward(read.tokens.gather(1, positions), cache=Reread(whole), watch=scores, **where)
         cache.fill(whole, read.num_valid, lambda *which: self._chosen(scores, *which))
 
     def _chosen(self, scores: KeyScores, layer: int, num_heads: int, latest: Tensor, base: Tensor) -> Tensor:

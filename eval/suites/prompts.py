@@ -264,7 +264,7 @@ def check_ids(ids: list[int], target: Target, *, max_new_tokens: int, origin: st
     wrong = next((token for token in ids if not 0 <= token < target.vocab_size), None)
     if wrong is not None:
         raise BadInput(f"{origin}: token id {wrong} is outside the vocabulary of {target.vocab_size}")
-    if len(ids) + max_new_tokens > target.max_positions:
+    if len(ids) + max_new_tokens > target.num_positions:
         raise UnusablePrompt(
             origin,
             f"{len(ids)} prompt tokens + {max_new_tokens} new ones exceed the context of {target.context}; "

@@ -45,8 +45,7 @@ class RestrictedLogits:
         if self.rows is None:
             logits = self.target.logits(post_norm)
             return logits if self.vocabulary is None else logits[..., self.vocabulary.to_target]
-        layer = self.target.output_layer
-        states = post_norm.to(layer.weight.dtype)
+        layer, states = self.target.output_layer, self.target.for_output(post_norm)
         has_gradients, is_few = torch.is_grad_enabled() or torch.compiler.is_compiling(), states[..., 0].numel() <= FEW
         if self.packed is not None and not has_gradients and (is_few or not multiplies_bf16()):
             return self.target.as_logits(self.packed(states))

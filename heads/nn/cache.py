@@ -157,6 +157,15 @@ class SlotCache(Cache):
         """For drafting over this cache: forwards inside read on from `start` [B] tokens; slots need nothing for it."""
         return nullcontext()
 
+    def places(self, root: Tensor, drafted: Tensor) -> Tensor:
+        """[B, extent] the position of what each readable slot holds: its number, except for drafted nodes.
+
+        Args: root: [B] as in `tree_mask`. drafted: [B, n] the positions of the nodes in the slots behind it.
+        """
+        slots = torch.arange(self.extent, device=root.device).expand(len(root), -1)
+        behind = root[:, None] + 1 + torch.arange(drafted.shape[1], device=root.device)  # [B, n]
+        return slots.scatter(1, behind, drafted)
+
     def mask(
         self,
         positions: Tensor,

@@ -146,11 +146,14 @@ class LayerDriver:
         self, layer: nn.Module, x: Tensor, positions: Tensor, mask: Tensor | None, cache: LayerCache
     ) -> Tensor:
         """x [B, Q, D] at positions [B, Q] -> [B, Q, D]. mask: [B, 1, Q, P] additive; None: causal."""
+        known = positions.clamp(max=self.target.num_positions - 1)  # the target's own rotary must not grow beyond
+        with self.target.by_length(known.new_zeros(len(known))):  # trained on short texts, it has their frequencies
+            embeddings = self.rotary(x, known, **self.rotary_kind)
         out = layer(
             x,
             attention_mask=mask,
             position_ids=positions,
-            position_embeddings=self.rotary(x, positions, **self.rotary_kind),
+            position_embeddings=embeddings,
             chains=cache if isinstance(cache, ChainKeys) else None,
             **{self.cache_name: cache},
         )

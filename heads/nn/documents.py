@@ -27,9 +27,15 @@ class Documents:
             positions[row] = torch.arange(num_positions) - torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
         return cls(ids, positions)
 
-    def lengths(self, row: int) -> list[int]:
+    def row_lengths(self, row: int) -> list[int]:
         """Of a row's texts, and of the padding at its end."""
         return torch.unique_consecutive(self.ids[row], return_counts=True)[1].tolist()
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B, T] length in tokens of the text that each token belongs to."""
+        sizes = torch.zeros_like(self.ids).scatter_add_(1, self.ids, torch.ones_like(self.ids))  # [B, T] by text
+        return sizes.gather(1, self.ids)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Documents":
         ids, positions = (tensor.to(device, non_blocking=non_blocking) for tensor in (self.ids, self.positions))

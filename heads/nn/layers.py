@@ -149,7 +149,7 @@ class Attention(nn.Module):
 MLP_SIZES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 CONTEXTS = ("max_position_embeddings", "model_max_length", "max_seq_len", "seq_length")
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "layer_norm_epsilon")
-LLAMA_ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+LLAMA_ROPES = ("default", "linear", "yarn", "llama3")  # that are the same for texts of all lengths
 PARTIAL = "partial_rotary_factor"
 
 
@@ -202,11 +202,15 @@ def active_width(given: dict[str, Any]) -> int:
 
 
 def plain_rope(given: dict[str, Any] | None) -> dict[str, Any]:
-    """Rotary parameters for a Llama layer, from a target's: for all its layers, or by kind of layer."""
+    """Rotary parameters for a Llama layer, from a target's: for all its layers, or by kind of layer.
+
+    Frequencies that depend on the length of a text (dynamic, longrope) are left out: engines choose them by other
+    rules, and a head that is trained on short texts would draft long ones by frequencies that it has never seen.
+    """
     rope = given or {"rope_type": "default", "rope_theta": 10000.0}
     by_kind = [one for one in rope.values() if isinstance(one, dict)]
     rope = dict(rope.get("full_attention") or (by_kind[0] if by_kind else rope))
-    if rope.get("rope_type") not in LLAMA_ROPES:  # as Gemma 4's proportional ones
+    if rope.get("rope_type") not in LLAMA_ROPES:  # as Gemma 4's proportional ones too
         rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
     return {key: value for key, value in rope.items() if key not in ("mrope_section", "mrope_interleaved", PARTIAL)}
 

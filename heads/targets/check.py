@@ -5,6 +5,7 @@ unusable, those of texts behind a cache make it one that can be trained on but n
 longer than every window, chunk and choice of keys of the model; then only layers of each kind are run.
 """
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,11 +32,19 @@ def has_values(weight: Tensor) -> bool:
 
 @torch.no_grad()
 def check_target(target: Any) -> None:
-    """Compare a target with its model; sets what was found: `logit_scale`, `undecodable`, `decodes_trees`,
-    `continues_prompts`. Raises BadInput if states or logits of whole texts differ."""
-    ids = check_text(target)
-    with only_layers_of_each_kind(target, is_long=ids.shape[1] > 4 * SHORT):
-        theirs = own_forward(target, ids)
+    """Compare a target with its model; sets what was found: `before_output`, `logit_scale`, `undecodable`,
+    `decodes_trees`, `continues_prompts`. Raises BadInput if states or logits of whole texts differ."""
+    for ids in check_texts(target):
+        check_on_text(target, ids)
+
+
+def check_on_text(target: Any, ids: Tensor) -> None:
+    """`check_target` on a text [1, T]."""
+    is_long = ids.shape[1] > 4 * SHORT
+    with only_layers_of_each_kind(target, is_long=is_long):
+        with last_input(target.output_layer) as read:
+            theirs = own_forward(target, ids, num_logits=SHORT if is_long else 0)
+        target.before_output = found_before_output(target, theirs.hidden_states[-1], read)
         check_whole(target, ids, theirs)
         states = theirs.hidden_states[-1]  # [1, T, D]
         if target.undecodable is None:
@@ -48,23 +57,35 @@ def check_target(target: Any) -> None:
             target.decodes_trees = reads_tree(target, ids, states)
 
 
-def own_forward(target: Any, ids: Tensor) -> Any:
-    """What the model's own code gives for a text [1, T], hidden states included. Raises BadInput if it fails."""
+def own_forward(target: Any, ids: Tensor, *, num_logits: int) -> Any:
+    """What the model's own code gives for a text [1, T], hidden states included. Raises BadInput if it fails.
+
+    Args: num_logits: of the last positions, if the model can leave out the others; 0: all.
+    """
+    takes_part = "logits_to_keep" in inspect.signature(target.model.forward).parameters
+    part = {"logits_to_keep": num_logits} if takes_part else {}
     try:
         with own_attention(target):
-            return target.model(input_ids=ids, output_hidden_states=True, use_cache=False)
+            return target.model(input_ids=ids, output_hidden_states=True, use_cache=False, **part)
     except Exception as error:  # the code of an unknown model may raise anything
         what = f"{type(target.model).__name__} cannot read a text of tokens alone ({first_line(error)})"
         raise BadInput(f"target {target.name}: {what}") from error
 
 
-def check_text(target: Any) -> Tensor:
-    """[1, T] tokens, more than any length on which the model's states may depend."""
-    config = target.config.to_dict()
-    lengths = [config[key] for key in LENGTHS if isinstance(config.get(key), int)]
-    num = min(max([0, *lengths]) + SHORT, target.max_positions)
-    numbers = torch.arange(num, device=target.device)
-    return ((7 * numbers * numbers + 3 * numbers + 11) % target.vocab_size)[None]
+def check_texts(target: Any) -> list[Tensor]:
+    """[1, T] tokens each: more than any length on which the model's states may depend; two texts, a short and a long
+    one, where rotary frequencies change with the length."""
+    config, change = target.config.to_dict(), target.max_positions
+    given = [config[key] for key in LENGTHS if isinstance(config.get(key), int)]
+
+    def above(*least: int, most: int) -> int:
+        return min(max([*least, *(length for length in given if length < most)]) + SHORT, most)
+
+    sizes = [above(0, most=change)]
+    if change < target.num_positions and target.row_rotary is not None:
+        sizes.append(above(change, most=target.num_positions))
+    numbers = [torch.arange(num, device=target.device) for num in sizes]
+    return [((7 * one * one + 3 * one + 11) % target.vocab_size)[None] for one in numbers]
 
 
 @contextmanager
@@ -83,9 +104,9 @@ def own_attention(target: Any) -> Iterator[None]:
 @contextmanager
 def only_layers_of_each_kind(target: Any, *, is_long: bool) -> Iterator[None]:
     """For a long text: run only the first layers, up to the last kind of layer that occurs."""
-    kinds = target.layer_types or ["attention"] * target.num_layers
+    kinds = target.layer_types or target.own_masks.windows
     num = max(kinds.index(kind) for kind in kinds) + 1
-    if not is_long or num >= target.num_layers:
+    if not is_long or num >= target.num_layers or target.is_repeated:
         yield
         return
     name = next(name for name, part in target.base.named_children() if part is target.layers)
@@ -99,7 +120,7 @@ def only_layers_of_each_kind(target: Any, *, is_long: bool) -> Iterator[None]:
 def check_whole(target: Any, ids: Tensor, theirs: Any) -> None:
     """Compare features, post-norm states and logits of a whole text. Raises BadInput, naming what differs."""
     where = f"target {target.name}: {type(target.model).__name__}"
-    layers = tuple(range(min(2, target.num_layers)))
+    layers = tuple(range(target.num_layers if target.is_repeated else min(2, target.num_layers)))
     ours = target.forward(ids, feature_layers=layers)
     if layers and ours.features.shape[3:] != (target.hidden_size,):
         shape = tuple(ours.features.shape[3:])
@@ -115,13 +136,43 @@ def check_whole(target: Any, ids: Tensor, theirs: Any) -> None:
         raise BadInput(f"{where}: its logits are computed in an unknown way")
 
 
+@contextmanager
+def last_input(layer: nn.Module) -> Iterator[list[Tensor]]:
+    """What the layer reads in forwards inside; nothing if it is not called, but its weights are used."""
+    read: list[Tensor] = []
+    handle = layer.register_forward_pre_hook(lambda _, args: read.append(args[0]))
+    try:
+        yield read
+    finally:
+        handle.remove()
+
+
+def found_before_output(target: Any, post_norm: Tensor, read: list[Tensor]) -> nn.Module | None:
+    """The part of the model, as ModernBERT's prediction head, that makes what the output layer read [1, T, D] of
+    post-norm states; None: there is none."""
+    if not read or read[-1].ndim != 3:
+        return None
+    post_norm = post_norm[:, -read[-1].shape[1] :]
+    if read[-1].shape != post_norm.shape or is_close(read[-1], post_norm):
+        return None
+    ends = target.base, target.output_layer
+    parts = [part for part in target.model.children() if not any(end in part.modules() for end in ends)]
+    for part in parts:
+        try:
+            if is_close(read[-1], part(post_norm)):
+                return part
+        except Exception:  # the code of an unknown part may raise anything
+            continue
+    return None
+
+
 def found_scale(target: Any, post_norm: Tensor, logits: Tensor) -> float:
     """The factor between the output layer's values and the model's logits, as Granite's and Cohere's; else 1.
 
     It is read off the logits, and is one of the config's numbers or its inverse if one is that close.
     """
     cap = target.logit_cap
-    values, uncapped = target.output_layer(post_norm.to(target.dtype)).double(), logits.double()
+    values, uncapped = target.output_values(post_norm).double(), logits.double()
     if cap is not None:
         uncapped = torch.atanh((uncapped / cap).clamp(-0.99, 0.99)) * cap
         values = values.where(logits.abs() < 0.9 * cap, 0)  # where the cap leaves nothing to read

@@ -1,5 +1,6 @@
 """A Hugging Face model in evaluation mode: its parts under uniform names, and what its config says of them."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Self
 
@@ -7,11 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from ...configs.errors import BadInput
+from ..decoders.cpu.products import product
 from ..decoders.state_cache import StateCache, keeps_states, kept_by_layers, read_states, unknown_kind
 from ..loading import TargetConfig, load_tokenizer, text_decoder
 from ..nn.cache import SlotCache
+from .own_masks import MaskOf, OwnMasks
+from .row_rotary import TWO_SETS, RowRotary
+from .runs import LAYER_LISTS, found_layers
 
-LAYER_LISTS = ("layers", "h", "blocks")  # names of the list of decoder layers in Hugging Face models
+BY_LENGTH = (TWO_SETS, "dynamic")  # rotary frequencies that depend on the length of a text
 
 
 class FrozenModel:
@@ -27,15 +32,15 @@ class FrozenModel:
         self.config = model.config.get_text_config()
         self.hidden_size: int = self.config.hidden_size
         self.base = text_decoder(model)
-        lists = (getattr(self.base, attribute, None) for attribute in LAYER_LISTS)
-        layers = next((modules for modules in lists if isinstance(modules, nn.ModuleList)), None)
+        layers, self.is_repeated = found_layers(self.base)
         if layers is None:
             raise BadInput(f"target {name}: no decoder layers found under {', '.join(LAYER_LISTS)}")
-        self.layers: nn.ModuleList = layers
+        self.layers: nn.ModuleList = layers  # in the order in which they run; some several times, if is_repeated
         self.num_layers = len(layers)  # not what the config says: LongCat's has two entries per layer
         norms = (module for key, module in self.base.named_children() if "norm" in key or key == "ln_f")
         self.final_norm: nn.Module | None = next(norms, None)
         self.output_layer: nn.Linear = model.get_output_embeddings()
+        self.before_output: nn.Module | None = None  # what the model has between the final norm and the output layer
         self.input_embedding: nn.Module = model.get_input_embeddings()
         self.vocab_size: int = self.output_layer.weight.shape[0]
         self.kept = kept_by_layers(self.config)
@@ -48,6 +53,13 @@ class FrozenModel:
         self.logit_cap: float | None = next((cap for cap in caps if cap), None)
         has_window = any("sliding" in kind for kind in self.layer_types or ["sliding_attention"])
         self._window: int | None = getattr(self.config, "sliding_window", None) if has_window else None
+        self.own_masks = OwnMasks(self.layers)
+        own: Any = getattr(self.config, "original_max_position_embeddings", None)
+        ropes = [rope for rope in self.length_ropes if rope["rope_type"] == TWO_SETS]
+        changes: set[int] = {rope.get("original_max_position_embeddings") or own for rope in ropes}
+        self.row_rotary = RowRotary(self.base, min(changes)) if changes else None
+        if changes and (self.has_states or len(changes) > 1):
+            self.undecodable = "not all of its layers can read a text again where its rotary frequencies change"
         has_chunks = "chunked_attention" in self.layer_types
         self.chunk: int | None = getattr(self.config, "attention_chunk_size", None) if has_chunks else None
 
@@ -94,26 +106,30 @@ class FrozenModel:
         return StateCache(self.kept, **sizes, continues_prompts=self.continues_prompts, device=self.device)
 
     @property
-    def max_positions(self) -> int:
-        """The context window in tokens: rotary frequencies that change beyond some length (longrope) end it there, as
-        else the longest text of a batch, or a draft, would change the states of the others."""
-        whole = getattr(self.config, "max_position_embeddings", None) or 2**31 - 1
-        return min(whole, self.rotary_change or whole)
+    def num_positions(self) -> int:
+        """The context window in tokens."""
+        return getattr(self.config, "max_position_embeddings", None) or 2**31 - 1
 
     @property
-    def rotary_change(self) -> int | None:
-        """The length in tokens beyond which the rotary frequencies are others; None: they are the same everywhere."""
+    def max_positions(self) -> int:
+        """The longest rows that are trained on and timed, in tokens: the context window, or the length at which the
+        rotary frequencies change."""
+        return self.num_positions if self.row_rotary is None else min(self.num_positions, self.row_rotary.change)
+
+    @property
+    def length_ropes(self) -> list[dict[str, Any]]:
+        """The parameters of rotary frequencies that depend on the length of a text, of which there may be several by
+        attention type."""
         rope = getattr(self.config, "rope_parameters", None) or {}
-        for kind in (rope, *(part for part in rope.values() if isinstance(part, dict))):
-            if kind.get("rope_type") == "longrope":
-                return kind.get("original_max_position_embeddings") or self.config.original_max_position_embeddings
-        return None
+        kinds = (rope, *(part for part in rope.values() if isinstance(part, dict)))
+        return [kind for kind in kinds if kind.get("rope_type") in BY_LENGTH]
 
     @property
     def context(self) -> str:
-        """`max_positions` in words, for messages."""
-        why = "" if self.rotary_change is None else ", where its rotary frequencies change (longrope)"
-        return f"{self.max_positions}{why}"
+        """`num_positions` in words, for messages."""
+        is_dynamic = any(rope["rope_type"] != TWO_SETS for rope in self.length_ropes)
+        why = ", where its rotary frequencies change with every token (dynamic)" if is_dynamic else ""
+        return f"{self.num_positions}{why}"
 
     def final_norm_scale(self) -> Tensor:
         """[D] fp32 gain of the final norm, for heads that start from it; ones if it is not an RMSNorm."""
@@ -144,15 +160,45 @@ class FrozenModel:
         """The attention type of each layer, in Hugging Face's terms; empty if the config does not list them."""
         return getattr(self.config, "layer_types", None) or []
 
+    def output_values(self, post_norm: Tensor) -> Tensor:
+        """[..., D] -> [..., V] what the output layer makes of post-norm states."""
+        return product(self.output_layer, self.for_output(post_norm))
+
+    def for_output(self, post_norm: Tensor) -> Tensor:
+        """[..., D] -> [..., D] what the output layer reads for post-norm states."""
+        states = post_norm.to(self.dtype)
+        return states if self.before_output is None else self.before_output(states)
+
     def as_logits(self, values: Tensor) -> Tensor:
         """The output layer's values [..., V] as the model's logits: scaled, and capped in fp32, where it does that."""
         values = values if self.logit_scale == 1 else values * self.logit_scale
         cap = self.logit_cap
         return values if cap is None else torch.tanh(values.float() / cap) * cap
 
+    def by_length(self, lengths: Tensor) -> AbstractContextManager[None]:
+        """Forwards inside give each row the rotary frequencies of its length: [B] tokens, or [B, T] by token."""
+        if self.row_rotary is None:
+            return nullcontext()
+        return self.row_rotary.rows(lengths > self.row_rotary.change)
+
     def window_of(self, layer: int) -> int | None:
         """The sliding window of a layer in tokens, the query's own included; None: it has full attention."""
+        if self.own_masks:
+            return self.own_masks.windows[layer]
         return self._window if not self.layer_types or "sliding" in self.layer_types[layer] else None
+
+    def by_attention_type(self, mask: MaskOf) -> Any:
+        """The mask, or the masks by attention type, that the model takes."""
+        if self._window is None and self.chunk is None:
+            return mask()
+        if not self.layer_types:
+            return mask(window=self._window)
+        masks: dict[str, Any] = {"full_attention": mask(), "linear_attention": None}
+        if self._window is not None:
+            masks["sliding_attention"] = mask(window=self._window)
+        if self.chunk is not None:
+            masks["chunked_attention"] = mask(chunk=self.chunk)
+        return masks
 
     def to(self, device: str | torch.device) -> Self:
         """Move the weights, unless they are spread over devices; returns itself."""

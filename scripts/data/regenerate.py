@@ -175,7 +175,7 @@ class EngineAnswers:
             ids = list(encoded["input_ids"])
         except (TemplateError, TypeError, ValueError) as error:
             return Failure(f"the chat template refuses the messages: {first_line(error)}")
-        room, wanted = self.target.max_positions, request.sampling.max_tokens
+        room, wanted = self.target.num_positions, request.sampling.max_tokens
         if len(ids) + wanted > room:
             return Failure(f"{len(ids)} prompt tokens + {wanted} new ones (max_tokens) exceed the context of {room}")
         return ids

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ....configs.errors import BadInput
 from ....heads.drafting import Proposal
+from ....heads.targets.prompts import read_again
 from ...engine import DecodeState, Engine
 from ...generate import right_padded
 from ...suites.prompts import Suite
@@ -47,6 +48,7 @@ def decoded(engine: Engine, prompts: list[list[int]], num_tokens: int) -> tuple[
         engine.begin_round(tokens.shape[1] + count)
         state = DecodeState(None, last, start)
         engine.rehearse(state)
+        read_again(engine.target, engine.cache, prompts, torch.cat(chosen, 1).tolist())
         verified = engine.verify(state, Proposal(engine.no_tokens))
         last, start = verified.committed.clone(), start + 1  # a recorded step writes the next ones over it
         chosen.append(last)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ....heads.targets.prompts import read_again
 from ...engine import Engine
 from ...generate import Generation, Round, Stop, right_padded
 from ..lossless import Unproved
@@ -74,6 +75,7 @@ def first_not_replayed(
     for done in run.rounds[1:]:
         starts = [len(prompt) + num - 1 for prompt, num in zip(prompts, emitted, strict=True)]  # last token, not read
         engine.begin_round(max(starts) + 1)
+        read_again(engine.target, engine.cache, prompts, [new[:num] for new, num in zip(texts, emitted, strict=True)])
         confirm(found, texts, emitted, chosen_in_round(engine, whole, starts, done))
         emitted = [before + num for before, num in zip(emitted, done.num_emitted, strict=True)]
     return found

@@ -1,5 +1,6 @@
 """At load a target is held against its model: what our reading would get wrong is one line, before anything is done."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from headstart.configs.errors import BadInput
 from headstart.eval.generate import generate
 from headstart.heads.nn import cache as caches
 from headstart.heads.target import Target
-from headstart.heads.targets.check import SHORT, check_text
+from headstart.heads.targets.check import SHORT, check_texts
 from transformers import AutoModelForImageTextToText, Gemma3Config, GraniteConfig, GraniteForCausalLM
 
 VISIBILITY, READ, WRITE = caches.visibility_mask, Target.read_slots, caches.SlotLayer.update
@@ -58,7 +59,7 @@ def test_a_fault_in_trees_alone_leaves_chains(tiny_target, monkeypatch):
 
 @pytest.mark.parametrize(("family", "length"), [("llama", SHORT), ("mistral", 8 + SHORT), ("gemma3", 8 + SHORT)])
 def test_the_text_is_longer_than_every_window(family, length, tiny_target):
-    assert check_text(tiny_target(family)).shape == (1, length)
+    assert [text.shape for text in check_texts(tiny_target(family))] == [(1, length)]
 
 
 def scaled_model(**changes: Any) -> Any:
@@ -103,9 +104,25 @@ def test_the_text_model_of_a_wrapper_is_loaded_without_its_vision_tower(tmp_path
     torch.testing.assert_close(target.logits(target.forward(ids).post_norm), whole.eval()(input_ids=ids).logits)
 
 
-def test_rotary_frequencies_that_change_with_the_length_end_the_context(tiny_target):
-    rope = {"rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    target = tiny_target("qwen2", rope_parameters={**rope, "original_max_position_embeddings": 32})
-    with pytest.raises(BadInput, match=r"exceed the context of 32, where its rotary frequencies change \(longrope\)$"):
+LONGROPE: dict[str, Any] = {
+    **{"rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0] * 4, "long_factor": [8.0] * 4},
+    "original_max_position_embeddings": 32,
+}
+
+
+def test_texts_on_both_sides_of_a_change_of_the_rotary_frequencies_are_checked(tiny_target, monkeypatch):
+    target = tiny_target("qwen2", rope_parameters=LONGROPE)
+    assert [text.shape[1] for text in check_texts(target)] == [SHORT, 32 + SHORT]
+    assert target.can_decode and target.decodes_trees and (target.max_positions, target.num_positions) == (32, 256)
+    monkeypatch.setattr(Target, "by_length", lambda self, lengths: nullcontext())  # by the longest position
+    target = tiny_target("qwen2", rope_parameters=LONGROPE)
+    assert target.undecodable == "a prompt has another state than in the model's own forward"
+
+
+def test_frequencies_that_change_with_every_token_end_the_context(tiny_target):
+    rope = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}
+    target = tiny_target("qwen3", rope_parameters=rope, max_position_embeddings=32)
+    why = r"exceed the context of 32, where its rotary frequencies change with every token \(dynamic\)$"
+    with pytest.raises(BadInput, match=why):
         generate(target, None, [1] * 30, max_new_tokens=3)
     assert len(generate(target, None, [1] * 29, max_new_tokens=3, eos_token_ids=[]).token_ids[0]) == 3
