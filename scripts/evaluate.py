@@ -105,7 +105,7 @@ def evaluate(
         str, MEASURING(help="headstart; or llama-server: the head and the target are GGUF files.")
     ] = "headstart",
     server_bin: Annotated[
-        Path | None, MEASURING(envvar="LLAMA_SERVER", help="llama-server's binary, for --engine llama-server.")
+        Path | None, MEASURING(envvar="LLAMA_SERVER", help="llama-server's binary, or xllamacpp: that package's.")
     ] = None,
     server_args: Annotated[str, MEASURING(help="More flags for it, e.g. '-t 8 -ngl 99'.")] = "",
     output: Annotated[Path, OUTPUT(help="Folder for report.html, report.json and rounds.jsonl.")],

@@ -57,7 +57,7 @@ def plan(
     served: Annotated[
         Path | None, Option(help="For llama-server instead: what `headstart export --to llama.cpp` wrote of this head.")
     ] = None,
-    server_bin: Annotated[Path | None, Option(envvar="LLAMA_SERVER", help="Its binary, for --served.")] = None,
+    server_bin: Annotated[Path | None, Option(envvar="LLAMA_SERVER", help="Its binary, or xllamacpp.")] = None,
     server_args: Annotated[str, Option(help="More flags of its, as one types them.")] = "",
     check: Annotated[
         str, Option(help="Measure too: advice (the most promising, to choose from), all (every cell), none.")

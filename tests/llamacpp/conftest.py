@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from headstart.eval.measurement.servers.llama_server import PACKAGE
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--llama-server", help="its binary")
-    parser.addoption("--llama-cpp", help="the checkout that it was built from")
+    parser.addoption("--llama-server", default=PACKAGE, help="a binary to serve with instead of that package")
+    parser.addoption("--llama-cpp", help="a checkout, for its converter")
     parser.addoption("--llama-log", help="a JSON file for what both engines counted")
 
 

@@ -1,4 +1,4 @@
-"""Heads of SmolLM2-135M-Instruct in llama-server itself, in F32: the text is the target's, and as many drafts are
+"""Heads of SmolLM2-135M-Instruct in llama.cpp's own server, in F32: the text is the target's, and as many drafts are
 accepted in a round as in our engine."""
 
 from collections import Counter
@@ -41,11 +41,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 @pytest.fixture(scope="module")
 def llamacpp(request: pytest.FixtureRequest) -> tuple[Path, Path]:
-    """The binary and the checkout."""
-    found = [request.config.getoption(option, default=None) for option in ("--llama-server", "--llama-cpp")]
-    if not all(found):
+    """The server and the checkout."""
+    server, checkout = (request.config.getoption(option, default=None) for option in ("--llama-server", "--llama-cpp"))
+    if not checkout:
         pytest.skip("needs llama.cpp: make test-llamacpp")
-    return Path(str(found[0])), Path(str(found[1]))
+    return Path(str(server)), Path(str(checkout))
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def texts_of(target: Target, head: DraftHead, suite: Suite, answers: list[list[i
 def test_llama_server_keeps_the_text_and_accepts_as_many_drafts_as_we_do(
     name, llamacpp, world, target_gguf, tmp_path, figures
 ):
-    (binary, checkout), (target, suite, answers) = llamacpp, world
+    (server, checkout), (target, suite, answers) = llamacpp, world
     family, options = HEADS[name]
     if family == "draft_lm":
         options = options | {"path": target.name}
@@ -118,7 +118,7 @@ def test_llama_server_keeps_the_text_and_accepts_as_many_drafts_as_we_do(
         (out / "target.gguf").rename(target_gguf)
 
     measured = MeasureConfig(max_new_tokens=LENGTH, num_repeats=1)
-    files = ServerFiles(binary, target_gguf, out / "head.gguf", args="-t 2")
+    files = ServerFiles(server, target_gguf, out / "head.gguf", args="-t 2")
     [theirs] = measure_served(target, files, suite, measured, [K])
     ends = sorted(target.eos_token_ids)
     how = {"max_new_tokens": LENGTH, "eos_token_ids": ends, "num_draft_tokens": K}

@@ -67,6 +67,14 @@ def test_llama_cpp_is_timed_beside_our_engine(headstart, world):
     assert all(entry["ours_over_theirs"] > 0 for entry in entries[1:])
 
 
+def test_a_yardstick_that_is_not_built_for_this_machine_is_told(headstart, world, monkeypatch):
+    monkeypatch.syspath_prepend(world)
+    (world / "xllamacpp.py").touch()  # there, and not the package: it does not come up
+    line = "eval --target T.gguf --drafter ngram --prompts prompts.jsonl --max-new-tokens 6 --repeats 1 --output out"
+    code, _, err = headstart(f"{line} --compare llama-server:xllamacpp --dtype float32 --steps eager")
+    assert code == 2 and "xllamacpp is built for any CPU of its kind" in err and "ended with code 1" in err
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [

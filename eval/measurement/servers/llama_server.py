@@ -1,9 +1,11 @@
 """Running llama.cpp's `llama-server` as a subprocess, and querying greedy answers with their timings."""
 
+import importlib.util
 import json
 import shlex
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.error
@@ -20,6 +22,7 @@ from ....heads.export.llamacpp import server_flags
 from ...drafters.llamacpp_cache import DYNAMIC, cache_flags
 
 LOOKUP_SUFFIX = Path(DYNAMIC).suffix
+PACKAGE = "xllamacpp"  # named in a binary's place: the server of this Python package, which `wheel` starts
 START_SECONDS = 600  # for reading the weights
 ANSWER_SECONDS = 3600
 
@@ -49,10 +52,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class ServerFiles:
-    """binary: llama-server. target, head: GGUF files. For MTP modules the head may be the target's file; a file of
-    answers may replace the head, for look-ups. args: further flags for every server, in shell syntax.
+    """binary: llama-server, or PACKAGE. target, head: GGUF files. For MTP modules the head may be the target's file; a
+    file of answers may replace the head, for look-ups. args: further flags for every server, in shell syntax.
 
-    Raises: BadInput if a file does not exist."""
+    Raises: BadInput if a file does not exist or the package is not installed."""
 
     binary: Path
     target: Path
@@ -60,9 +63,14 @@ class ServerFiles:
     args: str = ""
 
     def __post_init__(self) -> None:
-        for what, path in (("--server-bin", self.binary), ("--target", self.target), ("--head", self.head)):
-            if path is not None and not path.is_file():
+        for what, path in zip(("--server-bin", "--target", "--head"), self.read, strict=False):
+            if not path.is_file():
                 raise BadInput(f"{what} {path}: no such file")
+
+    @property
+    def read(self) -> list[Path]:
+        """The server's own file, and those that it reads."""
+        return [path for path in (started_by(self.binary)[1], self.target, self.head) if path]
 
     @property
     def looks_up(self) -> bool:
@@ -85,7 +93,7 @@ class ServerFiles:
     def command(self, *, max_length: int, num_draft_tokens: int = 0) -> list[str]:
         """The command of a server with one slot, without its address. num_draft_tokens: K; 0: without the head."""
         line = [
-            str(self.binary.absolute()),
+            *started_by(self.binary)[0],
             "-m",
             str(self.target),
             "-c",
@@ -103,6 +111,18 @@ class ServerFiles:
             if self.family == "mtp" and self.head != self.target:
                 line += ["-md", str(self.head)]
         return line
+
+
+def started_by(binary: Path) -> tuple[list[str], Path]:
+    """The command that starts a server, and its file. Raises BadInput if PACKAGE is named and not installed."""
+    if str(binary) != PACKAGE:
+        return [str(binary.absolute())], binary
+    found = importlib.util.find_spec(PACKAGE)
+    if found is None or found.origin is None:
+        raise BadInput(
+            f"--server-bin {PACKAGE}: not installed; pip install {PACKAGE}, or name a binary of llama-server"
+        )
+    return [sys.executable, "-m", f"{__package__}.wheel"], Path(found.origin)
 
 
 class LlamaServer:

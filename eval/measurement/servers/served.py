@@ -84,8 +84,7 @@ def measure_served(
         for length in lengths:
             command = files.command(max_length=max_length, num_draft_tokens=length)
             config = replace(config, setting=chain(length))
-            paths = [path for path in (files.binary, files.target, files.head) if path]
-            drafter = ServedDrafter(" ".join(command), tuple(path.stat().st_mtime for path in paths))
+            drafter = ServedDrafter(" ".join(command), tuple(path.stat().st_mtime for path in files.read))
             name = files.head.name if files.head else "none"
             kept = kept_in(store, target, drafter, suite, config, name=name, engine=SERVER)
             per_round = 0 if files.looks_up else length

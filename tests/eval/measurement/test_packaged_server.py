@@ -1,0 +1,87 @@
+"""llama.cpp's server in a Python package takes a binary's place, with the same flags. A stand-in for the package: its
+server ends where it is asked for bad.gguf."""
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from headstart.configs.errors import BadInput
+from headstart.eval.measurement.servers.llama_server import LlamaServer, ServerFiles
+from headstart.eval.measurement.servers.wheel import FIELDS, parameters
+from headstart.heads.export.llamacpp import SPEC_TYPES
+from headstart.scripts.eval_run import parse_yardstick
+
+KINDS = {kind: f"COMMON_SPECULATIVE_TYPE_{kind.upper().replace('-', '_')}" for kind in (*SPEC_TYPES.values(), "none")}
+PACKAGE = f"""
+import enum
+from types import SimpleNamespace as Fields
+
+common_speculative_type = enum.IntEnum("common_speculative_type", {list(KINDS.values())})
+
+def CommonParams():
+    draft = Fields(mparams=Fields())
+    return Fields(model=Fields(), cpuparams=Fields(), speculative=Fields(draft=draft, ngram_cache=Fields()))
+
+class Server:
+    def __init__(self, params):
+        print("error loading model: " + params.model.path, flush=True)
+        raise RuntimeError("Failed to init server, please check the input params.")
+"""
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """The stand-in, which Python finds here and in processes started from here. t.gguf and bad.gguf are there too."""
+    (tmp_path / "xllamacpp.py").write_text(PACKAGE)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name in ("t.gguf", "bad.gguf"):
+        Path(name).touch()
+    yield importlib.import_module("xllamacpp")
+    del sys.modules["xllamacpp"]
+
+
+@pytest.mark.parametrize("kind", sorted(set(SPEC_TYPES.values())))
+def test_the_package_is_told_what_the_binary_is_told(package, kind):
+    line = f"-m t.gguf -c 99 -np 1 -t 2 -md h.gguf --spec-type {kind} --spec-draft-n-max 4 --spec-draft-p-min 0"
+    told = parameters(package, [*line.split(), "--host", "127.0.0.1", "--port", "7"])
+    assert (told.model.path, told.n_ctx, told.n_parallel, told.cpuparams.n_threads) == ("t.gguf", 99, 1, 2)
+    assert [each.name for each in told.speculative.types] == [KINDS[kind]]
+    draft = told.speculative.draft
+    assert (draft.mparams.path, draft.n_max, draft.p_min) == ("h.gguf", 4, 0.0)
+    assert (told.hostnames, told.port) == (["127.0.0.1"], 7)
+    plain = parameters(package, ["-m", "t.gguf"])
+    assert [each.name for each in plain.speculative.types] == [KINDS["none"]] and not hasattr(plain, "n_ctx")
+
+
+def test_it_is_named_in_a_binarys_place(package):
+    for files in (
+        ServerFiles(Path("xllamacpp"), Path("t.gguf")),
+        parse_yardstick("llama-server:xllamacpp:t.gguf", "M"),
+    ):
+        assert files is not None and files.read == [Path("xllamacpp.py").absolute(), Path("t.gguf")]
+        _, dash, module, *flags = files.command(max_length=9)
+        assert (dash, importlib.import_module(module).FIELDS) == ("-m", FIELDS)
+        assert flags == "-m t.gguf -c 9 -np 1".split()
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "problem"),
+    [
+        ("bad.gguf", "", "ended with code 1: error loading model: bad.gguf"),
+        ("t.gguf", "-ngl 99", "ended with code 2: xllamacpp: error: unrecognized arguments: -ngl 99"),
+    ],
+)
+def test_its_own_words_say_why_it_does_not_come_up(package, target, args, problem):
+    files = ServerFiles(Path("xllamacpp"), Path(target), args=args)
+    with pytest.raises(BadInput, match=problem), LlamaServer(files.command(max_length=9)):
+        pass
+
+
+def test_without_the_package_the_user_is_told_to_install_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(BadInput, match="--server-bin xllamacpp: not installed; pip install xllamacpp"):
+        ServerFiles(Path("xllamacpp"), tmp_path / "t.gguf")
