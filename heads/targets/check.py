@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...configs.errors import BadInput, first_line
+from ..decoders.state_cache import StateCache
 from ..loading import use_attention
 from ..nn.target_output import TargetOutput
 from .prompts import read_prompts
@@ -32,7 +33,7 @@ def has_values(weight: Tensor) -> bool:
 @torch.no_grad()
 def check_target(target: Any) -> None:
     """Compare a target with its model; sets what was found: `logit_scale`, `undecodable`, `decodes_trees`,
-    `continues_prompts`. Raises BadInput if states or logits of whole texts differ."""
+    `continues_prompts`, `state_bytes`. Raises BadInput if states or logits of whole texts differ."""
     ids = check_text(target)
     with only_layers_of_each_kind(target, is_long=ids.shape[1] > 4 * SHORT):
         theirs = own_forward(target, ids)
@@ -104,10 +105,12 @@ def check_whole(target: Any, ids: Tensor, theirs: Any) -> None:
     if layers and ours.features.shape[3:] != (target.hidden_size,):
         shape = tuple(ours.features.shape[3:])
         raise BadInput(f"{where}: its layers pass on states of shape {shape}, not ({target.hidden_size},)")
-    pairs = {f"the state that enters layer {i}": (theirs.hidden_states[i], ours.features[:, :, i]) for i in layers}
-    pairs["the state behind its final norm"] = theirs.hidden_states[-1], ours.post_norm
+    own = theirs.hidden_states  # those that enter each layer, and last that behind the norm
+    first = int(len(layers) > 1 and is_same(own[0], ours.features[:, :, 1]))  # Mamba's and RWKV's leave each layer
+    pairs = {f"the state that enters layer {i}": (own[i - first], ours.features[:, :, i]) for i in layers[first:]}
+    pairs["the state behind its final norm"] = own[-1], ours.post_norm
     for name, (wanted, got) in pairs.items():
-        if wanted.shape != got.shape or not is_close(wanted, got):
+        if not is_same(wanted, got):
             raise BadInput(f"{where}: {name} is computed in an unknown way")
     logits = theirs.logits[:, -SHORT:].float()
     target.logit_scale = found_scale(target, ours.post_norm[:, -SHORT:], logits)
@@ -130,6 +133,10 @@ def found_scale(target: Any, post_norm: Tensor, logits: Tensor) -> float:
     given = [1.0, *numbers, *(1 / number for number in numbers)]
     nearest = min(given, key=lambda number: abs(number - scale))
     return nearest if abs(nearest - scale) < 4e-3 * scale else scale
+
+
+def is_same(wanted: Tensor, got: Tensor) -> bool:
+    return wanted.shape == got.shape and is_close(wanted, got)
 
 
 def is_close(wanted: Tensor, got: Tensor) -> bool:
@@ -177,6 +184,7 @@ def read_behind_cache(target: Any, ids: Tensor, states: Tensor) -> dict[str, tup
     alone, last = target.new_cache(room), torch.tensor([[num - 1]], device=ids.device)
     read_prompts(target, ids[:, :-1], lengths[:1] - 1, alone)
     output = target.forward(ids[:, -1:], cache=alone, positions=last, extent=num, is_newest=True)
+    target.state_bytes = alone.state_bytes if isinstance(alone, StateCache) else 0
     return {**found, "the newest token": (states[:, -1:], output.post_norm)}
 
 

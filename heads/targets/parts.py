@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ...configs.errors import BadInput
-from ..decoders.state_cache import StateCache, keeps_states, kept_by_layers, read_states, unknown_kind
+from ..decoders.rounds import read_states
+from ..decoders.state_cache import StateCache, keeps_states, kept_by_layers, unknown_kind
 from ..loading import TargetConfig, load_tokenizer, text_decoder
 from ..nn.cache import SlotCache
 
@@ -43,6 +44,7 @@ class FrozenModel:
         self.undecodable = unknown_kind(self.kept) or (read_states(self.base, self.kept) if self.has_states else None)
         self.decodes_trees = not self.has_states  # they would need a state per path
         self.continues_prompts = True  # whether its recurrent layers read many tokens behind a state
+        self.state_bytes = 0  # of a row's states in its recurrent layers
         self.logit_scale = 1.0
         caps = (getattr(self.config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap"))
         self.logit_cap: float | None = next((cap for cap in caps if cap), None)
