@@ -202,7 +202,7 @@ class Target(FrozenModel):
             input_ids=input_ids,
             position_ids=positions,
             attention_mask=None if mask is None else self._by_attention_type(mask),
-            use_cache=True,
+            use_cache=self.own_cache is None,  # else its code would refuse ours, which layers read all the same
             **{self._cache_argument: cache, **({} if watch is None else {"watch": watch})},
         ).last_hidden_state
 

@@ -12,40 +12,63 @@ from torch import Tensor, nn
 from .recurrences import calls_of, known_recurrence
 from .state_cache import RECURRENT, StateCache, StateLayer, keeps_states
 
+RECURRENCES = {"update_recurrent_state", "set_linear_cache"}  # the second is MiniMax's
 
-def read_states(model: nn.Module, kept: Sequence[Any]) -> str | None:
+
+def read_states(model: nn.Module, layers: nn.ModuleList, kept: Sequence[Any]) -> str | None:
     """Let a model's recurrent layers read rounds with a `StateCache`; returns why they can not, if so.
 
-    Their parts are found by the calls to the cache that their code makes. The code stays as it is: without such a cache
-    nothing changes, and with one it is called as before, or for one token at a time if its recurrence is not of a known
-    kind (see recurrences.py).
+    Their parts are found by the calls to the cache that their code makes, or by the attributes in which they keep their
+    states. The code stays as it is: without such a cache nothing changes, and with one it is called as before, or for
+    one token at a time if its recurrence is not of a known kind (see recurrences.py).
     """
-    found = set()
-    for module in model.modules():
-        if hasattr(module, "layer_idx") and {"update_conv_state", "update_recurrent_state"} & calls_of(module):
-            if not isinstance(vars(module).get("forward"), MethodType):
-                module.forward = MethodType(reading_rounds(module), module)
-            found.add(module.layer_idx)
-    unknown = sorted({i for i, layer in enumerate(kept) if keeps_states(layer)} - found)
+    calls, modules = (
+        RECURRENCES | {"update_conv_state"},
+        [part for part in model.modules() if hasattr(part, "layer_idx")],
+    )
+    found: list[tuple[Any, Any]] = [(part.layer_idx, part) for part in modules if calls & calls_of(part)]
+    if not found:  # the outermost part of each layer that keeps states itself
+        inside = {i: [part for part in layer.modules() if own_states(part)] for i, layer in enumerate(layers)}
+        found = [(i, parts[0]) for i, parts in inside.items() if parts]
+    for i, part in found:
+        if not isinstance(vars(part).get("forward"), MethodType):
+            part.forward = MethodType(reading_rounds(part, i), part)
+    unknown = sorted({i for i, layer in enumerate(kept) if keeps_states(layer)} - {i for i, _ in found})
     return f"layer {unknown[0]} keeps states in an unknown way" if unknown else None
 
 
-def reading_rounds(part: Any) -> Callable[..., Any]:
-    """The forward of a part of a recurrent layer, as a method, that keeps the states behind each token of a round."""
+def own_states(part: nn.Module) -> list[tuple[str, str]]:
+    """The attributes in which a part keeps states itself, as RecurrentGemma's: the submodule and the name of each. They
+    are None before the first text, and its own forward sets one of them."""
+    stated = [
+        (place, name)
+        for place, module in part.named_modules()
+        for name, value in vars(module).items()
+        if name.endswith(("_state", "_states")) and (value is None or isinstance(value, Tensor))
+    ]
+    return stated if any(not place and name in calls_of(part) for place, name in stated) else []
+
+
+def reading_rounds(part: Any, index: int) -> Callable[..., Any]:
+    """The forward of a part of recurrent layer `index`, as a method, that keeps the states behind each token of a
+    round."""
     own = vars(part).get("forward")  # of a part on several devices, with Accelerate's hooks
-    recurrence, has_recurrence = known_recurrence(part), "update_recurrent_state" in calls_of(part)
+    recurrence, stated = known_recurrence(part), own_states(part)
+    has_recurrence = bool(stated or RECURRENCES & calls_of(part))
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         whole = partial(type(self).forward, self) if own is None else own
         cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, StateCache)), None)
         if cache is None:
             return whole(hidden_states, *args, **kwargs)
+        if stated:
+            whole = partial(with_own_states, whole, self, stated, cast(StateLayer, cache.layers[index]))
         kwargs = {name: None if "mask" in name else value for name, value in kwargs.items()}  # there is no padding
-        layer = cast(StateLayer, cache.layers[self.layer_idx])
+        layer = cast(StateLayer, cache.layers[index])
         num_read, cache.touched = hidden_states.shape[1], set()
         reads_at_once = not has_recurrence or (recurrence is not None and layer.recurrent_states[0] is not None)
         if cache.reads_round and num_read > 1 and reads_at_once:
-            with nullcontext([]) if recurrence is None else recurrence.noting() as states:
+            with cache.noting_windows(), nullcontext([]) if recurrence is None else recurrence.noting() as states:
                 mixed = whole(hidden_states, *args, **kwargs)
             for i, state in enumerate(states, 1):
                 layer.note((RECURRENT, 0), state, i, cache.width)
@@ -55,15 +78,38 @@ def reading_rounds(part: Any) -> Callable[..., Any]:
             if not cache.is_ahead:
                 keep_current(layer, cache, 0)
             return mixed
-        parts = []
+        parts, places = [], kwargs.get("position_ids")
         for i in range(num_read):
+            if places is not None:
+                kwargs["position_ids"] = places[:, i : i + 1]
             parts.append(whole(hidden_states[:, i : i + 1], *args, **kwargs))
             keep_current(layer, cache, i + 1 if cache.reads_round else 0)
-        if isinstance(parts[0], tuple):
-            return torch.cat([part[0] for part in parts], 1), *parts[-1][1:]
-        return torch.cat(parts, 1)
+        if not isinstance(parts[0], tuple):
+            return torch.cat(parts, 1)
+        return tuple(map(joined, zip(*parts, strict=True)))
 
     return forward
+
+
+def joined(values: tuple[Any, ...]) -> Any:
+    """What single tokens gave, [B, 1, ...] each, as of all tokens; of other values, as states, the last one."""
+    is_by_token = isinstance(values[0], Tensor) and values[0].ndim > 1 and values[0].shape[1] == 1
+    return torch.cat(values, 1) if is_by_token else values[-1]
+
+
+def with_own_states(
+    whole: Callable[..., Any], part: nn.Module, stated: list[tuple[str, str]], layer: StateLayer, *args: Any, **how: Any
+) -> Any:
+    """Call a part that keeps its states itself, on those of a layer, and take them from it."""
+    for i, (place, name) in enumerate(stated):
+        setattr(part.get_submodule(place), name, layer.recurrent_states.get(i))
+    mixed = whole(*args, **how)
+    for i, (place, name) in enumerate(stated):
+        state = getattr(part.get_submodule(place), name)
+        setattr(part.get_submodule(place), name, None)
+        layer.is_recurrent_states_initialized.setdefault(i, False)
+        layer.update_recurrent_state(state, i)
+    return mixed
 
 
 def keep_current(layer: StateLayer, cache: StateCache, num_read: int) -> None:

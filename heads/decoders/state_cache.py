@@ -67,7 +67,7 @@ class StateLayer(LinearAttentionLayer):
         self.has_previous_state, self.dtype, self.device = dict(source.has_previous_state), source.dtype, source.device
         for (kind, i), state in source.current.items():
             own = self.conv_states if kind == CONV else self.recurrent_states
-            if own[i] is None:
+            if own.get(i) is None:
                 own[i] = state.new_zeros(num_rows, *state.shape[1:])
             states = source.behind[kind, i]
             if (kind, i) not in self.behind:
@@ -147,6 +147,7 @@ class StateCache(SlotCache):
         self.reads_prompt = self.is_ahead = False
         self.reads_round = True  # whether the forward keeps the states behind each token
         self.reads_singly = False  # whether recurrent layers read its tokens one at a time
+        self.notes_windows = False  # whether convolutions note the states behind each token, as they read all at once
         self.touched: set[Key] = set()  # the states that the part of a layer which runs now has asked for
 
     def seek(self, positions: Tensor, *, extent: int, is_exact: bool = False) -> None:
@@ -192,6 +193,15 @@ class StateCache(SlotCache):
         finally:
             self.is_ahead = False
 
+    @contextmanager
+    def noting_windows(self) -> Iterator[None]:
+        """Parts of layers inside read a whole round at once."""
+        self.notes_windows = True
+        try:
+            yield
+        finally:
+            self.notes_windows = False
+
     @property
     def state_bytes(self) -> int:
         """Of the states of all rows."""
@@ -211,12 +221,22 @@ class StateCache(SlotCache):
         layer: Any = self.layers[layer_idx]
         seen = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)  # [B, C, before + Q]
         num_read = conv_states.shape[-1]
-        if self.reads_round and num_read > 1:
+        if self.notes_windows:
             size = layer.conv_kernel_size[state_idx]
             seen = nn.functional.pad(seen, (size + num_read - seen.shape[-1], 0))  # there may be no state yet
             for i in range(1, num_read + 1):
                 layer.note((CONV, state_idx), seen[..., i : i + size], i, self.width)
         return seen
+
+    # and by MiniMax's names
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, state: Tensor) -> None:
+        layer: Any = self.layers[layer_idx]
+        self.update_recurrent_state(state, layer_idx)
+        layer.has_previous_state[0] = True
 
     # rows
 

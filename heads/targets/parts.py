@@ -10,9 +10,10 @@ from ...configs.errors import BadInput
 from ..decoders.rounds import read_states
 from ..decoders.state_cache import StateCache, keeps_states, kept_by_layers, unknown_kind
 from ..loading import TargetConfig, load_tokenizer, text_decoder
-from ..nn.cache import SlotCache
+from ..nn.cache import SlotCache, carries_states, own_cache
 
 LAYER_LISTS = ("layers", "h", "blocks")  # names of the list of decoder layers in Hugging Face models
+LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # config keys
 
 
 class FrozenModel:
@@ -40,13 +41,17 @@ class FrozenModel:
         self.input_embedding: nn.Module = model.get_input_embeddings()
         self.vocab_size: int = self.output_layer.weight.shape[0]
         self.kept = kept_by_layers(self.config)
-        self.has_states = any(map(keeps_states, self.kept))
-        self.undecodable = unknown_kind(self.kept) or (read_states(self.base, self.kept) if self.has_states else None)
+        self.own_cache = own_cache(self.base)
+        self.has_states, self.undecodable = any(map(keeps_states, self.kept)), unknown_kind(self.kept)
+        if carries_states(self.base):
+            self.has_states, self.undecodable = True, "its layers keep states in an unknown way"
+        elif self.has_states and self.undecodable is None:
+            self.undecodable = read_states(self.base, self.layers, self.kept)
         self.decodes_trees = not self.has_states  # they would need a state per path
         self.continues_prompts = True  # whether its recurrent layers read many tokens behind a state
         self.state_bytes = 0  # of a row's states in its recurrent layers
         self.logit_scale = 1.0
-        caps = (getattr(self.config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap"))
+        caps = (getattr(self.config, name, None) for name in LOGIT_CAPS)
         self.logit_cap: float | None = next((cap for cap in caps if cap), None)
         has_window = any("sliding" in kind for kind in self.layer_types or ["sliding_attention"])
         self._window: int | None = getattr(self.config, "sliding_window", None) if has_window else None
