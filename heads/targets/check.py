@@ -32,8 +32,8 @@ def has_values(weight: Tensor) -> bool:
 
 @torch.no_grad()
 def check_target(target: Any) -> None:
-    """Compare a target with its model; sets what was found: `logit_scale`, `undecodable`, `decodes_trees`,
-    `continues_prompts`, `state_bytes`. Raises BadInput if states or logits of whole texts differ."""
+    """Compare a target with its model; sets what was found: `logit_scale`, `caps_wide`, `undecodable`,
+    `decodes_trees`, `continues_prompts`, `state_bytes`. Raises BadInput if states or logits of whole texts differ."""
     ids = check_text(target)
     with only_layers_of_each_kind(target, is_long=ids.shape[1] > 4 * SHORT):
         theirs = own_forward(target, ids)
@@ -53,10 +53,13 @@ def own_forward(target: Any, ids: Tensor) -> Any:
     """What the model's own code gives for a text [1, T], hidden states included. Raises BadInput if it fails."""
     try:
         with own_attention(target):
-            return target.model(input_ids=ids, output_hidden_states=True, use_cache=False)
+            found = target.model(input_ids=ids, output_hidden_states=True, use_cache=False)
     except Exception as error:  # the code of an unknown model may raise anything
         what = f"{type(target.model).__name__} cannot read a text of tokens alone ({first_line(error)})"
         raise BadInput(f"target {target.name}: {what}") from error
+    # some pass on wider states than their weights are: they are as exact as these
+    found.hidden_states = tuple(state.to(target.dtype) for state in found.hidden_states)
+    return found
 
 
 def check_text(target: Any) -> Tensor:
@@ -114,6 +117,8 @@ def check_whole(target: Any, ids: Tensor, theirs: Any) -> None:
             raise BadInput(f"{where}: {name} is computed in an unknown way")
     logits = theirs.logits[:, -SHORT:].float()
     target.logit_scale = found_scale(target, ours.post_norm[:, -SHORT:], logits)
+    if target.logit_cap and not is_close(logits, target.logits(ours.post_norm[:, -SHORT:])):
+        target.caps_wide = True
     if not is_close(logits, target.logits(ours.post_norm[:, -SHORT:])):
         raise BadInput(f"{where}: its logits are computed in an unknown way")
 

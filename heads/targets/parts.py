@@ -53,6 +53,7 @@ class FrozenModel:
         self.logit_scale = 1.0
         caps = (getattr(self.config, name, None) for name in LOGIT_CAPS)
         self.logit_cap: float | None = next((cap for cap in caps if cap), None)
+        self.caps_wide = False  # whether it caps its logits in fp32, not in its own dtype
         has_window = any("sliding" in kind for kind in self.layer_types or ["sliding_attention"])
         self._window: int | None = getattr(self.config, "sliding_window", None) if has_window else None
         has_chunks = "chunked_attention" in self.layer_types
@@ -137,10 +138,10 @@ class FrozenModel:
         return getattr(self.config, "layer_types", None) or []
 
     def as_logits(self, values: Tensor) -> Tensor:
-        """The output layer's values [..., V] as the model's logits: scaled, and capped in fp32, where it does that."""
+        """The output layer's values [..., V] as the model's logits: scaled and capped, where it does that."""
         values = values if self.logit_scale == 1 else values * self.logit_scale
         cap = self.logit_cap
-        return values if cap is None else torch.tanh(values.float() / cap) * cap
+        return values if cap is None else torch.tanh((values.float() if self.caps_wide else values) / cap) * cap
 
     def window_of(self, layer: int) -> int | None:
         """The sliding window of a layer in tokens, the query's own included; None: it has full attention."""
