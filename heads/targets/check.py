@@ -116,6 +116,8 @@ def check_whole(target: Any, ids: Tensor, theirs: Any) -> None:
         if not is_same(wanted, got):
             raise BadInput(f"{where}: {name} is computed in an unknown way")
     logits = theirs.logits[:, -SHORT:].float()
+    if logits.shape[-1] != target.vocab_size:
+        raise BadInput(f"{where}: it has logits of {logits.shape[-1]} tokens, its output layer of {target.vocab_size}")
     target.logit_scale = found_scale(target, ours.post_norm[:, -SHORT:], logits)
     if target.logit_cap and not is_close(logits, target.logits(ours.post_norm[:, -SHORT:])):
         target.caps_wide = True

@@ -11,6 +11,7 @@ from ..decoders.rounds import read_states
 from ..decoders.state_cache import StateCache, keeps_states, kept_by_layers, unknown_kind
 from ..loading import TargetConfig, load_tokenizer, text_decoder
 from ..nn.cache import SlotCache, carries_states, own_cache
+from .distances import read_distances
 
 LAYER_LISTS = ("layers", "h", "blocks")  # names of the list of decoder layers in Hugging Face models
 LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # config keys
@@ -47,6 +48,7 @@ class FrozenModel:
             self.has_states, self.undecodable = True, "its layers keep states in an unknown way"
         elif self.has_states and self.undecodable is None:
             self.undecodable = read_states(self.base, self.layers, self.kept)
+        read_distances(self.base)
         self.decodes_trees = not self.has_states  # they would need a state per path
         self.continues_prompts = True  # whether its recurrent layers read many tokens behind a state
         self.state_bytes = 0  # of a row's states in its recurrent layers

@@ -37,7 +37,8 @@ SIZES: dict[str, Any] = {
 MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
 # by what their layers keep: a delta rule, a short convolution, Mamba-2 in layers of their own and beside attention, and
 # Mamba-1, whose recurrence is read token by token; both Mambas without any attention; states in a cache of the model's
-# own, in attributes of its parts, and of parts that write them whole
+# own, in attributes of its parts, and of parts that write them whole; and several in a layer whose attention is biased
+# by distance
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {
         "linear_num_key_heads": 2,
@@ -53,6 +54,11 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "mamba2": {"state_size": 8, "num_heads": 4, "n_groups": 1, "chunk_size": 8},
     "minimax": {"num_local_experts": 2, "block_size": 4},
     "recurrent_gemma": {"sliding_window": 8, "tie_word_embeddings": False},
+    "inkling_text": {
+        **dict(swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16, sliding_window_size=8, d_rel=4),
+        **dict(layer_types=["hybrid_sliding", "hybrid"] * 2, rel_extent=16, n_routed_experts=4, n_shared_experts=1),
+        **dict(num_experts_per_tok=2, moe_intermediate_size=24),
+    },
     "zaya": {"layer_types": ["hybrid"] * 4, "router_hidden_size": 8, "moe_intermediate_size": 24, "num_experts": 2},
 }
 PROMPTS = [[1, 5, 9, 14, 33], [1, 7, 8, 3, 22, 40, 11, 6, 30, 31, 5, 9, 14], [1], [1, 30, 31, 32]]
