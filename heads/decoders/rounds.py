@@ -1,16 +1,19 @@
 """How recurrent layers of transformers' models read a round: a `StateCache` keeps the states behind each token."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from types import MethodType
-from typing import Any, cast
+from types import MethodType, NoneType
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
+from ..nn.cache import cache_argument
 from .recurrences import calls_of, known_recurrence
-from .state_cache import RECURRENT, StateCache, StateLayer, keeps_states
+from .state_cache import RECURRENT, PassedStates, StateCache, StateLayer, keeps_states
 
 RECURRENCES = {"update_recurrent_state", "set_linear_cache"}  # the second is MiniMax's
 
@@ -19,22 +22,50 @@ def read_states(model: nn.Module, layers: nn.ModuleList, kept: Sequence[Any]) ->
     """Let a model's recurrent layers read rounds with a `StateCache`; returns why they can not, if so.
 
     Their parts are found by the calls to the cache that their code makes, or by the attributes in which they keep their
-    states. The code stays as it is: without such a cache nothing changes, and with one it is called as before, or for
-    one token at a time if its recurrence is not of a known kind (see recurrences.py).
+    states; of a model that passes states to its layers, as xLSTM, they are the layers. The code stays as it is: without
+    such a cache nothing changes, and with one it is called as before, or for one token at a time if its recurrence is
+    not of a known kind (see recurrences.py).
     """
-    calls, modules = (
-        RECURRENCES | {"update_conv_state"},
-        [part for part in model.modules() if hasattr(part, "layer_idx")],
-    )
-    found: list[tuple[Any, Any]] = [(part.layer_idx, part) for part in modules if calls & calls_of(part)]
-    if not found:  # the outermost part of each layer that keeps states itself
+    calls = RECURRENCES | {"update_conv_state"}
+    found: list[tuple[Any, Any]] = [
+        (part.layer_idx, part) for part in model.modules() if hasattr(part, "layer_idx") and calls & calls_of(part)
+    ]
+    if passes_states(model):
+        found = list(enumerate(layers))
+    by_attributes = not found
+    if by_attributes:  # the outermost part of each layer
         inside = {i: [part for part in layer.modules() if own_states(part)] for i, layer in enumerate(layers)}
         found = [(i, parts[0]) for i, parts in inside.items() if parts]
     for i, part in found:
         if not isinstance(vars(part).get("forward"), MethodType):
-            part.forward = MethodType(reading_rounds(part, i), part)
+            stated = own_states(part) if by_attributes else []
+            part.forward = MethodType(reading_rounds(part, i, stated), part)
     unknown = sorted({i for i, layer in enumerate(kept) if keeps_states(layer)} - {i for i, _ in found})
     return f"layer {unknown[0]} keeps states in an unknown way" if unknown else None
+
+
+def own_cache(module: nn.Module) -> type | None:
+    """The class of its own of which a model's code takes its cache, as its annotation says; None: any cache."""
+    parameter = inspect.signature(module.forward).parameters.get(cache_argument(module))
+    kinds = () if parameter is None else get_args(parameter.annotation)
+    classes = [kind for kind in kinds if inspect.isclass(kind) and kind is not NoneType]
+    return classes[0] if classes and not {Cache, DynamicCache} & set(classes) else None
+
+
+def carries_states(module: nn.Module) -> bool:
+    """Whether a model's code carries states from forward to forward in no cache of transformers, as RWKV and xLSTM."""
+    own = own_cache(module)
+    return "state" in inspect.signature(module.forward).parameters or not (own is None or issubclass(own, Cache))
+
+
+def passes_states(model: nn.Module) -> bool:
+    """Whether a model's code passes each layer its states, a tuple that it takes from its cache."""
+    return "rnn_state" in calls_of(model)
+
+
+def passed_states() -> LinearAttentionLayer:
+    """What a layer of such a model keeps: a matrix, its normaliser and the logarithm of its scale."""
+    return LinearAttentionLayer(number_of_states=3)
 
 
 def own_states(part: nn.Module) -> list[tuple[str, str]]:
@@ -49,20 +80,24 @@ def own_states(part: nn.Module) -> list[tuple[str, str]]:
     return stated if any(not place and name in calls_of(part) for place, name in stated) else []
 
 
-def reading_rounds(part: Any, index: int) -> Callable[..., Any]:
+def reading_rounds(part: Any, index: int, stated: list[tuple[str, str]]) -> Callable[..., Any]:
     """The forward of a part of recurrent layer `index`, as a method, that keeps the states behind each token of a
-    round."""
+    round. stated: the attributes in which it keeps them, as `own_states` gives them."""
     own = vars(part).get("forward")  # of a part on several devices, with Accelerate's hooks
-    recurrence, stated = known_recurrence(part), own_states(part)
-    has_recurrence = bool(stated or RECURRENCES & calls_of(part))
+    recurrence = known_recurrence(part)
+    has_recurrence = "update_conv_state" not in calls_of(part) or bool(RECURRENCES & calls_of(part))
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         whole = partial(type(self).forward, self) if own is None else own
-        cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, StateCache)), None)
+        passed = next((value for value in args if isinstance(value, PassedStates)), None)
+        caches = (value for value in (*args, *kwargs.values()) if isinstance(value, StateCache))
+        cache = next(caches, None) if passed is None else passed.cache
         if cache is None:
             return whole(hidden_states, *args, **kwargs)
         if stated:
             whole = partial(with_own_states, whole, self, stated, cast(StateLayer, cache.layers[index]))
+        if passed is not None:
+            whole = partial(with_passed_states, whole, cast(StateLayer, cache.layers[index]))
         kwargs = {name: None if "mask" in name else value for name, value in kwargs.items()}  # there is no padding
         layer = cast(StateLayer, cache.layers[index])
         num_read, cache.touched = hidden_states.shape[1], set()
@@ -110,6 +145,13 @@ def with_own_states(
         layer.is_recurrent_states_initialized.setdefault(i, False)
         layer.update_recurrent_state(state, i)
     return mixed
+
+
+def with_passed_states(whole: Callable[..., Any], layer: StateLayer, hidden_states: Tensor, _: Any) -> Any:
+    """Call a layer that is passed its states, on those that are kept for it, and take them from what it gives."""
+    states = tuple(layer.recurrent_states.values())
+    mixed, new = whole(hidden_states, None if states[0] is None else states)
+    return mixed, tuple(layer.update_recurrent_state(state, i) for i, state in enumerate(new))
 
 
 def keep_current(layer: StateLayer, cache: StateCache, num_read: int) -> None:

@@ -238,6 +238,11 @@ class StateCache(SlotCache):
         self.update_recurrent_state(state, layer_idx)
         layer.has_previous_state[0] = True
 
+    @property
+    def rnn_state(self) -> "list[PassedStates]":
+        """By layer, what xLSTM's code passes to it, and fills."""
+        return [PassedStates(self, layer) for layer in self.of_states]
+
     # rows
 
     def row_reader(self) -> "StateCache":
@@ -260,3 +265,14 @@ class StateCache(SlotCache):
         for own, copied in zip(self.of_states, source.of_states, strict=True):
             own.take_row(row, copied, source_row, self.num_rows)
         self.origin[row] = source.origin[source_row]
+
+
+class PassedStates(tuple[Tensor, ...]):
+    """The states of a layer, for code that passes them instead of the cache."""
+
+    cache: StateCache
+
+    def __new__(cls, cache: StateCache, layer: StateLayer) -> "PassedStates":
+        states = super().__new__(cls, [state for state in layer.recurrent_states.values() if state is not None])
+        states.cache = cache
+        return states

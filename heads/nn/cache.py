@@ -3,12 +3,11 @@
 import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import NoneType
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .split_attention import whole_parts
 from .tree_nodes import is_readable
@@ -22,20 +21,6 @@ def cache_argument(module: nn.Module) -> str:
     """The name under which a model or a layer of transformers takes its cache."""
     accepted = inspect.signature(module.forward).parameters
     return next((name for name in CACHE_ARGUMENTS if name in accepted), CACHE_ARGUMENTS[-1])
-
-
-def own_cache(module: nn.Module) -> type | None:
-    """The class of its own of which a model's code takes its cache, as its annotation says; None: any cache."""
-    parameter = inspect.signature(module.forward).parameters.get(cache_argument(module))
-    kinds = () if parameter is None else get_args(parameter.annotation)
-    classes = [kind for kind in kinds if inspect.isclass(kind) and kind is not NoneType]
-    return classes[0] if classes and not {Cache, DynamicCache} & set(classes) else None
-
-
-def carries_states(module: nn.Module) -> bool:
-    """Whether a model's code carries states from forward to forward in no cache of transformers, as RWKV and xLSTM."""
-    own = own_cache(module)
-    return "state" in inspect.signature(module.forward).parameters or not (own is None or issubclass(own, Cache))
 
 
 class SlotLayer(CacheLayerMixin):

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from ...configs.errors import BadInput
-from ..decoders.rounds import read_states
+from ..decoders.rounds import carries_states, own_cache, passed_states, passes_states, read_states
 from ..decoders.state_cache import StateCache, keeps_states, kept_by_layers, unknown_kind
 from ..loading import TargetConfig, load_tokenizer, text_decoder
-from ..nn.cache import SlotCache, carries_states, own_cache
+from ..nn.cache import SlotCache
 from .distances import read_distances
 
 LAYER_LISTS = ("layers", "h", "blocks")  # names of the list of decoder layers in Hugging Face models
@@ -41,10 +41,10 @@ class FrozenModel:
         self.output_layer: nn.Linear = model.get_output_embeddings()
         self.input_embedding: nn.Module = model.get_input_embeddings()
         self.vocab_size: int = self.output_layer.weight.shape[0]
-        self.kept = kept_by_layers(self.config)
-        self.own_cache = own_cache(self.base)
+        self.own_cache, is_passed = own_cache(self.base), passes_states(self.base)
+        self.kept = [passed_states() for _ in layers] if is_passed else kept_by_layers(self.config)
         self.has_states, self.undecodable = any(map(keeps_states, self.kept)), unknown_kind(self.kept)
-        if carries_states(self.base):
+        if carries_states(self.base) and not is_passed:
             self.has_states, self.undecodable = True, "its layers keep states in an unknown way"
         elif self.has_states and self.undecodable is None:
             self.undecodable = read_states(self.base, self.layers, self.kept)

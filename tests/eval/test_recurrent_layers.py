@@ -37,8 +37,8 @@ SIZES: dict[str, Any] = {
 MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
 # by what their layers keep: a delta rule, a short convolution, Mamba-2 in layers of their own and beside attention, and
 # Mamba-1, whose recurrence is read token by token; both Mambas without any attention; states in a cache of the model's
-# own, in attributes of its parts, and of parts that write them whole; and several in a layer whose attention is biased
-# by distance
+# own, in attributes of its parts, of parts that write them whole, and passed to layers; and several in a layer whose
+# attention is biased by distance
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {
         "linear_num_key_heads": 2,
@@ -59,6 +59,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         **dict(layer_types=["hybrid_sliding", "hybrid"] * 2, rel_extent=16, n_routed_experts=4, n_shared_experts=1),
         **dict(num_experts_per_tok=2, moe_intermediate_size=24),
     },
+    "xlstm": {"hidden_size": 64, "num_heads": 2, "qk_dim_factor": 1.0},
     "zaya": {"layer_types": ["hybrid"] * 4, "router_hidden_size": 8, "moe_intermediate_size": 24, "num_experts": 2},
 }
 PROMPTS = [[1, 5, 9, 14, 33], [1, 7, 8, 3, 22, 40, 11, 6, 30, 31, 5, 9, 14], [1], [1, 30, 31, 32]]
