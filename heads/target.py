@@ -215,8 +215,10 @@ class Target(FrozenModel):
             post_norm, self._entering.states, self._best = done
             return post_norm
         self._best = None
+        # a model with a cache of its own kind would refuse ours, which its layers read all the same
         given: dict[str, Any] = {self._cache_argument: cache, **({} if watch is None else {"watch": watch})}
-        read = partial(self.base, input_ids=input_ids, position_ids=positions, use_cache=True, **given)
+        given |= {"position_ids": positions, "use_cache": self.own_cache is None}
+        read = partial(self.base, input_ids=input_ids, **given)
         if mask is None or not self.own_masks:
             return read(attention_mask=None if mask is None else self.by_attention_type(mask)).last_hidden_state
         cache.num_before = cache.extent - input_ids.shape[1]

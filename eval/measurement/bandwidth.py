@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import CacheLayerMixin
 
 from ...heads.target import Target
 from ..generate import Generation
@@ -61,18 +62,26 @@ def experts_per_token(config: Any) -> float:
 
 
 def cache_bytes(target: Target, context: int) -> int:
+    """Bytes that one token reads of what is kept of its context: keys and values, and states of recurrent layers."""
+    return key_bytes(target, context) + target.state_bytes
+
+
+def key_bytes(target: Target, context: int) -> int:
     """Bytes of keys and values that one token attends to in a context; in sliding layers at most the window's."""
     config = target.config
-    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or target.hidden_size // config.num_attention_heads
     window = getattr(config, "sliding_window", None) or context
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * target.num_layers
-    tokens = sum(min(context, window) if kind == "sliding_attention" else context for kind in kinds)  # over layers
-    return 2 * tokens * num_heads * head_dim * target.dtype.itemsize
+    without = {i for i, kept in enumerate(target.kept) if not isinstance(kept, CacheLayerMixin)}
+    tokens = [min(context, window) if kind == "sliding_attention" else context for kind in kinds]  # by layer
+    if not (num_tokens := sum(num for i, num in enumerate(tokens) if i not in without)):
+        return 0
+    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or target.hidden_size // config.num_attention_heads
+    return 2 * num_tokens * num_heads * head_dim * target.dtype.itemsize
 
 
 def bytes_per_step(target: Target, context: int, *, num_rows: int = 1) -> float:
-    """Bytes that one decode step of num_rows rows reads: weights, and keys and values of `context` tokens a row."""
+    """Bytes that one decode step of num_rows rows reads: weights, and what is kept of `context` tokens a row."""
     return weight_bytes(target, num_rows=num_rows) + num_rows * cache_bytes(target, context)
 
 

@@ -82,7 +82,7 @@ def measure_all(
     for contender in contenders:
         contender.drafter.leave_out(suite.prompts, suite.questions)
     results = []
-    size = most_at_once(target, suite, config)
+    size = most_at_once(target, contenders, suite, config)
     for first in range(0, len(contenders), size):
         group = contenders[first : first + size]
         measured = measure_batches(
@@ -94,13 +94,14 @@ def measure_all(
     return results
 
 
-def most_at_once(target: Target, suite: Suite, config: MeasureConfig) -> int:
-    """How many drafters to measure together, at least one: each side has its own cache of keys and values, and on a GPU
-    all caches should fit into half of the free memory."""
+def most_at_once(target: Target, contenders: Sequence[Contender], suite: Suite, config: MeasureConfig) -> int:
+    """How many drafters to measure together, at least one: each side has its own cache, and on a GPU all caches should
+    fit into half of the free memory."""
     if target.device.type != "cuda" or not suite.prompts:
         return sys.maxsize
     longest = max(map(len, suite.prompts)) + config.max_new_tokens
-    per_side = config.batch_size * cache_bytes(target, longest)
+    most_drafted = max(contender.setting.num_drafted for contender in contenders)
+    per_side = config.batch_size * (cache_bytes(target, longest) + most_drafted * target.state_bytes)
     return max(1, int(torch.cuda.mem_get_info(target.device)[0] / 2 / per_side) - 1)
 
 

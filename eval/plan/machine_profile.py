@@ -14,7 +14,7 @@ from ...configs.errors import BadInput
 from ...configs.jsonl import loads
 from ...heads.drafter import Drafter, Reading
 from ...heads.target import Target
-from ..measurement.bandwidth import cache_bytes, weight_bytes
+from ..measurement.bandwidth import key_bytes, weight_bytes
 from ..measurement.config import DraftSetting
 from ..measurement.runner import build_engine
 from ..measurement.step_times import StepTime
@@ -81,7 +81,7 @@ def fit_profile(target: Target, times: Sequence[StepTime], *, name: str, device:
         target=target.name,
         source=source,
         weight_bytes=weight_bytes(target),
-        cache_token_bytes=cache_bytes(target, 1),
+        cache_token_bytes=key_bytes(target, 1),
         fixed_ms=fixed,
         token_ms=token,
         cache_token_ms=cached,
@@ -138,7 +138,7 @@ def times_on(
     one_token = forward_operations(target)
     shares = {setting.name: draft_operations(target, drafter, setting) / one_token for setting in settings}
     weights = weight_bytes(target) / profile.weight_bytes
-    return ProfileTimes(profile, weights, cache_bytes(target, 1) / profile.cache_token_bytes, shares)
+    return ProfileTimes(profile, weights, key_bytes(target, 1) / max(1, profile.cache_token_bytes), shares)
 
 
 @torch.no_grad()

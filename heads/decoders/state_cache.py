@@ -5,11 +5,9 @@ and a state cannot forget rejected drafts. So the states behind each token of a 
 the next round says how many of these tokens were accepted, and the round starts from the state behind them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
-from types import MethodType
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +23,6 @@ from transformers.cache_utils import (
 
 from ..nn.cache import SlotCache, SlotLayer
 from ..nn.tree_nodes import is_readable
-from .recurrences import calls_of, known_recurrence
 
 Key = tuple[str, int]  # "conv" or "recurrent", and which of the layer's states of that kind
 CONV, RECURRENT = "conv", "recurrent"
@@ -70,7 +67,7 @@ class StateLayer(LinearAttentionLayer):
         self.has_previous_state, self.dtype, self.device = dict(source.has_previous_state), source.dtype, source.device
         for (kind, i), state in source.current.items():
             own = self.conv_states if kind == CONV else self.recurrent_states
-            if own[i] is None:
+            if own.get(i) is None:
                 own[i] = state.new_zeros(num_rows, *state.shape[1:])
             states = source.behind[kind, i]
             if (kind, i) not in self.behind:
@@ -150,6 +147,7 @@ class StateCache(SlotCache):
         self.reads_prompt = self.is_ahead = False
         self.reads_round = True  # whether the forward keeps the states behind each token
         self.reads_singly = False  # whether recurrent layers read its tokens one at a time
+        self.notes_windows = False  # whether convolutions note the states behind each token, as they read all at once
         self.touched: set[Key] = set()  # the states that the part of a layer which runs now has asked for
 
     def seek(self, positions: Tensor, *, extent: int, is_exact: bool = False) -> None:
@@ -195,6 +193,20 @@ class StateCache(SlotCache):
         finally:
             self.is_ahead = False
 
+    @contextmanager
+    def noting_windows(self) -> Iterator[None]:
+        """Parts of layers inside read a whole round at once."""
+        self.notes_windows = True
+        try:
+            yield
+        finally:
+            self.notes_windows = False
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the states of all rows."""
+        return sum(state.nbytes for layer in self.of_states for state in layer.current.values())
+
     # what transformers' recurrent layers call
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -209,12 +221,27 @@ class StateCache(SlotCache):
         layer: Any = self.layers[layer_idx]
         seen = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)  # [B, C, before + Q]
         num_read = conv_states.shape[-1]
-        if self.reads_round and num_read > 1:
+        if self.notes_windows:
             size = layer.conv_kernel_size[state_idx]
             seen = nn.functional.pad(seen, (size + num_read - seen.shape[-1], 0))  # there may be no state yet
             for i in range(1, num_read + 1):
                 layer.note((CONV, state_idx), seen[..., i : i + size], i, self.width)
         return seen
+
+    # and by MiniMax's names
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, state: Tensor) -> None:
+        layer: Any = self.layers[layer_idx]
+        self.update_recurrent_state(state, layer_idx)
+        layer.has_previous_state[0] = True
+
+    @property
+    def rnn_state(self) -> "list[PassedStates]":
+        """By layer, what xLSTM's code passes to it, and fills."""
+        return [PassedStates(self, layer) for layer in self.of_states]
 
     # rows
 
@@ -240,61 +267,12 @@ class StateCache(SlotCache):
         self.origin[row] = source.origin[source_row]
 
 
-def read_states(model: nn.Module, kept: Sequence[Any]) -> str | None:
-    """Let a model's recurrent layers read rounds with a `StateCache`; returns why they can not, if so.
+class PassedStates(tuple[Tensor, ...]):
+    """The states of a layer, for code that passes them instead of the cache."""
 
-    Their parts are found by the calls to the cache that their code makes. The code stays as it is: without such a cache
-    nothing changes, and with one it is called as before, or for one token at a time if its recurrence is not of a known
-    kind (see recurrences.py).
-    """
-    found = set()
-    for module in model.modules():
-        if hasattr(module, "layer_idx") and {"update_conv_state", "update_recurrent_state"} & calls_of(module):
-            if not isinstance(vars(module).get("forward"), MethodType):
-                module.forward = MethodType(reading_rounds(module), module)
-            found.add(module.layer_idx)
-    unknown = sorted({i for i, layer in enumerate(kept) if keeps_states(layer)} - found)
-    return f"layer {unknown[0]} keeps states in an unknown way" if unknown else None
+    cache: StateCache
 
-
-def reading_rounds(part: Any) -> Callable[..., Any]:
-    """The forward of a part of a recurrent layer, as a method, that keeps the states behind each token of a round."""
-    own = vars(part).get("forward")  # of a part on several devices, with Accelerate's hooks
-    recurrence, has_recurrence = known_recurrence(part), "update_recurrent_state" in calls_of(part)
-
-    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        whole = partial(type(self).forward, self) if own is None else own
-        cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, StateCache)), None)
-        if cache is None:
-            return whole(hidden_states, *args, **kwargs)
-        kwargs = {name: None if "mask" in name else value for name, value in kwargs.items()}  # there is no padding
-        layer = cast(StateLayer, cache.layers[self.layer_idx])
-        num_read, cache.touched = hidden_states.shape[1], set()
-        reads_at_once = not has_recurrence or (recurrence is not None and layer.recurrent_states[0] is not None)
-        if cache.reads_round and num_read > 1 and reads_at_once:
-            with nullcontext([]) if recurrence is None else recurrence.noting() as states:
-                mixed = whole(hidden_states, *args, **kwargs)
-            for i, state in enumerate(states, 1):
-                layer.note((RECURRENT, 0), state, i, cache.width)
-            return mixed
-        if not (cache.reads_round or cache.reads_singly):
-            mixed = whole(hidden_states, *args, **kwargs)
-            if not cache.is_ahead:
-                keep_current(layer, cache, 0)
-            return mixed
-        parts = []
-        for i in range(num_read):
-            parts.append(whole(hidden_states[:, i : i + 1], *args, **kwargs))
-            keep_current(layer, cache, i + 1 if cache.reads_round else 0)
-        if isinstance(parts[0], tuple):
-            return torch.cat([part[0] for part in parts], 1), *parts[-1][1:]
-        return torch.cat(parts, 1)
-
-    return forward
-
-
-def keep_current(layer: StateLayer, cache: StateCache, num_read: int) -> None:
-    """Keep the current states as those behind `num_read` tokens."""
-    for key, state in layer.current.items():
-        if key in cache.touched or not cache.touched:
-            layer.note(key, state, num_read, cache.width)
+    def __new__(cls, cache: StateCache, layer: StateLayer) -> "PassedStates":
+        states = super().__new__(cls, [state for state in layer.recurrent_states.values() if state is not None])
+        states.cache = cache
+        return states

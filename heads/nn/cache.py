@@ -135,6 +135,10 @@ class SlotCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.extent, 0
 
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        """[B, 1] the slot of each row's first query, for models that bias attention by distance themselves."""
+        return self.positions[:, :1] if self.num_before == 0 else self.num_before
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """For models that make the mask themselves, where we give none: the query in the last slot sees all before."""
         return self.num_before

@@ -150,6 +150,7 @@ MLP_SIZES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 CONTEXTS = ("max_position_embeddings", "model_max_length", "max_seq_len", "seq_length")
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "layer_norm_epsilon")
 LLAMA_ROPES = ("default", "linear", "yarn", "llama3")  # that are the same for texts of all lengths
+HEAD_DIM = 64  # channels
 PARTIAL = "partial_rotary_factor"
 
 
@@ -157,7 +158,8 @@ def llama_config(target_config: Any, architecture: dict[str, Any] | None = None)
     """A one-layer Llama config with the target's sizes, norm epsilon, context and rotary parameters.
 
     If the target has rotary parameters for each attention type, those of full attention are used; keys that engines
-    would misread on a plain layer (mrope, partial rotation) are left out.
+    would misread on a plain layer (mrope, partial rotation) are left out. If it has no attention, heads of HEAD_DIM
+    channels fill its hidden size.
 
     Args: architecture: overrides, with keys of ARCHITECTURE.
     Raises: BadInput on another key, and on values that transformers refuses.
@@ -166,14 +168,18 @@ def llama_config(target_config: Any, architecture: dict[str, Any] | None = None)
     if unknown:
         raise BadInput(f"head.architecture.{unknown[0]}: expected keys of {', '.join(ARCHITECTURE)}")
     given: dict[str, Any] = target_config.to_dict()  # sizes that differ by layer cannot be read from the config itself
-    heads, size = target_config.num_attention_heads, target_config.hidden_size
+    size, heads = target_config.hidden_size, getattr(target_config, "num_attention_heads", None)
+    head_dim = given.get("head_dim")
+    if not heads:
+        head_dim = min(HEAD_DIM, size)  # the one given, if any, is of a state space
+        heads = size // head_dim
     ours = LlamaConfig(
         hidden_size=size,
         intermediate_size=first_of(given, MLP_SIZES) or active_width(given) or 4 * size,
         num_hidden_layers=1,
         num_attention_heads=heads,
         num_key_value_heads=given.get("num_key_value_heads") or heads,
-        head_dim=given.get("head_dim") or size // heads,
+        head_dim=head_dim or size // heads,
         vocab_size=target_config.vocab_size,
         max_position_embeddings=first_of(given, CONTEXTS) or 2048,
         rms_norm_eps=first_of(given, EPSILONS) or 1e-6,

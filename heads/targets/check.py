@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...configs.errors import BadInput, first_line
+from ..decoders.state_cache import StateCache
 from ..loading import use_attention
 from ..nn.target_output import TargetOutput
 from .prompts import read_prompts
@@ -32,8 +33,9 @@ def has_values(weight: Tensor) -> bool:
 
 @torch.no_grad()
 def check_target(target: Any) -> None:
-    """Compare a target with its model; sets what was found: `before_output`, `logit_scale`, `undecodable`,
-    `decodes_trees`, `continues_prompts`. Raises BadInput if states or logits of whole texts differ."""
+    """Compare a target with its model; sets what was found: `before_output`, `logit_scale`, `caps_wide`,
+    `undecodable`, `decodes_trees`, `continues_prompts`, `state_bytes`. Raises BadInput if states or logits of whole
+    texts differ."""
     for ids in check_texts(target):
         check_on_text(target, ids)
 
@@ -66,10 +68,13 @@ def own_forward(target: Any, ids: Tensor, *, num_logits: int) -> Any:
     part = {"logits_to_keep": num_logits} if takes_part else {}
     try:
         with own_attention(target):
-            return target.model(input_ids=ids, output_hidden_states=True, use_cache=False, **part)
+            found = target.model(input_ids=ids, output_hidden_states=True, use_cache=False, **part)
     except Exception as error:  # the code of an unknown model may raise anything
         what = f"{type(target.model).__name__} cannot read a text of tokens alone ({first_line(error)})"
         raise BadInput(f"target {target.name}: {what}") from error
+    # some pass on wider states than their weights are: they are as exact as these
+    found.hidden_states = tuple(state.to(target.dtype) for state in found.hidden_states)
+    return found
 
 
 def check_texts(target: Any) -> list[Tensor]:
@@ -125,13 +130,19 @@ def check_whole(target: Any, ids: Tensor, theirs: Any) -> None:
     if layers and ours.features.shape[3:] != (target.hidden_size,):
         shape = tuple(ours.features.shape[3:])
         raise BadInput(f"{where}: its layers pass on states of shape {shape}, not ({target.hidden_size},)")
-    pairs = {f"the state that enters layer {i}": (theirs.hidden_states[i], ours.features[:, :, i]) for i in layers}
-    pairs["the state behind its final norm"] = theirs.hidden_states[-1], ours.post_norm
+    own = theirs.hidden_states  # those that enter each layer, and last that behind the norm
+    first = int(len(layers) > 1 and is_same(own[0], ours.features[:, :, 1]))  # Mamba's and RWKV's leave each layer
+    pairs = {f"the state that enters layer {i}": (own[i - first], ours.features[:, :, i]) for i in layers[first:]}
+    pairs["the state behind its final norm"] = own[-1], ours.post_norm
     for name, (wanted, got) in pairs.items():
-        if wanted.shape != got.shape or not is_close(wanted, got):
+        if not is_same(wanted, got):
             raise BadInput(f"{where}: {name} is computed in an unknown way")
     logits = theirs.logits[:, -SHORT:].float()
+    if logits.shape[-1] != target.vocab_size:
+        raise BadInput(f"{where}: it has logits of {logits.shape[-1]} tokens, its output layer of {target.vocab_size}")
     target.logit_scale = found_scale(target, ours.post_norm[:, -SHORT:], logits)
+    if target.logit_cap and not is_close(logits, target.logits(ours.post_norm[:, -SHORT:])):
+        target.caps_wide = True
     if not is_close(logits, target.logits(ours.post_norm[:, -SHORT:])):
         raise BadInput(f"{where}: its logits are computed in an unknown way")
 
@@ -183,6 +194,10 @@ def found_scale(target: Any, post_norm: Tensor, logits: Tensor) -> float:
     return nearest if abs(nearest - scale) < 4e-3 * scale else scale
 
 
+def is_same(wanted: Tensor, got: Tensor) -> bool:
+    return wanted.shape == got.shape and is_close(wanted, got)
+
+
 def is_close(wanted: Tensor, got: Tensor) -> bool:
     """Whether states or logits [B, T, D] are equal up to rounding; in 16 bits at half of the positions, as there
     rounding may choose other experts at some."""
@@ -228,6 +243,7 @@ def read_behind_cache(target: Any, ids: Tensor, states: Tensor) -> dict[str, tup
     alone, last = target.new_cache(room), torch.tensor([[num - 1]], device=ids.device)
     read_prompts(target, ids[:, :-1], lengths[:1] - 1, alone)
     output = target.forward(ids[:, -1:], cache=alone, positions=last, extent=num, is_newest=True)
+    target.state_bytes = alone.state_bytes if isinstance(alone, StateCache) else 0
     return {**found, "the newest token": (states[:, -1:], output.post_norm)}
 
 

@@ -9,14 +9,17 @@ from torch import Tensor, nn
 
 from ...configs.errors import BadInput
 from ..decoders.cpu.products import product
-from ..decoders.state_cache import StateCache, keeps_states, kept_by_layers, read_states, unknown_kind
+from ..decoders.rounds import carries_states, own_cache, passed_states, passes_states, read_states
+from ..decoders.state_cache import StateCache, keeps_states, kept_by_layers, unknown_kind
 from ..loading import TargetConfig, load_tokenizer, text_decoder
 from ..nn.cache import SlotCache
+from .distances import read_distances
 from .own_masks import MaskOf, OwnMasks
 from .row_rotary import TWO_SETS, RowRotary
 from .runs import LAYER_LISTS, found_layers
 
 BY_LENGTH = (TWO_SETS, "dynamic")  # rotary frequencies that depend on the length of a text
+LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # config keys
 
 
 class FrozenModel:
@@ -43,14 +46,21 @@ class FrozenModel:
         self.before_output: nn.Module | None = None  # what the model has between the final norm and the output layer
         self.input_embedding: nn.Module = model.get_input_embeddings()
         self.vocab_size: int = self.output_layer.weight.shape[0]
-        self.kept = kept_by_layers(self.config)
-        self.has_states = any(map(keeps_states, self.kept))
-        self.undecodable = unknown_kind(self.kept) or (read_states(self.base, self.kept) if self.has_states else None)
+        self.own_cache, is_passed = own_cache(self.base), passes_states(self.base)
+        self.kept = [passed_states() for _ in layers] if is_passed else kept_by_layers(self.config)
+        self.has_states, self.undecodable = any(map(keeps_states, self.kept)), unknown_kind(self.kept)
+        if carries_states(self.base) and not is_passed:
+            self.has_states, self.undecodable = True, "its layers keep states in an unknown way"
+        elif self.has_states and self.undecodable is None:
+            self.undecodable = read_states(self.base, self.layers, self.kept)
+        read_distances(self.base)
         self.decodes_trees = not self.has_states  # they would need a state per path
         self.continues_prompts = True  # whether its recurrent layers read many tokens behind a state
+        self.state_bytes = 0  # of a row's states in its recurrent layers
         self.logit_scale = 1.0
-        caps = (getattr(self.config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap"))
+        caps = (getattr(self.config, name, None) for name in LOGIT_CAPS)
         self.logit_cap: float | None = next((cap for cap in caps if cap), None)
+        self.caps_wide = False  # whether it caps its logits in fp32, not in its own dtype
         has_window = any("sliding" in kind for kind in self.layer_types or ["sliding_attention"])
         self._window: int | None = getattr(self.config, "sliding_window", None) if has_window else None
         self.own_masks = OwnMasks(self.layers)
@@ -170,10 +180,10 @@ class FrozenModel:
         return states if self.before_output is None else self.before_output(states)
 
     def as_logits(self, values: Tensor) -> Tensor:
-        """The output layer's values [..., V] as the model's logits: scaled, and capped in fp32, where it does that."""
+        """The output layer's values [..., V] as the model's logits: scaled and capped, where it does that."""
         values = values if self.logit_scale == 1 else values * self.logit_scale
         cap = self.logit_cap
-        return values if cap is None else torch.tanh(values.float() / cap) * cap
+        return values if cap is None else torch.tanh((values.float() if self.caps_wide else values) / cap) * cap
 
     def by_length(self, lengths: Tensor) -> AbstractContextManager[None]:
         """Forwards inside give each row the rotary frequencies of its length: [B] tokens, or [B, T] by token."""

@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ from headstart.eval.report.console import show
 from headstart.eval.report.document import build_report
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.registry import HEADS, build_head
+from headstart.heads.target import Target
 from rich.console import Console
+from transformers import AutoModelForCausalLM, BambaConfig
 
 
 @pytest.fixture(scope="session")
@@ -38,6 +41,7 @@ def result(used: Bandwidth) -> Result:
     return replace(empty, baseline_bandwidth=used)
 
 
+SIZES = "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads".split()
 LLAMA = 4 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32) + 32 + 61 * 32  # layers, final norm, output layer
 QWEN2 = LLAMA + 4 * (32 + 2 * 16)  # biases of queries, keys, values; its tied table is the output layer
 EXPERT = 3 * 32 * 24
@@ -72,6 +76,17 @@ def test_rows_read_the_experts_that_any_of_them_picks(tiny_target):
 )
 def test_keys_and_values_of_20_tokens(family, token_layers, heads, head_dim, tiny_target):
     assert cache_bytes(tiny_target(family), 20) == 4 * 2 * token_layers * heads * head_dim
+
+
+def test_a_recurrent_layer_is_read_whole_whatever_the_context(tiny_target):
+    """Mamba-2 in layers 0 and 2: a window of 4 tokens in 64 + 2 * 8 channels, and 8 heads of 8 x 8; attention in 1."""
+    mamba: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
+    sizes = {key: value for key, value in tiny_target("llama").config.to_dict().items() if key in SIZES}
+    config = BambaConfig(**{**sizes, "num_hidden_layers": 3}, **mamba, mamba_chunk_size=8, attn_layer_indices=[1])
+    target = Target(AutoModelForCausalLM.from_config(config), name="hybrid", fingerprint="")
+    states = 2 * (80 * 4 + 8 * 8 * 8)
+    for context in (20, 40):
+        assert cache_bytes(target, context) == 4 * (states + 2 * context * 2 * 8)
 
 
 def test_a_step_reads_the_weights_once_and_a_cache_per_row(tiny_target):

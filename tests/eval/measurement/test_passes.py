@@ -92,9 +92,10 @@ def test_where_memory_is_short_fewer_share_a_baseline(target, monkeypatch, warmi
 
 def test_a_gpu_holds_the_caches_of_all_sides_in_half_of_its_free_memory(target, monkeypatch):
     config, suite = MeasureConfig(max_new_tokens=16, batch_size=2), Suite("three", PROMPTS)
-    assert most_at_once(target, suite, config) > 100
+    both = contenders(NgramDrafter(), SuffixDrafter())
+    assert most_at_once(target, both, suite, config) > 100
     monkeypatch.setattr(type(target), "device", torch.device("cuda"))
     per_side = 2 * cache_bytes(target, 4 + 16)
     for free, expected in ((2 * 5 * per_side, 4), (per_side, 1)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 10 * free))
-        assert most_at_once(target, suite, config) == expected
+        assert most_at_once(target, both, suite, config) == expected

@@ -8,9 +8,24 @@ import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.generate import generate
 from headstart.heads.nn import cache as caches
+from headstart.heads.nn.documents import Documents
+from headstart.heads.nn.target_output import TargetOutput
 from headstart.heads.target import Target
 from headstart.heads.targets.check import SHORT, check_texts
-from transformers import AutoModelForImageTextToText, Gemma3Config, GraniteConfig, GraniteForCausalLM
+from transformers import (
+    AutoModelForImageTextToText,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3Config,
+    GraniteConfig,
+    GraniteForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
+    xLSTMConfig,
+    xLSTMForCausalLM,
+)
 
 VISIBILITY, READ, WRITE = caches.visibility_mask, Target.read_slots, caches.SlotLayer.update
 
@@ -62,10 +77,14 @@ def test_the_text_is_longer_than_every_window(family, length, tiny_target):
     assert [text.shape for text in check_texts(tiny_target(family))] == [(1, length)]
 
 
+SIZES: dict[str, Any] = {
+    **dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+}
+
+
 def scaled_model(**changes: Any) -> Any:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    config = GraniteConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, **{"logits_scaling": 6.0, **changes})
+    config = GraniteConfig(**SIZES, num_key_value_heads=2, **{"logits_scaling": 6.0, **changes})
     return GraniteForCausalLM(config).eval()
 
 
@@ -74,6 +93,51 @@ def test_a_scale_of_the_logits_is_read_off_the_models_own():
     target = Target(model, name="scaled", fingerprint="")
     assert target.logit_scale == 1 / 6, "the config's own number, not one that rounding moved"
     torch.testing.assert_close(target.logits(target.forward(ids).post_norm), model(ids).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_capped_in_the_models_own_dtype(dtype):
+    """In bf16 that moves them by more than rounding would elsewhere."""
+    torch.manual_seed(0)
+    config = Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8, final_logit_softcapping=2.0)
+    model, ids = Gemma2ForCausalLM(config).to(dtype).eval(), torch.tensor([[1, 7, 8, 3]])
+    target = Target(model, name="capped", fingerprint="")
+    assert torch.equal(target.logits(target.forward(ids).post_norm), model(ids).logits.float())
+
+
+def test_logits_capped_in_fp32_are_known_too():
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 61, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 2}
+    config = xLSTMConfig(**sizes, qk_dim_factor=1.0, output_logit_soft_cap=0.1)
+    model, ids = xLSTMForCausalLM(config).bfloat16().eval(), torch.tensor([[1, 7, 8, 3]])
+    target = Target(model, name="capped", fingerprint="")
+    assert target.caps_wide and torch.equal(target.logits(target.forward(ids).post_norm), model(ids).logits)
+
+
+def test_states_that_leave_layers_are_known_from_those_that_enter_them(monkeypatch):
+    """A Mamba lists the former; in bf16 it passes on fp32 ones, which are not more exact for that."""
+    torch.manual_seed(0)
+    model = MambaForCausalLM(MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=3, state_size=8)).bfloat16()
+    target = Target(model, name="mamba", fingerprint="")
+    assert target.can_decode and target.forward(torch.tensor([[1, 7]])).post_norm.dtype == torch.float32
+    read = Target.forward
+
+    def mixed_up(self, ids, **how):
+        output = read(self, ids, **how)
+        return TargetOutput(output.features.flip(2), output.post_norm, output.best)
+
+    monkeypatch.setattr(Target, "forward", mixed_up)
+    with pytest.raises(BadInput, match="^target mamba: MambaForCausalLM: the state that enters layer 1 is computed"):
+        Target(model, name="mamba", fingerprint="")
+
+
+def test_states_in_no_cache_of_transformers_are_trained_on_but_not_decoded():
+    config = RwkvConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2)
+    target = Target(RwkvForCausalLM(config), name="rwkv", fingerprint="")
+    with pytest.raises(BadInput, match="^target rwkv: its layers keep states in an unknown way.* but not decoded$"):
+        generate(target, None, [1, 5, 9])
+    with pytest.raises(BadInput, match="^target rwkv: a recurrent layer reads a row as one text"):
+        target.forward(torch.tensor([[1, 5, 9, 1]]), documents=Documents.of([[3, 1]], num_positions=4))
 
 
 def test_logits_that_are_no_multiple_of_the_output_layers_are_refused(monkeypatch):

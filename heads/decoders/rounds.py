@@ -1,0 +1,161 @@
+"""How recurrent layers of transformers' models read a round: a `StateCache` keeps the states behind each token."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from types import MethodType, NoneType
+from typing import Any, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
+
+from ..nn.cache import cache_argument
+from .recurrences import calls_of, known_recurrence
+from .state_cache import RECURRENT, PassedStates, StateCache, StateLayer, keeps_states
+
+RECURRENCES = {"update_recurrent_state", "set_linear_cache"}  # the second is MiniMax's
+
+
+def read_states(model: nn.Module, layers: nn.ModuleList, kept: Sequence[Any]) -> str | None:
+    """Let a model's recurrent layers read rounds with a `StateCache`; returns why they can not, if so.
+
+    Their parts are found by the calls to the cache that their code makes, or by the attributes in which they keep their
+    states; of a model that passes states to its layers, as xLSTM, they are the layers. The code stays as it is: without
+    such a cache nothing changes, and with one it is called as before, or for one token at a time if its recurrence is
+    not of a known kind (see recurrences.py).
+    """
+    calls = RECURRENCES | {"update_conv_state"}
+    found: list[tuple[Any, Any]] = [
+        (part.layer_idx, part) for part in model.modules() if hasattr(part, "layer_idx") and calls & calls_of(part)
+    ]
+    if passes_states(model):
+        found = list(enumerate(layers))
+    by_attributes = not found
+    if by_attributes:  # the outermost part of each layer
+        inside = {i: [part for part in layer.modules() if own_states(part)] for i, layer in enumerate(layers)}
+        found = [(i, parts[0]) for i, parts in inside.items() if parts]
+    for i, part in found:
+        if not isinstance(vars(part).get("forward"), MethodType):
+            stated = own_states(part) if by_attributes else []
+            part.forward = MethodType(reading_rounds(part, i, stated), part)
+    unknown = sorted({i for i, layer in enumerate(kept) if keeps_states(layer)} - {i for i, _ in found})
+    return f"layer {unknown[0]} keeps states in an unknown way" if unknown else None
+
+
+def own_cache(module: nn.Module) -> type | None:
+    """The class of its own of which a model's code takes its cache, as its annotation says; None: any cache."""
+    parameter = inspect.signature(module.forward).parameters.get(cache_argument(module))
+    kinds = () if parameter is None else get_args(parameter.annotation)
+    classes = [kind for kind in kinds if inspect.isclass(kind) and kind is not NoneType]
+    return classes[0] if classes and not {Cache, DynamicCache} & set(classes) else None
+
+
+def carries_states(module: nn.Module) -> bool:
+    """Whether a model's code carries states from forward to forward in no cache of transformers, as RWKV and xLSTM."""
+    own = own_cache(module)
+    return "state" in inspect.signature(module.forward).parameters or not (own is None or issubclass(own, Cache))
+
+
+def passes_states(model: nn.Module) -> bool:
+    """Whether a model's code passes each layer its states, a tuple that it takes from its cache."""
+    return "rnn_state" in calls_of(model)
+
+
+def passed_states() -> LinearAttentionLayer:
+    """What a layer of such a model keeps: a matrix, its normaliser and the logarithm of its scale."""
+    return LinearAttentionLayer(number_of_states=3)
+
+
+def own_states(part: nn.Module) -> list[tuple[str, str]]:
+    """The attributes in which a part keeps states itself, as RecurrentGemma's: the submodule and the name of each. They
+    are None before the first text, and its own forward sets one of them."""
+    stated = [
+        (place, name)
+        for place, module in part.named_modules()
+        for name, value in vars(module).items()
+        if name.endswith(("_state", "_states")) and (value is None or isinstance(value, Tensor))
+    ]
+    return stated if any(not place and name in calls_of(part) for place, name in stated) else []
+
+
+def reading_rounds(part: Any, index: int, stated: list[tuple[str, str]]) -> Callable[..., Any]:
+    """The forward of a part of recurrent layer `index`, as a method, that keeps the states behind each token of a
+    round. stated: the attributes in which it keeps them, as `own_states` gives them."""
+    own = vars(part).get("forward")  # of a part on several devices, with Accelerate's hooks
+    recurrence = known_recurrence(part)
+    has_recurrence = "update_conv_state" not in calls_of(part) or bool(RECURRENCES & calls_of(part))
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        whole = partial(type(self).forward, self) if own is None else own
+        passed = next((value for value in args if isinstance(value, PassedStates)), None)
+        caches = (value for value in (*args, *kwargs.values()) if isinstance(value, StateCache))
+        cache = next(caches, None) if passed is None else passed.cache
+        if cache is None:
+            return whole(hidden_states, *args, **kwargs)
+        if stated:
+            whole = partial(with_own_states, whole, self, stated, cast(StateLayer, cache.layers[index]))
+        if passed is not None:
+            whole = partial(with_passed_states, whole, cast(StateLayer, cache.layers[index]))
+        kwargs = {name: None if "mask" in name else value for name, value in kwargs.items()}  # there is no padding
+        layer = cast(StateLayer, cache.layers[index])
+        num_read, cache.touched = hidden_states.shape[1], set()
+        reads_at_once = not has_recurrence or (recurrence is not None and layer.recurrent_states[0] is not None)
+        if cache.reads_round and num_read > 1 and reads_at_once:
+            with cache.noting_windows(), nullcontext([]) if recurrence is None else recurrence.noting() as states:
+                mixed = whole(hidden_states, *args, **kwargs)
+            for i, state in enumerate(states, 1):
+                layer.note((RECURRENT, 0), state, i, cache.width)
+            return mixed
+        if not (cache.reads_round or cache.reads_singly):
+            mixed = whole(hidden_states, *args, **kwargs)
+            if not cache.is_ahead:
+                keep_current(layer, cache, 0)
+            return mixed
+        parts, places = [], kwargs.get("position_ids")
+        for i in range(num_read):
+            if places is not None:
+                kwargs["position_ids"] = places[:, i : i + 1]
+            parts.append(whole(hidden_states[:, i : i + 1], *args, **kwargs))
+            keep_current(layer, cache, i + 1 if cache.reads_round else 0)
+        if not isinstance(parts[0], tuple):
+            return torch.cat(parts, 1)
+        return tuple(map(joined, zip(*parts, strict=True)))
+
+    return forward
+
+
+def joined(values: tuple[Any, ...]) -> Any:
+    """What single tokens gave, [B, 1, ...] each, as of all tokens; of other values, as states, the last one."""
+    is_by_token = isinstance(values[0], Tensor) and values[0].ndim > 1 and values[0].shape[1] == 1
+    return torch.cat(values, 1) if is_by_token else values[-1]
+
+
+def with_own_states(
+    whole: Callable[..., Any], part: nn.Module, stated: list[tuple[str, str]], layer: StateLayer, *args: Any, **how: Any
+) -> Any:
+    """Call a part that keeps its states itself, on those of a layer, and take them from it."""
+    for i, (place, name) in enumerate(stated):
+        setattr(part.get_submodule(place), name, layer.recurrent_states.get(i))
+    mixed = whole(*args, **how)
+    for i, (place, name) in enumerate(stated):
+        state = getattr(part.get_submodule(place), name)
+        setattr(part.get_submodule(place), name, None)
+        layer.is_recurrent_states_initialized.setdefault(i, False)
+        layer.update_recurrent_state(state, i)
+    return mixed
+
+
+def with_passed_states(whole: Callable[..., Any], layer: StateLayer, hidden_states: Tensor, _: Any) -> Any:
+    """Call a layer that is passed its states, on those that are kept for it, and take them from what it gives."""
+    states = tuple(layer.recurrent_states.values())
+    mixed, new = whole(hidden_states, None if states[0] is None else states)
+    return mixed, tuple(layer.update_recurrent_state(state, i) for i, state in enumerate(new))
+
+
+def keep_current(layer: StateLayer, cache: StateCache, num_read: int) -> None:
+    """Keep the current states as those behind `num_read` tokens."""
+    for key, state in layer.current.items():
+        if key in cache.touched or not cache.touched:
+            layer.note(key, state, num_read, cache.width)
