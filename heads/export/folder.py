@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from ...configs.errors import BadInput, first_line
 from ...configs.files import write_json
 from ..adapters import WEIGHTS as ADAPTER_WEIGHTS
+from ..fit import load_skeleton
 from ..folder import HeadRecord, read_head_config
 from ..importing.mtp_checkpoint import tensor_locations
 from ..loading import TargetConfig, read_model_config, torch_dtype
@@ -61,6 +63,18 @@ class HeadFolder:
     def has_adapter(self) -> bool:
         """Whether the head drafts for its target with an adapter (Medusa-2)."""
         return (self.path / ADAPTER_WEIGHTS).is_file()
+
+    @cached_property
+    def embedding_scale(self) -> float:
+        """The factor by which the target's embedding module multiplies its table: sqrt(hidden size) in Gemma, mostly 1.
+
+        A head reads what the module gives, without the factor by which a model like Granite multiplies that later. 1 if
+        the target is not available. Raises: BadInput if the target cannot be built without weights.
+        """
+        if self.target_config is None:
+            return 1.0
+        module = load_skeleton(TargetConfig(path=self.target)).input_embedding
+        return float(getattr(module, "scalar_embed_scale", getattr(module, "embed_scale", 1.0)))
 
     @property
     def provenance(self) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 The two engines count feature layers differently and read different keys, so both are written (eagle3.py). They have
 different names for the input norm of later layers, so it is written twice. SGLang's EAGLE-1 has a bias that vLLM
 ignores, so it is zeros. The embedding and, for EAGLE-1, the output layer are the target's and not in the file; only of
-a target that scales its embeddings, the scaled table is in a folder for vLLM, as engines share the bare one. A folder
-in speculators' layout names its target, so `vllm serve FOLDER` suffices.
+a target whose embedding module scales its table, the scaled one is in a folder for vLLM, as engines share the bare one.
+A folder in speculators' layout names its target, so `vllm serve FOLDER` suffices.
 """
 
 import re
@@ -113,35 +113,26 @@ def with_both_norms(head: HeadFolder) -> dict[str, Tensor]:
     return tensors
 
 
-def embedding_scale(target_config: dict[str, Any]) -> float:
-    """The factor between a target's embedding table and what its first layer reads."""
-    if str(target_config.get("model_type")).startswith("gemma"):
-        return target_config["hidden_size"] ** 0.5
-    return target_config.get("embedding_multiplier") or target_config.get("scale_emb") or 1
-
-
 def scale_key(head: HeadFolder) -> dict[str, float]:
-    scale = embedding_scale(head.target_config or {})
-    return {} if scale == 1 else {SCALE: scale}
+    return {} if head.embedding_scale == 1 else {SCALE: head.embedding_scale}
 
 
 def own_embedding(head: HeadFolder) -> dict[str, Tensor]:
-    """The scaled table of a target that scales its embeddings, which vLLM keeps for the draft; none of other targets.
+    """The table as a target's embedding module scales it, which vLLM keeps for the draft; none if it does not.
 
     Raises: BadInput as `table_rows`."""
-    scale = embedding_scale(head.target_config or {})
-    if scale == 1:
+    if head.embedding_scale == 1:
         return {}
     rows = table_rows(head, EMBEDDINGS)
-    return {"embed_tokens.weight": rows * torch.tensor(scale, dtype=rows.dtype)}  # rounded as the models round it
+    return {"embed_tokens.weight": rows * torch.tensor(head.embedding_scale, dtype=rows.dtype)}  # rounded as models do
 
 
 def bare_embedding(head: HeadFolder) -> dict[str, Tensor]:
-    """No table, where engines share the target's. Raises BadInput if the target scales its embeddings."""
-    config = head.target_config or {}
-    if embedding_scale(config) != 1:
+    """No table, where engines share the target's. Raises BadInput if the target's embedding module scales its table."""
+    if head.embedding_scale != 1:
+        kind = (head.target_config or {}).get("model_type")
         raise BadInput(
-            f"head {head.path}: {config['model_type']} scales its embeddings and this engine gives a draft the bare "
-            "table, so it would draft badly there: nothing written"
+            f"head {head.path}: {kind} scales its embeddings and this engine gives a draft the bare table, so it would "
+            "draft badly there: nothing written"
         )
     return {}

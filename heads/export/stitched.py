@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...configs.errors import BadInput
-from ..importing.mtp_checkpoint import count_key, stitch, tensor_locations, views_on_disk
+from ..importing.mtp_checkpoint import count_key, mtp_layout, stitch, tensor_locations, views_on_disk
 from .folder import EMBEDDINGS, HeadFolder, write_config
 
 # kinds of target (model_type) that engines load modules of a layout with
@@ -47,6 +47,13 @@ def write_stitched(head: HeadFolder, folder: Path, *, to: str) -> None:
     write_config(folder, config)
 
 
+def module_layout(folder: str | Path, kind: str) -> str | None:
+    """The layout in which engines load MTP modules with a target: that of its own modules, or the one of its kind
+    (model_type); None: they load none. Raises BadInput if a file of its folder cannot be read."""
+    own = None if not Path(folder).is_dir() else mtp_layout(tensor_locations(folder))
+    return own or next((layout for layout, kinds in SERVED.items() if kind in kinds), None)
+
+
 def num_modules(head: HeadFolder) -> int:
     """How many modules an MTP head has."""
     return head.own["num_depths"] if head.own["independent"] else 1
@@ -57,7 +64,7 @@ def write_beside(head: HeadFolder, folder: Path, tensors: dict[str, Tensor], whe
     own = head.own["layout"]
     kind = str((head.target_config or {}).get("model_type"))
     if kind not in SERVED[own]:
-        other = next((layout for layout, kinds in SERVED.items() if kind in kinds), None)
+        other = module_layout(head.target, kind)
         instead = f"with head.layout={other}" if other else "eagle3"
         raise BadInput(
             f"target {head.target}: no engine loads MTP modules of layout {own} with a {kind} target, only with "

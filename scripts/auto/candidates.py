@@ -10,7 +10,9 @@ from typing import Any
 from ...configs.errors import BadInput
 from ...configs.loader import build, read_config, shipped
 from ...heads.base import HeadConfig
+from ...heads.export.stitched import module_layout
 from ...heads.export.write import KEEP_VOCABULARY, WRITERS
+from ...heads.loading import TargetConfig, read_model_config
 from ...heads.registry import HEADS, head_class
 
 BATCH_SIZE = 8  # rows of an optimizer step
@@ -43,8 +45,11 @@ class Candidate:
         return replace(self, head=replace(self.head, draft_vocab_size=size)) if self.cuts_vocabulary else self
 
 
-def find_candidates(engine: str = OURS) -> list[Candidate]:
-    """All candidates, in the order of the registry, as they are drafted with in an engine."""
+def find_candidates(engine: str = OURS, target: str = "") -> list[Candidate]:
+    """All candidates, in the order of the registry, as they are drafted with in an engine.
+
+    Args: target: a folder or hub id, for modules in the layout that engines load with it; without, in the usual one.
+    """
     paths = {path.stem: f"auto/{path.name}" for path in shipped("auto/*.yaml")}
     candidates = [read(name, path) for name, path in paths.items()]
     missing = set(HEADS) - {candidate.head.type for candidate in candidates}
@@ -52,6 +57,9 @@ def find_candidates(engine: str = OURS) -> list[Candidate]:
     if engine != OURS:
         kept = {c.name: c.cuts_vocabulary and c.head.type in KEEP_VOCABULARY for c in candidates}
         candidates = [replace(c, cuts_vocabulary=kept[c.name]) for c in candidates]
+    layout = layout_of(target) if target else None
+    if layout is not None:
+        candidates = [replace(c, head=replace(c.head, layout=layout)) if is_module(c) else c for c in candidates]
     families = list(HEADS)
     return sorted(candidates, key=lambda candidate: (families.index(candidate.head.type), candidate.name))
 
@@ -71,9 +79,20 @@ def check_engine(engine: str) -> None:
         raise BadInput(f"--engine {engine}: expected one of {', '.join(engines)}")
 
 
-def is_served(candidate: Candidate, engine: str) -> bool:
-    """Whether the engine can load heads of the candidate's family."""
-    return engine == OURS or engine in WRITERS.get(candidate.head.type, {})
+def is_served(candidate: Candidate, engine: str, target: str) -> bool:
+    """Whether the engine can load heads of the candidate's family, with that target if they become part of it."""
+    if engine == OURS:
+        return True
+    return engine in WRITERS.get(candidate.head.type, {}) and not (is_module(candidate) and layout_of(target) is None)
+
+
+def is_module(candidate: Candidate) -> bool:
+    """Whether its heads are modules of the target's checkpoint, which have the layout of its kind."""
+    return hasattr(candidate.head, "layout")
+
+
+def layout_of(target: str) -> str | None:
+    return module_layout(target, read_model_config(TargetConfig(path=target)).get_text_config().model_type)
 
 
 def by_gain_per_cost(measured: Sequence[tuple[str, float, float]]) -> list[str]:

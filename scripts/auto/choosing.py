@@ -32,6 +32,10 @@ def ending_reserve(run: Session) -> float:
     return max(min(whole + planning, EVALUATION * settings.budget), least)
 
 
+def offered(run: Session) -> list[Candidate]:
+    return find_candidates(run.settings.engine, run.settings.target)
+
+
 def choose(run: Session) -> None:
     """Chooses one candidate by successive halving; writes `learning_until`, `rungs` and `chosen` into the journal.
 
@@ -43,7 +47,7 @@ def choose(run: Session) -> None:
     if journal.learning_until is None:
         journal.learning_until = run.settings.budget - ending_reserve(run)
         run.write()
-    candidates = {candidate.name: candidate for candidate in find_candidates(run.settings.engine)}
+    candidates = {candidate.name: candidate for candidate in offered(run)}
     halving_seconds = HALVING * max(journal.learning_until - run.clock.used, 0)
     if journal.rungs:  # resumed
         names = list(journal.rungs[0].plan)
@@ -121,7 +125,7 @@ def learn(run: Session) -> None:
     earlier = run.folder / "candidates" / chosen.name / "best"
     if chosen.max_steps >= LEAST_STEPS or not earlier.is_dir():
         chosen.max_steps = max(chosen.max_steps, LEAST_STEPS)
-        candidates = {candidate.name: candidate for candidate in find_candidates(run.settings.engine)}
+        candidates = {candidate.name: candidate for candidate in offered(run)}
         start_from = earlier if earlier.is_dir() else None
         seconds = max(journal.learning_until - run.clock.used, 0)
         rungs = journal.rungs

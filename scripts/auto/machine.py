@@ -137,8 +137,8 @@ def measure_candidate(
     Args: skeleton: the target without weights; None if there is none.
     """
     name = candidate.name
-    if not is_served(candidate, engine):
-        return Measured(name, out=f"{engine} does not load heads of this family")
+    if not is_served(candidate, engine, target.name):
+        return Measured(name, out=f"{engine} does not load heads of this family with this target")
     try:
         if skeleton is not None and build_skeleton_head(candidate.head, skeleton).adapts_target:
             raise BadInput("it changes the target's weights, and with them the text")

@@ -101,7 +101,7 @@ def prepare(run: Session) -> None:
 
     journal.machine = measure_machine(
         target,
-        find_candidates(settings.engine),
+        find_candidates(settings.engine, settings.target),
         work,
         engine=settings.engine,
         start_seconds=start_seconds(),

@@ -2,10 +2,11 @@
 
     python client.py JOB.json RESULT.json
 
-JOB: {TARGET: {"folder", "dtype", "max_new_tokens", "prompts": [[token ids]], "heads": {NAME: {"method", "model",
-"num_speculative_tokens"}}}}; a head without a "model" lies in the folder that it names as "within": its target's, or
-one that says itself how it is served; for "norms_apart" see there. RESULT: {NAME: {"texts": token ids, "rounds": per
-prompt the drafted tokens of every round, "num_drafts", "accepted_at": drafts accepted at each position}}.
+JOB: {TARGET: {"folder", "dtype", "engine": options beside ENGINE, "max_new_tokens", "prompts": [[token ids]], "heads":
+{NAME: {"method", "model", "num_speculative_tokens"}}}}; a head without a "model" lies in the folder that it names as
+"within": its target's, or one that says itself how it is served; "mended" names a kernel of MENDED. RESULT: {NAME:
+{"texts": token ids, "rounds": per prompt the drafted tokens of every round, "num_drafts", "accepted_at": drafts
+accepted at each position}}, or {"error": its line}.
 """
 
 import gc
@@ -42,17 +43,19 @@ def main() -> None:
         for name, speculation in one["heads"].items():
             started = time.monotonic()
             try:
-                with norms_apart() if speculation.pop("norms_apart", False) else nullcontext():
+                with MENDED[speculation.pop("mended", "")]():
                     results[name] = decoded(one, speculation)
             except Exception as error:  # whatever an engine does not take: the others are still of interest
                 results[name] = {"error": f"{type(error).__name__}: {error}"}
+                release()
             print(f"{name}: {time.monotonic() - started:.0f} s", flush=True)
     out.write_text(json.dumps(results))
 
 
 def decoded(job: dict[str, Any], speculation: dict[str, Any]) -> dict[str, Any]:
     folder = speculation.pop("within", job["folder"])
-    llm = LLM(model=folder, dtype=job["dtype"], **ENGINE, speculative_config=speculation or None)
+    how = {**ENGINE, **job["engine"], "dtype": job["dtype"]}
+    llm = LLM(model=folder, **how, speculative_config=speculation or None)
     drafts: list[list[int]] = []
     executor = llm.llm_engine.engine_core.engine_core.model_executor
     spy_on(executor.driver_worker.worker.model_runner.drafter, drafts)
@@ -70,9 +73,13 @@ def decoded(job: dict[str, Any], speculation: dict[str, Any]) -> dict[str, Any]:
         if metric.name == "vllm:spec_decode_num_accepted_tokens_per_pos":
             counts["accepted_at"] = [int(value) for value in metric.values]
     del llm
+    release()
+    return {"texts": texts, "rounds": rounds, **counts}
+
+
+def release() -> None:
     gc.collect()
     cleanup_dist_env_and_memory()
-    return {"texts": texts, "rounds": rounds, **counts}
 
 
 @contextmanager
@@ -93,6 +100,54 @@ def norms_apart() -> Iterator[None]:
 
     with patch.object(DFlashQwen3Model, "_normalize_context_k", normalised):
         yield
+
+
+@contextmanager
+def states_moved() -> Iterator[None]:
+    """Mamba-2's states after as many drafts as were accepted.
+
+    vLLM's kernels for CPUs (0.32) do not go by that number, so with drafts of any kind its texts are other ones.
+    """
+    import torch  # type: ignore[import-not-found]
+    import vllm.model_executor.layers.mamba.mamba_mixer2 as mixer  # type: ignore[import-not-found]
+
+    convolution, update = mixer.causal_conv1d_update, mixer.selective_state_update
+
+    def convolved(x: Any, states: Any, weight: Any, bias: Any, activation: str, **how: Any) -> Any:
+        if how["num_accepted_tokens"] is None:
+            return convolution(x, states, weight, bias, activation, **how)
+        out, width = torch.empty_like(x), weight.shape[1]
+        for row, start, end, last in rows(how["query_start_loc"], how["num_accepted_tokens"]):
+            state = states[how["conv_state_indices"][row, 0]]  # [D, width - 1 + K]
+            read = torch.cat([state[:, last : last + width - 1], x[start:end].T], 1)
+            made = torch.nn.functional.conv1d(read[None], weight[:, None], bias, groups=len(weight))[0]
+            out[start:end] = torch.nn.functional.silu(made.T)
+            state[:, : read.shape[1] - 1] = read[:, 1:]
+        return out
+
+    def updated(states: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, dt_bias: Any, **how: Any) -> None:
+        if how["num_accepted_tokens"] is None:
+            return update(states, x, dt, A, B, C, D, dt_bias, **how)
+        heads_of_group = x.shape[1] // B.shape[1]
+        for row, start, end, last in rows(how["cu_seqlens"], how["num_accepted_tokens"]):
+            state = states[how["state_batch_indices"][row, last]]  # [heads, head size, state size]
+            for i in range(start, end):
+                step = torch.nn.functional.softplus(dt[i] + dt_bias)[..., None]
+                key, query = (part[i].repeat_interleave(heads_of_group, 0)[:, None] for part in (B, C))
+                state = state * torch.exp(step * A) + step * key * x[i][..., None]
+                how["out"][i] = (state * query).sum(-1) + D * x[i]
+                states[how["dst_state_batch_indices"][row, i - start]] = state
+
+    def rows(starts: Any, accepted: Any) -> Iterator[tuple[int, int, int, int]]:
+        """Of each row its number, the place of its first token and that behind its last, and its last accepted one."""
+        for row, count in enumerate(accepted.tolist()):
+            yield row, int(starts[row]), int(starts[row + 1]), count - 1
+
+    with patch.multiple(mixer, causal_conv1d_update=convolved, selective_state_update=updated):
+        yield
+
+
+MENDED = {"": nullcontext, "norms_apart": norms_apart, "states_moved": states_moved}
 
 
 def spy_on(drafter: Any, drafts: list[list[int]]) -> None:

@@ -1,7 +1,6 @@
 """Exported heads in vLLM itself: they load, the text stays the target's, and the drafts are those that we measured."""
 
 import json
-import subprocess
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,14 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
+from engines import (
+    asked_vllm,
+    counted,
+    decoded,
+    job_of,
+    same_drafts,
+    save_tokenizer,
+    speculation,
+    trained,
+    write_rows,
+)
 from headstart.configs.errors import BadInput
 from headstart.data_pipelines.parallel import chunks
 from headstart.eval.continuous import num_shared
-from headstart.eval.engine import Engine
-from headstart.eval.generate import Stop, decode, generate
-from headstart.eval.sampling import Sampling
-from headstart.heads.base import DraftHead
+from headstart.eval.generate import generate
 from headstart.heads.export.check import check_folder
 from headstart.heads.export.write import export_head
 from headstart.heads.importing.gguf import cache_folder
@@ -26,13 +32,11 @@ from headstart.scripts.quickstart.prompts import orders
 from headstart.scripts.target_command import KNOWN, fetch
 from headstart.train.config import load_run
 from headstart.train.trainer import train
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 Trained = tuple[Path, Path, list[list[int]]]  # a target's folder, a head's, and prompts
 World = dict[str, tuple[Path, list[list[int]]]]  # of each kind of target a folder, and the prompts
 SIZE = 120  # tokens of the vocabulary
-LENGTH = 40  # tokens of an answer
 NUM_ORDERS, ORDER_LENGTH = 16, 64  # of the real target
 TARGETS: dict[str, Callable[..., Any]] = {
     "llama": LlamaConfig,
@@ -58,16 +62,7 @@ HEADS = {  # name: target, config, vLLM's method (none: the folder names it and 
     "p-eagle of qwen3": ("qwen3", {"type": "eagle3", "num_depths": 3, "parallel": True}, "eagle3", 3),
     "pard": ("llama", {"type": "draft_lm", "num_depths": 4, "parallel": True}, "draft_model", 4),
 }
-OFFLINE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 pytestmark = pytest.mark.timeout(3600)  # an engine starts for every head
-
-
-@pytest.fixture(scope="module")
-def python(request: pytest.FixtureRequest) -> str:
-    found = request.config.getoption("--vllm-python", default=None)
-    if not found:
-        pytest.skip("needs an environment with vLLM: make test-vllm")
-    return str(found)
 
 
 @pytest.fixture(scope="module")
@@ -96,13 +91,8 @@ def make_target(kind: str, folder: Path, prompts: list[list[int]]) -> Path:
             if parameter.ndim >= 2:
                 parameter.normal_(std=0.15)
     model.save_pretrained(folder / "target")
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(SIZE)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2").save_pretrained(folder / "target")
-    target = Target.load(folder / "target", dtype="float32")
-    answers = generate(target, None, prompts, max_new_tokens=LENGTH, eos_token_ids=[]).token_ids
-    rows = [{"input_ids": p + a, "prompt_length": len(p)} for p, a in zip(prompts, answers, strict=True)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    save_tokenizer(folder / "target", num_words=SIZE)
+    write_rows(folder, prompts)
     return folder
 
 
@@ -121,99 +111,14 @@ def served(python: str, world: World, tmp_path_factory: pytest.TempPathFactory, 
     return asked_vllm(python, job, tmp_path_factory.mktemp("job"))
 
 
-def job_of(target: Path, prompts: list[list[int]], *, dtype: str = "float32", length: int = LENGTH) -> dict[str, Any]:
-    return {"folder": str(target), "dtype": dtype, "prompts": prompts, "max_new_tokens": length, "heads": {}}
-
-
-def speculation(folder: Path, config: dict[str, Any], method: str | None, num_draft: int) -> dict[str, Any]:
-    """vLLM's own keys, and what client.py takes out of them."""
-    if method is None:
-        return {"within": str(folder)}
-    asked: dict[str, Any] = {"method": method, "num_speculative_tokens": num_draft}
-    asked["within" if method == "mtp" else "model"] = str(folder)
-    if config.get("parallel"):
-        asked["parallel_drafting"] = True
-    if method == "dflash" and config["num_layers"] > 1:
-        asked["norms_apart"] = True
-    return asked
-
-
-def asked_vllm(python: str, job: dict[str, Any], work: Path) -> dict[str, Any]:
-    (work / "job.json").write_text(json.dumps(job))
-    command = [python, str(Path(__file__).with_name("client.py")), str(work / "job.json"), str(work / "out.json")]
-    done = subprocess.run(command, capture_output=True, text=True, env={**OFFLINE, "PATH": "/usr/bin:/bin"})
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads((work / "out.json").read_text())
-
-
-def trained(folder: Path, name: str, head: dict[str, Any]) -> Path:
-    if head["type"] == "draft_lm":
-        head = {**head, "path": str(folder / "target")}
-    how = {"max_steps": 60, "batch_size": 6, "learning_rate": 3e-3, "warmup_steps": 5, "device": "cpu"}
-    config = {"target": {"path": str(folder / "target"), "dtype": "float32"}, "head": head}
-    config |= {"data": {"train": str(folder / "rows.jsonl")}, "train": {**how, "output_dir": str(folder / name)}}
-    (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
-    return train(load_run(folder / f"{name}.yaml"))
-
-
-def decoded(target: Target, head: DraftHead, prompt: list[int], *, num_draft: int, length: int) -> tuple[list, list]:
-    """Our text, and the drafts of every round."""
-    most = len(prompt) + length
-    engine = Engine(
-        target, head, batch_size=1, max_length=most, num_draft_tokens=num_draft, tree=None, sampling=Sampling(),
-        generator=None,
-    )  # fmt: skip
-    drafts: list[list[int]] = []
-    draft = engine.draft
-
-    def kept(read: Any) -> Any:
-        proposal = draft(read)
-        drafts.append(proposal.tokens[0].tolist())
-        return proposal
-
-    engine.draft = kept  # type: ignore[method-assign]
-    return decode(engine, [prompt], max_new_tokens=length, stop=Stop.of(target)).token_ids[0], drafts
-
-
-def accepted_at(text: list[int], drafts: list[list[int]]) -> tuple[int, list[int]]:
-    """How many rounds a text took, the prefill's token aside, and how often each draft position was accepted in it."""
-    counts, num_rounds, at = [0] * len(drafts[0]), 0, 1
-    while at < len(text):
-        num_accepted = 0
-        while num_accepted < len(counts) and text[at : at + 1] == [drafts[num_rounds][num_accepted]]:
-            counts[num_accepted] += 1
-            num_accepted, at = num_accepted + 1, at + 1
-        num_rounds, at = num_rounds + 1, at + 1
-    return num_rounds, counts
-
-
-def counted(texts: list[list[int]], rounds: list[list[list[int]]]) -> dict[str, Any]:
-    """Over prompts."""
-    every = [accepted_at(text, drafts) for text, drafts in zip(texts, rounds, strict=True)]
-    at = [sum(counts) for counts in zip(*(counts for _, counts in every), strict=True)]
-    return {"num_rounds": sum(num_rounds for num_rounds, _ in every), "accepted_at": at}
-
-
 @pytest.mark.parametrize("name", list(HEADS))
 def test_vllm_drafts_and_accepts_what_we_measure(name: str, world: World, served: dict, figures: list) -> None:
     kind, _, method, num_draft = HEADS[name]
     folder, prompts = world[kind]
-    theirs = served[name]
-    assert "error" not in theirs, theirs["error"]
     target = Target.load(folder / "target", dtype="float32")
     head = load_head(Path((folder / f"{name}.txt").read_text()), target)
-    ours = [decoded(target, head, prompt, num_draft=num_draft, length=LENGTH) for prompt in prompts]
-    assert [text for text, _ in ours] == theirs["texts"]
-    for (_, drafts), drafted in zip(ours, theirs["rounds"], strict=True):
-        assert drafted[: len(drafts)] == drafts and len(drafted) - len(drafts) <= 1  # vLLM drafts behind the end too
-    found = counted(*map(list, zip(*ours, strict=True)))
-    assert theirs["num_drafts"] == found["num_rounds"]
-    assert sum(found["accepted_at"]) > found["num_rounds"] / 4  # it did learn: drafts that never stand show little
-    for ours_at, theirs_at in zip(found["accepted_at"], theirs["accepted_at"], strict=True):
-        assert 0 <= theirs_at - ours_at <= len(prompts)  # drafts behind the end of a text count there
     of = {"head": name, "target": kind, "method": method, "num_draft_tokens": num_draft}
-    seen = {"vllm_accepted_at": theirs["accepted_at"], "vllm_num_drafts": theirs["num_drafts"]}
-    figures.append({**of, "num_texts_equal": len(prompts), **found, **seen})
+    figures.append({**of, **same_drafts(target, head, prompts, served[name], num_draft=num_draft)})
 
 
 @pytest.fixture(scope="module")

@@ -229,13 +229,23 @@ def test_an_existing_folder_is_left_alone(trained, tmp_path):
 
 
 @pytest.fixture
-def scaling_target(saved_target, tmp_path):
-    """A target whose config says that it scales its embeddings."""
-    scaled = tmp_path / "gemma"
-    shutil.copytree(saved_target, scaled)
-    config = json.loads((scaled / "config.json").read_text())
-    (scaled / "config.json").write_text(json.dumps({**config, "model_type": "gemma2"}))
-    return scaled
+def of_another_kind(saved_target, tmp_path):
+    """The target under a config of another type."""
+
+    def made(model_type, **changes):
+        folder = tmp_path / model_type
+        shutil.copytree(saved_target, folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "model_type": model_type, **changes}))
+        return folder
+
+    return made
+
+
+@pytest.fixture
+def scaling_target(of_another_kind):
+    """A target whose embedding module scales its table."""
+    return of_another_kind("gemma2")
 
 
 @pytest.mark.parametrize("family", ["eagle", "eagle3"])
@@ -254,6 +264,14 @@ def test_engines_that_share_the_bare_table_are_refused_for_such_a_target(family,
     with pytest.raises(BadInput, match="gemma2 scales its embeddings"):
         export_head(trained(family), tmp_path / "out", to="sglang", target=str(scaling_target))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family", ["eagle", "eagle3", "block"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_bare_table_serves_where_the_model_scales_behind_it(engine, family, trained, of_another_kind, tmp_path):
+    target = of_another_kind("granite", embedding_multiplier=6.0)
+    export_head(trained(family), tmp_path / "out", to=engine, target=str(target))
+    assert "embed_tokens.weight" not in load_file(tmp_path / "out" / "model.safetensors")
 
 
 def test_every_family_is_exported_or_known_not_to_be():

@@ -7,12 +7,14 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+import torch
 from headstart.configs.errors import BadInput
+from headstart.heads.mtp import MtpConfig
 from headstart.heads.registry import HEADS
 from headstart.scripts.auto import candidates
 from headstart.scripts.auto.answering import asks_again
 from headstart.scripts.auto.budget import EVALUATION
-from headstart.scripts.auto.candidates import by_gain_per_cost, check_engine, find_candidates, is_served
+from headstart.scripts.auto.candidates import by_gain_per_cost, check_engine, find_candidates, is_module, is_served
 from headstart.scripts.auto.choosing import ending_reserve
 from headstart.scripts.auto.data import split_prompts, validation_rows, warnings_of
 from headstart.scripts.auto.evaluation import prompts_within
@@ -33,6 +35,7 @@ from headstart.scripts.auto.session import Session
 from headstart.scripts.auto.sizes import planning_seconds
 from headstart.scripts.unattended.clock import Clock, clock_text, parse_budget
 from headstart.train.config import load_run
+from safetensors.torch import save_file
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("20m", 1200), ("2h", 7200), ("1h30m", 5400), ("1.5m", 90)])
@@ -202,13 +205,37 @@ def test_a_vocabulary_is_cut_only_where_the_engine_drafts_so():
     assert {"eagle", "medusa", "mtp"} <= ours and vllm == {"eagle3", "block"}
 
 
-def test_engines_load_some_families():
+def test_engines_load_some_families(saved_target):
     check_engine("headstart")
     check_engine("vllm")
     with pytest.raises(BadInput, match="--engine tgi: expected one of headstart"):
         check_engine("tgi")
-    served = {candidate.name for candidate in find_candidates() if is_served(candidate, "sglang")}
+    served = {candidate.name for candidate in find_candidates() if is_served(candidate, "sglang", saved_target)}
     assert served and served < {candidate.name for candidate in find_candidates()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("qwen3_5", "qwen3_next"), ("qwen3_5_text", "qwen3_next"), ("qwen2", "mimo"), ("glm4_moe", "deepseek_v3")],
+)
+def test_modules_have_the_layout_that_engines_load_with_the_target(kind, layout, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    save_file({"lm_head.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    [module] = [candidate for candidate in find_candidates("vllm", str(tmp_path)) if is_module(candidate)]
+    assert cast(MtpConfig, module.head).layout == layout and is_served(module, "vllm", str(tmp_path))
+
+
+def test_modules_are_no_candidate_where_engines_load_none(saved_target):
+    for candidate in find_candidates("vllm", saved_target):
+        assert is_served(candidate, "headstart", saved_target)
+        assert not (is_module(candidate) and is_served(candidate, "vllm", saved_target))
+
+
+def test_the_layout_of_a_target_s_own_modules_comes_first(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    save_file({"model.layers.9.eh_proj.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    [module] = [candidate for candidate in find_candidates("vllm", str(tmp_path)) if is_module(candidate)]
+    assert cast(MtpConfig, module.head).layout == "deepseek_v3" and is_served(module, "vllm", str(tmp_path))
 
 
 def test_loops_and_cut_answers_are_told():
