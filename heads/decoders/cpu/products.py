@@ -96,12 +96,10 @@ def pack_linears(module: nn.Module, *, without: Iterable[nn.Module] = ()) -> Non
 def product(linear: nn.Module, x: Tensor) -> Tensor:
     """A linear layer's output, with gradients if they are recorded; of bf16 in fp32 on a CPU without instructions for
     it, where torch would emulate them."""
-    weight: Tensor = linear.weight  # pyright: ignore[reportAssignmentType]
-    is_narrow = type(linear) is nn.Linear and weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
-    if not is_narrow or multiplies_bf16():
+    if type(linear) is not nn.Linear or not is_multiplied(linear.weight) or multiplies_bf16():
         return linear(x)
     bias = None if linear.bias is None else linear.bias.float()
-    return F.linear(x.float(), weight.float(), bias).to(x.dtype)
+    return F.linear(x.float(), linear.weight.float(), bias).to(x.dtype)
 
 
 def is_multiplied(weight: Tensor) -> bool:
