@@ -131,7 +131,9 @@ def check_whole(target: Any, ids: Tensor, theirs: Any) -> None:
         shape = tuple(ours.features.shape[3:])
         raise BadInput(f"{where}: its layers pass on states of shape {shape}, not ({target.hidden_size},)")
     own = theirs.hidden_states  # those that enter each layer, and last that behind the norm
-    first = int(len(layers) > 1 and is_same(own[0], ours.features[:, :, 1]))  # Mamba's and RWKV's leave each layer
+    entering = [ours.features[:, :, i] for i in layers[:2]]
+    is_later = len(layers) > 1 and not is_same(own[0], entering[0]) and is_same(own[0], entering[1])
+    first = int(is_later)  # Mamba's and RWKV's states are those that leave each layer
     pairs = {f"the state that enters layer {i}": (own[i - first], ours.features[:, :, i]) for i in layers[first:]}
     pairs["the state behind its final norm"] = own[-1], ours.post_norm
     for name, (wanted, got) in pairs.items():
