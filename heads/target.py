@@ -10,6 +10,7 @@ from torch import Tensor
 from ..configs.errors import BadInput, first_line
 from .decoders.cpu.build import multiplies_bf16
 from .decoders.cpu.decoder import CpuDecoder
+from .decoders.cpu.products import wide_products
 from .loading import TargetConfig, found_path, load_model, use_attention
 from .nn.attention import NAME as GROUPED_ATTENTION
 from .nn.attention import Watch
@@ -54,7 +55,8 @@ class Target(FrozenModel):
         self._decoder: CpuDecoder | JoinedDecoder | None = None  # made on first use, if the layers are of a known kind
         self._has_decoder: bool | None = False  # None: not determined yet
         if has_values(self.output_layer.weight):
-            check_target(self)
+            with wide_products():
+                check_target(self)
         self._has_decoder = None  # from here on; the check was of the model's own layers
 
     @classmethod

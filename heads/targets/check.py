@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...configs.errors import BadInput, first_line
+from ..decoders.cpu.products import wide_products
 from ..decoders.state_cache import StateCache
 from ..loading import use_attention
 from ..nn.target_output import TargetOutput
@@ -95,12 +96,13 @@ def check_texts(target: Any) -> list[Tensor]:
 
 @contextmanager
 def own_attention(target: Any) -> Iterator[None]:
-    """The model's own implementation of attention instead of ours."""
+    """The model's own implementation of attention instead of ours, and torch's products."""
     ours: str = target.config._attn_implementation
     if ours != target.own_attention:
         use_attention(target.model, target.own_attention)
     try:
-        yield
+        with wide_products():
+            yield
     finally:
         if ours != target.own_attention:
             use_attention(target.model, ours)

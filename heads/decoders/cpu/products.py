@@ -6,10 +6,13 @@ rows.
 
 import ctypes
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .build import kernels, multiplies_bf16
 
@@ -93,13 +96,25 @@ def pack_linears(module: nn.Module, *, without: Iterable[nn.Module] = ()) -> Non
             linear.forward = _packed_forward(linear)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+class WideProducts(TorchFunctionMode):
+    """Inside, torch's linear layers in bf16 on a CPU compute in fp32 and round to bf16."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and args[1].dtype == torch.bfloat16 and args[1].device.type == "cpu":
+            x, weight, *bias = (None if each is None else each.float() for each in args)
+            return F.linear(x, weight, *bias).to(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def wide_products() -> AbstractContextManager[Any]:
+    """`WideProducts` where torch would emulate bf16, several times slower."""
+    return nullcontext() if multiplies_bf16() else WideProducts()
+
+
 def product(linear: nn.Module, x: Tensor) -> Tensor:
-    """A linear layer's output, with gradients if they are recorded; of bf16 in fp32 on a CPU without instructions for
-    it, where torch would emulate them."""
-    if type(linear) is not nn.Linear or not is_multiplied(linear.weight) or multiplies_bf16():
+    """A linear layer's output, with gradients if they are recorded, in `wide_products`."""
+    with wide_products():
         return linear(x)
-    bias = None if linear.bias is None else linear.bias.float()
-    return F.linear(x.float(), linear.weight.float(), bias).to(x.dtype)
 
 
 def is_multiplied(weight: Tensor) -> bool:

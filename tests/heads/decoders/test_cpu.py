@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 import torch
+import torch.nn.functional as F
 from headstart.heads.decoders.cpu import build, products
 from headstart.heads.decoders.cpu.build import kernels
 from headstart.heads.decoders.cpu.decoder import CpuDecoder
@@ -254,3 +255,12 @@ def test_without_a_compiler_the_model_decodes_itself_and_that_is_said(monkeypatc
         assert target.decoder is None
     build._loaded.cache_clear()
     assert not (tmp_path / "kernels").exists()
+
+
+def test_products_that_torch_would_emulate_are_those_of_fp32_rounded():
+    layer, x = nn.Linear(64, 48).bfloat16(), torch.randn(5, 64).bfloat16()
+    wanted = F.linear(x.float(), layer.weight.float(), layer.bias.float()).bfloat16()
+    with products.WideProducts():
+        assert torch.equal(layer(x), wanted)
+        layer(x).sum().backward()
+    assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.bfloat16
