@@ -42,5 +42,5 @@ def decoded_by_kernels(config: TargetConfig) -> bool:
         skeleton = load_skeleton(config)
     except NoSkeleton:
         return False
-    skeleton.model.to(torch.bfloat16)
+    skeleton.model.to(torch.bfloat16).to_empty(device="cpu")  # no page of this memory is ever touched
     return skeleton.may_use(CpuDecoder)
