@@ -101,8 +101,8 @@ class WideProducts(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear and args[1].dtype == torch.bfloat16 and args[1].device.type == "cpu":
-            x, weight, *bias = (None if each is None else each.float() for each in args)
-            return F.linear(x, weight, *bias).to(args[0].dtype)
+            wide: list[Any] = [None if each is None else each.float() for each in args]
+            return F.linear(*wide).to(args[0].dtype)
         return func(*args, **(kwargs or {}))
 
 
