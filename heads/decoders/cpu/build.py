@@ -33,16 +33,17 @@ COMPILERS = {"Linux": "g++", "Darwin": "clang++"}
 OPENMP = {"Linux": ["-fopenmp"], "Darwin": ["-Xclang", "-fopenmp"]}
 
 
-def supported_sets() -> list[str]:
+@functools.cache  # asked by each product; on ARM it reads a file, or starts a process
+def supported_sets() -> tuple[str, ...]:
     """The instruction sets that this processor has, the fastest first."""
     if platform.machine().lower() in ("aarch64", "arm64"):
-        return ["neonbf16", "neon"] if _has_arm_bf16() else ["neon"]
+        return ("neonbf16", "neon") if _has_arm_bf16() else ("neon",)
     has = {
         "avx512bf16": torch.cpu._is_avx512_bf16_supported(),
         "avx512": torch.cpu._is_avx512_supported(),
         "avx2": torch.cpu._is_avx2_supported(),
     }
-    return [name for name, is_there in has.items() if is_there]
+    return tuple(name for name, is_there in has.items() if is_there)
 
 
 def _has_arm_bf16() -> bool:
@@ -73,7 +74,10 @@ def multiplies_bf16() -> bool:
     if wanted and wanted != "none":
         has_instructions = instruction_set() in ("avx512bf16", "neonbf16")
     else:
-        has_instructions = torch.cpu._is_amx_tile_supported() or supported_sets()[:1] in (["avx512bf16"], ["neonbf16"])
+        has_instructions = torch.cpu._is_amx_tile_supported() or supported_sets()[:1] in (
+            ("avx512bf16",),
+            ("neonbf16",),
+        )
     return has_instructions and torch.backends.mkldnn.is_available()
 
 
