@@ -82,21 +82,11 @@ inline Floats sums_of(const Floats* x) {
 }
 
 #ifdef __AVX512BF16__
-// Products of pairs in bf16, two of each lane added up: see Wide in kernels.cpp.
-struct PairProducts {
-  static constexpr int PARTS = 1;
-  using Row = bf16;
-  using Factor = Pairs;
-  static Factor of(Pairs x, int) { return x; }
-  static Factor all_of(const Row* pair, int) { return everywhere(pair); }
-  static Floats dot(Factor a, Factor b, Floats sum) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
-  static void mix(Pairs one, Pairs two, Pairs weights, Floats& low, Floats& high) {  // of each 8 channels, four each
-    low = dot(_mm512_unpacklo_epi16(one, two), weights, low);
-    high = dot(_mm512_unpackhi_epi16(one, two), weights, high);
-  }
-  static Pairs mixed(Floats low, Floats high) {
-    return _mm512_packus_epi32(_mm512_cvtepu16_epi32(narrowed(low)), _mm512_cvtepu16_epi32(narrowed(high)));
-  }
-};
 #define PAIR_PRODUCTS
+inline Floats dot_pairs(Pairs a, Pairs b, Floats sum) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+inline Pairs zip_low(Pairs a, Pairs b) { return _mm512_unpacklo_epi16(a, b); }  // of each 8 numbers the first four
+inline Pairs zip_high(Pairs a, Pairs b) { return _mm512_unpackhi_epi16(a, b); }
+inline Pairs unzipped(Floats low, Floats high) {
+  return _mm512_packus_epi32(_mm512_cvtepu16_epi32(narrowed(low)), _mm512_cvtepu16_epi32(narrowed(high)));
+}
 #endif

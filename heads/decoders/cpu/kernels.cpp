@@ -83,8 +83,7 @@ inline Floats exponential(Floats x) {
   return times_2_to(y, n);
 }
 
-// Products of pairs in bf16, in two parts by multiply-adds in fp32. Where a processor has instructions for them, its
-// header has the same in one part.
+// Products of pairs in bf16, in two parts by multiply-adds in fp32.
 struct Wide {
   static constexpr int PARTS = 2;
   using Row = float;  // what rows are kept as, so that they are widened once
@@ -102,6 +101,20 @@ struct Wide {
 };
 
 #ifdef PAIR_PRODUCTS
+// The same by instructions for products of pairs in bf16, in one part.
+struct PairProducts {
+  static constexpr int PARTS = 1;
+  using Row = bf16;
+  using Factor = Pairs;
+  static Factor of(Pairs x, int) { return x; }
+  static Factor all_of(const Row* pair, int) { return everywhere(pair); }
+  static Floats dot(Factor a, Factor b, Floats sum) { return dot_pairs(a, b, sum); }
+  static void mix(Pairs one, Pairs two, Pairs weights, Floats& low, Floats& high) {
+    low = dot(zip_low(one, two), weights, low);
+    high = dot(zip_high(one, two), weights, high);
+  }
+  static Pairs mixed(Floats low, Floats high) { return unzipped(low, high); }
+};
 using Usual = PairProducts;
 #else
 using Usual = Wide;

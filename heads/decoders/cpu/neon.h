@@ -86,23 +86,13 @@ inline Pairs everywhere(const bf16* pair) {
 inline Floats sums_of(const Floats* x) { return vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3])); }
 
 #ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
-// Products of pairs in bf16, two of each lane added up: see Wide in kernels.cpp.
-struct PairProducts {
-  static constexpr int PARTS = 1;
-  using Row = bf16;
-  using Factor = Pairs;
-  static Factor of(Pairs x, int) { return x; }
-  static Factor all_of(const Row* pair, int) { return everywhere(pair); }
-  static Floats dot(Factor a, Factor b, Floats sum) {
-    return vbfdotq_f32(sum, vreinterpretq_bf16_u16(a), vreinterpretq_bf16_u16(b));
-  }
-  static void mix(Pairs one, Pairs two, Pairs weights, Floats& low, Floats& high) {  // four channels each
-    low = dot(vzip1q_u16(one, two), weights, low);
-    high = dot(vzip2q_u16(one, two), weights, high);
-  }
-  static Pairs mixed(Floats low, Floats high) {
-    return vcombine_u16(vshrn_n_u32(nearly_bf16(low), 16), vshrn_n_u32(nearly_bf16(high), 16));
-  }
-};
 #define PAIR_PRODUCTS
+inline Floats dot_pairs(Pairs a, Pairs b, Floats sum) {
+  return vbfdotq_f32(sum, vreinterpretq_bf16_u16(a), vreinterpretq_bf16_u16(b));
+}
+inline Pairs zip_low(Pairs a, Pairs b) { return vzip1q_u16(a, b); }  // the first four numbers
+inline Pairs zip_high(Pairs a, Pairs b) { return vzip2q_u16(a, b); }
+inline Pairs unzipped(Floats low, Floats high) {
+  return vcombine_u16(vshrn_n_u32(nearly_bf16(low), 16), vshrn_n_u32(nearly_bf16(high), 16));
+}
 #endif
