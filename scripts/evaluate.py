@@ -39,7 +39,7 @@ def evaluate(
     *,
     target: Annotated[str, TARGET(help="The target: local folder or hub id.")],
     dtype: Annotated[
-        str, TARGET(help="float32, bfloat16, float16, auto; default: as stored, on a CPU without bf16 float32.")
+        str, TARGET(help="float32, bfloat16, float16, auto; default: as stored, on a CPU float32 where bf16 is slow.")
     ] = "",
     device: Annotated[str, TARGET(help="cpu, cuda, cuda:1 ...; default: cuda where there is one.")] = "",
     head: Annotated[list[str] | None, DRAFTS(help="RUN/final, an exported head, or a hub id. Repeatable.")] = None,
