@@ -112,7 +112,9 @@ def wide_products() -> AbstractContextManager[Any]:
 
 
 def product(linear: nn.Module, x: Tensor) -> Tensor:
-    """A linear layer's output, with gradients if they are recorded, in `wide_products`."""
+    """A linear layer's output, with gradients if they are recorded, in `wide_products` unless it is being compiled."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return linear(x)
     with wide_products():
         return linear(x)
 
