@@ -11,7 +11,7 @@ from typing import Any
 from ..parallel import chunks
 from .conversations import Answer, ChatRequest, Exchange, Failure
 
-BATCHES_IN_WINDOW = 16  # conversations of so many batches are sorted by length before they are batched
+BATCHES_IN_WINDOW = 16  # conversations of so many batches are sorted before they are batched
 
 Outcome = tuple[str, dict[str, Any] | Failure]  # key of the conversation; its row, or why there is none
 
@@ -124,11 +124,13 @@ def joining(
 ) -> Iterator[Outcome]:
     """Yield outcomes in the order in which they finish, for answers that depend only on their own conversation.
 
+    Prompts that begin alike follow each other, as what one shares with the one before it is not read again.
+
     Args: answers: answers the requests of a queue, to which the conversations' later turns are appended meanwhile.
     """
     undone = (conversation for conversation in conversations if not is_done(conversation.key))
     for window in chunks(undone, size=BATCHES_IN_WINDOW * batch_size):
-        window.sort(key=lambda conversation: (repr(conversation.sampling), conversation.length, conversation.key))
+        window.sort(key=lambda conversation: (repr(conversation.sampling), conversation.beginning, conversation.key))
         for _, group in groupby(window, key=lambda conversation: repr(conversation.sampling)):
             talks = {conversation.key: conversation.talk() for conversation in group}
             waiting = deque((key, next(talk)) for key, talk in talks.items())

@@ -79,6 +79,11 @@ class Exchange:
         """Characters of the given messages, to group conversations of similar length."""
         return sum(len(message["content"]) for message in self.script if message is not None)
 
+    @property
+    def beginning(self) -> str:
+        """Sorts conversations by what their prompts begin with."""
+        return repr((self.tools, self.script))
+
     def talk(self) -> Generator[ChatRequest, Answer, dict[str, Any]]:
         """A generator that yields a request for each turn, is sent its answer, and returns the answered row.
 

@@ -21,8 +21,12 @@ step "2. Regenerate: the target writes orders as JSON, the domain of this run; 1
 headstart data regenerate data/regenerate_local.yaml sources=$run/data/prompts.jsonl output=$run/data/answers \
     target=$run/target sampling.temperature=0 sampling.max_tokens=96
 
-step "3. Train an EAGLE-3 head on those answers; the target stays frozen"
-test -f $run/eagle3/final/config.json || "$python" -m headstart.train configs/runs/quickstart_eagle3.yaml
+step "3. Train an EAGLE-3 head on those answers, from the hidden states of the target, which stays frozen"
+head=configs/runs/quickstart_eagle3.yaml
+if ! test -f $run/eagle3/final/config.json; then
+    headstart data extract $head --output $run/features
+    "$python" -m headstart.train $head data.features=$run/features
+fi
 
 step "4. Evaluate on held-out orders, and on general requests as a contrast: the head, look-ups in its training answers, both"
 headstart eval --target $run/target --drafter head:$run/eagle3/final@4 --drafter suffix:$answers --drafter hybrid:$run/eagle3/final:$answers \
