@@ -9,6 +9,7 @@ from typing import Any
 
 from ..configs.errors import BadInput
 from ..configs.jsonl import loads
+from ..heads.targets.written_ids import KEY
 from .masks.messages import normalise
 from .sources import Row
 
@@ -117,15 +118,17 @@ def instruction_in(data: Mapping[str, Any], origin: str) -> str:
 
 def _messages(turns: Any, data: Mapping[str, Any], origin: str) -> dict[str, Any]:
     messages = normalise(turns, origin)
+    ids = {KEY: data[KEY]} if KEY in data else {}
     system = data.get("system")
     if isinstance(system, str) and system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
+        ids = {}  # the target read another prompt
     tools = data.get("tools")
     try:
         tools = loads(tools) if isinstance(tools, str) and tools.strip() else tools
     except ValueError as error:
         raise BadInput(f"{origin}: `tools` is text, but not JSON: {error}") from error
-    return {"messages": messages, **({"tools": tools} if tools else {})}
+    return {"messages": messages, **({"tools": tools} if tools else {}), **ids}
 
 
 def _prompted(prompt: Any, answer: Any, data: Mapping[str, Any], origin: str, *, as_messages: bool) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..configs.errors import BadInput
 from ..configs.jsonl import iter_jsonl, loads, naming_faults
+from ..heads.targets.written_ids import KEY, as_entry, ids_in_response
 from .masks.messages import Message, normalise
 from .row_shapes import Conversation, conversation_of, digest
 from .sources import Row
@@ -105,6 +106,7 @@ def served(data: Mapping[str, Any], origin: str) -> tuple[Served, Conversation]:
     answer, reason = answer_of(response if response is not None else data, origin)
     with naming_faults(data, origin):
         row = row_of(request, answer, origin)
+        row |= ids_of(data, response, row)
         if reason in CUT or data.get("truncated") is True:
             row["truncated"] = True
         conversation = conversation_of(Row(row, origin))
@@ -202,6 +204,15 @@ def row_of(request: Mapping[str, Any], answer: Message | None, origin: str) -> d
     if not isinstance(answer.get("content"), str):
         raise BadInput(f"{origin}: no answer in it")
     return {"prompt": prompt, "response": answer["content"]}
+
+
+def ids_of(data: Mapping[str, Any], response: Any, row: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry of the ids that the target wrote: the row's own, or of a response that has them; else none."""
+    if KEY in data:
+        return {KEY: data[KEY]}
+    ids = ids_in_response(response if isinstance(response, dict) else data)
+    last = len(row["messages"]) - 1 if "messages" in row else 1
+    return {} if ids is None else as_entry([(last, ids)])
 
 
 def first_of(places: list[Any], keys: tuple[str, ...], kinds: tuple[type, ...]) -> Any:

@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -74,6 +75,14 @@ def read_model_config(target: TargetConfig) -> Any:
             return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=target.trust_remote_code)
     except Exception as error:  # as in load_model
         raise BadInput(f"target {path}: {first_line(error)}") from error
+
+
+def stored_generation(target: TargetConfig) -> GenerationConfig | None:
+    """The generation_config.json of a model; None if it has none."""
+    try:
+        return GenerationConfig.from_pretrained(found_path(target.path), revision=target.revision or "main")
+    except (OSError, ValueError):
+        return None
 
 
 def load_tokenizer(target: TargetConfig) -> Any:

@@ -25,6 +25,7 @@ from ..configs.owned import OwnedFolder
 from ..data_pipelines.config import DataConfig
 from ..data_pipelines.loader import BatchPlan, TrainingBatch, collate
 from ..data_pipelines.masks.chat import encode_rows
+from ..data_pipelines.masks.retokenised import told
 from ..data_pipelines.packing import RowSequence
 from ..data_pipelines.parallel import read_ahead
 from ..data_pipelines.sources import Source, iter_rows, read_sources
@@ -112,10 +113,12 @@ def encode_into(folder: Path, config: DataConfig, target: Target, console: Conso
     except OSError as error:
         raise BadInput(f"train.output_dir {folder.parent}: {error.strerror}") from error
     counts: Counter[str] = Counter()
+    sources: Counter[str] = Counter()
     can_draft, writer = False, ShardWriter(folder, fields=origin)
     rows = iter_rows(config.train, num_rows=config.num_rows)
     for sample in encode_rows(rows, target.tokenizer, config, counts=counts, vocab_size=target.vocab_size):
         can_draft = can_draft or bool((sample.loss_mask[1:-1] & sample.loss_mask[2:]).any())
+        sources[sample.source] += 1
         writer.add(StoredSample(sample))
     summary = summary_of(counts)
     if not counts["kept"]:
@@ -125,6 +128,9 @@ def encode_into(folder: Path, config: DataConfig, target: Target, console: Conso
     writer.finish()
     if counts["dropped"] or counts["split"]:
         console.print(f"data.train: {summary}")
+    rows = iter_rows(config.train, num_rows=config.num_rows)
+    if line := told(sources, rows, target.tokenizer, config, vocab_size=target.vocab_size):
+        console.print(f"data.train: {line}", soft_wrap=True)
 
 
 def rows_of(config: DataConfig, tokenizer: Any) -> dict[str, Any]:

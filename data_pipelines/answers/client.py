@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ...configs.errors import BadInput, first_line
+from ...heads.targets.written_ids import ids_in_response
 from ..masks.messages import for_api, normalise
 from .conversations import Answer, ChatRequest, Failure
 from .regenerate import ClientConfig
@@ -25,6 +26,7 @@ STOP_STATUSES = (401, 403, 404, 405)  # no row can be answered before the user c
 RETRY_STATUSES = (408, 425, 429)  # and all from 500
 NOT_ANSWERED = ("abort", "error")  # finish reasons of an answer that the server aborted
 NOT_REACHED = ("ConnectError", "ConnectTimeout")  # names of exceptions of the HTTP library that `openai` uses
+AS_WRITTEN = {"return_token_ids": True, "skip_special_tokens": False}  # for the answer as the target wrote it
 LONGEST_BACKOFF = 60  # seconds between two attempts
 FAILURES_IN_A_ROW = 3  # after which a server is paused; fewer may be the fault of one bad request
 FIRST_REST, LONGEST_REST = 1.0, 30.0  # seconds for which a failing server gets no requests
@@ -122,7 +124,8 @@ class OpenAIClient:
         import openai
 
         sampling = request.sampling
-        extra: dict[str, Any] = {"top_k": sampling.top_k or -1}  # sent even if off, as servers may have a default
+        # sent even if off, as servers may have a default
+        extra: dict[str, Any] = {"top_k": sampling.top_k or -1, **AS_WRITTEN}
         if sampling.thinking is not None:
             extra["chat_template_kwargs"] = {"enable_thinking": sampling.thinking}
         for key, value in self.config.extra_body.items():
@@ -260,6 +263,7 @@ def answer_of(payload: bytes, url: str) -> Answer:
         finish_reason = choice["finish_reason"] or "stop"
         usage = data.get("usage") or {}
         counts = [int(usage.get(key) or 0) for key in ("prompt_tokens", "completion_tokens")]
+        ids = ids_in_response(data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         start = " ".join(payload[:60].decode("utf-8", "replace").split())
         raise AttemptFailed(f"{url}: not a chat completion but {start!r}") from error
@@ -268,7 +272,7 @@ def answer_of(payload: bytes, url: str) -> Answer:
     kept = {key: message[key] for key in ("role", "content", "reasoning_content") if key in message}
     if message.get("tool_calls"):
         kept["tool_calls"] = message["tool_calls"]
-    return Answer(kept, finish_reason, *counts)
+    return Answer(kept, finish_reason, *counts, ids=ids)
 
 
 def _not_reached(server: Server, error: Exception) -> str:

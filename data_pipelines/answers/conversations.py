@@ -9,6 +9,7 @@ from typing import Any
 
 from ...configs.errors import BadInput
 from ...configs.jsonl import loads, naming_faults
+from ...heads.targets.written_ids import AnswerIds, as_entry
 from ..config import check_at_least_one
 from ..masks.messages import Message, normalise
 from ..row_shapes import known_keys
@@ -57,6 +58,7 @@ class Answer:
     finish_reason: str  # `stop`, `length` (cut at max_tokens), `tool_calls`, or another one of the server
     num_prompt_tokens: int = 0
     num_tokens: int = 0
+    ids: AnswerIds | None = None  # None: they are not known
 
 
 class Failure(Exception):
@@ -93,11 +95,13 @@ class Exchange:
         """
         messages: list[Message] = []
         answers: list[Answer] = []
+        places: list[int] = []  # of the answers among the messages
         for turn, message in enumerate(self.script):
             if message is not None:
                 messages.append(message)
                 continue
             answer = yield ChatRequest(list(messages), self.tools, self.sampling, self.seed(turn))
+            places.append(len(messages))
             messages.append(answer.message)
             answers.append(answer)
             if answer.finish_reason != "stop" or "tool_calls" in answer.message:
@@ -109,6 +113,7 @@ class Exchange:
             "source_id": self.source_id,
             "messages": messages,
             **tools,
+            **as_entry((place, answer.ids) for place, answer in zip(places, answers, strict=True)),
             "finish_reason": finish_reason,
             "truncated": finish_reason == "length",
             "num_turns_left": sum(message is None for message in self.script) - len(answers),

@@ -10,13 +10,14 @@ import numpy as np
 
 from ...configs.errors import BadInput, first_line
 from ...configs.jsonl import loads, naming_faults
+from ...heads.targets.written_ids import KEY, Written, written
 from ..config import DataConfig
 from ..parallel import in_order
 from ..row_shapes import SHAPES, answer_in, instruction_in, known_keys
 from ..sources import Row
-from ..storage.samples import SEGMENTS, Sample
+from ..storage.samples import FROM_ROW, FROM_TEXT, NOT_ITS_IDS, SEGMENTS, Sample
 from .assistant_masks import Chat
-from .messages import normalise, place_reasoning
+from .messages import Message, normalise, place_reasoning
 from .rendering import RENDER_ERRORS
 from .segments import Span, TokenTable, segment_tokens, token_table
 from .traces import split_sample
@@ -52,10 +53,14 @@ def encode_rows(
 def encode_row(
     row: Row, tokenizer: "PreTrainedTokenizerBase", config: DataConfig, vocab_size: int | None = None
 ) -> list[Sample]:
-    """Tokenise a row into samples of at most `config.max_length` tokens: none, one, or the pieces of a long row.
+    """Tokenise a row into samples of at most `config.max_length` tokens: none, one, the pieces of a long row, or one
+    for each sequence of `written_ids`.
 
     The first of these shapes that the row has is used; keys with the value None count as missing:
       `input_ids` + `prompt_length`    token ids; the first prompt_length are not supervised
+      `written_ids`                    the ids that the target wrote, beside the text in one of the other shapes; the
+                                       answers that it wrote are supervised. See heads/targets/written_ids.py, also for
+                                       when the text is tokenised instead
       `messages` or `conversations`    the tokenizer's chat template, with `tools`; the assistant turns are supervised
       `prompt` + `response` or `completion`, `instruction` (+ `input`) + `output` or `response`, `question` + `answer`
                                        plain text without a chat template; the response and its eos are supervised.
@@ -65,27 +70,64 @@ def encode_row(
     If the row has `truncated: true`, as rows of `headstart data regenerate` may, the end token of its last answer is
     not supervised.
 
-    Args: vocab_size: of the target's table, which `input_ids` must lie in; None: the tokenizer's.
+    Args: vocab_size: of the target's table, which all ids must lie in; None: that of the tokenizer's largest id.
     Raises: BadInput, naming the row's origin, if it has another shape, a value of the wrong type or no answer, if the
-        chat template refuses it, or if the tokenizer has no chat template.
+        chat template refuses it, if the tokenizer has no chat template, or if an id is outside the table.
     """
     table = token_table(tokenizer)
     with naming_faults(row.data, row.origin):
-        input_ids, spans = _encode_whole(row, table, config, vocab_size or len(tokenizer))
-    if not input_ids:
-        return []
-    if all(start == end for start, end in spans):
-        start = " ".join(str(tokenizer.decode(input_ids[:80])).split())[:80]
-        raise BadInput(f"{row.origin}: no token is supervised in {start!r}: {NO_ANSWER}")
-    if row.data.get("truncated"):  # cut at a maximum length: the target did not write the end token
-        start, end = spans[-1]
-        spans = [*spans[:-1], (start, end - (input_ids[end - 1] in table.special))]
-    segments = segment_tokens(input_ids, spans, table, _markers(table, config))
-    supervised = np.array([name in config.supervised for name in SEGMENTS])[segments]  # [T]
-    if config.turns == "last":
-        for start, end in spans[:-1]:
-            supervised[start:end] = False
-    return _fitted(Sample.of(input_ids, supervised.tolist(), segments=segments.tolist()), table, config)
+        sequences, source = ids_of(row, table, config, vocab_size or table.size)
+    markers = _markers(table, config)
+    samples: list[Sample] = []
+    for sequence in sequences[-1:] if config.turns == "last" else sequences:
+        input_ids, spans = sequence.input_ids, sequence.spans
+        if all(start == end for start, end in spans):
+            start = " ".join(str(tokenizer.decode(input_ids[:80])).split())[:80]
+            raise BadInput(f"{row.origin}: no token is supervised in {start!r}: {NO_ANSWER}")
+        segments = segment_tokens(input_ids, spans, table, markers)
+        supervised = np.array([name in config.supervised for name in SEGMENTS])[segments]  # [T]
+        if config.turns == "last":
+            for start, end in spans[:-1]:
+                supervised[start:end] = False
+        whole = Sample.of(input_ids, supervised.tolist(), segments=segments.tolist())
+        samples += _fitted(replace(whole, source=source), table, config)
+    return samples
+
+
+def ids_of(row: Row, table: TokenTable, config: DataConfig, vocab_size: int) -> tuple[list[Written], str]:
+    """The token ids that a row gives, with the spans of the target's texts, and where they are from; none if the
+    template omits its tool calls. The rule is that of `encode_row`, which also says what is raised."""
+    data, origin, source = known_keys(row.data), row.origin, FROM_TEXT
+    if "input_ids" in data and "prompt_length" in data:
+        ids, spans = _check_tokens(data["input_ids"], data["prompt_length"], origin, vocab_size=vocab_size)
+        return [Written(ids, _without_end(ids, spans, data, table))], FROM_ROW
+    if KEY in data:
+        how: dict[str, Any] = {"fingerprint": table.fingerprint, "vocab_size": vocab_size, "origin": origin}
+        if found := written(data, _said(data, origin), table.tokenizer, **how):
+            return found, FROM_ROW
+        source = NOT_ITS_IDS
+    ids, spans = _encode_text(data, origin, table, config)
+    if not ids:
+        return [], source
+    if max(ids) >= vocab_size:
+        token = f"{max(ids)} ({table.text(max(ids))!r})"
+        raise BadInput(f"{origin}: the tokenizer gives the id {token}, outside the target's table of {vocab_size}")
+    return [Written(ids, _without_end(ids, spans, data, table))], source
+
+
+def _said(data: dict[str, Any], origin: str) -> list[Message]:
+    """The messages whose ids `written_ids` has; those of a plain text are its prompt and its answer."""
+    if "messages" in data or "conversations" in data:
+        return normalise(data.get("messages", data.get("conversations")), origin)
+    return [{"role": "user", "content": data.get("prompt")}, {"role": "assistant", "content": answer_in(data)}]
+
+
+def _without_end(ids: list[int], spans: list[Span], data: dict[str, Any], table: TokenTable) -> list[Span]:
+    """The spans; without the last one's end token, if the answer was cut at a maximum length."""
+    if not data.get("truncated") or not spans:
+        return spans
+    start, end = spans[-1]
+    return [*spans[:-1], (start, end - (end > start and ids[end - 1] in table.special))]
 
 
 def _fitted(whole: Sample, table: TokenTable, config: DataConfig) -> list[Sample]:
@@ -106,28 +148,27 @@ def _markers(table: TokenTable, config: DataConfig) -> tuple[str, str] | None:
     return (config.think_markers[0], config.think_markers[1]) if config.think_markers else table.markers
 
 
-def _encode_whole(row: Row, table: TokenTable, config: DataConfig, vocab_size: int) -> tuple[list[int], list[Span]]:
-    """The row's token ids, and the spans of the target's texts, in order."""
+def _encode_text(
+    data: dict[str, Any], origin: str, table: TokenTable, config: DataConfig
+) -> tuple[list[int], list[Span]]:
+    """The token ids of a row's text, and the spans of the target's texts, in order."""
     tokenizer = table.tokenizer
-    data = known_keys(row.data)
     answer = answer_in(data)
-    if "input_ids" in data and "prompt_length" in data:
-        return _check_tokens(data["input_ids"], data["prompt_length"], row.origin, vocab_size=vocab_size)
     if "messages" in data or "conversations" in data:
-        return _encode_chat(data, row.origin, table, _markers(table, config))
+        return _encode_chat(data, origin, table, _markers(table, config))
     if "prompt" in data and answer is not None:
-        return _encode_answer(data["prompt"], answer, row.origin, table)
+        return _encode_answer(data["prompt"], answer, origin, table)
     if "instruction" in data and answer is not None:
-        return _encode_answer(instruction_in(data, row.origin), answer, row.origin, table)
+        return _encode_answer(instruction_in(data, origin), answer, origin, table)
     if "text" in data and not isinstance(data["text"], str):
-        raise BadInput(f"{row.origin}: `text` should be text, got {type(data['text']).__name__}")
+        raise BadInput(f"{origin}: `text` should be text, got {type(data['text']).__name__}")
     if "text" in data:
         input_ids = list(tokenizer(data["text"], verbose=False)["input_ids"])
         return input_ids, [(int(input_ids[:1] == [tokenizer.bos_token_id]), len(input_ids))]
     if "prompt" in data or "instruction" in data:
-        raise BadInput(f"{row.origin}: {NO_ANSWER}")
+        raise BadInput(f"{origin}: {NO_ANSWER}")
     known = f"{SHAPES}, or `input_ids` + `prompt_length`"
-    raise BadInput(f"{row.origin}: unknown row shape with keys {', '.join(data) or '(none)'}; known are {known}")
+    raise BadInput(f"{origin}: unknown row shape with keys {', '.join(data) or '(none)'}; known are {known}")
 
 
 def _check_tokens(input_ids: Any, prompt_length: Any, origin: str, *, vocab_size: int) -> tuple[list[int], list[Span]]:

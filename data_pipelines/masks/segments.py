@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from ...heads.reasoning import think_markers
+from ...heads.targets.written_ids import tokenizer_fingerprint
 from ..storage.samples import ANSWER, PROMPT, THINK
 
 Span = tuple[int, int]  # [start, end)
@@ -29,6 +30,16 @@ class TokenTable:
         self.markers = think_markers(tokenizer)
         self.reasoning_keys: dict[str, str | None] = {}  # by chat template
         self._texts: dict[int, str] = {}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """`tokenizer_fingerprint`."""
+        return tokenizer_fingerprint(self.tokenizer)
+
+    @cached_property
+    def size(self) -> int:
+        """One more than the largest id."""
+        return max(self.tokenizer.get_vocab().values()) + 1
 
     def text(self, token: int) -> str:
         """The text of one token; U+FFFD for a part of a character that spans several tokens."""

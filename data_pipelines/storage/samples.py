@@ -7,6 +7,9 @@ import numpy as np
 
 SEGMENTS = ("prompt", "think", "answer")  # names of the numbers in Sample.segments
 PROMPT, THINK, ANSWER = range(3)
+# where the ids of a sample are from: the row itself; its text, as the row has no ids; its text, as those are of another
+# tokenizer, template or text
+FROM_ROW, FROM_TEXT, NOT_ITS_IDS = "ids", "text", "text, not its ids"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -17,6 +20,7 @@ class Sample:
     segments: np.ndarray  # [T] uint8, indices into SEGMENTS
     loss_mask: np.ndarray  # [T] bool, True if a head is trained to predict this token (it is supervised)
     num_cut: int = 0  # tokens at the end of the row that data.max_length cut off
+    source: str = FROM_TEXT
 
     @classmethod
     def of(

@@ -12,6 +12,7 @@ from jinja2.exceptions import TemplateError
 
 from ...configs.errors import BadInput, first_line
 from ...configs.jsonl import naming_faults
+from ...heads.targets.written_ids import KEY, tokenizer_fingerprint, written
 from ..suites.prompts import file_rows, prompt_ids, question_of
 from .suffix import SuffixTrie
 
@@ -64,24 +65,32 @@ class Answers:
         return hashlib.sha256(json.dumps(self.rows).encode()).hexdigest()[:16]
 
 
-def load_answers(path: str | Path, tokenizer: Any) -> Answers:
+def load_answers(path: str | Path, tokenizer: Any, *, vocab_size: int | None = None) -> Answers:
     """Read answers from a JSON Lines file and tokenise them as the target's prompts are. A row has `messages` that end
-    with the assistant's, or `prompt` and `response`, or `input_ids` and `prompt_length`.
+    with the assistant's, or `prompt` and `response`, or `input_ids` and `prompt_length`. The ids of `written_ids` are
+    taken where they are of this tokenizer.
 
+    Args: vocab_size: of the target's table, which those must lie in; None: it is not checked.
     Raises: BadInput naming the file's line.
     """
     rows, questions = [], []
+    how = {"fingerprint": tokenizer_fingerprint(tokenizer), "vocab_size": vocab_size}
     for origin, row in file_rows(path):
         with naming_faults(row, origin):
-            rows.append(answered(row, tokenizer, origin=origin))
+            rows.append(answered(row, tokenizer, origin=origin, **how))
             questions.append(question_of(row))
     return Answers(rows, questions)
 
 
-def answered(row: dict[str, Any], tokenizer: Any, *, origin: str) -> tuple[list[int], list[int]]:
-    """Token ids of a row's prompt and of its answer. Raises BadInput naming the origin."""
+def answered(row: dict[str, Any], tokenizer: Any, *, origin: str, **how: Any) -> tuple[list[int], list[int]]:
+    """Token ids of a row's prompt and of its answer. Args: how: as `written` takes it. Raises BadInput naming the
+    origin."""
     if "input_ids" not in row and not ("messages" in row or {"prompt", "response"} <= row.keys()):
         raise BadInput(f"{origin}: an answer needs `messages` or `prompt` and `response`, found {sorted(row)}")
+    if KEY in row and "messages" in row:
+        if found := written(row, row["messages"], tokenizer, origin=origin, **how):
+            ids, (start, end) = found[-1].input_ids, found[-1].spans[-1]
+            return ids[:start], ids[start:end]
     prompt = prompt_ids(row, tokenizer, origin=origin)
     if "input_ids" in row:
         return prompt, row["input_ids"][len(prompt) :]

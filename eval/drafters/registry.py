@@ -27,12 +27,17 @@ def draft_model(target: Target, path: str) -> Drafter:
 
 
 def suffix(target: Target, answers: str) -> Drafter:
-    return SuffixDrafter(answers=load_answers(answers, target.tokenizer) if answers else None)
+    return SuffixDrafter(
+        answers=load_answers(answers, target.tokenizer, vocab_size=target.vocab_size) if answers else None
+    )
 
 
 def hybrid(target: Target, argument: str) -> Drafter:
     path, _, answers = argument.partition(":")
-    return HybridDrafter(load_head(path, target), answers=load_answers(answers, target.tokenizer) if answers else None)
+    return HybridDrafter(
+        load_head(path, target),
+        answers=load_answers(answers, target.tokenizer, vocab_size=target.vocab_size) if answers else None,
+    )
 
 
 @dataclass(frozen=True)

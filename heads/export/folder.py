@@ -1,5 +1,6 @@
 """What an export reads (a trained head's folder and its target's config), and the two files that it writes."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +18,8 @@ from ..adapters import WEIGHTS as ADAPTER_WEIGHTS
 from ..fit import load_skeleton
 from ..folder import HeadRecord, read_head_config
 from ..importing.mtp_checkpoint import tensor_locations
-from ..loading import TargetConfig, read_model_config, torch_dtype
+from ..loading import TargetConfig, load_tokenizer, read_model_config, torch_dtype
+from ..targets.end_tokens import contradiction, said_ends
 
 PROVENANCE = "headstart_export"  # the key under which an exported config.json keeps the head's own config
 DFLASH, DSPARK = "DFlashDraftModel", "Qwen3DSparkModel"  # of block drafters
@@ -133,6 +135,21 @@ def switching_word(where: str | Path, family: str) -> str | None:
 
 def write_config(folder: Path, config: dict[str, Any]) -> None:
     write_json(folder / "config.json", config)
+
+
+def write_ends(folder: Path) -> None:
+    """Let the generation_config.json of an exported model name all end tokens, where files contradict each other."""
+    config = json.loads((folder / "config.json").read_text())
+    path = folder / "generation_config.json"
+    generation = json.loads(path.read_text()) if path.is_file() else {}
+    try:
+        tokenizer = load_tokenizer(TargetConfig(path=str(folder)))
+    except BadInput:
+        tokenizer = None
+    eos = config.get("text_config", config).get("eos_token_id")
+    said = said_ends(generation.get("eos_token_id"), eos, tokenizer)
+    if contradiction(said, folder.name) is not None:
+        write_json(path, {**generation, "eos_token_id": sorted(frozenset[int]().union(*said.values()))})
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor], *, name: str = "model.safetensors") -> None:

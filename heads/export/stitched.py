@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...configs.errors import BadInput
 from ..importing.mtp_checkpoint import count_key, mtp_layout, stitch, tensor_locations, views_on_disk
-from .folder import EMBEDDINGS, HeadFolder, write_config
+from .folder import EMBEDDINGS, HeadFolder, write_config, write_ends
 
 # kinds of target (model_type) that engines load modules of a layout with
 SERVED = {
@@ -45,6 +45,7 @@ def write_stitched(head: HeadFolder, folder: Path, *, to: str) -> None:
     if head.own["layout"] == "mimo":
         config["architectures"] = ["MiMoForCausalLM"]
     write_config(folder, config)
+    write_ends(folder)
 
 
 def module_layout(folder: str | Path, kind: str) -> str | None:

@@ -9,7 +9,7 @@ from shlex import quote
 from ...configs.errors import BadInput
 from ...configs.files import new_folder
 from .block import write_block
-from .folder import HeadFolder, read_folder, switching_word, write_config, write_tensors
+from .folder import HeadFolder, read_folder, switching_word, write_config, write_ends, write_tensors
 from .llamacpp import Conversion, check_servable, target_folder
 from .medusa import ADAPTER_FOLDER, write_blocks, write_published
 from .model_contracts import COUNT_KEYS
@@ -32,6 +32,7 @@ def write_plain(head: HeadFolder, folder: Path, *, to: str) -> None:
         for path in sorted(source.glob(pattern)):
             if path.is_file():
                 shutil.copyfile(path, folder / path.name)
+    write_ends(folder)
 
 
 ENGINES = ("vllm", "sglang", "speculators", "hf", "llama.cpp")

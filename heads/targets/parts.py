@@ -1,5 +1,6 @@
 """A Hugging Face model in evaluation mode: its parts under uniform names, and what its config says of them."""
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Self
@@ -14,6 +15,7 @@ from ..decoders.state_cache import StateCache, keeps_states, kept_by_layers, unk
 from ..loading import TargetConfig, load_tokenizer, text_decoder
 from ..nn.cache import SlotCache
 from .distances import read_distances
+from .end_tokens import as_ids, contradiction, said_ends
 from .own_masks import MaskOf, OwnMasks
 from .row_rotary import TWO_SETS, RowRotary
 from .runs import LAYER_LISTS, found_layers
@@ -28,10 +30,13 @@ class FrozenModel:
     def __init__(
         self, model: Any, *, name: str, fingerprint: str, tokenizer: Any = None, source: TargetConfig | None = None
     ):
-        """Args: source: the config that it was loaded by. Raises: BadInput if no decoder layers are found."""
+        """Args: source: the config that it was loaded by; None: it was made in memory.
+        Raises: BadInput if no decoder layers are found.
+        """
         self.model = model.eval().requires_grad_(False)
         self.name, self.fingerprint = name, fingerprint
-        self._tokenizer, self._source = tokenizer, source or TargetConfig(path=name)
+        self._tokenizer, self._source = tokenizer, source
+        self._ends: dict[Any, frozenset[int]] = {}  # by what the configs say: `eos_token_ids`
         self.config = model.config.get_text_config()
         self.hidden_size: int = self.config.hidden_size
         self.base = text_decoder(model)
@@ -77,7 +82,7 @@ class FrozenModel:
     def tokenizer(self) -> Any:
         """The target's own tokenizer, loaded on first use."""
         if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(replace(self._source, path=self.name))
+            self._tokenizer = load_tokenizer(replace(self._source or TargetConfig(path=self.name), path=self.name))
         return self._tokenizer
 
     @property
@@ -158,12 +163,22 @@ class FrozenModel:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """The tokens that end an answer, from the generation config, else the model config."""
-        for config in (self.model.generation_config, self.config):
-            eos = getattr(config, "eos_token_id", None)
-            if eos is not None:
-                return frozenset(eos if isinstance(eos, list) else [eos])
-        return frozenset()
+        """The tokens that end an answer, see `end_tokens`. Warns where two who name them contradict each other."""
+        generation, config = self.model.generation_config, self.config
+        by_configs = as_ids(getattr(generation, "eos_token_id", None)), as_ids(getattr(config, "eos_token_id", None))
+        if by_configs not in self._ends:
+            said = said_ends(*by_configs, self._own_tokenizer())
+            self._ends[by_configs] = frozenset[int]().union(*said.values())
+            if line := contradiction(said, self.name):
+                warnings.warn(line, stacklevel=2)
+        return self._ends[by_configs]
+
+    def _own_tokenizer(self) -> Any:
+        """`tokenizer`, or None if there is none."""
+        try:
+            return None if self._tokenizer is None and self._source is None else self.tokenizer
+        except BadInput:
+            return None
 
     @property
     def layer_types(self) -> list[str]:

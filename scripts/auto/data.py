@@ -20,6 +20,7 @@ from ...eval.measurement.metrics import LEAST_TIMED
 from ...eval.measurement.repetition import text_repetition
 from ...eval.suites.prompts import load_suite
 from ...heads.target import Target
+from ...heads.targets.written_ids import KEY
 from .journal import Answers, Split
 
 MOST_HELD_OUT = 32  # prompts
@@ -172,16 +173,15 @@ def gather(
     write_rows(folder / "validation.jsonl", validation)
     write_rows(folder / "train.jsonl", [*train, *again, *chats])
     write_json(folder / "manifest.json", joined_manifest([answers, *sampled]))
-    texts = [text for row in (*written, *again) for text in assistant_texts(row)]
-    answer_ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    greedy_ids = [ids for row in written for ids in answer_ids_of(row, tokenizer)]
+    answer_ids = [*greedy_ids, *(ids for row in again for ids in answer_ids_of(row, tokenizer))]
     chat_ids = [tokenizer(text).input_ids for row in chats for text in assistant_texts(row)]
     tokens = [token for ids in (*answer_ids, *chat_ids) for token in ids]
     counts = np.bincount(tokens, minlength=vocab_size)[:vocab_size]  # [V]
     always = always_kept(tokenizer, eos_token_ids=eos_token_ids, vocab_size=vocab_size)
     size, covered = worthwhile_size(counts, always, row_share=row_share)
     truncated = sum(row["truncated"] for row in written)
-    num_greedy = sum(len(assistant_texts(row)) for row in written)
-    looping = sum(text_repetition(i, [ids]).is_looping for i, ids in enumerate(answer_ids[:num_greedy]))
+    looping = sum(text_repetition(i, [ids]).is_looping for i, ids in enumerate(greedy_ids))
     usages = [row["usage"] for row in (*written, *again)]
     lengths = [usage["prompt_tokens"] + usage["completion_tokens"] for usage in usages]
     longest = max(lengths) + ENDING
@@ -230,6 +230,14 @@ def joined_manifest(folders: Sequence[Path]) -> dict[str, Any]:
         for way in manifest["settings"]["sampling"].values()
     }
     return {**manifests[0], "settings": {**manifests[0]["settings"], "sampling": ways}}
+
+
+def answer_ids_of(row: dict[str, Any], tokenizer: Any) -> list[list[int]]:
+    """The token ids of the answers that the target has just written into a row; of their texts where it has none."""
+    sequences = row.get(KEY, {}).get("sequences")
+    if sequences is None:
+        return [tokenizer(text, add_special_tokens=False).input_ids for text in assistant_texts(row)]
+    return [each["input_ids"][start:end] for each in sequences for _, start, end in each["turns"]]
 
 
 def assistant_texts(row: dict[str, Any]) -> list[str]:

@@ -10,9 +10,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
+    from ...data_pipelines.masks.retokenised import Place
     from ...data_pipelines.storage.samples import Sample
 
 NUM_COUNTED = 1000  # rows that the statistics are of
+NUM_PLACES = 5  # that are shown of a row whose text gives other ids
 STYLES = {"prompt": "cyan", "think": "yellow", "answer": "green"}  # of supervised tokens
 UNSUPERVISED = "bright_black"
 BRACKETS = {"prompt": "‹›", "think": "⟦⟧", "answer": "«»"}
@@ -33,7 +35,8 @@ def inspect(
     Example:
       headstart data inspect runs/eagle3.yaml target.path=MODEL data.train=chats.jsonl data.max_length=4096 --row 17
 
-    The target's weights are not read. Without colours, supervised runs stand in brackets: «answer», ⟦think⟧. The
+    The target's weights are not read. If a row has the ids that the target wrote, these are shown, and where tokenising
+    the text would give others. Without colours, supervised runs stand in brackets: «answer», ⟦think⟧. The
     statistics are of the first 1000 rows.
     """
     from collections import Counter
@@ -44,6 +47,7 @@ def inspect(
     from ...configs.errors import BadInput, printable
     from ...configs.terminal import PlainConsole
     from ...data_pipelines.masks.chat import encode_row, encode_rows
+    from ...data_pipelines.masks.retokenised import Retokenised, differing
     from ...data_pipelines.sources import iter_rows
     from ...heads.fit import load_skeleton
     from ...train.config import load_inputs
@@ -66,13 +70,32 @@ def inspect(
             piece = f", piece {number} of {len(samples)}" if len(samples) > 1 else ""
             console.print(Text(f"{printable(item.origin)}{piece}: {describe(sample)}", style="bold"))
             console.print(marked_text(sample, skeleton.tokenizer, is_coloured=is_coloured), end="\n\n")
+        places = differing(item, skeleton.tokenizer, data, vocab_size=skeleton.vocab_size)
+        if places is not None:
+            console.print(Text(f"{said_of(places, skeleton.tokenizer)}\n"))
     counts: Counter[str] = Counter()
-    counted = iter_rows(data.train, num_rows=min(NUM_COUNTED, data.num_rows or NUM_COUNTED))
-    print_statistics(
-        list(encode_rows(counted, skeleton.tokenizer, data, counts=counts, vocab_size=skeleton.vocab_size)),
-        counts,
-        console,
-    )
+    counted = list(iter_rows(data.train, num_rows=min(NUM_COUNTED, data.num_rows or NUM_COUNTED)))
+    how = {"vocab_size": skeleton.vocab_size}
+    samples = list(encode_rows(counted, skeleton.tokenizer, data, counts=counts, **how))
+    print_statistics(samples, counts, console)
+    sources = Counter(sample.source for sample in samples)
+    console.print(f"ids are from: {', '.join(f'{source} ({number} samples)' for source, number in sources.items())}")
+    console.print(str(Retokenised.of(counted, skeleton.tokenizer, data, **how)))
+
+
+def said_of(places: "list[Place]", tokenizer: Any) -> str:
+    """Where tokenising a row's text gives other ids than the target wrote: the tokens of the first such places."""
+    from ...configs.errors import printable
+
+    def tokens(ids: list[int]) -> str:
+        return "+".join(repr(printable(str(tokenizer.decode([token])))) for token in ids) or "nothing"
+
+    if not places:
+        return "these are the ids that the target wrote; tokenising the text again gives the same"
+    shown = "; ".join(f"{tokens(wrote)}, not {tokens(text)}" for wrote, text in places[:NUM_PLACES])
+    more = f"; {len(places) - NUM_PLACES} more" if len(places) > NUM_PLACES else ""
+    what = f"tokenising the text again gives others in {len(places)} places"
+    return f"these are the ids that the target wrote; {what}: {shown}{more}"
 
 
 def describe(sample: "Sample") -> str:

@@ -4,7 +4,7 @@ import hashlib
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,6 +15,7 @@ from ..overrides import Overrides
 if TYPE_CHECKING:
     from ...data_pipelines.answers.conversations import Answer, ChatRequest, Failure
     from ...data_pipelines.answers.regenerate import Answers, RegenerateConfig, RunProgress
+    from ...data_pipelines.masks.messages import Message
     from ...heads.base import DraftHead
     from ...heads.target import Target
 
@@ -96,14 +97,13 @@ class EngineAnswers:
     def __init__(self, target: "Target", head: "DraftHead | None" = None, *, batch_size: int = 32):
         """Raises BadInput if the target's tokenizer has no chat template."""
         from ...configs.errors import BadInput
-        from ...heads.reasoning import think_markers, think_tokens
+        from ...heads.reasoning import think_markers
+        from ...heads.targets.written_ids import tokenizer_fingerprint
 
         self.target, self.head, self.tokenizer, self.batch_size = target, head, target.tokenizer, batch_size
         if not self.tokenizer.chat_template:
             raise BadInput(f"tokenizer of {target.name}: no chat template to ask with")
-        self.markers = think_markers(self.tokenizer)
-        kept = set(think_tokens(self.tokenizer) or ())
-        self.left_out = (set(self.tokenizer.all_special_ids) | target.eos_token_ids) - kept
+        self.markers, self.fingerprint = think_markers(self.tokenizer), tokenizer_fingerprint(self.tokenizer)
 
     def __call__(self, requests: "list[ChatRequest]") -> "list[Answer | Failure]":
         """Answers in the requests' order; a prompt that the template or the context does not take is a Failure."""
@@ -131,8 +131,11 @@ class EngineAnswers:
                 steps=default_steps(self.target.device, num_tokens=sampling.max_tokens),
                 generator=torch.Generator(self.target.device).manual_seed(seed),
             ).token_ids
-        answered = iter(texts)
-        return [prompt if isinstance(prompt, Failure) else self.answer(prompt, next(answered)) for prompt in prompts]
+        answered, pairs = iter(texts), zip(prompts, requests, strict=True)
+        return [
+            prompt if isinstance(prompt, Failure) else self.answer(prompt, next(answered), request)
+            for prompt, request in pairs
+        ]
 
     def joining(self, waiting: "deque[tuple[str, ChatRequest]]") -> "Iterator[tuple[str, Answer | Failure]]":
         """Yields greedy answers as they finish; requests have equal sampling, and more may be appended meanwhile."""
@@ -140,7 +143,7 @@ class EngineAnswers:
         from ...eval.continuous import Asked, answer_continuously
 
         asked: deque[Asked] = deque()
-        prompts: dict[str, list[int]] = {}
+        taken: dict[str, tuple[list[int], ChatRequest]] = {}
         limit = waiting[0][1].sampling.max_tokens
 
         def take() -> "Iterator[tuple[str, Failure]]":
@@ -150,13 +153,14 @@ class EngineAnswers:
                 if isinstance(prompt, Failure):
                     yield key, prompt
                 else:
-                    prompts[key] = prompt
+                    taken[key] = prompt, request
                     asked.append(Asked(key, prompt))
 
         yield from take()
         rows, head = self.batch_size, self.head
         for key, tokens in answer_continuously(self.target, asked, batch_size=rows, max_new_tokens=limit, drafter=head):
-            yield key, self.answer(prompts[key], tokens)
+            prompt, request = taken[key]
+            yield key, self.answer(prompt, tokens, request)
             yield from take()  # the next turn of this conversation
 
     def prompt(self, request: "ChatRequest") -> "list[int] | Failure":
@@ -166,35 +170,56 @@ class EngineAnswers:
         from ...configs.errors import first_line
         from ...data_pipelines.answers.conversations import Failure
 
-        thinking = request.sampling.thinking
-        variables = {} if thinking is None else {"enable_thinking": thinking}
         try:
             encoded = self.tokenizer.apply_chat_template(
-                request.messages, tools=request.tools, add_generation_prompt=True, return_dict=True, **variables
+                request.messages, add_generation_prompt=True, return_dict=True, **self.variables(request)
             )
             ids = list(encoded["input_ids"])
         except (TemplateError, TypeError, ValueError) as error:
             return Failure(f"the chat template refuses the messages: {first_line(error)}")
-        room, wanted = self.target.num_positions, request.sampling.max_tokens
+        room, wanted, size = self.target.num_positions, request.sampling.max_tokens, self.target.vocab_size
         if len(ids) + wanted > room:
             return Failure(f"{len(ids)} prompt tokens + {wanted} new ones (max_tokens) exceed the context of {room}")
+        if max(ids) >= size:
+            return Failure(f"the tokenizer gives the id {max(ids)}, outside the target's table of {size}")
         return ids
 
-    def answer(self, prompt: list[int], tokens: list[int]) -> "Answer":
-        """The text of an answer; its reasoning stays in it, where the answer itself opens it."""
+    def variables(self, request: "ChatRequest") -> dict[str, Any]:
+        """What the chat template is told of a request besides the messages."""
+        thinking = request.sampling.thinking
+        return {"tools": request.tools, **({} if thinking is None else {"enable_thinking": thinking})}
+
+    def answer(self, prompt: list[int], tokens: list[int], request: "ChatRequest | None" = None) -> "Answer":
+        """The text of an answer and its ids; reasoning stays in the text, where the answer itself opens it.
+
+        Tool calls become structured where the chat template writes them as the target did, see `with_tool_calls`.
+
+        Args: request: None: tool calls stay text.
+        """
         from ...data_pipelines.answers.conversations import Answer
+        from ...data_pipelines.answers.tool_calls import with_tool_calls
+        from ...heads.targets.written_ids import AnswerIds
 
         text = self.text(tokens)
         message = {"role": "assistant", "content": text}
+        has_ended = bool(tokens) and tokens[-1] in self.target.eos_token_ids
+        reason = "stop" if has_ended else "length"
         if self.markers and self.markers[1] in text and self.markers[0] not in text:  # opened by the prompt
             trace, _, content = text.partition(self.markers[1])
             message |= {"content": content.lstrip("\n"), "reasoning_content": trace.strip("\n")}
-        has_ended = bool(tokens) and tokens[-1] in self.target.eos_token_ids
-        return Answer(message, "stop" if has_ended else "length", len(prompt), len(tokens))
+        elif has_ended and request is not None and (called := with_tool_calls(text, partial(self.rendered, request))):
+            message, reason = called, "tool_calls"
+        return Answer(message, reason, len(prompt), len(tokens), AnswerIds(prompt, tokens, self.fingerprint))
+
+    def rendered(self, request: "ChatRequest", answer: "list[Message]") -> str:
+        """The chat with an answer, as the chat template writes it; without one, up to where it begins."""
+        return self.tokenizer.apply_chat_template(
+            [*request.messages, *answer], add_generation_prompt=not answer, tokenize=False, **self.variables(request)
+        )
 
     def text(self, tokens: list[int]) -> str:
-        """As servers give it: without special tokens, but with those that open and close a trace."""
-        kept = [token for token in tokens if token not in self.left_out]
+        """All that the target wrote, special tokens too; only the end token is left out."""
+        kept = tokens[:-1] if tokens and tokens[-1] in self.target.eos_token_ids else tokens
         return self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 

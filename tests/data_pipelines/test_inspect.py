@@ -20,8 +20,10 @@ def run(saved_target: Path, chat_tokenizer: Callable[[str], Any], tmp_path: Path
     """Runs `inspect` on three chats and returns what it printed."""
     target = tmp_path / "target"
     target.mkdir()
-    (target / "config.json").write_text((saved_target / "config.json").read_text())
-    chat_tokenizer("qwen3").save_pretrained(target)
+    tokenizer = chat_tokenizer("qwen3")
+    config = {**json.loads((saved_target / "config.json").read_text()), "vocab_size": len(tokenizer)}
+    (target / "config.json").write_text(json.dumps(config))
+    tokenizer.save_pretrained(target)
     rows = [
         [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<think>\nhm\n</think>\n\n[b]ok.[/b]"}],
         [{"role": "user", "content": "again?"}, {"role": "assistant", "content": "1" * 150 + ".\n\n" + "2" * 90}],

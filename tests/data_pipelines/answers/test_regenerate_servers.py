@@ -298,6 +298,7 @@ def test_a_request_says_how_to_sample(configured):
     [one, other] = server.bodies
     kwargs = {"enable_thinking": False, "thinking": False}
     expected = {k: sampling[k] for k in ("temperature", "top_p", "top_k", "max_tokens")}
+    expected |= {"return_token_ids": True, "skip_special_tokens": False}
     expected |= {"model": "tiny", "min_p": 0.1, "chat_template_kwargs": kwargs}
     assert {key: one[key] for key in one if key not in ("messages", "seed")} == expected
     assert one["seed"] != other["seed"]

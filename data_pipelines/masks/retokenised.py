@@ -1,0 +1,79 @@
+"""Compares the ids that a target wrote with those that tokenising their text gives; says where only text is there."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from itertools import islice
+from typing import Any
+
+from ...configs.errors import BadInput
+from ...heads.targets.written_ids import KEY
+from ..config import DataConfig
+from ..sources import Row
+from ..storage.samples import FROM_ROW, FROM_TEXT, NOT_ITS_IDS
+from .chat import ids_of
+from .segments import token_table
+
+MOST_TRIED = 200  # rows with ids whose text is tokenised too
+Place = tuple[list[int], list[int]]  # ids as the target wrote them; those of their text
+
+
+@dataclass
+class Retokenised:
+    """What tokenising the text of rows with ids gave."""
+
+    num_rows: int = 0
+    num_other: int = 0  # rows of which some ids are others
+
+    @classmethod
+    def of(cls, rows: Iterable[Row], tokenizer: Any, config: DataConfig, *, vocab_size: int) -> "Retokenised":
+        counted = cls()
+        for row in rows:
+            places = differing(row, tokenizer, config, vocab_size=vocab_size)
+            counted.num_rows += places is not None
+            counted.num_other += bool(places)
+        return counted
+
+    def __str__(self) -> str:
+        if not self.num_rows:
+            return "in how many the target wrote other tokens is not known, as no row has ids"
+        share = self.num_other / self.num_rows
+        return f"of {self.num_rows} rows with ids, {self.num_other} ({share:.0%}) have other tokens if tokenised again"
+
+
+def differing(row: Row, tokenizer: Any, config: DataConfig, *, vocab_size: int) -> list[Place] | None:
+    """Where the last sequence of a row's `written_ids` has other ids than its text; None if its ids are not used."""
+    table = token_table(tokenizer)
+    if KEY not in row.data:
+        return None
+    try:
+        found, source = ids_of(row, table, config, vocab_size)
+        if source != FROM_ROW:
+            return None
+        wrote = found[-1].input_ids
+        text, _ = ids_of(replace(row, data={**row.data, KEY: None}), table, config, vocab_size)
+    except BadInput:
+        return None
+    ids = text[-1].input_ids if text else []
+    if ids[: len(wrote)] == wrote:  # a template may write more behind the end token
+        return []
+    runs = SequenceMatcher(None, wrote, ids, autojunk=False).get_opcodes()
+    places = [(wrote[a:b], ids[c:d]) for kind, a, b, c, d in runs if kind != "equal"]
+    return places[:-1] if not places[-1][0] and len(places) > 1 else places
+
+
+def told(sources: Counter[str], rows: Iterable[Row], tokenizer: Any, config: DataConfig, *, vocab_size: int) -> str:
+    """What there is to say of samples whose ids the target may not have written; empty: nothing.
+
+    Args: sources: the number of samples by `Sample.source`. rows: those rows again; up to MOST_TRIED with ids are read.
+    """
+    parts = []
+    if sources[NOT_ITS_IDS]:
+        why = "`written_ids` of another tokenizer, template or text, so their text is tokenised"
+        parts.append(f"{sources[NOT_ITS_IDS]} have {why}")
+    if sources[FROM_TEXT]:
+        with_ids = islice((row for row in rows if row.data.get(KEY)), MOST_TRIED if sources[FROM_ROW] else 0)
+        tried = Retokenised.of(with_ids, tokenizer, config, vocab_size=vocab_size)
+        parts.append(f"{sources[FROM_TEXT]} have text alone ({tried})")
+    return f"of {sources.total()} samples {'; '.join(parts)}" if parts else ""
