@@ -3,6 +3,7 @@
 import hashlib
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from ...data_pipelines.answers.conversations import Answer, ChatRequest, Failure
     from ...data_pipelines.answers.regenerate import Answers, RegenerateConfig, RunProgress
     from ...heads.base import DraftHead
+    from ...heads.chat.prompts import ChatTemplate
     from ...heads.target import Target
 
 
@@ -132,7 +134,10 @@ class EngineAnswers:
                 generator=torch.Generator(self.target.device).manual_seed(seed),
             ).token_ids
         answered = iter(texts)
-        return [prompt if isinstance(prompt, Failure) else self.answer(prompt, next(answered)) for prompt in prompts]
+        return [
+            prompt if isinstance(prompt, Failure) else self.recorded(request, self.answer(prompt, next(answered)))
+            for request, prompt in zip(requests, prompts, strict=True)
+        ]
 
     def joining(self, waiting: "deque[tuple[str, ChatRequest]]") -> "Iterator[tuple[str, Answer | Failure]]":
         """Yields greedy answers as they finish; requests have equal sampling, and more may be appended meanwhile."""
@@ -140,7 +145,7 @@ class EngineAnswers:
         from ...eval.continuous import Asked, answer_continuously
 
         asked: deque[Asked] = deque()
-        prompts: dict[str, list[int]] = {}
+        prompts: dict[str, tuple[ChatRequest, list[int]]] = {}
         limit = waiting[0][1].sampling.max_tokens
 
         def take() -> "Iterator[tuple[str, Failure]]":
@@ -150,35 +155,39 @@ class EngineAnswers:
                 if isinstance(prompt, Failure):
                     yield key, prompt
                 else:
-                    prompts[key] = prompt
+                    prompts[key] = request, prompt
                     asked.append(Asked(key, prompt))
 
         yield from take()
         rows, head = self.batch_size, self.head
         for key, tokens in answer_continuously(self.target, asked, batch_size=rows, max_new_tokens=limit, drafter=head):
-            yield key, self.answer(prompts[key], tokens)
+            request, prompt = prompts[key]
+            yield key, self.recorded(request, self.answer(prompt, tokens))
             yield from take()  # the next turn of this conversation
 
     def prompt(self, request: "ChatRequest") -> "list[int] | Failure":
         """Token ids up to where the assistant answers."""
-        from jinja2.exceptions import TemplateError
-
-        from ...configs.errors import first_line
         from ...data_pipelines.answers.conversations import Failure
+        from ...heads.chat.rows import UnusableRow
 
-        thinking = request.sampling.thinking
-        variables = {} if thinking is None else {"enable_thinking": thinking}
         try:
-            encoded = self.tokenizer.apply_chat_template(
-                request.messages, tools=request.tools, add_generation_prompt=True, return_dict=True, **variables
-            )
-            ids = list(encoded["input_ids"])
-        except (TemplateError, TypeError, ValueError) as error:
-            return Failure(f"the chat template refuses the messages: {first_line(error)}")
+            ids = self.template(request).prompt(request.messages, "")
+        except UnusableRow as error:
+            return Failure(error.reason)
         room, wanted = self.target.num_positions, request.sampling.max_tokens
         if len(ids) + wanted > room:
             return Failure(f"{len(ids)} prompt tokens + {wanted} new ones (max_tokens) exceed the context of {room}")
         return ids
+
+    def template(self, request: "ChatRequest") -> "ChatTemplate":
+        """The chat template with what the request tells it."""
+        from ...heads.chat.prompts import ChatTemplate
+
+        return ChatTemplate(self.tokenizer, request.tools, request.told)
+
+    def recorded(self, request: "ChatRequest", answer: "Answer") -> "Answer":
+        """The answer with what the template was told."""
+        return replace(answer, variables=self.template(request).recorded)
 
     def answer(self, prompt: list[int], tokens: list[int]) -> "Answer":
         """The text of an answer; its reasoning stays in it, where the answer itself opens it."""
