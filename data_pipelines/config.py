@@ -6,6 +6,7 @@ from typing import Any
 
 from ..configs.errors import BadInput
 from ..configs.files import LocalPath
+from ..heads.chat.rows import check_variables
 from .storage.samples import SEGMENTS
 
 TURNS = ("all", "last")  # assistant turns of a conversation
@@ -26,6 +27,8 @@ class DataConfig:
     think_markers: list[str] | None = None  # opening and closing text of a trace; None: from the tokenizer or template
     layout: str = "padded"  # `padded`, `bucketed` (rows of similar length) or `packed` (several isolated samples a row)
     features: LocalPath | None = None  # a folder of `headstart data extract` on the same rows; None: the target runs
+    # variables for the chat template of rows that do not record them, e.g. {enable_thinking: false}
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     num_workers: int = 1  # processes that render and tokenise rows; the samples do not depend on it
 
     def __post_init__(self) -> None:
@@ -42,6 +45,7 @@ class DataConfig:
         for segment, weight in self.segment_weights.items():
             if not 0 <= weight < float("inf"):
                 raise BadInput(f"segment_weights.{segment} {weight}: expected 0 or more")
+        self.chat_template_kwargs = check_variables(self.chat_template_kwargs, "chat_template_kwargs")
         if self.think_markers is not None and (len(self.think_markers) != 2 or not all(self.think_markers)):
             raise BadInput(f"think_markers {self.think_markers}: expected two texts, the opening and the closing one")
 

@@ -8,9 +8,8 @@ from hashlib import blake2b
 from typing import Any
 
 from ..configs.errors import BadInput
-from ..configs.jsonl import loads
-from ..heads.targets.written_ids import KEY
-from .masks.messages import normalise
+from ..heads.chat.rows import VARIABLES, answer_in, chat_of, instruction_in, is_chat, known_keys
+from ..heads.chat.written_ids import KEY
 from .sources import Row
 
 SHAPES = (
@@ -23,7 +22,8 @@ SHAPES = (
 class Conversation:
     """A row in one form."""
 
-    data: dict[str, Any]  # to be written: `messages` (with `tools`), `prompt` + `response`, `prompt`, or `text`
+    # to be written: `messages` (with `tools`, variables and `written_ids`), `prompt` + `response`, `prompt`, or `text`
+    data: dict[str, Any]
     turns: list[tuple[str, str]]  # (role, text with reasoning and tool calls); the role of a plain text is `text`
     truncated: bool  # whether the last answer was cut: the row has `truncated` or `finish_reason: length`
 
@@ -49,8 +49,9 @@ class Conversation:
 
     @property
     def tools(self) -> str:
-        """The tools that the assistant may call, as JSON; empty if there are none."""
-        return json.dumps(self.data["tools"], default=str) if "tools" in self.data else ""
+        """The tools that the assistant may call, and the variables of the template, as JSON; empty without any."""
+        told = [self.data[key] for key in ("tools", VARIABLES) if key in self.data]
+        return "".join(json.dumps(each, default=str) for each in told)
 
     def id(self, *more: object) -> str:
         """32 hex digits, equal only for equal turns, tools, and `more`."""
@@ -77,14 +78,14 @@ def conversation_of(row: Row, *, as_messages: bool = True) -> Conversation:
     """
     data = known_keys(row.data)
     answer = answer_in(data)
-    if "messages" in data or "conversations" in data:
-        kept = _messages(data.get("messages", data.get("conversations")), data, row.origin)
+    if is_chat(data):
+        kept = _chat(data, row.origin)
     elif "prompt" in data and (answer is not None or "text" not in data):
-        kept = _prompted(data["prompt"], answer, data, row.origin, as_messages=as_messages)
+        kept = _prompted(data, data["prompt"], answer, row.origin, as_messages=as_messages)
     elif "instruction" in data and answer is not None:
         prompt = instruction_in(data, row.origin)
         prompt = prompt.strip() if as_messages else prompt
-        kept = _prompted(prompt, answer, data, row.origin, as_messages=as_messages)
+        kept = _prompted(data, prompt, answer, row.origin, as_messages=as_messages)
     elif "text" in data:
         kept = {"text": data["text"]}
     else:
@@ -94,52 +95,23 @@ def conversation_of(row: Row, *, as_messages: bool = True) -> Conversation:
     return Conversation(kept, list(_turns(kept, row.origin)), truncated)
 
 
-def known_keys(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A row without keys that are None; without another shape, `question` and `answer` become prompt and response."""
-    data = {key: value for key, value in data.items() if value is not None}
-    others = ("messages", "conversations", "prompt", "instruction", "text", "input_ids")
-    if {"question", "answer"} <= data.keys() and not any(key in data for key in others):
-        data |= {"prompt": data.pop("question"), "response": data.pop("answer")}
-    return data
+def _chat(data: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """A chat with its tools and the variables of its template, as rows are written."""
+    chat = chat_of(data, origin)
+    if not chat.is_answered:
+        raise BadInput(f"{origin}: `turns` are questions without answers; `headstart data regenerate` takes them")
+    more: dict[str, Any] = {"tools": chat.tools, VARIABLES: dict(chat.variables)}
+    if not data.get("system"):  # else the target may have read another prompt
+        more[KEY] = data.get(KEY)
+    return {"messages": chat.messages, **{key: value for key, value in more.items() if value}}
 
 
-def answer_in(data: Mapping[str, Any]) -> Any:
-    """The answer to a prompt or an instruction, under any of the known keys; None if there is none."""
-    return next((data[key] for key in ("response", "completion", "output") if key in data), None)
-
-
-def instruction_in(data: Mapping[str, Any], origin: str) -> str:
-    """An instruction and its input, each followed by a blank line. Raises BadInput if they are not text."""
-    parts = [data["instruction"], data.get("input", "")]
-    if not all(isinstance(part, str) for part in parts):
-        raise BadInput(f"{origin}: `instruction` and `input` should be text")
-    return "".join(f"{part}\n\n" for part in parts if part)
-
-
-def _messages(turns: Any, data: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    messages = normalise(turns, origin)
-    ids = {KEY: data[KEY]} if KEY in data else {}
-    system = data.get("system")
-    if isinstance(system, str) and system and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system})
-        ids = {}  # the target read another prompt
-    tools = data.get("tools")
-    try:
-        tools = loads(tools) if isinstance(tools, str) and tools.strip() else tools
-    except ValueError as error:
-        raise BadInput(f"{origin}: `tools` is text, but not JSON: {error}") from error
-    return {"messages": messages, **({"tools": tools} if tools else {}), **ids}
-
-
-def _prompted(prompt: Any, answer: Any, data: Mapping[str, Any], origin: str, *, as_messages: bool) -> dict[str, Any]:
-    if answer is None and not isinstance(prompt, list):
+def _prompted(data: Mapping[str, Any], prompt: Any, answer: Any, origin: str, *, as_messages: bool) -> dict[str, Any]:
+    if answer is None:
         return {"prompt": prompt}
-    if not as_messages and not isinstance(prompt, list):
+    if not as_messages:
         return {"prompt": prompt, "response": answer}
-    turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    if answer is not None:
-        turns = turns + (answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}])
-    return _messages(turns, data, origin)
+    return _chat({**data, "prompt": [{"role": "user", "content": prompt}], "response": answer}, origin)
 
 
 def _turns(data: Mapping[str, Any], origin: str) -> Iterator[tuple[str, str]]:

@@ -15,8 +15,9 @@ from typing import Any
 
 from ..configs.errors import BadInput
 from ..configs.jsonl import iter_jsonl, loads, naming_faults
-from ..heads.targets.written_ids import KEY, as_entry, ids_in_response
-from .masks.messages import Message, normalise
+from ..heads.chat.messages import Message, normalise
+from ..heads.chat.rows import VARIABLES
+from ..heads.chat.written_ids import KEY, as_entry, ids_in_response
 from .row_shapes import Conversation, conversation_of, digest
 from .sources import Row
 
@@ -187,7 +188,9 @@ def joined(chunks: list[dict[str, Any]], origin: str) -> tuple[Message, str | No
 
 def row_of(request: Mapping[str, Any], answer: Message | None, origin: str) -> dict[str, Any]:
     """A training row from a request and its answer. Raises BadInput if there is no prompt or no answer."""
-    tools = {"tools": request["tools"]} if request.get("tools") else {}
+    extra = request.get("extra_body")
+    more = {**(extra if isinstance(extra, dict) else {}), **request}
+    told = {key: more[key] for key in ("tools", VARIABLES) if more.get(key)}
     turns = request.get("messages", request.get("conversations"))
     if turns is not None:
         messages = normalise(turns, origin)
@@ -195,7 +198,7 @@ def row_of(request: Mapping[str, Any], answer: Message | None, origin: str) -> d
             messages += normalise([answer], origin)
         if messages[-1]["role"] != "assistant" or len(messages) == 1:
             raise BadInput(f"{origin}: no answer in it")
-        return {"messages": messages, **tools}
+        return {"messages": messages, **told}
     prompt = request.get("prompt", request.get("question"))
     if isinstance(prompt, list) and len(prompt) == 1:
         prompt = prompt[0]

@@ -7,15 +7,17 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import date
 from email.utils import parsedate_to_datetime
 from threading import Condition
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ...configs.errors import BadInput, first_line
-from ...heads.targets.written_ids import ids_in_response
-from ..masks.messages import for_api, normalise
+from ...heads.chat.messages import for_api, normalise
+from ...heads.chat.rows import DAY, VARIABLES
+from ...heads.chat.written_ids import ids_in_response
 from .conversations import Answer, ChatRequest, Failure
 from .regenerate import ClientConfig
 
@@ -126,8 +128,9 @@ class OpenAIClient:
         sampling = request.sampling
         # sent even if off, as servers may have a default
         extra: dict[str, Any] = {"top_k": sampling.top_k or -1, **AS_WRITTEN}
-        if sampling.thinking is not None:
-            extra["chat_template_kwargs"] = {"enable_thinking": sampling.thinking}
+        variables = {name: value for name, value in request.told.items() if name != DAY}
+        if variables:
+            extra[VARIABLES] = variables
         for key, value in self.config.extra_body.items():
             both = isinstance(value, Mapping) and isinstance(extra.get(key), Mapping)
             extra[key] = {**extra[key], **value} if both else value
@@ -157,7 +160,8 @@ class OpenAIClient:
             if isinstance(error, openai.APITimeoutError):
                 raise AttemptFailed(f"{server.url}: no answer within {self.config.timeout:g} s") from error
             raise AttemptFailed(f"{server.url}: connection lost: {first_line(error.__cause__ or error)}") from error
-        return answer_of(response.content, server.url)
+        told = extra.get(VARIABLES, {}), {DAY: date.today().isoformat()}  # the day that a template may have printed
+        return replace(answer_of(response.content, server.url), variables={**told[0], **told[1]})
 
     def _told(self, error: "openai.APIStatusError") -> str:
         """The server's message about a refusal, with the key removed if the message repeats it."""

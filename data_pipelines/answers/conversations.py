@@ -3,16 +3,16 @@
 import hashlib
 import json
 from collections.abc import Generator, Iterator
-from dataclasses import asdict, dataclass
-from itertools import groupby
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ...configs.errors import BadInput
-from ...configs.jsonl import loads, naming_faults
-from ...heads.targets.written_ids import AnswerIds, as_entry
+from ...configs.jsonl import naming_faults
+from ...heads.chat.messages import Message, script_of
+from ...heads.chat.prompts import plain_prompt
+from ...heads.chat.rows import VARIABLES, ChatRow, chat_of, check_variables, is_chat, known_keys
+from ...heads.chat.written_ids import AnswerIds, as_entry
 from ..config import check_at_least_one
-from ..masks.messages import Message, normalise
-from ..row_shapes import known_keys
 from ..sources import Row
 
 PROMPT_SHAPES = "`messages`, `conversations`, `turns`, `prompt` or `instruction`"
@@ -29,8 +29,17 @@ class SamplingConfig:
     seed: int = 0
     num_samples: int = 1  # answers per prompt
     thinking: bool | None = None  # `enable_thinking` for the chat template; None: its default
+    # further variables for the template; those of either kind that a row records itself stay
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """What the chat template is told for rows that do not record it."""
+        thinking = {} if self.thinking is None else {"enable_thinking": self.thinking}
+        return {**self.chat_template_kwargs, **thinking}
 
     def __post_init__(self) -> None:
+        check_variables(self.chat_template_kwargs, "chat_template_kwargs")
         if not 0 <= self.temperature < float("inf"):
             raise BadInput(f"temperature {self.temperature}: expected 0 or more")
         if not 0 < self.top_p <= 1:
@@ -48,6 +57,12 @@ class ChatRequest:
     tools: list[Any] | None  # in OpenAI's format
     sampling: SamplingConfig
     seed: int  # of this answer, which thus does not depend on other requests
+    variables: dict[str, Any] | None = None  # of the chat template; None: those of the sampling
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """The variables that the chat template is told."""
+        return self.sampling.variables if self.variables is None else self.variables
 
 
 @dataclass(frozen=True)
@@ -59,6 +74,7 @@ class Answer:
     num_prompt_tokens: int = 0
     num_tokens: int = 0
     ids: AnswerIds | None = None  # None: they are not known
+    variables: dict[str, Any] = field(default_factory=dict)  # that the chat template was told
 
 
 class Failure(Exception):
@@ -75,6 +91,7 @@ class Exchange:
     tools: list[Any] | None
     sampling: SamplingConfig
     sample: int  # which of several answers to the same prompt, from 0
+    variables: dict[str, Any] = field(default_factory=dict)  # of the chat template
 
     @property
     def length(self) -> int:
@@ -100,19 +117,19 @@ class Exchange:
             if message is not None:
                 messages.append(message)
                 continue
-            answer = yield ChatRequest(list(messages), self.tools, self.sampling, self.seed(turn))
+            answer = yield ChatRequest(list(messages), self.tools, self.sampling, self.seed(turn), self.variables)
             places.append(len(messages))
             messages.append(answer.message)
             answers.append(answer)
             if answer.finish_reason != "stop" or "tool_calls" in answer.message:
                 break
-        tools = {} if self.tools is None else {"tools": self.tools}
+        told = {"tools": self.tools, VARIABLES: answers[-1].variables}
         finish_reason = answers[-1].finish_reason
         return {
             "id": self.key,
             "source_id": self.source_id,
             "messages": messages,
-            **tools,
+            **{key: value for key, value in told.items() if value},
             **as_entry((place, answer.ids) for place, answer in zip(places, answers, strict=True)),
             "finish_reason": finish_reason,
             "truncated": finish_reason == "length",
@@ -137,60 +154,29 @@ def exchanges(row: Row, sampling: SamplingConfig, *, turns: str) -> Iterator[Exc
     Raises: BadInput, naming the row's origin, if it has no prompt or no user turn, or its messages are malformed.
     """
     data = known_keys(row.data)
-    script = ask(_messages(data, row.origin), turns=turns)
+    chat = _chat(data, row.origin, sampling.variables)
+    script = script_of(chat.messages, turns=turns)
     if None not in script:
         raise BadInput(f"{row.origin}: no user turn to answer")
-    tools = data.get("tools") or None
-    try:
-        tools = loads(tools) if isinstance(tools, str) else tools
-    except ValueError as error:
-        raise BadInput(f"{row.origin}: `tools` is not JSON: {error}") from error
     own_id = data.get("id")
     for number in range(sampling.num_samples):
         sample = row.epoch * sampling.num_samples + number
         with naming_faults(row.data, row.origin):
-            key = _hash([own_id, script, tools, asdict(sampling), sample])
+            key = _hash([own_id, script, chat.tools, chat.variables, asdict(sampling), sample])
         source_id = row.origin if own_id is None else str(own_id)
-        yield Exchange(key, source_id, script, tools, sampling, sample)
+        yield Exchange(key, source_id, script, chat.tools, sampling, sample, dict(chat.variables))
 
 
-def ask(messages: list[Message], *, turns: str) -> list[Message | None]:
-    """The messages with None in place of each turn that the target answers; one is added after a final question.
-
-    Consecutive assistant turns are one answer. Assistant turns before the first question stay as they are, as do tool
-    calls whose results are in the row, because a new call would need a new result.
-    """
-    groups = groupby(messages, key=lambda message: message["role"] == "assistant")
-    runs = [(is_answer, list(run)) for is_answer, run in groups]
-    if not runs[-1][0]:
-        runs.append((True, []))
-    script: list[Message | None] = []
-    has_question = False
-    for index, (is_answer, run) in enumerate(runs):
-        has_question |= any(message["role"] in ("user", "tool") for message in run)
-        is_last = index == len(runs) - 1
-        has_result = is_answer and not is_last and runs[index + 1][1][0]["role"] == "tool"
-        is_asked = is_answer and has_question and not has_result and (is_last or turns == "all")
-        script += [None] if is_asked else run
-    return script
-
-
-def _messages(data: dict[str, Any], origin: str) -> list[Message]:
-    if "messages" in data or "conversations" in data:
-        return normalise(data.get("messages", data.get("conversations")), origin)
-    if "turns" in data:
-        if not isinstance(data["turns"], list) or not data["turns"]:
-            raise BadInput(f"{origin}: `turns` should be a list of texts with at least one")
-        questions = [{"role": "user", "content": text} for text in data["turns"]]
-        between = [{"role": "assistant", "content": ""}] * len(questions)
-        return normalise([turn for pair in zip(questions, between, strict=True) for turn in pair], origin)
-    for key in ("prompt", "instruction"):
-        if key in data:
-            parts = [data[key], *([data["input"]] if key == "instruction" and data.get("input") else [])]
-            if not all(isinstance(part, str) for part in parts):
-                raise BadInput(f"{origin}: `{key}` should be text")
-            return [{"role": "user", "content": "\n\n".join(parts)}]
-    raise BadInput(f"{origin}: no prompt among the keys {', '.join(data) or '(none)'}; it is read from {PROMPT_SHAPES}")
+def _chat(data: dict[str, Any], origin: str, variables: dict[str, Any]) -> ChatRow:
+    """The row as a chat; a plain prompt or an instruction is what the user says."""
+    if is_chat(data):
+        return chat_of(data, origin, defaults=variables)
+    if "prompt" not in data and "instruction" not in data:
+        keys = ", ".join(data) or "(none)"
+        raise BadInput(f"{origin}: no prompt among the keys {keys}; it is read from {PROMPT_SHAPES}")
+    text = plain_prompt(data, origin)
+    asked = {**data, "turns": [text if "prompt" in data else text.removesuffix("\n\n")]}
+    return chat_of(asked, origin, defaults=variables)
 
 
 def _hash(data: Any) -> str:

@@ -8,12 +8,14 @@ patterns in the template. If the proof fails, `turn_by_turn` finds the answers.
 
 import json
 import re
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from .messages import REASONING_KEYS, Message
-from .rendering import RENDER_ERRORS, ChatTemplate, Rendering, Unproved, close, num_common
-from .segments import Span
+from ...heads.chat.messages import REASONING_KEYS, Message
+from ...heads.chat.prompts import RENDER_ERRORS, ChatTemplate
+from .rendering import Rendering, Unproved, close, num_common
+from .segments import Span, TokenTable, token_table
 from .turn_by_turn import spans_turn_by_turn
 
 FIRST_MARK, NUM_MARKS = 0xF0000, 0xFFFE  # a private-use plane of Unicode, which texts do not use
@@ -23,19 +25,26 @@ MARKS = re.compile(f"[{chr(FIRST_MARK)}-{chr(FIRST_MARK + NUM_MARKS - 1)}]")
 class Chat(ChatTemplate):
     """A chat template that also finds the assistant's tokens."""
 
+    @property
+    def table(self) -> TokenTable:
+        return token_table(self.tokenizer)
+
     def answer_spans(self, messages: list[Message]) -> tuple[list[int], list[Span]]:
-        """The token ids of the conversation, and the span of each answer in order, its end token included."""
-        table = self.table
-        if table.tokenizer.is_fast and re.search(r"\{%-?\s*generation\s*-?%\}", self.template):
-            return self._spans_by_template(messages)
+        """The token ids of the conversation, and the span of each answer in order, its end token included.
+
+        Before a last answer they are those of `ChatTemplate.prompt`: what the target is given in serving.
+        """
         text = self.render_text(messages)
-        rendering = Rendering.of(text, table)
-        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        try:
-            spans = self._spans_by_marks(messages, answers, rendering)
-        except RENDER_ERRORS:  # not proved, or the template refuses the marked copy or the first prompt
-            spans = spans_turn_by_turn(messages, rendering.ids, self)
-        return self._with_dropped_trace(messages, rendering.ids, spans)
+        rendering = Rendering.of(text, self.table)
+        if self.tokenizer.is_fast and re.search(r"\{%-?\s*generation\s*-?%\}", self.template):
+            spans = self._spans_by_template(messages)
+        else:
+            answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+            try:
+                spans = self._spans_by_marks(messages, answers, rendering)
+            except RENDER_ERRORS:  # not proved, or the template refuses the marked copy or the last prompt
+                spans = spans_turn_by_turn(messages, rendering.ids, self)
+        return self._behind_its_prompt(messages, rendering, spans)
 
     def leaves_out_calls(self, messages: list[Message]) -> bool:
         """Whether the template omits a tool call: a mark in its function's name is missing in the rendering."""
@@ -50,14 +59,14 @@ class Chat(ChatTemplate):
         except RENDER_ERRORS:  # the template refuses the marked name, which is none of the tools
             return False
 
-    def _spans_by_template(self, messages: list[Message]) -> tuple[list[int], list[Span]]:
-        """`answer_spans` from the template's own `{% generation %}` blocks."""
+    def _spans_by_template(self, messages: list[Message]) -> list[Span]:
+        """The answers' spans from the template's own `{% generation %}` blocks."""
         how = {"return_dict": True, "return_assistant_tokens_mask": True, "tokenizer_kwargs": {"verbose": False}}
-        encoded = self.table.tokenizer.apply_chat_template(messages, tools=self.tools, **how)
+        encoded = self.tokenizer.apply_chat_template(messages, tools=self.tools, **how, **self.told)
         ids, mask = list(encoded["input_ids"]), [0, *encoded["assistant_masks"], 0]
         edges = [position for position, (before, after) in enumerate(pairwise(mask)) if before != after]
         spans = list(zip(edges[::2], edges[1::2], strict=True))
-        return ids, [(start, close(ids, start, end, self.table)) for start, end in spans]
+        return [(start, close(ids, start, end, self.table)) for start, end in spans]
 
     def _spans_by_marks(self, messages: list[Message], answers: list[int], whole: Rendering) -> list[Span]:
         """The answers' spans. Raises Unproved if the marks do not prove them.
@@ -80,28 +89,62 @@ class Chat(ChatTemplate):
             for index, (_, start), end in zip(answers, turns, ends, strict=True)
         ]
 
-    def _with_dropped_trace(
-        self, messages: list[Message], ids: list[int], spans: list[Span]
+    def _behind_its_prompt(
+        self, messages: list[Message], whole: Rendering, spans: list[Span]
     ) -> tuple[list[int], list[Span]]:
-        """Ids and spans with the last message's reasoning trace, if the template dropped it (as DeepSeek-R1's does).
+        """Ids and spans with the last answer, if it is the last message, behind the prompt of serving.
 
-        The target writes the trace, so the ids become: the prompt, trace and answer, and the answer's end token.
+        Templates may render a conversation otherwise than its prompt with the answer behind it: drop the answer's
+        trace, or the marker with which the prompt opens it, or traces before it.
         """
-        last = messages[-1]
-        if not self.markers or last["role"] != "assistant" or not spans:
+        ids = whole.ids
+        if messages[-1]["role"] != "assistant" or len(messages) == 1 or not spans:
             return ids, spans
-        (opens, closes), (start, end) = self.markers, spans[-1]
+        try:
+            text = self._prompt_text(messages[:-1])
+        except RENDER_ERRORS:  # asked for this answer, the template would refuse too
+            return ids, spans
+        start, end = spans[-1]
+        dropped = self._dropped_trace(messages[-1], ids[start:end])
+        length = whole.num_tokens_of(text) if dropped is None else None
+        if length is not None:
+            return ids, [*spans[:-1], (max(start, length), end)]
+        prompt = self.table.ids(text)
+        if dropped is None and ids[: len(prompt)] == prompt:
+            return ids, [*spans[:-1], (max(start, len(prompt)), end)]
+        if dropped is not None:
+            if self.markers and text.rstrip().endswith(self.markers[0]):
+                dropped = dropped.removeprefix(self.markers[0]).lstrip("\n")
+            rest = [*self.table.ids(dropped), *(ids[end - 1 : end] if ids[end - 1] in self.table.special else [])]
+            num_behind = 0
+        else:  # a token may reach from the prompt into the answer, but the target writes the answer alone
+            rest = self.table.ids(whole.text[len(text) :]) if whole.text.startswith(text) else ids[start:]
+            num_behind = len(ids) - end
+        earlier = spans[:-1]
+        if earlier and ids[: earlier[-1][1]] != prompt[: earlier[-1][1]]:
+            others, earlier = self.answer_spans(messages[:-1])
+            earlier = [span for span in earlier if others[: span[1]] == prompt[: span[1]]]
+        whole_ids = [*prompt, *rest]
+        return whole_ids, [*earlier, (len(prompt), max(len(prompt), len(whole_ids) - num_behind))]
+
+    def _dropped_trace(self, last: Message, answer: list[int]) -> str | None:
+        """The content of the last message, if the template dropped the reasoning trace in it (as DeepSeek-R1's does);
+        None if it did not."""
+        if not self.markers or self.markers[1] not in last["content"]:
+            return None
+        opens, closes = self.markers
         trace = last["content"].partition(closes)[0].removeprefix(opens)
-        if closes not in last["content"] or not trace.strip() or closes in self._text(ids[start:end]):
-            return ids, spans
-        prompt = self.render(messages[:-1], generation_prompt=True)
-        if ids[:start] != prompt[:start]:
-            return ids, spans
-        answer = last["content"]
-        if self._text(prompt).rstrip().endswith(opens):
-            answer = answer.removeprefix(opens).lstrip("\n")
-        whole = [*prompt, *self.table.ids(answer), *(ids[end - 1 : end] if ids[end - 1] in self.table.special else [])]
-        return whole, [*spans[:-1], (len(prompt), len(whole))]
+        return last["content"] if trace.strip() and closes not in self._text(answer) else None
+
+    def _prompt_text(self, messages: list[Message]) -> str:
+        """The rendering up to where the assistant answers, rendered once for each number of messages of a row."""
+        if len(messages) not in self._prompt_texts:
+            self._prompt_texts[len(messages)] = self.render_text(messages, generation_prompt=True)
+        return self._prompt_texts[len(messages)]
+
+    @cached_property
+    def _prompt_texts(self) -> dict[int, str]:
+        return {}
 
     def _text(self, ids: list[int]) -> str:
         return "".join(map(self.table.text, ids))
@@ -145,11 +188,11 @@ class Chat(ChatTemplate):
         return "".join(parts) + (mark if is_empty and marks_empty else "")
 
     def _opener(self, messages: list[Message], answers: list[int]) -> list[int]:
-        """The token ids of the generation prompt after the first prompt. Raises Unproved if no answer has a prompt."""
-        before = messages[: next((index for index in answers if index), 0)]
+        """The token ids of the generation prompt before the last answer. Raises Unproved if there is nothing before."""
+        before = messages[: next((i for i in reversed(answers) if i and i - 1 not in answers), 0)]
         if not before:
             raise Unproved
-        prompt, plain = self.render_text(before, generation_prompt=True), self.render_text(before)
+        prompt, plain = self._prompt_text(before), self.render_text(before)
         if prompt.startswith(plain):
             ids = self.table.ids(prompt[len(plain) :])
             if not ids or ids[0] in self.table.special:  # after a special token, tokens do not depend on earlier text

@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...configs.errors import BadInput, first_line
-from ...configs.jsonl import loads, naming_faults
-from ...heads.targets.written_ids import KEY, Written, written
+from ...configs.jsonl import naming_faults
+from ...heads.chat.messages import Message
+from ...heads.chat.prompts import RENDER_ERRORS
+from ...heads.chat.rows import UnusableRow, answer_in, chat_of, instruction_in, is_chat, known_keys
+from ...heads.chat.written_ids import KEY, Written, written
 from ..config import DataConfig
 from ..parallel import in_order
-from ..row_shapes import SHAPES, answer_in, instruction_in, known_keys
+from ..row_shapes import SHAPES
 from ..sources import Row
 from ..storage.samples import FROM_ROW, FROM_TEXT, NOT_ITS_IDS, SEGMENTS, Sample
 from .assistant_masks import Chat
-from .messages import Message, normalise, place_reasoning
-from .rendering import RENDER_ERRORS
 from .segments import Span, TokenTable, segment_tokens, token_table
 from .traces import split_sample
 
@@ -59,7 +60,7 @@ def encode_row(
     The first of these shapes that the row has is used; keys with the value None count as missing:
       `input_ids` + `prompt_length`    token ids; the first prompt_length are not supervised
       `written_ids`                    the ids that the target wrote, beside the text in one of the other shapes; the
-                                       answers that it wrote are supervised. See heads/targets/written_ids.py, also for
+                                       answers that it wrote are supervised. See heads/chat/written_ids.py, also for
                                        when the text is tokenised instead
       `messages` or `conversations`    the tokenizer's chat template, with `tools`; the assistant turns are supervised
       `prompt` + `response` or `completion`, `instruction` (+ `input`) + `output` or `response`, `question` + `answer`
@@ -117,8 +118,8 @@ def ids_of(row: Row, table: TokenTable, config: DataConfig, vocab_size: int) -> 
 
 def _said(data: dict[str, Any], origin: str) -> list[Message]:
     """The messages whose ids `written_ids` has; those of a plain text are its prompt and its answer."""
-    if "messages" in data or "conversations" in data:
-        return normalise(data.get("messages", data.get("conversations")), origin)
+    if is_chat(data):
+        return chat_of(data, origin).messages
     return [{"role": "user", "content": data.get("prompt")}, {"role": "assistant", "content": answer_in(data)}]
 
 
@@ -154,8 +155,8 @@ def _encode_text(
     """The token ids of a row's text, and the spans of the target's texts, in order."""
     tokenizer = table.tokenizer
     answer = answer_in(data)
-    if "messages" in data or "conversations" in data:
-        return _encode_chat(data, origin, table, _markers(table, config))
+    if is_chat(data):
+        return _encode_chat(data, origin, table, config)
     if "prompt" in data and answer is not None:
         return _encode_answer(data["prompt"], answer, origin, table)
     if "instruction" in data and answer is not None:
@@ -192,23 +193,23 @@ def _encode_answer(prompt: Any, answer: Any, origin: str, table: TokenTable) -> 
 
 
 def _encode_chat(
-    data: dict[str, Any], origin: str, table: TokenTable, markers: tuple[str, str] | None
+    data: dict[str, Any], origin: str, table: TokenTable, config: DataConfig
 ) -> tuple[list[int], list[Span]]:
     """Token ids of a chat, and the spans of its assistant turns; both empty if the template omits tool calls, because
     the head would then learn empty answers."""
-    messages = normalise(data.get("messages", data.get("conversations")), origin)
-    tokenizer, tools = table.tokenizer, data.get("tools")
-    if not getattr(tokenizer, "chat_template", None):
-        problem = f"tokenizer of {tokenizer.name_or_path} has no chat template"
+    row = chat_of(data, origin, defaults=config.chat_template_kwargs)
+    if not getattr(table.tokenizer, "chat_template", None):
+        problem = f"tokenizer of {table.tokenizer.name_or_path} has no chat template"
         raise BadInput(f"{origin}: {problem}; give plain `text` or `prompt`/`response` rows")
+    if not row.is_answered:
+        raise BadInput(f"{origin}: {NO_ANSWER}")
     try:
-        chat = Chat(table, (loads(tools) if isinstance(tools, str) else tools) or None, markers)
-        if any("reasoning_content" in message for message in messages):
-            place_reasoning(messages, chat.reasoning_key, markers, origin)
+        chat = Chat(table.tokenizer, row.tools, row.variables, _markers(table, config))
+        messages = chat.placed(row.messages, origin)
         if chat.leaves_out_calls(messages):
             return [], []
         return chat.answer_spans(messages)
     except BadInput:
         raise
     except RENDER_ERRORS as error:
-        raise BadInput(f"{origin}: the chat template refuses this row: {first_line(error)}") from error
+        raise UnusableRow(origin, f"the chat template refuses this row: {first_line(error)}") from error

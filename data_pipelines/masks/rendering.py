@@ -1,59 +1,15 @@
-"""Rendering conversations with a chat template, and finding where an answer begins and ends in the tokens."""
+"""A rendered conversation as text and tokens, and where an answer begins and ends in it."""
 
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
-from jinja2.exceptions import TemplateError
-
-from .messages import REASONING_KEYS, Message
 from .segments import TokenTable
 
 
 class Unproved(ValueError):
     """The rendering with marks does not prove where the assistant's tokens are."""
-
-
-RENDER_ERRORS = (TemplateError, TypeError, ValueError)  # raised by templates on messages that they refuse
-
-
-@dataclass(frozen=True)
-class ChatTemplate:
-    """A tokenizer's chat template, with the tools of a row."""
-
-    table: TokenTable
-    tools: list[Any] | None
-    markers: tuple[str, str] | None  # texts that open and close a reasoning trace
-
-    @cached_property
-    def template(self) -> str:
-        return self.table.tokenizer.get_chat_template(tools=self.tools)
-
-    @property
-    def reasoning_key(self) -> str | None:
-        """The message key from which the template reads a reasoning trace; None if it reads none."""
-        known = self.table.reasoning_keys
-        if self.template not in known:
-            known[self.template] = next(filter(self._reads, REASONING_KEYS), None)
-        return known[self.template]
-
-    def render_text(self, messages: list[Message], *, generation_prompt: bool = False) -> str:
-        return self.table.tokenizer.apply_chat_template(
-            messages, tools=self.tools, add_generation_prompt=generation_prompt, tokenize=False
-        )
-
-    def render(self, messages: list[Message], *, generation_prompt: bool = False) -> list[int]:
-        return self.table.ids(self.render_text(messages, generation_prompt=generation_prompt))
-
-    def _reads(self, key: str) -> bool:
-        question, answer = {"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}
-        try:
-            return self.render_text([question, {**answer, key: "Z"}]) != self.render_text([question, answer])
-        except RENDER_ERRORS:
-            return False
 
 
 @dataclass(frozen=True)
@@ -73,6 +29,16 @@ class Rendering:
         offsets = encoded["offset_mapping"] if tokenizer.is_fast else []
         starts, ends = ([edges[side] for edges in offsets] for side in (0, 1))
         return cls(text, list(encoded["input_ids"]), starts, ends, table)
+
+    def num_tokens_of(self, start: str) -> int | None:
+        """The number of first tokens that are those of `start` alone, if the text begins so; None if that is not plain
+        from their offsets."""
+        if not self.starts or not self.text.startswith(start):
+            return None
+        at = bisect_left(self.starts, len(start))
+        is_edge = at < len(self.ids) and self.starts[at] == len(start)
+        # offsets may leave out a blank before a word, which then belongs to both
+        return at if is_edge and self.table.text(self.ids[at])[:1] == self.text[len(start)] else None
 
     def start_of_turn(
         self, behind: int, first: int, opener: list[int], markers: tuple[str, str] | None

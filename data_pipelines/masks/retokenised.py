@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from ...configs.errors import BadInput
-from ...heads.targets.written_ids import KEY
+from ...heads.chat.written_ids import KEY
 from ..config import DataConfig
 from ..sources import Row
 from ..storage.samples import FROM_ROW, FROM_TEXT, NOT_ITS_IDS

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ...heads.chat.written_ids import tokenizer_fingerprint
 from ...heads.reasoning import think_markers
-from ...heads.targets.written_ids import tokenizer_fingerprint
 from ..storage.samples import ANSWER, PROMPT, THINK
 
 Span = tuple[int, int]  # [start, end)
@@ -20,7 +20,7 @@ class TokenTable:
     """A tokenizer with cached texts of single tokens.
 
     special: ids of special tokens. markers: the texts that open and close a reasoning trace, from `think_markers`; None
-    if there are none. reasoning_keys: cache of `ChatTemplate.reasoning_key`.
+    if there are none.
     """
 
     def __init__(self, tokenizer: Any):
@@ -28,7 +28,6 @@ class TokenTable:
         added = {token for token, entry in tokenizer.added_tokens_decoder.items() if entry.special}
         self.special = frozenset(added | set(tokenizer.all_special_ids))
         self.markers = think_markers(tokenizer)
-        self.reasoning_keys: dict[str, str | None] = {}  # by chat template
         self._texts: dict[int, str] = {}
 
     @cached_property

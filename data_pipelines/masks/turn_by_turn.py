@@ -4,9 +4,10 @@ Used if `assistant_masks.py` cannot prove where the answers are. No patterns are
 template is a special case.
 """
 
-from .messages import Message
-from .rendering import RENDER_ERRORS, ChatTemplate, close, num_common
-from .segments import Span
+from ...heads.chat.messages import Message
+from ...heads.chat.prompts import RENDER_ERRORS, ChatTemplate
+from .rendering import close, num_common
+from .segments import Span, token_table
 
 STAND_INS = ("0", "Z")  # replacements of an answer, which cannot begin or end like both of them
 
@@ -23,7 +24,7 @@ def spans_turn_by_turn(messages: list[Message], full: list[int], template: ChatT
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
             start, end = _after_prompt(messages, index, full, template) or _changing(messages, index, full, template)
-            spans.append((start, close(full, start, end, template.table)))
+            spans.append((start, close(full, start, end, token_table(template.tokenizer))))
     return spans
 
 
@@ -38,7 +39,7 @@ def _after_prompt(messages: list[Message], index: int, full: list[int], template
             return None
     except RENDER_ERRORS:  # no message before the turn, or the template refuses the shorter conversation
         return None
-    end = close(upto, start, len(upto), template.table)
+    end = close(upto, start, len(upto), token_table(template.tokenizer))
     return (start, end) if start < end and full[:end] == upto[:end] else None
 
 
@@ -64,7 +65,7 @@ def _behind_generation_prompt(messages: list[Message], before: list[int], templa
         opener = prompt[num_common(prompt, template.render(messages)) :] or prompt[-1:]
     except RENDER_ERRORS:
         return len(before)
-    if opener[0] not in template.table.special or opener[0] not in before:
+    if opener[0] not in token_table(template.tokenizer).special or opener[0] not in before:
         return len(before)
     at = len(before) - 1 - before[::-1].index(opener[0])
     return at + num_common(opener, before[at:])

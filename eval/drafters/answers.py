@@ -8,12 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-
 from ...configs.errors import BadInput, first_line
 from ...configs.jsonl import naming_faults
-from ...heads.targets.written_ids import KEY, tokenizer_fingerprint, written
-from ..suites.prompts import file_rows, prompt_ids, question_of
+from ...heads.chat.prompts import RENDER_ERRORS, ChatTemplate, prompt_ids
+from ...heads.chat.rows import UnusableRow, chat_of, is_chat
+from ...heads.chat.written_ids import KEY, tokenizer_fingerprint, written
+from ..suites.prompts import file_rows, question_of
 from .suffix import SuffixTrie
 
 MAX_DEPTH = 5  # tokens of context; 16 were no better on two domains, with four times the nodes
@@ -85,7 +85,7 @@ def load_answers(path: str | Path, tokenizer: Any, *, vocab_size: int | None = N
 def answered(row: dict[str, Any], tokenizer: Any, *, origin: str, **how: Any) -> tuple[list[int], list[int]]:
     """Token ids of a row's prompt and of its answer. Args: how: as `written` takes it. Raises BadInput naming the
     origin."""
-    if "input_ids" not in row and not ("messages" in row or {"prompt", "response"} <= row.keys()):
+    if "input_ids" not in row and not (is_chat(row) or {"prompt", "response"} <= row.keys()):
         raise BadInput(f"{origin}: an answer needs `messages` or `prompt` and `response`, found {sorted(row)}")
     if KEY in row and "messages" in row:
         if found := written(row, row["messages"], tokenizer, origin=origin, **how):
@@ -94,18 +94,21 @@ def answered(row: dict[str, Any], tokenizer: Any, *, origin: str, **how: Any) ->
     prompt = prompt_ids(row, tokenizer, origin=origin)
     if "input_ids" in row:
         return prompt, row["input_ids"][len(prompt) :]
-    if "messages" not in row:
+    if not is_chat(row):
         return prompt, token_ids(row["response"], tokenizer, origin=origin)
-    last = row["messages"][-1]
-    if last["role"] != "assistant":
-        raise BadInput(f"{origin}: the last of `messages` should be the assistant's, got the {last['role']}'s")
+    chat = chat_of(row, origin)
+    last = chat.messages[-1]
+    if last["role"] != "assistant" or not chat.is_answered:
+        role = last["role"] if chat.is_answered else "user"
+        raise BadInput(f"{origin}: the last of `messages` should be the assistant's, got the {role}'s")
+    template = ChatTemplate(tokenizer, chat.tools, chat.variables)
     try:
-        whole = tokenizer.apply_chat_template(row["messages"], return_dict=True)["input_ids"]
-    except (TemplateError, TypeError, ValueError) as error:
-        raise BadInput(f"{origin}: the chat template refuses the messages: {first_line(error)}") from error
+        whole = template.render(template.placed(chat.messages, origin))
+    except RENDER_ERRORS as error:
+        raise UnusableRow(origin, f"the chat template refuses the messages: {first_line(error)}") from error
     if whole[: len(prompt)] == prompt:
         return prompt, whole[len(prompt) :]
-    return prompt, token_ids(last.get("content"), tokenizer, origin=origin)  # the template rewrites earlier turns
+    return prompt, token_ids(last["content"], tokenizer, origin=origin)  # the template rewrites earlier turns
 
 
 def token_ids(text: Any, tokenizer: Any, *, origin: str) -> list[int]:

@@ -8,10 +8,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-
-from ...configs.errors import BadInput, first_line
+from ...configs.errors import BadInput
 from ...configs.jsonl import iter_jsonl, naming_faults
+from ...heads.chat.messages import Message, script_of
+from ...heads.chat.prompts import ChatTemplate, prompt_ids
+from ...heads.chat.rows import ChatRow, UnusableRow, Variables, chat_of, is_chat
 from ...heads.loading import quiet_loading
 from ...heads.reasoning import template_hash, trace_finder
 from ...heads.target import Target
@@ -21,10 +22,21 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """How a chat becomes a prompt."""
+    """How a chat becomes a prompt, where its row does not say."""
 
     system: str | None = None  # a system prompt for chats that have none
     thinking: bool | None = None  # passed to the chat template as `enable_thinking`; None: not passed
+    chat_template_kwargs: Variables = field(default_factory=dict)  # further variables for the template
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """What the chat template is told for rows that do not record it."""
+        thinking = {} if self.thinking is None else {"enable_thinking": self.thinking}
+        return {**self.chat_template_kwargs, **thinking}
+
+    def of_row(self, row: Row) -> Row:
+        """The row with the system prompt, which comes before its messages if they have none."""
+        return row if self.system is None or row.get("system") else {**row, "system": self.system}
 
 
 DEFAULT_CHAT = ChatOptions()
@@ -34,19 +46,30 @@ DEFAULT_CHAT = ChatOptions()
 class PromptSource:
     """Where a prompt came from."""
 
-    number: int  # of its row in the suite, from 0
+    number: int  # in the suite, from 0; every turn of a row counts
     row: str  # `FILE:LINE`
     domain: str | None = None  # the row's `category` or `domain`
     question: str | None = None  # see `question_of`
+    turn: int = 1  # which of the questions of its row
+    chat: int | None = None  # the number of its row, if the row has several turns; else None
 
 
 @dataclass(frozen=True)
 class FailedPrompt:
-    """A prompt that was not measured. prompt: the number of its row in the suite, from 0. row: `FILE:LINE`."""
+    """A prompt that was not measured. prompt: its number in the suite, as in `PromptSource`. row: `FILE:LINE`."""
 
     prompt: int
     row: str
     reason: str
+
+
+@dataclass(frozen=True)
+class Script:
+    """A chat with several questions. turns: its messages, with None where the target answers."""
+
+    source: PromptSource
+    chat: ChatRow
+    turns: list[Message | None]
 
 
 @dataclass
@@ -63,6 +86,8 @@ class Suite:
     version: int | None = None  # of a named suite
     calibration: list[list[int]] = field(default_factory=list)  # prompts that shape trees and are not measured
     num_repeated: int = 0  # this many of the last prompts repeat the first ones, to fill the last batch
+    variables: dict[str, Any] = field(default_factory=dict)  # what the chat template is told alike for all chats
+    scripts: dict[int, Script] = field(default_factory=dict)  # of rows with several questions, by `PromptSource.number`
 
     def __post_init__(self) -> None:
         if len(self.sources) != len(self.prompts):
@@ -90,14 +115,6 @@ class Suite:
         return hashlib.sha256(json.dumps(once).encode()).hexdigest()[:16]
 
 
-class UnusablePrompt(BadInput):
-    """A row gives no prompt for this target; other rows of the suite may."""
-
-    def __init__(self, origin: str, reason: str):
-        super().__init__(f"{origin}: {reason}")
-        self.reason = reason
-
-
 class NoUsablePrompt(BadInput):
     """No row of a suite gives a prompt for this target."""
 
@@ -107,71 +124,9 @@ class NoUsablePrompt(BadInput):
         self.suite = suite
 
 
-def is_chat(row: Row, tokenizer: Any) -> bool:
-    """Whether a row goes through the chat template."""
-    return "input_ids" not in row and ("messages" in row or ("turns" in row and bool(tokenizer.chat_template)))
-
-
-def prompt_ids(row: Row, tokenizer: Any, *, origin: str, chat: ChatOptions = DEFAULT_CHAT) -> list[int]:
-    """Token ids of one prompt row.
-
-    `input_ids` are taken as they are (up to `prompt_length`, if given). `prompt` is plain text, tokenised with the
-    tokenizer's own special tokens. `messages` are rendered by the chat template up to where the assistant answers; a
-    trailing assistant message is dropped. Of `turns` the first is used, as a user message, or as plain text if the
-    tokenizer has no chat template.
-
-    Raises: BadInput naming the origin; UnusablePrompt if the template rejects the chat.
-    """
-    if not is_chat(row, tokenizer) and chat != DEFAULT_CHAT:
-        raise BadInput(f"{origin}: a system prompt or thinking needs a chat template and rows of `messages` or `turns`")
-    if "input_ids" in row:
-        return ready_ids(row, origin=origin)
-    if "messages" in row:
-        return chat_ids(row["messages"], tokenizer, origin=origin, chat=chat)
-    if "turns" in row:
-        turns = row["turns"]
-        if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
-            raise BadInput(f"{origin}: `turns` should be a list of texts, got {json.dumps(turns)[:60]}")
-        if not tokenizer.chat_template:
-            return tokenizer(turns[0]).input_ids
-        return chat_ids([{"role": "user", "content": turns[0]}], tokenizer, origin=origin, chat=chat)
-    if "prompt" not in row:
-        raise BadInput(f"{origin}: a prompt row needs `prompt`, `messages` or `turns`, found {sorted(row)}")
-    if not isinstance(row["prompt"], str):
-        raise BadInput(f"{origin}: `prompt` should be text, got {json.dumps(row['prompt'])[:60]}")
-    return tokenizer(row["prompt"]).input_ids
-
-
-def chat_ids(messages: Any, tokenizer: Any, *, origin: str, chat: ChatOptions) -> list[int]:
-    """A chat up to where the assistant answers, as the chat template renders it. Raises as `prompt_ids`."""
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise BadInput(f"{origin}: `messages` should be a list of objects, got {json.dumps(messages)[:60]}")
-    if not tokenizer.chat_template:
-        raise BadInput(f"{origin}: the target's tokenizer has no chat template; give plain `prompt` rows")
-    if not all(isinstance(message.get("role"), str) for message in messages):
-        raise BadInput(f"{origin}: `messages` should each have a `role`, got {json.dumps(messages)[:60]}")
-    if messages and messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
-    if not messages:
-        raise BadInput(f"{origin}: no message to answer")
-    if chat.system is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": chat.system}, *messages]
-    variables: dict[str, Any] = {} if chat.thinking is None else {"enable_thinking": chat.thinking}
-    try:
-        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, **variables)
-    except (TemplateError, TypeError, ValueError) as error:
-        raise UnusablePrompt(origin, f"the chat template refuses the messages: {first_line(error)}") from error
-    return rendered["input_ids"]
-
-
-def ready_ids(row: Row, *, origin: str) -> list[int]:
-    """A row's `input_ids`, up to its `prompt_length`. Raises BadInput if either is malformed."""
-    ids, length = row["input_ids"], row.get("prompt_length")
-    if not isinstance(ids, list) or any(type(token) is not int for token in ids):
-        raise BadInput(f"{origin}: `input_ids` should be a list of whole numbers")
-    if length is not None and (type(length) is not int or not 0 <= length <= len(ids)):
-        raise BadInput(f"{origin}: `prompt_length` should be between 0 and {len(ids)}, got {length!r}")
-    return ids[:length]
+def asks_template(row: Row, tokenizer: Any) -> bool:
+    """Whether a row goes through the chat template; `turns` do only if there is one."""
+    return is_chat(row) and ("turns" not in row or bool(tokenizer.chat_template))
 
 
 def distinct_names(candidates: Sequence[Sequence[str]]) -> list[str]:
@@ -238,34 +193,48 @@ def build_suite(
 
     Raises: BadInput on malformed rows, and if there are no rows."""
     tokenizer = target.tokenizer
-    suite = Suite(name, [], trace_finder(tokenizer), chat=chat, version=version)
-    for number, (origin, row) in enumerate(islice(rows, limit)):
+    suite, told = Suite(name, [], trace_finder(tokenizer), chat=chat, version=version), list[dict[str, Any]]()
+    for number, (origin, given) in enumerate(islice(rows, limit)):
+        row = chat.of_row(given)
+        asked = asks_template(row, tokenizer)
+        if not asked and chat != DEFAULT_CHAT:
+            needs = "a system prompt or thinking needs a chat template and rows of `messages` or `turns`"
+            raise BadInput(f"{origin}: {needs}")
+        with naming_faults(row, origin):
+            source = PromptSource(number, Path(origin).name, domain_of(row, origin=origin), question_of(row, origin))
+            if asked:
+                whole = chat_of(row, origin, defaults=chat.variables)
+                told.append(ChatTemplate(tokenizer, whole.tools, whole.variables).recorded)
+                script = script_of(whole.messages, turns="all")
+                if script.count(None) > 1:
+                    suite.scripts[number] = Script(source, whole, script)
         try:
             with naming_faults(row, origin), quiet_loading():  # transformers warns on long prompts, we report them
-                ids = prompt_ids(row, tokenizer, origin=origin, chat=chat)
+                ids = prompt_ids(row, tokenizer, origin=origin, defaults=chat.variables)
             check_ids(ids, target, max_new_tokens=max_new_tokens, origin=origin)
-        except UnusablePrompt as error:
-            suite.failed.append(FailedPrompt(number, Path(origin).name, error.reason))
+        except UnusableRow as error:
+            suite.failed.append(FailedPrompt(number, source.row, error.reason))
             continue
-        if suite.template_hash is None and is_chat(row, tokenizer):
-            suite.template_hash = template_hash(tokenizer)
         suite.prompts.append(ids)
-        domain = domain_of(row, origin=origin)
-        suite.sources.append(PromptSource(number, Path(origin).name, domain, question_of(row)))
+        suite.sources.append(source)
+    if told:
+        suite.template_hash = template_hash(tokenizer)
+        alike = [item for item in told[0].items() if all(one.get(item[0]) == item[1] for one in told)]
+        suite.variables = dict(alike)
     if not suite.prompts and not suite.failed:
         raise BadInput(f"{name}: no row of it is in the file")
     return suite
 
 
 def check_ids(ids: list[int], target: Target, *, max_new_tokens: int, origin: str) -> None:
-    """Raises BadInput on an empty prompt or unknown tokens, UnusablePrompt if it exceeds the target's context."""
+    """Raises BadInput on an empty prompt or unknown tokens, UnusableRow if it exceeds the target's context."""
     if not ids:
         raise BadInput(f"{origin}: empty prompt")
     wrong = next((token for token in ids if not 0 <= token < target.vocab_size), None)
     if wrong is not None:
         raise BadInput(f"{origin}: token id {wrong} is outside the vocabulary of {target.vocab_size}")
     if len(ids) + max_new_tokens > target.num_positions:
-        raise UnusablePrompt(
+        raise UnusableRow(
             origin,
             f"{len(ids)} prompt tokens + {max_new_tokens} new ones exceed the context of {target.context}; "
             "lower --max-new-tokens or shorten the prompt",
@@ -280,14 +249,12 @@ def domain_of(row: Row, *, origin: str) -> str | None:
     return domain
 
 
-def question_of(row: Row) -> str | None:
-    """What a row asks: a chat's last user message, the first of `turns`, or `prompt`. In lower case with single spaces,
-    so that it is recognised with another system prompt. None if the row has only token ids."""
+def question_of(row: Row, origin: str = "") -> str | None:
+    """What a row asks: the user's last message, the first of `turns`, or `prompt`. In lower case with single spaces, so
+    that it is recognised with another system prompt. None if the row has only token ids."""
     asked: Any = row.get("prompt")
-    if "messages" in row:
-        asked = next((each.get("content") for each in reversed(row["messages"]) if each.get("role") == "user"), None)
-    elif "turns" in row:
-        asked = row["turns"][0]
-    if isinstance(asked, list):  # of parts, some of which are text
-        asked = " ".join(str(part.get("text", "")) for part in asked if isinstance(part, dict))
+    if is_chat(row):
+        chat = chat_of(row, origin)
+        messages = chat.messages if chat.is_answered else chat.question
+        asked = next((each["content"] for each in reversed(messages) if each["role"] == "user"), None)
     return " ".join(asked.split()).casefold() or None if isinstance(asked, str) else None

@@ -19,8 +19,9 @@ from ...data_pipelines.vocab import always_kept, worthwhile_size
 from ...eval.measurement.metrics import LEAST_TIMED
 from ...eval.measurement.repetition import text_repetition
 from ...eval.suites.prompts import load_suite
+from ...heads.chat.rows import VARIABLES
+from ...heads.chat.written_ids import KEY
 from ...heads.target import Target
-from ...heads.targets.written_ids import KEY
 from .journal import Answers, Split
 
 MOST_HELD_OUT = 32  # prompts
@@ -37,6 +38,7 @@ class Asked:
     """A row of --prompts or --chats. Rows with the same question are duplicates."""
 
     question: str  # the messages before the first answer, as JSON
+    told: dict[str, Any]  # what else the chat template is told, as rows record it
     row: dict[str, Any]
 
 
@@ -44,7 +46,9 @@ def read_asked(path: str) -> Iterator[Asked]:
     """Yields a file's rows with their questions. Raises BadInput on rows without a prompt."""
     for row in iter_rows(path):
         for exchange in exchanges(row, SamplingConfig(), turns="all"):
-            yield Asked(as_question(exchange.script[: exchange.script.index(None)]), row.data)
+            told = {"tools": exchange.tools, VARIABLES: exchange.variables}
+            question = as_question(exchange.script[: exchange.script.index(None)])
+            yield Asked(question, {key: value for key, value in told.items() if value}, row.data)
 
 
 def as_question(messages: Sequence[Any]) -> str:
@@ -88,7 +92,7 @@ def split_prompts(
 def held_out_row(asked: Asked) -> dict[str, Any]:
     """A row for `headstart eval --prompts`, with its domain if it has one."""
     domain = {key: asked.row[key] for key in ("category", "domain") if isinstance(asked.row.get(key), str)}
-    return {"messages": json.loads(asked.question), **domain}
+    return {"messages": json.loads(asked.question), **asked.told, **domain}
 
 
 def is_answered(row: dict[str, Any]) -> bool:

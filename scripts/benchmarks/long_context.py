@@ -27,7 +27,8 @@ from ...eval.drafters.registry import build_drafters
 from ...eval.measurement.config import MeasureConfig, chain
 from ...eval.measurement.environment import Environment
 from ...eval.measurement.measure import measure
-from ...eval.suites.prompts import Suite, prompt_ids
+from ...eval.suites.prompts import Suite
+from ...heads.chat.prompts import prompt_ids
 from ...heads.drafter import Drafter
 from ...heads.loading import default_device
 from ...heads.target import Target

@@ -4,7 +4,7 @@ import hashlib
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -15,8 +15,9 @@ from ..overrides import Overrides
 if TYPE_CHECKING:
     from ...data_pipelines.answers.conversations import Answer, ChatRequest, Failure
     from ...data_pipelines.answers.regenerate import Answers, RegenerateConfig, RunProgress
-    from ...data_pipelines.masks.messages import Message
     from ...heads.base import DraftHead
+    from ...heads.chat.messages import Message
+    from ...heads.chat.prompts import ChatTemplate
     from ...heads.target import Target
 
 
@@ -97,8 +98,8 @@ class EngineAnswers:
     def __init__(self, target: "Target", head: "DraftHead | None" = None, *, batch_size: int = 32):
         """Raises BadInput if the target's tokenizer has no chat template."""
         from ...configs.errors import BadInput
+        from ...heads.chat.written_ids import tokenizer_fingerprint
         from ...heads.reasoning import think_markers
-        from ...heads.targets.written_ids import tokenizer_fingerprint
 
         self.target, self.head, self.tokenizer, self.batch_size = target, head, target.tokenizer, batch_size
         if not self.tokenizer.chat_template:
@@ -165,18 +166,13 @@ class EngineAnswers:
 
     def prompt(self, request: "ChatRequest") -> "list[int] | Failure":
         """Token ids up to where the assistant answers."""
-        from jinja2.exceptions import TemplateError
-
-        from ...configs.errors import first_line
         from ...data_pipelines.answers.conversations import Failure
+        from ...heads.chat.rows import UnusableRow
 
         try:
-            encoded = self.tokenizer.apply_chat_template(
-                request.messages, add_generation_prompt=True, return_dict=True, **self.variables(request)
-            )
-            ids = list(encoded["input_ids"])
-        except (TemplateError, TypeError, ValueError) as error:
-            return Failure(f"the chat template refuses the messages: {first_line(error)}")
+            ids = self.template(request).prompt(request.messages, "")
+        except UnusableRow as error:
+            return Failure(error.reason)
         room, wanted, size = self.target.num_positions, request.sampling.max_tokens, self.target.vocab_size
         if len(ids) + wanted > room:
             return Failure(f"{len(ids)} prompt tokens + {wanted} new ones (max_tokens) exceed the context of {room}")
@@ -184,21 +180,20 @@ class EngineAnswers:
             return Failure(f"the tokenizer gives the id {max(ids)}, outside the target's table of {size}")
         return ids
 
-    def variables(self, request: "ChatRequest") -> dict[str, Any]:
-        """What the chat template is told of a request besides the messages."""
-        thinking = request.sampling.thinking
-        return {"tools": request.tools, **({} if thinking is None else {"enable_thinking": thinking})}
+    def template(self, request: "ChatRequest") -> "ChatTemplate":
+        """The chat template with what the request tells it."""
+        from ...heads.chat.prompts import ChatTemplate
 
-    def answer(self, prompt: list[int], tokens: list[int], request: "ChatRequest | None" = None) -> "Answer":
+        return ChatTemplate(self.tokenizer, request.tools, request.told)
+
+    def answer(self, prompt: list[int], tokens: list[int], request: "ChatRequest") -> "Answer":
         """The text of an answer and its ids; reasoning stays in the text, where the answer itself opens it.
 
         Tool calls become structured where the chat template writes them as the target did, see `with_tool_calls`.
-
-        Args: request: None: tool calls stay text.
         """
         from ...data_pipelines.answers.conversations import Answer
         from ...data_pipelines.answers.tool_calls import with_tool_calls
-        from ...heads.targets.written_ids import AnswerIds
+        from ...heads.chat.written_ids import AnswerIds
 
         text = self.text(tokens)
         message = {"role": "assistant", "content": text}
@@ -207,15 +202,14 @@ class EngineAnswers:
         if self.markers and self.markers[1] in text and self.markers[0] not in text:  # opened by the prompt
             trace, _, content = text.partition(self.markers[1])
             message |= {"content": content.lstrip("\n"), "reasoning_content": trace.strip("\n")}
-        elif has_ended and request is not None and (called := with_tool_calls(text, partial(self.rendered, request))):
+        elif has_ended and (called := with_tool_calls(text, partial(self.rendered, request))):
             message, reason = called, "tool_calls"
-        return Answer(message, reason, len(prompt), len(tokens), AnswerIds(prompt, tokens, self.fingerprint))
+        ids, told = AnswerIds(prompt, tokens, self.fingerprint), self.template(request).recorded
+        return Answer(message, reason, len(prompt), len(tokens), ids, told)
 
     def rendered(self, request: "ChatRequest", answer: "list[Message]") -> str:
         """The chat with an answer, as the chat template writes it; without one, up to where it begins."""
-        return self.tokenizer.apply_chat_template(
-            [*request.messages, *answer], add_generation_prompt=not answer, tokenize=False, **self.variables(request)
-        )
+        return self.template(request).render_text([*request.messages, *answer], generation_prompt=not answer)
 
     def text(self, tokens: list[int]) -> str:
         """All that the target wrote, special tokens too; only the end token is left out."""

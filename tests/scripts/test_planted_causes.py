@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from headstart.configs.jsonl import read_jsonl
-from headstart.eval.suites.prompts import prompt_ids
+from headstart.heads.chat.prompts import prompt_ids
 from headstart.heads.target import Target
 from headstart.scripts.cli import app
 from headstart.scripts.quickstart.toy_answers import answer

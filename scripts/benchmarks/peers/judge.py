@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from ....configs.errors import BadInput
 from ....configs.files import write_json
 from ....configs.jsonl import iter_jsonl
-from ....eval.suites.prompts import prompt_ids
+from ....heads.chat.prompts import prompt_ids
 
 CLIENT = Path(__file__).parents[3] / "tests" / "vllm" / "client.py"
 NUM_DRAFT_TOKENS, MAX_NEW_TOKENS, LONGEST = 5, 96, 256  # the last: what the client's engine takes

@@ -2,8 +2,9 @@
 
 import pytest
 from headstart.configs.errors import BadInput
-from headstart.data_pipelines.answers.conversations import SamplingConfig, ask, exchanges
+from headstart.data_pipelines.answers.conversations import SamplingConfig, exchanges
 from headstart.data_pipelines.sources import Row
+from headstart.heads.chat.messages import script_of
 
 
 def user(text):
@@ -40,8 +41,8 @@ CALL = assistant("", tool_calls=[{"type": "function", "function": {"name": "f", 
     ],
 )
 def test_the_turns_that_are_asked(messages, every, last):
-    assert ask(messages, turns="all") == every
-    assert ask(messages, turns="last") == (last or every)
+    assert script_of(messages, turns="all") == every
+    assert script_of(messages, turns="last") == (last or every)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_every_shape_of_a_prompt_is_read(data, questions):
         ({"prompt": 3}, "x:1: `prompt` should be text"),
         ({"turns": []}, "x:1: `turns` should be a list"),
         ({"messages": [{"role": "poet", "content": "a"}]}, "x:1: turn 0 has the role 'poet'"),
-        ({"prompt": "a", "tools": "{"}, "x:1: `tools` is not JSON"),
+        ({"prompt": "a", "tools": "{"}, "x:1: `tools` is text, but not JSON"),
     ],
 )
 def test_a_row_that_cannot_be_asked_is_named(data, problem):

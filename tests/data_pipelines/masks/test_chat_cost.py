@@ -10,6 +10,7 @@ from headstart.data_pipelines.config import DataConfig
 from headstart.data_pipelines.masks import assistant_masks, rendering
 from headstart.data_pipelines.masks.chat import encode_row
 from headstart.data_pipelines.sources import Row
+from headstart.heads.chat import prompts
 from jinja2.exceptions import TemplateError
 
 CONFIG = DataConfig(train="train.jsonl", max_length=10_000_000, think_markers=["<think>", "</think>"])
@@ -117,4 +118,4 @@ def test_text_that_has_the_marks_itself_is_read_turn_by_turn(chat_tokenizer: Cal
 
 
 def test_render_errors_are_those_of_templates() -> None:
-    assert TemplateError in rendering.RENDER_ERRORS
+    assert TemplateError in prompts.RENDER_ERRORS

@@ -145,10 +145,18 @@ def supervised(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> list[str]:
 
 
 def supervised_chat(template: str, messages: list[dict[str, Any]], **tokens: str) -> list[str]:
-    """What is supervised, after checking that the ids are those of the whole conversation."""
+    """What is supervised, after checking that the ids are those of the whole conversation, behind the ids of the last
+    prompt as the target is given it."""
     tokenizer = make_tokenizer(template, **tokens)
     sample = encode({"messages": messages}, tokenizer)
-    assert sample.input_ids.tolist() == tokenizer.apply_chat_template(messages, return_dict=False)
+    if messages[-1]["role"] == "assistant":
+        prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
+        whole = tokenizer.apply_chat_template(messages, tokenize=False)
+        asked = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, tokenize=False)
+        assert sample.input_ids.tolist()[: len(prompt)] == prompt
+        assert not whole.startswith(asked) or tokenizer.decode(sample.input_ids) == whole
+    else:
+        assert sample.input_ids.tolist() == tokenizer.apply_chat_template(messages, return_dict=False)
     return supervised(sample, tokenizer)
 
 
@@ -265,7 +273,7 @@ def test_the_mask_starts_at_or_before_an_answer_whose_tokens_merge_with_the_prom
     assert supervised_chat(PLAIN, turns("hi", "ok.", "again?", "sure")) == ["ok.\n", "sure\n"]
     assert supervised_chat(PLAIN.replace("'assistant: '", "'assistant:'"), turns("hi", "ok"))[0].endswith(" ok\n")
     chat = supervised_chat(QWEN25, turns("hi", "\n\nok.", "again?", "\nsure"))
-    assert chat == ["\n\n\nok.<|im_end|>", "\n\nsure<|im_end|>"]
+    assert chat == ["\n\n\nok.<|im_end|>", "\nsure<|im_end|>"]  # the last one behind its own prompt
 
 
 def test_user_text_that_imitates_the_template_is_not_supervised() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from itertools import groupby
 from typing import Any
 
 from ...configs.errors import BadInput
@@ -59,8 +60,10 @@ def _message(turn: Any, where: str) -> Message:
     return message
 
 
-def place_reasoning(messages: list[Message], key: str | None, markers: tuple[str, str] | None, where: str) -> None:
-    """Move each `reasoning_content`, in place, to where the chat template expects reasoning.
+def place_reasoning(
+    messages: list[Message], key: str | None, markers: tuple[str, str] | None, where: str
+) -> list[Message]:
+    """The messages with each `reasoning_content` where the chat template expects reasoning.
 
     Args:
         key: the message key that the template reads; None: it reads none, so the trace is put between the markers at
@@ -69,8 +72,11 @@ def place_reasoning(messages: list[Message], key: str | None, markers: tuple[str
         where: the prefix of error messages.
     Raises: BadInput if there is a trace, but neither a key nor markers.
     """
-    for message in messages:
+    placed = []
+    for given in messages:
+        message = dict(given)
         trace = message.pop("reasoning_content", None)
+        placed.append(message)
         if trace is None:
             continue
         if key is not None:
@@ -80,6 +86,30 @@ def place_reasoning(messages: list[Message], key: str | None, markers: tuple[str
         elif markers[1] not in message["content"]:
             opens, closes = markers
             message["content"] = f"{opens}\n{trace.strip()}\n{closes}\n\n{message['content']}"
+    return placed
+
+
+def script_of(messages: list[Message], *, turns: str) -> list[Message | None]:
+    """The messages with None in place of each turn that the target answers; one is added after a final question.
+
+    Consecutive assistant turns are one answer. Assistant turns before the first question stay as they are, as do tool
+    calls whose results are in the row, because a new call would need a new result.
+
+    Args: turns: `all`: the target answers all assistant turns; `last`: only the last one.
+    """
+    groups = groupby(messages, key=lambda message: message["role"] == "assistant")
+    runs = [(is_answer, list(run)) for is_answer, run in groups]
+    if not runs[-1][0]:
+        runs.append((True, []))
+    script: list[Message | None] = []
+    has_question = False
+    for index, (is_answer, run) in enumerate(runs):
+        has_question |= any(message["role"] in ("user", "tool") for message in run)
+        is_last = index == len(runs) - 1
+        has_result = is_answer and not is_last and runs[index + 1][1][0]["role"] == "tool"
+        is_asked = is_answer and has_question and not has_result and (is_last or turns == "all")
+        script += [None] if is_asked else run
+    return script
 
 
 def _text_of(part: Any, where: str) -> str:

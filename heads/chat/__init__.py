@@ -1,0 +1,1 @@
+"""Chats of a target: `prompts` has how a row becomes prompt ids, `messages` its turns in one form."""

@@ -1,0 +1,160 @@
+"""How a row becomes prompt ids: the one renderer of regeneration, training and evaluation.
+
+`rows` reads what a row says, `ChatTemplate` renders it, `prompt_ids` does both, for rows that are no chats too.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import date
+from functools import cached_property, lru_cache
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from ...configs.errors import BadInput, first_line
+from ..reasoning import think_markers
+from .messages import REASONING_KEYS, Message, place_reasoning
+from .rows import DAY, STANDARD_DAY, ChatRow, UnusableRow, Variables, chat_of, instruction_in, is_chat, known_keys
+
+RENDER_ERRORS = (TemplateError, TypeError, ValueError)  # raised by templates on messages that they refuse
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A tokenizer's chat template with all that a row tells it; renders conversations."""
+
+    tokenizer: Any
+    tools: list[Any] | None = None
+    variables: Variables = field(default_factory=dict)
+    given_markers: tuple[str, str] | None = None  # texts that open and close a reasoning trace; None: `think_markers`
+
+    @cached_property
+    def template(self) -> str:
+        return self.tokenizer.get_chat_template(tools=self.tools)
+
+    @cached_property
+    def markers(self) -> tuple[str, str] | None:
+        return self.given_markers or _traits(self.tokenizer, self.template)[0]
+
+    @property
+    def reasoning_key(self) -> str | None:
+        """The message key from which the template reads a reasoning trace; None if it reads none."""
+        return _traits(self.tokenizer, self.template)[1]
+
+    @property
+    def prints_day(self) -> bool:
+        return DAY in self.template
+
+    @cached_property
+    def recorded(self) -> dict[str, Any]:
+        """The variables that renderings depend on, as a row records them: with the day if the template prints one."""
+        day = {DAY: self.variables.get(DAY, STANDARD_DAY)} if self.prints_day else {}
+        return {name: value for name, value in self.variables.items() if name != DAY} | day
+
+    @cached_property
+    def told(self) -> dict[str, Any]:
+        """The variables as the template gets them: of the day it gets a function."""
+        day = {DAY: date.fromisoformat(self.recorded[DAY]).strftime} if self.prints_day else {}
+        return {**self.recorded, **day}
+
+    def render_text(self, messages: list[Message], *, generation_prompt: bool = False) -> str:
+        """The text of a conversation. Raises one of RENDER_ERRORS if the template refuses it."""
+        return self.tokenizer.apply_chat_template(
+            messages, tools=self.tools, add_generation_prompt=generation_prompt, tokenize=False, **self.told
+        )
+
+    def render(self, messages: list[Message], *, generation_prompt: bool = False) -> list[int]:
+        """The token ids of `render_text`."""
+        text = self.render_text(messages, generation_prompt=generation_prompt)
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def placed(self, messages: list[Message], origin: str) -> list[Message]:
+        """The messages with reasoning traces where the template reads them. Raises BadInput as `place_reasoning`."""
+        if not any("reasoning_content" in message for message in messages):
+            return messages
+        return place_reasoning(messages, self.reasoning_key, self.markers, origin)
+
+    def prompt(self, messages: list[Message], origin: str) -> list[int]:
+        """Token ids of a conversation up to where the assistant answers.
+
+        Earlier traces for which the template has no place are left out, as in serving. Raises: UnusableRow if the
+        template refuses the messages.
+        """
+        if self.reasoning_key is None and self.markers is None:
+            messages = [{key: kept for key, kept in each.items() if key != "reasoning_content"} for each in messages]
+        try:
+            return self.render(self.placed(messages, origin), generation_prompt=True)
+        except RENDER_ERRORS as error:
+            raise UnusableRow(origin, f"the chat template refuses the messages: {first_line(error)}") from error
+
+
+@lru_cache(maxsize=16)
+def _traits(tokenizer: Any, template: str) -> tuple[tuple[str, str] | None, str | None]:
+    """A template's markers of a reasoning trace, and the message key from which it reads one; each None if it has
+    none."""
+    question, answer = {"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}
+
+    def reads(key: str) -> bool:
+        plain = [question, answer], [question, {**answer, key: "Z"}]
+        try:
+            first, second = (
+                tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False) for messages in plain
+            )
+        except RENDER_ERRORS:
+            return False
+        return first != second
+
+    return think_markers(tokenizer), next(filter(reads, REASONING_KEYS), None)
+
+
+def chat_prompt_ids(chat: ChatRow, tokenizer: Any, *, origin: str) -> list[int]:
+    """Token ids of a chat up to where its last answer begins. Raises: BadInput without a chat template or a message to
+    answer; UnusableRow if the template refuses the chat."""
+    if not getattr(tokenizer, "chat_template", None):
+        name = tokenizer.name_or_path
+        raise BadInput(f"{origin}: tokenizer of {name} has no chat template; give plain `text` or `prompt` rows")
+    if not chat.question:
+        raise BadInput(f"{origin}: no message to answer")
+    return ChatTemplate(tokenizer, chat.tools, chat.variables).prompt(chat.question, origin)
+
+
+def prompt_ids(row: Mapping[str, Any], tokenizer: Any, *, origin: str, defaults: Variables | None = None) -> list[int]:
+    """Token ids of a row's prompt, after which the last answer begins.
+
+    `input_ids` are taken as they are, up to `prompt_length`. Chats go through the chat template; of `turns` the first
+    is asked, as plain text if the tokenizer has no template. `prompt`, or `instruction` with `input`, is plain text,
+    tokenised with the tokenizer's own special tokens.
+
+    Args: defaults: variables for the template that the row does not record.
+    Raises: BadInput naming the origin; UnusableRow if the template refuses the chat.
+    """
+    data = known_keys(row)
+    if "input_ids" in data:
+        return ready_ids(data, origin=origin)
+    if is_chat(data):
+        chat = chat_of(data, origin, defaults=defaults)
+        if not chat.is_answered and not tokenizer.chat_template:
+            return list(tokenizer(chat.question[-1]["content"], verbose=False)["input_ids"])
+        return chat_prompt_ids(chat, tokenizer, origin=origin)
+    return list(tokenizer(plain_prompt(data, origin), verbose=False)["input_ids"])
+
+
+def plain_prompt(data: Mapping[str, Any], origin: str) -> str:
+    """The text of a row's `prompt`, or `instruction`. Raises BadInput if it has none, or it is not text."""
+    if "prompt" not in data and "instruction" in data:
+        return instruction_in(data, origin)
+    if "prompt" not in data:
+        raise BadInput(f"{origin}: a prompt row needs `prompt`, `messages` or `turns`, found {sorted(data)}")
+    if not isinstance(data["prompt"], str):
+        raise BadInput(f"{origin}: `prompt` should be text, got {data['prompt']!r:.60}")
+    return data["prompt"]
+
+
+def ready_ids(row: Mapping[str, Any], *, origin: str) -> list[int]:
+    """A row's `input_ids`, up to its `prompt_length`. Raises BadInput if either is malformed."""
+    ids, length = row["input_ids"], row.get("prompt_length")
+    if not isinstance(ids, list) or any(type(token) is not int for token in ids):
+        raise BadInput(f"{origin}: `input_ids` should be a list of whole numbers")
+    if length is not None and (type(length) is not int or not 0 <= length <= len(ids)):
+        raise BadInput(f"{origin}: `prompt_length` should be between 0 and {len(ids)}, got {length!r}")
+    return ids[:length]
