@@ -186,10 +186,12 @@ class EngineAnswers:
 
         return ChatTemplate(self.tokenizer, request.tools, request.told)
 
-    def answer(self, prompt: list[int], tokens: list[int], request: "ChatRequest") -> "Answer":
+    def answer(self, prompt: list[int], tokens: list[int], request: "ChatRequest | None" = None) -> "Answer":
         """The text of an answer and its ids; reasoning stays in the text, where the answer itself opens it.
 
         Tool calls become structured where the chat template writes them as the target did, see `with_tool_calls`.
+
+        Args: request: None: tool calls stay text.
         """
         from ...data_pipelines.answers.conversations import Answer
         from ...data_pipelines.answers.tool_calls import with_tool_calls
@@ -202,9 +204,10 @@ class EngineAnswers:
         if self.markers and self.markers[1] in text and self.markers[0] not in text:  # opened by the prompt
             trace, _, content = text.partition(self.markers[1])
             message |= {"content": content.lstrip("\n"), "reasoning_content": trace.strip("\n")}
-        elif has_ended and (called := with_tool_calls(text, partial(self.rendered, request))):
+        elif has_ended and request is not None and (called := with_tool_calls(text, partial(self.rendered, request))):
             message, reason = called, "tool_calls"
-        ids, told = AnswerIds(prompt, tokens, self.fingerprint), self.template(request).recorded
+        ids = AnswerIds(prompt, tokens, self.fingerprint)
+        told = {} if request is None else self.template(request).recorded
         return Answer(message, reason, len(prompt), len(tokens), ids, told)
 
     def rendered(self, request: "ChatRequest", answer: "list[Message]") -> str:
