@@ -57,6 +57,7 @@ class Answer:
     finish_reason: str  # `stop`, `length` (cut at max_tokens), `tool_calls`, or another one of the server
     num_prompt_tokens: int = 0
     num_tokens: int = 0
+    left_to_server: tuple[str, ...] = ()  # sampling settings that the server refused to be told
 
 
 class Failure(Exception):
@@ -99,6 +100,7 @@ class Exchange:
                 break
         tools = {} if self.tools is None else {"tools": self.tools}
         finish_reason = answers[-1].finish_reason
+        own_defaults = sorted({key for answer in answers for key in answer.left_to_server})
         return {
             "id": self.key,
             "source_id": self.source_id,
@@ -108,6 +110,7 @@ class Exchange:
             "truncated": finish_reason == "length",
             "num_turns_left": sum(message is None for message in self.script) - len(answers),
             "sampling": asdict(self.sampling),
+            **({"left_to_server": own_defaults} if own_defaults else {}),
             "sample": self.sample,
             "usage": {
                 "prompt_tokens": sum(answer.num_prompt_tokens for answer in answers),

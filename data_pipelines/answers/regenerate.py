@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from ...configs.errors import BadInput
 from ...configs.files import LocalPath
 from ...configs.loader import build
+from ...configs.neutral_sampling import NEUTRAL
 from ..config import TURNS, check_at_least_one, check_choice
 from ..sources import Source, iter_rows, read_sources
 from .asking import Outcome
@@ -162,7 +163,7 @@ def _settings(
     config: RegenerateConfig, sampling_of: Mapping[str, SamplingConfig], index: RunIndex, target_fingerprint: str | None
 ) -> dict[str, Any]:
     """Everything that the answers depend on; not the servers' addresses or concurrency."""
-    by_servers = {"by": "servers", "extra_body": config.client.extra_body}
+    by_servers = {"by": "servers", "extra_body": config.client.extra_body, "neutral_unless_chosen": NEUTRAL}
     by_engine = {"by": "engine", "dtype": config.engine.dtype, "batch_size": config.engine.batch_size}  # for rounding
     return {
         "target": config.target,
