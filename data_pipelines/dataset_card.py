@@ -47,7 +47,7 @@ class Card(RowCounts):
     sources: dict[str, RowCounts]
     examples: dict[str, list[str]]  # the origins of some dropped rows, by reason
     splits: dict[str, SplitCounts]
-    files: dict[str, int]  # the local files that were read, with their bytes
+    files: dict[str, str]  # the local files that were read, with the first digits of their sha256
     config: dict[str, Any]
 
 
@@ -87,7 +87,7 @@ def read_card(output: Path) -> Card | None:
         raise BadInput(f"{output / 'card.json'}: damaged; give another output") from error
 
 
-def check_unchanged(card: Card, *, config: Mapping[str, Any], files: Mapping[str, int], output: Path) -> None:
+def check_unchanged(card: Card, *, config: Mapping[str, Any], files: Mapping[str, str], output: Path) -> None:
     """Raises BadInput with the first config key, or source file, that differs from when the card was written."""
     for key in sorted(card.config.keys() | config.keys()):
         if card.config.get(key) != config.get(key):
@@ -96,7 +96,7 @@ def check_unchanged(card: Card, *, config: Mapping[str, Any], files: Mapping[str
     for name in sorted(card.files.keys() | files.keys()):
         before, now = card.files.get(name), files.get(name)
         if before != now:
-            problem = f"{name} had {before} bytes when this was prepared from it, now {now}"
+            problem = f"{name} had sha256 {before} when this was prepared from it, now {now}"
             raise BadInput(f"{output}: {problem}; give another output, or remove it")
 
 

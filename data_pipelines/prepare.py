@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
+from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,13 @@ class PrepareConfig:
         kept = {key: value for key, value in asdict(self).items() if key not in ("output", "num_workers")}
         return json.loads(json.dumps(kept))
 
-    def files(self) -> dict[str, int]:
-        """The local files that are read, with their bytes."""
+    def files(self) -> dict[str, str]:
+        """The local files that are read, with the first 16 hex digits of their sha256."""
         sources = [*read_sources(self.sources), *(read_sources(self.exclude) if self.exclude else ())]
-        return {str(file): file.stat().st_size for source in sources for file in source.files()}
+        found = [file for source in sources for file in source.files()]
+        if self.tokenizer is not None:  # the weights beside it, if any, are not read
+            found += sorted(file for file in Path(self.tokenizer).glob("*token*") if file.is_file())
+        return {str(file): digest_of(file) for file in found}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +231,12 @@ def _questions_of(specs: str | list[str | dict[str, Any]] | None) -> frozenset[b
         first = {"prompt": turns[0]} if isinstance(turns, list) and turns else row.data
         questions.add(digest(conversation_of(replace(row, data=first)).question))
     return frozenset(questions)
+
+
+def digest_of(path: Path) -> str:
+    """The first 16 hex digits of a file's sha256."""
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()[:16]
 
 
 @lru_cache(maxsize=1)

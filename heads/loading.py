@@ -2,6 +2,7 @@
 
 import gc
 import hashlib
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from transformers.utils import logging as hf_logging
 from ..configs.errors import BadInput, first_line
 from ..configs.files import LocalPath
 from .importing.gguf import gguf_folder
+
+NOT_COMPUTED = ("dtype", "torch_dtype", "transformers_version", "architectures", "use_cache")  # keys of a config
 
 
 @dataclass(kw_only=True)
@@ -151,6 +154,17 @@ def fingerprint_of(model: nn.Module) -> str:
         digest.update(f"{name} {shape}".encode())
         digest.update(values)
     return digest.hexdigest()[:32]
+
+
+def config_hash(config: Any) -> str:
+    """16 hex digits of sha256 over a model's config, without where it lies, its dtype and who wrote it."""
+
+    def kept(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {key: kept(part) for key, part in value.items() if str(key)[:1] != "_" and key not in NOT_COMPUTED}
+
+    return hashlib.sha256(json.dumps(kept(config.to_dict()), sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def load_model(target: TargetConfig, *, device: str | torch.device | None = None) -> tuple[Any, str]:

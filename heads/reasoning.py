@@ -67,6 +67,13 @@ def short_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def tokenizer_hash(tokenizer: Any) -> str:
+    """`short_hash` of all that turns text into ids."""
+    words = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.all_special_tokens])
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # only fast tokenizers have one
+    return short_hash(words if backend is None else backend.to_str())
+
+
 def template_hash(tokenizer: Any) -> str:
     """`short_hash` of the tokenizer's chat template, or of all if it has several; of `null` if it has none."""
     return short_hash(json.dumps(tokenizer.chat_template, sort_keys=True))

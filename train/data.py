@@ -6,9 +6,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from ..data_pipelines.masks.chat import encode_rows
 from ..data_pipelines.masks.retokenised import told
 from ..data_pipelines.packing import RowSequence
 from ..data_pipelines.parallel import read_ahead
-from ..data_pipelines.sources import Source, iter_rows, read_sources
+from ..data_pipelines.sources import iter_rows
 from ..data_pipelines.storage.features import check_features, origin_of
 from ..data_pipelines.storage.shard_file import StoredSample
 from ..data_pipelines.storage.shards import Shards, ShardWriter, read_manifest
@@ -136,21 +135,8 @@ def encode_into(folder: Path, config: DataConfig, target: Target, console: Conso
 def rows_of(config: DataConfig, tokenizer: Any) -> dict[str, Any]:
     """Everything that the encoded rows depend on, except where files are; without `data.train` if these are gone."""
     origin = origin_of(config, tokenizer)
-    settings = {key: value for key, value in origin.pop("data").items() if key != "train"}
-    origin |= {f"data.{key}": value for key, value in json.loads(json.dumps(settings)).items()}
-    try:
-        return {**origin, "data.train": [source_record(source) for source in read_sources(config.train)]}
-    except (BadInput, OSError):
-        return origin
-
-
-def source_record(source: Source) -> dict[str, Any]:
-    """A source identified by the contents of its files, or on the hub by its name."""
-    settings, files = asdict(source), []
-    for path in source.files():
-        with path.open("rb") as file:
-            files.append([path.name, file_digest(file, "sha256").hexdigest()])
-    return {**settings, "source": files or source.source}
+    settings = {f"data.{key}": value for key, value in json.loads(json.dumps(origin.pop("data"))).items()}
+    return {**settings, **{"data.train" if key == "rows" else key: value for key, value in origin.items()}}
 
 
 def summary_of(counts: Counter[str]) -> str:

@@ -4,22 +4,23 @@ import json
 import os
 import random
 import re
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import date
-from email.utils import parsedate_to_datetime
 from threading import Condition
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from ...configs.errors import BadInput, first_line
+from ...configs.neutral_sampling import NEUTRAL
 from ...heads.chat.messages import for_api, normalise
 from ...heads.chat.rows import DAY, VARIABLES
 from ...heads.chat.written_ids import ids_in_response
-from .conversations import Answer, ChatRequest, Failure
+from .conversations import Answer, ChatRequest, Failure, SamplingConfig
 from .regenerate import ClientConfig
+from .servers import FAILURES_IN_A_ROW, Server, check_url, not_reached, refused_keys, retry_after
 
 if TYPE_CHECKING:
     import openai
@@ -30,7 +31,6 @@ NOT_ANSWERED = ("abort", "error")  # finish reasons of an answer that the server
 NOT_REACHED = ("ConnectError", "ConnectTimeout")  # names of exceptions of the HTTP library that `openai` uses
 AS_WRITTEN = {"return_token_ids": True, "skip_special_tokens": False}  # for the answer as the target wrote it
 LONGEST_BACKOFF = 60  # seconds between two attempts
-FAILURES_IN_A_ROW = 3  # after which a server is paused; fewer may be the fault of one bad request
 FIRST_REST, LONGEST_REST = 1.0, 30.0  # seconds for which a failing server gets no requests
 
 
@@ -42,25 +42,6 @@ class AttemptFailed(Exception):
         server asked to get no requests (Retry-After)."""
         super().__init__(problem)
         self.has_reached, self.rest = has_reached, rest
-
-
-@dataclass
-class Server:
-    """A server, and how its last requests went."""
-
-    url: str
-    client: "openai.OpenAI"
-    num_busy: int = 0
-    num_failures: int = 0  # in a row
-    rests_until: float = 0.0  # time.monotonic(), in seconds
-    problem: str = ""
-
-    @property
-    def is_failing(self) -> bool:
-        return self.num_failures >= FAILURES_IN_A_ROW
-
-    def is_free(self, now: float, concurrency: int) -> bool:
-        return self.rests_until <= now and self.num_busy < (1 if self.is_failing else concurrency)
 
 
 class OpenAIClient:
@@ -125,43 +106,72 @@ class OpenAIClient:
         """Raises: AttemptFailed, Failure, BadInput."""
         import openai
 
+        left_out = set(server.refused)
+        while True:
+            try:
+                payload = self._asked(server, request, without=left_out)
+            except openai.APIStatusError as error:
+                if refused := refused_keys(error, set(self.optional(request.sampling)) - left_out):
+                    left_out |= refused
+                    continue
+                problem = f"{server.url}: {error.status_code} {error.response.reason_phrase}: {self._told(error)}"
+                if error.status_code in STOP_STATUSES:
+                    raise BadInput(problem) from error
+                if error.status_code in RETRY_STATUSES or error.status_code >= 500:
+                    raise AttemptFailed(problem, rest=retry_after(error.response.headers)) from error
+                raise Failure(problem) from error
+            except openai.APIConnectionError as error:
+                if type(error.__cause__).__name__ in NOT_REACHED:
+                    raise AttemptFailed(not_reached(server, error), has_reached=False) from error
+                if isinstance(error, openai.APITimeoutError):
+                    raise AttemptFailed(f"{server.url}: no answer within {self.config.timeout:g} s") from error
+                raise AttemptFailed(f"{server.url}: connection lost: {first_line(error.__cause__ or error)}") from error
+            self._note_refused(server, left_out)
+            left_to_server = tuple(sorted(left_out & set(self.optional(request.sampling)) & set(NEUTRAL)))
+            told = {**variables_of(request), DAY: date.today().isoformat()}  # the day that a template may have printed
+            return replace(answer_of(payload, server.url), left_to_server=left_to_server, variables=told)
+
+    def optional(self, sampling: SamplingConfig) -> dict[str, Any]:
+        """The keys that a server may refuse: those that are sent only because it may have a default of its own, and
+        those that ask for the answer as the target wrote it."""
+        chosen = {"top_k": sampling.top_k or None, "top_p": sampling.top_p, **self.config.extra_body}
+        return {key: value for key, value in {**NEUTRAL, **AS_WRITTEN}.items() if chosen.get(key) is None}
+
+    def _asked(self, server: Server, request: ChatRequest, *, without: set[str]) -> bytes:
+        """The server's response. Args: without: optional keys to leave out. Raises: openai's errors."""
+        import openai
+
         sampling = request.sampling
-        # sent even if off, as servers may have a default
-        extra: dict[str, Any] = {"top_k": sampling.top_k or -1, **AS_WRITTEN}
-        variables = {name: value for name, value in request.told.items() if name != DAY}
-        if variables:
+        extra = {key: value for key, value in self.optional(sampling).items() if key not in without}
+        if sampling.top_k:
+            extra["top_k"] = sampling.top_k
+        if variables := variables_of(request):
             extra[VARIABLES] = variables
         for key, value in self.config.extra_body.items():
             both = isinstance(value, Mapping) and isinstance(extra.get(key), Mapping)
             extra[key] = {**extra[key], **value} if both else value
         messages: Any = [for_api(message) for message in request.messages]
         tools: Any = request.tools
-        try:
-            response = server.client.chat.completions.with_raw_response.create(
-                model=self.model,
-                messages=messages,
-                tools=tools or openai.omit,
-                max_tokens=sampling.max_tokens,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                seed=request.seed,
-                extra_body=extra,
-            )
-        except openai.APIStatusError as error:
-            problem = f"{server.url}: {error.status_code} {error.response.reason_phrase}: {self._told(error)}"
-            if error.status_code in STOP_STATUSES:
-                raise BadInput(problem) from error
-            if error.status_code in RETRY_STATUSES or error.status_code >= 500:
-                raise AttemptFailed(problem, rest=_retry_after(error.response.headers)) from error
-            raise Failure(problem) from error
-        except openai.APIConnectionError as error:
-            if type(error.__cause__).__name__ in NOT_REACHED:
-                raise AttemptFailed(_not_reached(server, error), has_reached=False) from error
-            if isinstance(error, openai.APITimeoutError):
-                raise AttemptFailed(f"{server.url}: no answer within {self.config.timeout:g} s") from error
-            raise AttemptFailed(f"{server.url}: connection lost: {first_line(error.__cause__ or error)}") from error
-        told = extra.get(VARIABLES, {}), {DAY: date.today().isoformat()}  # the day that a template may have printed
-        return replace(answer_of(response.content, server.url), variables={**told[0], **told[1]})
+        response = server.client.chat.completions.with_raw_response.create(
+            model=self.model,
+            messages=messages,
+            tools=tools or openai.omit,
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            seed=request.seed,
+            extra_body=extra,
+        )
+        return response.content
+
+    def _note_refused(self, server: Server, left_out: set[str]) -> None:
+        """Leave these keys out of later requests to the server, which has just answered one without them."""
+        with self._changed:
+            new = sorted(left_out - server.refused)
+            server.refused |= left_out
+        if new:
+            what = "is left to its own default" if len(new) == 1 else "are left to its own defaults"
+            print(f"headstart: {server.url}: refuses {', '.join(new)}: {what}; the rows say so", file=sys.stderr)
 
     def _told(self, error: "openai.APIStatusError") -> str:
         """The server's message about a refusal, with the key removed if the message repeats it."""
@@ -180,7 +190,7 @@ class OpenAIClient:
                 server.client.models.with_raw_response.list(timeout=self.config.connect_timeout)
             except openai.APIConnectionError as error:
                 if type(error.__cause__).__name__ in NOT_REACHED:
-                    problems.append(_not_reached(server, error))
+                    problems.append(not_reached(server, error))
                     continue
             except openai.APIStatusError:  # reached, though it does not list models
                 pass
@@ -242,21 +252,6 @@ class OpenAIClient:
         server.rests_until = max(server.rests_until, now + rest)
 
 
-def check_url(url: str, *, where: str) -> None:
-    """Raises BadInput if this is not an http(s) URL, or contains a password, which the message does not repeat."""
-    try:
-        parts = urlsplit(url)
-        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:
-        raise BadInput(f"{where}: not a URL") from None
-    if "@" in parts.netloc or parts.query or parts.fragment:
-        raise BadInput(
-            f"{where}: a URL with a password or parameters; name the variable of a key in client.api_key_env"
-        )
-    if not is_good:
-        raise BadInput(f"{where} {url!r}: expected a URL such as http://localhost:8000/v1")
-
-
 def answer_of(payload: bytes, url: str) -> Answer:
     """The answer in a server's chat completion (JSON). Raises AttemptFailed if it has none."""
     try:
@@ -279,15 +274,6 @@ def answer_of(payload: bytes, url: str) -> Answer:
     return Answer(kept, finish_reason, *counts, ids=ids)
 
 
-def _not_reached(server: Server, error: Exception) -> str:
-    return f"{server.url}: cannot be reached: {first_line(error.__cause__ or error)}"
-
-
-def _retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds until a retry, from the header Retry-After, which has a number or a date; None: there is none."""
-    value = headers.get("Retry-After", "")
-    try:
-        is_number = value.replace(".", "", 1).isdigit()
-        return float(value) if is_number else max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
-        return None
+def variables_of(request: ChatRequest) -> dict[str, Any]:
+    """What the server's chat template is told; not the day, which servers take from their own clock."""
+    return {name: value for name, value in request.told.items() if name != DAY}

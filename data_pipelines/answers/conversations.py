@@ -75,6 +75,7 @@ class Answer:
     num_tokens: int = 0
     ids: AnswerIds | None = None  # None: they are not known
     variables: dict[str, Any] = field(default_factory=dict)  # that the chat template was told
+    left_to_server: tuple[str, ...] = ()  # sampling settings that the server refused to be told
 
 
 class Failure(Exception):
@@ -125,6 +126,7 @@ class Exchange:
                 break
         told = {"tools": self.tools, VARIABLES: answers[-1].variables}
         finish_reason = answers[-1].finish_reason
+        own_defaults = sorted({key for answer in answers for key in answer.left_to_server})
         return {
             "id": self.key,
             "source_id": self.source_id,
@@ -135,6 +137,7 @@ class Exchange:
             "truncated": finish_reason == "length",
             "num_turns_left": sum(message is None for message in self.script) - len(answers),
             "sampling": asdict(self.sampling),
+            **({"left_to_server": own_defaults} if own_defaults else {}),
             "sample": self.sample,
             "usage": {
                 "prompt_tokens": sum(answer.num_prompt_tokens for answer in answers),

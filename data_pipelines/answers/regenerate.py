@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from ...configs.errors import BadInput
 from ...configs.files import LocalPath
 from ...configs.loader import build
+from ...configs.neutral_sampling import NEUTRAL
 from ..config import TURNS, check_at_least_one, check_choice
 from ..sources import Source, iter_rows, read_sources
 from .asking import Outcome
@@ -99,7 +100,7 @@ def regenerate(
     config: RegenerateConfig,
     answers: Answers,
     *,
-    target_fingerprint: str | None = None,
+    target_identity: Mapping[str, Any] | None = None,
     show: Callable[[RunProgress], None] = lambda progress: None,
 ) -> RunSummary:
     """Answer every conversation of the sources that has no answer yet.
@@ -108,7 +109,7 @@ def regenerate(
 
     Args:
         answers: yields the outcome of each conversation that is not done.
-        target_fingerprint: of the weights, if known.
+        target_identity: what is known of the target that answers, for the settings.
         show: called after each outcome.
 
     Raises: BadInput on rows without a prompt, on a folder that was started with other settings or rows, and if no
@@ -121,7 +122,7 @@ def regenerate(
             yield from exchanges(row, sampling_of[row.source], turns=config.turns)
 
     index = RunIndex.of(conversations())
-    with AnswerStore(config.output, _settings(config, sampling_of, index, target_fingerprint)) as store:
+    with AnswerStore(config.output, _settings(config, sampling_of, index, target_identity or {})) as store:
         if (summary := store.finished()) is not None:
             return summary
         progress = RunProgress(num_all=len(index.source_ids), num_answered=len(store))
@@ -159,14 +160,18 @@ def _each_once(exchanges: Iterable[Exchange]) -> Iterator[Exchange]:
 
 
 def _settings(
-    config: RegenerateConfig, sampling_of: Mapping[str, SamplingConfig], index: RunIndex, target_fingerprint: str | None
+    config: RegenerateConfig,
+    sampling_of: Mapping[str, SamplingConfig],
+    index: RunIndex,
+    target_identity: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Everything that the answers depend on; not the servers' addresses or concurrency."""
-    by_servers = {"by": "servers", "extra_body": config.client.extra_body}
+    by_servers = {"by": "servers", "extra_body": config.client.extra_body, "neutral_unless_chosen": NEUTRAL}
     by_engine = {"by": "engine", "dtype": config.engine.dtype, "batch_size": config.engine.batch_size}  # for rounding
     return {
         "target": config.target,
-        "target_fingerprint": target_fingerprint,
+        "target_fingerprint": None,
+        **target_identity,
         **(by_servers if config.servers else by_engine),
         **{name: getattr(config, name) for name in ("turns", "num_rows", "drop_truncated")},
         "sampling": {name: asdict(sampling) for name, sampling in sampling_of.items()},

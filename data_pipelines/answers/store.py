@@ -30,6 +30,7 @@ class Counts:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     failed: int = 0
+    left_to_server: dict[str, int] = field(default_factory=dict)  # by sampling setting, rows whose server refused it
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,8 @@ class AnswerStore:
                 counts.ended_early += row["num_turns_left"] > 0
                 counts.prompt_tokens += row["usage"]["prompt_tokens"]
                 counts.completion_tokens += row["usage"]["completion_tokens"]
+                for setting in row.get("left_to_server", ()):
+                    counts.left_to_server[setting] = counts.left_to_server.get(setting, 0) + 1
                 if not (drop_truncated and row["truncated"]):
                     counts.written += 1
                     yield line

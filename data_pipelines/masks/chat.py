@@ -26,6 +26,7 @@ from .traces import split_sample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+ENCODING = 1  # the version of what this file makes of a row; raised with every change that gives a row other samples
 NO_ANSWER = "a prompt without an answer to train on; `headstart data regenerate` has the target write answers"
 
 

@@ -5,7 +5,6 @@ shards and batches depends only on the samples and the config: it is the same fo
 resumed run.
 """
 
-import json
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -18,10 +17,11 @@ from torch import Tensor
 
 from ...configs.errors import BadInput
 from ...configs.files import remove
+from ...heads.loading import config_hash
 from ...heads.target import Target
 from ..config import check_at_least_one, check_choice
 from ..parallel import read_ahead
-from .features import Reads
+from .features import Reads, differing
 from .quantise import STORAGE, Packed, pack
 from .samples import Sample
 from .shard_file import PackedStates, StoredSample
@@ -223,6 +223,7 @@ def fields_of(target: Target, reads: Reads, config: ExtractConfig, origin: dict[
         "hidden_size": target.hidden_size,
         "target": target.name,
         "target_fingerprint": target.fingerprint,
+        "target_config_hash": config_hash(target.config),
         "shard_bytes": config.shard_bytes,
         **origin,
     }
@@ -234,9 +235,8 @@ def is_finished(output: Path, fields: dict[str, Any]) -> bool:
     if not (output / MANIFEST).exists():
         return False
     written = read_manifest(output).fields
-    for key, value in json.loads(json.dumps(fields)).items():
-        if written.get(key) != value:
-            raise BadInput(f"{output}: holds samples with {key} {written.get(key)}, not {value}; choose another folder")
+    if problem := differing(written, {key: value for key, value in fields.items() if key != "target"}):
+        raise BadInput(f"{output}: holds samples with {problem}; choose another folder")
     return True
 
 

@@ -6,16 +6,21 @@ A chain start t is a position whose next two tokens are supervised. The loss rea
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from hashlib import file_digest
 from typing import Any
 
 import numpy as np
 
 from ...configs.errors import BadInput
 from ...heads.base import DraftHead
-from ...heads.reasoning import short_hash, template_hash
+from ...heads.loading import config_hash
+from ...heads.reasoning import template_hash, tokenizer_hash
 from ...heads.target import Target
 from ..config import DataConfig
+from ..masks.chat import ENCODING
+from ..sources import Source, read_sources
 from .quantise import STORAGE
 from .shard_file import row_bytes
 from .shards import Shards
@@ -23,7 +28,7 @@ from .shards import Shards
 # sets of positions at which states are stored, from the smallest to the largest (`check_features` compares the ranks)
 WHERE = ("nowhere", "labels", "starts", "context")
 # keys of `data:` that do not change the samples
-NOT_OF_SAMPLES = ("validation", "layout", "segment_weights", "features", "num_workers")
+NOT_OF_SAMPLES = ("train", "validation", "layout", "segment_weights", "features", "num_workers")
 
 
 @dataclass(frozen=True)
@@ -67,15 +72,49 @@ def positions(loss_mask: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def origin_of(data: DataConfig, tokenizer: Any) -> dict[str, Any]:
-    """What determines the samples of a run, as entries of a manifest: the `data:` keys that matter, and hashes of the
-    tokenizer and its chat template."""
-    words = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.all_special_tokens])
-    backend = getattr(tokenizer, "backend_tokenizer", None)  # only fast tokenizers have one
+    """What determines the samples of a run, as entries of a manifest: the rows by content, the `data:` keys that
+    matter, hashes of the tokenizer and its chat template, and the version of the encoding. Without `rows` if the files
+    of data.train are gone."""
+    try:
+        rows = {"rows": [source_record(source) for source in read_sources(data.train)]}
+    except (BadInput, OSError):
+        rows = {}
     return {
+        **rows,
         "data": {key: value for key, value in asdict(data).items() if key not in NOT_OF_SAMPLES},
-        "tokenizer_hash": short_hash(words if backend is None else backend.to_str()),
+        "tokenizer_hash": tokenizer_hash(tokenizer),
         "template_hash": template_hash(tokenizer),
+        "encoding": ENCODING,
     }
+
+
+def source_record(source: Source) -> dict[str, Any]:
+    """A source identified by the contents of its files, or on the hub by its name."""
+    files = []
+    for path in source.files():
+        with path.open("rb") as file:
+            files.append(file_digest(file, "sha256").hexdigest())
+    how = {key: value for key, value in asdict(source).items() if key not in ("source", "name")}
+    return {"source": files or source.source, **how}
+
+
+def differing(written: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """The first of the entries of `now` that a manifest does not have, in words with both values; None: it has all."""
+    for key, value in json.loads(json.dumps(now)).items():
+        before = written.get(key)
+        if isinstance(before, dict) and isinstance(value, dict):
+            inner = next((name for name in value if before.get(name) != value[name]), None)
+            if inner is not None:
+                return f"{key}.{inner} {shown(before.get(inner))}, not {shown(value[inner])}"
+        elif before != value:
+            return f"{key} {shown(before)}, not {shown(value)}"
+    return None
+
+
+def shown(value: Any) -> str:
+    """An entry of a manifest in few characters."""
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def check_features(samples: Shards, head: DraftHead, target: Target, *, data: DataConfig | None = None) -> None:
@@ -91,13 +130,13 @@ def check_features(samples: Shards, head: DraftHead, target: Target, *, data: Da
     if manifest["target_fingerprint"] != target.fingerprint:
         extracted = f"{manifest['target']} (fingerprint {manifest['target_fingerprint'][:12]})"
         raise BadInput(f"{where}: target {extracted}, not {target.name} ({target.fingerprint[:12]})")
+    if manifest.get("target_config_hash") != config_hash(target.config):
+        raise BadInput(f"{where}: target {manifest['target']} has another config.json now")
     if wanted.layers and tuple(manifest["layers"]) != wanted.layers:
         raise BadInput(f"{where}: layers {manifest['layers']}, head {head.config.type} reads {list(wanted.layers)}")
     for key in ("features_at", "post_norm_at"):
         if WHERE.index(manifest[key]) < WHERE.index(getattr(wanted, key)):
             problem = f"{key} {manifest[key]}, head {head.config.type} needs {getattr(wanted, key)}"
             raise BadInput(f"{where}: {problem}; extract it for this head")
-    written, now = manifest.get("data", {}), {} if data is None else asdict(data)
-    for key in written.keys() & now.keys():
-        if written[key] != now[key]:
-            raise BadInput(f"{where}: extracted with data.{key} {written[key]!r}, not {now[key]!r}")
+    if data is not None and (problem := differing(manifest, origin_of(data, target.tokenizer))):
+        raise BadInput(f"{where}: extracted with {problem}")

@@ -71,7 +71,7 @@ def auto(
         device=device,
         launcher=launcher,
         seed=seed,
-        traffic=digest([path for path in (prompts, chats) if path]),
+        traffic=digest([path for path in (prompts, chats, target) if path]),
     )
     with open_session("headstart auto", output, settings, Journal.read, Session) as run:
         run_all(run)

@@ -24,7 +24,7 @@ class Settings:
     device: str
     launcher: str
     seed: int
-    traffic: str  # digest of the files `prompts` and `chats`
+    traffic: str  # digest of the files `prompts` and `chats`, and of the target's
 
 
 class Session(session.Session[Settings, Journal]):

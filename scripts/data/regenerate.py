@@ -4,7 +4,7 @@ import hashlib
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -44,9 +44,9 @@ def regenerate(
     from ...data_pipelines.answers.regenerate import regenerate as run
 
     settings = build(RegenerateConfig, read_config(config, overrides or ()))
-    answers, fingerprint = by_servers(settings) if settings.servers else by_engine(settings)
+    answers, identity = by_servers(settings) if settings.servers else by_engine(settings)
     with writing_into(settings.output), Bar() as bar:
-        summary = run(settings, answers, target_fingerprint=fingerprint, show=bar.show)
+        summary = run(settings, answers, target_identity=identity, show=bar.show)
     counts = summary.counts
     print(
         f"{counts.written} rows in {settings.output}/answers.jsonl, {counts.completion_tokens} tokens answered; "
@@ -57,17 +57,17 @@ def regenerate(
         raise typer.Exit(1)
 
 
-def by_servers(config: "RegenerateConfig") -> tuple["Answers", None]:
+def by_servers(config: "RegenerateConfig") -> tuple["Answers", dict[str, Any]]:
     """Answers of OpenAI-compatible servers; nothing is known of their weights."""
     from ...data_pipelines.answers.asking import by_threads
     from ...data_pipelines.answers.client import OpenAIClient
 
     client = OpenAIClient(config.servers, model=config.target, config=config.client)
-    return partial(by_threads, answer=client, num_threads=client.num_threads), None
+    return partial(by_threads, answer=client, num_threads=client.num_threads), {}
 
 
-def by_engine(config: "RegenerateConfig") -> tuple["Answers", str]:
-    """Answers of the target in this process, and the fingerprint of its weights."""
+def by_engine(config: "RegenerateConfig") -> tuple["Answers", dict[str, Any]]:
+    """Answers of the target in this process, and what identifies it."""
     from ...data_pipelines.answers.asking import in_batches, joining
     from ...data_pipelines.answers.regenerate import AskedSource, source_samplings
     from ...data_pipelines.sources import read_sources
@@ -84,8 +84,22 @@ def by_engine(config: "RegenerateConfig") -> tuple["Answers", str]:
     answer = EngineAnswers(target, head, batch_size=engine.batch_size)
     samplings = source_samplings(read_sources(config.sources, AskedSource), config.sampling)
     if all(sampling.temperature == 0 for sampling in samplings.values()):
-        return partial(joining, answers=answer.joining, batch_size=engine.batch_size), target.fingerprint
-    return partial(in_batches, answer=answer, batch_size=engine.batch_size), target.fingerprint
+        return partial(joining, answers=answer.joining, batch_size=engine.batch_size), identity_of(target)
+    return partial(in_batches, answer=answer, batch_size=engine.batch_size), identity_of(target)
+
+
+def identity_of(target: "Target") -> dict[str, Any]:
+    """What a target's answers depend on, as settings of a run: its weights and config, and how chats are written."""
+    from ...heads.loading import config_hash
+    from ...heads.reasoning import template_hash, tokenizer_hash
+
+    return {
+        "target_fingerprint": target.fingerprint,
+        "target_config_hash": config_hash(target.config),
+        "tokenizer_hash": tokenizer_hash(target.tokenizer),
+        "template_hash": template_hash(target.tokenizer),
+        "eos_token_ids": sorted(target.eos_token_ids),
+    }
 
 
 class EngineAnswers:

@@ -69,7 +69,7 @@ def refit(
         device=device,
         launcher=launcher,
         seed=seed,
-        rows=digest([path for path in (traffic, replay, *weights) if path]),
+        rows=digest([path for path in (traffic, replay, *weights, target) if path]),
     )
     with open_session("headstart refit", output, settings, Journal.read, Session) as run:
         run_all(run)

@@ -22,7 +22,7 @@ class Settings:
     device: str
     launcher: str
     seed: int
-    rows: str  # digest of the files `traffic` and `replay` and of the head's files
+    rows: str  # digest of the files `traffic` and `replay`, of the head's files and the target's
 
 
 class Session(session.Session[Settings, Journal]):

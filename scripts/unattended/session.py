@@ -23,6 +23,9 @@ from ...train.stopping import Stopping
 from .clock import Clock, clock_text
 from .steps import Runner, StepRecord
 
+WEIGHTS = (".safetensors", ".gguf")  # files that are too large to read whole
+SAMPLED, SAMPLE_BYTES = 256, 4096  # parts of such a file
+
 
 class Settings(Protocol):
     """The options of a run. A run is only resumed with equal settings."""
@@ -162,11 +165,23 @@ def check_started_once(command: str) -> None:
 
 
 def digest(paths: Iterable[str]) -> str:
-    """A hash of the files' contents. Of paths that are not local files, such as hub ids, the name is hashed."""
+    """A hash of the contents of files, and of a model's folder, whose weights are sampled. Of paths that are neither,
+    such as hub ids, the name is hashed."""
     found = hashlib.sha256()
     for path in paths:
-        file = Path(path).expanduser()
-        found.update(file.read_bytes() if file.is_file() else path.encode())
+        place = Path(path).expanduser()
+        for file in sorted(place.iterdir()) if place.is_dir() else [place]:
+            if not file.is_file():
+                found.update(file.name.encode() if place.is_dir() else path.encode())
+            elif file.suffix in WEIGHTS:
+                size = file.stat().st_size
+                found.update(f"{file.name} {size}".encode())
+                with file.open("rb") as opened:
+                    for part in range(SAMPLED):
+                        opened.seek(part * size // SAMPLED)
+                        found.update(opened.read(SAMPLE_BYTES))
+            else:
+                found.update(file.read_bytes())
     return found.hexdigest()[:16]
 
 

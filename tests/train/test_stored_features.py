@@ -56,6 +56,9 @@ def test_features_of_another_run_are_refused(run, features, world, tmp_path):
     ):
         with pytest.raises(BadInput, match=problem):
             run(head_type, "refused", change, f"data.features={stored}")
+    (tmp_path / "other.jsonl").write_text("".join(reversed((world / "rows.jsonl").read_text().splitlines(True))))
+    with pytest.raises(BadInput, match="extracted with rows "):
+        run("eagle3", "refused", f"data.train={tmp_path / 'other.jsonl'}", f"data.features={stored}")
     shard = next(stored.glob("*.safetensors"))
     content = bytearray(shard.read_bytes())
     content[-100] ^= 1

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from ....configs.errors import BadInput, first_line
+from ....configs.neutral_sampling import LLAMA_SERVER
 from ....heads.export.gguf_file import read_gguf
 from ....heads.export.llamacpp import server_flags
 from ...drafters.llamacpp_cache import DYNAMIC, cache_flags
@@ -184,8 +185,10 @@ class LlamaServer:
         return next((line for line in reversed(lines) if "error" in line.lower()), lines[-1])
 
     def answer(self, prompt: Sequence[int], *, max_new_tokens: int) -> Answer:
-        """Continue a prompt greedily. Raises RuntimeError, with the server's message, if that fails."""
-        asked: dict[str, Any] = {"prompt": list(prompt), "n_predict": max_new_tokens, "temperature": 0.0}
+        """Continue a prompt greedily. Raises RuntimeError, with the server's message, if that fails, or if its own
+        settings would change the target's choices."""
+        sampling = {**LLAMA_SERVER, "temperature": 0.0}
+        asked: dict[str, Any] = {"prompt": list(prompt), "n_predict": max_new_tokens, **sampling}
         asked |= {"cache_prompt": False, "return_tokens": True, "stream": False}
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/completion",
@@ -199,6 +202,9 @@ class LlamaServer:
             raise RuntimeError(f"llama-server: {error.read().decode(errors='replace')[:300]}") from error
         except (urllib.error.URLError, OSError) as error:
             raise RuntimeError(f"llama-server: {first_line(error)}; its log: {self.last_words()}") from error
+        applied = said.get("generation_settings", {})
+        if other := [f"{key} {applied[key]}" for key, value in sampling.items() if applied.get(key, value) != value]:
+            raise RuntimeError(f"llama-server: does not answer greedily as asked: {', '.join(other)}")
         timings = said["timings"]
         return Answer(
             token_ids=said["tokens"],

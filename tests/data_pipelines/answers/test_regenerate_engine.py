@@ -165,6 +165,26 @@ def test_the_manifest_names_the_weights_and_another_batch_size_is_refused(comman
         command(f"output={tmp_path / 'out'}", "num_rows=2", "engine.batch_size=2")
 
 
+@pytest.mark.parametrize("what", ["template_hash", "tokenizer_hash", "target_config_hash", "eos_token_ids"])
+def test_answers_of_what_is_another_target_under_the_same_path_are_not_gone_on_with(
+    what, command, chat_target, tmp_path
+):
+    folder, how = shutil.copytree(chat_target, tmp_path / "target"), ["num_rows=2", f"output={tmp_path / 'out'}"]
+    command(f"target={folder}", *how)
+    command(f"target={folder}", *how)
+    name, before, after = {
+        "template_hash": ("chat_template.jinja", "w1 ", "w3 "),
+        "tokenizer_hash": ("tokenizer.json", '"w60"', '"w61"'),
+        "target_config_hash": ("config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-03'),
+        "eos_token_ids": ("generation_config.json", '"eos_token_id": 2', '"eos_token_id": 3'),
+    }[what]
+    text = (folder / name).read_text()
+    assert before in text
+    (folder / name).write_text(text.replace(before, after, 1))
+    with pytest.raises(BadInput, match=f"started with {what} .*give a new folder"):
+        command(f"target={folder}", *how)
+
+
 def test_failed_rows_are_exit_code_1(command, tmp_path, capsys):
     with pytest.raises(typer.Exit) as caught:
         command(f"output={tmp_path / 'out'}", "sampling.max_tokens=250")

@@ -20,6 +20,7 @@ import yaml
 from headstart.configs.errors import BadInput
 from headstart.configs.jsonl import read_jsonl
 from headstart.configs.loader import build, read_config
+from headstart.configs.neutral_sampling import NEUTRAL
 from headstart.data_pipelines.answers import client as client_module
 from headstart.data_pipelines.answers.asking import by_threads
 from headstart.data_pipelines.answers.client import OpenAIClient
@@ -297,7 +298,7 @@ def test_a_request_says_how_to_sample(configured):
         run(configured(server, num_rows=2, sampling=sampling, client={"extra_body": extra}))
     [one, other] = server.bodies
     kwargs = {"enable_thinking": False, "thinking": False}
-    expected = {k: sampling[k] for k in ("temperature", "top_p", "top_k", "max_tokens")}
+    expected = NEUTRAL | {k: sampling[k] for k in ("temperature", "top_p", "top_k", "max_tokens")}
     expected |= {"return_token_ids": True, "skip_special_tokens": False}
     expected |= {"model": "tiny", "min_p": 0.1, "chat_template_kwargs": kwargs}
     assert {key: one[key] for key in one if key not in ("messages", "seed")} == expected

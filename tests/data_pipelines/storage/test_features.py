@@ -18,7 +18,7 @@ from headstart.configs.owned import LOCK, MARKER, OwnedFolder
 from headstart.data_pipelines.config import DataConfig
 from headstart.data_pipelines.storage import extract as extract_module
 from headstart.data_pipelines.storage.extract import ExtractConfig, Extraction, batches, fields_of
-from headstart.data_pipelines.storage.features import Reads, check_features, positions
+from headstart.data_pipelines.storage.features import Reads, check_features, origin_of, positions
 from headstart.data_pipelines.storage.quantise import pack
 from headstart.data_pipelines.storage.samples import Sample
 from headstart.data_pipelines.storage.shard_file import PackedStates, StoredSample
@@ -286,10 +286,13 @@ def test_states_that_are_no_numbers_are_refused(tiny_target, extract, tmp_path):
             )
 
 
-def test_features_of_something_else_are_refused_with_key_and_values(target, tiny_target, extract, tmp_path):
+def test_features_of_something_else_are_refused_with_key_and_values(
+    target, tiny_target, chat_tokenizer, extract, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(target, "_tokenizer", chat_tokenizer("chatml"))
     samples, eagle3 = stored(tmp_path / "tokens", make_samples()), fresh("eagle3", target)
     data = DataConfig(train="a.jsonl", max_length=40)
-    extract(samples, target, eagle3, tmp_path / "out", origin={"data": {"train": "a.jsonl", "max_length": 40}})
+    extract(samples, target, eagle3, tmp_path / "out", origin=origin_of(data, target.tokenizer))
     found = Shards(tmp_path / "out")
     check_features(found, eagle3, target, data=replace(data, layout="packed", validation="b.jsonl"))
     check_features(found, fresh("draft_lm", target), target)  # reads less

@@ -1,7 +1,8 @@
 """What stands for llama-server in tests: it takes its flags, and answers /health and /completion with made-up timings.
 
 FAKE: `crash`: it does not come up. `other`: its text with a head is another. `fails`: it refuses prompts that hold 9.
-`ends`: texts end after 7 tokens, within accepted drafts. FAKE_LOG: a file for the requests.
+`ends`: texts end after 7 tokens, within accepted drafts. `penalises`: it has sampling settings of its own where a
+request is silent. `insists`: it applies them whatever is asked. FAKE_LOG: a file for the requests.
 """
 
 import json
@@ -11,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 FAKE = os.environ.get("FAKE", "")
 FLAGS = dict(zip(sys.argv[1:], [*sys.argv[2:], ""], strict=True))
+DEFAULTS = {"temperature": 0.8, "repeat_penalty": 1.3, "xtc_probability": 0.5, "dry_multiplier": 0.8}
 K = int(FLAGS.get("--spec-draft-n-max", 0))
 
 
@@ -25,7 +27,11 @@ def answer(asked):
         timings["predicted_ms"] = 20.0 * rounds * 0.8
         if FAKE == "other":
             tokens[1] = 2
-    return {"tokens": tokens, "stop_type": "eos" if FAKE == "ends" else "limit", "timings": timings}
+    applied = DEFAULTS if FAKE == "insists" else {**DEFAULTS, **{key: asked[key] for key in asked if key in DEFAULTS}}
+    if FAKE == "penalises" and (applied["repeat_penalty"] != 1 or applied["xtc_probability"]):
+        tokens[1] = 2
+    settings = {"generation_settings": applied} if FAKE in ("penalises", "insists") else {}
+    return settings | {"tokens": tokens, "stop_type": "eos" if FAKE == "ends" else "limit", "timings": timings}
 
 
 class Handler(BaseHTTPRequestHandler):

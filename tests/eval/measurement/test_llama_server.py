@@ -77,6 +77,19 @@ def test_a_text_that_the_head_changes_is_unexplained(files, target, monkeypatch)
     assert result.lossless.unexplained == 3 and result.lossless.divergences[0].position == 1
 
 
+def test_a_servers_own_sampling_defaults_are_not_measured(files, target, monkeypatch):
+    with LlamaServer(files().command(max_length=64)) as server:
+        plain = server.answer([1, 5], max_new_tokens=5).token_ids
+    monkeypatch.setenv("FAKE", "penalises")
+    with LlamaServer(files().command(max_length=64)) as server:
+        assert server.answer([1, 5], max_new_tokens=5).token_ids == plain
+    monkeypatch.setenv("FAKE", "insists")
+    with LlamaServer(files().command(max_length=64)) as server:
+        problem = r"^llama-server: does not answer greedily as asked: .*repeat_penalty 1\.3"
+        with pytest.raises(RuntimeError, match=problem):
+            server.answer([1, 5], max_new_tokens=5)
+
+
 def test_drafts_behind_the_end_of_a_text_are_not_counted(files, target, monkeypatch):
     """7 tokens in 2 rounds of K 3, whose last drafts reach beyond the end: 6 tokens came of 2 forwards."""
     monkeypatch.setenv("FAKE", "ends")

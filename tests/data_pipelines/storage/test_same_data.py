@@ -1,0 +1,140 @@
+"""What was made once is used again for the same content, wherever that lies, and never for other content there."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from headstart.configs.errors import BadInput
+from headstart.configs.loader import build
+from headstart.data_pipelines.masks.chat import ENCODING
+from headstart.data_pipelines.prepare import PrepareConfig, prepare
+from headstart.data_pipelines.storage import features as features_module
+from headstart.data_pipelines.storage.features import check_features
+from headstart.data_pipelines.storage.shards import Shards
+from headstart.heads.registry import build_head
+from headstart.heads.target import Target
+from headstart.scripts.data.extract import extract
+from headstart.scripts.unattended.session import digest
+from headstart.train.config import load_inputs
+
+# the golden samples that each version of the encoding gives; another file needs another version, if what it holds of
+# rows that were in it has changed
+GOLDEN = {1: "08d9884baeb1fc10"}
+
+
+@pytest.fixture
+def world(saved_target, tmp_path) -> Path:
+    """A folder with a target, rows A.jsonl and a run on them."""
+    shutil.copytree(saved_target, tmp_path / "target")
+    shutil.copy(saved_target.with_name("rows.jsonl"), tmp_path / "A.jsonl")
+    (tmp_path / "run.yaml").write_text(
+        f"target: {{path: {tmp_path / 'target'}}}\nhead: {{type: eagle3}}\n"
+        f"data: {{train: {tmp_path / 'A.jsonl'}, max_length: 256}}\n"
+    )
+    return tmp_path
+
+
+def edited(path: Path, edit: Callable[[Any], None]) -> None:
+    data = json.loads(path.read_text())
+    edit(data)
+    path.write_text(json.dumps(data))
+
+
+def other_rows(world: Path, _: Any) -> None:
+    """As many bytes, at the same path."""
+    lines = (world / "A.jsonl").read_text().splitlines(keepends=True)
+    (world / "A.jsonl").write_text("".join(reversed(lines)))
+
+
+def other_template(world: Path, _: Any) -> None:
+    (world / "target/chat_template.jinja").write_text("{{ messages }}")
+
+
+def other_tokenizer(world: Path, _: Any) -> None:
+    def swapped(data: Any) -> None:
+        words = data["model"]["vocab"]
+        words["w5"], words["w6"] = words["w6"], words["w5"]
+
+    edited(world / "target/tokenizer.json", swapped)
+
+
+def other_config(world: Path, _: Any) -> None:
+    edited(world / "target/config.json", lambda data: data.update(rms_norm_eps=1e-3))
+
+
+def other_encoding(_: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(features_module, "ENCODING", ENCODING + 1)
+
+
+CHANGES = {
+    "rows": other_rows,
+    "template_hash": other_template,
+    "tokenizer_hash": other_tokenizer,
+    "target_config_hash": other_config,
+    "encoding": other_encoding,
+}
+
+
+def check_for_training(world: Path, *overrides: str) -> None:
+    """As the start of a training run on the features."""
+    run = load_inputs(str(world / "run.yaml"), overrides)
+    target = Target.load(run.target.path)
+    check_features(Shards(world / "out"), build_head(run.head, target), target, data=run.data)
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_features_of_other_content_are_refused_in_one_line_that_says_which(key, world, monkeypatch, capsys):
+    extract(str(world / "run.yaml"), world / "out", device="cpu")
+    extract(str(world / "run.yaml"), world / "out", device="cpu")
+    assert capsys.readouterr().out.endswith("finished already\n")
+    check_for_training(world)
+    CHANGES[key](world, monkeypatch)
+    with pytest.raises(BadInput, match=rf"out: holds samples with {key} .*; choose another folder$") as caught:
+        extract(str(world / "run.yaml"), world / "out", device="cpu")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+    with pytest.raises(BadInput, match=key if key != "target_config_hash" else "another config.json"):
+        check_for_training(world)
+
+
+def test_features_of_the_same_content_are_accepted_by_any_path(world, capsys):
+    extract(str(world / "run.yaml"), world / "out", device="cpu")
+    shutil.move(world / "target", world / "moved")
+    (world / "rows").mkdir()
+    shutil.move(world / "A.jsonl", world / "rows/B.jsonl")
+    moved = [f"target.path={world / 'moved'}", f"data.train={world / 'rows/B.jsonl'}"]
+    extract(str(world / "run.yaml"), world / "out", moved, device="cpu")
+    assert capsys.readouterr().out.endswith("finished already\n")
+    check_for_training(world, *moved)
+
+
+def test_another_encoding_has_another_version():
+    golden = Path(__file__).parents[1] / "masks/golden_masks.json"
+    assert hashlib.sha256(golden.read_bytes()).hexdigest()[:16] == GOLDEN[ENCODING]
+
+
+def test_a_prepared_data_set_is_not_taken_for_that_of_other_rows_of_the_same_size(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"What is {i}?", "response": f"It is {i}."} for i in range(10, 40)]
+    config = build(PrepareConfig, {"sources": "A.jsonl", "output": "out"})
+    for answers in ("It is", "It's a"):
+        Path("A.jsonl").write_text("".join(json.dumps(row).replace("It is", answers[:5]) + "\n" for row in rows))
+        if answers == "It is":
+            prepare(config)
+        else:
+            with pytest.raises(BadInput, match=r"^out: A.jsonl had sha256 \w+ when this was prepared from it, now"):
+                prepare(config)
+
+
+def test_an_unattended_run_knows_its_targets_files(world):
+    place, before = str(world / "target"), digest([str(world / "target")])
+    assert digest([place]) == before == digest([str(shutil.copytree(place, world / "copy"))])
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        path = world / "target" / name
+        kept = path.read_bytes()
+        path.write_bytes(kept[:-9] + bytes(9))
+        assert digest([place]) != before, name
+        path.write_bytes(kept)
