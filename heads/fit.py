@@ -7,7 +7,7 @@ import torch
 from ..configs.errors import BadInput, first_line
 from .base import DraftHead, HeadConfig
 from .families import head_class
-from .loading import TargetConfig, model_class, quiet_loading, read_model_config
+from .loading import TargetConfig, empty_model, quiet_loading, read_model_config
 from .target import Target
 
 TRAINING_BYTES = 16  # per trained parameter: an fp32 weight, its gradient and AdamW's two moments
@@ -34,10 +34,10 @@ def load_skeleton(config: TargetConfig) -> Target:
 
     Raises: BadInput if there is no such model, or it cannot be built without weights.
     """
-    model_config = read_model_config(config)
+    read_model_config(config)
     try:
+        model = empty_model(config)
         with torch.device("meta"), quiet_loading():
-            model = model_class(model_config).from_config(model_config, trust_remote_code=config.trust_remote_code)
             return Target(model, name=config.path, fingerprint="", source=config)
     except Exception as error:  # whatever the code of an unknown model raises
         raise NoSkeleton(f"target {config.path}: cannot be built without weights: {first_line(error)}") from error

@@ -223,6 +223,7 @@ def fields_of(target: Target, reads: Reads, config: ExtractConfig, origin: dict[
         "hidden_size": target.hidden_size,
         "target": target.name,
         "target_fingerprint": target.fingerprint,
+        "output": asdict(target.output_use),
         "shard_bytes": config.shard_bytes,
         **origin,
     }
