@@ -175,7 +175,8 @@ def empty_model(target: TargetConfig, *, dtype: torch.dtype | None = None) -> An
     with torch.device("meta"), quiet_loading():
         model = model_class(config).from_config(config, trust_remote_code=target.trust_remote_code, **given)
     with suppress(OSError):  # most have such a file, which says what ends an answer
-        model.generation_config = GenerationConfig.from_pretrained(found_path(target.path), revision=target.revision)
+        found = GenerationConfig.from_pretrained(found_path(target.path), revision=target.revision or "main")
+        model.generation_config = found
     return model
 
 

@@ -19,7 +19,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 from transformers.modeling_utils import LoadStateDictConfig
-from transformers.quantizers import AutoHfQuantizer
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from ...configs.errors import BadInput, first_line
 from ..loading import TargetConfig, empty_model, found_path, quantization, quiet_loading, read_model_config, torch_dtype
@@ -96,7 +96,7 @@ class BareTarget(Target):
         of_parts = {id(value) for part in self.parts for value in part.state_dict(keep_vars=True).values()}
         named = {name for name, value in state.items() if id(value) in of_parts}  # a tied one has two names
         wanted = {name for name in named if state[name].device.type == "meta"}
-        mapping = get_model_conversion_mapping(model, None, quantizer)
+        mapping: Any = get_model_conversion_mapping(model, None, quantizer)
         by_name = {name: name_in_model(name, model, mapping, state) for name in stored}
         chosen = {name: stored[name] for name, found in by_name.items() if found in wanted}
         opened = {file: safe_open(file, framework="pt") for file in {each.file for each in chosen.values()}}
@@ -126,8 +126,9 @@ class BareTarget(Target):
                 owners[module]._initialize_weights(module, self.model.is_custom_code())
 
     def to(self, device: str | torch.device) -> Self:
+        device = torch.device(device)
         for part in self.parts:
-            part.to(device)
+            part.to("cpu" if device.type == "cpu" else device)  # to `cpu:0` it would be a copy
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -63,12 +63,8 @@ class StoredTensor:
 
 def stored_tensors(path: str, *, revision: str | None = None) -> dict[str, StoredTensor]:
     """The tensors of a local folder or hub id by name. Raises BadInput if it has none, or damaged files."""
-    whole, index = (found_file(path, name, revision) for name in (WHOLE, INDEX))
-    if whole is None and index is None:
-        raise BadInput(f"target {path}: no {WHOLE} and no {INDEX} in it")
-    files = [whole] if whole is not None or index is None else shards_of(path, index, revision)
-    found: dict[str, StoredTensor] = {}
-    for file in files:
+    whole, found = found_file(path, WHOLE, revision), dict[str, StoredTensor]()
+    for file in shards_of(path, revision) if whole is None else [whole]:
         found |= read_header(file)
     return found
 
@@ -84,8 +80,11 @@ def found_file(path: str, name: str, revision: str | None) -> Path | None:
     return None if found is None else Path(found)
 
 
-def shards_of(path: str, index: Path, revision: str | None) -> list[Path]:
-    """The files that an index names. Raises BadInput if one is missing."""
+def shards_of(path: str, revision: str | None) -> list[Path]:
+    """The files that a model's index names. Raises BadInput if it has none, or one of them is missing."""
+    index = found_file(path, INDEX, revision)
+    if index is None:
+        raise BadInput(f"target {path}: no {WHOLE} and no {INDEX} in it")
     files = {name: found_file(path, name, revision) for name in sorted(set(read_weight_map(index).values()))}
     for name, file in files.items():
         if file is None:
