@@ -39,7 +39,7 @@ def load_target(run: RunConfig, console: Console) -> Target:
 def reader_of_layers(run: RunConfig, fields: dict[str, Any]) -> str | None:
     """What of a run from extracted features reads the target's layers; None: nothing. fields: of their manifest."""
     if reads_layers(run.head):
-        return f"head {run.head.type} starts from them"
+        return f"head {run.head.type} reads them"
     if run.data.validation and extracted_validation(run.data) is None:
         return "data.validation is text; `headstart data extract` makes features of it too"
     if run.data.validation and run.train.decode_prompts:

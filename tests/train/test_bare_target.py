@@ -122,9 +122,9 @@ def test_what_reads_layers_loads_them_and_says_so(saved_target, ran, loaded, cap
     assert loaded() == ["Target"] * 5
     said = " ".join(capsys.readouterr().err.split())
     for reason in (
-        "head mtp starts from them",
-        "head eagle3 starts",
-        "head draft_lm starts",
+        "head mtp reads them",
+        "head eagle3 reads",
+        "head draft_lm reads",
         "data.validation is text",
     ):
         assert said.count(f"the target is loaded with its layers: {reason}") == 1
