@@ -17,6 +17,7 @@ class DataConfig:
     """Which rows to train on, which of their tokens are supervised, and how batches are formed."""
 
     train: str | list[str | dict[str, Any]]  # a source or several, see sources.py: a file, a hub name, or a mapping
+    # a source or several, or a folder of `headstart data extract`; None: none
     validation: str | list[str | dict[str, Any]] | None = None
     num_rows: int | None = None  # the first rows of `train`, over all its sources; None: all
     max_length: int = 2048  # tokens of a row

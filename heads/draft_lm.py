@@ -53,6 +53,10 @@ class DraftLMConfig(ParallelConfig):
     lora_alpha: float = 32.0  # adapters are scaled by lora_alpha / lora_rank
     architecture: dict[str, Any] | None = None  # the model's Hugging Face config; set in saved heads
 
+    @property
+    def reads_layers(self) -> bool:
+        return self.path is None and self.architecture is None
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.draft_vocab_size is not None:

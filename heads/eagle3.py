@@ -73,6 +73,10 @@ class Eagle3Config(ParallelConfig):
         more_norms = self.fc_norm or self.norm_before_fc or self.norm_before_residual or self.norm_output
         return not (self.num_layers > 1 or self.parallel or more_norms)
 
+    @property
+    def reads_layers(self) -> bool:
+        return self.start == "target"
+
     def resolved(self, target: Target) -> "Eagle3Config":
         layers = default_feature_layers(target.num_layers) if self.feature_layers is None else self.feature_layers
         return replace(self, feature_layers=layers, mask_token_id=self.mask_token(target))

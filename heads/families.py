@@ -32,6 +32,12 @@ def head_class(name: str) -> type[DraftHead]:
     return HEADS[name]
 
 
+def reads_layers(config: HeadConfig) -> bool:
+    """Whether such a head reads weights of the target's layers, or runs them, where training reads extracted states:
+    then its config has a property of this name."""
+    return getattr(config, "reads_layers", False)
+
+
 def build_head(
     config: HeadConfig, target: Target, *, draft_token_ids: Tensor | None = None, seed: int = 0
 ) -> DraftHead:

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from ..configs.errors import BadInput, first_line
 from .base import DraftHead, HeadConfig
 from .families import head_class
-from .loading import TargetConfig, model_class, quiet_loading, read_model_config, stored_generation
+from .loading import TargetConfig, empty_model, quiet_loading, read_model_config
 from .target import Target
 
 TRAINING_BYTES = 16  # per trained parameter: an fp32 weight, its gradient and AdamW's two moments
@@ -25,6 +26,26 @@ class HeadSize:
     serving_bytes: int  # all the head's parameters in the target's dtype
 
 
+@dataclass(frozen=True)
+class TargetSize:
+    """Bytes of a target's weights by part, in the dtype of its config."""
+
+    embedding: int
+    layers: int  # all of them
+    largest_layer: int
+    output: int  # the final norm and the output layer; one that is the embedding too is counted there
+    rest: int  # such as a vision tower, which is not loaded
+
+    @property
+    def whole(self) -> int:
+        return self.embedding + self.layers + self.output
+
+    @property
+    def bare(self) -> int:
+        """Of a target without its layers."""
+        return self.embedding + self.output
+
+
 class NoSkeleton(BadInput):
     """The target cannot be built without weights."""
 
@@ -34,11 +55,10 @@ def load_skeleton(config: TargetConfig) -> Target:
 
     Raises: BadInput if there is no such model, or it cannot be built without weights.
     """
-    model_config = read_model_config(config)
+    read_model_config(config)
     try:
+        model = empty_model(config)
         with torch.device("meta"), quiet_loading():
-            model = model_class(model_config).from_config(model_config, trust_remote_code=config.trust_remote_code)
-            model.generation_config = stored_generation(config) or model.generation_config
             return Target(model, name=config.path, fingerprint="", source=config)
     except Exception as error:  # whatever the code of an unknown model raises
         raise NoSkeleton(f"target {config.path}: cannot be built without weights: {first_line(error)}") from error
@@ -75,6 +95,22 @@ def check_fit(config: HeadConfig, target: TargetConfig) -> None:
     check_numbers(config, skeleton)
     if not (getattr(config, "path", None) or getattr(config, "init", None) == "checkpoint"):
         build_skeleton_head(config, skeleton)
+
+
+def target_size(skeleton: Target) -> TargetSize:
+    """Bytes by part of a target without weights."""
+    counted = set[int]()
+
+    def num_bytes(*modules: nn.Module | None) -> int:
+        new = {id(value): value for module in modules if module is not None for value in module.parameters()}
+        new = {key: value for key, value in new.items() if key not in counted}
+        counted.update(new)
+        return sum(value.numel() * value.element_size() for value in new.values())
+
+    embedding, output = num_bytes(skeleton.input_embedding), num_bytes(skeleton.final_norm, skeleton.output_layer)
+    layers = [num_bytes(layer) for layer in skeleton.layers]
+    rest_of_text = num_bytes(skeleton.base)  # as an embedding per layer
+    return TargetSize(embedding, sum(layers) + rest_of_text, max(layers), output, num_bytes(skeleton.model))
 
 
 def row_share(target: Target) -> float:

@@ -1,6 +1,5 @@
 """A head's own folder: config.json, model.safetensors and, for Medusa-2, an adapter of the target (peft)."""
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,6 +18,7 @@ from ..configs.typed import check_type
 from .adapters import merged_state, read_adapter, write_adapter
 from .base import DraftHead, HeadConfig
 from .target import Target
+from .targets.stored import NUM_VALUES, fingerprint_of_values
 
 ADAPTER = "adapter."  # prefix of the tensors that a head puts on the target's layers
 
@@ -29,7 +29,7 @@ class HeadRecord:
 
     head: dict[str, Any]  # its `HeadConfig.as_dict`; of imported heads only `type`
     target_name: str  # folder or hub id of the target that it was trained on; empty: not known
-    fingerprint: str | None  # of that target's weights (`loading.fingerprint_of`); None: not known
+    fingerprint: str | None  # of that target's weights (`stored.fingerprint_of_stored`); None: not known
     training: dict[str, Any] | None = None  # how it was trained, see docs/run_folder.md
     version: str = __version__
 
@@ -117,12 +117,12 @@ def save_head(
 
 
 def fingerprint_of_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """32 hex digits of sha256 over names, shapes and 64 evenly spread values of each tensor: identifies a head."""
-    digest = hashlib.sha256()
-    for name, value in sorted(tensors.items()):
-        spread = value.flatten()[:: max(1, value.numel() // 64)][:64]
-        digest.update(f"{name} {tuple(value.shape)}".encode() + spread.float().numpy().tobytes())
-    return digest.hexdigest()[:32]
+    """`fingerprint_of_values` of tensors in memory: identifies a head."""
+
+    def spread(value: Tensor) -> Tensor:
+        return value.detach().flatten()[:: max(1, value.numel() // NUM_VALUES)][:NUM_VALUES].cpu()
+
+    return fingerprint_of_values((name, tuple(value.shape), spread(value)) for name, value in tensors.items())
 
 
 def read_head_config(folder: str | Path) -> dict[str, Any]:

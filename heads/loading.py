@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,6 +25,7 @@ from transformers.utils import logging as hf_logging
 from ..configs.errors import BadInput, first_line
 from ..configs.files import LocalPath
 from .importing.gguf import gguf_folder
+from .targets.stored import fingerprint_of_stored, stored_tensors
 
 NOT_COMPUTED = ("dtype", "torch_dtype", "transformers_version", "architectures", "use_cache")  # keys of a config
 
@@ -137,25 +137,6 @@ def use_attention(model: Any, name: str) -> None:
         model.set_attn_implementation(name)
 
 
-def fingerprint_of(model: nn.Module) -> str:
-    """32 hex digits of sha256 over names, shapes and 64 evenly spread values of each parameter, as stored."""
-    from accelerate.utils import align_module_device
-
-    sampled: dict[str, tuple[Any, bytes]] = {}
-    for place, module in model.named_modules():
-        with align_module_device(module):  # loads offloaded weights
-            for name, value in module.named_parameters(recurse=False):
-                spread = value.detach().flatten()[:: max(1, value.numel() // 64)][:64]
-                sampled[f"{place}.{name}".lstrip(".")] = tuple(value.shape), spread.float().cpu().numpy().tobytes()
-    names = {name for name, _ in model.named_parameters()}  # tied parameters count once, under their first name
-    digest = hashlib.sha256()
-    for name in sorted(names):
-        shape, values = sampled[name]
-        digest.update(f"{name} {shape}".encode())
-        digest.update(values)
-    return digest.hexdigest()[:32]
-
-
 def config_hash(config: Any) -> str:
     """16 hex digits of sha256 over a model's config, without where it lies, its dtype and who wrote it."""
 
@@ -181,7 +162,7 @@ def load_model(target: TargetConfig, *, device: str | torch.device | None = None
             loaded: Any = model_class(config).from_pretrained(
                 path,
                 config=config,
-                dtype="auto",  # as stored: the fingerprint must not depend on the dtype that the run asks for
+                dtype="auto",
                 output_loading_info=True,
                 device_map=target.device_map,
                 revision=target.revision,
@@ -194,7 +175,7 @@ def load_model(target: TargetConfig, *, device: str | torch.device | None = None
     if info["missing_keys"]:
         raise BadInput(f"target {path}: weights missing in the checkpoint: {sorted(info['missing_keys'])[:3]} ...")
     drop_other_modalities(model)
-    fingerprint = fingerprint_of(model)
+    fingerprint = fingerprint_of_stored(stored_tensors(path, revision=target.revision))
     if target.device_map is not None:
         return model, fingerprint
     try:
@@ -205,6 +186,19 @@ def load_model(target: TargetConfig, *, device: str | torch.device | None = None
         for parameter in model.parameters():  # not the buffers: rotary frequencies stay in fp32
             parameter.data = parameter.data.to(wanted)
     return model, fingerprint
+
+
+def empty_model(target: TargetConfig, *, dtype: torch.dtype | None = None) -> Any:
+    """A model with shapes but no weights, on torch's meta device. Args: dtype: None: its config's.
+
+    Raises: BadInput if there is no such model; whatever the code of a model raises that cannot be built so.
+    """
+    config = read_model_config(target)
+    given = {} if dtype is None else {"dtype": dtype}
+    with torch.device("meta"), quiet_loading():
+        model = model_class(config).from_config(config, trust_remote_code=target.trust_remote_code, **given)
+    model.generation_config = stored_generation(target) or model.generation_config
+    return model
 
 
 def model_class(config: Any) -> Any:

@@ -15,7 +15,7 @@ new token advances all modules by one position, and module k (lane k) is k posit
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,7 @@ class MtpConfig(HeadConfig):
     layout: str = "deepseek_v3"  # whose conventions and tensor names, see `LAYOUTS`
     independent: bool = False  # one module per depth instead of one for all
     init: str = "last_layer"  # copy the target's; or `random`; or `checkpoint`: the MTP weights in the target's folder
+    reads_layers: ClassVar[bool] = True  # to check that a layer can be driven alone
     feedback: str = "post_norm"  # the next depth reads a module's output after its norm, as engines do; or `pre_norm`
 
     def __post_init__(self) -> None:
@@ -124,8 +125,7 @@ class MtpHead(DraftHead):
         self.layout = LAYOUTS[config.layout]
         if config.init == "checkpoint":
             check_modules(target.name, config.layout)
-        driver = LayerDriver(target)
-        self.driver = driver
+        self.driver = driver = LayerDriver(target)
         num_modules = config.num_depths if config.independent else 1
         self.lanes = nn.ModuleList(MtpModule(driver, layout=self.layout, slot=k) for k in range(num_modules))
         self.register_state_dict_post_hook(_to_served_names)

@@ -49,22 +49,37 @@ def doctor(
     config: Annotated[str, typer.Argument(metavar="[CONFIG]", help="A YAML of configs/accelerate; else all.")] = "",
     num_processes: Annotated[int | None, typer.Option(help="On all nodes, instead of the config's.", min=1)] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="As it would run on CPUs, over gloo.")] = False,
+    target: Annotated[str, typer.Option(help="Instead: which ways of training fit this model.")] = "",
+    gpus: Annotated[int, typer.Option(help="With --target: GPUs of a machine. [default: this one's]", min=0)] = 0,
+    memory: Annotated[float, typer.Option(help="With --target: GB of each. [default: this one's]", min=0)] = 0.0,
 ) -> None:
-    """Show what this machine can launch, and what is missing.
+    """Show what this machine can launch, and what is missing; or what training for a target takes.
 
     \b
     Examples:
       headstart doctor
       headstart doctor configs/accelerate/ddp.yaml --num-processes 2
       headstart doctor zero2 --cpu --num-processes 2
+      headstart doctor --target MODEL --gpus 8 --memory 80
 
     With CONFIG, a file or the name of a shipped one, the exit code is 0 where it can run here and 1 where not. Of
-    several nodes, this one is checked.
+    several nodes, this one is checked. With --target no weights are read, and the exit code is 0 where a way fits.
     """
     from rich.console import Console
     from rich.table import Table
 
     console, machine = Console(), this_machine()
+    if target:
+        from .ways import show_ways
+
+        num, size = gpus or len(machine.gpus), memory * 1e9 or min((gpu for _, gpu in machine.gpus), default=0)
+        if not num or not size:
+            raise BadInput("--target: no GPU here, so --gpus and --memory say what there is")
+        if not show_ways(target, num_gpus=num, memory=size, console=console):
+            raise typer.Exit(1)
+        return
+    if gpus or memory:
+        raise BadInput("--gpus and --memory go with --target")
     paths = [find(config)] if config else shipped_configs()
     console.print(facts_table(machine))
     table, problems = Table("launch config", "what", "processes", "runs here", "missing"), []

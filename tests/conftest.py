@@ -21,7 +21,7 @@ from headstart.eval.measurement import passes
 from headstart.eval.sampling import Sampling, target_probs
 from headstart.heads.base import DraftBatch, Proposal
 from headstart.heads.drafter import Drafter, Reading
-from headstart.heads.loading import fingerprint_of
+from headstart.heads.folder import fingerprint_of_tensors
 from headstart.heads.registry import HEADS
 from headstart.heads.target import Target
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -93,7 +93,7 @@ def make_model(family: str, **changes: Any) -> PreTrainedModel:
 
 def make_target(family: str = "llama", **changes: Any) -> Target:
     model = make_model(family, **changes)
-    return Target(model, name=f"tiny-{family}", fingerprint=fingerprint_of(model))
+    return Target(model, name=f"tiny-{family}", fingerprint=fingerprint_of_tensors(dict(model.named_parameters())))
 
 
 @pytest.fixture(scope="session", autouse=True)

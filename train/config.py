@@ -48,7 +48,9 @@ class TrainConfig:
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     log_every: PositiveInt = 1
     validate_every: NonNegativeInt = 0  # 0: at the end only
-    decode_prompts: NonNegativeInt = 8  # a validation also decodes answers to this many of the rows' prompts; 0: none
+    # a validation also decodes answers to this many of the rows' prompts; 0: none. None: 8, or none where training and
+    # validation read extracted features, as decoding takes the target's layers
+    decode_prompts: NonNegativeInt | None = None
     decode_tokens: PositiveInt = 64  # length of those answers
     patience: NonNegativeInt = 0  # end after this many validations without a better acceptance_length; 0: never
     checkpoint_every: NonNegativeInt = 0  # 0: only when interrupted

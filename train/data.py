@@ -30,7 +30,7 @@ from ..data_pipelines.parallel import read_ahead
 from ..data_pipelines.sources import iter_rows
 from ..data_pipelines.storage.features import check_features, origin_of
 from ..data_pipelines.storage.shard_file import StoredSample
-from ..data_pipelines.storage.shards import Shards, ShardWriter, read_manifest
+from ..data_pipelines.storage.shards import Shards, ShardWriter, is_shards, read_manifest
 from ..data_pipelines.vocab import always_kept, count_supervised, coverage, covering_size, draft_vocabulary
 from ..heads.base import DraftHead
 from ..heads.registry import start_vocabulary
@@ -49,7 +49,7 @@ class TrainingData:
 
     config: DataConfig
     samples: Shards  # memory-mapped: token ids, masks and, of extracted features, the target's states
-    validation: list[StoredSample]
+    validation: Sequence[StoredSample]
 
     def plan(self, *, batch_size: int, seed: int, num_ranks: int = 1, rank: int = 0) -> BatchPlan:
         """batch_size: rows per rank."""
@@ -72,15 +72,9 @@ def load_data(run: RunConfig, target: Target, accelerator: Accelerator, console:
     Raises: BadInput, in every process, if there is nothing to train on.
     """
     config = replace(run.data, max_length=min(run.data.max_length, target.max_positions))
-    rows = iter_rows(config.validation) if config.validation else ()
-    counts: Counter[str] = Counter()
-    validation = [
-        StoredSample(sample)
-        for sample in encode_rows(rows, target.tokenizer, config, counts=counts, vocab_size=target.vocab_size)
-    ]
-    if config.validation and not validation:
-        problem = f"no row has supervised tokens in data.max_length {config.max_length}"
-        raise BadInput(f"data.validation: {problem}: {summary_of(counts)}")
+    validation = validation_rows(config, target)
+    if isinstance(validation, Shards):
+        on_main(accelerator, validation.verify)
     if config.features is not None:
         features = Shards(Path(config.features))
         on_main(accelerator, features.verify)
@@ -91,6 +85,26 @@ def load_data(run: RunConfig, target: Target, accelerator: Accelerator, console:
     if not folder.is_dir():
         raise BadInput(f"train.output_dir {run.train.output_dir}: not on a disk that all nodes share")
     return TrainingData(config, Shards(folder), validation)
+
+
+def validation_rows(config: DataConfig, target: Target) -> Sequence[StoredSample]:
+    """The rows of data.validation, with states if that is a folder of extracted features. Raises BadInput if there are
+    none to supervise."""
+    if (extracted := extracted_validation(config)) is not None:
+        return extracted
+    rows, counts = iter_rows(config.validation) if config.validation else (), Counter[str]()
+    encoded = encode_rows(rows, target.tokenizer, config, counts=counts, vocab_size=target.vocab_size)
+    validation = [StoredSample(sample) for sample in encoded]
+    if config.validation and not validation:
+        problem = f"no row has supervised tokens in data.max_length {config.max_length}"
+        raise BadInput(f"data.validation: {problem}: {summary_of(counts)}")
+    return validation
+
+
+def extracted_validation(config: DataConfig) -> Shards | None:
+    """data.validation, if it is a folder that `headstart data extract` wrote. Raises BadInput if it is unfinished."""
+    folder = Path(config.validation).expanduser() if isinstance(config.validation, str) and config.validation else None
+    return None if folder is None or not is_shards(folder) else Shards(folder)
 
 
 def encode_into(folder: Path, config: DataConfig, target: Target, console: Console, *, is_begun: bool) -> None:
@@ -196,6 +210,8 @@ def check_stored_states(data: TrainingData, head: DraftHead, target: Target) -> 
     """Raises BadInput if extracted features are not what this head reads of this target."""
     if data.config.features is not None:
         check_features(data.samples, head, target, data=data.config)
+    if isinstance(data.validation, Shards):
+        check_features(data.validation, head, target, data=data.config, key="data.validation")
 
 
 def held_by_main(

@@ -23,7 +23,6 @@ from ..heads.fit import check_fit
 from ..heads.nn.fusing import fuse
 from ..heads.registry import build_head, head_record, start_head
 from ..heads.target import Target
-from ..heads.targets.dtype import with_default_dtype
 from .backend import Backend
 from .checkpoint import Best, Progress, checkpoints, load_checkpoint, read_progress
 from .config import RunConfig, TrainConfig, differing_key
@@ -35,9 +34,10 @@ from .data import (
     with_draft_size,
     with_draft_vocabulary,
 )
-from .launch import actual_launch, product_dtype, runs_on_cpu, start_accelerator
+from .launch import actual_launch, product_dtype, start_accelerator
 from .optim import build_optimizer, without_whole_matrices
 from .provenance import read_starts, record_start
+from .target import load_target
 from .tracking import check_trackers
 from .training_record import TrainingRecord
 
@@ -76,7 +76,7 @@ def find_inputs(run: RunConfig, folder: Path, console: Console, holding: ExitSta
     if run.train.patience and not run.data.validation:
         raise BadInput(f"train.patience {run.train.patience}: counts validations, so data.validation must be given")
     # the target is loaded before the Accelerator exists: DeepSpeed's would partition it under ZeRO-3
-    target = Target.load(**vars(with_default_dtype(run.target, "cpu" if runs_on_cpu(run.train) else "cuda")))
+    target = load_target(run, console)
     if run.train.precision == "bf16" and product_dtype(run.train) == torch.float32:
         console.print("train.precision bf16: this CPU has no instructions for it, so products are in fp32")
     accelerator, asked = start_accelerator(run.train), run.train

@@ -22,6 +22,7 @@ from .backend import Backend
 from .config import TrainConfig
 from .watchdog import Watchdog
 
+PROMPTS = 8  # that are decoded
 PLAIN_PROMPT = 8  # tokens of a text without a prompt that serve as one
 
 
@@ -74,7 +75,8 @@ class Validation:
         self.config, self.backend, self.target = config, backend, target
         self.rows = rows[rank::num_ranks]
         room = max(target.max_positions - config.decode_tokens, 0) if target.can_decode else 0
-        prompts = [prompt_of(row.sample)[-room:] for row in rows[: config.decode_prompts]] if room else []
+        num = PROMPTS if config.decode_prompts is None else config.decode_prompts
+        prompts = [prompt_of(row.sample)[-room:] for row in rows[:num]] if room else []
         self.prompts, self.num_prompts = prompts[rank::num_ranks], len(prompts)
         self.num_draft = min(backend.head.num_depths, backend.head.default_draft_tokens)
 

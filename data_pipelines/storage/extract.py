@@ -224,6 +224,7 @@ def fields_of(target: Target, reads: Reads, config: ExtractConfig, origin: dict[
         "target": target.name,
         "target_fingerprint": target.fingerprint,
         "target_config_hash": config_hash(target.config),
+        "output": asdict(target.output_use),
         "shard_bytes": config.shard_bytes,
         **origin,
     }

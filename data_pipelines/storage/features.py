@@ -27,6 +27,7 @@ from .shards import Shards
 
 # sets of positions at which states are stored, from the smallest to the largest (`check_features` compares the ranks)
 WHERE = ("nowhere", "labels", "starts", "context")
+OF_ROWS = {"train", "num_rows"}  # keys of `data:` that say which rows are read
 # keys of `data:` that do not change the samples
 NOT_OF_SAMPLES = ("train", "validation", "layout", "segment_weights", "features", "num_workers")
 
@@ -117,13 +118,17 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def check_features(samples: Shards, head: DraftHead, target: Target, *, data: DataConfig | None = None) -> None:
+def check_features(
+    samples: Shards, head: DraftHead, target: Target, *, data: DataConfig | None = None, key: str = "data.features"
+) -> None:
     """Raises BadInput, naming the key and both values, unless a folder of shards has all states that this head reads of
     this target.
 
-    Args: data: the `data:` section of the run that trains on them, to compare with; None: it is not compared.
+    Args:
+        data: the `data:` section of the run that trains on them, to compare with; None: it is not compared.
+        key: that names the folder. Under data.validation it has other rows than the run.
     """
-    manifest, where = samples.manifest.fields, f"data.features {samples.folder}"
+    manifest, where = samples.manifest.fields, f"{key} {samples.folder}"
     wanted = Reads.of(head)
     if not samples.has_states:
         raise BadInput(f"{where}: holds token ids only; `headstart data extract` writes the target's states")
@@ -134,9 +139,13 @@ def check_features(samples: Shards, head: DraftHead, target: Target, *, data: Da
         raise BadInput(f"{where}: target {manifest['target']} has another config.json now")
     if wanted.layers and tuple(manifest["layers"]) != wanted.layers:
         raise BadInput(f"{where}: layers {manifest['layers']}, head {head.config.type} reads {list(wanted.layers)}")
-    for key in ("features_at", "post_norm_at"):
-        if WHERE.index(manifest[key]) < WHERE.index(getattr(wanted, key)):
-            problem = f"{key} {manifest[key]}, head {head.config.type} needs {getattr(wanted, key)}"
+    for name in ("features_at", "post_norm_at"):
+        if WHERE.index(manifest[name]) < WHERE.index(getattr(wanted, name)):
+            problem = f"{name} {manifest[name]}, head {head.config.type} needs {getattr(wanted, name)}"
             raise BadInput(f"{where}: {problem}; extract it for this head")
-    if data is not None and (problem := differing(manifest, origin_of(data, target.tokenizer))):
-        raise BadInput(f"{where}: extracted with {problem}")
+    if data is not None:
+        now = origin_of(data, target.tokenizer)
+        if key == "data.validation":  # has rows of its own
+            now = {**now, "rows": None, "data": {k: v for k, v in now["data"].items() if k not in OF_ROWS}}
+        if problem := differing(manifest, {name: value for name, value in now.items() if value is not None}):
+            raise BadInput(f"{where}: extracted with {problem}")

@@ -220,6 +220,15 @@ def read_manifest(folder: Path) -> Manifest:
         raise BadInput(f"{path}: not a manifest of shards: {first_line(error)}") from error
 
 
+def is_shards(folder: Path) -> bool:
+    """Whether a folder holds shards, finished or not."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        return (folder / PROGRESS).is_dir()
+    found = _read_json(path)
+    return isinstance(found, dict) and found.get("format") == FORMAT
+
+
 def owner(fields: Mapping[str, Any]) -> str:
     """16 hex digits of a hash of the fields, by which a shard identifies the folder that it belongs to."""
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]

@@ -4,11 +4,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from ...configs.errors import BadInput
 from ..target import Target
 
+ROWS = 8192  # of the table, that are measured at a time
 PLAIN = (0.2, 5.0)  # acceptable norms of an embedding, relative to the median norm
 
 
@@ -25,7 +27,7 @@ def default_mask_token(target: Target) -> int:
             tokenizer: Any = target.tokenizer
             candidates, unused = [tokenizer.mask_token_id], range(len(tokenizer), target.vocab_size)
     candidates += [*unused, getattr(target.config, "pad_token_id", None), *sorted(target.eos_token_ids)]
-    norms = weight.detach().float().norm(dim=-1)
+    norms = torch.cat([rows.float().norm(dim=-1) for rows in weight.detach().split(ROWS)])
     least, most = (share * norms.median() for share in PLAIN)
     is_plain = ((norms > least) & (norms < most)).tolist()
     usable = (i for i in [*candidates, *range(target.vocab_size)] if i is not None and 0 <= i < target.vocab_size)

@@ -2,7 +2,7 @@
 
 import warnings
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -22,6 +22,15 @@ from .runs import LAYER_LISTS, found_layers
 
 BY_LENGTH = (TWO_SETS, "dynamic")  # rotary frequencies that depend on the length of a text
 LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # config keys
+
+
+@dataclass(frozen=True)
+class OutputUse:
+    """How a model uses its output layer, as `check_target` found: what a target without its layers cannot find out."""
+
+    logit_scale: float = 1.0
+    caps_wide: bool = False
+    before_output: str | None = None  # the name of that part in the model
 
 
 class FrozenModel:
@@ -77,6 +86,13 @@ class FrozenModel:
             self.undecodable = "not all of its layers can read a text again where its rotary frequencies change"
         has_chunks = "chunked_attention" in self.layer_types
         self.chunk: int | None = getattr(self.config, "attention_chunk_size", None) if has_chunks else None
+
+    @property
+    def output_use(self) -> OutputUse:
+        """What the check at load found of the output layer."""
+        parts = self.model.named_modules()
+        before = next((name for name, part in parts if part is self.before_output), None)
+        return OutputUse(self.logit_scale, self.caps_wide, before)
 
     @property
     def tokenizer(self) -> Any:

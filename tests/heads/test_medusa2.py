@@ -7,7 +7,7 @@ from headstart.configs.loader import build, read_config, shipped
 from headstart.eval.drafters.registry import build_drafters
 from headstart.eval.generate import generate
 from headstart.eval.report.document import build_report
-from headstart.heads.loading import fingerprint_of
+from headstart.heads.folder import fingerprint_of_tensors
 from headstart.heads.medusa import MedusaConfig, MedusaHead
 from headstart.heads.registry import build_head, load_head, save_head, start_head
 from headstart.heads.target import Target
@@ -88,7 +88,7 @@ def test_the_loss_is_the_targets_plus_the_heads(tiny_target, make_batch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_at_the_start_the_target_is_itself(dtype, tiny_model, make_batch):
     model = tiny_model("llama").to(dtype)
-    target = Target(model, name="tiny", fingerprint=fingerprint_of(model))
+    target = Target(model, name="tiny", fingerprint=fingerprint_of_tensors(dict(model.named_parameters())))
     before = logits(target)
     head = medusa2(target)
     assert {p.dtype for p in head.parameters()} == {torch.float32}, "master weights"

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from headstart.heads.base import DraftBatch
-from headstart.heads.loading import fingerprint_of
+from headstart.heads.folder import fingerprint_of_tensors
 from headstart.heads.loss.chains import chain_starts
 from headstart.heads.medusa import MedusaConfig
 from headstart.heads.registry import HEADS, build_head, load_head, save_head
@@ -187,7 +187,7 @@ def test_an_untrained_medusa_head_is_the_targets_output_layer(output, bias, fami
         layer = torch.nn.Linear(32, 61)
         layer.weight = model.get_output_embeddings().weight
         model.set_output_embeddings(layer)
-    target = Target(model, name="tiny", fingerprint=fingerprint_of(model))
+    target = Target(model, name="tiny", fingerprint=fingerprint_of_tensors(dict(model.named_parameters())))
     head = build_head(MedusaConfig(output=output, num_blocks=2), target)
     ids = torch.arange(3, 40)[None]
     states = target.forward(ids)

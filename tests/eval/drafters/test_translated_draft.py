@@ -13,7 +13,7 @@ from headstart.eval.drafters.registry import build_drafter
 from headstart.eval.drafters.translated import Tail, TranslatedDrafter, TranslatedRow, Vocabulary
 from headstart.eval.generate import generate
 from headstart.heads.drafter import Reading
-from headstart.heads.loading import fingerprint_of
+from headstart.heads.folder import fingerprint_of_tensors
 from headstart.heads.nn.target_output import TargetOutput
 from headstart.heads.target import Target
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -70,7 +70,9 @@ TOKENIZERS = {
 
 
 def with_tokenizer(model, tokenizer, name="tiny") -> Target:
-    return Target(model, name=name, fingerprint=fingerprint_of(model), tokenizer=tokenizer)
+    return Target(
+        model, name=name, fingerprint=fingerprint_of_tensors(dict(model.named_parameters())), tokenizer=tokenizer
+    )
 
 
 @pytest.fixture

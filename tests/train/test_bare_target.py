@@ -1,0 +1,186 @@
+"""Training from extracted features reads nothing of the target's layers, and has the losses of the whole target."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import yaml
+from headstart.configs.errors import BadInput
+from headstart.heads.targets.bare import BareTarget
+from headstart.scripts.data.extract import extract
+from headstart.train import target as module
+from headstart.train import trainer
+from headstart.train.config import load_run
+from headstart.train.tracking import read_rows
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SIZES = dict(vocab_size=61, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4)
+SIZES |= dict(num_key_value_heads=2, max_position_embeddings=128, eos_token_id=2, bos_token_id=1, pad_token_id=0)
+KINDS = {
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "qwen2, untied": ("qwen2", {"tie_word_embeddings": False}),
+    "granite, scaled": ("granite", {"logits_scaling": 4.0, "embedding_multiplier": 6.0}),
+    "cohere, scaled": ("cohere", {"logit_scale": 0.0625}),
+    "gemma2, capped": ("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16, "final_logit_softcapping": 5.0}),
+    "modernbert, a part before the output": ("modernbert-decoder", {"num_key_value_heads": ...}),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(saved_target, tmp_path_factory):
+    """saved(kind): the folder of a random model of a kind, with the tokenizer of `saved_target`."""
+
+    def make(kind):
+        folder = tmp_path_factory.mktemp("kind") / "target"
+        model_type, changes = KINDS[kind]
+        sizes = {key: value for key, value in {**SIZES, **changes}.items() if value is not ...}
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(std=0.25) if parameter.ndim > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
+        model.save_pretrained(folder)
+        for path in saved_target.glob("tokenizer*"):
+            shutil.copyfile(path, folder / path.name)
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def ran(saved_target, tmp_path):
+    """ran(target, head_type, name, "key=value", ...): the losses of a run, and the targets that it loaded."""
+    rows = saved_target.with_name("rows.jsonl")
+
+    def config(target, head, dtype):
+        train = {"max_steps": 5, "batch_size": 2, "warmup_steps": 1, "device": "cpu", "decode_tokens": 8}
+        path = tmp_path / "run.yaml"
+        data = {"train": str(rows), "max_length": 60}
+        parts = {"target": {"path": str(target), "dtype": dtype}, "head": {"num_depths": 2, **head}, "data": data}
+        path.write_text(yaml.safe_dump({**parts, "train": train}))
+        return str(path)
+
+    def run(target, head, name, *overrides, dtype="auto"):
+        head = {"type": head} if isinstance(head, str) else head
+        stored = tmp_path / f"features of {head['type']}"
+        if not stored.is_dir():
+            extract(config(target, head, dtype), stored, [], storage_dtype="bfloat16", device="cpu")
+        out = tmp_path / name
+        keys = [f"train.output_dir={out}", f"data.features={stored}", *overrides]
+        trainer.train(load_run(config(target, head, dtype), keys))
+        rows = read_rows(out / "metrics.jsonl")
+        return [row["loss"] for row in rows if "loss" in row], [row for row in rows if "validation" in row]
+
+    return run
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """The kinds of targets that runs loaded, in order."""
+    kinds, own = [], module.load_target
+    patched = lambda *args: kinds.append(own(*args)) or kinds[-1]  # noqa: E731
+    monkeypatch.setattr("headstart.train.start.load_target", patched)
+    return lambda: [type(target).__name__ for target in kinds]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head", ["eagle3", "medusa"])
+def test_losses_are_bit_for_bit_those_of_the_whole_target(kind, head, saved, ran, loaded, monkeypatch):
+    target = saved(kind)
+    bare = ran(target, head, "bare")
+    monkeypatch.setattr(module, "reader_of_layers", lambda *_: "the test asks for them")
+    whole = ran(target, head, "whole")
+    assert loaded() == ["BareTarget", "Target"]
+    assert bare == whole and len(bare[0]) == 5
+
+
+@pytest.mark.parametrize("kind", ["llama, tied", "cohere, scaled", "gemma2, capped"])
+def test_in_16_bits_too(kind, saved, ran, loaded, monkeypatch):
+    target = saved(kind)
+    bare = ran(target, "eagle3", "bare", dtype="bfloat16")
+    monkeypatch.setattr(module, "reader_of_layers", lambda *_: "the test asks for them")
+    assert bare == ran(target, "eagle3", "whole", dtype="bfloat16") and loaded() == ["BareTarget", "Target"]
+
+
+@pytest.mark.parametrize("head", ["eagle", "hydra", {"type": "block"}, {"type": "eagle3", "draft_vocab_size": 32}])
+def test_every_family_that_reads_states_alone_has_the_same_losses(head, saved_target, ran, loaded, monkeypatch):
+    bare = ran(saved_target, head, "bare")
+    monkeypatch.setattr(module, "reader_of_layers", lambda *_: "the test asks for them")
+    assert bare == ran(saved_target, head, "whole") and loaded() == ["BareTarget", "Target"]
+
+
+def test_what_reads_layers_loads_them_and_says_so(saved_target, ran, loaded, capsys, tmp_path):
+    text = saved_target.with_name("rows.jsonl")
+    ran(saved_target, "mtp", "a")
+    ran(saved_target, {"type": "eagle3", "start": "target"}, "b")
+    ran(saved_target, "draft_lm", "c")
+    ran(saved_target, "medusa", "d", f"data.validation={text}")
+    stored = tmp_path / "features of medusa"
+    ran(saved_target, "medusa", "e", f"data.validation={stored}", "train.decode_prompts=2")
+    assert loaded() == ["Target"] * 5
+    said = " ".join(capsys.readouterr().err.split())
+    for reason in (
+        "head mtp reads them",
+        "head eagle3 reads",
+        "head draft_lm reads",
+        "data.validation is text",
+    ):
+        assert said.count(f"the target is loaded with its layers: {reason}") == 1
+    assert "layers: train.decode_prompts is 2" in said
+
+
+def test_extracted_rows_validate_without_layers(saved_target, ran, loaded, tmp_path):
+    text, stored = saved_target.with_name("rows.jsonl"), tmp_path / "features of eagle3"
+    losses, [bare] = ran(saved_target, "eagle3", "bare", f"data.validation={stored}")
+    same, [whole] = ran(saved_target, "eagle3", "whole", f"data.validation={text}")
+    assert loaded() == ["BareTarget", "Target"] and losses == same
+    decoded = whole["validation"].pop("decoded")
+    assert decoded["num_prompts"] > 0 and "decoded" not in bare["validation"]
+    assert bare["validation"]["acceptance_length"] == pytest.approx(whole["validation"]["acceptance_length"], rel=0.05)
+
+
+def test_features_for_validation_are_checked(saved_target, ran, tmp_path):
+    ran(saved_target, "medusa", "medusa")
+    with pytest.raises(BadInput, match=r"data.validation .*post_norm_at starts, head eagle needs context"):
+        ran(saved_target, "eagle", "eagle", f"data.validation={tmp_path / 'features of medusa'}")
+
+
+def test_features_that_do_not_say_how_the_output_layer_is_used_take_the_whole_target(
+    saved_target, ran, loaded, tmp_path, capsys
+):
+    before = ran(saved_target, "medusa", "a")
+    path = tmp_path / "features of medusa" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    assert manifest["output"] == {"logit_scale": 1.0, "caps_wide": False, "before_output": None}
+    manifest["output"] = {"logit_scale": 1.0}
+    fields = {key: value for key, value in manifest.items() if key != "output"}
+    reason = module.reader_of_layers(load_run(tmp_path / "run.yaml", ["train.output_dir=x"]), fields)
+    assert reason == "the features do not say how its output layer is used; extract them again"
+    assert before and loaded() == ["BareTarget"]
+
+
+def test_features_of_other_layers_are_refused(saved_target, ran, tmp_path):
+    """A target with the same embedding and output layer is another one all the same."""
+    target = tmp_path / "target"
+    shutil.copytree(saved_target, target)
+    ran(target, "medusa", "a")
+    weights = load_file(target / "model.safetensors")
+    weights["model.layers.2.mlp.up_proj.weight"][0, 0] += 0.5
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BadInput, match="data.features .*: target .*, not "):
+        ran(target, "medusa", "b")
+
+
+def test_without_layers_a_target_refuses_to_read_or_decode(saved_target):
+    from headstart.heads.loading import TargetConfig
+    from headstart.heads.targets.parts import OutputUse
+
+    bare = BareTarget.read(TargetConfig(path=str(saved_target)), OutputUse())
+    for read in (bare.forward, bare.read_texts):
+        with pytest.raises(BadInput, match="loaded without its layers, so it cannot read tokens"):
+            read(torch.zeros(1, 4, dtype=torch.long))
+    with pytest.raises(BadInput, match="without its layers, so this target can be trained on, but not decoded"):
+        bare.new_cache(8)
+    assert not bare.can_decode
