@@ -84,7 +84,7 @@ def test_ids_and_text_are_both_shown(run: Callable[..., str], chat_tokenizer: Ca
     path = tmp_path / "ids.jsonl"
     path.write_text("".join(json.dumps({"messages": chat, **entry}) + "\n" for entry in [*entries, {}]))
     shown = " ".join(run(f"data.train={path}", "--num-rows", "3", "--no-color").split())
-    assert "/ids.jsonl:1: " in shown and "gives others in 1 places: 'h'+'i', not 'hi'" in shown
+    assert "/ids.jsonl:1: " in shown and "gives others: 'h'+'i', not 'hi'" in shown
     assert "these are the ids that the target wrote; tokenising the text again gives the same" in shown
     assert "ids are from: ids (2 samples), text (1 samples)" in shown
     assert "of 2 rows with ids, 1 (50%) have other tokens if tokenised again" in shown
