@@ -92,7 +92,8 @@ def encode_row(
             for start, end in spans[:-1]:
                 supervised[start:end] = False
         whole = Sample.of(input_ids, supervised.tolist(), segments=segments.tolist())
-        samples += _fitted(replace(whole, source=source), table, config)
+        whole.source = source
+        samples += _fitted(whole, table, config)
     return samples
 
 

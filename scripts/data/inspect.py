@@ -94,8 +94,7 @@ def said_of(places: "list[Place]", tokenizer: Any) -> str:
         return "these are the ids that the target wrote; tokenising the text again gives the same"
     shown = "; ".join(f"{tokens(wrote)}, not {tokens(text)}" for wrote, text in places[:NUM_PLACES])
     more = f"; {len(places) - NUM_PLACES} more" if len(places) > NUM_PLACES else ""
-    what = f"tokenising the text again gives others in {len(places)} places"
-    return f"these are the ids that the target wrote; {what}: {shown}{more}"
+    return f"these are the ids that the target wrote; tokenising the text again gives others: {shown}{more}"
 
 
 def describe(sample: "Sample") -> str:

@@ -70,7 +70,7 @@ class Reader:
         samples = encode_row(Row(row.row, row.origin), self.target.tokenizer, config, self.target.vocab_size)
         if not samples:
             raise BadInput(f"{row.origin}: nothing of its answers is within {config.max_length} tokens")
-        return samples[0]
+        return max(samples, key=lambda sample: int(sample.loss_mask.sum()))  # of several sequences, the one with most
 
     def samples(self, rows: Iterable[Served]) -> list[Sample]:
         """`sample` of the rows that can be read."""

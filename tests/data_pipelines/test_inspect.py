@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import typer
 from headstart.configs.errors import BadInput
+from headstart.heads.targets.written_ids import AnswerIds, as_entry, tokenizer_fingerprint
 from headstart.scripts.data.inspect import inspect
 from typer.testing import CliRunner
 
@@ -69,6 +70,25 @@ def test_statistics_close_the_output(run: Callable[..., str]) -> None:
     assert "chats.jsonl" not in shown
     for name in ("prompt", "think", "answer", "supervised", "p50", "p90"):
         assert name in shown
+
+
+def test_ids_and_text_are_both_shown(run: Callable[..., str], chat_tokenizer: Callable[[str], Any], tmp_path) -> None:
+    tokenizer = chat_tokenizer("qwen3")
+    trace = "<think>\n\n</think>\n\n"
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": f"{trace}hi"}]
+    prompt = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True)["input_ids"]
+    apart = tokenizer.convert_tokens_to_ids(["h", "i", "<|im_end|>"])  # `hi` is one token of the tokenizer's own
+    whole = tokenizer.convert_tokens_to_ids(["hi", "<|im_end|>"])
+    begun, known = tokenizer(trace)["input_ids"], tokenizer_fingerprint(tokenizer)
+    entries = [as_entry([(1, AnswerIds(prompt, [*begun, *new], known))]) for new in (apart, whole)]
+    path = tmp_path / "ids.jsonl"
+    path.write_text("".join(json.dumps({"messages": chat, **entry}) + "\n" for entry in [*entries, {}]))
+    shown = " ".join(run(f"data.train={path}", "--num-rows", "3", "--no-color").split())
+    assert "/ids.jsonl:1: " in shown and "gives others: 'h'+'i', not 'hi'" in shown
+    assert "these are the ids that the target wrote; tokenising the text again gives the same" in shown
+    assert "ids are from: ids (2 samples), text (1 samples)" in shown
+    assert "of 2 rows with ids, 1 (50%) have other tokens if tokenised again" in shown
+    assert "is not known, as no row has ids" in run("--no-color")
 
 
 def test_a_row_that_is_not_there_is_refused(run: Callable[..., str]) -> None:
