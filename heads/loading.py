@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils import logging as hf_logging
 
 from ..configs.errors import BadInput, first_line
@@ -75,9 +76,14 @@ def read_model_config(target: TargetConfig) -> Any:
     path, revision = found_path(target.path), target.revision
     try:
         with quiet_loading():
-            return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=target.trust_remote_code)
+            how = {"revision": revision, "trust_remote_code": target.trust_remote_code}
+            config = AutoConfig.from_pretrained(path, **how)
     except Exception as error:  # as in load_model
         raise BadInput(f"target {path}: {first_line(error)}") from error
+    method = quantization(config)
+    if method is not None and method not in AUTO_QUANTIZER_MAPPING and f"{method}_4bit" not in AUTO_QUANTIZER_MAPPING:
+        raise BadInput(f"target {path}: stored quantised ({method}): transformers cannot read that")
+    return config
 
 
 def stored_generation(target: TargetConfig) -> GenerationConfig | None:
@@ -102,6 +108,15 @@ def quantization(config: Any) -> str | None:
     method = getattr(config, "quantization_config", None)
     method = method if isinstance(method, dict) or method is None else method.to_dict()
     return None if method is None else str(method.get("quant_method"))
+
+
+def is_quantised(model: nn.Module) -> bool:
+    """Whether a model that was stored quantised still has such weights, which only its own layers read; not of one that
+    transformers has dequantised, as it does where a device cannot compute with them."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return any(
+        tensor.dtype != torch.bool and (tensor.itemsize == 1 or not tensor.is_floating_point()) for tensor in tensors
+    )
 
 
 def release_memory() -> None:
@@ -155,6 +170,7 @@ def load_model(target: TargetConfig, *, device: str | torch.device | None = None
     Raises: BadInput if there is no such model or device, or the checkpoint lacks weights.
     """
     path, wanted, config = target.path, torch_dtype(target.dtype), read_model_config(target)
+    method = quantization(config)
     if target.device_map is not None and isinstance(wanted, torch.dtype) and wanted != config.get_text_config().dtype:
         raise BadInput(f"target.dtype {target.dtype}: with target.device_map weights stay as stored: leave it at auto")
     try:
@@ -171,7 +187,13 @@ def load_model(target: TargetConfig, *, device: str | torch.device | None = None
             )
         model, info = loaded
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, safetensors' own ...
-        raise BadInput(f"target {path}: {first_line(error)}") from error
+        stored = "" if method is None else f"stored quantised ({method}): "
+        raise BadInput(f"target {path}: {stored}{first_line(error)}") from error
+    is_packed = method is not None and is_quantised(model)
+    if is_packed and isinstance(wanted, torch.dtype):
+        raise BadInput(
+            f"target.dtype {target.dtype}: weights stored quantised ({method}) stay as stored: leave it at auto"
+        )
     if info["missing_keys"]:
         raise BadInput(f"target {path}: weights missing in the checkpoint: {sorted(info['missing_keys'])[:3]} ...")
     drop_other_modalities(model)

@@ -8,6 +8,7 @@ from shlex import quote
 
 from ...configs.errors import BadInput
 from ...configs.files import new_folder
+from ..targets.row_rotary import TWO_SETS
 from .block import write_block
 from .folder import HeadFolder, read_folder, switching_word, write_config, write_ends, write_tensors
 from .llamacpp import Conversion, check_servable, target_folder
@@ -109,6 +110,11 @@ def notes(head: HeadFolder) -> list[str]:
         lines.append(f"engines draft the whole vocabulary from {name}: draft_vocab_size has no effect there")
     if head.family == "mtp" and head.own["feedback"] == "pre_norm":
         lines.append("engines feed the next depth from behind the norm: drafts behind the first differ from training")
+    rope = (head.target_config or {}).get("rope_parameters") or {}
+    if head.family == "mtp" and rope.get("rope_type") == TWO_SETS:
+        num = rope["original_max_position_embeddings"]
+        why = "engines rotate by the frequencies of long texts, which the modules are not trained on"
+        lines.append(f"{why}, if they serve a context of more than {num} tokens")
     if head.target_config is None:
         lines.append(f"target {head.target} is not there: weights keep their dtype, {head.config['dtype']}")
     return lines

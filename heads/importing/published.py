@@ -12,7 +12,7 @@ from ...configs.errors import BadInput, first_line
 from ...configs.jsonl import loads
 from ...configs.typed import TypedKeys
 from ..export.tensor_files import TensorFiles, read_tensor_files
-from ..nn.layers import llama_config
+from ..nn.layers import PARTIAL, llama_config
 from ..target import Target
 
 HUB_ID = r"\w[\w.-]*/[\w.-]+"
@@ -71,6 +71,8 @@ def architecture_of(config: TypedKeys, target: Target) -> dict[str, Any]:
     names = {key: (config.read(key, str), kind) for key, kind in (("model_type", "llama"), ("hidden_act", "silu"))}
     problems = [f"{key} {name}: expected {kind}" for key, (name, kind) in names.items() if (name or kind) != kind]
     problems += [f"{key}: expected none" for key in ("attention_bias", "mlp_bias") if config.read(key, bool)]
+    if (share := config.read(PARTIAL, float)) not in (None, 1.0):
+        problems.append(f"{PARTIAL} {share}: expected none, as its layers rotate all channels")
     if window := config.read("sliding_window", int):
         problems.append(f"sliding_window {window}: expected none")
     size, sizes = target.hidden_size, {key: config.read(key, int) for key in ("hidden_size", "target_hidden_size")}

@@ -162,7 +162,8 @@ def llama_config(target_config: Any, architecture: dict[str, Any] | None = None)
     channels fill its hidden size.
 
     Args: architecture: overrides, with keys of ARCHITECTURE.
-    Raises: BadInput on another key, and on values that transformers refuses.
+    Raises: BadInput on another key, on values that transformers refuses, and on rotations by which a position would
+        not turn the same in training, decoding and an engine.
     """
     unknown = sorted(set(architecture or {}) - set(ARCHITECTURE))
     if unknown:
@@ -190,6 +191,7 @@ def llama_config(target_config: Any, architecture: dict[str, Any] | None = None)
     )
     if not architecture:
         return ours
+    check_rope(architecture.get("rope_parameters") or {}, where="head.architecture.rope_parameters")
     try:
         return LlamaConfig(**(ours.to_dict() | architecture))
     except Exception as error:  # transformers validates configs with exceptions of several kinds
@@ -219,6 +221,16 @@ def plain_rope(given: dict[str, Any] | None) -> dict[str, Any]:
     if rope.get("rope_type") not in LLAMA_ROPES:  # as Gemma 4's proportional ones too
         rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
     return {key: value for key, value in rope.items() if key not in ("mrope_section", "mrope_interleaved", PARTIAL)}
+
+
+def check_rope(rope: dict[str, Any], *, where: str) -> None:
+    """Raises BadInput on rotary parameters that are not for a plain layer: those that `plain_rope` leaves out."""
+    kind, share = rope.get("rope_type", "default"), rope.get(PARTIAL)
+    if kind not in LLAMA_ROPES:
+        why = "a head's own layers rotate a position alike in texts of all lengths, by"
+        raise BadInput(f"{where}: rope_type {kind}: {why} {', '.join(LLAMA_ROPES)}")
+    if share not in (None, 1):
+        raise BadInput(f"{where}: {PARTIAL} {share}: a head's own layers rotate all channels")
 
 
 def serving_keys(config: LlamaConfig, *, num_layers: int) -> dict[str, Any]:

@@ -8,21 +8,25 @@ import torch
 from ..decoders.cpu.build import kernels, multiplies_bf16
 from ..decoders.cpu.decoder import CpuDecoder
 from ..fit import NoSkeleton, load_skeleton
-from ..loading import TargetConfig, read_model_config
+from ..loading import TargetConfig, quantization, read_model_config
 
 NARROW = (torch.bfloat16, torch.float16)
 
 
 def default_dtype(path: str | Path, device: str) -> str:
-    """The default for a target on a device: as stored on a GPU. On a CPU float32; or bfloat16 if the weights are stored
-    in 16 bits, and this processor has bf16 instructions or our kernels decode the target.
+    """The default for a target on a device: as stored on a GPU, or if it is stored quantised. On a CPU float32; or
+    bfloat16 if the weights are stored in 16 bits, and this processor has bf16 instructions or our kernels decode the
+    target.
 
     Raises: BadInput if there is no such target.
     """
     if torch.device(device).type != "cpu":
         return "auto"
     config = TargetConfig(path=str(path))
-    if read_model_config(config).get_text_config().dtype not in NARROW:
+    stored = read_model_config(config)
+    if quantization(stored) is not None:
+        return "auto"
+    if stored.get_text_config().dtype not in NARROW:
         return "float32"
     return "bfloat16" if multiplies_bf16() or decoded_by_kernels(config) else "float32"
 
