@@ -13,6 +13,8 @@ from typing import Any
 from ..configs.errors import BadInput
 from ..configs.files import LocalPath, replacing
 from ..configs.owned import OwnedFolder, check_owner
+from ..heads.chat.prompts import check_renders
+from ..heads.chat.rows import UnusableRow, chat_of
 from .config import check_at_least_one, check_choice
 from .dataset_card import SPLITS, Card, RowCounts, SplitCounts, SplitFile, check_unchanged, read_card, write_card
 from .digests import Digests
@@ -25,6 +27,7 @@ from .sources import Row, iter_rows, read_sources
 
 COMMAND = "headstart data prepare"
 NUM_EXAMPLES = 5  # dropped rows that the card lists for each reason
+REFUSED = "refused_by_template"  # the reason of rows that the chat template of `tokenizer` refuses
 
 
 @dataclass(kw_only=True)
@@ -42,7 +45,8 @@ class PrepareConfig:
     filters: FilterConfig = field(default_factory=FilterConfig)
     once: str = "conversation"  # keep only the first of equal conversations, or of equal `prompt`s; `none`: keep all
     validation_share: float = 0.01  # share of rows for validation, selected by a hash of the prompt
-    tokenizer: LocalPath | None = None  # a folder or hub id, for filters that count tokens
+    # a folder or hub id: drops chats that its chat template refuses, and counts tokens for filters
+    tokenizer: LocalPath | None = None
     num_workers: int = 1  # processes that filter and convert rows
 
     def __post_init__(self) -> None:
@@ -123,6 +127,9 @@ def _written(config: PrepareConfig, folder: Path, on_rows: Callable[[int], objec
             if tally.num_read % ROWS_AT_A_TIME == 0:
                 on_rows(tally.num_read)
         on_rows(tally.num_read)
+        num_refused = sum(counts[REFUSED] for counts in tally.counts.values())
+        if 2 * num_refused > tally.num_read:
+            raise BadInput(f"{tally.examples[REFUSED][0]} ({num_refused} of {tally.num_read} rows are refused)")
         if not files[0].counts.rows:
             raise BadInput(f"no row is left for training: {tally.in_words()}")
         splits = {split: file.close() for split, file in zip(SPLITS, files, strict=True)}
@@ -187,6 +194,11 @@ def judge(row: Row, config: PrepareConfig) -> JudgedRow:
     reason = reason_to_drop(conversation, config.filters, count_tokens=count_tokens)
     if reason is not None:
         return replace(judged, reason=reason)
+    if config.tokenizer is not None and "messages" in conversation.data and _tokenizer(config.tokenizer).chat_template:
+        try:
+            check_renders(chat_of(conversation.data, row.origin), _tokenizer(config.tokenizer), origin=row.origin)
+        except UnusableRow as error:
+            return replace(judged, reason=REFUSED, problem=str(error))
     own_id = row.data.get("id")
     written: dict[str, Any] = {"id": conversation.id(own_id, row.epoch), "source": row.source}
     written |= {} if own_id is None else {"source_id": str(own_id)}
@@ -240,11 +252,14 @@ def digest_of(path: Path) -> str:
 
 
 @lru_cache(maxsize=1)
-def _token_counter(name: str) -> Callable[[str], int]:
+def _tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise BadInput(f"tokenizer {name}: cannot be loaded: {one_line(error)}") from error
-    return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _token_counter(name: str) -> Callable[[str], int]:
+    return lambda text: len(_tokenizer(name)(text, add_special_tokens=False)["input_ids"])

@@ -26,6 +26,7 @@ from ..eval.report.document import build_report, write_report
 from ..eval.report.page import write_page
 from ..eval.suites.named import SuiteSpec, load_named, parse_suite
 from ..eval.suites.prompts import ChatOptions, NoUsablePrompt, Suite, distinct_names, file_names, load_suite
+from ..heads.chat.rows import variables_in
 from ..heads.drafting import StaticTree
 from ..heads.target import Target
 from .eval_drafts import NamedDrafter, WantedDrafts
@@ -42,14 +43,15 @@ class WantedSuites:
 
     @classmethod
     def of(
-        cls, prompts: Sequence[str], named: Sequence[str], folder: Path, *, system: str | None, thinking: str
+        cls, prompts: Sequence[str], named: Sequence[str], folder: Path, *, system: str | None, thinking: str, told: str
     ) -> "WantedSuites":
-        """Raises BadInput before anything is loaded."""
+        """Args: told: variables for the chat template, as JSON; or empty. Raises BadInput before anything is loaded."""
         if not prompts and not named:
             raise BadInput("nothing to measure on: give at least one --prompts or --suite")
         if thinking not in ("", "on", "off"):
             raise BadInput(f"--thinking {thinking}: expected on or off")
-        chat = ChatOptions(system, thinking == "on" if thinking else None)
+        variables = variables_in(told, "--chat-template-kwargs")
+        chat = ChatOptions(system, thinking == "on" if thinking else None, variables)
         return cls(prompts, [parse_suite(spec) for spec in named], folder, chat)
 
     def load(self, target: Target, *, max_new_tokens: int, limit: int | None) -> list[Suite]:

@@ -75,6 +75,9 @@ def evaluate(
     ] = Path("suites"),
     system: Annotated[str | None, PROMPTS(help="A system prompt, put in front of chats that have none.")] = None,
     thinking: Annotated[str, PROMPTS(help="on or off: what the chat template is told as enable_thinking.")] = "",
+    chat_template_kwargs: Annotated[
+        str, PROMPTS(help='More that the template is told, as JSON: \'{"reasoning_effort": "low"}\'.')
+    ] = "",
     max_new_tokens: Annotated[int, DECODING(help="Tokens per answer, at most.", min=2)] = 128,
     temperature: Annotated[float, DECODING(help="0 is greedy; above, both sides sample.", min=0.0)] = 0.0,
     top_k: Annotated[int, DECODING(help="Sample among the K most probable tokens; 0: all.", min=0)] = 0,
@@ -131,6 +134,7 @@ def evaluate(
     from ..eval.measurement.servers.served import swept
     from ..eval.replay import check_steps, default_steps
     from ..eval.report.recommendation import is_lossless
+    from ..eval.suites.turns import with_every_turn
     from ..eval.verify import ACCEPT_RULES
     from ..heads.loading import default_device
     from ..heads.target import Target
@@ -144,7 +148,9 @@ def evaluate(
     yardstick = parse_yardstick(compare, target)
     others = bool(drafter or tree or compare or batch_size or verify_cost)
     served = served_files(engine, server_bin, target, head or [], server_args, others=others)
-    wanted = WantedSuites.of(prompts or [], suite or [], suites_dir, system=system, thinking=thinking)
+    wanted = WantedSuites.of(
+        prompts or [], suite or [], suites_dir, system=system, thinking=thinking, told=chat_template_kwargs
+    )
     drafts = None
     if not served:
         drafts = WantedDrafts.of(
@@ -174,6 +180,7 @@ def evaluate(
         folder.check_settings(settings, finished="report.json", overwrite=overwrite)
         loaded = Target.load(target, dtype=dtype or default_dtype(target, device), device=device)
         suites = wanted.load(loaded, max_new_tokens=max_new_tokens, limit=limit)
+        suites = [with_every_turn(suite, loaded, config, batch_size=max(batch_size or [1])) for suite in suites]
         suites = held_out(suites, drafts.trees if drafts else [])
         drafters = drafts.load(loaded) if drafts else []
         with BatchStore(folder.path, on_first=folder.keep) as store:

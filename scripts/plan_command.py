@@ -111,7 +111,7 @@ def plan(
     if prompts and suite:
         raise BadInput("give --prompts or --suite, not both: a plan is for one kind of traffic")
     files, named = ([], [suite]) if suite else ([prompts or GENERAL_PROMPTS], [])
-    wanted = WantedSuites.of(files, named, suites_dir, system=system, thinking=thinking)
+    wanted = WantedSuites.of(files, named, suites_dir, system=system, thinking=thinking, told="")
     config = PlanConfig(
         measure=MeasureConfig(max_new_tokens=max_new_tokens, temperature=temperature, num_repeats=repeats),
         lengths=num_draft_tokens or range(1, 9),

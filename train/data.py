@@ -18,7 +18,7 @@ from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from torch import Tensor
 
-from ..configs.errors import BadInput
+from ..configs.errors import BadInput, printable
 from ..configs.files import remove
 from ..configs.owned import OwnedFolder
 from ..data_pipelines.config import DataConfig
@@ -72,7 +72,7 @@ def load_data(run: RunConfig, target: Target, accelerator: Accelerator, console:
     Raises: BadInput, in every process, if there is nothing to train on.
     """
     config = replace(run.data, max_length=min(run.data.max_length, target.max_positions))
-    validation = validation_rows(config, target)
+    validation = validation_rows(config, target, console)
     if isinstance(validation, Shards):
         on_main(accelerator, validation.verify)
     if config.features is not None:
@@ -87,17 +87,20 @@ def load_data(run: RunConfig, target: Target, accelerator: Accelerator, console:
     return TrainingData(config, Shards(folder), validation)
 
 
-def validation_rows(config: DataConfig, target: Target) -> Sequence[StoredSample]:
+def validation_rows(config: DataConfig, target: Target, console: Console) -> Sequence[StoredSample]:
     """The rows of data.validation, with states if that is a folder of extracted features. Raises BadInput if there are
     none to supervise."""
     if (extracted := extracted_validation(config)) is not None:
         return extracted
-    rows, counts = iter_rows(config.validation) if config.validation else (), Counter[str]()
-    encoded = encode_rows(rows, target.tokenizer, config, counts=counts, vocab_size=target.vocab_size)
-    validation = [StoredSample(sample) for sample in encoded]
+    rows = iter_rows(config.validation) if config.validation else ()
+    counts, problems = Counter[str](), list[str]()
+    how: dict[str, Any] = {"counts": counts, "problems": problems, "vocab_size": target.vocab_size}
+    validation = [StoredSample(sample) for sample in encode_rows(rows, target.tokenizer, config, **how)]
     if config.validation and not validation:
         problem = f"no row has supervised tokens in data.max_length {config.max_length}"
         raise BadInput(f"data.validation: {problem}: {summary_of(counts)}")
+    if problems:
+        console.print(f"data.validation: {summary_of(counts, problems)}", soft_wrap=True, highlight=False)
     return validation
 
 
@@ -125,11 +128,11 @@ def encode_into(folder: Path, config: DataConfig, target: Target, console: Conso
         folder.mkdir(parents=True)
     except OSError as error:
         raise BadInput(f"train.output_dir {folder.parent}: {error.strerror}") from error
-    counts: Counter[str] = Counter()
-    sources: Counter[str] = Counter()
+    counts, problems, sources = Counter[str](), list[str](), Counter[str]()
+    how: dict[str, Any] = {"counts": counts, "problems": problems, "vocab_size": target.vocab_size}
     can_draft, writer = False, ShardWriter(folder, fields=origin)
     rows = iter_rows(config.train, num_rows=config.num_rows)
-    for sample in encode_rows(rows, target.tokenizer, config, counts=counts, vocab_size=target.vocab_size):
+    for sample in encode_rows(rows, target.tokenizer, config, **how):
         can_draft = can_draft or bool((sample.loss_mask[1:-1] & sample.loss_mask[2:]).any())
         sources[sample.source] += 1
         writer.add(StoredSample(sample))
@@ -138,9 +141,9 @@ def encode_into(folder: Path, config: DataConfig, target: Target, console: Conso
         raise BadInput(f"data.train: no row has supervised tokens in data.max_length {config.max_length}: {summary}")
     if not can_draft:
         raise BadInput(f"data.train: no row has a token to draft (two supervised tokens in a row): {summary}")
-    writer.finish()
+    writer.finish(rows={name: count for name, count in counts.items() if count})
     if counts["dropped"] or counts["split"]:
-        console.print(f"data.train: {summary}")
+        console.print(f"data.train: {summary_of(counts, problems)}", soft_wrap=True, highlight=False)
     rows = iter_rows(config.train, num_rows=config.num_rows)
     if line := told(sources, rows, target.tokenizer, config, vocab_size=target.vocab_size):
         console.print(f"data.train: {line}", soft_wrap=True)
@@ -153,8 +156,10 @@ def rows_of(config: DataConfig, tokenizer: Any) -> dict[str, Any]:
     return {**settings, **{"data.train" if key == "rows" else key: value for key, value in origin.items()}}
 
 
-def summary_of(counts: Counter[str]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in counts.items() if count)
+def summary_of(counts: Counter[str], problems: Sequence[str] = ()) -> str:
+    """The counts of `encode_rows` in one line, with a problem of a refused row."""
+    named = "".join(f"; the first refused: {printable(problem)}" for problem in problems)
+    return ", ".join(f"{name} {count}" for name, count in counts.items() if count) + named
 
 
 def with_draft_vocabulary(

@@ -271,7 +271,7 @@ def answer_of(payload: bytes, url: str) -> Answer:
     kept = {key: message[key] for key in ("role", "content", "reasoning_content") if key in message}
     if message.get("tool_calls"):
         kept["tool_calls"] = message["tool_calls"]
-    return Answer(kept, finish_reason, *counts, ids=ids)
+    return Answer(kept, finish_reason, num_prompt_tokens=counts[0], num_tokens=counts[1], ids=ids)
 
 
 def variables_of(request: ChatRequest) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class Chat(ChatTemplate):
     def _spans_by_template(self, messages: list[Message]) -> list[Span]:
         """The answers' spans from the template's own `{% generation %}` blocks."""
         how = {"return_dict": True, "return_assistant_tokens_mask": True, "tokenizer_kwargs": {"verbose": False}}
-        encoded = self.tokenizer.apply_chat_template(messages, tools=self.tools, **how, **self.told)
+        encoded = self.tokenizer.apply_chat_template(messages, **how, **self.told)
         ids, mask = list(encoded["input_ids"]), [0, *encoded["assistant_masks"], 0]
         edges = [position for position, (before, after) in enumerate(pairwise(mask)) if before != after]
         spans = list(zip(edges[::2], edges[1::2], strict=True))

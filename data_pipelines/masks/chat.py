@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,20 +36,60 @@ def encode_rows(
     config: DataConfig,
     *,
     counts: Counter[str],
+    problems: list[str] | None = None,
     vocab_size: int | None = None,
 ) -> Iterator[Sample]:
     """Yield the samples of rows, in order. Adds to `counts` the numbers of rows `kept` and `dropped`, and of those kept
     the numbers `cut` and `split`.
 
     A row is dropped if no supervised token remains, if it is a chat whose tool calls the template omits, or, with
-    `too_long: drop`, if it has more than `max_length` tokens. Raises: BadInput as `encode_row`.
+    `too_long: drop`, if it has more than `max_length` tokens; and if `encode_row` refuses it, which is counted under
+    `Refused.reason` too.
+
+    Args: problems: gets the first of the refused rows' problems.
+    Raises: BadInput, naming the first, if most rows are refused, and at once on faulty `input_ids`: a program wrote
+        them, for another target.
     """
-    encode = partial(encode_row, tokenizer=tokenizer, config=config, vocab_size=vocab_size)
-    for samples in in_order(encode, rows, num_workers=config.num_workers):
+    num_rows = num_refused = 0
+    problem = ""
+    encode = partial(encode_or_refuse, tokenizer=tokenizer, config=config, vocab_size=vocab_size)
+    for encoded in in_order(encode, rows, num_workers=config.num_workers):
+        num_rows += 1
+        samples = [] if isinstance(encoded, Refused) else encoded
+        if isinstance(encoded, Refused):
+            num_refused, problem = num_refused + 1, problem or encoded.problem
+            counts[encoded.reason] += 1
         counts["kept" if samples else "dropped"] += 1
         counts["cut"] += any(sample.num_cut for sample in samples)
         counts["split"] += len(samples) > 1
         yield from samples
+    if 2 * num_refused > num_rows:
+        raise BadInput(problem if num_rows == 1 else f"{problem} ({num_refused} of {num_rows} rows are refused)")
+    if problem and problems is not None:
+        problems.append(problem)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A row that gives no samples. reason: in a few words, under which such rows are counted. problem: names the row's
+    file and line."""
+
+    reason: str
+    problem: str
+
+
+def encode_or_refuse(
+    row: Row, tokenizer: "PreTrainedTokenizerBase", config: DataConfig, vocab_size: int | None = None
+) -> list[Sample] | Refused:
+    """As `encode_row`, but a row that it refuses ends nothing. Raises: BadInput on faulty `input_ids`."""
+    try:
+        return encode_row(row, tokenizer, config, vocab_size)
+    except UnusableRow as error:
+        return Refused("refused by the chat template", str(error))
+    except BadInput as error:
+        if row.data.get("input_ids") is not None:
+            raise
+        return Refused("malformed", str(error))
 
 
 def encode_row(

@@ -36,18 +36,23 @@ class Manifest:
     bytes_per_token: float
     fields: dict[str, Any]  # how the rows were made, as JSON; top-level keys in the file
     shards: list[ShardEntry]
+    rows: dict[str, int] | None = None  # how many were kept, and dropped by reason; None: not known
 
     @classmethod
-    def of(cls, shards: list[ShardEntry], fields: dict[str, Any]) -> "Manifest":
+    def of(
+        cls, shards: list[ShardEntry], fields: dict[str, Any], *, rows: Mapping[str, int] | None = None
+    ) -> "Manifest":
         summed = ("num_rows", "num_tokens", "num_supervised_tokens", "bytes")
         totals = {name: sum(getattr(shard, name) for shard in shards) for name in summed}
         bytes_per_token = round(totals["bytes"] / max(1, totals["num_tokens"]), 3)
-        return cls(**totals, bytes_per_token=bytes_per_token, fields=fields, shards=shards)
+        return cls(
+            **totals, bytes_per_token=bytes_per_token, fields=fields, shards=shards, rows=dict(rows) if rows else None
+        )
 
     def as_json(self) -> dict[str, Any]:
         totals = asdict(self)
-        fields, shards = totals.pop("fields"), totals.pop("shards")
-        return {"format": FORMAT, **totals, **fields, "shards": shards}
+        fields, shards, rows = (totals.pop(key) for key in ("fields", "shards", "rows"))
+        return {"format": FORMAT, **totals, **({"rows": rows} if rows else {}), **fields, "shards": shards}
 
 
 class ShardWriter:
@@ -95,12 +100,12 @@ class ShardWriter:
         write_json(self.folder / PROGRESS / f"{number:05d}.json", asdict(entry))
         self.done[number] = entry
 
-    def finish(self) -> Manifest:
-        """Write the remaining rows and the manifest, which lists the shards of all writers."""
+    def finish(self, *, rows: Mapping[str, int] | None = None) -> Manifest:
+        """Write the remaining rows and the manifest, which lists the shards of all writers. Args: rows: its counts."""
         if self._rows:
             self._flush()
         self.done = dict(self._progress())
-        manifest = Manifest.of([self.done[number] for number in range(len(self.done))], self.fields)
+        manifest = Manifest.of([self.done[number] for number in range(len(self.done))], self.fields, rows=rows)
         write_json(self.folder / MANIFEST, manifest.as_json())
         clear_progress(self.folder)
         return manifest

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from ...heads.base import DraftHead
 from ...heads.drafter import Drafter
 from ..suites.prompts import PromptSource
+from .batches import MeasuredBatch, timed_seconds
 from .metrics import Acceptance, AcceptancePart, row_counts
 from .result import BeyondTraining, DomainPart, DraftVocabulary, TrainingRecord
-from .summary import MeasuredBatch, rounded, speedup_of, timed_seconds
+from .summary import rounded, speedup_of
 
 CONTEXT_EDGES = (128, 512, 2048, 8192, 32768)  # tokens, prompt included, at the start of a round
 NO_DOMAIN = "(none)"  # rows without a category, if others of the suite have one
@@ -67,29 +68,42 @@ def segment_label(in_trace: Callable[[Sequence[int]], list[bool]] | None) -> Lab
 
 
 def by_domain(batches: Sequence[MeasuredBatch], *, num_draft_tokens: int) -> dict[str, DomainPart]:
-    """Acceptance and speedup of each domain; empty if no row has one.
+    """The `parts` of each domain; empty if no row has one."""
+    if not any(source.domain for batch in batches for source in batch.suite.sources):
+        return {}
+    return parts(batches, lambda source: source.domain or NO_DOMAIN, num_draft_tokens=num_draft_tokens)
 
-    A speedup needs at least two prompts or, at batch size > 1, two batches of only that domain, as the rows of a mixed
+
+def by_turn(batches: Sequence[MeasuredBatch], *, num_draft_tokens: int) -> dict[str, DomainPart]:
+    """The `parts` of the first turns of all chats, of the second ones, ...; empty if no chat has several."""
+    turns = {source.turn for batch in batches for source in batch.suite.sources}
+    if turns <= {1}:
+        return {}
+    found = parts(batches, lambda source: str(source.turn), num_draft_tokens=num_draft_tokens)
+    return {str(turn): found[str(turn)] for turn in sorted(turns)}
+
+
+def parts(
+    batches: Sequence[MeasuredBatch], part_of_source: Callable[[PromptSource], str], *, num_draft_tokens: int
+) -> dict[str, DomainPart]:
+    """Acceptance and speedup of each part of the prompts.
+
+    A speedup needs at least two prompts or, at batch size > 1, two batches of only that part, as the rows of a mixed
     batch are not timed separately.
     """
-    domains = [[source.domain or NO_DOMAIN for source in batch.suite.sources] for batch in batches]
-    of_prompt = {source.number: source.domain or NO_DOMAIN for batch in batches for source in batch.suite.sources}
-    num_prompts = Counter(of_prompt.values())
-    if set(num_prompts) <= {NO_DOMAIN}:
-        return {}
+    names = [[part_of_source(source) for source in batch.suite.sources] for batch in batches]
+    of_prompt = {source.number: part_of_source(source) for batch in batches for source in batch.suite.sources}
 
     def label(source: PromptSource, _: Sequence[int]) -> Callable[[int], str]:
-        return lambda _: source.domain or NO_DOMAIN
+        return lambda _: part_of_source(source)
 
-    counted = acceptance_by(batches, label, num_draft_tokens=num_draft_tokens)
-    parts = {}
-    for name in num_prompts:
-        whole = [batch for batch, names in zip(batches, domains, strict=True) if set(names) == {name}]
-        seconds = timed_seconds(whole)
+    counted, found = acceptance_by(batches, label, num_draft_tokens=num_draft_tokens), {}
+    for name, num_prompts in Counter(of_prompt.values()).items():
+        seconds = timed_seconds(batch for batch, own in zip(batches, names, strict=True) if set(own) == {name})
         speedup, interval = speedup_of(seconds if len(seconds) > 1 else [])
         part = counted.get(name) or part_of(Acceptance.nothing(num_draft_tokens))
-        parts[name] = DomainPart(num_prompts[name], **vars(part), speedup=speedup, speedup_ci95=interval)
-    return parts
+        found[name] = DomainPart(num_prompts, **vars(part), speedup=speedup, speedup_ci95=interval)
+    return found
 
 
 # Comparison with the head's training

@@ -6,9 +6,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from .batches import MeasuredBatch, Side
 from .metrics import acceptance, ratio_and_interval
 from .result import Disturbance, StepMedians
-from .summary import MeasuredBatch, Side, rounded
+from .summary import rounded
 
 OTHERS = "other processes"
 UNEVEN = "uneven steps"

@@ -13,11 +13,13 @@ from ...heads.drafter import Drafter
 from ...heads.target import Target
 from ..suites.prompts import FailedPrompt, Suite
 from .bandwidth import cache_bytes
+from .batches import MeasuredBatch
 from .breakdown import (
     acceptance_by,
     asked_as_trained,
     beyond_training,
     by_domain,
+    by_turn,
     context_label,
     draft_vocabulary,
     segment_label,
@@ -31,7 +33,7 @@ from .result import ENGINE, Result, TrainingRecord
 from .resume import BatchStore
 from .runner import Contender, Runner
 from .sampling_check import SamplingCheck, check_sampling
-from .summary import MeasuredBatch, rounded, unmeasured, with_figures
+from .summary import rounded, unmeasured, with_figures
 
 Row = dict[str, Any]
 
@@ -137,6 +139,7 @@ def result_of(
         by_segment=acceptance_by(batches, segment_label(suite.in_trace), num_draft_tokens=length),
         by_context=by_context,
         by_domain=by_domain(batches, num_draft_tokens=length),
+        by_turn=by_turn(batches, num_draft_tokens=length),
         teacher_forced_acceptance_length=teacher_forced_length(target, drafter, batches, setting),
         lossless=greedy_check(batches, contender.runner(target, suite.prompts, config))
         if is_greedy

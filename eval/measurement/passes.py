@@ -10,13 +10,13 @@ from ...configs.errors import BadInput, first_line
 from ...heads.target import Target
 from ..generate import Decoding
 from ..suites.prompts import FailedPrompt, Suite
+from .batches import MeasuredBatch, Side
 from .config import MeasureConfig
 from .disturbance import MOST_AGAIN, SHARE_AGAIN, ProcessorMeter, passes_disturbed
 from .proof.baseline import check_baseline
 from .result import ENGINE
 from .resume import BatchStore, Record, generations_from, record_of, settings_key
 from .runner import Contender, Runner
-from .summary import MeasuredBatch, Side
 
 PORTION = 32  # new tokens per row that a side decodes in one turn
 Measured = tuple[list[MeasuredBatch], list[FailedPrompt]]  # decoded batches, and the prompts of failed ones

@@ -31,7 +31,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class DomainPart:
-    """Acceptance and speedup on the prompts of one domain."""
+    """Acceptance and speedup on the prompts of one domain, or of one turn."""
 
     num_prompts: int
     num_rounds: int
@@ -183,6 +183,7 @@ class Result:
     suite_digest: str
     system: str | None
     thinking: bool | None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # that all chats share
     template_hash: str | None
     tree: str
     tree_shape: FixedTreeShape | TreeLimits | None = None
@@ -199,6 +200,7 @@ class Result:
     num_draft_tokens: int
     verify_cost: float | None = None
     num_prompts: int
+    num_chats: int | None = None  # rows that the prompts are turns of; None: not known
     num_timed: int | None = None  # entries that the speedup's interval is over: prompts, or batches; None: not known
     failed: list[FailedPrompt]
     max_new_tokens: int
@@ -234,6 +236,7 @@ class Result:
     by_segment: dict[str, AcceptancePart] = field(default_factory=dict)
     by_context: dict[str, AcceptancePart] = field(default_factory=dict)
     by_domain: dict[str, DomainPart] = field(default_factory=dict)
+    by_turn: dict[str, DomainPart] = field(default_factory=dict)  # empty: no chat has several
     teacher_forced_acceptance_length: float | None = None
     lossless: LosslessReport = field(default_factory=LosslessReport)
     sampling_check: SamplingCheck | None = None
@@ -276,6 +279,6 @@ class Result:
 
 # keys that older reports lack
 LATER_KEYS = {"num_timed", "repetition", "without_loops", "verify_cost", "drafts_verified", "calibration",
-              "acceptance_length_ci95", "observations"}  # fmt: skip
+              "acceptance_length_ci95", "observations", "num_chats", "by_turn", "chat_template_kwargs"}  # fmt: skip
 TYPICAL_KEYS = {"typical_epsilon", "typical_delta"}
 OTHER_ENGINES_KEYS = {"ours_tokens_per_second", "ours_over_theirs", "ours_over_theirs_ci95"}

@@ -2,69 +2,20 @@
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
 from ...heads.drafting import StaticTree, Tree
 from ...heads.target import Target
-from ..generate import Generation
 from ..suites.prompts import FailedPrompt, Suite
 from ..verify import TypicalAcceptance
 from .bandwidth import baseline_bandwidth
+from .batches import MeasuredBatch, Side, summed_seconds, timed_seconds, timed_units
 from .config import DraftSetting, MeasureConfig
-from .metrics import Acceptance, Ends, acceptance, calibration, conventions, ratio_and_interval, row_counts, row_seconds
+from .metrics import Acceptance, Ends, acceptance, calibration, conventions, ratio_and_interval, row_counts
 from .repetition import Repetition, TextRepetition, WithoutLoops, text_repetition
 from .result import FixedTreeShape, Observation, Result, Timing, TreeLimits
-
-
-@dataclass
-class Side:
-    """Everything one side (speculation or baseline) did with one batch of prompts, a generation per repeat."""
-
-    runs: list[Generation] = field(default_factory=list)
-    others: list[float | None] = field(default_factory=list)  # of each, the other processes' share of the processor
-
-    @property
-    def prefill_seconds(self) -> float:
-        return sum(run.rounds[0].seconds for run in self.runs)
-
-    @property
-    def decode_seconds(self) -> float:
-        """From each row's first token to its last, averaged over the rows; see `row_seconds`."""
-        return sum(row_seconds(done) for run in self.runs for done in run.rounds[1:])
-
-    @property
-    def decode_tokens(self) -> int:
-        """Emitted tokens, without the first of each row, which the prefill gives."""
-        return sum(sum(done.num_emitted) for run in self.runs for done in run.rounds[1:])
-
-    @property
-    def texts(self) -> list[list[list[int]]]:
-        """The new tokens of each row, in all repeats."""
-        return [list(texts) for texts in zip(*(run.token_ids for run in self.runs), strict=True)]
-
-
-@dataclass(frozen=True)
-class MeasuredBatch:
-    """One batch of prompts, and both sides' generations."""
-
-    number: int
-    suite: Suite  # with only these prompts
-    drafted: Side
-    baseline: Side
-    num_again: int = 0  # times that it was measured again, because passes were disturbed
-
-    @property
-    def numbers(self) -> list[int]:
-        """Of its prompts in the suite, each once."""
-        return sorted({source.number for source in self.suite.sources})
-
-    @property
-    def seconds(self) -> tuple[float, float]:
-        """Baseline and speculative decoding time, for the number of tokens that speculation emitted; no prefills."""
-        per_token = self.baseline.decode_seconds / max(1, self.baseline.decode_tokens)
-        return per_token * self.drafted.decode_tokens, self.drafted.decode_seconds
 
 
 def unmeasured(
@@ -85,7 +36,8 @@ def unmeasured(
         suite_version=suite.version,
         suite_digest=suite.digest,
         system=suite.chat.system if suite.template_hash else None,
-        thinking=suite.chat.thinking if suite.template_hash else None,
+        thinking=thinking if isinstance(thinking := suite.variables.get("enable_thinking"), bool) else None,
+        chat_template_kwargs=suite.variables,
         template_hash=suite.template_hash,
         tree=setting.tree_name,
         tree_shape=tree_shape(setting.tree),
@@ -132,6 +84,7 @@ def with_figures(result: Result, target: Target, batches: Sequence[MeasuredBatch
     return replace(
         with_speedup(result, [(each.baseline_seconds, each.seconds) for each in seen]),
         num_prompts=len({number for batch in batches for number in batch.numbers}),
+        num_chats=len({source.first for batch in batches for source in batch.suite.sources}),
         num_tokens=sum(len(row) for run in runs for row in run.token_ids),
         num_rounds=counted.num_rounds,
         num_committed=counted.num_committed,
@@ -193,31 +146,14 @@ def without_loops(
     return WithoutLoops(len(prompts), len(seconds), rounded(counted.length), speedup, interval)
 
 
-def timed_batches(batches: Iterable[MeasuredBatch]) -> list[MeasuredBatch]:
-    """The batches in which something was timed, that is, not all answers ended with their first token.
-
-    A batch that earlier prompts filled is no observation of its own, and left out unless it is the only one."""
-    found, seen = list[MeasuredBatch](), set[int]()
-    for batch in batches:
-        numbers = set(batch.numbers)
-        if all(batch.seconds) and not numbers & seen:
-            found.append(batch)
-        seen |= numbers
-    return found
-
-
-def timed_seconds(batches: Iterable[MeasuredBatch]) -> list[tuple[float, float]]:
-    """`seconds` of each timed batch."""
-    return [batch.seconds for batch in timed_batches(batches)]
-
-
 def observations(batches: Iterable[MeasuredBatch], counted_runs: int, *, num_draft_tokens: int) -> list[Observation]:
-    """Of each timed batch what the intervals are computed from."""
+    """Of each of `timed_units` what the intervals are computed from."""
     found = []
-    for batch in timed_batches(batches):
-        rounds = (done for run in batch.drafted.runs[:counted_runs] for done in run.rounds)
+    for unit in timed_units(batches):
+        rounds = (done for batch in unit for run in batch.drafted.runs[:counted_runs] for done in run.rounds)
         counted = acceptance(rounds, num_draft_tokens=num_draft_tokens)
-        found.append(Observation(batch.numbers, counted.num_rounds, counted.num_committed, *batch.seconds))
+        numbers = sorted(number for batch in unit for number in batch.numbers)
+        found.append(Observation(numbers, counted.num_rounds, counted.num_committed, *summed_seconds(unit)))
     return found
 
 

@@ -162,16 +162,19 @@ NUM_CALIBRATION = 8  # largest number of prompts whose texts shape trees
 
 
 def hold_out(suite: Suite) -> Suite:
-    """The suite with a third of its prompts, at most eight, moved to `calibration`, where they shape trees.
+    """The suite with a third of its prompts, at most eight, moved to `calibration`, where they shape trees; chats are
+    moved with all their turns.
 
     Raises: BadInput if there is only one prompt."""
-    count = len(suite.prompts)
+    chats = list(dict.fromkeys(source.first for source in suite.sources))
+    count = len(chats)
     if count == 1:
         raise BadInput(f"--tree: {suite.name} has one prompt; a tree is shaped on others than it is measured on")
     num = min(NUM_CALIBRATION, max(1, count // 3))
-    chosen = {i * count // num for i in range(num)} if count else set()
-    rest = suite.subset([i for i in range(count) if i not in chosen])
-    return replace(rest, calibration=[suite.prompts[i] for i in sorted(chosen)])
+    chosen = {chats[i * count // num] for i in range(num)} if count else set()
+    rest = suite.subset([i for i, source in enumerate(suite.sources) if source.first not in chosen])
+    pairs = zip(suite.sources, suite.prompts, strict=True)
+    return replace(rest, calibration=[prompt for source, prompt in pairs if source.first in chosen])
 
 
 def drafts_tree(target: Target, drafter: Drafter, name: str) -> bool:

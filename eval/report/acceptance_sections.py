@@ -1,6 +1,6 @@
 """Sections of a page: acceptance by position, suite, segment, context and domain, and the trees that were drafted."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 
 from ..measurement.metrics import AcceptancePart
@@ -72,29 +72,42 @@ def leading_number(name: str) -> int:
 
 def domains_section(ours: Sequence[Result]) -> Section:
     """Length and speedup of each domain, where a suite has several."""
-    section = Section("domains")
-    parted = [result for result in ours if len(result.by_domain) > 1]
+    return parts_section("domains", "domain", ours, lambda result: result.by_domain)
+
+
+def turns_section(ours: Sequence[Result]) -> Section:
+    """Length and speedup of first turns, second turns, ..., where a suite's chats have several."""
+    return parts_section("turns", "turn", ours, lambda result: result.by_turn)
+
+
+def parts_section(
+    name: str, what: str, ours: Sequence[Result], parts_of: Callable[[Result], dict[str, DomainPart]]
+) -> Section:
+    """Length and speedup of each part of a suite's prompts, where there are several."""
+    section = Section(name)
+    parted = [result for result in ours if len(parts_of(result)) > 1]
     for result in once_per_batch_size(parted):
-        where = f"{name_of(result)}, {result.suite}"
-        lengths = [length_bar(domain, part) for domain, part in result.by_domain.items()]
+        where, parts = f"{name_of(result)}, {result.suite}", parts_of(result).items()
+        lengths = [length_bar(one, part) for one, part in parts]
         most = result.num_draft_tokens + 1.0
-        chart = bar_chart(f"Acceptance length by domain of {where}", lengths, most=most, mark=1.0)
-        section.figures.append(Figure(f"Acceptance length by domain; 1 is no draft accepted. {where}.", chart))
+        chart = bar_chart(f"Acceptance length by {what} of {where}", lengths, most=most, mark=1.0)
+        section.figures.append(Figure(f"Acceptance length by {what}; 1 is no draft accepted. {where}.", chart))
         bars = [
-            Bar(domain, [part.speedup], speedup_words(part), interval_of(part))
-            for domain, part in result.by_domain.items()
+            Bar(one, [part.speedup], speedup_words(part), interval_of(part))
+            for one, part in parts
             if part.speedup is not None
         ]
         if bars:
-            chart = bar_chart(f"Speedup by domain of {where}", bars, mark=1.0)
-            section.figures.append(Figure(f"Speedup by domain, with 95 % intervals. {label(result)}.", chart))
+            chart = bar_chart(f"Speedup by {what} of {where}", bars, mark=1.0)
+            section.figures.append(Figure(f"Speedup by {what}, with 95 % intervals. {label(result)}.", chart))
     for suite, results in by_suite(parted).items():
         rows = [
-            [label(result), domain, str(part.num_prompts), number(part.acceptance_length), speedup_words(part)]
+            [label(result), one, str(part.num_prompts), number(part.acceptance_length), speedup_words(part)]
             for result in results
-            for domain, part in result.by_domain.items()
+            for one, part in parts_of(result).items()
         ]
-        section.add_table(f"Domains of {suite}", ["setting", "domain", "prompts", "length", "speedup [95 %]"], rows)
+        columns = ["setting", what, "prompts", "length", "speedup [95 %]"]
+        section.add_table(f"{name.capitalize()} of {suite}", columns, rows)
     return section
 
 

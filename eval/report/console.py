@@ -48,7 +48,8 @@ def show(report: Report, console: Any) -> None:
         console.print(line, soft_wrap=True)
     results = report.results
     pairs = map(pair_words, beside_fastest(report.ours))
-    lines = bandwidth_lines(report), pairs, failure_words(results), disturbance_lines(results), loop_lines(results)
+    lines = bandwidth_lines(report), pairs, turn_lines(results), failure_words(results)
+    lines = *lines, disturbance_lines(results), loop_lines(results)
     for line in chain.from_iterable(lines):
         console.print(line, markup=False)
     for result in report.results:
@@ -68,10 +69,8 @@ def details(result: Result) -> str:
     spread = "/".join(map(number, (result.speedup_p10, result.speedup_median, result.speedup_p90)))
     forced = result.teacher_forced_acceptance_length
     where = f"{result.drafter} {result.tree} on {result.suite}"
-    parts = [
-        f"{where}, K {result.num_draft_tokens}: "
-        f"speedup per {'prompt' if result.batch_size == 1 else 'batch'} {spread} (p10/median/p90)"
-    ]
+    unit = "batch" if result.batch_size > 1 else "chat" if result.by_turn else "prompt"
+    parts = [f"{where}, K {result.num_draft_tokens}: speedup per {unit} {spread} (p10/median/p90)"]
     if result.step_medians.speedup is not None:
         parts.append(f"by medians of steps {speedup_words(result.step_medians)}")
     if any(rate is not None for rate in result.acceptance_rate):
@@ -118,6 +117,21 @@ def lossless_warnings(results: Iterable[Result]) -> list[str]:
         if deviates(result):
             lines.append(f"{where}: sampled texts are not distributed as the target's")
     return lines
+
+
+def turn_lines(results: Iterable[Result]) -> list[str]:
+    """A line for each result over chats with several turns: how many there are, and each turn's figures."""
+    return [
+        f"{result.drafter} {result.tree} on {result.suite}, batch {result.batch_size}: {result.num_prompts} turns of "
+        f"{result.num_chats} chats; "
+        + ", ".join(
+            f"turn {turn}: length {number(part.acceptance_length)}, speedup {speedup_words(part)} "
+            f"({part.num_prompts} prompts)"
+            for turn, part in result.by_turn.items()
+        )
+        for result in results
+        if result.by_turn
+    ]
 
 
 def failure_words(results: Iterable[Result]) -> list[str]:

@@ -46,6 +46,12 @@ def setting_of(result: Result) -> tuple[Any, ...]:
     return r.drafter, r.tree, r.num_drafted, r.num_draft_tokens, r.verify_cost, r.accept, r.temperature
 
 
+def prompts_words(result: Result) -> str:
+    """How many prompts were measured, and of how many chats they are the turns."""
+    chats = result.num_chats or result.num_prompts
+    return str(result.num_prompts) + (f", the turns of {chats}" if chats < result.num_prompts else "")
+
+
 def num_timed(result: Result) -> int:
     """Prompts, or batches of them, that the interval is over: those in which there was something to time."""
     known = result.num_timed
@@ -54,12 +60,13 @@ def num_timed(result: Result) -> int:
 
 def timed_words(result: Result) -> str:
     """What the interval of the speedup is over."""
-    return units_words(num_timed(result), result.batch_size)
+    return units_words(num_timed(result), result)
 
 
-def units_words(count: int, size: int) -> str:
-    """`20 prompts`, `1 batch of 4`. Args: size: of batches."""
-    return counted_words(count, "prompt") if size == 1 else f"{counted_words(count, 'batch')} of\xa0{size}"
+def units_words(count: int, result: Result) -> str:
+    """`20 prompts`, `1 batch of 4`; `20 chats` where a result has chats of several turns, each of which counts once."""
+    size, unit = result.batch_size, "chat" if result.by_turn else "prompt"
+    return counted_words(count, unit) if size == 1 else f"{counted_words(count, 'batch')} of\xa0{size}"
 
 
 def counted_words(count: int, unit: str) -> str:

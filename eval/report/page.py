@@ -44,6 +44,7 @@ def render(report: Report) -> str:
         sections.pairs_section(ours),
         acceptance_sections.acceptance_section(ours),
         acceptance_sections.domains_section(ours),
+        acceptance_sections.turns_section(ours),
         sections.failed_section(report.results),
         sections.time_section(ours),
         acceptance_sections.trees_section(ours),

@@ -77,5 +77,5 @@ def pair_words(pair: Pair) -> str:
     return (
         f"{label(pair.setting)} on {pair.setting.suite}, beside {label(pair.other, with_batch=False)}: "
         f"{ratio_words(pair.speed, pair.speed_ci95)} of its speed, {ratio_words(pair.length, pair.length_ci95)} of its "
-        f"tokens per forward (paired, {units_words(pair.num_timed, pair.setting.batch_size)})"
+        f"tokens per forward (paired, {units_words(pair.num_timed, pair.setting)})"
     )

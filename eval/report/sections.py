@@ -18,6 +18,7 @@ from .one_result import (
     label,
     loop_words,
     number,
+    prompts_words,
     ratio_words,
     setting_of,
     speedup_words,
@@ -96,7 +97,7 @@ def settings_section(results: Sequence[Result]) -> Section:
         [
             label(result),
             result.suite,
-            str(result.num_prompts),
+            prompts_words(result),
             number(result.acceptance_length),
             speedup_words(result),
             " / ".join(map(number, (result.speedup_p10, result.speedup_median, result.speedup_p90))),

@@ -83,15 +83,17 @@ def mbpp_prompt(row: Row, origin: str) -> Row | None:
 
 
 def speed_bench_prompt(row: Row, origin: str) -> Row:
-    """Its messages up to the first of the user. Raises BadInput on rows that hold a placeholder."""
+    """What the user says, turn by turn, and the system prompt. Raises BadInput on rows that hold a placeholder."""
     messages = value_of(row, "messages", list, origin=origin, suite="speed-bench")
     roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
     if "user" not in roles:
         raise BadInput(f"{origin}: a row of speed-bench needs a message of role user")
-    first = roles.index("user")
-    if str(messages[first].get("content")).startswith(SPEED_BENCH_PLACEHOLDER):
+    said = [(role, message.get("content")) for role, message in zip(roles, messages, strict=True)]
+    turns = [content for role, content in said if role == "user"]
+    if str(turns[0]).startswith(SPEED_BENCH_PLACEHOLDER):
         raise BadInput(f"{origin}: holds a placeholder: prepare the rows with NVIDIA's own script first")
-    return {"messages": messages[: first + 1], "category": row.get("category")}
+    system = next((content for role, content in said if role == "system"), None)
+    return {"turns": turns, "system": system, "category": row.get("category")}
 
 
 SPEC_BENCH_URL = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
@@ -100,9 +102,13 @@ SUITES: dict[str, NamedSuite] = {
         ("spec_bench.jsonl", "spec_bench/question.jsonl"),
         spec_bench_prompt,
         HubDataset("json", split="train", url=SPEC_BENCH_URL),
+        version=2,
     ),
     "mt-bench": NamedSuite(
-        ("mt_bench.jsonl", "mt_bench/question.jsonl"), mt_bench_prompt, HubDataset("philschmid/mt-bench", split="train")
+        ("mt_bench.jsonl", "mt_bench/question.jsonl"),
+        mt_bench_prompt,
+        HubDataset("philschmid/mt-bench", split="train"),
+        version=2,
     ),
     "humaneval": NamedSuite(  # the start of a Python function, to be completed
         ("humaneval.jsonl", "HumanEval.jsonl"),
@@ -115,7 +121,8 @@ SUITES: dict[str, NamedSuite] = {
         HubDataset("openai/gsm8k", "main"),
     ),
     "mbpp": NamedSuite(("mbpp.jsonl",), mbpp_prompt, HubDataset("google-research-datasets/mbpp", "full")),
-    "speed-bench": NamedSuite(("speed_bench", "speed-bench"), speed_bench_prompt, None),  # a folder of SUBSET.jsonl
+    # a folder of SUBSET.jsonl
+    "speed-bench": NamedSuite(("speed_bench", "speed-bench"), speed_bench_prompt, None, version=2),
 }
 
 

@@ -51,7 +51,12 @@ class PromptSource:
     domain: str | None = None  # the row's `category` or `domain`
     question: str | None = None  # see `question_of`
     turn: int = 1  # which of the questions of its row
-    chat: int | None = None  # the number of its row, if the row has several turns; else None
+    chat: int | None = None  # the number of its row's first turn; None: the row has no other turn
+
+    @property
+    def first(self) -> int:
+        """The number of its row's first turn, which all turns of the row share."""
+        return self.number if self.chat is None else self.chat
 
 
 @dataclass(frozen=True)
@@ -202,7 +207,7 @@ def build_suite(
             raise BadInput(f"{origin}: {needs}")
         with naming_faults(row, origin):
             source = PromptSource(number, Path(origin).name, domain_of(row, origin=origin), question_of(row, origin))
-            if asked:
+            if asked and tokenizer.chat_template:
                 whole = chat_of(row, origin, defaults=chat.variables)
                 told.append(ChatTemplate(tokenizer, whole.tools, whole.variables).recorded)
                 script = script_of(whole.messages, turns="all")
@@ -250,11 +255,17 @@ def domain_of(row: Row, *, origin: str) -> str | None:
 
 
 def question_of(row: Row, origin: str = "") -> str | None:
-    """What a row asks: the user's last message, the first of `turns`, or `prompt`. In lower case with single spaces, so
-    that it is recognised with another system prompt. None if the row has only token ids."""
-    asked: Any = row.get("prompt")
+    """What a row asks: the user's last message, the first of `turns`, or `prompt`, as `last_question` has it. None if
+    the row has only token ids."""
     if is_chat(row):
         chat = chat_of(row, origin)
-        messages = chat.messages if chat.is_answered else chat.question
-        asked = next((each["content"] for each in reversed(messages) if each["role"] == "user"), None)
-    return " ".join(asked.split()).casefold() or None if isinstance(asked, str) else None
+        return last_question(chat.messages if chat.is_answered else chat.question)
+    asked: Any = row.get("prompt")
+    return last_question([{"role": "user", "content": asked}]) if isinstance(asked, str) else None
+
+
+def last_question(messages: Sequence[Message]) -> str | None:
+    """The user's last message, in lower case with single spaces, so that it is recognised with another system prompt.
+    None if there is none."""
+    asked = next((message["content"] for message in reversed(messages) if message["role"] == "user"), "")
+    return " ".join(asked.split()).casefold() or None

@@ -60,17 +60,13 @@ def _message(turn: Any, where: str) -> Message:
     return message
 
 
-def place_reasoning(
-    messages: list[Message], key: str | None, markers: tuple[str, str] | None, where: str
-) -> list[Message]:
+def place_reasoning(messages: list[Message], key: str | None, markers: tuple[str, str] | None) -> list[Message]:
     """The messages with each `reasoning_content` where the chat template expects reasoning.
 
     Args:
         key: the message key that the template reads; None: it reads none, so the trace is put between the markers at
             the start of the content, unless the content has a closing marker already.
-        markers: texts that open and close a trace; None: unknown.
-        where: the prefix of error messages.
-    Raises: BadInput if there is a trace, but neither a key nor markers.
+        markers: texts that open and close a trace; None: unknown, so traces are left out if there is no key either.
     """
     placed = []
     for given in messages:
@@ -81,9 +77,7 @@ def place_reasoning(
             continue
         if key is not None:
             message[key] = trace
-        elif markers is None:
-            raise BadInput(f"{where}: the chat template has no place for reasoning_content; set data.think_markers")
-        elif markers[1] not in message["content"]:
+        elif markers is not None and markers[1] not in message["content"]:
             opens, closes = markers
             message["content"] = f"{opens}\n{trace.strip()}\n{closes}\n\n{message['content']}"
     return placed

@@ -3,6 +3,8 @@
 `rows` reads what a row says, `ChatTemplate` renders it, `prompt_ids` does both, for rows that are no chats too.
 """
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import date
@@ -16,7 +18,9 @@ from ..reasoning import think_markers
 from .messages import REASONING_KEYS, Message, place_reasoning
 from .rows import DAY, STANDARD_DAY, ChatRow, UnusableRow, Variables, chat_of, instruction_in, is_chat, known_keys
 
-RENDER_ERRORS = (TemplateError, TypeError, ValueError)  # raised by templates on messages that they refuse
+DAY_CALL = re.compile(rf"""{DAY}\(\s*(?P<quote>['"])(?P<format>.*?)(?P=quote)\s*\)""")
+# raised by templates on messages that they refuse
+RENDER_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -53,39 +57,52 @@ class ChatTemplate:
 
     @cached_property
     def told(self) -> dict[str, Any]:
-        """The variables as the template gets them: of the day it gets a function."""
-        day = {DAY: date.fromisoformat(self.recorded[DAY]).strftime} if self.prints_day else {}
-        return {**self.recorded, **day}
+        """The arguments of `apply_chat_template`, apart from messages: template, tools and variables.
+
+        transformers gives templates no function but its own `strftime_now`, which prints the day of the rendering: its
+        calls are replaced by what they print on the recorded day.
+        """
+        variables, template = dict(self.recorded), self.template
+        if self.prints_day:
+            day = date.fromisoformat(variables.pop(DAY))
+            template = DAY_CALL.sub(lambda call: json.dumps(day.strftime(call["format"])), template)
+        return {"chat_template": template, "tools": self.tools, **variables}
 
     def render_text(self, messages: list[Message], *, generation_prompt: bool = False) -> str:
         """The text of a conversation. Raises one of RENDER_ERRORS if the template refuses it."""
         return self.tokenizer.apply_chat_template(
-            messages, tools=self.tools, add_generation_prompt=generation_prompt, tokenize=False, **self.told
+            messages, add_generation_prompt=generation_prompt, tokenize=False, **self.told
         )
 
     def render(self, messages: list[Message], *, generation_prompt: bool = False) -> list[int]:
         """The token ids of `render_text`."""
-        text = self.render_text(messages, generation_prompt=generation_prompt)
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return self.ids(self.render_text(messages, generation_prompt=generation_prompt))
 
     def placed(self, messages: list[Message], origin: str) -> list[Message]:
-        """The messages with reasoning traces where the template reads them. Raises BadInput as `place_reasoning`."""
+        """The messages with reasoning traces where the template reads them. Raises UnusableRow if it has no place."""
         if not any("reasoning_content" in message for message in messages):
             return messages
-        return place_reasoning(messages, self.reasoning_key, self.markers, origin)
-
-    def prompt(self, messages: list[Message], origin: str) -> list[int]:
-        """Token ids of a conversation up to where the assistant answers.
-
-        Earlier traces for which the template has no place are left out, as in serving. Raises: UnusableRow if the
-        template refuses the messages.
-        """
         if self.reasoning_key is None and self.markers is None:
-            messages = [{key: kept for key, kept in each.items() if key != "reasoning_content"} for each in messages]
+            raise UnusableRow(origin, "the chat template has no place for reasoning_content; set data.think_markers")
+        return place_reasoning(messages, self.reasoning_key, self.markers)
+
+    def prompt_text(self, messages: list[Message], origin: str) -> str:
+        """A conversation up to where the assistant answers. Raises UnusableRow if the template refuses it.
+
+        Earlier traces for which the template has no place are left out, as in serving.
+        """
         try:
-            return self.render(self.placed(messages, origin), generation_prompt=True)
+            return self.render_text(place_reasoning(messages, self.reasoning_key, self.markers), generation_prompt=True)
         except RENDER_ERRORS as error:
             raise UnusableRow(origin, f"the chat template refuses the messages: {first_line(error)}") from error
+
+    def prompt(self, messages: list[Message], origin: str) -> list[int]:
+        """The token ids of `prompt_text`."""
+        return self.ids(self.prompt_text(messages, origin))
+
+    def ids(self, text: str) -> list[int]:
+        """The token ids of a rendered text, in which the template has put all special tokens."""
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 @lru_cache(maxsize=16)
@@ -111,11 +128,19 @@ def chat_prompt_ids(chat: ChatRow, tokenizer: Any, *, origin: str) -> list[int]:
     """Token ids of a chat up to where its last answer begins. Raises: BadInput without a chat template or a message to
     answer; UnusableRow if the template refuses the chat."""
     if not getattr(tokenizer, "chat_template", None):
-        name = tokenizer.name_or_path
-        raise BadInput(f"{origin}: tokenizer of {name} has no chat template; give plain `text` or `prompt` rows")
+        raise BadInput(f"{origin}: the target's tokenizer has no chat template; give plain `prompt` rows")
     if not chat.question:
         raise BadInput(f"{origin}: no message to answer")
     return ChatTemplate(tokenizer, chat.tools, chat.variables).prompt(chat.question, origin)
+
+
+def check_renders(chat: ChatRow, tokenizer: Any, *, origin: str) -> None:
+    """Raises UnusableRow if the template refuses the chat, or has no place for its traces."""
+    template = ChatTemplate(tokenizer, chat.tools, chat.variables)
+    try:
+        template.render_text(template.placed(chat.messages, origin))
+    except RENDER_ERRORS as error:
+        raise UnusableRow(origin, f"the chat template refuses the messages: {first_line(error)}") from error
 
 
 def prompt_ids(row: Mapping[str, Any], tokenizer: Any, *, origin: str, defaults: Variables | None = None) -> list[int]:
@@ -134,9 +159,9 @@ def prompt_ids(row: Mapping[str, Any], tokenizer: Any, *, origin: str, defaults:
     if is_chat(data):
         chat = chat_of(data, origin, defaults=defaults)
         if not chat.is_answered and not tokenizer.chat_template:
-            return list(tokenizer(chat.question[-1]["content"], verbose=False)["input_ids"])
+            return list(tokenizer(chat.question[-1]["content"]).input_ids)
         return chat_prompt_ids(chat, tokenizer, origin=origin)
-    return list(tokenizer(plain_prompt(data, origin), verbose=False)["input_ids"])
+    return list(tokenizer(plain_prompt(data, origin)).input_ids)
 
 
 def plain_prompt(data: Mapping[str, Any], origin: str) -> str:

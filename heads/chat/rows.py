@@ -20,7 +20,7 @@ from .messages import Message, normalise
 
 CHAT_KEYS = ("messages", "conversations", "turns")
 VARIABLES = "chat_template_kwargs"
-DAY = "strftime_now"  # the variable that is a day here, and a function for the template
+DAY = "strftime_now"  # the variable that is a day here, and a function in the template
 STANDARD_DAY = "2025-01-01"  # a fixed one, so that equal rows have equal prompts on all days
 NOT_VARIABLES = frozenset(  # arguments of apply_chat_template
     "conversation messages tools chat_template add_generation_prompt continue_final_message tokenize "
@@ -107,12 +107,15 @@ def chat_of(data: Mapping[str, Any], origin: str, *, defaults: Variables | None 
 
 
 def tools_in(data: Mapping[str, Any], origin: str) -> list[Any] | None:
-    """A row's `tools`, which may be JSON; None if there are none. Raises BadInput if the text is not JSON."""
+    """A row's `tools`, which may be JSON; None if there are none. Raises BadInput if they are neither."""
     tools = data.get("tools")
     try:
-        return (loads(tools) if isinstance(tools, str) and tools.strip() else tools) or None
+        tools = loads(tools.strip() or "null") if isinstance(tools, str) else tools
     except ValueError as error:
         raise BadInput(f"{origin}: `tools` is text, but not JSON: {error}") from error
+    if tools and not isinstance(tools, list):
+        raise BadInput(f"{origin}: `tools` should be a list, got {type(tools).__name__}")
+    return tools or None
 
 
 def check_variables(variables: Any, where: str) -> dict[str, Any]:
@@ -131,6 +134,16 @@ def check_variables(variables: Any, where: str) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise BadInput(f"{where}: {DAY} {kept[DAY]!r:.40}: expected a day, such as {STANDARD_DAY}") from error
     return kept
+
+
+def variables_in(text: str, where: str) -> dict[str, Any]:
+    """`check_variables` of JSON; none of an empty text. Raises BadInput also if it is not JSON."""
+    try:
+        return check_variables(loads(text or "{}"), where)
+    except BadInput:
+        raise
+    except ValueError as error:
+        raise BadInput(f"{where}: not JSON: {error}") from error
 
 
 def _turns(data: Mapping[str, Any], origin: str) -> Any:

@@ -46,7 +46,7 @@ def inspect(
 
     from ...configs.errors import BadInput, printable
     from ...configs.terminal import PlainConsole
-    from ...data_pipelines.masks.chat import encode_row, encode_rows
+    from ...data_pipelines.masks.chat import Refused, encode_or_refuse, encode_rows
     from ...data_pipelines.masks.retokenised import Retokenised, differing
     from ...data_pipelines.sources import iter_rows
     from ...heads.fit import load_skeleton
@@ -63,9 +63,11 @@ def inspect(
     if row is not None and not shown:
         raise BadInput(f"--row {row}: data.train has fewer rows")
     for item in shown:
-        samples = encode_row(item, skeleton.tokenizer, data, skeleton.vocab_size)
-        if not samples:
-            console.print(Text(f"{printable(item.origin)}: dropped\n", style="bold"))
+        samples = encode_or_refuse(item, skeleton.tokenizer, data, skeleton.vocab_size)
+        if isinstance(samples, Refused) or not samples:
+            why = f"{samples.problem}; dropped" if isinstance(samples, Refused) else f"{item.origin}: dropped"
+            console.print(Text(f"{printable(why)}\n", style="bold"))
+            continue
         for number, sample in enumerate(samples, start=1):
             piece = f", piece {number} of {len(samples)}" if len(samples) > 1 else ""
             console.print(Text(f"{printable(item.origin)}{piece}: {describe(sample)}", style="bold"))

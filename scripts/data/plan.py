@@ -41,6 +41,7 @@ def plan(
     import json
     import time
     from collections import Counter
+    from contextlib import suppress
     from dataclasses import asdict, replace
     from itertools import islice
 
@@ -78,7 +79,11 @@ def plan(
     def encoded(rows: "Iterable[Row]") -> "Iterator[Sample]":
         return encode_rows(rows, target.tokenizer, data, counts=Counter(), vocab_size=target.vocab_size)
 
-    stride = row_stride(rows(), lambda probed: list(encoded(probed)), seconds=SURVEY_SHARE * seconds)
+    def probe(rows: "Iterable[Row]") -> None:
+        with suppress(BadInput):  # of a few rows, most may be refused; of all, that is raised below
+            list(encoded(rows))
+
+    stride = row_stride(rows(), probe, seconds=SURVEY_SHARE * seconds)
     counted = encoded(islice(rows(), 0, None, stride))
     survey = survey_samples(counted, reads, hidden_size=target.hidden_size, num_drawn=num_sampled).scaled(stride)
     if not survey.num_rows:

@@ -51,6 +51,23 @@ def asked(saved_target, tmp_path, monkeypatch, capsys):
     return call
 
 
+def test_every_turn_is_measured_behind_the_targets_own_answers(asked, tmp_path):
+    code, _, report, out = asked("--suite spec-bench --batch-size 1 --batch-size 4")
+    for entry in report["results"]:
+        assert (entry["num_chats"], entry["num_prompts"], entry["lossless"]["checked"]) == (8, 16, 16)
+        assert list(entry["by_turn"]) == ["1", "2"]
+        assert [part["num_prompts"] for part in entry["by_turn"].values()] == [8, 8]
+        parts = [part["num_rounds"] for part in entry["by_turn"].values()]
+        assert all(parts) and sum(parts) == entry["num_rounds"]
+    alone, page = report["results"][0], (tmp_path / "out" / "report.html").read_text()
+    assert alone["num_timed"] == 8 and alone["observations"][0]["prompts"] == [0, 1], "a chat is one observation"
+    assert "16 turns of 8 chats; turn 1: length" in " ".join(out.split())
+    assert "16, the turns of 8" in page and "Turns of spec-bench" in page
+    (tmp_path / "mine.jsonl").write_text(json.dumps({"turns": ["w5 w6"]}) + "\n")
+    code, _, report, _ = asked("--prompts mine.jsonl --overwrite")
+    assert report["results"][0]["by_turn"] == {} and report["results"][0]["num_chats"] == 1
+
+
 @pytest.mark.parametrize("where", ["", "--suites-dir elsewhere", "HEADSTART_SUITES"])
 def test_a_suite_is_found_by_its_name(where, asked, tmp_path, monkeypatch):
     if where:
@@ -60,8 +77,8 @@ def test_a_suite_is_found_by_its_name(where, asked, tmp_path, monkeypatch):
         where = ""
     code, _, report, _ = asked(f"--suite spec-bench --system w30 {where}")
     [entry] = report["results"]
-    assert code == 0 and (entry["suite"], entry["suite_version"], entry["num_prompts"]) == ("spec-bench", 1, 8)
-    assert list(entry["by_domain"]) == ["mt_bench", "rag", "qa"] and entry["by_domain"]["mt_bench"]["num_prompts"] == 4
+    assert code == 0 and (entry["suite"], entry["suite_version"], entry["num_prompts"]) == ("spec-bench", 2, 16)
+    assert list(entry["by_domain"]) == ["mt_bench", "rag", "qa"] and entry["by_domain"]["mt_bench"]["num_prompts"] == 8
     assert entry["system"] == "w30" and entry["thinking"] is None and len(entry["template_hash"]) == 16
     page = (tmp_path / "out" / "report.html").read_text()
     assert "Domains of spec-bench" in page and "Speedup by domain" in page
@@ -100,14 +117,14 @@ def test_what_would_be_ignored_or_misnamed_is_refused(line, problem, asked):
 
 
 def test_as_many_rows_run_as_the_report_says(asked, tmp_path):
-    """Eight prompts repeat until each batch is full; figures of prompts have each once, intervals no such batch."""
+    """The turns of eight chats repeat until batches are full; figures have each once, intervals no such batch."""
     _, _, report, _ = asked("--suite spec-bench --batch-size 3 --batch-size 16")
     threes, sixteen = report["results"]
     rounds = [json.loads(line) for line in (tmp_path / "out" / "rounds.jsonl").read_text().splitlines()]
     assert all(len(one["num_committed"]) == row["batch_size"] for row in rounds for one in row["rounds"])
-    assert [(entry["num_prompts"], entry["num_timed"]) for entry in (threes, sixteen)] == [(8, 2), (8, 1)]
-    assert all(len(entry["repetition"]["texts"]) == 8 for entry in (threes, sixteen))
-    assert threes["suite_digest"] == sixteen["suite_digest"] and threes["by_domain"]["mt_bench"]["num_prompts"] == 4
+    assert [(entry["num_prompts"], entry["num_timed"]) for entry in (threes, sixteen)] == [(16, 5), (16, 1)]
+    assert all(len(entry["repetition"]["texts"]) == 16 for entry in (threes, sixteen))
+    assert threes["suite_digest"] == sixteen["suite_digest"] and threes["by_domain"]["mt_bench"]["num_prompts"] == 8
 
 
 def test_prompts_that_fail_are_said_and_the_others_measured(asked, tmp_path):
@@ -153,7 +170,7 @@ def test_the_same_command_goes_on_after_a_kill(asked, tmp_path, monkeypatch, war
     calls[:] = [1] * 100
     code, err, report, _ = asked("--suite spec-bench")
     assert code == 0 and "measured.jsonl: 2 batches of an unfinished measurement" in err
-    assert report["results"][0]["num_prompts"] == 8 and len(calls) == 100 + 2 + 2 * 6
+    assert report["results"][0]["num_prompts"] == 16 and len(calls) == 100 + 2 + 2 * 14
 
 
 @pytest.mark.parametrize(

@@ -188,3 +188,17 @@ def test_a_config_may_say_home(tmp_path, monkeypatch, world):
     path.write_text(json.dumps({"target": target, "head": {"type": "medusa"}, "data": data, "train": train}))
     trainer.train(load_run("~/a.yaml"))
     assert (tmp_path / "a" / "final").is_dir() and LOCK in os.listdir(tmp_path / "a")
+
+
+def test_a_row_that_cannot_be_encoded_does_not_end_the_run(run, world, tmp_path, capfd):
+    path = tmp_path / "rows.jsonl"
+    path.write_text((world / "rows.jsonl").read_text() + '{"messages": "hi"}\n')
+    folder = run("medusa", "a", f"data.train={path}", "train.max_steps=3")
+    told = "kept 6, dropped 1, malformed 1; the first refused: "
+    said = " ".join(capfd.readouterr().err.split())
+    assert f"data.train: {told}{path}:7: a chat should be a list of turns" in said, said
+    assert json.loads((folder / "tokens" / "manifest.json").read_text())["rows"] == {
+        "kept": 6,
+        "malformed": 1,
+        "dropped": 1,
+    }

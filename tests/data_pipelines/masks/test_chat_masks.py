@@ -151,8 +151,8 @@ def supervised_chat(template: str, messages: list[dict[str, Any]], **tokens: str
     sample = encode({"messages": messages}, tokenizer)
     if messages[-1]["role"] == "assistant":
         prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
-        whole = tokenizer.apply_chat_template(messages, tokenize=False)
-        asked = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, tokenize=False)
+        whole = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        asked = str(tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, tokenize=False))
         assert sample.input_ids.tolist()[: len(prompt)] == prompt
         assert not whole.startswith(asked) or tokenizer.decode(sample.input_ids) == whole
     else:

@@ -311,8 +311,8 @@ def test_several_processes_encode_the_same_samples_in_order() -> None:
     expected = list(encode_rows(rows, tokenizer, config(), counts=alone))
     how = config(num_workers=2)
     assert list(encode_rows(rows, tokenizer, how, counts=together)) == expected and together == alone
-    rows[300] = Row({"prompt": 3, "response": "ok"}, "a.jsonl:300")
-    with pytest.raises(BadInput, match="^a.jsonl:300: prompt and response should be text"):
+    rows[300] = Row({"input_ids": [-1], "prompt_length": 0}, "a.jsonl:300")
+    with pytest.raises(BadInput, match=r"^a.jsonl:300: input_ids\[0\] is -1"):
         list(encode_rows(rows, tokenizer, how, counts=Counter()))
 
 

@@ -7,12 +7,13 @@ import torch
 from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.drafters.registry import training_record
 from headstart.eval.generate import Generation
+from headstart.eval.measurement.batches import MeasuredBatch, Side
 from headstart.eval.measurement.breakdown import asked_as_trained, beyond_training, draft_vocabulary
 from headstart.eval.measurement.config import MeasureConfig, chain
 from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.metrics import AcceptancePart
 from headstart.eval.measurement.result import ENGINE, BeyondTraining, DraftVocabulary, PromptEnding, TrainingRecord
-from headstart.eval.measurement.summary import MeasuredBatch, Side, unmeasured
+from headstart.eval.measurement.summary import unmeasured
 from headstart.eval.report.console import training_warnings
 from headstart.eval.suites.prompts import PromptSource, Suite
 from headstart.heads.registry import HEADS, build_head, save_head

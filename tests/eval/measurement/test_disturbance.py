@@ -12,6 +12,7 @@ from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.generate import Generation, Round
 from headstart.eval.measurement import disturbance as noticing
 from headstart.eval.measurement import passes
+from headstart.eval.measurement.batches import MeasuredBatch, Side
 from headstart.eval.measurement.config import MeasureConfig, chain
 from headstart.eval.measurement.disturbance import (
     IMPOSSIBLE,
@@ -26,7 +27,6 @@ from headstart.eval.measurement.disturbance import (
 from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.passes import least_disturbed
 from headstart.eval.measurement.result import Disturbance, StepMedians
-from headstart.eval.measurement.summary import MeasuredBatch, Side
 from headstart.eval.report.one_result import disturbance_words, is_doubtful
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.target import Target

@@ -11,12 +11,13 @@ from headstart.configs.errors import BadInput
 from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.generate import Generation, Round, generate
 from headstart.eval.measurement.bandwidth import with_share
+from headstart.eval.measurement.batches import MeasuredBatch, Side
 from headstart.eval.measurement.config import MeasureConfig, chain
 from headstart.eval.measurement.lossless import LosslessReport
 from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.metrics import acceptance, ratio_and_interval
 from headstart.eval.measurement.result import ENGINE, FixedTreeShape, TreeLimits
-from headstart.eval.measurement.summary import MeasuredBatch, Side, tree_shape, unmeasured, with_speedup
+from headstart.eval.measurement.summary import tree_shape, unmeasured, with_speedup
 from headstart.eval.report.console import show
 from headstart.eval.report.document import build_report, write_report
 from headstart.eval.suites.prompts import Suite, load_suite
@@ -285,7 +286,7 @@ def test_prompt_rows_of_every_kind(suite):
         ({"text": "a"}, "a prompt row needs `prompt`, `messages` or `turns`, found ['text']"),
         ({"prompt": ""}, "empty prompt"),
         ({"prompt": 7}, "`prompt` should be text"),
-        ({"prompt": None}, "`prompt` should be text"),
+        ({"prompt": None}, "a prompt row needs `prompt`, `messages` or `turns`"),
         ({"turns": []}, "`turns` should be a list of texts"),
         ({"turns": [7]}, "`turns` should be a list of texts"),
         ({"input_ids": "abc"}, "`input_ids` should be a list of whole numbers"),

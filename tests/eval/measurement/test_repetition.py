@@ -2,8 +2,9 @@
 
 import pytest
 from headstart.eval.generate import Generation, Round
+from headstart.eval.measurement.batches import MeasuredBatch, Side, timed_seconds
 from headstart.eval.measurement.repetition import longest_loop, repeated_share, text_repetition
-from headstart.eval.measurement.summary import MeasuredBatch, Side, repetitions, timed_seconds, without_loops
+from headstart.eval.measurement.summary import repetitions, without_loops
 from headstart.eval.suites.prompts import PromptSource, Suite
 
 PLAIN, LOOP = list(range(40)), [7, 8, 9] * 13 + [7]

@@ -35,7 +35,7 @@ def test_a_row_of_each_suite_is_read_from_the_folder(name, end, chat_target, wri
     file = SUITES[name].files[0]
     written(f"suites/{file}{end}", row)
     [suite] = load(name, chat_target, tmp_path / "suites")
-    assert (suite.name, suite.version, suite.prompts) == (name, 1, [asked(words, chat_target)])
+    assert (suite.name, suite.version, suite.prompts) == (name, SUITES[name].version, [asked(words, chat_target)])
 
 
 @pytest.mark.parametrize("name", ROWS)

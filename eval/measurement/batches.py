@@ -1,0 +1,90 @@
+"""Batches of prompts with both sides' generations, and which of them are observations of a speedup."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ..generate import Generation
+from ..suites.prompts import Suite
+from .metrics import row_seconds
+
+
+@dataclass
+class Side:
+    """Everything one side (speculation or baseline) did with one batch of prompts, a generation per repeat."""
+
+    runs: list[Generation] = field(default_factory=list)
+    others: list[float | None] = field(default_factory=list)  # of each, the other processes' share of the processor
+
+    @property
+    def prefill_seconds(self) -> float:
+        return sum(run.rounds[0].seconds for run in self.runs)
+
+    @property
+    def decode_seconds(self) -> float:
+        """From each row's first token to its last, averaged over the rows; see `row_seconds`."""
+        return sum(row_seconds(done) for run in self.runs for done in run.rounds[1:])
+
+    @property
+    def decode_tokens(self) -> int:
+        """Emitted tokens, without the first of each row, which the prefill gives."""
+        return sum(sum(done.num_emitted) for run in self.runs for done in run.rounds[1:])
+
+    @property
+    def texts(self) -> list[list[list[int]]]:
+        """The new tokens of each row, in all repeats."""
+        return [list(texts) for texts in zip(*(run.token_ids for run in self.runs), strict=True)]
+
+
+@dataclass(frozen=True)
+class MeasuredBatch:
+    """One batch of prompts, and both sides' generations."""
+
+    number: int
+    suite: Suite  # with only these prompts
+    drafted: Side
+    baseline: Side
+    num_again: int = 0  # times that it was measured again, because passes were disturbed
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of its prompts in the suite, each once."""
+        return sorted({source.number for source in self.suite.sources})
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Baseline and speculative decoding time, for the number of tokens that speculation emitted; no prefills."""
+        per_token = self.baseline.decode_seconds / max(1, self.baseline.decode_tokens)
+        return per_token * self.drafted.decode_tokens, self.drafted.decode_seconds
+
+
+def timed_batches(batches: Iterable[MeasuredBatch]) -> list[MeasuredBatch]:
+    """The batches in which something was timed, that is, not all answers ended with their first token.
+
+    A batch that earlier prompts filled is no observation of its own, and left out unless it is the only one."""
+    found, seen = list[MeasuredBatch](), set[int]()
+    for batch in batches:
+        numbers = set(batch.numbers)
+        if all(batch.seconds) and not numbers & seen:
+            found.append(batch)
+        seen |= numbers
+    return found
+
+
+def timed_units(batches: Iterable[MeasuredBatch]) -> list[list[MeasuredBatch]]:
+    """The timed batches, those wholly of one chat together: its turns are alike, so they are one observation."""
+    units: dict[int, list[MeasuredBatch]] = {}
+    for batch in timed_batches(batches):
+        chats = {source.first for source in batch.suite.sources}
+        units.setdefault(min(chats) if len(chats) == 1 else -1 - batch.number, []).append(batch)
+    return list(units.values())
+
+
+def summed_seconds(unit: Iterable[MeasuredBatch]) -> tuple[float, float]:
+    """The sum of the batches' `seconds`."""
+    baseline, drafted = zip(*(batch.seconds for batch in unit), strict=True)
+    return sum(baseline), sum(drafted)
+
+
+def timed_seconds(batches: Iterable[MeasuredBatch]) -> list[tuple[float, float]]:
+    """`seconds` of each of `timed_units`."""
+    return [summed_seconds(unit) for unit in timed_units(batches)]
