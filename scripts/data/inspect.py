@@ -77,7 +77,7 @@ def inspect(
             console.print(Text(f"{said_of(places, skeleton.tokenizer)}\n"))
     counts: Counter[str] = Counter()
     counted = list(iter_rows(data.train, num_rows=min(NUM_COUNTED, data.num_rows or NUM_COUNTED)))
-    how = {"vocab_size": skeleton.vocab_size}
+    how: dict[str, Any] = {"vocab_size": skeleton.vocab_size}
     samples = list(encode_rows(counted, skeleton.tokenizer, data, counts=counts, **how))
     print_statistics(samples, counts, console)
     sources = Counter(sample.source for sample in samples)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import typer
 from headstart.configs.errors import BadInput
-from headstart.heads.targets.written_ids import AnswerIds, as_entry, tokenizer_fingerprint
+from headstart.heads.chat.written_ids import AnswerIds, as_entry, tokenizer_fingerprint
 from headstart.scripts.data.inspect import inspect
 from typer.testing import CliRunner
 

@@ -3,12 +3,13 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from headstart.configs.errors import BadInput
 from headstart.configs.jsonl import read_jsonl
 from headstart.data_pipelines.answers.client import answer_of
-from headstart.data_pipelines.answers.conversations import SamplingConfig, exchanges
+from headstart.data_pipelines.answers.conversations import Answer, Failure, SamplingConfig, exchanges
 from headstart.data_pipelines.answers.store import AnswerStore, RunIndex
 from headstart.data_pipelines.config import DataConfig
 from headstart.data_pipelines.filters import FilterConfig
@@ -66,6 +67,7 @@ def answered(target, questions=("hi", "ok.\n\nhi"), *, engine=None, turns=1, num
             try:
                 while True:
                     [answer] = engine([request])
+                    assert isinstance(answer, Answer) and answer.ids is not None
                     decoded.append((engine.prompt(request), answer.ids.new))
                     request = talk.send(replace(answer, finish_reason="stop"))  # as if none was cut
             except StopIteration as end:
@@ -123,7 +125,7 @@ def test_a_row_keeps_its_ids_through_every_command(target, tmp_path):
     folder, path = tmp_path / "out", tmp_path / "answers.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     filters = FilterConfig(max_bad_characters=None, min_characters=None, drop_empty=False)
-    sources = [{"source": str(path), "weight": 1.0}]
+    sources: list[str | dict[str, Any]] = [{"source": str(path), "weight": 1.0}]
     prepare(PrepareConfig(sources=sources, output=str(folder), validation_share=0.3, filters=filters))
     prepared = [row.data for split in ("train", "validation") for row in iter_rows(str(folder / f"{split}.jsonl"))]
     served = [each.row for each in read_traffic(str(path)).rows]
@@ -220,6 +222,7 @@ def test_a_tool_call_is_structured_where_the_template_reads_it_and_the_ids_stay(
     talk = exchange.talk()
     request = next(talk)
     prompt = engine.prompt(request)
+    assert not isinstance(prompt, Failure)
     answer = engine.answer(prompt, new, request)
     with pytest.raises(StopIteration) as ended:
         talk.send(answer)
@@ -242,6 +245,7 @@ def test_ids_beyond_the_tokenizer_are_learnt_and_those_beyond_the_table_refused(
     [exchange] = exchanges(Row({"prompt": "hi"}, "p:1"), SAMPLING, turns="all")
     talk = exchange.talk()
     prompt, new = engine.prompt(next(talk)), [65, target.vocab_size - 1, end]
+    assert not isinstance(prompt, Failure)
     with pytest.raises(StopIteration) as ended:
         talk.send(engine.answer(prompt, new))
     row = ended.value.value
