@@ -198,7 +198,8 @@ def load_model(target: TargetConfig, *, device: str | torch.device | None = None
     if info["missing_keys"]:
         raise BadInput(f"target {path}: weights missing in the checkpoint: {sorted(info['missing_keys'])[:3]} ...")
     drop_other_modalities(model)
-    fingerprint = fingerprint_of_stored(stored_tensors(path, revision=target.revision))
+    stored_now, num_layers = stored_tensors(path, revision=target.revision), config.get_text_config().num_hidden_layers
+    fingerprint = fingerprint_of_stored(stored_now, num_layers=num_layers)
     if target.device_map is not None:
         return model, fingerprint
     try:

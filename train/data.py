@@ -141,7 +141,7 @@ def encode_into(folder: Path, config: DataConfig, target: Target, console: Conso
         raise BadInput(f"data.train: no row has supervised tokens in data.max_length {config.max_length}: {summary}")
     if not can_draft:
         raise BadInput(f"data.train: no row has a token to draft (two supervised tokens in a row): {summary}")
-    writer.finish(rows={name: count for name, count in counts.items() if count})
+    writer.finish(row_counts={name: count for name, count in counts.items() if count})
     if counts["dropped"] or counts["split"]:
         console.print(f"data.train: {summary_of(counts, problems)}", soft_wrap=True, highlight=False)
     rows = iter_rows(config.train, num_rows=config.num_rows)

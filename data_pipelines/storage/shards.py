@@ -36,23 +36,27 @@ class Manifest:
     bytes_per_token: float
     fields: dict[str, Any]  # how the rows were made, as JSON; top-level keys in the file
     shards: list[ShardEntry]
-    rows: dict[str, int] | None = None  # how many were kept, and dropped by reason; None: not known
+    row_counts: dict[str, int] | None = None  # how many were kept, and dropped by reason; None: not known
 
     @classmethod
     def of(
-        cls, shards: list[ShardEntry], fields: dict[str, Any], *, rows: Mapping[str, int] | None = None
+        cls, shards: list[ShardEntry], fields: dict[str, Any], *, row_counts: Mapping[str, int] | None = None
     ) -> "Manifest":
         summed = ("num_rows", "num_tokens", "num_supervised_tokens", "bytes")
         totals = {name: sum(getattr(shard, name) for shard in shards) for name in summed}
         bytes_per_token = round(totals["bytes"] / max(1, totals["num_tokens"]), 3)
         return cls(
-            **totals, bytes_per_token=bytes_per_token, fields=fields, shards=shards, rows=dict(rows) if rows else None
+            **totals,
+            bytes_per_token=bytes_per_token,
+            fields=fields,
+            shards=shards,
+            row_counts=dict(row_counts) if row_counts else None,
         )
 
     def as_json(self) -> dict[str, Any]:
         totals = asdict(self)
-        fields, shards, rows = (totals.pop(key) for key in ("fields", "shards", "rows"))
-        return {"format": FORMAT, **totals, **({"rows": rows} if rows else {}), **fields, "shards": shards}
+        fields, shards, counts = (totals.pop(key) for key in ("fields", "shards", "row_counts"))
+        return {"format": FORMAT, **totals, **({"row_counts": counts} if counts else {}), **fields, "shards": shards}
 
 
 class ShardWriter:
@@ -100,12 +104,14 @@ class ShardWriter:
         write_json(self.folder / PROGRESS / f"{number:05d}.json", asdict(entry))
         self.done[number] = entry
 
-    def finish(self, *, rows: Mapping[str, int] | None = None) -> Manifest:
-        """Write the remaining rows and the manifest, which lists the shards of all writers. Args: rows: its counts."""
+    def finish(self, *, row_counts: Mapping[str, int] | None = None) -> Manifest:
+        """Write the remaining rows and the manifest, with the shards of all writers. Args: row_counts: for it."""
         if self._rows:
             self._flush()
         self.done = dict(self._progress())
-        manifest = Manifest.of([self.done[number] for number in range(len(self.done))], self.fields, rows=rows)
+        manifest = Manifest.of(
+            [self.done[number] for number in range(len(self.done))], self.fields, row_counts=row_counts
+        )
         write_json(self.folder / MANIFEST, manifest.as_json())
         clear_progress(self.folder)
         return manifest

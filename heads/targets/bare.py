@@ -51,7 +51,8 @@ class BareTarget(Target):
         try:
             model = empty_model(source, dtype=dtype)
             with torch.device("meta"), quiet_loading():
-                target = cls(model, name=source.path, fingerprint=fingerprint_of_stored(stored), source=source)
+                fingerprint = fingerprint_of_stored(stored, num_layers=config.get_text_config().num_hidden_layers)
+                target = cls(model, name=source.path, fingerprint=fingerprint, source=source)
             target._use(use)
             with quiet_loading():
                 target._read(stored, dtype)

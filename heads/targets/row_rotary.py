@@ -65,4 +65,6 @@ def always_short(module: nn.Module) -> nn.Module:
     for part in (rope, *(inner for inner in rope.values() if isinstance(inner, dict))):
         if "original_max_position_embeddings" in part:
             part["original_max_position_embeddings"] = FAR
+    if hasattr(short.config, "original_max_position_embeddings"):  # of which transformers sets that entry anew
+        short.config.original_max_position_embeddings = FAR
     return short

@@ -6,6 +6,7 @@ Only headers and single values are read, so that a target of any size is known b
 import hashlib
 import json
 import os
+import re
 import struct
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -111,11 +112,21 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def fingerprint_of_stored(tensors: Mapping[str, StoredTensor]) -> str:
-    """`fingerprint_of_values` of tensors in files: it identifies a target's weights as stored, however many files."""
+def fingerprint_of_stored(tensors: Mapping[str, StoredTensor], *, num_layers: int) -> str:
+    """`fingerprint_of_values` of a target's tensors in files: it identifies its weights as stored, in however many
+    files, and without the MTP modules that a checkpoint has behind its num_layers layers."""
+    own = {name: tensor for name, tensor in tensors.items() if not is_beside(name, num_layers)}
     with ThreadPoolExecutor(READERS) as readers:
-        values = readers.map(StoredTensor.spread, tensors.values())
-        return fingerprint_of_values(zip(tensors, (each.shape for each in tensors.values()), values, strict=True))
+        values = readers.map(StoredTensor.spread, own.values())
+        return fingerprint_of_values(zip(own, (each.shape for each in own.values()), values, strict=True))
+
+
+def is_beside(name: str, num_layers: int) -> bool:
+    """Whether a tensor is an MTP module's: it is named so, or stands behind the last layer."""
+    layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+    return re.search(r"(?:^|\.)mtp(?:_layers)?\.", name) is not None or (
+        layer is not None and int(layer[1]) >= num_layers
+    )
 
 
 def fingerprint_of_values(tensors: Iterable[tuple[str, tuple[int, ...], Tensor]]) -> str:

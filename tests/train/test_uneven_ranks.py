@@ -14,7 +14,8 @@ from headstart.train.tracking import read_rows
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300, func_only=True)]  # not counting the compilation for DeepSpeed
 BACKENDS, PACKED = ("ddp", "zero2", "zero3", "fsdp2"), [("zero3", "packed"), ("fsdp2", "packed")]
 SMALL = {"TESTS_CHUNK": "2000", "TESTS_KEPT": "300000"}
-# a start in closed form has large weights, which make rounding of 1e-6 grow to 5e-4 in 60 steps; 20 have that start
+# a start in closed form has large weights, which make rounding of 1e-6 grow: to 5e-4 in 60 steps, on some processors to
+# 3e-4 in 20; 10 have that start
 LONG = {"eagle3": ", start: random"}
 PLAIN = ("data.validation=null", "train.validate_every=0", "train.learning_rate=1e-3")
 
@@ -45,7 +46,7 @@ def rows_of(folder):
 def test_ranks_with_other_rows_never_wait_for_each_other_for_good(
     backend, layout, head_type, uneven, launching, by_one, shared_memory_op, tmp_path
 ):
-    steps, start = (60, LONG.get(head_type, "")) if layout == "padded" else (20, "")
+    steps, start = (60, LONG.get(head_type, "")) if layout == "padded" else (10, "")
     how = (*PLAIN, f"data.train={uneven}", f"data.layout={layout}", "data.max_length=150", f"train.max_steps={steps}")
     how += (f"head={{type: {head_type}, num_depths: 3{start}}}", "train.seed=1")
     processes = launching.start(backend, tmp_path / "two", *how, env=SMALL)

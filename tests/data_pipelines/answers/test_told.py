@@ -75,6 +75,7 @@ def test_what_the_template_is_told_is_recorded_and_told_again(target, tmp_path):
         EngineAnswers(loaded),
         SamplingConfig(max_tokens=4, thinking=False, chat_template_kwargs={"reasoning_effort": "14"}),
     )
+    mark = tokenizer_fingerprint(loaded.tokenizer)
     heads = [[1, 0, 0, 14], [1, 0, 0, 30, 14, 9, 12, 2], [1, 0, 0, 14], [1, 17, 15]]  # w01: w0, and no word
     for row, given, head, line in zip(written, asked, heads, range(1, 5), strict=True):
         [exchange] = exchanges(Row(given, "a:1"), sampling, turns="all")
@@ -83,7 +84,7 @@ def test_what_the_template_is_told_is_recorded_and_told_again(target, tmp_path):
         [sample] = encode_row(Row(row, f"a:{line}"), loaded.tokenizer, DataConfig(train=""))
         assert sample.input_ids[: int(sample.loss_mask.argmax())].tolist() == prompt
         assert prompt_ids(row, loaded.tokenizer, origin="a:1") == prompt
-        assert answered(row, loaded.tokenizer, origin="a:1")[0] == prompt
+        assert answered(row, loaded.tokenizer, origin="a:1", fingerprint=mark, vocab_size=None)[0] == prompt
     [first, *_] = read_asked(str(tmp_path / "out" / "answers.jsonl"))
     assert held_out_row(first)["chat_template_kwargs"] == common, "auto measures as it asks"
 
@@ -114,7 +115,7 @@ def test_servers_are_told_what_rows_record(monkeypatch):
 
             spaces = SimpleNamespace(with_raw_response=SimpleNamespace(create=create))
             client = SimpleNamespace(chat=SimpleNamespace(completions=spaces))
-            server: Any = SimpleNamespace(url="u", client=client)
+            server: Any = SimpleNamespace(url="u", client=client, refused=set())
             return self._attempt(server, request)
 
     told = {"enable_thinking": True, "strftime_now": "2026-03-17"}
