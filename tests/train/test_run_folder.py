@@ -194,7 +194,7 @@ def test_a_row_that_cannot_be_encoded_does_not_end_the_run(run, world, tmp_path,
     path = tmp_path / "rows.jsonl"
     path.write_text((world / "rows.jsonl").read_text() + '{"messages": "hi"}\n')
     folder = run("medusa", "a", f"data.train={path}", "train.max_steps=3")
-    told = "kept 6, dropped 1, malformed 1; the first refused: "
+    told = "kept 6, malformed 1, dropped 1; the first refused: "
     said = " ".join(capfd.readouterr().err.split())
     assert f"data.train: {told}{path}:7: a chat should be a list of turns" in said, said
     assert json.loads((folder / "tokens" / "manifest.json").read_text())["row_counts"] == {

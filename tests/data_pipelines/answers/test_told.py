@@ -4,6 +4,7 @@ import json
 import shutil
 from datetime import date
 from pathlib import Path
+from threading import Condition
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from headstart.data_pipelines.sources import Row
 from headstart.data_pipelines.traffic import served
 from headstart.eval.drafters.answers import answered
 from headstart.heads.chat.prompts import prompt_ids
+from headstart.heads.chat.written_ids import tokenizer_fingerprint
 from headstart.heads.target import Target
 from headstart.scripts.auto.data import held_out_row, read_asked
 from headstart.scripts.data.regenerate import EngineAnswers, regenerate
@@ -104,7 +106,7 @@ def test_servers_are_told_what_rows_record(monkeypatch):
 
     class Client(OpenAIClient):
         def __init__(self):
-            self.model, self.config = "tiny", ClientConfig()
+            self.model, self.config, self._changed = "tiny", ClientConfig(), Condition()
 
         def __call__(self, request):
             def create(**body):
