@@ -6,6 +6,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from http.client import HTTPException
+from threading import Event
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -86,6 +88,7 @@ class StateServer:
             raise BadInput(f"--server {url}: expected an address such as http://localhost:8000")
         self.url = url.rstrip("/").removesuffix("/v1")
         self.label, self._take, self._is_gone, self.patience = label, take, is_gone, patience
+        self._closed = Event()
         self.served: Served | None = None
         self.model = self._model()
 
@@ -108,8 +111,13 @@ class StateServer:
                     raise BadInput(f"server {self.url}: {why}") from lost
                 if time.monotonic() - began > self.patience:
                     raise BadInput(f"server {self.url}: {lost}; gave up after {self.patience:g} s") from lost
-            time.sleep(pause)
+            if self._closed.wait(pause):
+                raise BadInput(f"server {self.url}: no longer asked")
             pause = min(2 * pause, LONGEST_PAUSE)
+
+    def close(self) -> None:
+        """Let threads that wait for the server to come back give up."""
+        self._closed.set()
 
     def _attempt(self, ids: list[int]) -> Answer:
         """Raises: Lost if another attempt may do."""
@@ -152,5 +160,5 @@ class StateServer:
             if error.code >= 500 or error.code in (408, 425, 429):
                 raise Lost(problem) from error
             raise BadInput(f"server {self.url}: {problem}") from error
-        except (OSError, ValueError, urllib.error.URLError) as error:  # no connection, or one that broke
+        except (OSError, ValueError, HTTPException) as error:  # no connection, or one that broke
             raise Lost(first_line(error)) from error

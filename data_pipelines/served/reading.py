@@ -42,6 +42,7 @@ class ServedReader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.server.close()
         self.threads.shutdown(cancel_futures=True)
 
     def start(self, samples: Sequence[Sample]) -> Callable[[], list[StoredSample]]:

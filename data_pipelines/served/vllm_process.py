@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -24,7 +25,8 @@ CONNECTOR = Path(in_vllm.__path__[0])  # what a server needs on its PYTHONPATH
 MODULE = "vllm.entrypoints.openai.api_server"
 START_SECONDS = 7200.0  # for reading the weights of large targets
 END_SECONDS = 30.0
-LAST_BYTES = 20_000  # of a log, in which an error is looked for
+LAST_BYTES = 200_000  # of a log, in which an error is looked for
+QUOTED = re.compile(r"(?:^|\] )(\w*(?:Error|Exception): .+)")
 
 
 def serving_flags(layers: Sequence[int], folder: Path) -> list[str]:
@@ -102,11 +104,11 @@ class VllmServer:
         return None if code is None else f"vLLM ended with code {code}: {self.last_words()}"
 
     def last_words(self) -> str:
-        """The last line of its log that names an error, else the last line."""
+        """The first error that its log quotes, which causes the later ones, else the last line."""
         text = self.log.read_bytes()[-LAST_BYTES:].decode(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()] or ["its log is empty"]
-        told = [line for line in lines if "Error:" in line or "error:" in line]
-        return (told or lines)[-1][-400:]
+        told = next((found[1] for line in lines if (found := QUOTED.search(line))), lines[-1])
+        return told[:400]
 
     def _wait_until_ready(self) -> None:
         until = time.monotonic() + START_SECONDS

@@ -306,7 +306,12 @@ def test_a_server_of_our_own_runs_for_the_extraction_alone(python, run_of, tmp_p
 
 
 def test_a_server_that_does_not_start_is_quoted(tmp_path):
-    (tmp_path / "python").write_text("#!/bin/sh\necho a line; echo ValueError: no such model; echo more; exit 1\n")
+    log = [
+        "(A pid=1) WARNING [a.py:1] beware of such as `OSError: x`",
+        "(B pid=2) ERROR [b.py:7] ValueError: no such model",
+    ]
+    log += ["RuntimeError: see above"]
+    (tmp_path / "python").write_text("\n".join(["#!/bin/sh", "cat <<'END'", *log, "END", "exit 1", ""]))
     (tmp_path / "python").chmod(0o755)
     broken = VllmServer([], python=str(tmp_path / "python"), log=tmp_path / "log")
     with pytest.raises(BadInput, match="vLLM ended with code 1: ValueError: no such model"), broken:
