@@ -50,6 +50,7 @@ KINDS = {
 SMALL = ["--enforce-eager", "--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(64 << 20)]
 CHUNKS = ["--max-num-batched-tokens", "64", "--max-num-seqs", "8", "--enable-prefix-caching"]
 STEPS, ROWS = 100, 64  # of training on SmolLM2
+SMALLER = {"num_depths": 3, "draft_vocab_size": 2048}  # so that a step takes less than a second
 pytestmark = pytest.mark.timeout(3600)
 
 
@@ -269,7 +270,7 @@ def test_a_head_learns_the_same_from_either(head: str, smollm2: tuple[Path, str]
         for text in orders(ROWS, seed=0, held_out=False):
             talk = [{"role": "user", "content": text}, {"role": "assistant", "content": f"Here it is. {text[::-1]}"}]
             file.write(json.dumps({"messages": talk}) + "\n")
-    config = config_of(folder, tmp_path, {"type": head}, rows)
+    config = config_of(folder, tmp_path, {"type": head, **SMALLER}, rows)
     short = ["data.max_length=512"]
     stored(config, tmp_path / "here", overrides=short)
     stored(config, tmp_path / "out", overrides=short, engine="vllm", server=url)
@@ -281,7 +282,7 @@ def test_a_head_learns_the_same_from_either(head: str, smollm2: tuple[Path, str]
             f"train.output_dir={tmp_path / 'run' / name}",
             "train.device=cpu",
         ]
-        how += [f"train.max_steps={STEPS}", "train.batch_size=4", "train.log_every=1"]
+        how += [f"train.max_steps={STEPS}", "train.batch_size=4", "train.log_every=1", "train.learning_rate=1e-4"]
         run = train(load_run(config, how)).parent
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         losses.append([line["loss"] for line in lines if "loss" in line])
