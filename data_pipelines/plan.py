@@ -213,26 +213,30 @@ def timed_pass(extractions: Sequence[Extraction], folder: Path) -> list[float]:
     return [after - before for before, after in pairwise(marks)]
 
 
-def estimate(extraction: Extraction, output: Path, *, num_ranks: int = 1) -> str:
+def estimate(extraction: Extraction, output: Path, *, num_ranks: int = 1, is_served: bool = False) -> str:
     """A line for the log: the size of the extraction, and the hours that its missing shards will take.
 
-    The time is measured on a few batches. Args: num_ranks: number of processes that share the work.
+    The time is measured on a few batches. Args: num_ranks: number of processes that share the work. is_served: the
+        states come from a server: no hours.
     """
     samples, config = extraction.samples, extraction.config
     done = ShardWriter(output, fields=extraction.fields).done
     left = extraction.num_tokens(skip=done)
     if not left:
         return "all shards are complete"
+    size, tokens = extraction.num_bytes, extraction.num_tokens()
+    line = (
+        f"{tokens:,} tokens, {in_bytes(size)} in {config.storage_dtype} ({size / tokens:.1f} bytes per token), "
+        f"{in_bytes(disk_free(output))} free"
+    )
+    if is_served:
+        return f"{line}; {left:,} tokens still to be asked for"
     num_sampled = max(1, int(4 * config.batch_tokens / samples.lengths.mean()))
     chosen = [samples[i].sample for i in range(0, len(samples), max(1, len(samples) // num_sampled))][:num_sampled]
     target, reads = extraction.target, extraction.reads
     rates = measure_rates(chosen, target, reads, config=config, folder=output / PROGRESS, num_passes=1)
-    size, tokens = extraction.num_bytes, extraction.num_tokens()
     hours = left / rates.extraction / num_ranks / 3600
-    return (
-        f"{tokens:,} tokens, {in_bytes(size)} in {config.storage_dtype} ({size / tokens:.1f} bytes per token), "
-        f"{in_bytes(disk_free(output))} free; about {in_hours(hours)} for the {left:,} tokens still to be extracted"
-    )
+    return f"{line}; about {in_hours(hours)} for the {left:,} tokens still to be extracted"
 
 
 def in_hours(hours: float) -> str:

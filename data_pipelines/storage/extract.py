@@ -30,6 +30,9 @@ from .shards import MANIFEST, Manifest, Shards, ShardWriter, clear_progress, rea
 TOKENS = "tokens"  # subfolder of the output with the samples, until the extraction is finished
 AHEAD = 2  # batches that may wait to be written
 
+# begins to get the states of a batch of samples; returns a function that waits for them
+Start = Callable[[Sequence[Sample]], Callable[[], list[StoredSample]]]
+
 
 class Reader:
     """Runs the target on batches of samples, asynchronously.
@@ -82,10 +85,15 @@ class Reader:
 
     def _split(self, packed: Packed, at: Sequence[np.ndarray]) -> list[Packed]:
         """The states of each row. Raises BadInput if a state is NaN or infinite."""
-        checked = packed.values if packed.scales is None else packed.scales
-        if not checked.sum(dtype=torch.float32).isfinite():
-            raise BadInput(f"target {self.target.name}: its states are not finite numbers in {self.target.dtype}")
-        return packed.split([int(row_at.sum()) for row_at in at])
+        return checked(packed, self.target).split([int(row_at.sum()) for row_at in at])
+
+
+def checked(packed: Packed, target: Target) -> Packed:
+    """The same states. Raises BadInput if one of them is NaN or infinite."""
+    values = packed.values if packed.scales is None else packed.scales
+    if not values.sum(dtype=torch.float32).isfinite():
+        raise BadInput(f"target {target.name}: its states are not finite numbers in {target.dtype}")
+    return packed
 
 
 def padded(samples: Sequence[Sample], *, device: torch.device) -> Tensor:
@@ -158,19 +166,27 @@ class Extraction:
             )
 
     def run(
-        self, output: Path, *, rank: int = 0, num_ranks: int = 1, on_tokens: Callable[[int], None] = lambda _: None
+        self,
+        output: Path,
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        on_tokens: Callable[[int], None] = lambda _: None,
+        start: Start | None = None,
     ) -> None:
         """Write this rank's shards, except complete ones.
 
-        Args: on_tokens: called with the number of tokens of each shard, complete ones included.
+        Args:
+            on_tokens: called with the number of tokens of each shard, complete ones included.
+            start: gives the states of a batch, as `Reader.start`; None: the target in this process does.
         """
         writer = ShardWriter(output, fields=self.fields)
-        reader = Reader(self.target, self.reads, storage_dtype=self.config.storage_dtype)
+        start = start or Reader(self.target, self.reads, storage_dtype=self.config.storage_dtype).start
 
         def jobs() -> Iterator[Callable[[], None]]:
             for number, rows in list(enumerate(self.shards))[rank::num_ranks]:
                 if number not in writer.done:
-                    yield from self._jobs(reader, writer, number, rows)
+                    yield from self._jobs(start, writer, number, rows)
                 on_tokens(int(self.samples.lengths[rows.start : rows.stop].sum()))
 
         for _ in read_ahead(lambda job: job(), jobs(), depth=AHEAD):
@@ -188,13 +204,13 @@ class Extraction:
         shards = [rows for number, rows in enumerate(self.shards) if number not in skip][rank::num_ranks]
         return sum(int(ends[rows.stop] - ends[rows.start]) for rows in shards)
 
-    def _jobs(self, reader: Reader, writer: ShardWriter, number: int, rows: range) -> Iterator[Callable[[], None]]:
+    def _jobs(self, start: Start, writer: ShardWriter, number: int, rows: range) -> Iterator[Callable[[], None]]:
         """Run the target on a shard's rows batch by batch; yields functions to call in order in another thread, which
         wait for the states and finally write the shard."""
         samples = [self.samples[i].sample for i in rows]
         stored: dict[int, StoredSample] = {}
         for batch in batches(self.samples.lengths[rows.start : rows.stop], batch_tokens=self.config.batch_tokens):
-            finish = reader.start([samples[i] for i in batch])
+            finish = start([samples[i] for i in batch])
             yield lambda finish=finish, batch=batch: stored.update(zip(batch.tolist(), finish(), strict=True))
         yield lambda: writer.write(number, [stored[i] for i in range(len(samples))])
 
@@ -230,13 +246,14 @@ def fields_of(target: Target, reads: Reads, config: ExtractConfig, origin: dict[
     }
 
 
-def is_finished(output: Path, fields: dict[str, Any]) -> bool:
-    """Whether the output is a finished extraction with these fields. Raises BadInput, naming the key and both values,
-    if it is finished with others."""
+def is_finished(output: Path, fields: dict[str, Any], *, engine: str | None = None) -> bool:
+    """Whether the output is a finished extraction with these fields by that engine; None: the target in a process of
+    ours. Raises BadInput, naming the key and both values, if it is finished with others."""
     if not (output / MANIFEST).exists():
         return False
     written = read_manifest(output).fields
-    if problem := differing(written, {key: value for key, value in fields.items() if key != "target"}):
+    wanted = {key: value for key, value in fields.items() if key != "target"} | {"engine": engine}
+    if problem := differing(written, wanted):
         raise BadInput(f"{output}: holds samples with {problem}; choose another folder")
     return True
 

@@ -1,9 +1,7 @@
 """Runs the steps of an unattended run: ordinary `headstart` commands in processes of their own, with a time limit."""
 
-import ctypes
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -12,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from ...configs.children import end_with_parent
 from ...configs.errors import BadInput
 from ...train.stopping import Stopping
 from .clock import Clock
@@ -60,7 +59,7 @@ class Runner:
                 stdout=file,
                 stderr=file,
                 stdin=subprocess.DEVNULL,
-                preexec_fn=partial(_die_with_parent, os.getpid()),
+                preexec_fn=partial(end_with_parent, os.getpid()),
             )
             while process.poll() is None:
                 is_late = until is not None and self.clock.used > until
@@ -103,14 +102,3 @@ def start_seconds() -> float:
     began = time.monotonic()
     subprocess.run([sys.executable, "-c", "import headstart.train.trainer"], check=True, capture_output=True)
     return time.monotonic() - began
-
-
-def _die_with_parent(parent: int) -> None:
-    """Called in the child process: makes Linux kill it when its parent ends, in whatever way.
-
-    On other systems a child may outlive its parent; the lock of its output folder then keeps a second one out.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # the parent had ended before
-            os._exit(1)

@@ -47,8 +47,8 @@ def test_training_is_started_by_the_launcher_alone(tmp_path):
 def test_a_command_ends_with_the_process_that_started_it(tmp_path):
     script = (
         "import os, signal, subprocess; from functools import partial; "
-        "from headstart.scripts.unattended.steps import _die_with_parent; "
-        "child = subprocess.Popen(['sleep', '60'], preexec_fn=partial(_die_with_parent, os.getpid())); "
+        "from headstart.configs.children import end_with_parent; "
+        "child = subprocess.Popen(['sleep', '60'], preexec_fn=partial(end_with_parent, os.getpid())); "
         "print(child.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

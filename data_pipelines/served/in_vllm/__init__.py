@@ -1,0 +1,1 @@
+"""What runs inside vLLM, whose environment need not have headstart: a server gets this folder on its PYTHONPATH."""

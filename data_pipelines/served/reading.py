@@ -1,0 +1,147 @@
+"""From a server's states to stored rows, and what a server must be for that."""
+
+import hashlib
+import platform
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...configs.errors import BadInput, first_line
+from ...heads.target import Target
+from ..storage.extract import checked
+from ..storage.features import Reads
+from ..storage.quantise import pack
+from ..storage.samples import Sample
+from ..storage.shard_file import PackedStates, StoredSample
+from .asking import Answer, Served, StateServer
+from .in_vllm.headstart_weights import digest_of_vocabulary, weights_digest
+
+AT_ONCE = 32  # requests; batches that wait to be written limit them too
+PROBE = "The first words of an answer."
+CLOSE = {"float32": 0.01, "bfloat16": 0.25, "float16": 0.1}  # of the same token's log-probability in two engines
+
+
+class ServedReader:
+    """As `extract.Reader`, with the states of a server. Used in a `with` block."""
+
+    def __init__(self, target: Target, reads: Reads, server: StateServer, *, storage_dtype: str):
+        assert server.served is not None, "checked before"
+        self.served = server.served
+        self.target, self.reads, self.server, self.storage_dtype = target, reads, server, storage_dtype
+        self.layers = [self.served.layers.index(layer) for layer in reads.layers]
+        self.last = self.served.layers.index(target.num_layers)
+        self.threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="ask")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.server.close()
+        self.threads.shutdown(cancel_futures=True)
+
+    def start(self, samples: Sequence[Sample]) -> Callable[[], list[StoredSample]]:
+        """Ask for the states of all samples; returns a function that waits for them."""
+        asked = [self.threads.submit(self.row, sample) for sample in samples]
+        return lambda: [row.result() for row in asked]
+
+    @torch.no_grad()
+    def row(self, sample: Sample) -> StoredSample:
+        features_at, post_norm_at = self.reads.positions(sample.loss_mask)
+        states = self._states(sample, features_at | post_norm_at)  # [t, L, D]
+        chosen = states[torch.from_numpy(np.flatnonzero(features_at))][:, self.layers]  # [n, L, D]
+        last = states[torch.from_numpy(np.flatnonzero(post_norm_at)), self.last]  # [m, D]
+        post_norm = final_norm(self.target)(last.to(self.target.device)).cpu()
+        parts = [checked(pack(part, self.storage_dtype), self.target) for part in (chosen, post_norm)]
+        return StoredSample(sample, PackedStates(features_at, parts[0], post_norm_at, parts[1], self.target.dtype))
+
+    def _states(self, sample: Sample, needed: np.ndarray) -> Tensor:
+        """[t, L, D] up to the last position of which states are read; always before the row's end, so that a row fills
+        the server's context with the token that it generates."""
+        length = int(np.flatnonzero(needed)[-1]) + 1 if needed.any() else 0
+        if length:
+            return self.server.ask(sample.input_ids[:length].tolist())
+        return torch.zeros(0, len(self.served.layers), self.target.hidden_size, dtype=self.target.dtype)
+
+
+def layers_asked(target: Target, reads: Reads) -> list[int]:
+    """The layers whose states a server must give: those of the features, and the last one's output."""
+    return sorted({*reads.layers, target.num_layers})
+
+
+def fields_of_served(served: Served) -> dict[str, Any]:
+    """What the manifest says beside `extract.fields_of`."""
+    return {
+        "engine": served.engine,
+        "engine_version": served.version,
+        "engine_quantization": served.quantization,
+    }
+
+
+def label_of(output: Path) -> str:
+    """Hex digits of an extraction, the same after a restart and no other's: what a kill left can be removed."""
+    return hashlib.sha256(f"{platform.node()} {output.absolute()}".encode()).hexdigest()[:16]
+
+
+def check_server(
+    server: StateServer, target: Target, reads: Reads, *, max_length: int, revision: str | None = None
+) -> Served:
+    """Ask for a short row and compare: the server's target, layers, dtype, tokenizer and context with ours, and the
+    log-probability that it gives a token with the one that our final norm and output layer give it.
+
+    Args: max_length: tokens of the longest row. revision: of the target on the hub.
+    Raises: BadInput, naming what is wrong.
+    """
+    final_norm(target)
+    ids = target.tokenizer(PROBE, add_special_tokens=False)["input_ids"] or [0]
+    answer = server.answer(ids)
+    served, where = answer.served, f"server {server.url}"
+    weights = digest_of_weights(target.name, revision)
+    if served.weights != weights:
+        theirs, ours = f"{served.target} (weights {served.weights[:12]})", f"{target.name} ({weights[:12]})"
+        raise BadInput(f"{where}: serves target {theirs}, not {ours}")
+    missing = sorted(set(layers_asked(target, reads)) - set(served.layers))
+    if missing or served.num_layers != target.num_layers:
+        asked, given = layers_asked(target, reads), list(served.layers)
+        raise BadInput(f"{where}: gives the states of layers {given} of {served.num_layers}, asked for are {asked}")
+    dtype = str(target.dtype).removeprefix("torch.")
+    if served.dtype != dtype:
+        raise BadInput(f"{where}: computes in dtype {served.dtype}, target.dtype is {dtype}")
+    vocabulary = digest_of_vocabulary(target.tokenizer)
+    if served.vocabulary not in (None, vocabulary):
+        raise BadInput(f"{where}: has another tokenizer: vocabulary {served.vocabulary}, not {vocabulary}")
+    if served.max_length < max_length:
+        raise BadInput(f"{where}: its max-model-len is {served.max_length}, rows have up to {max_length} tokens")
+    check_post_norm(answer, target, where)
+    return served
+
+
+@torch.no_grad()
+def check_post_norm(answer: Answer, target: Target, where: str) -> None:
+    """Raises BadInput if the target's own final norm and output layer make something else of the last layer's output
+    than the server does."""
+    last = answer.states[-1:, answer.served.layers.index(target.num_layers)]  # [1, D]
+    logprobs = target.logits(final_norm(target)(last.to(target.device)))[0].log_softmax(-1)
+    ours, theirs = float(logprobs[answer.next_token]), answer.next_logprob
+    if not abs(ours - theirs) < CLOSE[answer.served.dtype]:
+        problem = f"gives a token the log-probability {theirs:.3f}, where its states give {ours:.3f}"
+        raise BadInput(f"{where}: {problem}: between the last layer and the logits it computes something else than we")
+
+
+def final_norm(target: Target) -> nn.Module:
+    """Raises BadInput if the target has none that is known."""
+    if target.final_norm is None:
+        raise BadInput(f"target {target.name}: has no final norm under a known name, so its states cannot be served")
+    return target.final_norm
+
+
+def digest_of_weights(path: str, revision: str | None) -> str:
+    try:
+        return weights_digest(path, revision)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"target {path}: {first_line(error)}") from error

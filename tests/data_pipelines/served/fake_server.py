@@ -1,0 +1,135 @@
+"""Stands in for vLLM with headstart's connector: answers requests with a target's states, a file per answer.
+
+    python fake_server.py -m MODULE --host HOST --port PORT --model FOLDER ...     as `VllmServer` starts vLLM
+
+Modules of this folder are imported by name.
+"""
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+from headstart.data_pipelines.served.in_vllm.headstart_weights import digest_of_vocabulary, weights_digest
+from headstart.heads.target import Target
+from safetensors.torch import save_file
+
+
+class FakeServer:
+    """What a server says and does. folder: of the states. told: changes of what it says of itself.
+
+    rows: tokens of each row that it was asked for. num_away: requests that it drops from here on. num_unwritten:
+    answers without a file, from here on. problem: why it cannot write.
+    """
+
+    def __init__(self, target: Target, layers: list[int], folder: Path, **told: Any):
+        self.target, self.layers, self.folder, self.told = target, layers, folder, told
+        self.rows: list[int] = []
+        self.num_away = self.num_unwritten = 0
+        self.problem = ""
+        self.has_connector = True
+        self._reads = threading.Lock()  # a target runs one forward at a time
+        folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def served(self) -> dict[str, Any]:
+        target = self.target
+        found = {"engine": "vllm", "version": "0.0", "target": target.name, "weights": weights_digest(target.name)}
+        found |= {"vocabulary": digest_of_vocabulary(target.tokenizer), "layers": self.layers}
+        found |= {"num_layers": target.num_layers, "hidden_size": target.hidden_size, "quantization": None}
+        return {**found, "dtype": str(target.dtype).removeprefix("torch."), "max_length": 256, **self.told}
+
+    @torch.no_grad()
+    def states(self, ids: list[int]) -> tuple[torch.Tensor, int, float]:
+        """[T, L, D] of the layers, in ascending order; the likeliest next token and its log-probability."""
+        target, last = self.target, []
+        inputs = tuple(layer for layer in self.layers if layer < target.num_layers)
+        with self._reads:
+            hook = target.layers[-1].register_forward_hook(
+                lambda layer, given, out: last.append(out[0] if isinstance(out, tuple) else out)
+            )
+            out = target.forward(torch.tensor([ids]), feature_layers=inputs)
+            hook.remove()
+        parts = [out.features[0]] + ([last[0].reshape(len(ids), 1, -1)] if target.num_layers in self.layers else [])
+        logprob, token = target.logits(out.post_norm[0, -1]).log_softmax(-1).max(-1)
+        return torch.cat(parts, 1), int(token), float(logprob)
+
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        ids = asked["prompt"]
+        self.rows.append(len(ids))
+        states, token, logprob = self.states(ids)
+        path = self.folder / f"{asked['kv_transfer_params']['headstart']}-{uuid4().hex}.safetensors"
+        if self.problem:
+            path.with_suffix(".failed").write_text(self.problem)
+        elif self.num_unwritten:
+            self.num_unwritten -= 1
+        else:
+            threading.Thread(target=self._write, args=(path, ids, states)).start()  # when the answer may be out
+        said: dict[str, Any] = {"choices": [{"logprobs": {"tokens": [f"token_id:{token}"]}}]}
+        said["choices"][0]["logprobs"]["token_logprobs"] = [logprob]
+        if self.has_connector:
+            said["kv_transfer_params"] = {"headstart": {"file": str(path), "served": self.served}}
+        return said
+
+    def _write(self, path: Path, ids: list[int], states: torch.Tensor) -> None:
+        unfinished = path.with_name(f".{path.name}")
+        save_file({"token_ids": torch.tensor(ids), "states": states.contiguous()}, unfinished)
+        os.replace(unfinished, path)
+
+    @contextmanager
+    def listening(self, port: int = 0) -> Iterator[str]:
+        """Gives its address."""
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.reply({"data": [{"id": fake.target.name}]})
+
+            def do_POST(self) -> None:
+                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if fake.num_away:
+                    fake.num_away -= 1
+                    self.close_connection = True
+                    return
+                self.reply(fake.answer(asked))
+
+            def reply(self, said: dict[str, Any]) -> None:
+                body = json.dumps(said).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *args: Any) -> None: ...
+
+        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            server.server_close()
+
+
+def main() -> None:
+    """Serve as the command line says, until the process ends."""
+    words = dict(zip(sys.argv[1::1], sys.argv[2::1], strict=False))
+    layers = json.loads(words["--speculative-config"])["draft_model_config"]["hf_config"]
+    transfer = json.loads(words["--kv-transfer-config"])["kv_connector_extra_config"]
+    target = Target.load(words["--model"], dtype=words["--dtype"])
+    fake = FakeServer(target, layers["eagle_aux_hidden_state_layer_ids"], Path(transfer["folder"]))
+    with fake.listening(int(words["--port"])):
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

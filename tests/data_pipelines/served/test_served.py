@@ -1,0 +1,349 @@
+"""States that a server gives are stored as those of a target here; a wrong server is refused by name, untouched."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+from fake_server import FakeServer
+from headstart.configs.errors import BadInput
+from headstart.data_pipelines.served.asking import StateServer
+from headstart.data_pipelines.served.files import Files
+from headstart.data_pipelines.served.in_vllm.headstart_weights import weights_digest
+from headstart.data_pipelines.served.vllm_process import VllmServer
+from headstart.data_pipelines.storage.shards import Shards, read_manifest
+from headstart.heads.target import Target
+from headstart.scripts.data.extract import extract
+from headstart.train.config import load_run
+from headstart.train.trainer import train
+from served_targets import KINDS, save_words
+
+HEADS = {
+    "eagle3": ({"type": "eagle3"}, [1, 2, 3, 4]),
+    "medusa": ({"type": "medusa", "num_depths": 2}, [4]),
+    "other layers": ({"type": "eagle3", "feature_layers": [0, 3]}, [0, 3, 4]),
+    "more layers than are read": ({"type": "eagle"}, [1, 4]),
+}
+
+
+@pytest.fixture
+def fake(folder_of, tmp_path):
+    """fake(kind, layers, **told)."""
+
+    def make(kind="llama", layers=(1, 2, 3, 4), **told):
+        return FakeServer(Target.load(folder_of(kind), dtype="float32"), list(layers), tmp_path / "states", **told)
+
+    return make
+
+
+def here(run, output, **how):
+    extract(run, output=output, device="cpu", **{"storage_dtype": "float32", **how})
+
+
+def served(run, output, url, **how):
+    here(run, output, engine="vllm", server=url, **how)
+
+
+def rows_of(folder) -> list[Any]:
+    return list(Shards(folder))
+
+
+def contents(folder):
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".headstart.json")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.mark.fast_only(kind=["qwen2"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head", HEADS)
+def test_stored_is_what_the_target_itself_gives(kind, head, fake, run_of, tmp_path):
+    config, layers = HEADS[head]
+    run, server = run_of(kind, config), fake(kind, layers)
+    with server.listening() as url:
+        served(run, tmp_path / "out", url)
+    here(run, tmp_path / "here")
+    ours, theirs = (read_manifest(tmp_path / name).fields for name in ("here", "out"))
+    for a, b in zip(rows_of(tmp_path / "here"), rows_of(tmp_path / "out"), strict=True):
+        assert a.sample == b.sample
+        torch.testing.assert_close(a.states.features, b.states.features, atol=1e-4, rtol=0)
+        torch.testing.assert_close(a.states.post_norm, b.states.post_norm, atol=1e-4, rtol=0)
+    assert theirs == ours | {"engine": "vllm", "engine_version": "0.0", "engine_quantization": None}
+    assert not list((tmp_path / "states").iterdir()), "what was taken is removed"
+    assert sorted(path.name for path in (tmp_path / "out").iterdir() if not path.name.startswith(".")) == [
+        "manifest.json",
+        "shard_00000.safetensors",
+    ]
+
+
+def test_it_trains_as_on_our_own(fake, run_of, tmp_path):
+    run = run_of("llama")
+    with fake().listening() as url:
+        served(run, tmp_path / "out", url)
+    here(run, tmp_path / "here")
+    losses = []
+    for name in ("out", "here"):
+        how = [f"data.features={tmp_path / name}", f"train.output_dir={tmp_path / 'run' / name}", "train.device=cpu"]
+        how += ["train.max_steps=8", "train.batch_size=4", "train.log_every=1"]
+        folder = train(load_run(run, how)).parent
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        losses.append([line["loss"] for line in lines if "loss" in line])
+    assert len(losses[0]) >= 8 and losses[0] == pytest.approx(losses[1], abs=1e-4)
+
+
+def test_no_token_is_asked_for_that_nothing_reads(fake, run_of, tmp_path):
+    """Rows end with tokens that are only predicted; so one that fills the context leaves room for a token."""
+    server = fake()
+    with server.listening() as url:
+        served(run_of(), tmp_path / "out", url)
+    rows = rows_of(tmp_path / "out")
+    needed = [(row.packed.features_at | row.packed.post_norm_at).nonzero()[0] for row in rows]
+    assert sorted(server.rows[1:]) == sorted(int(at[-1]) + 1 for at in needed if len(at))
+    assert all(len(row.sample) > at[-1] + 1 for row, at in zip(rows, needed, strict=True) if len(at))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused
+
+
+WRONG = {
+    "target": ({"weights": "ab" * 16}, "serves target .* .weights abababababab., not"),
+    "damaged checkpoint": ({"weights": "OSError: gone"}, "weights OSError: gon"),
+    "layers": ({"layers": [1, 2, 4]}, r"gives the states of layers \[1, 2, 4\] of 4, asked for are \[1, 2, 3, 4\]"),
+    "last layer": ({"layers": [1, 2, 3]}, r"gives the states of layers \[1, 2, 3\] of 4"),
+    "depth": ({"num_layers": 5}, r"of 5, asked for are"),
+    "dtype": ({"dtype": "bfloat16"}, "computes in dtype bfloat16, target.dtype is float32"),
+    "tokenizer": ({"vocabulary": "cd" * 16}, "has another tokenizer: vocabulary cdcd"),
+    "context": ({"max_length": 59}, "its max-model-len is 59, rows have up to 60 tokens"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_server_is_refused_by_name_before_anything_is_written(what, fake, run_of, tmp_path):
+    told, message = WRONG[what]
+    with fake(**told).listening() as url, pytest.raises(BadInput, match=message) as refused:
+        served(run_of(), tmp_path / "out", url, overrides=["data.max_length=60"])
+    assert url in str(refused.value)
+    assert not (tmp_path / "out").exists() and not list((tmp_path / "states").iterdir())
+
+
+def test_another_target_or_tokenizer_has_another_digest(fake, folder_of, run_of, tmp_path):
+    for name in ("weights", "words", "names"):
+        shutil.copytree(folder_of("llama"), tmp_path / name)
+    model = Target.load(folder_of("llama")).model
+    model.model.layers[2].mlp.up_proj.weight.data[:, 0] += 0.01
+    model.save_pretrained(tmp_path / "weights")
+    save_words(tmp_path / "words", first="v0")
+    for name, message in (("weights", "serves target .*/weights .*, not .*/llama"), ("words", "has another tokenizer")):
+        other = FakeServer(Target.load(tmp_path / name, dtype="float32"), [1, 2, 3, 4], tmp_path / "states")
+        with other.listening() as url, pytest.raises(BadInput, match=message):
+            served(run_of(), tmp_path / "out", url)
+
+
+def test_the_digest_is_that_of_the_weights_in_whatever_files(folder_of, tmp_path):
+    model = Target.load(folder_of("qwen2")).model
+    model.save_pretrained(tmp_path / "parts", max_shard_size="20KB")
+    assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 2
+    assert weights_digest(str(tmp_path / "parts")) == weights_digest(str(folder_of("qwen2")))
+    assert weights_digest(str(folder_of("llama"))) != weights_digest(str(folder_of("qwen2")))
+    next((tmp_path / "parts").glob("*.safetensors")).unlink()
+    with pytest.raises(FileNotFoundError, match="not all that"):
+        weights_digest(str(tmp_path / "parts"))
+
+
+def test_another_norm_than_ours_is_noticed(fake, run_of, tmp_path):
+    """A server whose logits are not those of its states with our final norm and output layer."""
+    server = fake()
+    right = server.states
+    server.states = lambda ids: (right(ids)[0], right(ids)[1], right(ids)[2] - 0.5)
+    with server.listening() as url, pytest.raises(BadInput, match="it computes something else than we"):
+        served(run_of(), tmp_path / "out", url)
+
+
+def test_a_server_that_gives_no_states_is_refused(fake, run_of, tmp_path):
+    server = fake()
+    server.has_connector = False
+    with server.listening() as url, pytest.raises(BadInput, match="does not run headstart's connector"):
+        served(run_of(), tmp_path / "out", url)
+    with pytest.raises(BadInput, match=f"--server {url}: .*refused"):
+        served(run_of(), tmp_path / "out", url)
+    with pytest.raises(BadInput, match="--server localhost:8000: expected an address such as http"):
+        served(run_of(), tmp_path / "out", "localhost:8000")
+    unseen = fake()
+    with unseen.listening() as url:
+        shutil.rmtree(tmp_path / "states")
+        unseen.num_unwritten = 1
+        with pytest.raises(BadInput, match="states: not seen here"):
+            StateServer(url, label="ab", take=Files("ab").take).ask([5, 6])
+    assert not (tmp_path / "out").exists()
+
+
+def test_options_that_contradict_each_other_are_refused(run_of, tmp_path):
+    with pytest.raises(BadInput, match="--server http://x: for --engine vllm only"):
+        here(run_of(), tmp_path / "out", server="http://x")
+    with pytest.raises(BadInput, match="--vllm-flags --x: not with --server"):
+        here(run_of(), tmp_path / "out", engine="vllm", server="http://x", vllm_flags="--x")
+    with pytest.raises(BadInput, match="--engine 'sglang': expected transformers or vllm"):
+        here(run_of(), tmp_path / "out", engine="sglang")
+
+
+def test_features_of_two_engines_are_not_mixed(fake, run_of, tmp_path):
+    run = run_of()
+    here(run, tmp_path / "here")
+    with fake().listening() as url:
+        served(run, tmp_path / "out", url)
+        with pytest.raises(BadInput, match="holds samples with engine None, not vllm"):
+            served(run, tmp_path / "here", url)
+    served(run, tmp_path / "out", url)  # finished: no server is needed
+    with pytest.raises(BadInput, match="holds samples with engine vllm, not None"):
+        here(run, tmp_path / "out")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Interruptions
+
+
+def test_answers_that_get_lost_are_asked_for_again(fake, run_of, tmp_path, monkeypatch):
+    monkeypatch.setattr("headstart.data_pipelines.served.asking.FIRST_PAUSE", 0.01)
+    run, server = run_of(), fake()
+    with server.listening() as url:
+        served(run, tmp_path / "whole", url)
+        server.num_away, server.num_unwritten = 3, 2
+        asker = StateServer(url, label="ab", take=Files("ab", patience=0.2).take)
+        for _ in range(4):
+            assert asker.ask([5, 6, 7]).shape == (3, 4, 32)
+        assert (server.num_away, server.num_unwritten) == (0, 0)
+        server.num_away = 4
+        served(run, tmp_path / "out", url)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    with pytest.raises(BadInput, match="refused.*; gave up after 0.3 s"):
+        asker.patience = 0.3
+        asker.ask([5])
+
+
+def test_a_server_that_is_another_one_after_its_restart_is_refused(fake):
+    server = fake()
+    with server.listening() as url:
+        asker = StateServer(url, label="ab", take=Files("ab").take)
+        asker.ask([5, 6, 7])
+        server.told = {"version": "0.1"}
+        with pytest.raises(BadInput, match="has version 0.1 now, and had 0.0 before"):
+            asker.ask([5, 6, 7])
+
+
+def test_a_full_disk_at_the_server_ends_in_its_line(fake, run_of, tmp_path):
+    server = fake()
+    with server.listening() as url:
+        server.problem = "OSError: No space left on device"
+        with pytest.raises(BadInput, match="the server could not write it: OSError: No space left on device"):
+            served(run_of(), tmp_path / "out", url)
+    assert not list((tmp_path / "states").iterdir()) and not (tmp_path / "out").exists()
+
+
+def ended(work):
+    """In a child process: its end."""
+    try:
+        work()
+    finally:
+        os._exit(0)
+
+
+@pytest.mark.parametrize("num_kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_at_any_point_it_loses_and_repeats_no_row(num_kills, fake, run_of, tmp_path):
+    run, server, source = run_of(num_rows=30 * num_kills), fake(), random.Random(1)
+    how = {"shard_bytes": 10_000, "batch_tokens": 200}
+    with server.listening() as url:
+        served(run, tmp_path / "whole", url, **how)
+        num_shards, num_killed = len(list((tmp_path / "whole").glob("shard_*"))), 0
+        for number in range(num_kills):
+            child, after = os.fork(), source.uniform(0, 1)
+            if child == 0:
+                ended(lambda: served(run, tmp_path / "out", url, **how))
+            until = time.monotonic() + (after if number % 3 == 2 else 60)  # some before they have written anything
+            wanted = num_shards * (number + 1) // (num_kills + 1)
+            while len(list((tmp_path / "out").glob("shard_*"))) < wanted and time.monotonic() < until:
+                time.sleep(0.01)
+            time.sleep(after / 20)
+            os.kill(child, signal.SIGKILL)
+            num_killed += os.waitpid(child, 0)[1] != 0
+        assert num_killed == num_kills
+        served(run, tmp_path / "out", url, **how)
+    assert len(Shards(tmp_path / "out")) == 30 * num_kills
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert not list((tmp_path / "states").iterdir()), "nor do files stay at the server"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A server of our own
+
+
+@pytest.fixture
+def python(tmp_path):
+    """In the place of an environment with vLLM: an interpreter that runs the stand-in."""
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} {os.path.dirname(__file__)}/fake_server.py "$@"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+def test_a_server_of_our_own_runs_for_the_extraction_alone(python, run_of, tmp_path, monkeypatch):
+    ended = []
+    close = VllmServer.close
+    monkeypatch.setattr(VllmServer, "close", lambda self: (ended.append(self.process.pid), close(self)))
+    run = run_of()
+    here(run, tmp_path / "out", engine="vllm", vllm_python=python, vllm_flags="--tensor-parallel-size 2")
+    here(run, tmp_path / "here")
+    for a, b in zip(rows_of(tmp_path / "out"), rows_of(tmp_path / "here"), strict=True):
+        torch.testing.assert_close(a.states.features, b.states.features, atol=1e-4, rtol=0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(ended[0], 0)
+    assert not {"states", "vllm.log"} & set(os.listdir(tmp_path / "out"))
+
+
+def test_a_server_that_does_not_start_is_quoted(tmp_path):
+    log = [
+        "(A pid=1) WARNING [a.py:1] beware of such as `OSError: x`",
+        "(B pid=2) ERROR [b.py:7] ValueError: no such model",
+    ]
+    log += ["RuntimeError: see above"]
+    (tmp_path / "python").write_text("\n".join(["#!/bin/sh", "cat <<'END'", *log, "END", "exit 1", ""]))
+    (tmp_path / "python").chmod(0o755)
+    broken = VllmServer([], python=str(tmp_path / "python"), log=tmp_path / "log")
+    with pytest.raises(BadInput, match="vLLM ended with code 1: ValueError: no such model"), broken:
+        pass
+    nowhere = VllmServer([], python="nowhere", log=tmp_path / "log")
+    with pytest.raises(BadInput, match="--vllm-python nowhere: No such file"), nowhere:
+        pass
+
+
+@pytest.mark.slow
+def test_a_killed_extraction_takes_its_server_with_it(python, run_of, tmp_path):
+    run = run_of(num_rows=400)
+    child = os.fork()
+    if child == 0:
+        ended(lambda: here(run, tmp_path / "out", engine="vllm", vllm_python=python, shard_bytes=3000, batch_tokens=64))
+    until = time.monotonic() + 120
+    while not list((tmp_path / "out").glob("shard_*")) and time.monotonic() < until:
+        time.sleep(0.05)
+    marker = str(tmp_path / "out" / "states")
+    running = lambda: [pid for pid in os.listdir("/proc") if pid.isdigit() and marker in command_of(pid)]  # noqa: E731
+    assert running()
+    os.kill(child, signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] != 0
+    until = time.monotonic() + 60
+    while running() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not running()
+
+
+def command_of(process):
+    try:
+        with open(f"/proc/{process}/cmdline", "rb") as file:
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""

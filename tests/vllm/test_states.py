@@ -1,0 +1,291 @@
+"""Hidden states from vLLM itself, through headstart's connector: those of `Target.forward`, and what comes of them."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import OFFLINE, save_tokenizer
+from headstart.configs.errors import BadInput
+from headstart.data_pipelines.served.asking import StateServer
+from headstart.data_pipelines.served.files import Files
+from headstart.data_pipelines.served.reading import layers_asked
+from headstart.data_pipelines.served.vllm_process import VllmServer, serving_flags
+from headstart.data_pipelines.storage.shards import Shards
+from headstart.heads.importing.gguf import cache_folder
+from headstart.heads.target import Target
+from headstart.scripts.data.extract import extract, reads_of
+from headstart.scripts.quickstart.prompts import orders
+from headstart.train.config import load_inputs, load_run
+from headstart.train.trainer import train
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+SIZE, LENGTH = 120, 256  # of the vocabulary, of the context
+SIZES: dict[str, Any] = {
+    "vocab_size": SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": LENGTH,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+KINDS = {
+    "untied, without bias": LlamaConfig(**SIZES),
+    "untied, with bias": Qwen2Config(**SIZES, architectures=["Qwen2ForCausalLM"]),
+    "tied, without bias": Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
+}
+SMALL = ["--enforce-eager", "--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(64 << 20)]
+CHUNKS = ["--max-num-batched-tokens", "64", "--max-num-seqs", "8", "--enable-prefix-caching"]
+STEPS, ROWS = 100, 64  # of training on SmolLM2
+SMALLER = {"num_depths": 3, "draft_vocab_size": 2048}  # so that a step takes less than a second
+pytestmark = pytest.mark.timeout(3600)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of each kind a target, and rows.jsonl with random rows beside all of them."""
+    above = tmp_path_factory.mktemp("states")
+    for name, config in KINDS.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(std=0.15) if parameter.ndim > 1 else parameter.uniform_(0.5, 1.5)
+        model.save_pretrained(above / name)
+        save_tokenizer(above / name, num_words=SIZE)
+    source = random.Random(0)
+    with (above / "rows.jsonl").open("w") as file:
+        for i in range(120):
+            row = [source.randrange(3, SIZE) for _ in range(LENGTH if i == 7 else source.randrange(4, LENGTH))]
+            file.write(json.dumps({"input_ids": row, "prompt_length": source.randrange(1, len(row))}) + "\n")
+    return {name: above / name for name in KINDS}
+
+
+@contextmanager
+def serving(python: str, folder: Path, layers: list[int], work: Path, *flags: str) -> Iterator[str]:
+    """A server's address; its states come as files in work/states."""
+    words = ["--model", str(folder), "--dtype", "float32", *serving_flags(layers, work / "states"), *SMALL, *flags]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", OFFLINE["HF_HUB_OFFLINE"])
+        patch.setenv("VLLM_NO_USAGE_STATS", OFFLINE["VLLM_NO_USAGE_STATS"])
+        server = VllmServer(words, python=python, log=work / "vllm.log")
+        server.__enter__()
+    try:
+        yield server.url
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def running(python: str, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of the first kind, which reads prompts in chunks and keeps their beginnings."""
+    work = tmp_path_factory.mktemp("running")
+    with serving(python, folders["untied, without bias"], [1, 2, 3, 4], work, *CHUNKS) as url:
+        yield url
+
+
+def config_of(folder: Path, work: Path, head: dict[str, Any] | None = None, rows: Path | None = None) -> str:
+    config = {"target": {"path": str(folder), "dtype": "float32"}, "head": head or {"type": "eagle3"}}
+    config |= {"data": {"train": str(rows or folder.with_name("rows.jsonl"))}}
+    path = work / f"{config['head']['type']}.yaml"
+    path.write_text(json.dumps(config))
+    return str(path)
+
+
+def stored(config: str, output: Path, **how: Any) -> list[Any]:
+    extract(config, output=output, **{"storage_dtype": "float32", "device": "cpu", **how})
+    return list(Shards(output))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".headstart.json")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def check_states(url: str, folder: Path) -> None:
+    """Rows of several lengths, asked for at the same time and some twice, some with the same beginning."""
+    target, source = Target.load(folder, dtype="float32"), torch.Generator().manual_seed(2)
+    lengths = (1, 2, 15, 16, 17, 100, 200, LENGTH - 1)
+    rows = [torch.randint(3, SIZE, (n,), generator=source).tolist() for n in lengths]
+    rows += [rows[-1], rows[-2][:150] + rows[-3]]
+    server = StateServer(url, label="ab", take=Files("ab").take)
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(server.ask, rows))
+    for row, states in zip(rows, found, strict=True):
+        out = target.forward(torch.tensor([row]), feature_layers=(1, 2, 3))
+        torch.testing.assert_close(states[:, :3], out.features[0], atol=1e-4, rtol=0)
+        assert target.final_norm is not None
+        with torch.no_grad():
+            torch.testing.assert_close(target.final_norm(states[:, 3]), out.post_norm[0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_are_those_of_the_target_here(kind: str, python: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    """Whole extractions, with a server of our own; and rows asked for one by one."""
+    config, flags = config_of(folders[kind], tmp_path), " ".join(SMALL)
+    ours = stored(config, tmp_path / "here")
+    theirs = stored(config, tmp_path / "out", engine="vllm", vllm_python=python, vllm_flags=flags, shard_bytes=2**20)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.sample == b.sample
+        torch.testing.assert_close(a.states.features, b.states.features, atol=1e-4, rtol=0)
+        torch.testing.assert_close(a.states.post_norm, b.states.post_norm, atol=1e-4, rtol=0)
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert (manifest["engine"], manifest["engine_version"]) == ("vllm", "0.32.0")
+
+
+def test_chunks_and_kept_beginnings_change_nothing(running: str, folders: dict[str, Path]) -> None:
+    for _ in range(2):
+        check_states(running, folders["untied, without bias"])
+
+
+def test_a_wrong_target_layer_dtype_or_tokenizer_is_refused(
+    running: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = folders["untied, without bias"]
+    for name in ("weights", "words"):
+        shutil.copytree(folder, tmp_path / name)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.model.layers[1].mlp.down_proj.weight.data *= 1.001
+    model.save_pretrained(tmp_path / "weights")
+    save_tokenizer(tmp_path / "words", num_words=SIZE - 1)
+    (tmp_path / "rows.jsonl").write_text(folder.with_name("rows.jsonl").read_text())
+    wrong = {
+        "serves target .* not .*/weights": config_of(tmp_path / "weights", tmp_path),
+        "has another tokenizer": config_of(tmp_path / "words", tmp_path / "words"),
+        r"layers \[1, 2, 3, 4\] of 4, asked for are \[0, 2, 4\]": config_of(
+            folder, tmp_path / "weights", {"type": "eagle3", "feature_layers": [0, 2]}
+        ),
+    }
+    for message, config in wrong.items():
+        with pytest.raises(BadInput, match=message):
+            stored(config, tmp_path / "out", engine="vllm", server=running)
+    right = config_of(folder, tmp_path)
+    with pytest.raises(BadInput, match="computes in dtype float32, target.dtype is bfloat16"):
+        stored(right, tmp_path / "out", engine="vllm", server=running, overrides=["target.dtype=bfloat16"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_20_kills_lose_and_repeat_no_row(running: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    config, source = config_of(folders["untied, without bias"], tmp_path), random.Random(1)
+    how: dict[str, Any] = {"engine": "vllm", "server": running, "shard_bytes": 100_000, "batch_tokens": 512}
+    whole = stored(config, tmp_path / "whole", **how)
+    num_shards = len(list((tmp_path / "whole").glob("shard_*")))
+    assert num_shards > 40
+    for number in range(20):
+        child = os.fork()
+        if child == 0:
+            try:
+                stored(config, tmp_path / "out", **how)
+            finally:
+                os._exit(0)
+        until, wanted = time.monotonic() + 300, num_shards * (number + 1) // 21
+        while len(list((tmp_path / "out").glob("shard_*"))) < wanted and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(source.uniform(0, 0.1))
+        os.kill(child, signal.SIGKILL)
+        assert os.waitpid(child, 0)[1] != 0
+    found = stored(config, tmp_path / "out", **how)
+    for a, b in zip(whole, found, strict=True):  # states of another batch differ by rounding
+        assert a.sample == b.sample
+        torch.testing.assert_close(a.states.features, b.states.features, atol=1e-4, rtol=0)
+    names = [set(contents(tmp_path / name)) for name in ("whole", "out")]
+    assert names[0] == names[1]
+
+
+def test_a_killed_client_leaves_no_server(python: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    config, flags = config_of(folders["untied, without bias"], tmp_path), " ".join(SMALL)
+    child = os.fork()
+    if child == 0:
+        try:
+            stored(config, tmp_path / "out", engine="vllm", vllm_python=python, vllm_flags=flags, shard_bytes=10_000)
+        finally:
+            os._exit(0)
+    until = time.monotonic() + 600
+    while not list((tmp_path / "out").glob("shard_*")) and time.monotonic() < until:
+        time.sleep(0.01)
+    before = descendants(child)
+    os.kill(child, signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] != 0 and len(before) > 1
+    until = time.monotonic() + 60
+    while any(map(runs, before)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not any(map(runs, before))
+
+
+def descendants(process: int) -> list[int]:
+    """Processes that a process started, and theirs."""
+    found: list[int] = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if parent == process:
+            found += [int(path.parent.name), *descendants(int(path.parent.name))]
+    return found
+
+
+def runs(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training on a real target
+
+
+@pytest.fixture(scope="module")
+def smollm2(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    """SmolLM2-135M-Instruct's folder, and a server of what EAGLE-3 and Medusa read of it."""
+    folder = cache_folder() / "smollm2-135m-instruct"
+    if not (folder / "config.json").is_file():
+        pytest.skip("needs SmolLM2-135M-Instruct, by `headstart target get`")
+    work = tmp_path_factory.mktemp("smollm2")
+    inputs, target = load_inputs(config_of(folder, work, {"type": "eagle3"})), Target.load(folder, dtype="float32")
+    layers = layers_asked(target, reads_of(inputs, target))
+    with serving(python, folder, layers, work, "--max-model-len", "512") as url:
+        yield folder, url
+
+
+@pytest.mark.parametrize("head", ["eagle3", "medusa"])
+def test_a_head_learns_the_same_from_either(head: str, smollm2: tuple[Path, str], tmp_path: Path) -> None:
+    folder, url = smollm2
+    rows = tmp_path / "rows.jsonl"
+    with rows.open("w") as file:
+        for text in orders(ROWS, seed=0, held_out=False):
+            talk = [{"role": "user", "content": text}, {"role": "assistant", "content": f"Here it is. {text[::-1]}"}]
+            file.write(json.dumps({"messages": talk}) + "\n")
+    config = config_of(folder, tmp_path, {"type": head, **SMALLER}, rows)
+    short = ["data.max_length=512"]
+    stored(config, tmp_path / "here", overrides=short)
+    stored(config, tmp_path / "out", overrides=short, engine="vllm", server=url)
+    losses = []
+    for name in ("here", "out"):
+        how = [
+            *short,
+            f"data.features={tmp_path / name}",
+            f"train.output_dir={tmp_path / 'run' / name}",
+            "train.device=cpu",
+        ]
+        how += [f"train.max_steps={STEPS}", "train.batch_size=4", "train.log_every=1", "train.learning_rate=1e-4"]
+        run = train(load_run(config, how)).parent
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        losses.append([line["loss"] for line in lines if "loss" in line])
+    worst = max(abs(a - b) for a, b in zip(*losses, strict=True))
+    print(f"{head}: {len(losses[0])} steps, losses {losses[0][0]:.4f} to {losses[0][-1]:.4f}, {worst:.2g} apart")
+    assert len(losses[0]) == STEPS and worst < 1e-3
