@@ -29,6 +29,7 @@ NUM_SHARDS = 8  # number of shards that the measured samples are written to
 NUM_PASSES = 3  # number of passes that rates are computed from
 EXTRACTED = 1.5  # approximate time to extract in one dtype and read back, relative to the target's forwards
 SURVEY_SHARE = 0.3  # share of the time limit for tokenising and counting rows
+LEAST_LEFT = 40  # tokens to extract for each one that an estimate reads: it reads these four times
 NUM_PROBED = 32  # rows that are tokenised to estimate how long all rows take
 
 
@@ -231,7 +232,7 @@ def estimate(extraction: Extraction, output: Path, *, num_ranks: int = 1, is_ser
     )
     if is_served:
         return f"{line}; {left:,} tokens still to be asked for"
-    num_sampled = max(1, int(4 * config.batch_tokens / samples.lengths.mean()))
+    num_sampled = max(1, int(min(4 * config.batch_tokens, left / LEAST_LEFT) / samples.lengths.mean()))
     chosen = [samples[i].sample for i in range(0, len(samples), max(1, len(samples) // num_sampled))][:num_sampled]
     target, reads = extraction.target, extraction.reads
     rates = measure_rates(chosen, target, reads, config=config, folder=output / PROGRESS, num_passes=1)
