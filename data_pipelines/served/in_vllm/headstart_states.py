@@ -18,11 +18,10 @@ from typing import Any
 from uuid import uuid4
 
 import torch
+import vllm
 from headstart_weights import vocabulary_digest, weights_digest
 from safetensors.torch import save_file
 from torch import Tensor
-
-import vllm
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
