@@ -24,7 +24,7 @@ from ..configs.owned import OwnedFolder
 from ..data_pipelines.config import DataConfig
 from ..data_pipelines.loader import BatchPlan, TrainingBatch, collate
 from ..data_pipelines.masks.chat import encode_rows
-from ..data_pipelines.masks.retokenised import told
+from ..data_pipelines.masks.retokenised import line_on_sources
 from ..data_pipelines.packing import RowSequence
 from ..data_pipelines.parallel import read_ahead
 from ..data_pipelines.sources import iter_rows
@@ -145,7 +145,7 @@ def encode_into(folder: Path, config: DataConfig, target: Target, console: Conso
     if counts["dropped"] or counts["split"]:
         console.print(f"data.train: {summary_of(counts, problems)}", soft_wrap=True, highlight=False)
     rows = iter_rows(config.train, num_rows=config.num_rows)
-    if line := told(sources, rows, target.tokenizer, config, vocab_size=target.vocab_size):
+    if line := line_on_sources(sources, rows, target.tokenizer, config, vocab_size=target.vocab_size):
         console.print(f"data.train: {line}", soft_wrap=True)
 
 

@@ -169,9 +169,14 @@ class OpenAIClient:
         with self._changed:
             new = sorted(left_out - server.refused)
             server.refused |= left_out
-        if new:
-            what = "is left to its own default" if len(new) == 1 else "are left to its own defaults"
-            print(f"headstart: {server.url}: refuses {', '.join(new)}: {what}; the rows say so", file=sys.stderr)
+        if settings := [key for key in new if key in NEUTRAL]:
+            what = "is left to its own default" if len(settings) == 1 else "are left to its own defaults"
+            self._say(server, settings, f"{what}; the rows say so")
+        if asked := [key for key in new if key in AS_WRITTEN]:
+            self._say(server, asked, "rows may lack the ids of answers, and special tokens in their text")
+
+    def _say(self, server: Server, refused: list[str], what: str) -> None:
+        print(f"headstart: {server.url}: refuses {', '.join(refused)}: {what}", file=sys.stderr)
 
     def _told(self, error: "openai.APIStatusError") -> str:
         """The server's message about a refusal, with the key removed if the message repeats it."""

@@ -10,7 +10,7 @@ from ...configs.errors import BadInput
 from ...configs.jsonl import naming_faults
 from ...heads.chat.messages import Message, script_of
 from ...heads.chat.prompts import plain_prompt
-from ...heads.chat.rows import VARIABLES, ChatRow, chat_of, check_variables, is_chat, known_keys
+from ...heads.chat.rows import VARIABLES, ChatRow, chat_of, check_variables, is_chat, known_keys, with_thinking
 from ...heads.chat.written_ids import AnswerIds, as_entry
 from ..config import check_at_least_one
 from ..sources import Row
@@ -35,8 +35,7 @@ class SamplingConfig:
     @property
     def variables(self) -> dict[str, Any]:
         """What the chat template is told for rows that do not record it."""
-        thinking = {} if self.thinking is None else {"enable_thinking": self.thinking}
-        return {**self.chat_template_kwargs, **thinking}
+        return with_thinking(self.chat_template_kwargs, self.thinking)
 
     def __post_init__(self) -> None:
         check_variables(self.chat_template_kwargs, "chat_template_kwargs")

@@ -30,7 +30,7 @@ class Server:
     num_failures: int = 0  # in a row
     rests_until: float = 0.0  # time.monotonic(), in seconds
     problem: str = ""
-    refused: set[str] = field(default_factory=set)  # keys of NEUTRAL that it does not take
+    refused: set[str] = field(default_factory=set)  # optional keys of a request that it does not take
 
     @property
     def is_failing(self) -> bool:

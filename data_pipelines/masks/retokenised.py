@@ -63,7 +63,9 @@ def differing(row: Row, tokenizer: Any, config: DataConfig, *, vocab_size: int) 
     return places[:-1] if not places[-1][0] and len(places) > 1 else places
 
 
-def told(sources: Counter[str], rows: Iterable[Row], tokenizer: Any, config: DataConfig, *, vocab_size: int) -> str:
+def line_on_sources(
+    sources: Counter[str], rows: Iterable[Row], tokenizer: Any, config: DataConfig, *, vocab_size: int
+) -> str:
     """What there is to say of samples whose ids the target may not have written; empty: nothing.
 
     Args: sources: the number of samples by `Sample.source`. rows: those rows again; up to MOST_TRIED with ids are read.

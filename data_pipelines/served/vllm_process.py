@@ -5,11 +5,7 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -17,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ...configs.children import end_with_parent
+from ...configs.children import answers_in_time, end_with_parent, free_port
 from ...configs.errors import BadInput
 from . import in_vllm
 
@@ -43,9 +39,7 @@ class VllmServer:
 
     def __init__(self, arguments: Sequence[str], *, python: str, log: Path):
         """Args: arguments: of vLLM's server, without its address. python: of an environment with vLLM."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.url, self.log = f"http://127.0.0.1:{port}", log
         self.command = [python, "-m", MODULE, "--host", "127.0.0.1", "--port", str(port), *arguments]
         self.process: subprocess.Popen[bytes] | None = None
@@ -111,14 +105,5 @@ class VllmServer:
         return told[:400]
 
     def _wait_until_ready(self) -> None:
-        until = time.monotonic() + START_SECONDS
-        while time.monotonic() < until:
-            why = self.is_gone()
-            if why is not None:
-                raise BadInput(why)
-            try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=10):
-                    return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.2)
-        raise BadInput(f"vLLM: not ready after {START_SECONDS:g} s: {self.last_words()}")
+        if not answers_in_time(self.url, seconds=START_SECONDS, pause=0.2, why_gone=self.is_gone):
+            raise BadInput(f"vLLM: not ready after {START_SECONDS:g} s: {self.last_words()}")

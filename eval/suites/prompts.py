@@ -12,7 +12,7 @@ from ...configs.errors import BadInput
 from ...configs.jsonl import iter_jsonl, naming_faults
 from ...heads.chat.messages import Message, script_of
 from ...heads.chat.prompts import ChatTemplate, prompt_ids
-from ...heads.chat.rows import ChatRow, UnusableRow, Variables, chat_of, is_chat
+from ...heads.chat.rows import ChatRow, UnusableRow, Variables, chat_of, is_chat, with_thinking
 from ...heads.loading import quiet_loading
 from ...heads.reasoning import template_hash, trace_finder
 from ...heads.target import Target
@@ -31,8 +31,7 @@ class ChatOptions:
     @property
     def variables(self) -> dict[str, Any]:
         """What the chat template is told for rows that do not record it."""
-        thinking = {} if self.thinking is None else {"enable_thinking": self.thinking}
-        return {**self.chat_template_kwargs, **thinking}
+        return with_thinking(self.chat_template_kwargs, self.thinking)
 
     def of_row(self, row: Row) -> Row:
         """The row with the system prompt, which comes before its messages if they have none."""

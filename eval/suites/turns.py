@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ...heads.chat.answers import answer_message, answer_text
 from ...heads.chat.messages import Message
 from ...heads.chat.prompts import ChatTemplate
 from ...heads.chat.rows import UnusableRow
@@ -56,21 +57,10 @@ class Talk:
 
     def answer(self, tokens: Sequence[int], target: Target) -> None:
         """Add the target's answer to the turn that was asked last."""
-        opened = self.template.prompt_text(self.history, "")
-        self.history.append(message_of(tokens, opened, self.template, target.eos_token_ids))
-
-
-def message_of(tokens: Sequence[int], prompt: str, template: ChatTemplate, eos: frozenset[int]) -> Message:
-    """An answer as a message of the next turn's history: without its end token, and with a trace that the prompt opens
-    apart from the rest."""
-    kept = list(tokens[:-1]) if tokens and tokens[-1] in eos else list(tokens)
-    text = template.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    message: Message = {"role": "assistant", "content": text}
-    markers = template.markers
-    if markers and markers[1] in text and markers[0] not in text and prompt.rstrip().endswith(markers[0]):
-        trace, _, content = text.partition(markers[1])
-        message |= {"content": content.lstrip("\n"), "reasoning_content": trace.strip("\n")}
-    return message
+        prompt, markers = self.template.prompt_text(self.history, ""), self.template.markers
+        opened = markers if markers and prompt.rstrip().endswith(markers[0]) else None
+        text = answer_text(tokens, self.template.tokenizer, target.eos_token_ids)
+        self.history.append(answer_message(text, opened))
 
 
 def with_every_turn(suite: Suite, target: Target, config: MeasureConfig, *, batch_size: int = 1) -> Suite:

@@ -59,6 +59,11 @@ class ChatRow:
         return self.messages[:end]
 
 
+def with_thinking(variables: Variables, thinking: bool | None) -> dict[str, Any]:
+    """The variables with `enable_thinking`; None: it is not told."""
+    return {**variables, **({} if thinking is None else {"enable_thinking": thinking})}
+
+
 def known_keys(data: Mapping[str, Any]) -> dict[str, Any]:
     """A row without keys that are None; without another shape, `question` and `answer` become prompt and response."""
     data = {key: value for key, value in data.items() if value is not None}

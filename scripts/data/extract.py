@@ -40,7 +40,8 @@ def extract(
     `accelerate launch -m headstart.scripts.data.extract CONFIG key=value ... --output FOLDER`. What it costs against
     running the target in every epoch, `headstart data plan` says.
 
-    `--engine vllm` reads targets that no process here holds: vLLM gives the states, see docs/launching.md.
+    `--engine vllm` lets a vLLM server compute the states; this process still loads the target into host memory, see
+    docs/launching.md.
     """
     import json
     from contextlib import ExitStack

@@ -209,17 +209,16 @@ class EngineAnswers:
         """
         from ...data_pipelines.answers.conversations import Answer
         from ...data_pipelines.answers.tool_calls import with_tool_calls
+        from ...heads.chat.answers import answer_message, answer_text
         from ...heads.chat.written_ids import AnswerIds
 
-        text = self.text(tokens)
-        message = {"role": "assistant", "content": text}
+        text = answer_text(tokens, self.tokenizer, self.target.eos_token_ids)
+        message = answer_message(text, self.markers)
         has_ended = bool(tokens) and tokens[-1] in self.target.eos_token_ids
         reason = "stop" if has_ended else "length"
-        if self.markers and self.markers[1] in text and self.markers[0] not in text:  # opened by the prompt
-            trace, _, content = text.partition(self.markers[1])
-            message |= {"content": content.lstrip("\n"), "reasoning_content": trace.strip("\n")}
-        elif has_ended and request is not None and (called := with_tool_calls(text, partial(self.rendered, request))):
-            message, reason = called, "tool_calls"
+        if has_ended and request is not None and "reasoning_content" not in message:
+            called = with_tool_calls(text, partial(self.rendered, request))
+            message, reason = (message, reason) if called is None else (called, "tool_calls")
         ids = AnswerIds(prompt, tokens, self.fingerprint)
         told = {} if request is None else self.template(request).recorded
         return Answer(message, reason, len(prompt), len(tokens), ids, told)
@@ -227,11 +226,6 @@ class EngineAnswers:
     def rendered(self, request: "ChatRequest", answer: "list[Message]") -> str:
         """The chat with an answer, as the chat template writes it; without one, up to where it begins."""
         return self.template(request).render_text([*request.messages, *answer], generation_prompt=not answer)
-
-    def text(self, tokens: list[int]) -> str:
-        """All that the target wrote, special tokens too; only the end token is left out."""
-        kept = tokens[:-1] if tokens and tokens[-1] in self.target.eos_token_ids else tokens
-        return self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 class Bar(Progress):

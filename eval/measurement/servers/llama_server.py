@@ -3,11 +3,9 @@
 import importlib.util
 import json
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -16,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ....configs.children import answers_in_time, free_port
 from ....configs.errors import BadInput, first_line
 from ....configs.neutral_sampling import LLAMA_SERVER
 from ....heads.export.gguf_file import read_gguf
@@ -132,9 +131,7 @@ class LlamaServer:
     def __init__(self, command: Sequence[str]):
         self.command = list(command)
         self.log = tempfile.TemporaryFile("w+", errors="replace")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> "LlamaServer":
@@ -166,17 +163,14 @@ class LlamaServer:
             self.process = None
 
     def wait_until_ready(self) -> None:
-        until = time.monotonic() + START_SECONDS
-        while time.monotonic() < until:
-            assert self.process is not None
-            if self.process.poll() is not None:
-                raise BadInput(f"{self.command[0]}: ended with code {self.process.returncode}: {self.last_words()}")
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=10):
-                    return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.05)
-        raise BadInput(f"{self.command[0]}: not ready after {START_SECONDS} s: {self.last_words()}")
+        url = f"http://127.0.0.1:{self.port}"
+        if not answers_in_time(url, seconds=START_SECONDS, pause=0.05, why_gone=self.why_gone):
+            raise BadInput(f"{self.command[0]}: not ready after {START_SECONDS} s: {self.last_words()}")
+
+    def why_gone(self) -> str | None:
+        """Why it ended; None: it runs."""
+        code = None if self.process is None else self.process.poll()
+        return None if code is None else f"{self.command[0]}: ended with code {code}: {self.last_words()}"
 
     def last_words(self) -> str:
         """The last line of its log that contains `error`, else the last line."""

@@ -14,7 +14,7 @@ from headstart.data_pipelines.answers.store import AnswerStore, RunIndex
 from headstart.data_pipelines.config import DataConfig
 from headstart.data_pipelines.filters import FilterConfig
 from headstart.data_pipelines.masks.chat import encode_row
-from headstart.data_pipelines.masks.retokenised import Retokenised, told
+from headstart.data_pipelines.masks.retokenised import Retokenised, line_on_sources
 from headstart.data_pipelines.prepare import PrepareConfig, prepare
 from headstart.data_pipelines.sources import Row, iter_rows
 from headstart.data_pipelines.storage.samples import FROM_ROW, NOT_ITS_IDS
@@ -148,7 +148,7 @@ def test_ids_of_another_tokenizer_template_or_text_are_not_used_and_that_is_said
         samples = encoded(data, reader)
         assert samples == encoded(plain, reader) and {s.source for s in samples} <= {NOT_ITS_IDS}
     assert encoded(row, target)[0].source == FROM_ROW
-    line = told(Counter({FROM_ROW: 3, NOT_ITS_IDS: 2}), [], target.tokenizer, CONFIG, vocab_size=999)
+    line = line_on_sources(Counter({FROM_ROW: 3, NOT_ITS_IDS: 2}), [], target.tokenizer, CONFIG, vocab_size=999)
     assert line.startswith("of 5 samples 2 have `written_ids` of another tokenizer, template or text")
 
 
