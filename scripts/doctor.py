@@ -50,8 +50,8 @@ def doctor(
     num_processes: Annotated[int | None, typer.Option(help="On all nodes, instead of the config's.", min=1)] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="As it would run on CPUs, over gloo.")] = False,
     target: Annotated[str, typer.Option(help="Instead: which ways of training fit this model.")] = "",
-    gpus: Annotated[int, typer.Option(help="With --target: GPUs of a machine. [default: this one's]", min=0)] = 0,
-    memory: Annotated[float, typer.Option(help="With --target: GB of each. [default: this one's]", min=0)] = 0.0,
+    gpus: Annotated[int, typer.Option(help="With --target: GPUs of a machine.", min=0, show_default="this one's")] = 0,
+    memory: Annotated[float, typer.Option(help="With --target: GB of each.", min=0, show_default="this one's")] = 0.0,
 ) -> None:
     """Show what this machine can launch, and what is missing; or what training for a target takes.
 
