@@ -21,6 +21,7 @@ from .row_rotary import TWO_SETS, RowRotary
 from .runs import LAYER_LISTS, found_layers
 
 BY_LENGTH = (TWO_SETS, "dynamic")  # rotary frequencies that depend on the length of a text
+CONTEXTS = ("max_position_embeddings", "max_seq_len", "max_sequence_length")  # config keys
 LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # config keys
 
 
@@ -139,7 +140,8 @@ class FrozenModel:
     @property
     def num_positions(self) -> int:
         """The context window in tokens."""
-        return getattr(self.config, "max_position_embeddings", None) or 2**31 - 1
+        given = (getattr(self.config, name, None) for name in CONTEXTS)
+        return next((length for length in given if length), 2**31 - 1)
 
     @property
     def max_positions(self) -> int:

@@ -15,6 +15,7 @@ from headstart.heads.importing.mtp_checkpoint import tensor_locations
 from headstart.heads.loading import TargetConfig, torch_dtype
 from headstart.heads.target import Target
 from safetensors.torch import load_file, save_file
+from transformers import MptConfig, MptForCausalLM
 
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-5}
 
@@ -354,3 +355,8 @@ def test_an_index_names_files_of_its_own_folder_alone(name, tmp_path):
     index.write_text(json.dumps({"weight_map": {"secret": name}}))
     with pytest.raises(BadInput, match=r"model.safetensors.index.json: n"):
         tensor_locations(tmp_path / "target")
+
+
+def test_the_context_window_is_known_by_its_other_names():
+    config = MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=61, max_seq_len=40)
+    assert Target(MptForCausalLM(config), name="mpt", fingerprint="").num_positions == 40
