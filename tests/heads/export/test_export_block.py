@@ -14,6 +14,7 @@ from headstart.heads.target import Target
 from safetensors.torch import load_file, save_file
 
 DFLASH = {"sample_from_anchor": False, "markov_rank": 0}
+DFLASH2 = {**DFLASH, "conv_group_size": 16, "selector_rank": 6, "selector_top_k": 5}
 KINDS = {
     "dspark": {},
     "dspark, fill-in": {"sample_from_anchor": False},
@@ -21,6 +22,7 @@ KINDS = {
     "dspark, cut": {"draft_vocab_size": 24, "output": "own"},
     "dflash": DFLASH,
     "dflash, own": {**DFLASH, "output": "own"},
+    "dflash2": DFLASH2,
 }
 
 
@@ -79,7 +81,7 @@ def test_a_published_head_drafts_as_it_was_trained(kind, trained, on_disk, make_
 
     def publish(config, tensors):
         del config["headstart_export"]
-        if config["architectures"] == ["DFlashDraftModel"]:
+        if config["architectures"] != ["Qwen3DSparkModel"]:
             for key in ("mask_token_id", "target_layer_ids", "sample_from_anchor", "is_causal"):
                 del config[key]
         tensors["embed_tokens.weight"] = on_disk.input_embedding.weight.clone()
