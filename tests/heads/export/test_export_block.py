@@ -139,7 +139,7 @@ SPECULATORS_FAULTS = {
     "outputs of layers": ("aux_hidden_state_layer_ids", [0, 1, 2], "expected .1, 2, 3.: the head was trained"),
     "a width": ("block_size", 4, "speculative_tokens: 3, but a block drafts 4"),
     "no target": ("speculators_config", {"proposal_methods": [{"speculative_tokens": 3}]}, "name_or_path: missing"),
-    "a kind": ("speculators_model_type", "xpress", "speculators_model_type: xpress, expected dflash or dflash2 or dspark"),
+    "a kind": ("speculators_model_type", "xpress", "speculators_model_type: xpress, expected dflash or"),
     "a kind of model": ("model_type", "speculator_model", "vLLM asks transformers for such a model"),
     "a rotation": ("transformer_layer_config.rope_theta", 5.0, "rope_theta: 5.0, but rope_parameters.rope_theta"),
     "another layer": ("transformer_layer_config.model_type", "llama", "model_type: expected 'qwen3', found 'llama'"),
