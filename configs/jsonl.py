@@ -1,14 +1,19 @@
-"""Reading JSON Lines files, plain or gzipped, with errors that name file and line."""
+"""Reading JSON Lines files, plain or gzipped, with errors that name file and line.
+
+Of files that a run appends to, a kill may have cut the last line short.
+"""
 
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 from .errors import BadInput
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
@@ -46,6 +51,35 @@ def iter_jsonl(
         raise BadInput(f"{path}:{line_number + 1}: damaged gzip file: {error}") from error
     if num_objects == 0:
         raise BadInput(f"{path}: empty file")
+
+
+def read_appended(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file that is appended to, without a last line that a kill cut short; none if there is no file."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith(b"\n")]
+
+
+def index_appended(
+    file: BinaryIO, key_of: Callable[[dict[str, Any]], Key], *, where: str, advice: str
+) -> dict[Key, int]:
+    """The offset of the first row with each key, in a file open for reading and writing, which is left at its end. A
+    last line that a kill cut short is cut off.
+
+    Raises: BadInput, with the advice, on a line without a key. Args: where: names the file.
+    """
+    offsets: dict[Key, int] = {}
+    end = file.seek(0)
+    for number, line in enumerate(file, start=1):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            offsets.setdefault(key_of(json.loads(line)), end)
+        except (ValueError, KeyError, TypeError) as error:
+            raise BadInput(f"{where}:{number}: damaged; {advice}") from error
+        end += len(line)
+    file.truncate(end)
+    file.seek(end)
+    return offsets
 
 
 def loads(text: str | bytes) -> Any:

@@ -150,7 +150,8 @@ class DraftHead(nn.Module, Drafter, Expands):
                 some = spread(starts.valid[..., depth])  # [B, S] bool
                 probs = self.target.logits(starts.take(judged.output.post_norm, offset=depth + 1)[some]).softmax(-1)
                 probs = probs if self.vocabulary is None else probs[:, self.vocabulary.to_target]
-                losses.append(losses_by_factor(self.draft_logits(hidden[some], depth).float(), probs))
+                drafted = self.loss_spec(depth).draft_logits(hidden[some])
+                losses.append(losses_by_factor(drafted.float(), probs))
         parts = [torch.stack(losses)] * len(losses) if self.has_one_output else [loss[None] for loss in losses]
         self.scale_outputs([quieter(part, self.num_drafted) for part in parts])
 

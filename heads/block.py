@@ -1,4 +1,4 @@
-"""Block drafters: DFlash (Chen et al. 2026, arXiv 2602.06036) and DSpark, which fill K tokens in one pass.
+"""Block drafters: DFlash (Chen et al. 2026, arXiv 2602.06036), DFlash2 and DSpark, which fill K tokens in one pass.
 
 A chain that starts at t follows the anchor x_{t+1}: the token that the target itself produced and has not read yet. The
 first slot of its block holds the anchor at its position t + 1; the slots behind it hold a mask token. Of the text, a
@@ -7,6 +7,9 @@ anchor's slot drafts depth 0; without it (DFlash) the next slot drafts depth 0 a
 
 DSpark's Markov head adds to each slot's logits a low-rank term that depends on the previous token: after the one pass,
 K small products in sequence condition each draft on the one before. Its confidence head estimates acceptance.
+
+DFlash2 (nn/dflash2.py) has convolutions over the slots instead, and a selector that walks through the most probable
+tokens of each slot, each chosen behind the one before.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,6 +30,7 @@ from .loss.chains import drawn_starts
 from .loss.functions import LossSpec, drafted_rows
 from .nn.block_layer import BlockLayer, ConfidenceHead, MarkovHead, attend_blocks, beside, draft_block, write_context
 from .nn.cache import SlotCache
+from .nn.dflash2 import NUM_TAPS, CandidateSelector, only
 from .nn.layers import RMSNorm, Rotary, llama_config, serving_keys
 from .nn.mask_token import default_mask_token
 from .nn.target_output import TargetOutput
@@ -51,6 +55,12 @@ class BlockConfig(HeadConfig):
     markov_rank: int = 256  # rank of the Markov head; 0: none, the slots of a block are drafted independently
     confidence: bool = False  # a confidence head, trained beside `loss` with confidence_weight
     confidence_weight: float = 1.0
+    conv_group_size: int | None = (
+        None  # channels that share a correction of DFlash2's convolutions; None: there are none
+    )
+    selector_rank: int = 0  # rank of DFlash2's selector; 0: none
+    selector_top_k: int = 16  # tokens of each slot that it chooses from
+    selector_weight: float = 1.0  # of its loss, `selection`, beside `loss`
     has_head_norms: bool = True  # normalise queries and keys of each head, as Qwen3 and the serving engines do
     output: str = "shared"  # shared: the target's output layer, frozen; own: trained, starts as a copy of it
     mask_token_id: int | None = None  # None: see `default_mask_token`
@@ -62,10 +72,15 @@ class BlockConfig(HeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_least(1, "num_layers", "num_blocks")
-        self.check_least(0, "markov_rank", "narrow_share", "mask_token_id", "confidence_weight")
+        self.check_least(1, "num_layers", "num_blocks", "conv_group_size", "selector_top_k")
+        self.check_least(0, "markov_rank", "narrow_share", "mask_token_id", "confidence_weight", "selector_rank")
+        self.check_least(0, "selector_weight")
         if self.narrow_share > 1:
             raise BadInput(f"narrow_share {self.narrow_share}: expected at most 1")
+        if self.selector_rank and (self.markov_rank or self.confidence):
+            raise BadInput(
+                "selector_rank: not together with markov_rank or confidence: both choose by the token before"
+            )
         if self.output not in ("own", "shared"):
             raise BadInput(f"output {self.output!r}: expected own or shared")
         if self.draft_vocab_size is not None and self.output == "shared":
@@ -94,7 +109,8 @@ class BlockState:
     position: Tensor  # [B] the last position that the target has read
     anchor: Tensor  # [B, 1] the token that follows it
     hidden: Tensor  # [B, K, D] the last block's states, input of the output layer
-    logits: Tensor  # [B, K, Vd] its logits, before the Markov head's term
+    logits: Tensor  # [B, K, Vd] its logits, before what depends on the token before
+    candidates: tuple[Tensor, Tensor] | None = None  # [B, K, top_k] of the selector: their logits and draft ids
 
 
 class BlockHead(DraftHead):
@@ -118,14 +134,20 @@ class BlockHead(DraftHead):
         size, eps = target.hidden_size, self.llama.rms_norm_eps
         self.fc = nn.Linear(len(self.ascending_layers()) * size, size, bias=False)
         self.hidden_norm = RMSNorm(size, eps=eps)
-        self.layers = nn.ModuleList(
-            BlockLayer(self.llama, has_head_norms=config.has_head_norms) for _ in range(config.num_layers)
-        )
+        group = config.conv_group_size
+        if group is not None and size % group:
+            raise BadInput(f"head.conv_group_size {group}: does not divide the hidden size {size}")
+        how: dict[str, Any] = {"has_head_norms": config.has_head_norms, "conv_group_size": group}
+        self.layers = nn.ModuleList(BlockLayer(self.llama, **how) for _ in range(config.num_layers))
         self.norm = RMSNorm(size, eps=eps)
         self.rotary = Rotary(self.llama)
         rank = config.markov_rank
         self.markov_head = MarkovHead(target.vocab_size, self.num_drafted, rank=rank) if rank else None
         self.confidence_head = ConfidenceHead(size + rank) if config.confidence else None
+        self.candidate_selector = None
+        if rank := config.selector_rank:
+            sizes = target.vocab_size, self.num_drafted, size
+            self.candidate_selector = CandidateSelector(*sizes, rank=rank, top_k=config.selector_top_k)
         with torch.no_grad():
             self.norm.weight.copy_(target.final_norm_scale())
             if config.output == "own":
@@ -152,8 +174,12 @@ class BlockHead(DraftHead):
             "is_causal": False,
         }
         if self.markov_head is None:
-            read = {"mask_token_id": self.mask_token, "target_layer_ids": ids, "causal": False}
-            return {"architectures": ["DFlashDraftModel"], **served, "dflash_config": read}
+            read: dict[str, Any] = {"mask_token_id": self.mask_token, "target_layer_ids": ids, "causal": False}
+            if config.conv_group_size is None and not config.selector_rank:
+                return {"architectures": ["DFlashDraftModel"], **served, "dflash_config": read}
+            read |= {"block_size": served["block_size"], "conv_kernel_size": NUM_TAPS}
+            read |= {key: getattr(config, key) for key in ("conv_group_size", "selector_rank", "selector_top_k")}
+            return {"architectures": ["DFlash2DraftModel"], **served, "dflash_config": read}
         return {
             "architectures": ["Qwen3DSparkModel"],
             **served,
@@ -166,6 +192,11 @@ class BlockHead(DraftHead):
     @property
     def method(self) -> str:
         return "dflash" if self.markov_head is None else "dspark"
+
+    @property
+    def pairs(self) -> MarkovHead | CandidateSelector | None:
+        """What makes a draft depend on the token before it."""
+        return self.markov_head or self.candidate_selector
 
     @property
     def decoder_layers(self) -> list[BlockLayer]:
@@ -216,25 +247,43 @@ class BlockHead(DraftHead):
         )
         for layer in self.decoder_layers:
             keys_values = layer.keys_values(context, of_context)
-            hidden = layer(hidden, of_slots, partial(attend, context=keys_values))
+            attended = partial(attend, context=keys_values)
+            hidden = layer(hidden, of_slots, attended, num_blocks=starts.positions.shape[1])
         hidden = self.norm(hidden).unflatten(1, (num_slots, -1))  # [B, W, S, D]
         for depth in range(starts.num_depths):
             before = starts.take(batch.input_ids, offset=depth + 1)
-            yield beside(hidden[:, depth + self.first_slot], self.markov_head, before)
+            yield beside(hidden[:, depth + self.first_slot], self.pairs, before)
 
     def predicted_state(self, hidden: Tensor, depth: int) -> Tensor:
         return hidden[..., : self.target.hidden_size]
 
     def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
+        logits, selector = self.slot_logits(hidden), self.candidate_selector
+        if selector is None:
+            return logits
+        unary, ids = selector.candidates(logits)
+        return only(self.select(hidden, unary, ids), ids, self.num_drafted)
+
+    def slot_logits(self, hidden: Tensor) -> Tensor:
+        """[..., D + rank] -> [..., Vd] with the Markov head's term, before the selector's choice."""
         states, before = hidden.tensor_split([self.target.hidden_size], -1)
         logits = self._output(states)
         return logits if self.markov_head is None else logits + self.markov_head.markov_w2(before)
 
+    def select(self, hidden: Tensor, unary: Tensor, ids: Tensor) -> Tensor:
+        """`CandidateSelector.scores` of [..., D + rank]."""
+        states, before = hidden.tensor_split([self.target.hidden_size], -1)
+        return cast(CandidateSelector, self.candidate_selector).scores(states, before, unary, ids)
+
     def loss_spec(self, depth: int) -> LossSpec:
-        spec, estimate = super().loss_spec(depth), self.confidence_head
-        if estimate is None:
-            return spec
-        return replace(spec, mix={**spec.mix, "confidence": self.config.confidence_weight}, confidence=estimate)
+        spec, config = replace(super().loss_spec(depth), draft_logits=self.slot_logits), self.config
+        if self.confidence_head is not None:
+            mix = {**spec.mix, "confidence": config.confidence_weight}
+            spec = replace(spec, mix=mix, confidence=self.confidence_head)
+        if self.candidate_selector is not None:
+            mix = {**spec.mix, "selection": config.selector_weight}
+            spec = replace(spec, mix=mix, select=self.select, num_candidates=self.candidate_selector.top_k)
+        return spec
 
     def _output(self, hidden: Tensor) -> Tensor:
         return self.target.logits(hidden) if self.config.output == "shared" else self.lm_head(hidden)
@@ -282,14 +331,23 @@ class BlockHead(DraftHead):
         hidden = draft_block(*parts, cache=state.cache, rotary=self.rotary)
         state.hidden = self.norm(hidden)[:, self.first_slot :]  # [B, K, D]
         state.logits = self._output(state.hidden)
+        if self.candidate_selector is not None:
+            state.candidates = self.candidate_selector.candidates(state.logits)
         return self.expand(state, state.anchor, None, depth=0)[:, 0]
 
     @torch.no_grad()
     def expand(self, state: BlockState, tokens: Tensor, parents: Tensor | None, *, depth: int) -> Tensor:
-        logits = state.logits[:, depth : depth + 1]  # [B, 1, Vd]
-        if self.markov_head is None:
+        here = slice(depth, depth + 1)
+        logits = state.logits[:, here]  # [B, 1, Vd]
+        if self.markov_head is not None:
+            return logits + self.markov_head.markov_w2(self.markov_head.markov_w1(tokens))
+        if self.candidate_selector is None or state.candidates is None:
             return logits.expand(-1, tokens.shape[1], -1)
-        return logits + self.markov_head.markov_w2(self.markov_head.markov_w1(tokens))
+        unary, ids = (part[:, here] for part in state.candidates)  # [B, 1, top_k]
+        scores = self.candidate_selector.scores(
+            state.hidden[:, here], self.candidate_selector.previous(tokens), unary, ids
+        )
+        return only(scores, ids, self.num_drafted)
 
     @torch.no_grad()
     def confidence(self, state: BlockState, tokens: Tensor) -> Tensor | None:

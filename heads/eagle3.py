@@ -36,7 +36,7 @@ from .nn.layers import Attention, RMSNorm, Rotary, llama_config, serving_keys
 from .nn.parallel import ParallelConfig, behind, last_and_behind
 from .nn.target_output import TargetOutput
 from .recurrent import LlamaLayer, RecurrentHead, RecurrentState
-from .start.eagle3 import OUTPUT_GAIN, fit_start, start_from_target
+from .start.eagle3 import OUTPUT_GAIN, fit_start
 from .target import Target
 
 
@@ -55,9 +55,9 @@ class Eagle3Config(ParallelConfig):
     # state (the speculators library; SGLang does not serve it)
     norm_before_residual: bool = False
     architecture: dict[str, Any] = field(default_factory=dict)  # overrides of the target's values; `ARCHITECTURE` keys
-    # initial weights of the first layer. target: from the target's layers; fitted: by regression on the first rows of
-    # training. None: fitted if possible, else random with logits scaled down where needed
-    start: Literal["random", "target", "fitted"] | None = None
+    # initial weights of the first layer. fitted: by regression on the first rows of training. None: fitted if possible,
+    # else random with logits scaled down where needed
+    start: Literal["random", "fitted"] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,10 +72,6 @@ class Eagle3Config(ParallelConfig):
         """Whether `start: fitted` supports this architecture."""
         more_norms = self.fc_norm or self.norm_before_fc or self.norm_before_residual or self.norm_output
         return not (self.num_layers > 1 or self.parallel or more_norms)
-
-    @property
-    def reads_layers(self) -> bool:
-        return self.start == "target"
 
     def resolved(self, target: Target) -> "Eagle3Config":
         layers = default_feature_layers(target.num_layers) if self.feature_layers is None else self.feature_layers
@@ -152,10 +148,6 @@ class Eagle3Head(RecurrentHead):
             self.norm.weight.copy_(target.final_norm_scale())
             self.lm_head.weight.copy_(drafted_rows(target.output_layer, self.vocabulary)["weight"])
         self.lm_head.requires_grad_(config.train_output)
-        if config.start == "target" and target.device.type != "meta" and self.fc.weight.device.type != "meta":
-            start_from_target(target, layers, self.fc, first)
-            self.norm.weight.data.mul_(OUTPUT_GAIN)
-            self.lm_head.weight.data.div_(OUTPUT_GAIN)
 
     @property
     def method(self) -> str:

@@ -85,14 +85,15 @@ def short_names(folders: list[Path]) -> list[str]:
 
 def read_run(folder: Path, name: str) -> "TrainingRun":
     """Raises BadInput if it is no run folder, or nothing was logged yet."""
+    from ..configs.jsonl import read_appended
     from ..configs.loader import read_config
     from ..eval.report.comparison_page import TrainingRun
-    from ..train.tracking import flat, read_rows
+    from ..train.tracking import flat
 
     if not (folder / "config.yaml").is_file():
         raise BadInput(f"{folder}: no run folder: it has no config.yaml; nor an evaluation: no report.json")
     settings = {key.replace("/", "."): value for key, value in flat(read_config(folder / "config.yaml")).items()}
-    rows = read_rows(folder / "metrics.jsonl")
+    rows = read_appended(folder / "metrics.jsonl")
     steps = [row for row in rows if "loss" in row]
     if not steps:
         raise BadInput(f"{folder}: no step was logged yet")

@@ -97,7 +97,7 @@ def test_folders_and_files_stay_small():
     assert len(at_the_top) <= 12, f"eval: {sorted(at_the_top)}"
     for path in SOURCES:
         num_lines = len(path.read_text().splitlines())
-        assert num_lines <= 300, f"{named(path)}: {num_lines} lines"
+        assert num_lines <= 400, f"{named(path)}: {num_lines} lines"
 
 
 def test_this_sees_the_imports_of_a_file():

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from headstart.scripts.benchmarks import readme_figures
 from headstart.scripts.cli import app
 from typer.main import get_command
 
@@ -53,3 +54,18 @@ def test_links_between_pages_resolve():
     for page in PAGES:
         for link in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
             assert (page.parent / link).exists(), (page.name, link)
+
+
+def test_the_figures_of_the_readme_are_those_of_the_results():
+    results = ROOT / readme_figures.RESULTS
+    readme = (ROOT / "README.md").read_text()
+    assert readme_figures.with_table(readme, readme_figures.table(results)) == readme, "run readme_figures"
+    assert (ROOT / readme_figures.CHART).read_text() == readme_figures.chart(results), "run readme_figures"
+
+
+def test_the_readme_is_one_page():
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= 150
+    names = r"\b(?:EAGLE|Medusa|DFlash|SmolLM|GSM|eagle)-?\d\w*|Python 3\.\d+|Apache-\d\.\d|\[[^\]]*\]\([^)]*\)"
+    prose = re.sub(r"```.*?```", "", readme, flags=re.S)
+    assert len(re.findall(r"\d+(?:[.,]\d+)*", re.sub(names, "", prose))) <= 60

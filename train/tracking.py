@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..configs.errors import BadInput
 from ..configs.files import write_text
+from ..configs.jsonl import read_appended
 from .config import RunConfig, TrainConfig
 
 
@@ -43,7 +44,7 @@ class Tracker:
         self.progress = Progress(TextColumn("{task.description}"), *columns, console=console, disable=not is_shown)
         self.task = self.progress.add_task("training", total=num_steps, completed=first_step, figures="")
         path = folder / "metrics.jsonl"
-        kept = [row for row in read_rows(path) if row["step"] <= first_step] if first_step else []
+        kept = [row for row in read_appended(path) if row["step"] <= first_step] if first_step else []
         self.losses_before = [(int(row["step"]), float(row["loss"])) for row in kept if "loss" in row]
         if is_main:
             write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
@@ -92,17 +93,6 @@ class Tracker:
             self.board.close()
         if self.wandb is not None:
             self.wandb.finish(exit_code=0 if error is None else 1)
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file, without a last line that a kill cut short."""
-    rows = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
-    return rows
 
 
 def flat(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:

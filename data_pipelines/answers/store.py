@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 from ...configs.errors import BadInput
 from ...configs.files import remove, replacing, write_text
+from ...configs.jsonl import index_appended
 from ...configs.owned import OwnedFolder
 from .conversations import Exchange
 
@@ -189,21 +190,8 @@ class AnswerStore:
     def _open_part(self) -> BinaryIO:
         """The part file, opened at the end of its last complete row; a partial row left by a kill is truncated."""
         file = self.part.open("a+b")
-        file.seek(0)
-        end = 0
-        for number, line in enumerate(file, start=1):
-            try:
-                key = json.loads(line)["id"] if line.endswith(b"\n") else None
-            except (ValueError, KeyError, TypeError) as error:
-                raise BadInput(
-                    f"{self.part}:{number}: damaged; delete this line to have its row answered again"
-                ) from error
-            if key is None:
-                break
-            self._offsets.setdefault(key, end)
-            end += len(line)
-        file.truncate(end)
-        file.seek(end)
+        how = {"where": str(self.part), "advice": "delete this line to have its row answered again"}
+        self._offsets = index_appended(file, lambda row: row["id"], **how)
         return file
 
     def _sync(self) -> None:

@@ -13,8 +13,8 @@ import transformers
 from torch import nn
 
 from ... import __version__
-from ...configs.errors import BadInput
 from ...configs.files import locked, write_text
+from ...configs.jsonl import index_appended
 from ...heads.target import Target
 from ..generate import Generation, Round
 from ..suites.prompts import Suite
@@ -99,18 +99,8 @@ class BatchStore:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = self._file = locked(self.path)
         self._on_first()
-        file.seek(0)
-        end = 0
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                row = json.loads(line)
-                self._offsets[row["key"], row["batch"]] = end
-            except (ValueError, KeyError, TypeError) as error:
-                raise BadInput(f"{self.path}:{number}: damaged; delete this line to measure its batch again") from error
-            end += len(line)
-        file.truncate(end)
+        how = {"where": str(self.path), "advice": "delete this line to measure its batch again"}
+        self._offsets = index_appended(file, lambda row: (row["key"], row["batch"]), **how)
         return file
 
 

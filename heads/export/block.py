@@ -3,21 +3,25 @@ what a folder of either must hold.
 
 Engines have different defaults for missing flags (whether slots see later slots, which slot drafts first, how layers
 are counted), and a wrong one lowers acceptance silently. So every flag is written, and its absence is reported. The
-class of DFlash drafts from the slot after the anchor only; DSpark's, which needs a Markov head, either way.
+classes of DFlash and DFlash2 draft from the slot after the anchor only; DSpark's, which needs a Markov head, either
+way. DFlash2's has convolutions and a selector over the whole vocabulary.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ...configs.errors import BadInput
+from ..nn.dflash2 import NUM_TAPS
 from .contracts import SIZES, Contract, decoder_layer, llama_keys, serves_itself, sizes_of, trained_config
-from .folder import DFLASH, DSPARK, PROVENANCE, HeadFolder, write_config, write_tensors
+from .folder import DFLASH, DFLASH2, DSPARK, PROVENANCE, HeadFolder, write_config, write_tensors
 from .portable import as_speculators, bare_embedding
 
 NORMS = ["input_layernorm", "post_attention_layernorm"]
-IN_SPECULATORS = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
+IN_SPECULATORS = {"dflash": DFLASH, "dflash2": DFLASH2, "dspark": "DSparkDraftModel"}
 TRAINED = ("num_depths", "sample_from_anchor", "feature_layers", "mask_token_id")  # of the head's own config
+DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 MARKOV_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
 
 
@@ -25,7 +29,14 @@ def write_block(head: HeadFolder, folder: Path, *, to: str) -> None:
     """Write the folder. Raises BadInput if no engine, or not the one of `to`, can compute what the head does."""
     bare_embedding(head)
     own, is_dflash = head.own, head.method == "dflash"
+    has_both = bool(own["selector_rank"]) and own["conv_group_size"] is not None
     problems = {
+        "conv_group_size and selector_rank: engines know DFlash2 with both": (
+            head.config["architectures"] == [DFLASH2] and not has_both
+        ),
+        "draft_vocab_size: engines' selector chooses from the whole vocabulary": (
+            bool(own["selector_rank"]) and own["draft_vocab_size"] is not None
+        ),
         "sample_from_anchor without a Markov head: engines draft from the anchor with one only": (
             is_dflash and own["sample_from_anchor"]
         ),
@@ -46,13 +57,15 @@ def speculators_config(head: HeadFolder) -> dict[str, Any]:
     """The speculators config: it counts inputs of layers, and `sliding_window_non_causal` says that slots see later
     slots in all layers, sliding or not, as vLLM treats it as one flag."""
     config = head.config
+    kind = "dflash2" if config["architectures"] == [DFLASH2] else head.method
     layer_keys = ("layer_types", "use_sliding_window")
     return {
-        **as_speculators(head, architecture=IN_SPECULATORS[head.method], layer_keys=layer_keys),
+        **as_speculators(head, architecture=IN_SPECULATORS[kind], kind=kind, layer_keys=layer_keys),
         "aux_hidden_state_layer_ids": [i + 1 for i in config["target_layer_ids"]],
         "sliding_window_non_causal": True,
         **{key: config[key] for key in ("block_size", "mask_token_id", "sample_from_anchor")},
         **{key: config[key] for key in MARKOV_KEYS if key in config},
+        **{key: config["dflash_config"][key] for key in DFLASH2_KEYS if key in config.get("dflash_config", {})},
     }
 
 
@@ -70,9 +83,11 @@ def contract_of_block(config: Mapping[str, Any], names: Iterable[str]) -> Contra
         config = of_speculators(config, contract)
     nested = config.get("dflash_config") or {}
     architectures = config.get("architectures") or [""]
-    is_dflash = architectures == [DFLASH]
-    known = f"architectures: found {architectures}, expected [{DFLASH}], or with a Markov head [{DSPARK}]"
-    contract.report(not is_dflash and architectures != [DSPARK], known)
+    is_dflash = architectures in ([DFLASH], [DFLASH2])
+    known = f"[{DFLASH}], with a Markov head [{DSPARK}], with a selector [{DFLASH2}]"
+    contract.report(
+        not is_dflash and architectures != [DSPARK], f"architectures: found {architectures}, expected {known}"
+    )
     llama_keys(config, contract, model_type="qwen3")
     sizes = sizes_of(config, contract, (*SIZES, "num_hidden_layers", "num_target_layers", "block_size"))
     flags(config, contract, is_dflash=is_dflash)
@@ -89,6 +104,11 @@ def contract_of_block(config: Mapping[str, Any], names: Iterable[str]) -> Contra
     for key in ("mask_token_id", "target_layer_ids") if is_dflash else ():
         differs = f"dflash_config.{key}: {nested.get(key)!r}, but {key} {config.get(key)!r}: engines read either"
         contract.report(nested.get(key) != config.get(key), differs)
+    if architectures == [DFLASH2]:
+        config = {**config, **{key: nested.get(key) for key in DFLASH2_KEYS}}
+        dflash2_keys(config, contract, hidden=sizes["hidden_size"])
+    if contract.problems:
+        return contract
     as_trained(config, contract)
     contract.shapes = tensors_of(config, sizes, contract, num_features=len(ids))
     return contract
@@ -117,8 +137,11 @@ def of_speculators(config: Mapping[str, Any], contract: Contract) -> dict[str, A
         "num_target_layers": max(layers, default=0) + 1,  # not said there
         "target_layer_ids": layers,
         "is_causal": False,
-        "architectures": [DFLASH if kind == "dflash" else DSPARK],
-        "dflash_config": {"causal": False, "mask_token_id": config.get("mask_token_id"), "target_layer_ids": layers},
+        "architectures": [{"dflash": DFLASH, "dflash2": DFLASH2}.get(kind, DSPARK)],
+        "dflash_config": {
+            **{"causal": False, "mask_token_id": config.get("mask_token_id"), "target_layer_ids": layers},
+            **{key: config[key] for key in DFLASH2_KEYS if key in config},
+        },
     }
     layer = config.get("transformer_layer_config") or {}
     return {**layer, **config, **made, "model_type": layer.get("model_type")}
@@ -142,6 +165,20 @@ def flags(config: Mapping[str, Any], contract: Contract, *, is_dflash: bool) -> 
     contract.want(config, "markov_head_type", "vanilla", "the only one that engines serve")
     for key in ("enable_confidence_head", "confidence_head_with_markov"):
         contract.report(not isinstance(config.get(key), bool), f"{key}: missing; engines' defaults differ")
+
+
+def dflash2_keys(config: Mapping[str, Any], contract: Contract, *, hidden: int) -> None:
+    """Report wrong sizes of DFlash2's parts."""
+    for key in DFLASH2_KEYS:
+        found = config[key]
+        wrong = type(found) is not int or found < 1
+        contract.report(
+            wrong, f"dflash_config.{key}: expected a count, found {found!r}: engines load no DFlash2 without"
+        )
+        if key == "conv_kernel_size":
+            contract.report(not wrong and found != NUM_TAPS, f"dflash_config.{key}: {found}, expected {NUM_TAPS}")
+        if key == "conv_group_size" and not wrong:
+            contract.report(hidden % found != 0, f"dflash_config.{key}: {found} does not divide hidden_size {hidden}")
 
 
 def as_trained(config: Mapping[str, Any], contract: Contract) -> None:
@@ -179,6 +216,15 @@ def tensors_of(
     if config.get("architectures") == [DSPARK]:
         contract.report(not rank, "markov_rank: expected a count; engines load this class with a Markov head only")
         shapes |= {"markov_head.markov_w1.weight": (vocab, rank), "markov_head.markov_w2.weight": (drafted, rank)}
+    if config.get("architectures") == [DFLASH2]:
+        taps, rank = config["conv_kernel_size"], config["selector_rank"]
+        for name in ("predecessor", "successor"):
+            shapes[f"candidate_selector.{name}_codebook"] = (vocab, rank)
+        shapes["candidate_selector.hidden_projection.weight"] = (rank, hidden)
+        for i, part in itertools.product(range(sizes["num_hidden_layers"]), ("attention", "mlp")):
+            conv = f"layers.{i}.{part}_conv"
+            shapes[f"{conv}.base_kernel"] = (2, taps, hidden)
+            shapes[f"{conv}.kernel_projection.weight"] = (2 * taps * hidden // config["conv_group_size"], hidden)
     if config.get("enable_confidence_head"):
         wide = hidden + (rank if config.get("confidence_head_with_markov") else 0)
         shapes |= {"confidence_head.proj.weight": (1, wide), "confidence_head.proj.bias": (1,)}

@@ -22,7 +22,7 @@ from ..loading import TargetConfig, load_tokenizer, read_model_config, torch_dty
 from ..targets.end_tokens import contradiction, said_ends
 
 PROVENANCE = "headstart_export"  # the key under which an exported config.json keeps the head's own config
-DFLASH, DSPARK = "DFlashDraftModel", "Qwen3DSparkModel"  # of block drafters
+DFLASH, DFLASH2, DSPARK = "DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel"  # of block drafters
 SWITCHES = ("eagle-", "eagle3", "dflash", "dspark")  # vLLM infers the method from these words in a path
 EMBEDDINGS = (
     "model.embed_tokens.weight",
@@ -54,7 +54,7 @@ class HeadFolder:
         """The engines' name for it: the family, or dflash or dspark for a block drafter."""
         if self.family != "block":
             return self.family
-        return "dflash" if self.config["architectures"] == [DFLASH] else "dspark"
+        return "dspark" if self.config["architectures"] == [DSPARK] else "dflash"
 
     @property
     def own(self) -> dict[str, Any]:

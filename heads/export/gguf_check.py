@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from ..nn.dflash2 import NUM_TAPS
+from .block import DFLASH2_KEYS
 from .contracts import FEATURE_IDS, Contract, Shapes
 from .gguf_file import GgufFile, read_gguf
-from .llamacpp import NUM_TAPS
+from .llamacpp import NUM_TAPS as NUM_FEATURES
 
 SIZES = {
     "embedding_length": "D",
@@ -61,7 +63,7 @@ def eagle3(file: GgufFile) -> Contract:
     """EAGLE-3: fc, one layer that reads twice its width, output norm and output layer; d2t if the vocabulary is cut."""
     contract = Contract("eagle3 (GGUF)")
     sizes = sizes_of(file, contract)
-    feature_layers(file, contract, num_features=NUM_TAPS)
+    feature_layers(file, contract, num_features=NUM_FEATURES)
     for key in ("norm_before_residual", "norm_before_fc"):
         flag(file, contract, key, allowed=(True, False, None))
     layer_keys(file, contract, "rope.dimension_count")
@@ -74,15 +76,16 @@ def eagle3(file: GgufFile) -> Contract:
         return contract
     contract.report(wide != hidden, f"eagle3.target_hidden_size: {wide}, but embeddings, the target's, have {hidden}")
     contract.shapes = layer_shapes(file, sizes, contract, place="blk.0", read=2 * hidden)
-    contract.shapes |= {"blk.0.attn_norm_2.weight": (hidden,), "fc.weight": (hidden, NUM_TAPS * wide)}
+    contract.shapes |= {"blk.0.attn_norm_2.weight": (hidden,), "fc.weight": (hidden, NUM_FEATURES * wide)}
     drafted_vocabulary(file, sizes, contract)
     if file.own("norm_before_fc"):
-        contract.shapes["enc.output_norm.weight"] = (NUM_TAPS * wide,)
+        contract.shapes["enc.output_norm.weight"] = (NUM_FEATURES * wide,)
     return contract
 
 
 def dflash(file: GgufFile) -> Contract:
-    """DFlash, or with a Markov head DSpark: fc and its norm, layers with query and key norms, output tensors."""
+    """DFlash, with a Markov head DSpark, with a selector DFlash2: fc and its norm, layers with norms of queries and
+    keys, output tensors."""
     rank = file.shapes.get("markov_w1.weight", (0, 0))[-1]
     contract = Contract(f"{'dspark' if rank else 'dflash'} (GGUF)")
     sizes = sizes_of(file, contract)
@@ -109,7 +112,24 @@ def dflash(file: GgufFile) -> Contract:
         contract.shapes |= {"markov_w1.weight": (vocab, rank), "markov_w2.weight": (num_drafted, rank)}
     if rank and file.own("has_confidence_head"):
         contract.shapes |= {"conf_proj.weight": (1, hidden + rank), "conf_proj.bias": (1,)}
+    if any(file.own(key) is not None for key in DFLASH2_KEYS) or "selector_hidden.weight" in file.shapes:
+        dflash2(file, sizes, contract)
     return contract
+
+
+def dflash2(file: GgufFile, sizes: Mapping[str, int], contract: Contract) -> None:
+    """Add the convolutions and the selector of DFlash2."""
+    found = {key: file.own(key) for key in DFLASH2_KEYS}
+    wrong = [key for key, value in found.items() if type(value) is not int]
+    if wrong:
+        contract.problems += [f"dflash.{key}: expected a count, found {found[key]!r}" for key in wrong]
+        return
+    hidden, vocab, rank, taps = sizes["embedding_length"], sizes["vocab_size"], found["selector_rank"], NUM_TAPS
+    codebooks = dict.fromkeys(("selector_predecessor.weight", "selector_successor.weight"), (vocab, rank))
+    contract.shapes |= {**codebooks, "selector_hidden.weight": (rank, hidden)}
+    for place in (f"blk.{i}.{kind}_conv" for i in range(sizes["block_count"]) for kind in ("attn", "ffn")):
+        contract.shapes[f"{place}_base"] = (2, taps, hidden)
+        contract.shapes[f"{place}_proj.weight"] = (2 * taps * hidden // found["conv_group_size"], hidden)
 
 
 def flag(file: GgufFile, contract: Contract, key: str, *, allowed: tuple[bool | None, ...]) -> None:
@@ -260,13 +280,14 @@ TOLD = {
         "target_layers": "target_layer_ids",
         "block_size": "block_size",
         "sample_from_anchor": "sample_from_anchor",
+        **{key: key for key in DFLASH2_KEYS},
     },
 }
 
 
 def differences(file: GgufFile, config: Mapping[str, Any]) -> list[str]:
     """Differences between a converted file and the config.json of its folder."""
-    problems = []
+    problems, config = [], {**(config.get("dflash_config") or {}), **config}
     for key, name in TOLD[file.architecture].items():
         wanted = config.get(name)
         if name == "target_layer_ids" and isinstance(wanted, list):

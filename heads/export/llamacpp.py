@@ -15,7 +15,7 @@ from typing import Any
 
 from ...configs.errors import BadInput
 from ..importing.gguf import gguf_folder
-from .folder import DFLASH, HeadFolder
+from .folder import DFLASH, DFLASH2, HeadFolder
 from .stitched import num_modules
 
 # --spec-type of each family, or kind of block drafter
@@ -161,7 +161,7 @@ def block_refusals(config: Mapping[str, Any], names: Iterable[str]) -> list[str]
     whole = {**config, **(layer or {})}
     is_cut = config.get("draft_vocab_size") not in (None, whole.get("vocab_size"))
     problems = rotation_refusals(whole, ROTATIONS_OF_BLOCKS)
-    if config.get("architectures") != [DFLASH]:
+    if config.get("architectures") not in ([DFLASH], [DFLASH2]):
         if "lm_head.weight" in names and not is_cut:
             why = "drops an output layer over the whole vocabulary: train with output: shared, or draft_vocab_size"
             problems.append(f"lm_head.weight: its converter {why}")
@@ -172,6 +172,9 @@ def block_refusals(config: Mapping[str, Any], names: Iterable[str]) -> list[str]
         problems.append("confidence_head: its graph has one beside a Markov head only")
     if layer is not None:
         problems.append("transformer_layer_config: it reads DFlash in the plain layout only")
+    top_k, hidden = (config.get("dflash_config") or {}).get("selector_top_k") or 0, whole.get("hidden_size") or 0
+    if hidden < (least := top_k * (top_k + 1)):
+        problems.append(f"selector_top_k: {top_k} of DFlash2 takes a hidden_size of {least} at least, this is {hidden}")
     return problems
 
 

@@ -74,13 +74,16 @@ def write_speculators(head: HeadFolder, folder: Path, *, to: str) -> None:
     write_tensors(folder, tensors)
 
 
-def as_speculators(head: HeadFolder, *, architecture: str, layer_keys: Iterable[str]) -> dict[str, Any]:
+def as_speculators(
+    head: HeadFolder, *, architecture: str, layer_keys: Iterable[str], kind: str | None = None
+) -> dict[str, Any]:
     """The keys that all kinds of heads have in speculators' layout.
 
     vLLM starts from transformer_layer_config and takes few keys from outside it, so the keys that it needs are repeated
     there. `model_type` is left out, as vLLM would look for a transformers model of that name.
 
-    Args: layer_keys: further keys of transformer_layer_config, besides those of every Llama.
+    Args: layer_keys: further keys of transformer_layer_config, besides those of every Llama. kind: the library's name
+    of the head; None: its method's.
     Raises: BadInput if the target's config is not available.
     """
     if head.target_config is None:
@@ -89,10 +92,10 @@ def as_speculators(head: HeadFolder, *, architecture: str, layer_keys: Iterable[
     how |= {"accept_tolerance": 0.0, "verifier_accept_k": 1}
     return {
         "architectures": [architecture],
-        "speculators_model_type": head.method,
+        "speculators_model_type": kind or head.method,
         "speculators_version": VERSION,
         "speculators_config": {
-            "algorithm": head.method,
+            "algorithm": kind or head.method,
             "default_proposal_method": "greedy",
             "proposal_methods": [how],
             "verifier": {"name_or_path": head.target, "architectures": head.target_config.get("architectures") or []},

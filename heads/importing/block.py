@@ -1,4 +1,4 @@
-"""Importing block drafters: DFlash and DSpark, in the plain layout and that of the speculators library."""
+"""Importing block drafters: DFlash, DFlash2 and DSpark, in the plain layout and that of the speculators library."""
 
 from pathlib import Path
 
@@ -7,14 +7,18 @@ import torch.nn.functional as F
 from ...configs.errors import BadInput
 from ...configs.typed import TypedKeys
 from ..block import BlockConfig
-from ..export.folder import DFLASH
+from ..export.folder import DFLASH, DFLASH2
 from ..export.tensor_files import TensorFiles
+from ..nn.dflash2 import NUM_TAPS
 from ..target import Target
 from .imported import Imported, bare, draft_ids, own_config, without_tables
 from .published import architecture_of, same_tensor
 
-NESTED = ("mask_token_id", "target_layer_ids", "block_size")  # keys that some folders have in dflash_config alone
+# keys that some folders have in dflash_config alone
+NESTED = ("mask_token_id", "target_layer_ids", "block_size", "conv_kernel_size", "conv_group_size", "selector_rank")
+NESTED += ("selector_top_k",)
 MARKOV_TYPE = "markov_head_type"
+PREDECESSORS = "candidate_selector.predecessor_codebook"
 MARKOV, CONFIDENCE = "markov_head.markov_w1.weight", "confidence_head.proj.weight"
 
 
@@ -31,11 +35,12 @@ def import_block(folder: Path, config: TypedKeys, stored: TensorFiles, target: T
     if made is not None:
         return Imported(made, tensors, ids)
     kinds, markov = set(config.read("layer_types", list[str]) or ["full_attention"]), config.read(MARKOV_TYPE, str)
+    taps, selector = config.read("conv_kernel_size", int), tensors.get(PREDECESSORS)
     problems = {
         f"layer_types: {sorted(kinds)}": kinds != {"full_attention"},
         "causal: its slots see only those before them": config.need("causal", bool),
         f"{MARKOV_TYPE} {markov}": markov not in (None, "vanilla"),
-        "conv_kernel_size, of DFlash2": any("_conv." in name or name.startswith("candidate") for name in tensors),
+        f"conv_kernel_size: {taps}, expected {NUM_TAPS}": taps not in (None, NUM_TAPS),
     }
     for problem, is_there in problems.items():
         if is_there:
@@ -53,6 +58,9 @@ def import_block(folder: Path, config: TypedKeys, stored: TensorFiles, target: T
         sample_from_anchor=drafts_first,
         markov_rank=rank,
         confidence=CONFIDENCE in tensors,
+        conv_group_size=None if taps is None else config.need("conv_group_size", int),
+        selector_rank=0 if selector is None else selector.shape[1],
+        selector_top_k=16 if selector is None else config.need("selector_top_k", int),
         has_head_norms="layers.0.self_attn.q_norm.weight" in tensors,
         output="own" if "lm_head.weight" in tensors else "shared",
         draft_vocab_size=None if ids is None else len(ids),
@@ -72,7 +80,7 @@ def plain_config(config: TypedKeys) -> TypedKeys:
     ids = config.read("aux_hidden_state_layer_ids", list[int])
     if ids is not None:
         found["target_layer_ids"] = [i - 1 for i in ids]
-    is_dspark = (config.read("architectures", list[str]) or [DFLASH]) != [DFLASH]
+    is_dspark = (config.read("architectures", list[str]) or [DFLASH]) not in ([DFLASH], [DFLASH2])
     found.setdefault("sample_from_anchor", is_dspark and not layer.values)
     flags = nested.read("causal", bool), TypedKeys(found, config.where).read("is_causal", bool)
     found["causal"] = next((flag for flag in flags if flag is not None), False)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .cross_entropy import CLOSED, best_of, closed_mix
+from .cross_entropy import CLOSED, closed_mix
 from .functions import ALL_LOSSES, LossSpec, Rows, TargetRows
 
 # logits (the target's and the drafts') that exist at a time. On a CPU few enough for its cache; on a GPU as many as
@@ -183,7 +183,7 @@ class Drafts:
                 values, best = closed_mix(drafted, raw, scale, num_guesses=self.num_guesses, out=grads[here])
             else:
                 drafted.__dict__["draft_logits"] = raw.float()
-                best = best_of(drafted.draft_logits, self.num_guesses)
+                best = drafted.best(self.num_guesses)
                 if grads is None:
                     values = mix_of(drafted)
                 else:

@@ -9,11 +9,6 @@ from .functions import Rows
 CLOSED = ("hard_ce", "hard_gce", "greedy_gce", "soft_ce", "restricted_ce", "kl")
 
 
-def best_of(logits: Tensor, num_guesses: int) -> Tensor:
-    """[n, num_guesses] the draft's most probable tokens, best first."""
-    return logits.argmax(-1, keepdim=True) if num_guesses == 1 else logits.topk(num_guesses, -1).indices
-
-
 def closed_mix(rows: Rows, logits: Tensor, scale: Tensor, *, num_guesses: int, out: Tensor) -> tuple[Tensor, Tensor]:
     """The mix [n] of losses in CLOSED, as `LOSSES` defines them, and the most probable tokens [n, num_guesses].
 

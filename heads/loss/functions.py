@@ -42,10 +42,18 @@ class LossSpec:
     target_logits: TensorMap  # [n, D] post-norm state -> [n, V]
     restricted_logits: TensorMap  # [n, D] post-norm state -> [n, Vd] those of the tokens that can be drafted
     confidence: TensorMap | None = None  # [n, D] hidden -> [n] logits of the probability that a draft is accepted
+    # hidden [n, D], and logits and draft ids [n, k] of the most probable tokens -> [n, k] by which drafting chooses
+    select: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    num_candidates: int = 0  # k
     vocabulary: DraftVocabulary | None = None
     eta: float = 3.0  # of `lk_lambda`
     top_k: int = 10  # of `topk_ce`
     exponent: float = 0.5  # g of `hard_gce` and `greedy_gce`
+
+
+def best_of(logits: Tensor, num_guesses: int) -> Tensor:
+    """[n, num_guesses] the draft's most probable tokens, best first."""
+    return logits.argmax(-1, keepdim=True) if num_guesses == 1 else logits.topk(num_guesses, -1).indices
 
 
 def drafted_rows(output_layer: nn.Module, vocabulary: DraftVocabulary | None) -> dict[str, Tensor]:
@@ -131,6 +139,23 @@ class Rows:
     def draft_probs(self) -> Tensor:
         """[n, Vd]."""
         return self.draft_log_probs.exp()
+
+    @cached_property
+    def candidates(self) -> Tensor:
+        """[n, k] draft ids of the most probable tokens, of which `select` chooses."""
+        return self.draft_logits.detach().topk(self.spec.num_candidates, -1).indices
+
+    def selected(self) -> Tensor:
+        """[n, k] fp32 logits of the candidates by which drafting chooses."""
+        assert self.spec.select is not None
+        return self.spec.select(self.hidden, self.draft_logits.gather(-1, self.candidates), self.candidates).float()
+
+    def best(self, num_guesses: int) -> Tensor:
+        """[n, num_guesses] draft ids that are drafted first, best first."""
+        if self.spec.select is None:
+            return best_of(self.draft_logits, num_guesses)
+        with torch.no_grad():
+            return self.candidates.gather(-1, best_of(self.selected(), min(num_guesses, self.spec.num_candidates)))
 
     @cached_property
     def draft_labels(self) -> Tensor:
@@ -254,18 +279,25 @@ def confidence(rows: Rows) -> Tensor:
     return F.binary_cross_entropy_with_logits(estimate, rows.overlap.detach().clamp(0, 1), reduction="none")
 
 
+def selection(rows: Rows) -> Tensor:
+    """Cross entropy of the choice among a slot's candidates; a label that is none of them contributes zero (DFlash2:
+    1.0 beside hard_ce 1.0)."""
+    is_label = rows.candidates == rows.draft_labels[:, None]  # [n, k]
+    return -(rows.selected().log_softmax(-1) * is_label).sum(-1)
+
+
 LOSSES: dict[str, Callable[[Rows], Tensor]] = {
     loss.__name__: loss
     for loss in (hard_ce, hard_gce, greedy_gce, soft_ce, restricted_ce, kl, reverse_kl)
     + (topk_ce, tv, l1, lk_alpha, lk_lambda, feature)
 }
-# including the one that heads with a confidence head add to their mix
-ALL_LOSSES = {**LOSSES, "confidence": confidence}
+# including those that heads with a confidence head or a selector add to their mix
+ALL_LOSSES = {**LOSSES, "confidence": confidence, "selection": selection}
 
 
 def reads_all_logits(mix: Mapping[str, float]) -> bool:
     """Whether a mix reads the target's logits of tokens that cannot be drafted."""
-    return not set(mix) <= {"hard_ce", "hard_gce", "restricted_ce", "feature"}
+    return not set(mix) <= {"hard_ce", "hard_gce", "restricted_ce", "feature", "selection"}
 
 
 def check_mix(mix: Mapping[str, float], *, key: str) -> None:

@@ -20,6 +20,7 @@ from ..decoders.cpu.decoder import CpuLayers
 from .attention import grouped_attention
 from .cache import SlotCache
 from .chain_attention import Block, attend_chains, laid_out
+from .dflash2 import CandidateSelector, SlotConvolution
 from .layers import Attention, RMSNorm, Rotary
 
 # queries [B, N, Q, H], keys and values [B, Nkv, Q, H] of a block's slots -> [B, Q, N, H]
@@ -28,15 +29,20 @@ WIDE = 128  # head dimension of published drafters
 
 
 class BlockLayer(nn.Module):
-    """A Llama layer, or with has_head_norms a Qwen3 one, whose attention over slots and context the caller provides."""
+    """A Llama layer, or with has_head_norms a Qwen3 one, whose attention over slots and context the caller provides;
+    with conv_group_size, DFlash2's, with convolutions around attention and MLP."""
 
-    def __init__(self, config: LlamaConfig, *, has_head_norms: bool):
+    def __init__(self, config: LlamaConfig, *, has_head_norms: bool, conv_group_size: int | None = None):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps=eps)
         self.self_attn = Attention(config, has_head_norms=has_head_norms)
         self.post_attention_layernorm = RMSNorm(size, eps=eps)
         self.mlp = LlamaMLP(config)
+        self.attention_conv = self.mlp_conv = None
+        if conv_group_size is not None:
+            self.attention_conv = SlotConvolution(size, group_size=conv_group_size)
+            self.mlp_conv = SlotConvolution(size, group_size=conv_group_size)
         if has_head_norms:  # they bound scores by gain^2 sqrt(H); this gain gives narrow heads the bound of WIDE ones
             for norm in (self.self_attn.q_norm, self.self_attn.k_norm):
                 nn.init.constant_(cast(Tensor, norm.weight), max(1.0, WIDE / self.self_attn.head_dim) ** 0.25)
@@ -45,12 +51,18 @@ class BlockLayer(nn.Module):
         """Fused features [B, T, D], which the layer does not normalise -> keys and values [B, Nkv, T, H]."""
         return self.self_attn.keys_values(context, rotary)
 
-    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """The slots of blocks [B, Q, D] -> [B, Q, D]."""
+    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend, *, num_blocks: int = 1) -> Tensor:
+        """The slots of S blocks [B, W * S, D] -> [B, W * S, D]."""
+
+        def attention(x: Tensor) -> Tensor:
+            mixed = attend(self.self_attn.queries(x, rotary), *self.self_attn.keys_values(x, rotary))
+            return self.self_attn.o_proj(mixed.flatten(2))
+
         x = self.input_layernorm(hidden)
-        mixed = attend(self.self_attn.queries(x, rotary), *self.self_attn.keys_values(x, rotary))
-        hidden = hidden + self.self_attn.o_proj(mixed.flatten(2))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        conv = self.attention_conv
+        hidden = hidden + (attention(x) if conv is None else conv(x, attention, num_blocks=num_blocks))
+        x, conv = self.post_attention_layernorm(hidden), self.mlp_conv
+        return hidden + (self.mlp(x) if conv is None else conv(x, self.mlp, num_blocks=num_blocks))
 
 
 def attend_blocks(
@@ -136,10 +148,14 @@ class MarkovHead(nn.Module):
         nn.init.normal_(self.markov_w1.weight, std=rank**-0.5)
         nn.init.normal_(self.markov_w2.weight, std=0.01)
 
+    def previous(self, tokens: Tensor) -> Tensor:
+        """[...] target ids -> [..., rank]."""
+        return self.markov_w1(tokens)
 
-def beside(states: Tensor, markov: MarkovHead | None, before: Tensor) -> Tensor:
-    """[..., D + rank]: slots' states [..., D] next to the Markov embeddings of their previous tokens [...], if any."""
-    return states if markov is None else torch.cat([states, markov.markov_w1(before).to(states.dtype)], -1)
+
+def beside(states: Tensor, pairs: MarkovHead | CandidateSelector | None, before: Tensor) -> Tensor:
+    """[..., D + rank]: slots' states [..., D] next to the embeddings of their previous tokens [...], if any."""
+    return states if pairs is None else torch.cat([states, pairs.previous(before).to(states.dtype)], -1)
 
 
 class ConfidenceHead(nn.Module):

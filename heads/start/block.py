@@ -57,7 +57,7 @@ class BlockDrafter(Protocol):
     def slots(self, anchors: Tensor, num_depths: int) -> Tensor: ...
     def training_starts(self, loss_mask: Tensor) -> ChainStarts: ...
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]: ...
-    def draft_logits(self, hidden: Tensor, depth: int) -> Tensor: ...
+    def slot_logits(self, hidden: Tensor) -> Tensor: ...
 
 
 @torch.no_grad()
@@ -211,7 +211,7 @@ def scale_logits(head: BlockDrafter, batch: DraftBatch) -> None:
     for depth, hidden in enumerate(head.unroll(batch, starts)):
         valid = starts.valid[..., depth]
         some = torch.linspace(0, int(valid.sum()) - 1, 64, device=valid.device).long()
-        drafted.append(head.draft_logits(hidden[valid][some], depth).float())
+        drafted.append(head.slot_logits(hidden[valid][some]).float())
         probs.append(head.target.logits(taken(batch, batch.output.post_norm, depth + 1)[some]).softmax(-1))
     target_probs = torch.cat(probs)
     target_probs = target_probs if head.vocabulary is None else target_probs[:, head.vocabulary.to_target]

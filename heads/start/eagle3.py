@@ -1,4 +1,4 @@
-"""Initial weights of an EAGLE-3 layer: by regression on the first rows of training, or from the target's layers.
+"""Initial weights of an EAGLE-3 layer, by regression on the first rows of training.
 
 A randomly initialised EAGLE-3 layer reads the embedding of x_{t+1} only through attention that looks everywhere, and
 needs many steps to find its own position. Here `fc` starts as the ridge regression of the target's last state on its
@@ -12,16 +12,15 @@ Source: our own; measured in docs/LOG.md, 2026-11-22.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...configs.errors import BadInput, first_line
+from ...configs.errors import BadInput
 from ..nn.batch import DraftBatch
 from ..nn.layers import Attention
-from ..target import Target
 from .closed_form import ridge
 from .copying import Role, TokenCode, attended, find_tokens, roles_of, token_code
 
@@ -32,41 +31,6 @@ FARTHEST = 512  # largest distance in tokens for which this is checked
 # the norm's gain is multiplied by this and `lm_head` divided by it: the logits are the same, and the smaller rows of
 # `lm_head` learn faster
 OUTPUT_GAIN = 3.0
-NUM_PROBED = 64  # tokens on which the size of features is measured
-
-
-@torch.no_grad()
-def start_from_target(target: Target, feature_layers: Sequence[int], fc: nn.Linear, first: Any) -> None:
-    """Initialise a head to continue the target from its highest feature i: `fc` passes that feature on, and `first`, an
-    EAGLE-3 layer, copies target layer i + 1, with small random weights for the embedding.
-
-    `fc` also reads the other features with random weights, inversely proportional to each feature's size and weighted
-    by channel like the target's own norms, so that a few huge channels do not dominate.
-
-    Source: our own; measured in docs/LOG.md, 2026-11-22. Raises: BadInput if the target's layers lack the parts or the
-    shapes of a Llama layer.
-    """
-    size, layers = target.hidden_size, list(feature_layers)
-    behind: Any = target.layers[min(layers[-1] + 1, target.num_layers - 1)]
-    ids = torch.arange(NUM_PROBED, device=target.device) * (target.vocab_size // NUM_PROBED)
-    states = target.forward(ids[None], feature_layers=tuple(layers)).features[0].float()  # [T, L, D]
-    typical = states.square().mean(-1).sqrt().median(0).values.cpu()  # [L] rms; the first token's may be huge
-    try:
-        norms = [cast(Any, target.layers[i]).input_layernorm.weight.float().cpu() for i in layers]
-        scale = torch.cat([norm / size_of for norm, size_of in zip(norms, typical, strict=True)])  # [L * D]
-        fc.weight.mul_(0.1 * typical[-1] * scale / scale.square().mean().sqrt())
-        fc.weight[:, -size:] += torch.eye(size)
-        for name in ("q_proj", "k_proj", "v_proj"):
-            weight = getattr(first.self_attn, name).weight  # [out, 2 D]: embedding, hidden
-            weight[:, :size] *= 0.3
-            weight[:, size:] = getattr(behind.self_attn, name).weight
-        first.self_attn.o_proj.weight.copy_(behind.self_attn.o_proj.weight)
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            getattr(first.mlp, name).weight.copy_(getattr(behind.mlp, name).weight)
-        first.hidden_norm.weight.copy_(behind.input_layernorm.weight)
-        first.post_attention_layernorm.weight.copy_(behind.post_attention_layernorm.weight)
-    except (AttributeError, RuntimeError) as error:
-        raise BadInput(f"head.start target: not with the layers of {target.name}: {first_line(error)}") from error
 
 
 def fit_start(head: Any, batches: Sequence[DraftBatch]) -> None:

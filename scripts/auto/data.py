@@ -12,7 +12,7 @@ import numpy as np
 
 from ...configs.errors import BadInput
 from ...configs.files import write_json, write_text
-from ...configs.jsonl import read_jsonl
+from ...configs.jsonl import read_appended, read_jsonl
 from ...data_pipelines.answers.conversations import SamplingConfig, exchanges
 from ...data_pipelines.sources import iter_rows
 from ...data_pipelines.vocab import always_kept, worthwhile_size
@@ -213,9 +213,7 @@ def is_finished(folder: Path) -> bool:
 
 def read_answers(folder: Path) -> list[dict[str, Any]]:
     """The rows that `headstart data regenerate` has written into a folder so far."""
-    path = folder / ("answers.jsonl" if is_finished(folder) else "answers.part.jsonl")
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith(b"\n")]  # a kill may have cut the last one
+    return read_appended(folder / ("answers.jsonl" if is_finished(folder) else "answers.part.jsonl"))
 
 
 def question_of(row: dict[str, Any]) -> str:

@@ -3,7 +3,6 @@
 A training in a rung ends with a validation: the head is saved, and decodes answers to the validation prompts.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import yaml
 
 from ...configs.files import write_text
+from ...configs.jsonl import read_appended
 from ..unattended.steps import StepRecord
 from .candidates import Candidate
 from .data import VALIDATION
@@ -160,10 +160,7 @@ class Learner:
 
 def last_validation(run: Path) -> tuple[int, float, list[float | None]] | None:
     """Step, acceptance length and acceptance rates of the last decoded validation of a run; None if there is none."""
-    path = run / "metrics.jsonl"
-    if not path.is_file():
-        return None
-    rows = [json.loads(line) for line in path.read_text().splitlines() if '"validation"' in line]
+    rows = [row for row in read_appended(run / "metrics.jsonl") if "validation" in row]
     decoded = [(row["step"], row["validation"].get("decoded")) for row in rows]
     found = [(step, each) for step, each in decoded if each and each["acceptance_length"] is not None]
     if not found:

@@ -20,6 +20,7 @@ import torch
 from rich.console import Console
 
 from ...configs.errors import BadInput
+from ...configs.jsonl import read_appended
 from ...configs.loader import build, read_config
 from ...data_pipelines.config import DataConfig
 from ...eval.measurement.config import MeasureConfig, chain
@@ -31,7 +32,6 @@ from ...heads.loading import TargetConfig, default_device
 from ...heads.registry import load_head
 from ...heads.target import Target
 from ...train.config import RunConfig, TrainConfig
-from ...train.tracking import read_rows
 from ...train.trainer import train
 from .bench_results import Entry, bench_names, read_bench, read_results, render_page, table, write_results
 from .store import picked
@@ -178,7 +178,7 @@ def measured(bench: Bench, name: str, folder: Path, target: Target, seed: int, p
 def training_speed(folder: Path) -> float:
     """Tokens per second, padding included: the median over the steps after warm-up; of all where none are."""
     warmup = read_config(folder / "config.yaml")["train"]["warmup_steps"]
-    rows = [row for row in read_rows(folder / "metrics.jsonl") if "tokens_per_second" in row]
+    rows = [row for row in read_appended(folder / "metrics.jsonl") if "tokens_per_second" in row]
     counted = [row for row in rows if row["step"] > warmup] or rows
     return round(statistics.median(row["tokens_per_second"] for row in counted), 1)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...configs.errors import BadInput
+from ...configs.jsonl import read_appended
 from ...data_pipelines.config import DataConfig
 from ...data_pipelines.loader import TrainingBatch, collate
 from ...data_pipelines.masks.chat import encode_row
@@ -175,9 +176,7 @@ class Reader:
 
 def readings_in(path: Path) -> dict[str, Reading]:
     """The readings of a file, by key. An incomplete last line, left by a kill, is ignored."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    found = [Reading(**json.loads(line)) for line in lines if line.endswith(b"\n")]
-    return {reading.key: reading for reading in found}
+    return {row["key"]: Reading(**row) for row in read_appended(path)}
 
 
 def keep(path: Path, readings: Sequence[Reading]) -> None:

@@ -52,7 +52,8 @@ class Work:
         Args: until: second of the budget after which reading stops; None: all rows are read.
         """
         path = self.run.folder / "data" / name
-        left = [(key, row) for key, row in rows.items() if key not in readings_in(path)]
+        known = readings_in(path)
+        left = [(key, row) for key, row in rows.items() if key not in known]
         for readings in reader.read(left):
             self.run.check_stop()
             keep(path, readings)

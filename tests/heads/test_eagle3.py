@@ -1,7 +1,6 @@
 """EAGLE-3's options: several layers, any features, the norms of EAGLE 3.1."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -179,19 +178,3 @@ def test_it_looks_deeper_than_it_was_trained_and_leaves_its_config(target, head,
     config = Eagle3Config()
     assert build_head(config, target).config.feature_layers == list(config.resolved(target).feature_layers or ())
     assert config.feature_layers is None
-
-
-def test_a_head_may_start_as_the_targets_own_layer(target):
-    fresh: Any = build_head(Eagle3Config(feature_layers=[1, 2], num_depths=2), target)
-    head: Any = build_head(Eagle3Config(feature_layers=[1, 2], num_depths=2, start="target"), target)
-    own: Any = target.layers[3]
-    size = target.hidden_size
-    assert torch.equal(head.midlayer.mlp.down_proj.weight, own.mlp.down_proj.weight)
-    assert torch.equal(head.midlayer.self_attn.q_proj.weight[:, size:], own.self_attn.q_proj.weight)
-    hidden = torch.randn(1, 3, size)
-    assert torch.allclose(head.lm_head(head.norm(hidden)), fresh.lm_head(fresh.norm(hidden)), atol=1e-4), "same logits"
-
-
-def test_a_target_without_such_layers_is_refused(tiny_target):
-    with pytest.raises(BadInput, match="head.start target: not with the layers of"):
-        build_head(Eagle3Config(start="target"), tiny_target("gpt_neox"))

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import yaml
+from headstart.configs.jsonl import read_appended
 from headstart.configs.loader import PACKAGE_CONFIGS
 from headstart.train import trainer
 from headstart.train.config import load_run
-from headstart.train.tracking import read_rows
 
 BY_LAUNCHER = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -145,7 +145,7 @@ class Launching:
     def wait_for_rows(self, folder: Path, count: int, *, seconds: float = 120) -> None:
         """Until a run has logged as many rows."""
         end = time.monotonic() + seconds
-        while len(read_rows(folder / "metrics.jsonl")) < count:
+        while len(read_appended(folder / "metrics.jsonl")) < count:
             assert time.monotonic() < end, f"{folder} has fewer than {count} rows after {seconds} s"
             time.sleep(0.02)
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 import yaml
 from headstart.configs.errors import BadInput
+from headstart.configs.jsonl import read_appended
 from headstart.train import loop, trainer
 from headstart.train.checkpoint import checkpoints
 from headstart.train.speed import StepSpeed
-from headstart.train.tracking import read_rows
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.timeout(600, func_only=True)  # not counting the compilation for DeepSpeed
@@ -27,12 +27,12 @@ BACKENDS = ("ddp", "zero2", "zero3", "fsdp2")
 
 
 def losses(folder):
-    return [row["loss"] for row in read_rows(folder / "metrics.jsonl") if "loss" in row]
+    return [row["loss"] for row in read_appended(folder / "metrics.jsonl") if "loss" in row]
 
 
 def curve(folder):
     """What training and validation gave, but for how long it took."""
-    rows, speed = read_rows(folder / "metrics.jsonl"), StepSpeed.__dataclass_fields__
+    rows, speed = read_appended(folder / "metrics.jsonl"), StepSpeed.__dataclass_fields__
     return [{k: v for k, v in row.items() if k not in speed} for row in rows]
 
 
@@ -217,7 +217,7 @@ def test_twenty_random_kills_leave_the_curve_of_an_uninterrupted_run(launching, 
     how = ("train.max_steps=240", "train.checkpoint_every=4")
     source, steps = random.Random(5), []
     for kill in range(20):
-        seen = len(read_rows(killed / "metrics.jsonl"))
+        seen = len(read_appended(killed / "metrics.jsonl"))
         processes = launching.start("ddp", killed, *how)
         if kill % 4 == 3:  # while it starts, most likely
             time.sleep(source.uniform(0, 2))

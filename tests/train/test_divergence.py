@@ -2,9 +2,9 @@
 
 import pytest
 from headstart.configs.errors import BadInput
+from headstart.configs.jsonl import read_appended
 from headstart.train import trainer
 from headstart.train.checkpoint import checkpoints
-from headstart.train.tracking import read_rows
 from headstart.train.trend import Trend
 
 
@@ -36,7 +36,7 @@ def test_the_last_good_checkpoint_stays(what, run, monkeypatch, tmp_path):
         with pytest.raises(BadInput, match="step 3: the weights are not finite any more .losses of late"):
             run("medusa", "a", *how)
     assert saved(tmp_path / "a") == [2]
-    losses = [[row["loss"] for row in read_rows(f / "metrics.jsonl")] for f in (run("medusa", "a", *how), whole)]
+    losses = [[row["loss"] for row in read_appended(f / "metrics.jsonl")] for f in (run("medusa", "a", *how), whole)]
     assert losses[0] == losses[1]
 
 

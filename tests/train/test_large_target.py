@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from headstart.configs.jsonl import read_appended
 from headstart.data_pipelines.storage.extract import ExtractConfig, fields_of
 from headstart.data_pipelines.storage.features import Reads, origin_of
 from headstart.data_pipelines.storage.quantise import pack
@@ -23,7 +24,6 @@ from headstart.heads.loading import TargetConfig
 from headstart.heads.targets.bare import BareTarget
 from headstart.heads.targets.parts import OutputUse
 from headstart.train.config import load_inputs
-from headstart.train.tracking import read_rows
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
@@ -110,7 +110,7 @@ def test_training_starts_in_the_memory_of_the_output_layer(large, tmp_path):
     line = [sys.executable, "-c", WATCH, str(path)]
     done = subprocess.run(line, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    losses = [row["loss"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")]
+    losses = [row["loss"] for row in read_appended(tmp_path / "run" / "metrics.jsonl")]
     assert losses == pytest.approx([np.log(VOCABULARY)] * 2, rel=1e-3), "an output layer of zeros guesses evenly"
     memory, seconds = map(float, done.stdout.split("used ")[1].split())
     assert memory < 4 * GB, f"{memory / GB:.2f} GB, of which 2.1 are the output layer and 1.1 the head in training"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from headstart.configs.jsonl import read_appended
 from headstart.train.speed import StepSpeed
-from headstart.train.tracking import read_rows
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -56,7 +56,7 @@ def outcome(folder: Path) -> tuple[list[Any], dict[str, bytes]]:
     """The metrics but for how long they took, and every tensor: of the head, its checkpoints and their optimizer."""
     rows = [
         {k: v for k, v in row.items() if k not in StepSpeed.__dataclass_fields__}
-        for row in read_rows(folder / "metrics.jsonl")
+        for row in read_appended(folder / "metrics.jsonl")
     ]
     tensors = {
         f"{path.relative_to(folder)} {name}": value.numpy().tobytes()
@@ -80,7 +80,7 @@ def test_ten_kills_at_random_moments_leave_every_bit_as_it_would_be(run_of, laun
         time.sleep(source.uniform(0, 0.5 if kill % 4 == 3 else 0.05))
         os.kill(process, signal.SIGKILL)
         assert launching.wait([process]) == [-signal.SIGKILL], "the run was over before"
-        seen.append(len(read_rows(tmp_path / "killed" / "metrics.jsonl")))
+        seen.append(len(read_appended(tmp_path / "killed" / "metrics.jsonl")))
     assert len(set(seen)) > NUM_KILLS // 2, seen
     assert launching.wait([start("killed")]) == [0], (tmp_path / "killed.log").read_text()[-2000:]
     assert outcome(tmp_path / "killed") == outcome(tmp_path / "whole")

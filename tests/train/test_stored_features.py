@@ -3,8 +3,8 @@
 import pytest
 import yaml
 from headstart.configs.errors import BadInput
+from headstart.configs.jsonl import read_appended
 from headstart.scripts.data.extract import extract
-from headstart.train.tracking import read_rows
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def features(world, tmp_path):
 
 
 def losses(folder):
-    return [row["loss"] for row in read_rows(folder / "metrics.jsonl")]
+    return [row["loss"] for row in read_appended(folder / "metrics.jsonl")]
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from headstart.configs.errors import BadInput
+from headstart.configs.jsonl import read_appended
 from headstart.configs.owned import LOCK
 from headstart.eval.generate import generate
 from headstart.heads.registry import load_head
@@ -14,7 +15,7 @@ from headstart.heads.target import Target
 from headstart.train import trainer
 from headstart.train.config import load_run
 from headstart.train.speed import StepSpeed
-from headstart.train.tracking import Tracker, read_rows
+from headstart.train.tracking import Tracker
 from rich.console import Console
 
 
@@ -207,14 +208,14 @@ def test_only_the_newest_checkpoints_are_kept(run):
 
 def test_rows_that_a_kill_cut_short_are_left_out(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
-    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
-    assert read_rows(tmp_path / "none.jsonl") == []
+    assert read_appended(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
+    assert read_appended(tmp_path / "none.jsonl") == []
 
 
 def test_a_kill_before_the_first_new_row_loses_no_old_one(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
     Tracker(tmp_path, num_steps=6, first_step=2, is_main=True, console=Console())
-    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
+    assert read_appended(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
 
 
 # What is refused, before anything is written

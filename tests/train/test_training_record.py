@@ -3,13 +3,13 @@
 import json
 
 import pytest
+from headstart.configs.jsonl import read_appended
 from headstart.data_pipelines.storage.samples import Sample
 from headstart.data_pipelines.storage.shard_file import StoredSample
 from headstart.data_pipelines.storage.shards import Shards, ShardWriter
 from headstart.eval.measurement.result import AnswerSettings
 from headstart.heads.export.write import export_head
 from headstart.heads.registry import head_record
-from headstart.train.tracking import read_rows
 from headstart.train.training_record import answer_settings, common_ending
 
 
@@ -17,7 +17,7 @@ def test_a_head_carries_its_last_or_best_validation_and_the_form_of_its_rows(run
     rows = f"data.validation={world / 'rows.jsonl'}"
     folder = run("eagle3", "a", rows, "train.validate_every=3", "train.decode_tokens=8", "data.max_length=24")
     validations = [
-        (row["step"], row["validation"]) for row in read_rows(folder / "metrics.jsonl") if "validation" in row
+        (row["step"], row["validation"]) for row in read_appended(folder / "metrics.jsonl") if "validation" in row
     ]
     training = head_record(folder / "final").training or {}
     assert (training["steps"], training["validation"]) == validations[-1] and validations[-1][0] == 6

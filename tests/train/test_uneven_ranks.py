@@ -9,7 +9,7 @@ import random
 from functools import cache
 
 import pytest
-from headstart.train.tracking import read_rows
+from headstart.configs.jsonl import read_appended
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300, func_only=True)]  # not counting the compilation for DeepSpeed
 BACKENDS, PACKED = ("ddp", "zero2", "zero3", "fsdp2"), [("zero3", "packed"), ("fsdp2", "packed")]
@@ -39,7 +39,7 @@ def by_one(launching, tmp_path_factory):
 
 
 def rows_of(folder):
-    return [row for row in read_rows(folder / "metrics.jsonl") if "loss" in row]
+    return [row for row in read_appended(folder / "metrics.jsonl") if "loss" in row]
 
 
 @pytest.mark.parametrize(("backend", "layout"), [*((backend, "padded") for backend in BACKENDS), *PACKED])

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from headstart.configs.errors import BadInput
+from headstart.configs.jsonl import read_appended
 from headstart.eval import replay
 from headstart.eval.generate import generate
 from headstart.eval.measurement.metrics import AcceptancePart, acceptance
@@ -14,7 +15,6 @@ from headstart.heads.registry import load_head
 from headstart.heads.target import Target
 from headstart.train.checkpoint import Best
 from headstart.train.speed import Operations, Speed, StepSpeed
-from headstart.train.tracking import read_rows
 from headstart.train.validation import Validation, ValidationResult
 from safetensors.torch import load_file
 
@@ -27,7 +27,7 @@ def validated(run, world):
         how = ["train.max_steps=30", "train.batch_size=6", "train.learning_rate=1e-2", "train.validate_every=10"]
         how += ["train.decode_tokens=24"]
         folder = run(head_type, name, *how, f"data.validation={world / 'rows.jsonl'}", *overrides)
-        rows = read_rows(folder / "metrics.jsonl")
+        rows = read_appended(folder / "metrics.jsonl")
         return folder, [(row["step"], row["validation"]) for row in rows if "validation" in row]
 
     return start
@@ -101,7 +101,7 @@ def test_patience_ends_a_run_and_an_interrupted_one_alike(validated, capsys):
     same = [
         [
             {key: value for key, value in row.items() if key not in StepSpeed.__dataclass_fields__}
-            for row in read_rows(folder / "metrics.jsonl")
+            for row in read_appended(folder / "metrics.jsonl")
         ]
         for folder in (whole, half)
     ]
@@ -158,7 +158,7 @@ def test_a_run_whose_time_is_over_validates_and_can_be_continued(validated, caps
 
 
 def test_every_step_tells_its_speed(run):
-    rows = read_rows(run("medusa", "a") / "metrics.jsonl")
+    rows = read_appended(run("medusa", "a") / "metrics.jsonl")
     assert all(StepSpeed.__dataclass_fields__.keys() <= row.keys() for row in rows)
     assert all(0 < row["mfu"] < 1 and 0 <= row["data_wait"] < 1 for row in rows)
 
@@ -171,6 +171,6 @@ def test_tensorboard_has_the_curve(run, world):
     folder = run("medusa", "a", *how)
     events = accumulator.EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    losses = {row["step"]: row["loss"] for row in read_rows(folder / "metrics.jsonl") if "loss" in row}
+    losses = {row["step"]: row["loss"] for row in read_appended(folder / "metrics.jsonl") if "loss" in row}
     assert {one.step: one.value for one in events.Scalars("loss")} == pytest.approx(losses)
     assert [one.step for one in events.Scalars("validation/decoded/acceptance_length")] == [3, 6]

@@ -14,6 +14,7 @@ from headstart.heads.target import Target
 from safetensors.torch import load_file, save_file
 
 DFLASH = {"sample_from_anchor": False, "markov_rank": 0}
+DFLASH2 = {**DFLASH, "conv_group_size": 16, "selector_rank": 6, "selector_top_k": 5}
 KINDS = {
     "dspark": {},
     "dspark, fill-in": {"sample_from_anchor": False},
@@ -21,6 +22,7 @@ KINDS = {
     "dspark, cut": {"draft_vocab_size": 24, "output": "own"},
     "dflash": DFLASH,
     "dflash, own": {**DFLASH, "output": "own"},
+    "dflash2": DFLASH2,
 }
 
 
@@ -79,7 +81,7 @@ def test_a_published_head_drafts_as_it_was_trained(kind, trained, on_disk, make_
 
     def publish(config, tensors):
         del config["headstart_export"]
-        if config["architectures"] == ["DFlashDraftModel"]:
+        if config["architectures"] != ["Qwen3DSparkModel"]:
             for key in ("mask_token_id", "target_layer_ids", "sample_from_anchor", "is_causal"):
                 del config[key]
         tensors["embed_tokens.weight"] = on_disk.input_embedding.weight.clone()
@@ -137,7 +139,7 @@ SPECULATORS_FAULTS = {
     "outputs of layers": ("aux_hidden_state_layer_ids", [0, 1, 2], "expected .1, 2, 3.: the head was trained"),
     "a width": ("block_size", 4, "speculative_tokens: 3, but a block drafts 4"),
     "no target": ("speculators_config", {"proposal_methods": [{"speculative_tokens": 3}]}, "name_or_path: missing"),
-    "a kind": ("speculators_model_type", "xpress", "speculators_model_type: xpress, expected dflash or dspark"),
+    "a kind": ("speculators_model_type", "xpress", "speculators_model_type: xpress, expected dflash or"),
     "a kind of model": ("model_type", "speculator_model", "vLLM asks transformers for such a model"),
     "a rotation": ("transformer_layer_config.rope_theta", 5.0, "rope_theta: 5.0, but rope_parameters.rope_theta"),
     "another layer": ("transformer_layer_config.model_type", "llama", "model_type: expected 'qwen3', found 'llama'"),
