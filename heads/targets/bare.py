@@ -24,6 +24,8 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from ...configs.errors import BadInput, first_line
 from ..loading import TargetConfig, empty_model, found_path, quantization, quiet_loading, read_model_config, torch_dtype
 from ..target import Target
+from .check import find_output_use
+from .output_use import parts_beside
 from .parts import OutputUse
 from .stored import DTYPES, StoredTensor, fingerprint_of_stored, stored_tensors
 
@@ -38,11 +40,13 @@ class BareTarget(Target):
     """A target of which the embedding, the final norm, the output layer and what stands before it have weights."""
 
     @classmethod
-    def read(cls, source: TargetConfig, use: OutputUse) -> Self:
+    def read(cls, source: TargetConfig, use: OutputUse | None = None) -> Self:
         """Read these parts of a checkpoint, on the CPU.
 
-        Args: source: its `device_map` does not count. use: of the output layer, as the whole target was found to.
-        Raises: NeedsLayers if these parts cannot be read alone; BadInput if there is no such model, or it is damaged.
+        Args: source: its `device_map` does not count. use: of the output layer, as the whole target was found to; None:
+            it is found here, see `find_output_use`.
+        Raises: NeedsLayers if these parts cannot be read alone, or the use cannot be found; BadInput if there is no
+            such model, or it is damaged.
         """
         path, wanted, config = found_path(source.path), torch_dtype(source.dtype), read_model_config(source)
         stored = stored_tensors(path, revision=source.revision)
@@ -63,17 +67,24 @@ class BareTarget(Target):
         if isinstance(wanted, torch.dtype):
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(wanted)
+        if use is None:
+            try:
+                find_output_use(target)
+            except Exception as error:  # as above
+                raise NeedsLayers(f"how it uses its output layer is not found: {first_line(error)}") from error
         return target
 
-    def _use(self, use: OutputUse) -> None:
-        self.logit_scale, self.caps_wide = use.logit_scale, use.caps_wide
-        self.before_output = None if use.before_output is None else self.model.get_submodule(use.before_output)
+    def _use(self, use: OutputUse | None) -> None:
         self.undecodable = "it was loaded without its layers"
+        self.beside: list[nn.Module] = [] if use else parts_beside(self)  # of which one may be `before_output`
+        if use is not None:
+            self.logit_scale, self.caps_wide = use.logit_scale, use.caps_wide
+            self.before_output = None if use.before_output is None else self.model.get_submodule(use.before_output)
 
     @property
     def parts(self) -> list[nn.Module]:
         """Those with weights."""
-        parts = self.input_embedding, self.final_norm, self.before_output, self.output_layer
+        parts = self.input_embedding, self.final_norm, self.before_output, *self.beside, self.output_layer
         return [part for part in parts if part is not None]
 
     def _read(self, stored: dict[str, StoredTensor], dtype: torch.dtype | None) -> None:

@@ -13,17 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ...configs.errors import BadInput, first_line
 from ..decoders.cpu.products import wide_products
 from ..decoders.state_cache import StateCache
 from ..loading import use_attention
 from ..nn.target_output import TargetOutput
+from .output_use import check_logits, found_before_output, is_close, last_input
 from .prompts import read_prompts
 
 SHORT = 12  # tokens of the check if nothing in the model depends on the length
 BEHIND = 4  # tokens that are read behind the others, as a round
-CLOSE, CLOSE_16_BITS = 1e-3, 0.1  # relative error of a position's state
 LENGTHS = ("index_topk", "sliding_window", "attention_chunk_size", "window_size")  # config keys of such lengths
 
 
@@ -58,6 +59,25 @@ def check_on_text(target: Any, ids: Tensor) -> None:
             target.undecodable = differs
         if target.undecodable is None and target.decodes_trees:
             target.decodes_trees = reads_tree(target, ids, states)
+
+
+@torch.no_grad()
+def find_output_use(target: Any) -> None:
+    """Set `before_output`, `logit_scale` and `caps_wide` of a target without its layers: the model's own code behind
+    them runs on random states, which the final norm has scaled. Raises BadInput, or what that code raises."""
+    ids = check_texts(target)[0][:, : 4 * SHORT]
+    states = torch.randn(*ids.shape, target.hidden_size, generator=torch.Generator().manual_seed(0))
+    states = states.to(target.device, target.dtype)
+    states = states if target.final_norm is None else target.final_norm(states)  # [1, T, D]
+    given = MoeModelOutputWithPast(last_hidden_state=states, hidden_states=(states,))  # has the fields of other kinds
+    target.base.forward = lambda *args, **kwargs: given
+    try:
+        with last_input(target.output_layer) as read:
+            theirs = own_forward(target, ids, num_logits=0)
+    finally:
+        del target.base.forward  # the class has the usual one
+    target.before_output = found_before_output(target, states, read)
+    check_logits(target, states, theirs.logits.float())
 
 
 def own_forward(target: Any, ids: Tensor, *, num_logits: int) -> Any:
@@ -141,73 +161,11 @@ def check_whole(target: Any, ids: Tensor, theirs: Any) -> None:
     for name, (wanted, got) in pairs.items():
         if not is_same(wanted, got):
             raise BadInput(f"{where}: {name} is computed in an unknown way")
-    logits = theirs.logits[:, -SHORT:].float()
-    if logits.shape[-1] != target.vocab_size:
-        raise BadInput(f"{where}: it has logits of {logits.shape[-1]} tokens, its output layer of {target.vocab_size}")
-    target.logit_scale = found_scale(target, ours.post_norm[:, -SHORT:], logits)
-    if target.logit_cap and not is_close(logits, target.logits(ours.post_norm[:, -SHORT:])):
-        target.caps_wide = True
-    if not is_close(logits, target.logits(ours.post_norm[:, -SHORT:])):
-        raise BadInput(f"{where}: its logits are computed in an unknown way")
-
-
-@contextmanager
-def last_input(layer: nn.Module) -> Iterator[list[Tensor]]:
-    """What the layer reads in forwards inside; nothing if it is not called, but its weights are used."""
-    read: list[Tensor] = []
-    handle = layer.register_forward_pre_hook(lambda _, args: read.append(args[0]))
-    try:
-        yield read
-    finally:
-        handle.remove()
-
-
-def found_before_output(target: Any, post_norm: Tensor, read: list[Tensor]) -> nn.Module | None:
-    """The part of the model, as ModernBERT's prediction head, that makes what the output layer read [1, T, D] of
-    post-norm states; None: there is none."""
-    if not read or read[-1].ndim != 3:
-        return None
-    post_norm = post_norm[:, -read[-1].shape[1] :]
-    if read[-1].shape != post_norm.shape or is_close(read[-1], post_norm):
-        return None
-    ends = target.base, target.output_layer
-    parts = [part for part in target.model.children() if not any(end in part.modules() for end in ends)]
-    for part in parts:
-        try:
-            if is_close(read[-1], part(post_norm)):
-                return part
-        except Exception:  # the code of an unknown part may raise anything
-            continue
-    return None
-
-
-def found_scale(target: Any, post_norm: Tensor, logits: Tensor) -> float:
-    """The factor between the output layer's values and the model's logits, as Granite's and Cohere's; else 1.
-
-    It is read off the logits, and is one of the config's numbers or its inverse if one is that close.
-    """
-    cap = target.logit_cap
-    values, uncapped = target.output_values(post_norm).double(), logits.double()
-    if cap is not None:
-        uncapped = torch.atanh((uncapped / cap).clamp(-0.99, 0.99)) * cap
-        values = values.where(logits.abs() < 0.9 * cap, 0)  # where the cap leaves nothing to read
-    scale = float((values * uncapped).sum() / values.square().sum())
-    numbers = [x for x in target.config.to_dict().values() if isinstance(x, int | float) and x > 0]
-    given = [1.0, *numbers, *(1 / number for number in numbers)]
-    nearest = min(given, key=lambda number: abs(number - scale))
-    return nearest if abs(nearest - scale) < 4e-3 * scale else scale
+    check_logits(target, ours.post_norm[:, -SHORT:], theirs.logits[:, -SHORT:].float())
 
 
 def is_same(wanted: Tensor, got: Tensor) -> bool:
     return wanted.shape == got.shape and is_close(wanted, got)
-
-
-def is_close(wanted: Tensor, got: Tensor) -> bool:
-    """Whether states or logits [B, T, D] are equal up to rounding; in 16 bits at half of the positions, as there
-    rounding may choose other experts at some."""
-    is_wide, wanted, got = wanted.dtype in (torch.float32, torch.float64), wanted.float(), got.float()
-    errors = (wanted - got).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-12)
-    return bool(errors.max() <= CLOSE) if is_wide else bool(errors.median() <= CLOSE_16_BITS)
 
 
 def difference_behind_cache(target: Any, ids: Tensor, states: Tensor) -> str | None:

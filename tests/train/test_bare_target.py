@@ -8,7 +8,10 @@ import torch
 import yaml
 from headstart.configs.errors import BadInput
 from headstart.configs.jsonl import read_appended
-from headstart.heads.targets.bare import BareTarget
+from headstart.heads.loading import TargetConfig
+from headstart.heads.target import Target
+from headstart.heads.targets.bare import BareTarget, NeedsLayers
+from headstart.heads.targets.parts import OutputUse
 from headstart.scripts.data.extract import extract
 from headstart.train import target as module
 from headstart.train import trainer
@@ -159,6 +162,24 @@ def test_features_that_do_not_say_how_the_output_layer_is_used_take_the_whole_ta
     assert before and loaded() == ["BareTarget"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_how_the_output_layer_is_used_is_found_without_layers(kind, dtype, saved):
+    source = TargetConfig(path=str(saved(kind)), dtype=dtype)
+    whole, bare = Target.load(**vars(source)), BareTarget.read(source)
+    assert bare.output_use == whole.output_use and bare.dtype == whole.dtype
+    states = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(bare.logits(states), whole.logits(states))
+
+
+def test_a_use_that_is_not_found_needs_the_layers(saved):
+    source = TargetConfig(path=str(saved("granite, scaled")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.GraniteForCausalLM.forward", lambda *_, **__: 1 / 0)
+        with pytest.raises(NeedsLayers, match="how it uses its output layer is not found: .*division by zero"):
+            BareTarget.read(source)
+
+
 def test_features_of_other_layers_are_refused(saved_target, ran, tmp_path):
     """A target with the same embedding and output layer is another one all the same."""
     target = tmp_path / "target"
@@ -172,9 +193,6 @@ def test_features_of_other_layers_are_refused(saved_target, ran, tmp_path):
 
 
 def test_without_layers_a_target_refuses_to_read_or_decode(saved_target):
-    from headstart.heads.loading import TargetConfig
-    from headstart.heads.targets.parts import OutputUse
-
     bare = BareTarget.read(TargetConfig(path=str(saved_target)), OutputUse())
     for read in (bare.forward, bare.read_texts):
         with pytest.raises(BadInput, match="loaded without its layers, so it cannot read tokens"):
