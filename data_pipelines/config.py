@@ -28,6 +28,8 @@ class DataConfig:
     think_markers: list[str] | None = None  # opening and closing text of a trace; None: from the tokenizer or template
     layout: str = "padded"  # `padded`, `bucketed` (rows of similar length) or `packed` (several isolated samples a row)
     features: LocalPath | None = None  # a folder of `headstart data extract` on the same rows; None: the target runs
+    # a vLLM that gives the states while training, such as http://HOST:8000 (docs/large_targets.md); None: none is asked
+    server: str | None = None
     # variables for the chat template of rows that do not record them, e.g. {enable_thinking: false}
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     num_workers: int = 1  # processes that render and tokenise rows; the samples do not depend on it
@@ -41,6 +43,8 @@ class DataConfig:
             for segment in segments:
                 if segment not in SEGMENTS:
                     raise BadInput(f"{name}: no segment {segment!r}; known are {', '.join(SEGMENTS)}")
+        if None not in (self.server, self.features):
+            raise BadInput(f"server {self.server}: states come from features {self.features} already: leave one out")
         if not self.supervised:
             raise BadInput("supervised: names no segment")
         for segment, weight in self.segment_weights.items():

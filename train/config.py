@@ -132,7 +132,7 @@ def inputs_of(outline: Outline, path: str | Path) -> Inputs:
 WITHOUT_EFFECT = {  # keys that do not change the losses; target and rows are compared by their contents
     "target": {"path", "device_map", "revision", "trust_remote_code"},
     "head": set[str](),
-    "data": {"train", "features", "validation", "num_workers"},
+    "data": {"train", "features", "server", "validation", "num_workers"},
     "train": {"output_dir", "stop_at_step", "stop_after", "device", "log_every", "validate_every", "decode_prompts"}
     | {"decode_tokens", "patience", "checkpoint_every", "keep_checkpoints", "wandb_project", "tensorboard"}
     | {"watchdog_minutes"},

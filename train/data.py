@@ -27,6 +27,7 @@ from ..data_pipelines.masks.chat import encode_rows
 from ..data_pipelines.masks.retokenised import line_on_sources
 from ..data_pipelines.packing import RowSequence
 from ..data_pipelines.parallel import read_ahead
+from ..data_pipelines.served.reading import ServedReader
 from ..data_pipelines.sources import iter_rows
 from ..data_pipelines.storage.features import check_features, origin_of
 from ..data_pipelines.storage.shard_file import StoredSample
@@ -40,6 +41,7 @@ from .config import Inputs, RunConfig
 HEARTBEAT_SECONDS = 60.0
 LARGE_VOCABULARY = 8192  # tokens; in smaller ones an output layer over all of them costs little
 LONGEST_WAIT_SECONDS = 24 * 3600.0
+ROWS_AHEAD = 32  # of a server, in flight or ready, beside the batch that is trained on; a batch in any case
 turns: Counter[int] = Counter()  # by process, the number of its `on_main` calls
 
 
@@ -50,6 +52,7 @@ class TrainingData:
     config: DataConfig
     samples: Shards  # memory-mapped: token ids, masks and, of extracted features, the target's states
     validation: Sequence[StoredSample]
+    reader: ServedReader | None = None  # of the states, where a server gives them
 
     def plan(self, *, batch_size: int, seed: int, num_ranks: int = 1, rank: int = 0) -> BatchPlan:
         """batch_size: rows per rank."""
@@ -59,11 +62,28 @@ class TrainingData:
         return BatchPlan(rows, batch_size, num_ranks, rank)
 
     def batch(self, rows: Sequence[Sequence[int]]) -> TrainingBatch:
-        return collate([[self.samples[i] for i in row] for row in rows], segment_weights=self.config.segment_weights)
+        return self._begun(rows)()
 
     def batches(self, plan: BatchPlan, numbers: Sequence[int]) -> Iterator[TrainingBatch]:
-        """The batches of these numbers, in order, read ahead in a thread."""
-        return read_ahead(lambda number: self.batch(plan.rows(number)), numbers)
+        """The batches of these numbers, in order, read ahead in a thread. Raises BadInput if a server stays away."""
+        begun = (self._begun(plan.rows(number)) for number in numbers)  # a server is asked for several at a time
+        depth = 2 if self.reader is None else max(1, ROWS_AHEAD // plan.batch_size)
+        return read_ahead(lambda finish: finish(), begun, depth=depth)
+
+    def _begun(self, rows: Sequence[Sequence[int]]) -> Callable[[], TrainingBatch]:
+        """Begin to get a batch; returns a function that waits for it."""
+        if self.reader is None:
+            return lambda: self._collated([[self.samples[i] for i in row] for row in rows])
+        coming = self.reader.start([self.samples[i].sample for row in rows for i in row])
+
+        def finish() -> TrainingBatch:
+            stored = iter(coming())
+            return self._collated([[next(stored) for _ in row] for row in rows])
+
+        return finish
+
+    def _collated(self, rows: Sequence[Sequence[StoredSample]]) -> TrainingBatch:
+        return collate(rows, segment_weights=self.config.segment_weights)
 
 
 def load_data(run: RunConfig, target: Target, accelerator: Accelerator, console: Console) -> TrainingData:

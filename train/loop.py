@@ -31,6 +31,10 @@ from .trend import ADVICE, Trend
 from .watchdog import Watchdog
 
 
+class NoBatch(BadInput):
+    """A step could not begin, as its batches did not come; the state is that of the step before, in all processes."""
+
+
 class Loop:
     """Optimizer steps, and what is saved after them, over whatever Accelerate runs on."""
 
@@ -43,26 +47,29 @@ class Loop:
         stopping: Stopping,
         watchdog: Watchdog,
         deadline: float = math.inf,
+        may_lack_batches: bool = False,
     ):
-        """Args: deadline: time.monotonic() at which the run's time is over, see `TrainConfig.stop_after`."""
+        """Args: deadline: time.monotonic() at which the run's time is over, see `TrainConfig.stop_after`.
+        may_lack_batches: whether batches may not come to one process alone, as those of a server."""
         self.config, self.backend, self.target = config, backend, target
         self.stopping, self.watchdog, self.trend = stopping, watchdog, Trend()
         self.accelerator, self.head, self.optimizer = backend.accelerator, backend.head, backend.optimizer
         self.speed = Speed(self.accelerator.device, product_dtype(config))
-        self.deadline = deadline
+        self.deadline, self.may_lack_batches = deadline, may_lack_batches
         # some rank received a signal, or its time is over; all of them know it after the same step
         self.should_stop = self.is_late = False
+        self.waited = self.seconds = 0.0  # for batches, and in all
 
     def step(self, step: int, batches: Iterator[TrainingBatch]) -> dict[str, Any]:
         """One optimizer step over the next `accumulation` batches; returns its row of metrics.jsonl.
 
         Denominators count the supervised chains, weighted by their labels, of all ranks and batches of the step, so
         that the gradient does not depend on how rows are split over ranks and batches. Raises: BadInput if the loss is
-        not finite.
+        not finite; NoBatch, in all processes, if one of them gets no batch.
         """
         self.watchdog.at(f"step {step + 1}: its batches")
         started = time.perf_counter()
-        taken = list(islice(batches, self.config.accumulation))
+        taken = self._taken(batches)
         waited = time.perf_counter() - started
         torch.manual_seed(seed_of(self.config.seed, step, self.accelerator.process_index))
         share, scales = schedule(step, self.config), self.head.learning_rate_scales(step)
@@ -76,6 +83,7 @@ class Loop:
         if not math.isfinite(loss):
             raise BadInput(f"step {step + 1}: the loss is {loss} ({self.trend}): {ADVICE}")
         seconds = time.perf_counter() - started
+        self.waited, self.seconds = self.waited + waited, self.seconds + seconds
         speed = self.speed.of_step(num_positions=num_positions, seconds=seconds, waited=waited, num_devices=num_ranks)
         return {
             "step": step + 1,  # steps done
@@ -84,6 +92,26 @@ class Loop:
             "padding": round(1 - sum(batch.num_tokens for batch in taken) / num_positions, 4),  # in this process
             **asdict(speed),
         }
+
+    def _taken(self, batches: Iterator[TrainingBatch]) -> list[TrainingBatch]:
+        """The batches of a step."""
+        if not self.may_lack_batches:
+            return list(islice(batches, self.config.accumulation))
+        taken, problem = [], None
+        try:
+            taken = list(islice(batches, self.config.accumulation))
+        except BadInput as error:
+            problem = error
+        if self.backend.total(torch.tensor([problem is not None], device=self.accelerator.device).float()) > 0:
+            raise NoBatch(str(problem or "another process got no states from its server")) from problem
+        return taken
+
+    @property
+    def share_waited(self) -> float:
+        """The share of the steps' time in which they waited for batches, over all processes."""
+        times = torch.tensor([self.waited, self.seconds], device=self.accelerator.device, dtype=torch.float32)
+        waited, seconds = self.backend.total(times).tolist()
+        return waited / max(seconds, 1e-9)
 
     def _learn(self, step: int, batches: Sequence[TrainingBatch]) -> dict[str, Any]:
         """Forward, backward and update; returns the figures over all ranks."""

@@ -13,6 +13,7 @@ import torch
 from .. import __version__
 from ..configs.errors import BadInput, first_line
 from ..configs.files import write_json
+from ..data_pipelines.served.reading import fields_of_served
 from ..heads.target import Target
 from .data import TrainingData
 
@@ -32,9 +33,14 @@ def record_start(path: Path, target: Target, data: TrainingData, *, num_processe
         "device": device_name(),
         "num_processes": num_processes,
         "target": {"name": target.name, "fingerprint": target.fingerprint},
-        "data": {**sizes, "sha256": [shard.sha256 for shard in manifest.shards]},
+        "data": {**sizes, "sha256": [shard.sha256 for shard in manifest.shards], "states": states_record(data)},
     }
     write_json(path, [*read_starts(path), start])
+
+
+def states_record(data: TrainingData) -> dict[str, Any] | None:
+    """What gives the states of a run with a server; None: it has none."""
+    return None if data.reader is None else fields_of_served(data.reader.served)
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:

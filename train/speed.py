@@ -17,6 +17,7 @@ from ..heads.nn.chain_attention import is_recomputing
 
 SIDE = {"cuda": 8192, "cpu": 1024}  # of the square matrices that measure the rate
 TRIALS = 5
+LIMITED = 0.05  # share of the time: a run that waits less for its server is limited by training
 
 
 @dataclass(frozen=True)
@@ -133,3 +134,9 @@ def peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def limit_of(waited: float) -> str:
+    """Which side limits a run, in words. Args: waited: share of the time in which it waited for the server, 0..1."""
+    side = "training limits" if waited < LIMITED else "the server limits"
+    return f"waited for the server {waited:.0%} of the time: {side}"

@@ -16,6 +16,7 @@ from ..configs.errors import BadInput
 from ..configs.files import remove_unfinished
 from ..configs.loader import dump_config
 from ..configs.owned import OwnedFolder
+from ..data_pipelines.storage.shards import Shards
 from ..heads.adapters import add_adapters
 from ..heads.base import DraftBatch, DraftHead
 from ..heads.decoders.cpu.products import pack_linears
@@ -36,8 +37,8 @@ from .data import (
 )
 from .launch import actual_launch, product_dtype, start_accelerator
 from .optim import build_optimizer, without_whole_matrices
-from .provenance import read_starts, record_start
-from .target import load_target
+from .provenance import read_starts, record_start, states_record
+from .target import load_target, open_server, served_validation
 from .tracking import check_trackers
 from .training_record import TrainingRecord
 
@@ -102,7 +103,10 @@ def find_inputs(run: RunConfig, folder: Path, console: Console, holding: ExitSta
         run = with_written_vocabulary(run, folder)
         resolved = replace(run, head=run.head.resolved(target))
         check_same_run(folder, resolved, before=progress.num_processes, now=accelerator.num_processes)
+    reader = open_server(run, target, accelerator, holding)
     data = load_data(run, target, accelerator, console)
+    if reader is not None:
+        data.reader = reader
     run, draft_token_ids = with_draft_vocabulary(run, data, target, console)
     resolved = replace(run, head=run.head.resolved(target))
     if begun:
@@ -110,6 +114,8 @@ def find_inputs(run: RunConfig, folder: Path, console: Console, holding: ExitSta
     target.to(accelerator.device)
     pack_linears(target.base)
     head = first_head(run, target, draft_token_ids, console)
+    if reader is not None and data.validation and not isinstance(data.validation, Shards):
+        data.validation = served_validation(data.validation, data.config, reader, accelerator, folder, console)
     check_stored_states(data, head, target)
     if checkpoint is None and run.train.start_from is None:
         head.begin_training(first_batches(run.train, data, head))
@@ -230,3 +236,5 @@ def check_same_inputs(folder: Path, target: Target, data: TrainingData) -> None:
             raise BadInput(f"{folder} holds a run on another target, {name}; choose another train.output_dir")
         if start["data"]["sha256"] != [shard.sha256 for shard in data.samples.manifest.shards]:
             raise BadInput(f"{folder} holds a run on other rows; choose another train.output_dir")
+        if (before := start["data"].get("states")) != (now := states_record(data)):
+            raise BadInput(f"{folder} holds a run on states of {before}, not {now}; choose another train.output_dir")

@@ -1,38 +1,76 @@
-"""The target of a run: whole, or without its layers where all their states were extracted before."""
+"""The target of a run: whole, without its layers, or behind a server that gives its states while a head is trained."""
 
 import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate import Accelerator
 from rich.console import Console
 
-from ..configs.errors import first_line
-from ..data_pipelines.storage.shards import read_manifest
+from ..configs.errors import BadInput, first_line
+from ..configs.files import remove
+from ..data_pipelines.config import DataConfig
+from ..data_pipelines.served import asking
+from ..data_pipelines.served.reading import ServedReader, check_server, fields_of_served, label_of
+from ..data_pipelines.storage.extract import TOKENS, ExtractConfig, Extraction, fields_of, is_finished
+from ..data_pipelines.storage.features import Reads, origin_of
+from ..data_pipelines.storage.shard_file import StoredSample
+from ..data_pipelines.storage.shards import Shards, ShardWriter, read_manifest
+from ..heads.base import HeadConfig
 from ..heads.families import reads_layers
+from ..heads.fit import build_skeleton_head, load_skeleton
+from ..heads.loading import TargetConfig
+from ..heads.registry import build_head
 from ..heads.target import Target
 from ..heads.targets.bare import BareTarget, NeedsLayers
 from ..heads.targets.dtype import with_default_dtype
 from ..heads.targets.parts import OutputUse
-from .config import RunConfig
-from .data import extracted_validation
+from .config import Inputs, RunConfig
+from .data import extracted_validation, on_main
 from .launch import runs_on_cpu
+
+VALIDATION = "validation"  # in the run folder: the rows of data.validation with their states
 
 
 def load_target(run: RunConfig, console: Console) -> Target:
-    """The target of a run. Trained from extracted features, it is loaded without its layers unless something else of
-    the run reads them: then a line says what. Raises BadInput as `Target.load`, and if there are no such features."""
+    """The target of a run. Trained from extracted features, or from states of a server, it is loaded without its layers
+    unless something else of the run reads them: then a line says what. Raises BadInput as `Target.load`, and if there
+    are no such features."""
+    data = run.data
+    if data.server is not None:
+        if data.validation and run.train.decode_prompts:
+            problem = f"train.decode_prompts {run.train.decode_prompts}: decoding takes the target's layers"
+            raise BadInput(f"{problem}, which data.server spares: leave it out")
+        why = f"head {run.head.type} reads them" if reads_layers(run.head) else None
+        return without_layers(run.target, console, key="data.server", why=why)  # in the dtype of extracted states
     config = with_default_dtype(run.target, "cpu" if runs_on_cpu(run.train) else "cuda")
-    if run.data.features is None:
+    if data.features is None:
         return Target.load(**vars(config))
-    fields = read_manifest(Path(run.data.features)).fields
+    fields = read_manifest(Path(data.features)).fields
     why = reader_of_layers(run, fields)
+    use = None if why is not None else OutputUse(**fields["output"])
+    return without_layers(config, console, key="data.features", why=why, use=use)
+
+
+def without_layers(
+    config: TargetConfig, console: Console, *, key: str, why: str | None = None, use: OutputUse | None = None
+) -> Target:
+    """The target without its layers; with them if something reads them, or it cannot be: then a line says why.
+
+    Args: key: that spares the layers. why: they are read all the same; None: they are not. use: as in
+        `BareTarget.read`.
+    """
     if why is None:
         try:
-            return BareTarget.read(config, OutputUse(**fields["output"]))
+            return BareTarget.read(config, use)
         except NeedsLayers as error:
             why = f"its parts cannot be read alone ({first_line(error)})"
     if os.environ.get("RANK", "0") == "0":
-        console.print(f"data.features: the target is loaded with its layers: {why}")
+        console.print(f"{key}: the target is loaded with its layers: {why}")
     return Target.load(**vars(config))
 
 
@@ -48,3 +86,83 @@ def reader_of_layers(run: RunConfig, fields: dict[str, Any]) -> str | None:
     if not isinstance(fields.get("output"), dict) or fields["output"].keys() != known:
         return "the features do not say how its output layer is used; extract them again"
     return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A server
+
+
+def reads_of(run: Inputs, target: Target) -> Reads:
+    """The target states that the run's head reads; the head is built without weights if its family allows that."""
+    if is_built(run.head):
+        return Reads.of(build_head(replace(run.head, draft_vocab_size=None), target))
+    return Reads.of(build_skeleton_head(run.head, load_skeleton(run.target)))
+
+
+def is_built(head: HeadConfig) -> bool:
+    """Whether only the head itself, with its weights, says what it reads."""
+    return bool(getattr(head, "path", None)) or getattr(head, "init", None) == "checkpoint"
+
+
+def why_built_with_layers(head: HeadConfig) -> str | None:
+    """Why `reads_of` takes the target's layers; None: it does not."""
+    return f"head {head.type} reads them" if is_built(head) and reads_layers(head) else None
+
+
+def open_server(run: RunConfig, target: Target, accelerator: Accelerator, holding: ExitStack) -> ServedReader | None:
+    """This rank's reader of data.server, until `holding` ends; None: the run has no server.
+
+    Raises: BadInput, naming what differs, if the server does not give what the run's head reads of this target.
+    """
+    if run.data.server is None:
+        return None
+    reads, label = reads_of(run, target), label_of(Path(run.train.output_dir), accelerator.process_index)
+    server = asking.StateServer(run.data.server, label=label, patience=asking.PATIENCE, key="data.server")
+    length = min(run.data.max_length, target.max_positions)
+    check_server(server, target, reads, max_length=length, revision=run.target.revision)
+    server.clear()  # what this rank left when it was killed
+    holding.callback(server.clear)
+    return holding.enter_context(ServedReader(target, reads, server, storage_dtype=storage_of(target)))
+
+
+def storage_of(target: Target) -> str:
+    """The storage format that keeps every bit of the target's states."""
+    return "bfloat16" if target.dtype == torch.bfloat16 else "float32"
+
+
+def served_validation(
+    rows: Sequence[StoredSample],
+    config: DataConfig,
+    reader: ServedReader,
+    accelerator: Accelerator,
+    folder: Path,
+    console: Console,
+) -> Shards:
+    """The rows of data.validation with states: those that an earlier start left in the run folder, else asked for now,
+    a part by each rank. Args: config: `data:` with the rows' largest length. folder: of the run."""
+    output, target = folder / VALIDATION, reader.target
+    settings = ExtractConfig(storage_dtype=reader.storage_dtype)
+    origin = origin_of(replace(config, train=config.validation or [], num_rows=None), target.tokenizer)
+    fields = fields_of(target, reader.reads, settings, origin) | fields_of_served(reader.served)
+
+    def begin() -> None:
+        try:
+            if is_finished(output, fields, engine=reader.served.engine):
+                return
+        except BadInput:  # of other rows: they may change during a run
+            pass
+        remove(output)
+        writer = ShardWriter(output / TOKENS)
+        for row in rows:
+            writer.add(row)
+        writer.finish()
+
+    on_main(accelerator, begin)
+    if (output / TOKENS).is_dir():
+        extraction = Extraction(Shards(output / TOKENS), target, reader.reads, config=settings, fields=fields)
+        on_main(accelerator, lambda: extraction.check_disk(output))
+        console.print(f"data.validation: the states of {len(rows)} rows come from {reader.server.url}", soft_wrap=True)
+        extraction.run(output, rank=accelerator.process_index, num_ranks=accelerator.num_processes, start=reader.start)
+        accelerator.wait_for_everyone()
+        on_main(accelerator, lambda: None if extraction.finish(output) else None)
+    return Shards(output)

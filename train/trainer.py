@@ -6,13 +6,15 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from ..configs.terminal import PlainConsole
 from ..data_pipelines.loader import BatchPlan
 from .config import RunConfig
-from .loop import Loop
+from .loop import Loop, NoBatch
+from .speed import limit_of
 from .start import Start, find_inputs, set_up
 from .stopping import Stopping
 from .tracking import Tracker
@@ -63,8 +65,12 @@ def train_in(folder: Path, run: RunConfig, console: Console, holding: ExitStack)
     watchdog = Watchdog(minutes=config.watchdog_minutes, rank=rank, num_ranks=num_ranks)
     with watchdog, Stopping() as stopping, tracker:
         tracker.start(run)
-        loop = Loop(run.train, backend, start.target, stopping=stopping, watchdog=watchdog, deadline=deadline)
+        is_served = start.data.reader is not None
+        when: dict[str, Any] = {"stopping": stopping, "watchdog": watchdog, "deadline": deadline}
+        loop = Loop(run.train, backend, start.target, **when, may_lack_batches=is_served)
         outcome = take_steps(start, loop, plan, tracker, folder, say)
+        if is_served and outcome.num_steps > start.first_step:
+            say(limit_of(loop.share_waited))
     if not outcome.is_over:
         late = "train.stop_after: " if loop.is_late else ""
         why = f"{stopping.received.name}: " if stopping.received else late
@@ -98,7 +104,12 @@ def take_steps(
         loop.trend.take(*earlier)
     batches = start.data.batches(plan, range(count * config.accumulation, last_step * config.accumulation))
     for step in range(count, last_step) if not is_over else ():
-        row = loop.step(step, batches)
+        try:
+            row = loop.step(step, batches)
+        except NoBatch:
+            if count > start.first_step:
+                loop.save(folder / "checkpoints", step=count, best=best)
+            raise
         count, loss = step + 1, row["loss"]
         if loop.trend.take(count, loss):
             say(f"step {count}: the loss diverges ({loop.trend}): {ADVICE}")

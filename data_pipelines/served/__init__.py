@@ -1,4 +1,4 @@
 """The target's states from a server, for targets that no process of ours holds. Start with `asking` (ask a server for
-the states of token ids), then `files` (how they come here), `reading` (from states to stored rows), `vllm_process` (a
-server of our own); `in_vllm` runs inside vLLM.
+the states of token ids), then `transport`, `files` and `tcp` (how they come here), `reading` (from states to stored
+rows), `vllm_process` (a server of our own); `in_vllm` runs inside vLLM.
 """

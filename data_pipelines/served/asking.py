@@ -14,14 +14,14 @@ from urllib.parse import urlsplit
 from torch import Tensor
 
 from ...configs.errors import BadInput, first_line
-from .files import Lost
+from .files import Files
+from .tcp import Tcp
+from .transport import Lost, Transport
 
 REQUEST_SECONDS = 3600.0  # of one answer
 PATIENCE = 600.0  # seconds for which a server may be away, such as for a restart
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0  # seconds between two attempts
 NOT_OURS = "does not run headstart's connector for vLLM (docs/launching.md)"
-
-Take = Callable[[Mapping[str, Any]], dict[str, Tensor]]  # how states come here: what an answer says of them -> tensors
 
 
 @dataclass(frozen=True)
@@ -74,23 +74,24 @@ class StateServer:
         url: str,
         *,
         label: str,
-        take: Take,
         is_gone: Callable[[], str | None] = lambda: None,
         patience: float = PATIENCE,
+        key: str = "--server",
     ):
         """Args: url: such as http://localhost:8000. label: hex digits, by which the server marks what is
-        for this asker. take: as in `Files`. is_gone: why the server will never come back; None: it may.
+        for this asker. is_gone: why the server will never come back; None: it may. key: that names it, for messages.
 
         Raises: BadInput if there is no such server, or it gives no states.
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise BadInput(f"--server {url}: expected an address such as http://localhost:8000")
+            raise BadInput(f"{key} {url}: expected an address such as http://localhost:8000")
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.label, self._take, self._is_gone, self.patience = label, take, is_gone, patience
+        self.label, self._is_gone, self.patience = label, is_gone, patience
+        self.ways: dict[str, Transport] = {"file": Files(label), "tcp": Tcp(label)}  # by what an answer names
         self._closed = Event()
         self.served: Served | None = None
-        self.model = self._model()
+        self.model = self._model(key)
 
     def ask(self, token_ids: Sequence[int]) -> Tensor:
         """The states [T, L, D] of a row [T], in the server's dtype; L in the order of served.layers.
@@ -115,6 +116,11 @@ class StateServer:
                 raise BadInput(f"server {self.url}: no longer asked")
             pause = min(2 * pause, LONGEST_PAUSE)
 
+    def clear(self) -> None:
+        """Remove what this asker left at the server when it was killed. No answer may be under way."""
+        for way in self.ways.values():
+            way.clear()
+
     def close(self) -> None:
         """Let threads that wait for the server to come back give up."""
         self._closed.set()
@@ -128,10 +134,11 @@ class StateServer:
             told = said["kv_transfer_params"]["headstart"]
             served = Served.of(told["served"])
             likely = said["choices"][0]["logprobs"]
+            way = next(way for key, way in self.ways.items() if key in told)
             token, logprob = int(likely["tokens"][0].removeprefix("token_id:")), float(likely["token_logprobs"][0])
-        except (KeyError, TypeError, IndexError, ValueError) as error:
+        except (KeyError, TypeError, IndexError, ValueError, StopIteration) as error:
             raise BadInput(f"server {self.url}: {NOT_OURS}") from error
-        found = self._take(told)
+        found = way.take(told)
         if self.served is None:
             self.served = served
         self.served.check_same(served, url=self.url)
@@ -139,14 +146,14 @@ class StateServer:
             raise BadInput(f"server {self.url}: gave the states of other tokens than were asked for")
         return Answer(found["states"], served, token, logprob)
 
-    def _model(self) -> str:
+    def _model(self, key: str) -> str:
         """The name by which the server knows its target."""
         try:
             return self._request("/v1/models")["data"][0]["id"]
         except Lost as lost:
-            raise BadInput(f"--server {self.url}: {lost}") from lost
+            raise BadInput(f"{key} {self.url}: {lost}") from lost
         except (KeyError, TypeError, IndexError) as error:
-            raise BadInput(f"--server {self.url}: names no model") from error
+            raise BadInput(f"{key} {self.url}: names no model") from error
 
     def _request(self, path: str, asked: dict[str, Any] | None = None) -> Any:
         body = None if asked is None else json.dumps(asked).encode()

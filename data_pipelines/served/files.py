@@ -13,14 +13,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ...configs.errors import BadInput
+from .transport import Lost
 
 FAILED = ".failed"  # suffix of what a server writes in place of a file that it could not
 PATIENCE = 60.0  # seconds until a file is there; the server answers when it begins to write
 SHORTEST, LONGEST = 0.001, 0.05  # seconds between two looks
-
-
-class Lost(Exception):
-    """States that did not come, such as those of a server that was ended after its answer: they may be asked again."""
 
 
 class Files:
@@ -31,11 +28,7 @@ class Files:
         self._folder: Path | None = None  # the server's
 
     def take(self, told: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The tensors of an answer, whose file is removed. Args: told: what the answer says of them.
-
-        Raises: BadInput if this process does not see the server's folder, or the server could not write the file; Lost
-            if it is not there after `patience` seconds.
-        """
+        """As `Transport.take`; `told` has the file's path, which this process must see."""
         path, until, pause = Path(told["file"]), time.monotonic() + self.patience, SHORTEST
         self._folder = path.parent
         while not path.exists():
@@ -58,6 +51,6 @@ class Files:
             path.unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Remove what an asker with this label left when it was killed. No answer may be under way."""
+        """As `Transport.clear`."""
         for path in self._folder.glob(f"*{self.label}-*") if self._folder else ():
             path.unlink(missing_ok=True)

@@ -1,5 +1,6 @@
 """From a server's states to stored rows, and what a server must be for that."""
 
+import copy
 import hashlib
 import platform
 from collections.abc import Callable, Sequence
@@ -22,8 +23,9 @@ from ..storage.shard_file import PackedStates, StoredSample
 from .asking import Answer, Served, StateServer
 from .in_vllm.headstart_weights import digest_of_vocabulary, weights_digest
 
-AT_ONCE = 32  # requests; batches that wait to be written limit them too
+AT_ONCE = 32  # requests; batches that wait to be written, or trained on, limit them too
 PROBE = "The first words of an answer."
+NUM_PROBES = 4  # beginnings of it that are compared
 CLOSE = {"float32": 0.01, "bfloat16": 0.25, "float16": 0.1}  # of the same token's log-probability in two engines
 
 
@@ -36,6 +38,8 @@ class ServedReader:
         self.target, self.reads, self.server, self.storage_dtype = target, reads, server, storage_dtype
         self.layers = [self.served.layers.index(layer) for layer in reads.layers]
         self.last = self.served.layers.index(target.num_layers)
+        # on the CPU even where the target is on a GPU: the same states in extraction and in training, behind no step
+        self.norm = copy.deepcopy(final_norm(target)).cpu()
         self.threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="ask")
 
     def __enter__(self) -> Self:
@@ -56,7 +60,7 @@ class ServedReader:
         states = self._states(sample, features_at | post_norm_at)  # [t, L, D]
         chosen = states[torch.from_numpy(np.flatnonzero(features_at))][:, self.layers]  # [n, L, D]
         last = states[torch.from_numpy(np.flatnonzero(post_norm_at)), self.last]  # [m, D]
-        post_norm = final_norm(self.target)(last.to(self.target.device)).cpu()
+        post_norm = self.norm(last)
         parts = [checked(pack(part, self.storage_dtype), self.target) for part in (chosen, post_norm)]
         return StoredSample(sample, PackedStates(features_at, parts[0], post_norm_at, parts[1], self.target.dtype))
 
@@ -83,16 +87,17 @@ def fields_of_served(served: Served) -> dict[str, Any]:
     }
 
 
-def label_of(output: Path) -> str:
-    """Hex digits of an extraction, the same after a restart and no other's: what a kill left can be removed."""
-    return hashlib.sha256(f"{platform.node()} {output.absolute()}".encode()).hexdigest()[:16]
+def label_of(output: Path, rank: int = 0) -> str:
+    """Hex digits of a process that writes there, the same after a restart and no other's: what a kill left can be
+    removed."""
+    return hashlib.sha256(f"{platform.node()} {output.absolute()} {rank}".encode()).hexdigest()[:16]
 
 
 def check_server(
     server: StateServer, target: Target, reads: Reads, *, max_length: int, revision: str | None = None
 ) -> Served:
-    """Ask for a short row and compare: the server's target, layers, dtype, tokenizer and context with ours, and the
-    log-probability that it gives a token with the one that our final norm and output layer give it.
+    """Ask for short rows and compare: the server's target, layers, dtype, tokenizer and context with ours, and the
+    log-probabilities that it gives tokens with those that our final norm and output layer give them.
 
     Args: max_length: tokens of the longest row. revision: of the target on the hub.
     Raises: BadInput, naming what is wrong.
@@ -117,7 +122,9 @@ def check_server(
         raise BadInput(f"{where}: has another tokenizer: vocabulary {served.vocabulary}, not {vocabulary}")
     if served.max_length < max_length:
         raise BadInput(f"{where}: its max-model-len is {served.max_length}, rows have up to {max_length} tokens")
-    check_post_norm(answer, target, where)
+    beginnings = [ids[:length] for length in range(1, len(ids))][1 - NUM_PROBES :]
+    for each in [answer, *map(server.answer, beginnings)]:
+        check_post_norm(each, target, where)
     return served
 
 

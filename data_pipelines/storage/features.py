@@ -29,7 +29,7 @@ from .shards import Shards
 WHERE = ("nowhere", "labels", "starts", "context")
 OF_ROWS = {"train", "num_rows"}  # keys of `data:` that say which rows are read
 # keys of `data:` that do not change the samples
-NOT_OF_SAMPLES = ("train", "validation", "layout", "segment_weights", "features", "num_workers")
+NOT_OF_SAMPLES = ("train", "validation", "layout", "segment_weights", "features", "server", "num_workers")
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def positions(loss_mask: np.ndarray) -> dict[str, np.ndarray]:
     starts[:-2] = loss_mask[1:-1] & loss_mask[2:]
     labels = np.zeros_like(loss_mask)
     labels[1:] = starts[:-1]
-    context = np.flip(np.maximum.accumulate(np.flip(starts)))
+    context = np.flip(np.maximum.accumulate(np.flip(starts))).copy()  # torch takes no reversed view
     return {"nowhere": np.zeros_like(loss_mask), "labels": labels, "starts": starts, "context": context}
 
 

@@ -2,17 +2,12 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ...configs.errors import BadInput
 from ..overrides import Overrides
-
-if TYPE_CHECKING:
-    from ...data_pipelines.storage.features import Reads
-    from ...heads.target import Target
-    from ...train.config import Inputs
 
 
 def extract(
@@ -40,7 +35,7 @@ def extract(
     `accelerate launch -m headstart.scripts.data.extract CONFIG key=value ... --output FOLDER`. What it costs against
     running the target in every epoch, `headstart data plan` says.
 
-    `--engine vllm` lets a vLLM server compute the states; this process still loads the target into host memory, see
+    `--engine vllm` lets a vLLM server compute the states: this process loads the target's ends alone, see
     docs/launching.md.
     """
     import json
@@ -63,6 +58,7 @@ def extract(
     from ...train.config import TrainConfig, load_inputs
     from ...train.data import encode_into, held_by_main, on_main
     from ...train.launch import runs_on_cpu, start_accelerator
+    from ...train.target import reads_of, why_built_with_layers, without_layers
     from .extract_served import Engine
     from .extract_served import clear as clear_served
 
@@ -71,13 +67,16 @@ def extract(
     by = Engine(engine, server, vllm_python, vllm_flags)
     run = load_inputs(config, overrides or ())
     launched = build(TrainConfig, {"output_dir": str(output), "max_steps": 1, "device": device})
+    accelerator = start_accelerator(launched)
+    console = PlainConsole(stderr=True, quiet=not accelerator.is_main_process)
     source = run.target if by.is_vllm else with_default_dtype(run.target, "cpu" if runs_on_cpu(launched) else "cuda")
-    target = Target.load(**vars(source))
+    if by.is_vllm:
+        target = without_layers(source, console, key="--engine vllm", why=why_built_with_layers(run.head))
+    else:
+        target = Target.load(**vars(source))
     reads = reads_of(run, target)
     data = replace(run.data, max_length=min(run.data.max_length, target.max_positions))
     fields = fields_of(target, reads, settings, origin_of(data, target.tokenizer))
-    accelerator = start_accelerator(launched)
-    console = PlainConsole(stderr=True, quiet=not accelerator.is_main_process)
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
     if by.is_vllm and num_ranks > 1:
         raise BadInput("--engine vllm: one process asks for all rows; start it without accelerate")
@@ -125,19 +124,6 @@ def extract(
             entries = manifest.as_json()
             print(json.dumps({key: entries[key] for key in keys.split()}))
         accelerator.wait_for_everyone()
-
-
-def reads_of(run: "Inputs", target: "Target") -> "Reads":
-    """The target states that the run's head reads; the head is built without weights if its family allows that."""
-    from dataclasses import replace
-
-    from ...data_pipelines.storage.features import Reads
-    from ...heads.fit import build_skeleton_head, load_skeleton
-    from ...heads.registry import build_head
-
-    if getattr(run.head, "path", None) or getattr(run.head, "init", None) == "checkpoint":
-        return Reads.of(build_head(replace(run.head, draft_vocab_size=None), target))
-    return Reads.of(build_skeleton_head(run.head, load_skeleton(run.target)))
 
 
 def main() -> None:

@@ -14,7 +14,6 @@ from ...configs.errors import BadInput
 from ...configs.files import remove
 from ...data_pipelines.config import check_choice
 from ...data_pipelines.served.asking import StateServer
-from ...data_pipelines.served.files import Files
 from ...data_pipelines.served.reading import ServedReader, check_server, label_of, layers_asked
 from ...data_pipelines.served.vllm_process import VllmServer, serving_flags
 from ...data_pipelines.storage.features import Reads
@@ -62,21 +61,21 @@ class Engine:
         Args: source: how the target was loaded. max_length: tokens of the longest row.
         """
         clear(output)
-        files = Files(label_of(output))
+        label = label_of(output)
         with ExitStack() as running:
             if self.server is None:
                 arguments = self.arguments(target, reads, output, source=source, max_length=max_length)
                 own = VllmServer(arguments, python=self.python or sys.executable, log=output / LOG)
                 console.print(own.line, soft_wrap=True, markup=False, highlight=False)
                 running.enter_context(own)
-                server = StateServer(own.url, label=files.label, take=files.take, is_gone=own.is_gone)
+                server = StateServer(own.url, label=label, is_gone=own.is_gone)
             else:
-                server = StateServer(self.server, label=files.label, take=files.take)
+                server = StateServer(self.server, label=label)
             check_server(server, target, reads, max_length=max_length, revision=source.revision)
-            files.clear()  # of a run that was killed
+            server.clear()  # of a run that was killed
             with ServedReader(target, reads, server, storage_dtype=storage_dtype) as reader:
                 yield reader
-            files.clear()
+            server.clear()
         clear(output)
 
     def arguments(

@@ -57,7 +57,7 @@ def plan(
     from ...heads.target import Target
     from ...heads.targets.dtype import with_default_dtype
     from ...train.config import load_inputs
-    from .extract import reads_of
+    from ...train.target import reads_of
 
     for name, value in (("--num-sampled", num_sampled), ("--num-processes", num_processes), ("--seconds", seconds)):
         if value < 1:

@@ -17,15 +17,15 @@ import torch
 from engines import OFFLINE, save_tokenizer
 from headstart.configs.errors import BadInput
 from headstart.data_pipelines.served.asking import StateServer
-from headstart.data_pipelines.served.files import Files
 from headstart.data_pipelines.served.reading import layers_asked
 from headstart.data_pipelines.served.vllm_process import VllmServer, serving_flags
 from headstart.data_pipelines.storage.shards import Shards
 from headstart.heads.importing.gguf import cache_folder
 from headstart.heads.target import Target
-from headstart.scripts.data.extract import extract, reads_of
+from headstart.scripts.data.extract import extract
 from headstart.scripts.quickstart.prompts import orders
 from headstart.train.config import load_inputs, load_run
+from headstart.train.target import reads_of
 from headstart.train.trainer import train
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
@@ -121,7 +121,7 @@ def check_states(url: str, folder: Path) -> None:
     lengths = (1, 2, 15, 16, 17, 100, 200, LENGTH - 1)
     rows = [torch.randint(3, SIZE, (n,), generator=source).tolist() for n in lengths]
     rows += [rows[-1], rows[-2][:150] + rows[-3]]
-    server = StateServer(url, label="ab", take=Files("ab").take)
+    server = StateServer(url, label="ab")
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(server.ask, rows))
     for row, states in zip(rows, found, strict=True):

@@ -1,9 +1,10 @@
-"""vLLM's side of a served extraction: a connector that hands out the target's hidden states, a file per request.
+"""vLLM's side of served states: a connector that hands out the target's hidden states, request by request.
 
 It runs inside vLLM, from 0.32 on, beside the speculative "method" extract_hidden_states, which keeps the states of the
 chosen layers in a cache of its own. When a request is finished, its states are taken from there and written by a
-thread to FOLDER/NAME, whole or not at all; the answer to the request names the file and says which target, layers,
-dtype and tokenizer this server has. FOLDER is the server's own setting: no client says where to write.
+thread to FOLDER/NAME, whole or not at all, or kept in memory until they are fetched from HOST:PORT; the answer to the
+request says where, and which target, layers, dtype and tokenizer this server has. FOLDER or HOST:PORT is the server's
+own setting, `folder` or `tcp` of its kv_connector_extra_config: no client says where to write.
 """
 
 # pyright: reportMissingImports=false
@@ -19,8 +20,9 @@ from uuid import uuid4
 
 import torch
 import vllm
+from headstart_tcp import Outbox
 from headstart_weights import vocabulary_digest, weights_digest
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import Tensor
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
@@ -57,10 +59,13 @@ class HeadstartStates(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
+        self.tcp: str | None = transfer.get_from_extra_config("tcp", None)  # HOST:PORT
         self.folder = Path(transfer.get_from_extra_config("folder", None) or "")
-        if not self.folder.is_absolute():
-            raise ValueError("kv_connector_extra_config: folder: expected an absolute path")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.tcp is None:
+            if not self.folder.is_absolute():
+                raise ValueError("kv_connector_extra_config: folder: expected an absolute path, or tcp HOST:PORT")
+            self.folder.mkdir(parents=True, exist_ok=True)
+        self.outbox: Outbox | None = None  # of the worker that has the cache, where states are fetched
         self.group = group_of_states(kv_cache_config)
         self.ready: dict[str, Ready] = {}  # the scheduler's
         self.sent: set[str] = set()  # a worker's: requests whose states were taken from the cache
@@ -92,7 +97,8 @@ class HeadstartStates(KVConnectorBase_V1, SupportsHMA):
         name = f"{asked}-{uuid4().hex}{SUFFIX}"
         self.ready[request.request_id] = Ready(name, list(request.prompt_token_ids), list(block_ids))
         assert self._served is not None
-        return True, {"headstart": {"file": str(self.folder / name), "served": self._served.result()}}
+        where = {"file": str(self.folder / name)} if self.tcp is None else {"tcp": f"{self.tcp}/{name}"}
+        return True, {"headstart": {**where, "served": self._served.result()}}
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -111,11 +117,16 @@ class HeadstartStates(KVConnectorBase_V1, SupportsHMA):
         if found and get_tensor_model_parallel_rank() == 0:
             [name] = found
             self.cache = kv_caches[name]
+            self.outbox = None if self.tcp is None else Outbox(self.tcp)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if self.cache is not None and self.has_connector_metadata():
             for request, ready in self._get_connector_metadata().requests.items():
-                self.writers.submit(write, self.folder / ready.name, ready.token_ids, self.taken(self.cache, ready))
+                what = ready.token_ids, self.taken(self.cache, ready)
+                if self.outbox is None:
+                    self.writers.submit(write, self.folder / ready.name, *what)
+                else:
+                    self.writers.submit(keep, self.outbox, ready.name, *what)
                 self.sent.add(request)
         done, self.sent = self.sent, set()
         return done or None, None
@@ -170,6 +181,14 @@ def write(path: Path, token_ids: list[int], states: Callable[[], Tensor]) -> Non
     except Exception as error:
         unfinished.unlink(missing_ok=True)  # on a full disk this makes room for the reason
         path.with_suffix(FAILED).write_text(f"{type(error).__name__}: {error}")
+
+
+def keep(outbox: Outbox, name: str, token_ids: list[int], states: Callable[[], Tensor]) -> None:
+    """Keep a request's file in memory, or why there is none."""
+    try:
+        outbox.put(name, save({"token_ids": torch.tensor(token_ids), "states": states().contiguous()}))
+    except Exception as error:
+        outbox.put(name, f"{type(error).__name__}: {error}")
 
 
 def group_of_states(kv_cache_config: Any) -> int:

@@ -1,4 +1,4 @@
-"""Stands in for vLLM with headstart's connector: answers requests with a target's states, a file per answer.
+"""Stands in for vLLM with headstart's connector: answers requests with a target's states, in files or over TCP.
 
     python fake_server.py -m MODULE --host HOST --port PORT --model FOLDER ...     as `VllmServer` starts vLLM
 
@@ -9,40 +9,49 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import torch
+from headstart.data_pipelines.served.in_vllm.headstart_tcp import Listener, Outbox
 from headstart.data_pipelines.served.in_vllm.headstart_weights import digest_of_vocabulary, weights_digest
 from headstart.heads.target import Target
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 
 class FakeServer:
-    """What a server says and does. folder: of the states. told: changes of what it says of itself.
+    """What a server says and does. folder: of the states; None: they go over TCP. told: changes of what it says of
+    itself.
 
-    rows: tokens of each row that it was asked for. num_away: requests that it drops from here on. num_unwritten:
-    answers without a file, from here on. problem: why it cannot write.
+    rows: tokens of each row that it was asked for; labels: who asked. num_away: requests that it drops from here on.
+    num_unwritten: answers without a file, from here on. problem: why it cannot write. delay: seconds of an answer, by
+    its number.
     """
 
-    def __init__(self, target: Target, layers: list[int], folder: Path, **told: Any):
+    def __init__(self, target: Target, layers: list[int], folder: Path | None, **told: Any):
         self.target, self.layers, self.folder, self.told = target, layers, folder, told
+        self.outbox = None if folder else Outbox("127.0.0.1:0")
         self.rows: list[int] = []
+        self.labels: list[str] = []
+        self.delay: Callable[[int], float] = lambda number: 0.0
         self.num_away = self.num_unwritten = 0
         self.problem = ""
         self.has_connector = True
         self._reads = threading.Lock()  # a target runs one forward at a time
-        folder.mkdir(parents=True, exist_ok=True)
+        self._digests = weights_digest(target.name), digest_of_vocabulary(target.tokenizer)
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
 
     @property
     def served(self) -> dict[str, Any]:
         target = self.target
-        found = {"engine": "vllm", "version": "0.0", "target": target.name, "weights": weights_digest(target.name)}
-        found |= {"vocabulary": digest_of_vocabulary(target.tokenizer), "layers": self.layers}
+        found = {"engine": "vllm", "version": "0.0", "target": target.name, "weights": self._digests[0]}
+        found |= {"vocabulary": self._digests[1], "layers": self.layers}
         found |= {"num_layers": target.num_layers, "hidden_size": target.hidden_size, "quantization": None}
         return {**found, "dtype": str(target.dtype).removeprefix("torch."), "max_length": 256, **self.told}
 
@@ -64,23 +73,33 @@ class FakeServer:
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         ids = asked["prompt"]
         self.rows.append(len(ids))
+        label = asked["kv_transfer_params"]["headstart"]
+        self.labels.append(label)
+        time.sleep(self.delay(len(self.rows)))
         states, token, logprob = self.states(ids)
-        path = self.folder / f"{asked['kv_transfer_params']['headstart']}-{uuid4().hex}.safetensors"
-        if self.problem:
-            path.with_suffix(".failed").write_text(self.problem)
-        elif self.num_unwritten:
+        name, found = f"{label}-{uuid4().hex}.safetensors", {"token_ids": torch.tensor(ids), "states": states}
+        if self.num_unwritten and not self.problem:
             self.num_unwritten -= 1
         else:
-            threading.Thread(target=self._write, args=(path, ids, states)).start()  # when the answer may be out
+            threading.Thread(target=self._give, args=(name, found)).start()  # when the answer may be out
         said: dict[str, Any] = {"choices": [{"logprobs": {"tokens": [f"token_id:{token}"]}}]}
         said["choices"][0]["logprobs"]["token_logprobs"] = [logprob]
+        where = {"file": str(self.folder / name)} if self.folder else {"tcp": f"{self.outbox.address}/{name}"}
         if self.has_connector:
-            said["kv_transfer_params"] = {"headstart": {"file": str(path), "served": self.served}}
+            said["kv_transfer_params"] = {"headstart": {**where, "served": self.served}}
         return said
 
-    def _write(self, path: Path, ids: list[int], states: torch.Tensor) -> None:
+    def _give(self, name: str, found: dict[str, torch.Tensor]) -> None:
+        found = {key: value.contiguous() for key, value in found.items()}
+        if self.outbox:
+            self.outbox.put(name, self.problem or save(found))
+            return
+        path = self.folder / name
+        if self.problem:
+            path.with_suffix(".failed").write_text(self.problem)
+            return
         unfinished = path.with_name(f".{path.name}")
-        save_file({"token_ids": torch.tensor(ids), "states": states.contiguous()}, unfinished)
+        save_file(found, unfinished)
         os.replace(unfinished, path)
 
     @contextmanager
@@ -109,8 +128,7 @@ class FakeServer:
 
             def log_message(self, *args: Any) -> None: ...
 
-        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        server.daemon_threads = True
+        server = Listener(("127.0.0.1", port), Handler)
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         try:
@@ -126,7 +144,8 @@ def main() -> None:
     layers = json.loads(words["--speculative-config"])["draft_model_config"]["hf_config"]
     transfer = json.loads(words["--kv-transfer-config"])["kv_connector_extra_config"]
     target = Target.load(words["--model"], dtype=words["--dtype"])
-    fake = FakeServer(target, layers["eagle_aux_hidden_state_layer_ids"], Path(transfer["folder"]))
+    folder = Path(transfer["folder"]) if "folder" in transfer else None
+    fake = FakeServer(target, layers["eagle_aux_hidden_state_layer_ids"], folder)
     with fake.listening(int(words["--port"])):
         threading.Event().wait()
 

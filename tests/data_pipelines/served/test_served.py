@@ -14,8 +14,8 @@ import torch
 from fake_server import FakeServer
 from headstart.configs.errors import BadInput
 from headstart.data_pipelines.served.asking import StateServer
-from headstart.data_pipelines.served.files import Files
 from headstart.data_pipelines.served.in_vllm.headstart_weights import weights_digest
+from headstart.data_pipelines.served.reading import NUM_PROBES
 from headstart.data_pipelines.served.vllm_process import VllmServer
 from headstart.data_pipelines.storage.shards import Shards, read_manifest
 from headstart.heads.target import Target
@@ -103,7 +103,7 @@ def test_no_token_is_asked_for_that_nothing_reads(fake, run_of, tmp_path):
         served(run_of(), tmp_path / "out", url)
     rows = rows_of(tmp_path / "out")
     needed = [(row.packed.features_at | row.packed.post_norm_at).nonzero()[0] for row in rows]
-    assert sorted(server.rows[1:]) == sorted(int(at[-1]) + 1 for at in needed if len(at))
+    assert sorted(server.rows[NUM_PROBES:]) == sorted(int(at[-1]) + 1 for at in needed if len(at))
     assert all(len(row.sample) > at[-1] + 1 for row, at in zip(rows, needed, strict=True) if len(at))
 
 
@@ -179,7 +179,7 @@ def test_a_server_that_gives_no_states_is_refused(fake, run_of, tmp_path):
         shutil.rmtree(tmp_path / "states")
         unseen.num_unwritten = 1
         with pytest.raises(BadInput, match="states: not seen here"):
-            StateServer(url, label="ab", take=Files("ab").take).ask([5, 6])
+            StateServer(url, label="ab").ask([5, 6])
     assert not (tmp_path / "out").exists()
 
 
@@ -214,7 +214,8 @@ def test_answers_that_get_lost_are_asked_for_again(fake, run_of, tmp_path, monke
     with server.listening() as url:
         served(run, tmp_path / "whole", url)
         server.num_away, server.num_unwritten = 3, 2
-        asker = StateServer(url, label="ab", take=Files("ab", patience=0.2).take)
+        asker = StateServer(url, label="ab")
+        asker.ways["file"].patience = 0.2
         for _ in range(4):
             assert asker.ask([5, 6, 7]).shape == (3, 4, 32)
         assert (server.num_away, server.num_unwritten) == (0, 0)
@@ -229,7 +230,7 @@ def test_answers_that_get_lost_are_asked_for_again(fake, run_of, tmp_path, monke
 def test_a_server_that_is_another_one_after_its_restart_is_refused(fake):
     server = fake()
     with server.listening() as url:
-        asker = StateServer(url, label="ab", take=Files("ab").take)
+        asker = StateServer(url, label="ab")
         asker.ask([5, 6, 7])
         server.told = {"version": "0.1"}
         with pytest.raises(BadInput, match="has version 0.1 now, and had 0.0 before"):

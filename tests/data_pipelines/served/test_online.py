@@ -1,0 +1,287 @@
+"""Training from states that a server gives meanwhile: the losses of extracted states, whatever happens to either."""
+
+import random
+import re
+import time
+
+import pytest
+import torch
+from fake_server import FakeServer
+from headstart.configs.errors import BadInput
+from headstart.data_pipelines.served import asking
+from headstart.data_pipelines.served.in_vllm import headstart_tcp
+from headstart.data_pipelines.served.in_vllm.headstart_tcp import Outbox
+from headstart.data_pipelines.served.reading import NUM_PROBES, label_of
+from headstart.data_pipelines.served.tcp import Tcp
+from headstart.data_pipelines.served.transport import Lost
+from headstart.data_pipelines.storage.shards import Shards
+from headstart.heads.target import Target
+from headstart.scripts.data.extract import extract
+from headstart.train import data as train_data
+from headstart.train import trainer
+from headstart.train.__main__ import main
+from headstart.train.config import load_run
+from headstart.train.speed import limit_of
+from headstart.train.tracking import read_rows
+from safetensors.torch import save
+from test_served import WRONG
+
+
+@pytest.fixture
+def fake(folder_of, tmp_path):
+    """fake(folder, **told): of the states; None: over TCP."""
+
+    def make(folder="states", **told):
+        target = Target.load(folder_of("llama"), dtype="float32")
+        server = FakeServer(target, [1, 2, 3, 4], tmp_path / folder if folder else None)
+        server.told = told
+        return server
+
+    return make
+
+
+@pytest.fixture
+def keys(tmp_path):
+    """keys(name, "key=value", ...): of a short run into a folder of that name."""
+
+    def make(name, *more):
+        how = ["train.device=cpu", "train.max_steps=8", "train.batch_size=4", "train.warmup_steps=2"]
+        return [*how, f"train.output_dir={tmp_path / name}", *more]
+
+    return make
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """No long waits for a server that is away."""
+    monkeypatch.setattr(asking, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(asking, "PATIENCE", 0.3)
+
+
+def losses_of(folder):
+    return [row["loss"] for row in read_rows(folder / "metrics.jsonl") if "loss" in row]
+
+
+def extracted(run, output, url, *overrides):
+    extract(run, output, list(overrides), engine="vllm", server=url, device="cpu", storage_dtype="float32")
+    return output
+
+
+def trained(run, keys):
+    return losses_of(trainer.train(load_run(run, keys)).parent)
+
+
+HEADS = {
+    "eagle3": {"type": "eagle3"},
+    "medusa": {"type": "medusa", "num_depths": 2},
+    "eagle": {"type": "eagle"},
+}
+
+
+@pytest.mark.parametrize(
+    ("head", "folder", "key"),
+    [
+        ("eagle3", "states", "data.layout=packed"),
+        ("medusa", "states", "data.layout=padded"),
+        ("eagle", None, "data.layout=bucketed"),
+    ],
+)
+def test_losses_are_those_of_extracted_states_bit_for_bit(head, folder, key, fake, run_of, keys, tmp_path):
+    """In files or over TCP; and the target's layers are never loaded."""
+    run, server = run_of("llama", HEADS[head]), fake(folder)
+    with server.listening() as url, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Target, "load", lambda *_, **__: pytest.fail("loads the layers"))
+        out = extracted(run, tmp_path / "out", url)
+        num_rows, num_asked = len(Shards(out)), len(server.rows)
+        online = trained(run, keys("online", key, f"data.server={url}"))
+        assert online == trained(run, keys("offline", key, f"data.features={out}")) and len(online) == 8
+    assert num_asked == num_rows + NUM_PROBES
+    assert not (list((tmp_path / "states").iterdir()) if folder else server.outbox.kept), "what was taken is removed"
+
+
+def test_the_order_of_answers_does_not_matter(fake, run_of, keys):
+    run, server, source = run_of(), fake(), random.Random(0)
+    with server.listening() as url:
+        before = trained(run, keys("a", f"data.server={url}"))
+        server.delay = lambda number: source.uniform(0, 0.03)
+        assert trained(run, keys("b", f"data.server={url}")) == before
+
+
+def test_validation_rows_are_asked_for_once(fake, run_of, keys, tmp_path):
+    run, server = run_of(), fake()
+    text, stored = f"data.validation={tmp_path / 'held_out.jsonl'}", tmp_path / "held_out"
+    (tmp_path / "held_out.jsonl").write_text("\n".join((tmp_path / "rows.jsonl").read_text().splitlines()[3:8]))
+    with server.listening() as url:
+        extracted(run, stored, url, f"data.train={tmp_path / 'held_out.jsonl'}")
+        extracted(run, tmp_path / "out", url)
+        found = []
+        more = ["train.validate_every=2", "train.checkpoint_every=2"]
+        for name, *how in (
+            ("online", text, f"data.server={url}"),
+            ("offline", f"data.validation={stored}", f"data.features={tmp_path / 'out'}"),
+        ):
+            trainer.train(load_run(run, keys(name, *more, *how, "train.stop_at_step=4")))
+            server.rows.clear()
+            folder = trainer.train(load_run(run, keys(name, *more, *how))).parent
+            found.append([row["validation"] for row in read_rows(folder / "metrics.jsonl") if "validation" in row])
+            if name == "online":
+                assert len(server.rows) == NUM_PROBES + 4 * 4, "the probes and the rows of 4 steps"
+    assert found[0] == found[1] and len(found[0]) == 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Before the first step
+
+
+@pytest.mark.parametrize("what", ["target", "layers", "dtype", "tokenizer", "context"])
+def test_a_wrong_server_is_refused_by_name_before_anything_is_written(what, fake, run_of, keys, tmp_path):
+    told, message = WRONG[what]
+    with fake(**told).listening() as url, pytest.raises(BadInput, match=message) as refused:
+        trained(run_of(), keys("run", f"data.server={url}", "data.max_length=60"))
+    assert url in str(refused.value)
+    assert not (tmp_path / "run").exists() and not list((tmp_path / "states").iterdir())
+
+
+def test_what_contradicts_a_server_is_refused_in_one_line(fake, run_of, keys, tmp_path):
+    run = run_of()
+    with pytest.raises(BadInput, match="^data: server http://x: states come from features y already: leave one out$"):
+        load_run(run, keys("run", "data.server=http://x", "data.features=y"))
+    rows = f"data.validation={tmp_path / 'rows.jsonl'}"
+    with pytest.raises(BadInput, match="train.decode_prompts 2: decoding takes the target's layers, which data.server"):
+        trained(run, keys("run", "data.server=http://x", rows, "train.decode_prompts=2"))
+    with pytest.raises(BadInput, match="^data.server x:1: expected an address"):
+        trained(run, keys("run", "data.server=x:1"))
+    with fake().listening() as url:
+        pass
+    with pytest.raises(BadInput, match=f"^data.server {url}: .*refused"):
+        trained(run, keys("run", f"data.server={url}"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_target_that_needs_its_layers_is_loaded_with_them_and_says_so(fake, run_of, keys, capsys):
+    run = run_of("llama", {"type": "mtp"})
+    with fake().listening() as url:
+        trained(run, keys("run", f"data.server={url}", "train.max_steps=3"))
+    assert "data.server: the target is loaded with its layers: head mtp reads them" in capsys.readouterr().err
+
+
+def test_what_a_killed_rank_left_is_removed_and_nothing_else(fake, run_of, keys, tmp_path):
+    server, (own, other) = fake(), (label_of(tmp_path / "run", rank) for rank in range(2))
+    left = [tmp_path / "states" / f"{label}-1.safetensors" for label in (own, other)]
+    for path in left:
+        path.write_text("")
+    with server.listening() as url:
+        trained(run_of(), keys("run", f"data.server={url}"))
+    assert [path.exists() for path in left] == [False, True] and set(server.labels) == {own}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# While it trains
+
+
+def test_a_dead_server_ends_in_a_checkpoint_and_the_same_command_goes_on(
+    fake, run_of, keys, quick, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(train_data, "ROWS_AHEAD", 4)
+    run, server, step = run_of(), fake(), trainer.Loop.step
+
+    def dies(self, number, batches):
+        server.num_away = 10**9 if number == 2 else server.num_away
+        return step(self, number, batches)
+
+    with server.listening() as url:
+        whole = trained(run, keys("whole", f"data.server={url}"))
+        command, port = [run, *keys("run", f"data.server={url}")], int(url.rpartition(":")[2])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trainer.Loop, "step", dies)
+            assert main(command) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("headstart: ")]
+    assert len(lines) == 1 and re.fullmatch(f"headstart: server {url}: .*; gave up after 0.3 s", lines[0])
+    [checkpoint] = (tmp_path / "run" / "checkpoints").iterdir()
+    assert int(checkpoint.name.removeprefix("step_")) == len(losses_of(tmp_path / "run")) in range(2, 8)
+    server.num_away = 0
+    with server.listening(port):
+        assert main(command) == 0
+    assert losses_of(tmp_path / "run") == whole
+
+
+def test_a_run_does_not_go_on_with_the_states_of_another_engine(fake, run_of, keys):
+    run, server = run_of(), fake()
+    with server.listening() as url:
+        trained(run, keys("run", f"data.server={url}", "train.stop_at_step=3"))
+        server.told = {"version": "0.1"}
+        with pytest.raises(BadInput, match="holds a run on states of .*'0.0'.*, not .*'0.1'"):
+            trained(run, keys("run", f"data.server={url}"))
+
+
+def test_no_more_rows_are_asked_for_than_may_wait(fake, run_of, keys, monkeypatch):
+    monkeypatch.setattr(train_data, "ROWS_AHEAD", 6)
+    server, counts = fake(), []
+    step = trainer.Loop.step
+
+    def slow(self, number, batches):
+        counts.append(len(server.rows) - NUM_PROBES)
+        row = step(self, number, batches)
+        time.sleep(0.05)
+        return row
+
+    monkeypatch.setattr(trainer.Loop, "step", slow)
+    with server.listening() as url:
+        trained(run_of(num_rows=24), keys("run", f"data.server={url}", "train.batch_size=2"))
+    first, *later = counts  # the rows before the first step are those that a fresh head starts from
+    most = [first + 2 * done + 6 for done in range(1, 8)]
+    assert all(count <= limit for count, limit in zip(later, most, strict=True)), counts
+    assert later[0] > first + 2, "they are asked for before they are needed"
+
+
+def test_the_side_that_limits_is_named(fake, run_of, keys, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(train_data, "ROWS_AHEAD", 1)
+    server = fake()
+    with server.listening() as url:
+        server.delay = lambda number: 0.5 if number > 16 else 0.0
+        trained(run_of(), keys("run", f"data.server={url}", "train.batch_size=1"))
+    [line] = [each for each in capsys.readouterr().err.splitlines() if each.startswith("waited for the server")]
+    found = re.fullmatch(r"waited for the server (\d+)% of the time: the server limits", line)
+    shares = [row["data_wait"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")]
+    assert found and int(found[1]) > 30 and max(shares) > 0.3
+    assert limit_of(0.049) == "waited for the server 5% of the time: training limits"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Over TCP
+
+
+@pytest.fixture
+def outbox():
+    box = Outbox("127.0.0.1:0")
+    yield box
+    box.close()
+
+
+def test_what_is_kept_is_given_once_to_the_one_who_asked(outbox):
+    content = {"states": torch.arange(6.0).view(1, 2, 3), "token_ids": torch.tensor([7])}
+    ours, theirs = Tcp("ab"), Tcp("cd")
+    for name in ("ab-1", "ab-2", "cd-1"):
+        outbox.put(name, save(content))
+    found = ours.take({"tcp": f"{outbox.address}/ab-1"})
+    assert all(torch.equal(found[key], content[key]) for key in content)
+    ours.clear()
+    assert set(outbox.kept) == {"cd-1"}
+    theirs.take({"tcp": f"{outbox.address}/cd-1"})
+    assert not outbox.kept
+
+
+def test_over_tcp_what_does_not_come_is_asked_for_again_and_problems_are_quoted(outbox, monkeypatch):
+    monkeypatch.setattr(headstart_tcp, "WAIT", 0.05)
+    way = Tcp("ab")
+    with pytest.raises(Lost, match="404 not there"):
+        way.take({"tcp": f"{outbox.address}/ab-1"})
+    outbox.put("ab-2", "OSError: no memory")
+    with pytest.raises(BadInput, match="ab-2: the server could not give it: OSError: no memory"):
+        way.take({"tcp": f"{outbox.address}/ab-2"})
+    with pytest.raises(BadInput, match="127.0.0.1:1/ab-1: not reached from here: .*refused"):
+        way.take({"tcp": "127.0.0.1:1/ab-1"})
+    monkeypatch.setattr(headstart_tcp, "KEPT", 0.0)
+    outbox.put("ab-3", b"")
+    outbox.put("ab-4", b"")
+    assert set(outbox.kept) == {"ab-4"}, "nothing is kept for ever"
