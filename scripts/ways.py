@@ -1,12 +1,15 @@
 """Which ways of training a head fit on given GPUs: the bytes of a target by part, from its config alone."""
 
+import shlex
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from ..configs.errors import BadInput
 from ..configs.loader import build, read_config
+from ..data_pipelines.served.vllm_process import CONNECTOR, serving_flags
 from ..heads.fit import HeadSize, TargetSize, head_size, load_skeleton, target_size
 from ..heads.loading import TargetConfig, quantization
 from ..heads.registry import head_class
@@ -30,8 +33,13 @@ class Way:
         return max(self.needs.values()) <= (1 - FREE) * memory
 
 
-def ways_of(target: TargetSize, head: HeadSize, *, path: str, num_gpus: int, memory: float) -> list[Way]:
-    """All ways there are, from the simplest to the one for the largest targets. memory: bytes of a GPU."""
+def ways_of(
+    target: TargetSize, head: HeadSize, *, path: str, num_layers: int, num_gpus: int, memory: float
+) -> list[Way]:
+    """All ways there are, from the simplest to those for the largest targets.
+
+    Args: num_layers: of the target. memory: bytes of a GPU.
+    """
     trained, spread = head.memory_bytes, target.whole // num_gpus + (num_gpus > 1) * target.largest_layer
     usable = int((1 - FREE) * memory)
     run = f"{RUN} target.path={path} data.train=CHATS.jsonl"
@@ -61,7 +69,31 @@ def ways_of(target: TargetSize, head: HeadSize, *, path: str, num_gpus: int, mem
             ],
             in_host=0 if alone else max(0, target.whole - num_gpus * usable),
         ),
+        served_way(target, head, path=path, num_layers=num_layers, num_gpus=num_gpus, usable=usable, run=run),
     ]
+
+
+def served_way(
+    target: TargetSize, head: HeadSize, *, path: str, num_layers: int, num_gpus: int, usable: int, run: str
+) -> Way:
+    """vLLM on some of the GPUs, or on other machines, gives states while the others train. usable: bytes of a GPU."""
+    serving = next((n for n in range(1, num_gpus) if target.whole // n <= usable), max(1, num_gpus - 1))
+    training, part = target.bare + head.memory_bytes, target.whole // serving
+    needs = {"vLLM's part": part, "training": training} if num_gpus > 1 else {"vLLM and training": part + training}
+    flags = serving_flags(sorted({*head.feature_layers, num_layers}), Path("/dev/shm/states"))
+    words = ["vllm", "serve", path, "--tensor-parallel-size", str(serving), "--no-enable-prefix-caching", *flags]
+    left, launch = max(1, num_gpus - serving), "accelerate launch --config_file configs/accelerate/ddp.yaml"
+    several = f"{launch} --num_processes {left} -m headstart.train"
+    visible = f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(num_gpus - left, num_gpus)))} " if num_gpus > 1 else ""
+    return Way(
+        f"vLLM on {serving} of the GPUs gives states while {left} train",
+        needs,
+        [
+            f"PYTHONPATH={CONNECTOR} {shlex.join(words)}",
+            f"{visible}{'headstart train' if left == 1 else several} {run} data.server=http://localhost:8000 "
+            "train.output_dir=runs/mine",
+        ],
+    )
 
 
 def show_ways(path: str, *, num_gpus: int, memory: float, console: Console) -> bool:
@@ -87,7 +119,7 @@ def show_ways(path: str, *, num_gpus: int, memory: float, console: Console) -> b
     if (method := quantization(skeleton.model.config)) is not None:
         console.print(f"stored quantised ({method}): counted as if it were not")
     table = Table(f"way, on {num_gpus} x {in_bytes(int(memory))}", "the fullest GPU holds", "fits")
-    ways = ways_of(parts, head, path=path, num_gpus=num_gpus, memory=memory)
+    ways = ways_of(parts, head, path=path, num_layers=skeleton.num_layers, num_gpus=num_gpus, memory=memory)
     for way in ways:
         needs = "\n".join(f"{what}: {in_bytes(size)}" for what, size in way.needs.items())
         in_host = f", with {in_bytes(way.in_host)} of host memory, slowly" if way.in_host else ""

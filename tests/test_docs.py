@@ -155,6 +155,8 @@ def test_the_commands_of_a_page_run(page, here):
     for words in commands_of(page):
         if words[1] == "train":
             load_run(words[2], words[3:])
+        if any(word.startswith("data.server=") for word in words):
+            continue
         if any(word.startswith("servers=") for word in words):
             built = build(RegenerateConfig, read_config(words[3], words[4:]))
             assert built.servers

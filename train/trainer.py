@@ -66,6 +66,8 @@ def train_in(folder: Path, run: RunConfig, console: Console, holding: ExitStack)
     with watchdog, Stopping() as stopping, tracker:
         tracker.start(run)
         is_served = start.data.reader is not None
+        if start.data.reader is not None:  # a signal ends the wait for a server that is away
+            start.data.reader.server.is_gone = lambda: stopping.received and stopping.received.name
         when: dict[str, Any] = {"stopping": stopping, "watchdog": watchdog, "deadline": deadline}
         loop = Loop(run.train, backend, start.target, **when, may_lack_batches=is_served)
         outcome = take_steps(start, loop, plan, tracker, folder, say)
@@ -109,7 +111,10 @@ def take_steps(
         except NoBatch:
             if count > start.first_step:
                 loop.save(folder / "checkpoints", step=count, best=best)
-            raise
+            if loop.stopping.received is None:
+                raise
+            loop.should_stop = True
+            return Outcome(count, False, result)
         count, loss = step + 1, row["loss"]
         if loop.trend.take(count, loss):
             say(f"step {count}: the loss diverges ({loop.trend}): {ADVICE}")

@@ -79,7 +79,7 @@ class StateServer:
         key: str = "--server",
     ):
         """Args: url: such as http://localhost:8000. label: hex digits, by which the server marks what is
-        for this asker. is_gone: why the server will never come back; None: it may. key: that names it, for messages.
+        for this asker. is_gone: why it is not to be waited for; None: it is. key: that names it, for messages.
 
         Raises: BadInput if there is no such server, or it gives no states.
         """
@@ -87,7 +87,7 @@ class StateServer:
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise BadInput(f"{key} {url}: expected an address such as http://localhost:8000")
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.label, self._is_gone, self.patience = label, is_gone, patience
+        self.label, self.is_gone, self.patience = label, is_gone, patience
         self.ways: dict[str, Transport] = {"file": Files(label), "tcp": Tcp(label)}  # by what an answer names
         self._closed = Event()
         self.served: Served | None = None
@@ -107,7 +107,7 @@ class StateServer:
             try:
                 return self._attempt(list(map(int, token_ids)))
             except Lost as lost:
-                why = self._is_gone()
+                why = self.is_gone()
                 if why is not None:
                     raise BadInput(f"server {self.url}: {why}") from lost
                 if time.monotonic() - began > self.patience:

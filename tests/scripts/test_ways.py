@@ -24,7 +24,7 @@ def doctor(folder, *arguments, config=LARGE):
 
 def fitting(target, *, num_gpus, memory=80 * GB, head=20 * GB):
     size = HeadSize((), True, 0, memory_bytes=head, serving_bytes=0)
-    ways = ways_of(target, size, path="MODEL", num_gpus=num_gpus, memory=memory)
+    ways = ways_of(target, size, path="MODEL", num_layers=4, num_gpus=num_gpus, memory=memory)
     return [way.fits(memory) for way in ways], [way.in_host // GB for way in ways], ways
 
 
@@ -47,11 +47,11 @@ def test_a_tied_output_layer_is_counted_once(tmp_path):
 @pytest.mark.parametrize(
     ("num_gb", "num_gpus", "fits", "in_host"),
     [
-        (16, 1, [True, True, True], [0, 0, 0]),
-        (141, 1, [False, False, True], [0, 0, 69]),
-        (141, 8, [False, True, True], [0, 0, 0]),
-        (60, 8, [False, True, True], [0, 0, 0]),
-        (800, 8, [False, False, True], [0, 0, 224]),
+        (16, 1, [True, True, True, True], [0, 0, 0, 0]),
+        (141, 1, [False, False, True, False], [0, 0, 69, 0]),
+        (141, 8, [False, True, True, True], [0, 0, 0, 0]),
+        (60, 8, [False, True, True, True], [0, 0, 0, 0]),
+        (800, 8, [False, False, True, False], [0, 0, 224, 0]),
     ],
 )
 def test_the_ways_that_fit_by_size(num_gb, num_gpus, fits, in_host):
@@ -65,8 +65,20 @@ def test_a_target_that_fits_each_gpu_is_extracted_by_all_of_them():
     assert commands[1].startswith("headstart data extract") and "target.device_map=auto" in commands[1]
 
 
+def test_a_server_takes_as_many_gpus_as_it_needs_and_the_others_train():
+    ways = {size: fitting(sized(size), num_gpus=8)[2][3] for size in (60, 141)}
+    assert [way.name for way in ways.values()] == [
+        "vLLM on 1 of the GPUs gives states while 7 train",
+        "vLLM on 2 of the GPUs gives states while 6 train",
+    ]
+    server, training = ways[141].commands
+    assert "--tensor-parallel-size 2" in server and '"eagle_aux_hidden_state_layer_ids": [4]' in server
+    assert training.startswith("CUDA_VISIBLE_DEVICES=2,3,4,5,6,7 accelerate launch ")
+    assert "--num_processes 6" in training and "data.server=http://localhost:8000" in training
+
+
 def test_a_head_too_large_for_a_gpu_is_said(tmp_path):
-    assert fitting(sized(16), num_gpus=1, head=80 * GB)[0] == [False, False, False]
+    assert fitting(sized(16), num_gpus=1, head=80 * GB)[0] == [False] * 4
     done = doctor(tmp_path / "large", "--gpus", "8", "--memory", "16")
     assert done.exit_code == 1 and "yes" not in done.output
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from engines import OFFLINE, save_tokenizer
+from headstart.configs.children import free_port
 from headstart.configs.errors import BadInput
 from headstart.data_pipelines.served.asking import StateServer
 from headstart.data_pipelines.served.reading import layers_asked
@@ -75,9 +76,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @contextmanager
-def serving(python: str, folder: Path, layers: list[int], work: Path, *flags: str) -> Iterator[str]:
-    """A server's address; its states come as files in work/states."""
-    words = ["--model", str(folder), "--dtype", "float32", *serving_flags(layers, work / "states"), *SMALL, *flags]
+def serving(
+    python: str, folder: Path, layers: list[int], work: Path, *flags: str, tcp: str | None = None
+) -> Iterator[str]:
+    """A server's address; its states come as files in work/states, or from the address `tcp`."""
+    *how, transfer = serving_flags(layers, work / "states")
+    if tcp is not None:
+        transfer = json.dumps({**json.loads(transfer), "kv_connector_extra_config": {"tcp": tcp}})
+    words = ["--model", str(folder), "--dtype", "float32", *how, transfer, *SMALL, *flags]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", OFFLINE["HF_HUB_OFFLINE"])
         patch.setenv("VLLM_NO_USAGE_STATS", OFFLINE["VLLM_NO_USAGE_STATS"])
@@ -203,6 +209,27 @@ def test_20_kills_lose_and_repeat_no_row(running: str, folders: dict[str, Path],
         torch.testing.assert_close(a.states.features, b.states.features, atol=1e-4, rtol=0)
     names = [set(contents(tmp_path / name)) for name in ("whole", "out")]
     assert names[0] == names[1]
+
+
+@pytest.mark.parametrize("way", ["files", "tcp"])
+def test_a_head_learns_from_states_that_it_gives_meanwhile(
+    way: str, python: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """The losses are those of features from the same server, up to the rounding of rows that it reads together."""
+    folder = folders["untied, without bias"]
+    tcp = f"127.0.0.1:{free_port()}" if way == "tcp" else None
+    losses: dict[str, list[float]] = {}
+    with serving(python, folder, [1, 2, 3, 4], tmp_path, tcp=tcp) as url:
+        config = config_of(folder, tmp_path)
+        stored(config, tmp_path / "features", engine="vllm", server=url)
+        for name, key in (("online", f"data.server={url}"), ("offline", f"data.features={tmp_path / 'features'}")):
+            how = [key, f"train.output_dir={tmp_path / name}", "train.max_steps=10", "train.batch_size=4"]
+            train(load_run(config, [*how, "train.device=cpu"]))
+            rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+            losses[name] = [row["loss"] for row in rows]
+    assert losses["online"] == pytest.approx(losses["offline"], abs=1e-3) and len(losses["online"]) == 10
+    print(way, "equal" if losses["online"] == losses["offline"] else losses)
+    assert tcp is not None or not list((tmp_path / "states").iterdir())
 
 
 def test_a_killed_client_leaves_no_server(python: str, folders: dict[str, Path], tmp_path: Path) -> None:

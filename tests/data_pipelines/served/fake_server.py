@@ -42,6 +42,7 @@ class FakeServer:
         self.num_away = self.num_unwritten = 0
         self.problem = ""
         self.has_connector = True
+        self.pace = 0.0  # seconds of a row, one after the other
         self._reads = threading.Lock()  # a target runs one forward at a time
         self._digests = weights_digest(target.name), digest_of_vocabulary(target.tokenizer)
         if folder:
@@ -61,6 +62,7 @@ class FakeServer:
         target, last = self.target, []
         inputs = tuple(layer for layer in self.layers if layer < target.num_layers)
         with self._reads:
+            time.sleep(self.pace)
             hook = target.layers[-1].register_forward_hook(
                 lambda layer, given, out: last.append(out[0] if isinstance(out, tuple) else out)
             )
@@ -146,6 +148,7 @@ def main() -> None:
     target = Target.load(words["--model"], dtype=words["--dtype"])
     folder = Path(transfer["folder"]) if "folder" in transfer else None
     fake = FakeServer(target, layers["eagle_aux_hidden_state_layer_ids"], folder)
+    fake.pace = float(os.environ.get("PACE", "0"))
     with fake.listening(int(words["--port"])):
         threading.Event().wait()
 

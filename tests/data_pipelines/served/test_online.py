@@ -1,19 +1,30 @@
 """Training from states that a server gives meanwhile: the losses of extracted states, whatever happens to either."""
 
+import json
+import os
 import random
 import re
+import signal
+import subprocess
+import sys
+import threading
 import time
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 from fake_server import FakeServer
+from headstart.configs.children import answers_in_time, free_port
 from headstart.configs.errors import BadInput
+from headstart.configs.loader import PACKAGE_CONFIGS
 from headstart.data_pipelines.served import asking
 from headstart.data_pipelines.served.in_vllm import headstart_tcp
 from headstart.data_pipelines.served.in_vllm.headstart_tcp import Outbox
 from headstart.data_pipelines.served.reading import NUM_PROBES, label_of
 from headstart.data_pipelines.served.tcp import Tcp
 from headstart.data_pipelines.served.transport import Lost
+from headstart.data_pipelines.served.vllm_process import serving_flags
 from headstart.data_pipelines.storage.shards import Shards
 from headstart.heads.target import Target
 from headstart.scripts.data.extract import extract
@@ -205,6 +216,23 @@ def test_a_dead_server_ends_in_a_checkpoint_and_the_same_command_goes_on(
     assert losses_of(tmp_path / "run") == whole
 
 
+def test_a_signal_ends_the_wait_for_a_server(fake, run_of, keys, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_data, "ROWS_AHEAD", 4)
+    server, step = fake(), trainer.Loop.step
+
+    def dies(self, number, batches):
+        if number == 3:
+            server.num_away = 10**9
+            threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
+        return step(self, number, batches)
+
+    monkeypatch.setattr(trainer.Loop, "step", dies)
+    with server.listening() as url, pytest.raises(SystemExit) as ended:
+        trained(run_of(), keys("run", f"data.server={url}", "train.max_steps=200"))
+    assert ended.value.code == 143 and "SIGTERM: stopped at step" in capsys.readouterr().err
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
+
+
 def test_a_run_does_not_go_on_with_the_states_of_another_engine(fake, run_of, keys):
     run, server = run_of(), fake()
     with server.listening() as url:
@@ -245,6 +273,106 @@ def test_the_side_that_limits_is_named(fake, run_of, keys, monkeypatch, capsys, 
     shares = [row["data_wait"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")]
     assert found and int(found[1]) > 30 and max(shares) > 0.3
     assert limit_of(0.049) == "waited for the server 5% of the time: training limits"
+
+
+@pytest.mark.slow
+def test_restarts_and_kills_of_both_sides_leave_the_losses_of_extracted_states(folder_of, run_of, keys, tmp_path):
+    run, port = run_of(num_rows=50), free_port()
+    how = ["train.max_steps=60", "train.checkpoint_every=4", f"data.server=http://127.0.0.1:{port}"]
+    words = ["-m", "fake", "--host", "127.0.0.1", "--port", str(port), "--model", str(folder_of("llama"))]
+    words += ["--dtype", "float32", *serving_flags([1, 2, 3, 4], tmp_path / "states")]
+    running: list[subprocess.Popen[bytes]] = []
+
+    def start(*command, **env):
+        running.append(subprocess.Popen([sys.executable, *command], env={**os.environ, **env}))
+        return running[-1]
+
+    def serve():
+        process = start(str(Path(__file__).with_name("fake_server.py")), *words, PACE="0.02")
+        assert answers_in_time(f"http://127.0.0.1:{port}", seconds=300, pause=0.1, why_gone=process.poll)
+        return process
+
+    def wait_for(count):
+        while len(losses_of(tmp_path / "run")) < count:
+            assert trainer_process.poll() is None
+            time.sleep(0.01)
+
+    def kill(process):
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+
+    try:
+        server = serve()
+        out = extracted(run, tmp_path / "out", f"http://127.0.0.1:{port}")
+        trainer_process = start("-m", "headstart.train", run, *keys("run", *how))
+        for count in (10, 32):
+            wait_for(count)
+            kill(server)
+            server = serve()
+            wait_for(count + 10)
+            kill(trainer_process)
+            trainer_process = start("-m", "headstart.train", run, *keys("run", *how))
+        assert trainer_process.wait() == 0
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    online = losses_of(tmp_path / "run")
+    offline = trained(run, keys("offline", "train.max_steps=60", f"data.features={out}"))
+    assert online == offline and len(online) == 60
+    assert not list((tmp_path / "states").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["states", None])
+def test_memory_is_flat_over_1000_rows(folder, fake, run_of, keys, tmp_path, monkeypatch):
+    run, server, held, step = run_of("llama", HEADS["medusa"]), fake(folder), [], trainer.Loop.step
+    rows = [{"input_ids": [1 + (i * j) % 60 for j in range(250)], "prompt_length": 9} for i in range(1, 1001)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def measured(self, number, batches):
+        held.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+        return step(self, number, batches)
+
+    monkeypatch.setattr(trainer.Loop, "step", measured)
+    with server.listening() as url:
+        how = [f"data.train={tmp_path / 'long.jsonl'}", f"data.server={url}", "train.batch_size=10"]
+        how += ["train.max_steps=100", "head.num_depths=1"]
+        trained(run, keys("run", *how))
+    assert len(server.rows) >= 1000 + NUM_PROBES
+    states = 1000 * 250 * 4 * 32 * 4
+    print(f"grew by {(max(held[20:]) - held[20]) / 1e6:.1f} MB, states of all rows: {states / 1e6:.1f} MB")
+    assert max(held[20:]) - held[20] < states / 8
+
+
+@pytest.mark.slow
+def test_two_processes_ask_for_their_own_rows(fake, run_of, keys, tmp_path):
+    run, server, label = run_of(num_rows=16), fake(), {rank: label_of(tmp_path / "two", rank) for rank in range(2)}
+    (tmp_path / "held_out.jsonl").write_text("\n".join((tmp_path / "rows.jsonl").read_text().splitlines()[3:8]))
+    launch = ["accelerate.commands.launch", "--config_file", str(PACKAGE_CONFIGS / "accelerate" / "ddp.yaml")]
+    launch += ["--num_processes", "2", "--main_process_port", str(free_port()), "-m", "headstart.train", run]
+    more = [f"data.validation={tmp_path / 'held_out.jsonl'}", "train.validate_every=4"]
+    with server.listening() as url:
+        one = trained(run, keys("one", *more, f"data.server={url}"))
+        before, asked_alone = len(server.rows), len(server.rows)
+        left = [tmp_path / "states" / f"{label[rank]}-1.safetensors" for rank in range(2)]
+        for path in left:
+            path.write_text("")
+        two = [*keys("two", *more, f"data.server={url}", "train.batch_size=2")]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run([sys.executable, "-m", *launch, *two], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert losses_of(tmp_path / "two") == pytest.approx(one, rel=1e-5)
+    figures = [
+        [row["validation"] for row in read_rows(tmp_path / name / "metrics.jsonl") if "validation" in row]
+        for name in ("one", "two")
+    ]
+    assert figures[0] == figures[1] and len(figures[0]) == 2
+    counts = Counter(server.labels[before:])
+    fresh = server.labels[:asked_alone].count(label_of(tmp_path / "one"))
+    own = NUM_PROBES + 8 * 2  # of each rank, beside validation and what a fresh head starts from
+    assert set(counts) == set(label.values()) and all(own < count < fresh for count in counts.values())
+    assert not list((tmp_path / "states").iterdir()) and "waited for the server" in done.stderr
 
 
 # ---------------------------------------------------------------------------------------------------------------------
