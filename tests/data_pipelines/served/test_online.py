@@ -17,6 +17,7 @@ import torch
 from fake_server import FakeServer
 from headstart.configs.children import answers_in_time, free_port
 from headstart.configs.errors import BadInput
+from headstart.configs.jsonl import read_appended
 from headstart.configs.loader import PACKAGE_CONFIGS
 from headstart.data_pipelines.served import asking
 from headstart.data_pipelines.served.in_vllm import headstart_tcp
@@ -33,7 +34,6 @@ from headstart.train import trainer
 from headstart.train.__main__ import main
 from headstart.train.config import load_run
 from headstart.train.speed import limit_of
-from headstart.train.tracking import read_rows
 from safetensors.torch import save
 from test_served import WRONG
 
@@ -70,7 +70,7 @@ def quick(monkeypatch):
 
 
 def losses_of(folder):
-    return [row["loss"] for row in read_rows(folder / "metrics.jsonl") if "loss" in row]
+    return [row["loss"] for row in read_appended(folder / "metrics.jsonl") if "loss" in row]
 
 
 def extracted(run, output, url, *overrides):
@@ -134,7 +134,7 @@ def test_validation_rows_are_asked_for_once(fake, run_of, keys, tmp_path):
             trainer.train(load_run(run, keys(name, *more, *how, "train.stop_at_step=4")))
             server.rows.clear()
             folder = trainer.train(load_run(run, keys(name, *more, *how))).parent
-            found.append([row["validation"] for row in read_rows(folder / "metrics.jsonl") if "validation" in row])
+            found.append([row["validation"] for row in read_appended(folder / "metrics.jsonl") if "validation" in row])
             if name == "online":
                 assert len(server.rows) == NUM_PROBES + 4 * 4, "the probes and the rows of 4 steps"
     assert found[0] == found[1] and len(found[0]) == 4
@@ -270,7 +270,7 @@ def test_the_side_that_limits_is_named(fake, run_of, keys, monkeypatch, capsys, 
         trained(run_of(), keys("run", f"data.server={url}", "train.batch_size=1"))
     [line] = [each for each in capsys.readouterr().err.splitlines() if each.startswith("waited for the server")]
     found = re.fullmatch(r"waited for the server (\d+)% of the time: the server limits", line)
-    shares = [row["data_wait"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")]
+    shares = [row["data_wait"] for row in read_appended(tmp_path / "run" / "metrics.jsonl")]
     assert found and int(found[1]) > 30 and max(shares) > 0.3
     assert limit_of(0.049) == "waited for the server 5% of the time: training limits"
 
@@ -364,7 +364,7 @@ def test_two_processes_ask_for_their_own_rows(fake, run_of, keys, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert losses_of(tmp_path / "two") == pytest.approx(one, rel=1e-5)
     figures = [
-        [row["validation"] for row in read_rows(tmp_path / name / "metrics.jsonl") if "validation" in row]
+        [row["validation"] for row in read_appended(tmp_path / name / "metrics.jsonl") if "validation" in row]
         for name in ("one", "two")
     ]
     assert figures[0] == figures[1] and len(figures[0]) == 2
