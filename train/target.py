@@ -161,7 +161,9 @@ def served_validation(
     if (output / TOKENS).is_dir():
         extraction = Extraction(Shards(output / TOKENS), target, reader.reads, config=settings, fields=fields)
         on_main(accelerator, lambda: extraction.check_disk(output))
-        console.print(f"data.validation: the states of {len(rows)} rows come from {reader.server.url}", soft_wrap=True)
+        if accelerator.is_main_process:
+            line = f"data.validation: the states of {len(rows)} rows come from {reader.server.url}"
+            console.print(line, soft_wrap=True)
         extraction.run(output, rank=accelerator.process_index, num_ranks=accelerator.num_processes, start=reader.start)
         accelerator.wait_for_everyone()
         on_main(accelerator, lambda: None if extraction.finish(output) else None)

@@ -86,7 +86,7 @@ class FakeServer:
             threading.Thread(target=self._give, args=(name, found)).start()  # when the answer may be out
         said: dict[str, Any] = {"choices": [{"logprobs": {"tokens": [f"token_id:{token}"]}}]}
         said["choices"][0]["logprobs"]["token_logprobs"] = [logprob]
-        where = {"file": str(self.folder / name)} if self.folder else {"tcp": f"{self.outbox.address}/{name}"}
+        where = {"tcp": f"{self.outbox.address}/{name}"} if self.outbox else {"file": f"{self.folder}/{name}"}
         if self.has_connector:
             said["kv_transfer_params"] = {"headstart": {**where, "served": self.served}}
         return said
@@ -96,7 +96,7 @@ class FakeServer:
         if self.outbox:
             self.outbox.put(name, self.problem or save(found))
             return
-        path = self.folder / name
+        path = Path(f"{self.folder}/{name}")
         if self.problem:
             path.with_suffix(".failed").write_text(self.problem)
             return
