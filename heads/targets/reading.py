@@ -54,7 +54,7 @@ class Reader:
         state = self.model.state_dict(keep_vars=True)
         own = {id(value) for each in modules for value in (*each._parameters.values(), *each._buffers.values())}
         named = {name for name, value in state.items() if id(value) in own}  # a tied one has two names
-        wanted = {name for name in named if state[name].device.type == "meta"}
+        wanted = {name for name in named if not is_read(state[name])}
         chosen = {name: self.stored[name] for name, found in self.names.items() if found in wanted}
         opened = {file: safe_open(file, framework="pt") for file in {each.file for each in chosen.values()}}
         slices = {name: opened[each.file].get_slice(name) for name, each in chosen.items()}
@@ -65,7 +65,7 @@ class Reader:
         if ties:
             self.model.tie_weights(missing_keys=loaded.missing_keys, recompute_mapping=False)
         state = self.model.state_dict(keep_vars=True)
-        return sorted(name for name in wanted & state.keys() if state[name].device.type == "meta")
+        return sorted(name for name in wanted & state.keys() if is_left_out(state[name]))
 
     def finish(self, modules: Iterable[nn.Module]) -> None:
         """What transformers does behind loading weights: compute the buffers that no checkpoint has, such as the scale
@@ -75,11 +75,26 @@ class Reader:
             if isinstance(owner, PreTrainedModel):
                 owners |= dict.fromkeys(owner.modules(), owner)
         for module in modules:
-            for name, value in list(module.named_buffers(recurse=False)):
-                if value.device.type == "meta":
-                    module._buffers[name] = torch.empty_like(value, device=self.device)
+            make_room(module, module._buffers, self.device)
             with torch.no_grad(), init.guard_torch_init_functions():  # which spare loaded weights
                 owners[module]._initialize_weights(module, self.model.is_custom_code())
+
+
+def make_room(module: nn.Module, names: Iterable[str], device: str | torch.device) -> None:
+    """Replace those of a module's own buffers that are on the meta device by ones with memory and no values yet."""
+    for name in list(names):
+        value = module._buffers[name]
+        if value is not None and value.device.type == "meta":
+            module._buffers[name] = torch.empty_like(value, device=device)
+
+
+def is_read(value: Tensor) -> bool:
+    """Whether it is from a checkpoint. Not being on the meta device is no proof: some models draw weights elsewhere."""
+    return getattr(value, "_is_hf_initialized", False)
+
+
+def is_left_out(value: Tensor) -> bool:
+    return value.device.type == "meta" or (isinstance(value, nn.Parameter) and not is_read(value))
 
 
 def name_in_model(name: str, model: Any, mapping: list[Any], state: dict[str, Tensor]) -> str:

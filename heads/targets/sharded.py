@@ -25,7 +25,7 @@ from ..loading import (
     torch_dtype,
 )
 from ..target import Target
-from .reading import Reader
+from .reading import Reader, make_room
 from .runs import found_layers
 from .stored import DTYPES, fingerprint_of_stored, stored_tensors
 
@@ -49,7 +49,7 @@ class ShardedTarget(Target):
         fingerprint = fingerprint_of_stored(stored, num_layers=config.get_text_config().num_hidden_layers)
         dtype = config.dtype or next((DTYPES[each.dtype] for each in stored.values() if each.dtype in DTYPES), None)
         try:
-            model = empty_model(source, dtype=dtype).requires_grad_(False)
+            model = empty_model(source, dtype=dtype)
             drop_other_modalities(model)
             base = text_decoder(model)
             kind = type(base)
@@ -60,6 +60,8 @@ class ShardedTarget(Target):
             layers = dict.fromkeys(layers or ())  # each once, also where one runs several times
             inside = {module for layer in layers for module in layer.modules()}
             outside = [module for module in model.modules() if module not in inside]
+            for module in model.modules():  # the model may compute those of its layers, as FalconH1 does
+                make_room(module, module._non_persistent_buffers_set, device)
             load(reader, outside, wanted, ties=True)
             for layer in layers:
                 load(reader, list(layer.modules()), wanted, ties=False)
@@ -88,9 +90,13 @@ class ShardedTarget(Target):
 def load(reader: Reader, modules: list[nn.Module], dtype: torch.dtype | str, *, ties: bool) -> None:
     """Give modules all their weights and buffers. Raises BadInput if the checkpoint lacks one."""
     with quiet_loading():
-        if missing := reader.read(modules, ties=ties):
+        missing = reader.read(modules, ties=ties)
+        if set(missing) & set(reader.model.all_tied_weights_keys):
+            raise BadInput(f"target {reader.name}: its layers share weights, and are not sharded: train.shard_target=false")
+        if missing:
             raise BadInput(f"target {reader.name}: weights missing in the checkpoint: {missing[:3]} ...")
         reader.finish(modules)
-    for module in modules if isinstance(dtype, torch.dtype) else ():
+    for module in modules:
         for parameter in module.parameters(recurse=False):
-            parameter.data = parameter.data.to(dtype)
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(dtype) if isinstance(dtype, torch.dtype) else parameter.data
