@@ -44,7 +44,9 @@ class ShardedTarget(Target):
         """
         path, wanted, config = found_path(source.path), torch_dtype(source.dtype), read_model_config(source)
         if (method := quantization(config)) is not None:
-            raise BadInput(f"target {path}: stored quantised ({method}), which is not sharded: train.shard_target=false")
+            raise BadInput(
+                f"target {path}: stored quantised ({method}), which is not sharded: train.shard_target=false"
+            )
         stored = stored_tensors(path, revision=source.revision)
         fingerprint = fingerprint_of_stored(stored, num_layers=config.get_text_config().num_hidden_layers)
         dtype = config.dtype or next((DTYPES[each.dtype] for each in stored.values() if each.dtype in DTYPES), None)
@@ -74,7 +76,7 @@ class ShardedTarget(Target):
         except BadInput:
             raise
         except Exception as error:  # whatever the code of an unknown model raises
-            why = f"cannot be read layer by layer ({first_line(error)}): train.shard_target=false"
+            why = f"cannot be read layer by layer ({first_line(error)}): not with train.shard_target"
             raise BadInput(f"target {path}: {why}") from error
         target = cls(model, name=source.path, fingerprint=fingerprint, source=source)
         target.undecodable = "its layers are sharded over processes"
@@ -92,7 +94,9 @@ def load(reader: Reader, modules: list[nn.Module], dtype: torch.dtype | str, *, 
     with quiet_loading():
         missing = reader.read(modules, ties=ties)
         if set(missing) & set(reader.model.all_tied_weights_keys):
-            raise BadInput(f"target {reader.name}: its layers share weights, and are not sharded: train.shard_target=false")
+            raise BadInput(
+                f"target {reader.name}: its layers share weights, and are not sharded: train.shard_target=false"
+            )
         if missing:
             raise BadInput(f"target {reader.name}: weights missing in the checkpoint: {missing[:3]} ...")
         reader.finish(modules)

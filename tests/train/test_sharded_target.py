@@ -54,7 +54,9 @@ def test_sharded_training_has_the_losses_of_whole_targets(name, launching, world
     launching.finish("ddp", tmp_path / "sharded", *how, SHARDED, "train.stop_at_step=9")
     sharded = launching.finish("ddp", tmp_path / "sharded", *how, SHARDED)
     assert figures(sharded) == figures(whole), "the same arithmetic"
-    one = launching.alone(tmp_path / "one", *how, "train.decode_prompts=0", "train.batch_size=1", "train.accumulation=2")
+    one = launching.alone(
+        tmp_path / "one", *how, "train.decode_prompts=0", "train.batch_size=1", "train.accumulation=2"
+    )
     (losses, validated), (ours, ours_validated) = figures(one), figures(sharded)
     assert len(losses) == 20 and ours == pytest.approx(losses, abs=1e-4)
     assert [rounds for rounds, _ in ours_validated] == [rounds for rounds, _ in validated]
