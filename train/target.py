@@ -21,9 +21,11 @@ from .launch import runs_on_cpu
 
 
 def load_target(run: RunConfig, accelerator: Accelerator, console: Console) -> Target:
-    """The target of a run, sharded over its processes if train.shard_target. Trained from extracted features, it is loaded
-    without its layers unless something else of the run reads them: then a line says what. Raises BadInput as
-    `Target.load`, if it cannot be sharded, and if there are no such features."""
+    """The target of a run, sharded over its processes if train.shard_target.
+
+    Trained from extracted features, it is loaded without its layers unless something else of the run reads them: then a
+    line says what. Raises: BadInput as `Target.load`, if it cannot be sharded, and if there are no such features.
+    """
     config = with_default_dtype(run.target, "cpu" if runs_on_cpu(run.train) else "cuda")
     if run.train.shard_target:
         check_shardable(run, accelerator)

@@ -1,5 +1,5 @@
-"""The prompts of `make quickstart`: a narrow domain, orders to write as JSON or small Python functions, and general requests
-as a contrast."""
+"""The prompts of `make quickstart`: a narrow domain, orders to write as JSON or small Python functions, and general
+requests as a contrast."""
 
 import argparse
 import json
