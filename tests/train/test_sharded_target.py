@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.train.tracking import read_rows
+from headstart.configs.jsonl import read_appended
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 SHARDED = "train.shard_target=true"
@@ -32,7 +32,7 @@ def free_port() -> int:
 
 def figures(folder):
     """The losses, and the rounds of each validation."""
-    rows = read_rows(folder / "metrics.jsonl")
+    rows = read_appended(folder / "metrics.jsonl")
     assert not any("decoded" in row.get("validation", {}) for row in rows)
     return [row["loss"] for row in rows if "loss" in row], [
         (row["validation"]["num_rounds"], row["validation"]["acceptance_length"]) for row in rows if "validation" in row
@@ -141,7 +141,7 @@ def test_one_process_is_told_to_launch_several(run):
     [
         ("eagle3", "target.device_map=auto", "with target.device_map one process has all GPUs: leave one of both out"),
         ("eagle3", "data.features=here", "training from data.features needs no layers: leave it out"),
-        ("eagle3", "head.start=target", "head eagle3 reads the layers' weights itself"),
+        ("draft_lm", "train.seed=0", "head draft_lm reads the layers' weights itself"),
         ("medusa", "head.target_lora_rank=4", "head medusa reads the layers' weights itself"),
         ("eagle3", "train.decode_prompts=4", "sharded layers cannot decode: leave train.decode_prompts out"),
     ],
