@@ -44,9 +44,7 @@ class ShardedTarget(Target):
         """
         path, wanted, config = found_path(source.path), torch_dtype(source.dtype), read_model_config(source)
         if (method := quantization(config)) is not None:
-            raise BadInput(
-                f"target {path}: stored quantised ({method}), which is not sharded: train.shard_target=false"
-            )
+            raise BadInput(f"target {path}: stored quantised ({method}): not with train.shard_target")
         stored = stored_tensors(path, revision=source.revision)
         fingerprint = fingerprint_of_stored(stored, num_layers=config.get_text_config().num_hidden_layers)
         dtype = config.dtype or next((DTYPES[each.dtype] for each in stored.values() if each.dtype in DTYPES), None)
@@ -94,9 +92,7 @@ def load(reader: Reader, modules: list[nn.Module], dtype: torch.dtype | str, *, 
     with quiet_loading():
         missing = reader.read(modules, ties=ties)
         if set(missing) & set(reader.model.all_tied_weights_keys):
-            raise BadInput(
-                f"target {reader.name}: its layers share weights, and are not sharded: train.shard_target=false"
-            )
+            raise BadInput(f"target {reader.name}: its layers share weights: not with train.shard_target")
         if missing:
             raise BadInput(f"target {reader.name}: weights missing in the checkpoint: {missing[:3]} ...")
         reader.finish(modules)
