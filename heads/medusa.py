@@ -117,6 +117,10 @@ class MedusaConfig(BlocksConfig):
     target_learning_rate_scale: float = 0.25  # the adapters' learning rate as a share of the heads' ...
     target_warmup_steps: int = 0  # ... from this step on; 0 before
 
+    @property
+    def reads_layers(self) -> bool:
+        return self.target_lora_rank > 0  # it runs them with its adapters
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_least(0, "target_lora_rank", "target_warmup_steps")

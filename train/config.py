@@ -49,7 +49,7 @@ class TrainConfig:
     log_every: PositiveInt = 1
     validate_every: NonNegativeInt = 0  # 0: at the end only
     # a validation also decodes answers to this many of the rows' prompts; 0: none. None: 8, or none where training and
-    # validation read extracted features, as decoding takes the target's layers
+    # validation read extracted features or the target is sharded, as decoding takes the target's layers
     decode_prompts: NonNegativeInt | None = None
     decode_tokens: PositiveInt = 64  # length of those answers
     patience: NonNegativeInt = 0  # end after this many validations without a better acceptance_length; 0: never
@@ -65,6 +65,9 @@ class TrainConfig:
     lora_alpha: Rate = 32.0  # adapters are scaled by lora_alpha / lora_rank
     wandb_project: str | None = None  # also log to Weights & Biases, offline if there is no key
     tensorboard: bool = False  # also log to OUTPUT_DIR/tensorboard
+    # each of several processes holds a share of every layer of the target, gathered while the layer runs; nothing is
+    # decoded then. docs/large_targets.md
+    shard_target: bool = False
     device: Literal["cpu", "cuda"] | None = None  # None: cuda if there is one; CUDA_VISIBLE_DEVICES selects GPUs
 
     watchdog_minutes: Amount = 20.0  # end the process after this time without progress, see watchdog.py; 0: never
@@ -135,7 +138,7 @@ WITHOUT_EFFECT = {  # keys that do not change the losses; target and rows are co
     "data": {"train", "features", "server", "validation", "num_workers"},
     "train": {"output_dir", "stop_at_step", "stop_after", "device", "log_every", "validate_every", "decode_prompts"}
     | {"decode_tokens", "patience", "checkpoint_every", "keep_checkpoints", "wandb_project", "tensorboard"}
-    | {"watchdog_minutes"},
+    | {"watchdog_minutes", "shard_target"},
 }
 
 

@@ -76,11 +76,10 @@ def find_inputs(run: RunConfig, folder: Path, console: Console, holding: ExitSta
     check_trackers(run.train)
     if run.train.patience and not run.data.validation:
         raise BadInput(f"train.patience {run.train.patience}: counts validations, so data.validation must be given")
-    # the target is loaded before the Accelerator exists: DeepSpeed's would partition it under ZeRO-3
-    target = load_target(run, console)
+    accelerator, asked = start_accelerator(run.train), run.train
+    target = load_target(run, accelerator, console)
     if run.train.precision == "bf16" and product_dtype(run.train) == torch.float32:
         console.print("train.precision bf16: this CPU has no instructions for it, so products are in fp32")
-    accelerator, asked = start_accelerator(run.train), run.train
     launched = actual_launch(accelerator)
     if launched.backend in ("deepspeed", "fsdp2"):
         run = replace(run, train=without_whole_matrices(run.train, launched.backend))
@@ -112,7 +111,7 @@ def find_inputs(run: RunConfig, folder: Path, console: Console, holding: ExitSta
     if begun:
         check_same_inputs(folder, target, data)
     target.to(accelerator.device)
-    pack_linears(target.base)
+    pack_linears(target.base, without=target.layers if target.is_sharded else ())
     head = first_head(run, target, draft_token_ids, console)
     if reader is not None and data.validation and not isinstance(data.validation, Shards):
         data.validation = served_validation(data.validation, data.config, reader, accelerator, folder, console)

@@ -1,4 +1,4 @@
-"""The target of a run: whole, without its layers, or behind a server that gives its states while a head is trained."""
+"""The target of a run: whole, sharded over its processes, without its layers, or behind a server that gives its states."""
 
 import os
 from collections.abc import Sequence
@@ -29,6 +29,7 @@ from ..heads.target import Target
 from ..heads.targets.bare import BareTarget, NeedsLayers
 from ..heads.targets.dtype import with_default_dtype
 from ..heads.targets.parts import OutputUse
+from ..heads.targets.sharded import ShardedTarget
 from .config import Inputs, RunConfig
 from .data import extracted_validation, on_main
 from .launch import runs_on_cpu
@@ -36,11 +37,16 @@ from .launch import runs_on_cpu
 VALIDATION = "validation"  # in the run folder: the rows of data.validation with their states
 
 
-def load_target(run: RunConfig, console: Console) -> Target:
-    """The target of a run. Trained from extracted features, or from states of a server, it is loaded without its layers
-    unless something else of the run reads them: then a line says what. Raises BadInput as `Target.load`, and if there
-    are no such features."""
+def load_target(run: RunConfig, accelerator: Accelerator, console: Console) -> Target:
+    """The target of a run, sharded over its processes if train.shard_target.
+
+    Trained from extracted features, or from states of a server, it is loaded without its layers unless something else
+    of the run reads them: then a line says what. Raises: BadInput as `Target.load`, if it cannot be sharded, and if
+    there are no such features.
+    """
     data = run.data
+    if run.train.shard_target:
+        check_shardable(run, accelerator)
     if data.server is not None:
         if data.validation and run.train.decode_prompts:
             problem = f"train.decode_prompts {run.train.decode_prompts}: decoding takes the target's layers"
@@ -48,6 +54,8 @@ def load_target(run: RunConfig, console: Console) -> Target:
         why = f"head {run.head.type} reads them" if reads_layers(run.head) else None
         return without_layers(run.target, console, key="data.server", why=why)  # in the dtype of extracted states
     config = with_default_dtype(run.target, "cpu" if runs_on_cpu(run.train) else "cuda")
+    if run.train.shard_target:
+        return ShardedTarget.read(config, accelerator.device, num_processes=accelerator.num_processes)
     if data.features is None:
         return Target.load(**vars(config))
     fields = read_manifest(Path(data.features)).fields
@@ -72,6 +80,20 @@ def without_layers(
     if os.environ.get("RANK", "0") == "0":
         console.print(f"{key}: the target is loaded with its layers: {why}")
     return Target.load(**vars(config))
+
+
+def check_shardable(run: RunConfig, accelerator: Accelerator) -> None:
+    """Raises BadInput if the target of the run cannot, or need not, be sharded over its processes."""
+    whys = {
+        "one process would hold all of it: launch several": accelerator.num_processes == 1,
+        "with target.device_map one process has all GPUs: leave one of both out": run.target.device_map is not None,
+        "training from data.features needs no layers: leave it out": run.data.features is not None,
+        "training from data.server needs no layers: leave it out": run.data.server is not None,
+        f"head {run.head.type} reads the layers' weights itself": reads_layers(run.head),
+        "sharded layers cannot decode: leave train.decode_prompts out": bool(run.train.decode_prompts),
+    }
+    if why := next((why for why, holds in whys.items() if holds), None):
+        raise BadInput(f"train.shard_target: {why}")
 
 
 def reader_of_layers(run: RunConfig, fields: dict[str, Any]) -> str | None:

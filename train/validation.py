@@ -73,7 +73,7 @@ class Validation:
         accelerator = backend.accelerator
         rank, num_ranks = accelerator.process_index, accelerator.num_processes
         self.config, self.backend, self.target = config, backend, target
-        self.rows = rows[rank::num_ranks]
+        self.rows, self.most_rows = rows[rank::num_ranks], -(-len(rows) // num_ranks)  # of this rank, of any
         room = max(target.max_positions - config.decode_tokens, 0) if target.can_decode else 0
         num = PROMPTS if config.decode_prompts is None else config.decode_prompts
         prompts = [prompt_of(row.sample)[-room:] for row in rows[:num]] if room else []
@@ -86,9 +86,14 @@ class Validation:
         taught, decoded, decoded_taught = (Acceptance.nothing(self.num_draft) for _ in range(3))
         with self.backend.whole() as head:
             head.eval()
-            for start in range(0, len(self.rows), self.config.batch_size):
+            for start in range(0, self.most_rows, self.config.batch_size):
                 self.watchdog.at(f"validation, row {start + 1} of {len(self.rows)}")
-                batch = collate([[row] for row in self.rows[start : start + self.config.batch_size]])
+                rows = self.rows[start : start + self.config.batch_size]
+                if not rows:  # other ranks have one more, and may need this rank's part of the target for it
+                    if self.target.is_sharded:
+                        self._read(torch.zeros(1, 1, dtype=torch.long, device=self.target.device))
+                    continue
+                batch = collate([[row] for row in rows])
                 taught += self._taught(head, batch.to(self.backend.accelerator.device).filled(self._read))
             self.watchdog.at(f"validation, decoding {len(self.prompts)} answers")
             if self.prompts:

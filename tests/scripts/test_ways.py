@@ -37,6 +37,7 @@ def test_the_parts_of_a_70b_are_counted_without_a_weight(tmp_path):
     done = doctor(tmp_path / "large", "--gpus", "8", "--memory", "80")
     assert done.exit_code == 0 and "137 GB" in done.output and done.output.count("2.1 GB") == 2
     assert "data.features=features/mine" in done.output and "target.device_map=auto" in done.output
+    assert "--num_processes 8 -m headstart.train runs/eagle3.yaml" in done.output and "shard_target" in done.output
 
 
 def test_a_tied_output_layer_is_counted_once(tmp_path):
@@ -49,9 +50,9 @@ def test_a_tied_output_layer_is_counted_once(tmp_path):
     [
         (16, 1, [True, True, True, True], [0, 0, 0, 0]),
         (141, 1, [False, False, True, False], [0, 0, 69, 0]),
-        (141, 8, [False, True, True, True], [0, 0, 0, 0]),
-        (60, 8, [False, True, True, True], [0, 0, 0, 0]),
-        (800, 8, [False, False, True, False], [0, 0, 224, 0]),
+        (141, 8, [False, True, True, True, True], [0, 0, 0, 0, 0]),
+        (60, 8, [False, True, True, True, True], [0, 0, 0, 0, 0]),
+        (800, 8, [False, False, False, True, False], [0, 0, 0, 224, 0]),
     ],
 )
 def test_the_ways_that_fit_by_size(num_gb, num_gpus, fits, in_host):
@@ -60,7 +61,7 @@ def test_the_ways_that_fit_by_size(num_gb, num_gpus, fits, in_host):
 
 
 def test_a_target_that_fits_each_gpu_is_extracted_by_all_of_them():
-    commands = [fitting(sized(size), num_gpus=8)[2][2].commands[0] for size in (60, 141)]
+    commands = [fitting(sized(size), num_gpus=8)[2][3].commands[0] for size in (60, 141)]
     assert "--num_processes 8 -m headstart.scripts.data.extract" in commands[0] and "device_map" not in commands[0]
     assert commands[1].startswith("headstart data extract") and "target.device_map=auto" in commands[1]
 
