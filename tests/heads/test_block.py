@@ -17,9 +17,9 @@ from headstart.heads.drafter import Reading
 from headstart.heads.drafting import StaticTree
 from headstart.heads.loss.chains import chain_starts, drawn_starts
 from headstart.heads.nn.block_layer import attend_blocks
-from headstart.heads.nn.chain_attention import blocks_of
 from headstart.heads.nn.documents import Documents
 from headstart.heads.nn.mask_token import default_mask_token
+from headstart.heads.nn.sight import Sight, blocks_of
 from headstart.heads.nn.target_output import TargetOutput
 from headstart.heads.registry import build_head
 
@@ -119,7 +119,7 @@ def test_blocks_attend_as_under_a_dense_mask():
     sees = torch.arange(width) < torch.tensor([[3, 1, 2, 3, 3], [2, 3, 3, 1, 3]])[..., None]  # [B, S, W]
     blocks = blocks_of(at.amax(0).tolist(), at.device)
     ours = attend_blocks(
-        query, keys, values, context=(context[0], context[1]), mask=mask, blocks=blocks, sees_slots=sees
+        query, keys, values, context=(context[0], context[1]), sight=Sight(at, blocks), sees_slots=sees
     )
     wanted = dense(query, keys, values, context, mask, sees)
     is_slot = sees.transpose(1, 2).flatten(1)[..., None, None]  # the others are not read

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from headstart.heads import recurrent
+from headstart.heads.nn import kept
 from headstart.scripts.benchmarks.training_step import (
     LiveBytes,
     Shape,
@@ -53,8 +53,8 @@ def test_the_estimate_of_a_step_is_what_was_alive(dtype):
 @pytest.mark.parametrize("head_type", ["eagle", "eagle3"])
 def test_depths_that_are_recomputed_give_the_same_gradients_in_less_memory(head_type, monkeypatch):
     gradients, peaks = [], []
-    for kept in (recurrent.KEPT_BYTES, 0):
-        monkeypatch.setattr(recurrent, "KEPT_BYTES", kept)
+    for most in (10**9, 0):
+        monkeypatch.setattr(kept, "most_kept", lambda device, most=most: most)
         head, batch = build_step(replace(TOY, head=head_type, options={"num_layers": 2}))
         run_step(head, batch, dtype="fp32")
         gradients.append([parameter.grad for parameter in head.parameters()])
