@@ -86,9 +86,10 @@ class ChainAttention(torch.autograd.Function):
         if own:
             out = out.contiguous()
             for at in spans(query):
-                parts = (x[:, :, at] for x in (out, lse, query))
+                shared, normaliser, queries = (x[:, :, at] for x in (out, lse, query))
                 sees = None if sees_own is None else sees_own[:, at]
-                out[:, :, at], lse[:, :, at] = with_own(*parts, [x[:, :, at] for x in own], sees, scale=scale)
+                merged = with_own(shared, normaliser, queries, [x[:, :, at] for x in own], sees, scale=scale)
+                out[:, :, at], lse[:, :, at] = merged
         ctx.save_for_backward(sees_own, query, key, value, out, lse, *own)
         ctx.scale, ctx.sight = scale, sight
         return out
@@ -106,9 +107,9 @@ class ChainAttention(torch.autograd.Function):
             grad_value[:, :, block.begin : block.extent] += for_value
         grads = [torch.empty_like(x) for x in own]
         for at in spans(query) if own else ():
-            parts = (x[:, :, at] for x in (grad, query, out, lse))
+            parts = [x[:, :, at] for x in (grad, query, out, lse)]
             sees = None if sees_own is None else sees_own[:, at]
-            for_query, for_own = own_backward(*parts, [x[:, :, at] for x in own], sees, scale=ctx.scale)
+            for_query, for_own = own_backward(parts, [x[:, :, at] for x in own], sees, scale=ctx.scale)
             grad_query[:, :, at] += for_query
             for whole, part in zip(grads, for_own, strict=True):
                 whole[:, :, at] = part
@@ -141,16 +142,13 @@ def with_own(
 
 
 def own_backward(
-    grad: Tensor,
-    query: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    own: Sequence[Tensor],
-    sees_own: Tensor | None,
-    *,
-    scale: float,
+    saved: Sequence[Tensor], own: Sequence[Tensor], sees_own: Tensor | None, *, scale: float
 ) -> tuple[Tensor, list[Tensor]]:
-    """What own keys add to the gradient of queries, and the gradients of own keys and values."""
+    """What own keys add to the gradient of queries, and the gradients of own keys and values.
+
+    Args: saved: the output's gradient, queries, the merged output and its log-sum-exps.
+    """
+    grad, query, out, lse = saved
     num_kv_heads, grads = own[0].shape[1], list[Tensor]()
     queries, grad, out = (by_channel(x, num_kv_heads) for x in (query, grad, out))  # [B, Nkv, G, H, Q]
     lse, delta = lse.unflatten(1, (num_kv_heads, -1)), (grad.float() * out).sum(-2)  # [B, Nkv, G, Q]
