@@ -162,10 +162,10 @@ class RecurrentHead(DraftHead):
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         limit = batch.input_ids.shape[1] + starts.num_depths
         read, stream = self.read(batch.input_ids.roll(-1, 1), self.features(batch.output))  # x_{t+1}; [B, T, ...]
+        contexts = self._contexts(read, stream, batch, starts, limit)
         x = starts.take(read)  # [B, S, in]; the last position, whose x_{t+1} is not known, is never supervised
         hidden = x if stream is read else starts.take(stream)  # [B, S, D]
         kept = self.kept_bytes(x[..., 0].numel(), itemsize=x.element_size(), num_depths=starts.num_depths)
-        contexts = self._contexts(read, stream, batch, starts, limit)
         chains = Chains(contexts, is_kept(kept, x.device))
         for depth in range(starts.num_depths):
             rotary = self.rotary(starts.take(batch.positions) + depth, like=x, num_positions=limit)
