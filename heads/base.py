@@ -169,6 +169,9 @@ class DraftHead(nn.Module, Drafter, Expands):
         """[in] factors that bring the channels of a matrix's input to one size, by its name: for Muon, see optim.py."""
         return {}
 
+    def kept_bytes(self, num_chains: int, *, itemsize: int, num_depths: int) -> int:
+        return 0  # roughly the activations that unrolling keeps if `is_kept`; 0: it keeps them in any case
+
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         """Teacher-forced drafting: for each depth of `starts`, [B, S, D] what `draft_logits` reads of its chains."""
         raise NotImplementedError
@@ -191,7 +194,6 @@ class DraftHead(nn.Module, Drafter, Expands):
 
     def training_starts(self, loss_mask: Tensor) -> ChainStarts:
         """The chains that a step trains on: all, unless the family samples some with torch's global generator.
-
         The training loop seeds that generator by (seed, step, rank) and takes the step's denominators from the result.
         """
         return self.chain_starts(loss_mask)
@@ -200,7 +202,6 @@ class DraftHead(nn.Module, Drafter, Expands):
         self, batch: DraftBatch, denominators: Tensor | None = None, *, num_depths: int | None = None
     ) -> LossOutput:
         """sum_k w_k * (weighted mean over supervised chains of the loss at depth k), w_k from config.depth_weights.
-
         With config.align_top_k, chains that are not aligned add 0 to the sum but still count in the denominator.
 
         Args:

@@ -14,7 +14,6 @@ tokens of each slot, each chosen behind the one before.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -28,10 +27,11 @@ from .drafter import Reading
 from .drafting import Draws, Proposal, Tree
 from .loss.chains import drawn_starts
 from .loss.functions import LossSpec, drafted_rows
-from .nn.block_layer import BlockLayer, ConfidenceHead, MarkovHead, attend_blocks, beside, draft_block, write_context
+from .nn.block_layer import BlockLayer, ConfidenceHead, MarkovHead, beside, draft_block, through_layers, write_context
 from .nn.cache import SlotCache
 from .nn.dflash2 import NUM_TAPS, CandidateSelector, only
-from .nn.layers import RMSNorm, Rotary, llama_config, serving_keys
+from .nn.kept import is_kept, layer_bytes
+from .nn.layers import RMSNorm, Rotary, llama_config, serving_keys, window_keys
 from .nn.mask_token import default_mask_token
 from .nn.target_output import TargetOutput
 from .start.block import fit_block
@@ -65,6 +65,7 @@ class BlockConfig(HeadConfig):
     output: str = "shared"  # shared: the target's output layer, frozen; own: trained, starts as a copy of it
     mask_token_id: int | None = None  # None: see `default_mask_token`
     start: Literal["random", "fitted"] = "random"  # fitted: on the first rows of training, see start/block.py
+    sliding_window: int | None = None  # a slot sees this many positions, its own the last of them; None: all before
     num_blocks: int = 512  # blocks that a training step draws per row
     # the share of them that is narrower than num_depths, so that the head also drafts well at a smaller K
     narrow_share: float = 0.0
@@ -75,6 +76,9 @@ class BlockConfig(HeadConfig):
         self.check_least(1, "num_layers", "num_blocks", "conv_group_size", "selector_top_k")
         self.check_least(0, "markov_rank", "narrow_share", "mask_token_id", "confidence_weight", "selector_rank")
         self.check_least(0, "selector_weight")
+        num_slots = self.num_depths + (0 if self.sample_from_anchor else 1)
+        if self.sliding_window is not None and self.sliding_window < num_slots:
+            raise BadInput(f"sliding_window {self.sliding_window}: expected at least the {num_slots} slots of a block")
         if self.narrow_share > 1:
             raise BadInput(f"narrow_share {self.narrow_share}: expected at most 1")
         if self.selector_rank and (self.markov_rank or self.confidence):
@@ -161,6 +165,7 @@ class BlockHead(DraftHead):
             **serving_keys(self.llama, num_layers=config.num_layers),
             "layer_types": ["full_attention"] * config.num_layers,
             "use_sliding_window": False,
+            **window_keys(config.sliding_window, num_layers=config.num_layers),
             "attention_bias": False,
             "mlp_bias": False,
             "tie_word_embeddings": False,
@@ -228,6 +233,10 @@ class BlockHead(DraftHead):
         every, config = self.chain_starts(loss_mask), self.config
         return drawn_starts(every, most=config.num_blocks, narrow_share=config.narrow_share)
 
+    def kept_bytes(self, num_chains: int, *, itemsize: int, num_depths: int) -> int:
+        num_positions = num_chains * (num_depths + self.first_slot) * self.config.num_layers
+        return layer_bytes(self.llama, num_positions=num_positions, itemsize=itemsize)
+
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         num_slots = starts.num_depths + self.first_slot
         limit = batch.input_ids.shape[1] + num_slots
@@ -236,19 +245,12 @@ class BlockHead(DraftHead):
         offsets = torch.arange(num_slots, device=context.device)
         positions = 1 + starts.take(batch.positions)[:, None] + offsets[:, None]  # [B, W, S]
         hidden = self.slots(starts.take(batch.input_ids, offset=1), starts.num_depths)  # [B, W * S, D]
-        # like the context, which autocast may have in 16 bits
-        of_slots = self.rotary(positions.flatten(1), like=context, num_positions=limit)
+        of_slots = self.rotary(positions.flatten(1), like=context, num_positions=limit)  # autocast may have 16 bits
         sees_slots = None if starts.widths is None else offsets < starts.widths[..., None] + self.first_slot
-        attend = partial(
-            attend_blocks,
-            mask=batch.visibility(starts.positions, dtype=context.dtype),  # [B, 1, S, T]
-            blocks=starts.blocks,
-            sees_slots=sees_slots,
-        )
-        for layer in self.decoder_layers:
-            keys_values = layer.keys_values(context, of_context)
-            attended = partial(attend, context=keys_values)
-            hidden = layer(hidden, of_slots, attended, num_blocks=starts.positions.shape[1])
+        sight = batch.sight(starts, window=self.config.sliding_window)
+        kept = self.kept_bytes(starts.positions.numel(), itemsize=context.element_size(), num_depths=starts.num_depths)
+        how = {"sight": sight, "sees_slots": sees_slots, "is_kept": is_kept(kept, context.device)}
+        hidden = through_layers(self.decoder_layers, hidden, of_slots, context, of_context, **how)
         hidden = self.norm(hidden).unflatten(1, (num_slots, -1))  # [B, W, S, D]
         for depth in range(starts.num_depths):
             before = starts.take(batch.input_ids, offset=depth + 1)
@@ -328,7 +330,7 @@ class BlockHead(DraftHead):
         positions = state.position[:, None] + 1 + torch.arange(hidden.shape[1], device=hidden.device)  # [B, W]
         state.cache.seek(positions, extent=state.extent)
         parts = self.decoder_layers, self.packed, hidden, positions
-        hidden = draft_block(*parts, cache=state.cache, rotary=self.rotary)
+        hidden = draft_block(*parts, cache=state.cache, rotary=self.rotary, window=self.config.sliding_window)
         state.hidden = self.norm(hidden)[:, self.first_slot :]  # [B, K, D]
         state.logits = self._output(state.hidden)
         if self.candidate_selector is not None:

@@ -32,7 +32,7 @@ from .decoders.cpu.products import is_multiplied
 from .drafter import Reading
 from .drafting import Proposal
 from .loss.functions import drafted_rows
-from .nn.layers import Attention, RMSNorm, Rotary, llama_config, serving_keys
+from .nn.layers import Attention, RMSNorm, Rotary, llama_config, serving_keys, window_keys
 from .nn.parallel import ParallelConfig, behind, last_and_behind
 from .nn.target_output import TargetOutput
 from .recurrent import LlamaLayer, RecurrentHead, RecurrentState
@@ -50,6 +50,7 @@ class Eagle3Config(ParallelConfig):
     fc_norm: bool = False  # EAGLE 3.1: an RMSNorm on each feature before they are fused
     norm_output: bool = False  # EAGLE 3.1: feed drafted states back after the output norm
     norm_before_fc: bool = False  # one RMSNorm over the concatenated features, before they are fused
+    sliding_window: int | None = None  # a token sees this many positions, its own the last of them; None: all before
     train_output: bool = True  # False: the output layer stays as it starts, the target's rows
     # The next two are for imported heads. norm_before_residual: the first layer's residual is the normalised hidden
     # state (the speculators library; SGLang does not serve it)
@@ -63,7 +64,7 @@ class Eagle3Config(ParallelConfig):
         super().__post_init__()
         if self.norm_before_fc and self.fc_norm:
             raise BadInput("norm_before_fc: not together with fc_norm")
-        self.check_least(1, "num_layers")
+        self.check_least(1, "num_layers", "sliding_window")
         if self.start == "fitted" and not self.can_be_fitted:
             raise BadInput("start fitted: only of one layer, not parallel, without further norms; take start random")
 
@@ -136,7 +137,7 @@ class Eagle3Head(RecurrentHead):
             self.midlayer = first
         else:
             self.layers = nn.ModuleList([first, *(LlamaLayer(self.llama) for _ in more)])
-        self.mask_token = config.mask_token_id
+        self.mask_token, self.window = config.mask_token_id, config.sliding_window
         if config.parallel:
             self.max_draft_tokens = self.default_draft_tokens = config.num_depths
             self.mask_hidden = nn.Parameter(0.02 * torch.randn(1, 1, num_features * size))
@@ -177,6 +178,7 @@ class Eagle3Head(RecurrentHead):
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
             **serving_keys(self.llama, num_layers=self.config.num_layers),
+            **window_keys(self.window, num_layers=self.config.num_layers),
             "vocab_size": self.target.vocab_size,
             "draft_vocab_size": self.lm_head.out_features,
             "attention_bias": False,
@@ -253,6 +255,7 @@ class Eagle3Head(RecurrentHead):
         super().pack()
         first, embedding = self.decoder_layers[0], self.target.input_embedding
         is_plain = self.config.num_layers == 1 and self.mask_token is None and not self.config.norm_output
+        is_plain = is_plain and self.window is None  # the kernel's chains see all positions
         if self.packed is None or not is_plain or type(first) is not Eagle3Layer or type(embedding) is not nn.Embedding:
             return  # a subclass of nn.Embedding may scale, as Gemma's does
         if not is_multiplied(embedding.weight):

@@ -15,6 +15,7 @@ new token advances all modules by one position, and module k (lane k) is k posit
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import call
 from typing import Any, ClassVar, cast
 
 import torch
@@ -23,9 +24,11 @@ from torch import Tensor, nn
 from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
 from .drafter import Reading
-from .importing.mtp_checkpoint import LAYOUTS, Layout, check_modules, count_key, read_modules
+from .importing.mtp_checkpoint import LAYOUTS, Layout, check_modules, count_key, read_modules, serve_names
 from .nn.cache import SlotCache, newest_slots, seen_by_children
 from .nn.decoder_layer import ChainKeys, LayerCache, LayerDriver
+from .nn.kept import is_kept, layer_bytes, recomputed
+from .nn.layers import llama_config
 from .nn.split_attention import whole_parts
 from .start.closed_form import FITTED_DEPTHS, linear_map, scale_norm
 from .target import Target
@@ -128,8 +131,7 @@ class MtpHead(DraftHead):
         self.driver = driver = LayerDriver(target)
         num_modules = config.num_depths if config.independent else 1
         self.lanes = nn.ModuleList(MtpModule(driver, layout=self.layout, slot=k) for k in range(num_modules))
-        self.register_state_dict_post_hook(_to_served_names)
-        self.register_load_state_dict_pre_hook(_from_served_names)
+        serve_names(self)
         if config.init == "checkpoint":
             self.load_state_dict(read_modules(target.name, self.state_dict()))
         elif config.init == "last_layer":
@@ -167,26 +169,36 @@ class MtpHead(DraftHead):
         for k, factor in enumerate(factors[: len(self.lanes)] if self.config.init != "checkpoint" else []):
             scale_norm(self._lane(k).norm, factor)
 
+    def kept_bytes(self, num_chains: int, *, itemsize: int, num_depths: int) -> int:
+        num_positions = 0 if self.config.independent else num_chains * (num_depths - 1)
+        return layer_bytes(llama_config(self.target.config), num_positions=num_positions, itemsize=itemsize)
+
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         ids, hidden = batch.input_ids, self._cast(batch.output.post_norm)  # [B, T], [B, T, D]
         positions = batch.positions  # [B, T]
-        mask = None  # plain causality
-        if self.driver.window is not None or batch.documents is not None:
-            mask = batch.visibility(batch.row_positions, dtype=hidden.dtype, window=self.driver.window)
+        window, is_plain = self.driver.window, self.driver.window is None and batch.documents is None
         if self.config.independent:
+            mask = None if is_plain else batch.visibility(batch.row_positions, dtype=hidden.dtype, window=window)
             for k in range(starts.num_depths):  # x_{j+1+k}; those rolled around the end are never supervised
                 hidden = self._step(k, ids.roll(-1 - k, 1), hidden, positions, mask, None)  # [B, T, D]
                 yield starts.take(hidden)
             return
-        keys = ChainKeys(window=self.driver.window, blocks=starts.blocks)
-        hidden = starts.take(self._step(0, ids.roll(-1, 1), hidden, positions, mask, keys))  # [B, S, D]
+        keys = ChainKeys(window=window, sight=None if is_plain else batch.sight(window=window))
+        hidden = starts.take(self._step(0, ids.roll(-1, 1), hidden, positions, None, keys))  # [B, S, D]
         yield hidden
+        sight, item = batch.sight(starts, window=window), hidden.element_size()
+
+        def step(depth: int, hidden: Tensor, tokens: Tensor, drafted: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            own = ChainKeys(window=window, sight=sight.behind(depth))
+            own.written = keys.written[:depth]  # when backward computes this depth again, it holds later ones too
+            return self._step(0, tokens, hidden, drafted, None, own), own.written[-1]
+
+        kept = self.kept_bytes(hidden[..., 0].numel(), itemsize=item, num_depths=starts.num_depths)
+        run = call if is_kept(kept, hidden.device) else recomputed
         for depth in range(1, starts.num_depths):
             tokens, drafted = starts.take(ids, offset=depth + 1), starts.take(positions) + depth  # [B, S]
-            window = None if self.driver.window is None else self.driver.window - depth
-            if depth == 1 or window is not None:
-                mask = batch.visibility(starts.positions, dtype=hidden.dtype, window=window)
-            hidden = self._step(0, tokens, hidden, drafted, mask, keys)
+            hidden, added = run(step, depth, hidden, tokens, drafted)
+            keys.written.append(added)
             yield hidden
 
     def predicted_state(self, hidden: Tensor, depth: int) -> Tensor:
@@ -284,17 +296,3 @@ class MtpHead(DraftHead):
             mask = state.cache.mask(shifted, dtype=dtype, window=window)
         mask[..., :shift].fill_(torch.finfo(mask.dtype).min)
         return self._step(k, token_ids, hidden, positions, mask, state.cache)
-
-
-def _to_served_names(head: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    layout, num_layers = cast(MtpHead, head).layout, cast(MtpHead, head).target.num_layers
-    for name in [name for name in state if name.startswith(f"{prefix}lanes.")]:
-        state[prefix + layout.served_name(name.removeprefix(prefix), num_layers=num_layers)] = state.pop(name)
-
-
-def _from_served_names(head: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
-    layout, num_layers = cast(MtpHead, head).layout, cast(MtpHead, head).target.num_layers
-    for name in [name for name, _ in head.named_parameters()] + [name for name, _ in head.named_buffers()]:
-        served = prefix + layout.served_name(name, num_layers=num_layers)
-        if served in state:
-            state[prefix + name] = state.pop(served)

@@ -5,14 +5,12 @@ in training a query of the chain at start t attends to the shared keys at positi
 keys of depths 1..k, one per depth: the diagonal of the attention (EAGLE-3, section 3.2; HASS, section 3.2).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -22,8 +20,10 @@ from .decoders.cpu.products import TILE, pack_linears
 from .drafter import Reading
 from .nn.attention import grouped_attention
 from .nn.cache import SlotCache, newest_slots, seen_by_children
-from .nn.chain_attention import Block, attend_chains, blocks_of, laid_out, recomputing
+from .nn.chain_attention import attend_chains, laid_out
+from .nn.kept import is_kept, layer_bytes, recomputed
 from .nn.layers import Attention, RMSNorm, Rotary
+from .nn.sight import Sight
 from .nn.target_output import TargetOutput
 
 KeysValues = tuple[Tensor, Tensor]  # [B, Nkv, P, H] each
@@ -35,21 +35,21 @@ class Context:
 
     keys: Tensor  # [B, Nkv, P, H]
     values: Tensor  # [B, Nkv, P, H]
-    mask: Tensor  # [B, 1, Q, P] additive
-    # in training only: the blocks of queries, and per depth the queries' own keys and values [B, Nkv, Q, H]
-    blocks: Sequence[Block] | None = None
+    # in decoding an additive mask [B, 1, Q, P]; in training what depth 0 of the queries' chains sees
+    seen: Tensor | Sight
+    # in training only: per depth the queries' own keys and values [B, Nkv, Q, H]
     drafted: list[KeysValues] = field(default_factory=list)
 
 
 def attend(attention: Attention, x: Tensor, rotary: tuple[Tensor, Tensor], context: Context) -> Tensor:
     """[B, Q, in] -> [B, Q, D]: attention over a context, with its output projection."""
     queries = attention.queries(x, rotary)  # [B, N, Q, H]
-    keys, values, mask = context.keys, context.values, context.mask
-    if context.blocks is None:
-        mixed, _ = grouped_attention(attention, queries, keys, values, mask.to(x.dtype))  # [B, Q, N, H]
+    keys, values, seen, drafted = context.keys, context.values, context.seen, context.drafted
+    if isinstance(seen, Tensor):
+        mixed, _ = grouped_attention(attention, queries, keys, values, seen.to(x.dtype))  # [B, Q, N, H]
     else:
-        mixed = attend_chains(queries, keys, values, mask, blocks=context.blocks, drafted=context.drafted)
-        mixed = mixed.transpose(1, 2)
+        own = drafted if seen.window is None else drafted[-seen.window :]
+        mixed = attend_chains(queries, keys, values, seen.behind(len(drafted)), drafted=own).transpose(1, 2)
     return attention.o_proj(mixed.flatten(2))
 
 
@@ -82,26 +82,19 @@ class LlamaLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-# bytes of activations that the depths of a step may keep; above this, backward recomputes them
-KEPT_BYTES = 2**31
-
 # (inputs, contexts) -> the output [B, S, D] and, per layer, the keys and values that it added to its context
 Step = Callable[..., tuple[Tensor, list[KeysValues]]]
 
 
 @dataclass
 class Chains:
-    """The layers' contexts in training, and what decides whether a depth's activations are kept or recomputed."""
+    """The layers' contexts in training, and whether the depths' activations are kept for backward."""
 
     contexts: list[Context]  # of each layer
-    config: LlamaConfig
-    num_depths: int
+    is_kept: bool
 
     def advance(self, step: Step, *inputs: Any) -> Tensor:
-        """Run step(*inputs, contexts) for one depth of the chains; returns its output [B, S, D], with gradients.
-
-        Args: inputs: the first is the hidden states [B, S, D].
-        """
+        """Run step(*inputs, contexts) for one depth of the chains; returns its output [B, S, D], with gradients."""
         before = [tuple(context.drafted) for context in self.contexts]
 
         def run(*inputs: Any) -> tuple[Tensor, list[KeysValues]]:
@@ -109,19 +102,7 @@ class Chains:
             pairs = zip(self.contexts, before, strict=True)
             return step(*inputs, [replace(context, drafted=list(drafted)) for context, drafted in pairs])
 
-        hidden, config = inputs[0], self.config
-        widths = 16 * config.hidden_size + 4 * config.intermediate_size  # elements kept per layer and position, roughly
-        kept = hidden[..., 0].numel() * hidden.element_size() * widths * len(self.contexts) * self.num_depths
-        if kept <= KEPT_BYTES or not torch.is_grad_enabled():
-            out, added = run(*inputs)
-        else:
-            out, added = checkpoint(
-                run,
-                *inputs,
-                use_reentrant=False,
-                preserve_rng_state=False,
-                context_fn=lambda: (nullcontext(), recomputing()),
-            )
+        out, added = run(*inputs) if self.is_kept else recomputed(run, *inputs)
         for context, pair in zip(self.contexts, added, strict=False):  # none at the first depth
             context.drafted.append(pair)
         return out
@@ -136,6 +117,7 @@ class RecurrentState:
     position: Tensor  # [B] the last committed position
     hidden: Tensor  # [B, F, D] the head's output for the last expansion
     seen: Tensor  # [B, F, n] bool, which of n drafted nodes each token of the last expansion attends to
+    depths: Tensor  # [n] of these nodes, from 1 on
 
 
 class RecurrentHead(DraftHead):
@@ -149,6 +131,7 @@ class RecurrentHead(DraftHead):
     llama: LlamaConfig
     rotary: Rotary
     packed: CpuLayers | None = None  # the layers for drafting in bf16 on a CPU
+    window: int | None = None  # a query sees this many positions, its own the last of them; None: all before it
 
     @property
     def decoder_layers(self) -> list[LlamaLayer]:
@@ -172,12 +155,18 @@ class RecurrentHead(DraftHead):
 
     # training
 
+    def kept_bytes(self, num_chains: int, *, itemsize: int, num_depths: int) -> int:
+        num_positions = num_chains * num_depths * len(self.decoder_layers)
+        return layer_bytes(self.llama, num_positions=num_positions, itemsize=itemsize)
+
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         limit = batch.input_ids.shape[1] + starts.num_depths
         read, stream = self.read(batch.input_ids.roll(-1, 1), self.features(batch.output))  # x_{t+1}; [B, T, ...]
-        chains = Chains(self._contexts(read, stream, batch, starts, limit), self.llama, starts.num_depths)
+        contexts = self._contexts(read, stream, batch, starts, limit)
         x = starts.take(read)  # [B, S, in]; the last position, whose x_{t+1} is not known, is never supervised
         hidden = x if stream is read else starts.take(stream)  # [B, S, D]
+        kept = self.kept_bytes(x[..., 0].numel(), itemsize=x.element_size(), num_depths=starts.num_depths)
+        chains = Chains(contexts, is_kept(kept, x.device))
         for depth in range(starts.num_depths):
             rotary = self.rotary(starts.take(batch.positions) + depth, like=x, num_positions=limit)
             if depth == 0:
@@ -190,14 +179,13 @@ class RecurrentHead(DraftHead):
     def _contexts(self, x: Tensor, hidden: Tensor, batch: DraftBatch, starts: ChainStarts, limit: int) -> list[Context]:
         """For each layer, keys and values of true features at all positions [B, T], seen up to each chain's start."""
         rotary = self.rotary(batch.positions, like=hidden, num_positions=limit)
-        mask = batch.visibility(starts.positions, dtype=hidden.dtype)  # [B, 1, S, T]
+        seen = batch.sight(starts, window=self.window)
         first, *further = self.decoder_layers
-        contexts, last = [Context(*first.keys_values(x, rotary), mask, starts.blocks)], first
+        contexts, last = [Context(*first.keys_values(x, rotary), seen)], first
         for layer in further:
-            causal = batch.visibility(batch.row_positions, dtype=mask.dtype)
-            blocks = blocks_of(range(hidden.shape[1]), hidden.device)
-            hidden = x = last(x, hidden, rotary, Context(contexts[-1].keys, contexts[-1].values, causal, blocks))
-            contexts.append(Context(*layer.keys_values(x, rotary), mask, starts.blocks))
+            text = Context(contexts[-1].keys, contexts[-1].values, batch.sight(window=self.window))
+            hidden = x = last(x, hidden, rotary, text)
+            contexts.append(Context(*layer.keys_values(x, rotary), seen))
             last = layer
         return contexts
 
@@ -233,7 +221,7 @@ class RecurrentHead(DraftHead):
     def begin(self, *, batch_size: int, max_length: int) -> RecurrentState:
         nothing = self.fc.weight.new_zeros(batch_size, 1, 0)
         cache = SlotCache(num_layers=len(self.decoder_layers), max_length=max_length)
-        return RecurrentState(cache, max_length, nothing, nothing, nothing.bool())
+        return RecurrentState(cache, max_length, nothing, nothing, nothing.bool(), nothing[0, 0].long())
 
     @torch.no_grad()
     def commit(self, state: RecurrentState, read: Reading) -> None:
@@ -242,7 +230,7 @@ class RecurrentHead(DraftHead):
         state.extent = read.extent or state.cache.max_length
         state.hidden = self._last_output(state, read, features, positions)  # [B, 1, D]
         state.position = read.start + read.last
-        state.seen = state.seen[:, :1, :0]
+        state.seen, state.depths = state.seen[:, :1, :0], state.depths[:0]
 
     def _last_output(self, state: RecurrentState, read: Reading, features: Tensor, positions: Tensor) -> Tensor:
         """Write keys and values of all positions; returns the output at each row's last committed one [B, 1, D]."""
@@ -267,6 +255,7 @@ class RecurrentHead(DraftHead):
         if parents is not None:
             hidden = hidden[torch.arange(len(tokens), device=tokens.device)[:, None], parents]
             state.seen = seen_by_children(state.seen, parents)
+            state.depths = torch.cat([state.depths, torch.full_like(tokens[0], depth)])
         state.hidden = self._decode(state, tokens, self.fed_back(hidden), positions, in_tree=parents is not None)
         return self.draft_logits(state.hidden, depth)  # of [B, F, D]
 
@@ -284,10 +273,12 @@ class RecurrentHead(DraftHead):
         packed = packed if packed is not None and packed.is_for(hidden) else None
         if in_tree:
             cache.seek(newest_slots(state.position, state.seen), extent=state.extent)
-            mask = cache.tree_mask(positions, state.position, state.seen, dtype=hidden.dtype)
-        else:  # each slot is the token's position, and a token sees all before it
+            root, how = state.position, {"dtype": hidden.dtype, "window": self.window}
+            mask = cache.tree_mask(positions, root, state.seen, **how, drafted=root[:, None] + state.depths)
+        else:  # each slot is the token's position
             cache.seek(positions, extent=state.extent)
-            mask = None if packed is not None else cache.mask(positions, dtype=hidden.dtype)
+            sees_all = packed is not None and self.window is None
+            mask = None if sees_all else cache.mask(positions, dtype=hidden.dtype, window=self.window)
         if packed is not None:
             tables, read = self.rotary.tables(cache.max_length, like=x), layers[0].normalised(x)
             return packed(layers[0].residual(hidden), cache, tables, positions, mask=mask, read=read)

@@ -93,7 +93,7 @@ def export_answers(source: Path, output: Path, *, to: str, target: str) -> None:
 
 def check(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="An exported head, or a GGUF file.")],
-    to: Annotated[str, typer.Option(help="llama.cpp: whether it can be converted for that; default: as in it.")] = "",
+    to: Annotated[str, typer.Option(help="sglang or llama.cpp: also what only that one cannot read.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout instead of lines.")] = False,
 ) -> None:
     """Find what is wrong with an exported head before an engine serves it without a word.

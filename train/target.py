@@ -1,4 +1,4 @@
-"""The target of a run: whole, sharded over its processes, without its layers, or behind a server that gives its states."""
+"""The target of a run: whole, sharded over its processes, without its layers, or behind a server of its states."""
 
 import os
 from collections.abc import Sequence

@@ -8,11 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from ..configs.terminal import PlainConsole
 from ..data_pipelines.loader import BatchPlan
-from .config import RunConfig
+from ..heads.base import DraftHead
+from ..heads.nn.kept import is_kept, most_kept
+from .config import RunConfig, TrainConfig
+from .launch import product_dtype
 from .loop import Loop, NoBatch
 from .speed import limit_of
 from .start import Start, find_inputs, set_up
@@ -59,6 +63,8 @@ def train_in(folder: Path, run: RunConfig, console: Console, holding: ExitStack)
         f"{run.head.type}: {start.num_parameters:,} parameters on {start.target.name}; {len(start.data.samples)} rows, "
         f"{run.data.layout}, {plan.padding():.0%} padding; steps from {start.first_step}"
     )
+    if line := recomputation(start.head, plan, config, accelerator.device):
+        say(line)
     tracker = Tracker(
         folder, num_steps=max_steps, first_step=start.first_step, is_main=accelerator.is_main_process, console=console
     )
@@ -88,6 +94,19 @@ def train_in(folder: Path, run: RunConfig, console: Console, holding: ExitStack)
         say(f"{early}best acceptance length {best.acceptance_length} at step {best.step}, in {folder / 'best'}")
     say(f"head written to {folder / 'final'}")
     return folder / "final"
+
+
+def recomputation(head: DraftHead, plan: BatchPlan, config: TrainConfig, device: torch.device) -> str | None:
+    """A line about a run whose longest batches are too large to keep their activations; None if they fit."""
+    longest = plan.sequence.capacity or int(plan.sequence.lengths.max())
+    with torch.random.fork_rng():  # a family may draw its chains
+        starts = head.training_starts(torch.ones(plan.batch_size, longest, dtype=torch.bool))
+    how = {"itemsize": product_dtype(config).itemsize, "num_depths": starts.num_depths}
+    num_bytes = head.kept_bytes(starts.positions.numel(), **how)
+    if is_kept(num_bytes, device):
+        return None
+    size, most = f"{plan.batch_size} x {longest} tokens", f"at most {most_kept(device) / 1e9:.1f} GB are kept here"
+    return f"batches of up to {size}: backward computes {num_bytes / 1e9:.1f} GB of activations again; {most}"
 
 
 def take_steps(

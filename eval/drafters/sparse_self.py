@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ...configs.errors import BadInput
 from ...heads.base import Proposal
 from ...heads.drafter import Drafter, Reading
-from ...heads.nn.cache import SlotCache, SlotLayer, hiding
+from ...heads.nn.cache import SlotCache, SlotLayer
+from ...heads.nn.masks import hiding
 from ...heads.target import Target
 
 NUM_SINKS = 4  # attention sinks: first tokens, attended to whatever they say (StreamingLLM, Xiao et al. 2024)

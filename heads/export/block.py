@@ -16,7 +16,8 @@ from ...configs.errors import BadInput
 from ..nn.dflash2 import NUM_TAPS
 from .contracts import SIZES, Contract, decoder_layer, llama_keys, serves_itself, sizes_of, trained_config
 from .folder import DFLASH, DFLASH2, DSPARK, PROVENANCE, HeadFolder, write_config, write_tensors
-from .portable import as_speculators, bare_embedding
+from .portable import WINDOW_KEYS, as_speculators, bare_embedding
+from .windows import window_of, window_problems
 
 NORMS = ["input_layernorm", "post_attention_layernorm"]
 IN_SPECULATORS = {"dflash": DFLASH, "dflash2": DFLASH2, "dspark": "DSparkDraftModel"}
@@ -44,6 +45,7 @@ def write_block(head: HeadFolder, folder: Path, *, to: str) -> None:
         "output own: SGLang's DFlash drafts with the target's output layer": (
             to == "sglang" and is_dflash and own["output"] == "own"
         ),
+        **dict.fromkeys(window_problems(head.config, "block", to=to), True),
     }
     for problem, is_there in problems.items():
         if is_there:
@@ -58,7 +60,7 @@ def speculators_config(head: HeadFolder) -> dict[str, Any]:
     slots in all layers, sliding or not, as vLLM treats it as one flag."""
     config = head.config
     kind = "dflash2" if config["architectures"] == [DFLASH2] else head.method
-    layer_keys = ("layer_types", "use_sliding_window")
+    layer_keys = [key for key in WINDOW_KEYS if key in config]
     return {
         **as_speculators(head, architecture=IN_SPECULATORS[kind], kind=kind, layer_keys=layer_keys),
         "aux_hidden_state_layer_ids": [i + 1 for i in config["target_layer_ids"]],
@@ -149,9 +151,12 @@ def of_speculators(config: Mapping[str, Any], contract: Contract) -> dict[str, A
 
 def flags(config: Mapping[str, Any], contract: Contract, *, is_dflash: bool) -> None:
     """Report flags for which engines have other defaults."""
-    kinds = config.get("layer_types")
-    wanted = ["full_attention"] * (config.get("num_hidden_layers") or 0)
-    contract.report(kinds != wanted, f"layer_types: expected full_attention for every layer, found {kinds!r}")
+    window, slots = window_of(config), config.get("block_size")
+    contract.report("layer_types" not in config, "layer_types: missing; engines' defaults differ")
+    is_narrow = type(window) is int and type(slots) is int and window < slots
+    contract.report(is_narrow, f"sliding_window: {window}, expected at least the {slots} slots of a block")
+    sliding = "llama.cpp reads the window with it only"
+    contract.report(window and config.get("use_sliding_window") is not True, f"use_sliding_window: not true: {sliding}")
     why = "the slots of a block see each other, and engines differ in the default"
     contract.want(config, "is_causal", False, why)
     if is_dflash:

@@ -19,6 +19,7 @@ from .gguf_check import check_file
 from .llamacpp import REFUSALS, block_refusals
 from .model_contracts import COUNT_KEYS, draft_model, is_module, mtp, text_part
 from .tensor_files import INTEGERS, TensorFiles, read_tensor_files
+from .windows import window_problems
 
 FAMILIES = {
     "eagle": "eagle",
@@ -39,7 +40,7 @@ TYPES: dict[str, Any] = {
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "draft_vocab_size", "markov_rank"), int),
     **dict.fromkeys(COUNT_KEYS, int),
     **dict.fromkeys(("medusa_num_heads", "medusa_num_layers", "max_position_embeddings"), int),
-    "num_depths": int,
+    **dict.fromkeys(("num_depths", "sliding_window"), int),
     "feature_layers": list[int],
     **dict.fromkeys(("rope_theta", "rms_norm_eps"), float),
 }
@@ -64,14 +65,14 @@ def check_export(path: str | Path, *, to: str = "") -> Checked:
     if path.suffix == ".gguf":
         return Checked(*check_file(path))
     files = sorted(path.glob("*.gguf"))
-    found = check_folder(path, for_llamacpp=to == "llama.cpp" or bool(files))
+    found = check_folder(path, for_llamacpp=to == "llama.cpp" or bool(files), to=to)
     for file in files:
         config = loads((path / "config.json").read_text()) if found.layout else None
         found.problems.extend(f"{file.name}: {problem}" for problem in check_file(file, config)[1])
     return found
 
 
-def check_folder(folder: str | Path, *, for_llamacpp: bool = False) -> Checked:
+def check_folder(folder: str | Path, *, for_llamacpp: bool = False, to: str = "") -> Checked:
     """Compare a folder with what vLLM and SGLang, or llama.cpp's converter, need of its layout.
 
     Raises: BadInput if it is not a head's folder.
@@ -96,7 +97,7 @@ def check_folder(folder: str | Path, *, for_llamacpp: bool = False) -> Checked:
     if for_llamacpp and layout == "eagle3":
         layout = "llamacpp"
     contract = contract_of(layout, folder, config, stored)
-    problems = [*stored.problems, *contract.problems]
+    problems = [*stored.problems, *contract.problems, *window_problems(config, family, to=to)]
     if for_llamacpp and layout == "block":
         problems += block_refusals(config, stored.shapes)
     if for_llamacpp and family not in REFUSALS:

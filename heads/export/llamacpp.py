@@ -136,6 +136,8 @@ def eagle3_refusals(config: Mapping[str, Any], names: Iterable[str]) -> list[str
     """What llama.cpp's EAGLE-3 graph does not support in an exported folder."""
     problems = [f"{key}: it has no such norm" for key in ("fc_norm", "norm_output") if config.get(key)]
     problems += parallel_refusals(config, names)
+    if "sliding_attention" in (config.get("layer_types") or ()):
+        problems.append(f"sliding_window: {config.get('sliding_window')}, its heads see all positions")
     num_layers, num_taps = config.get("num_hidden_layers"), config.get("num_aux_hidden_states")
     if num_layers != 1:
         problems.append(f"num_hidden_layers: {num_layers}, its heads have one layer")

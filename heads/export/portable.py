@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...configs.errors import BadInput
 from .folder import EMBEDDINGS, SCALE, HeadFolder, table_rows, write_config, write_tensors
+from .windows import window_problems
 
 COUNTS_FROM_ONE = ("deepseek_v2", "glm4_moe_lite")  # targets for which SGLang adds 1 to ids only if the first is 1
 VERSION = "0.9.0"  # of speculators, whose layout this is
@@ -25,6 +26,7 @@ LAYER_KEYS = (
     "rms_norm_eps max_position_embeddings hidden_act rope_parameters rope_theta rope_scaling vocab_size bos_token_id "
     "eos_token_id attention_bias mlp_bias tie_word_embeddings torch_dtype"
 ).split()
+WINDOW_KEYS = ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers")
 OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -47,6 +49,8 @@ def write_eagle3(head: HeadFolder, folder: Path, *, to: str) -> None:
     if to == "sglang" and head.config["norm_before_residual"]:
         why = "SGLang has no such layer: export to vllm or speculators"
         raise BadInput(f"head {head.path}: norm_before_residual: {why}")
+    for problem in window_problems(head.config, "eagle3", to=to):
+        raise BadInput(f"head {head.path}: {problem}: export to vllm or speculators")
     ids = head.config["eagle_aux_hidden_state_layer_ids"]
     kind = (head.target_config or {}).get("model_type")
     if to == "sglang" and kind in COUNTS_FROM_ONE and ids[0] != 2:
@@ -63,8 +67,9 @@ def write_speculators(head: HeadFolder, folder: Path, *, to: str) -> None:
     if head.own.get("parallel"):
         raise BadInput(f"head {head.path}: parallel: not written in this layout: export to vllm")
     config = head.config
+    layer_keys = (*OPTIONS, "num_aux_hidden_states", *(key for key in WINDOW_KEYS if key in config))
     served = {
-        **as_speculators(head, architecture="Eagle3DraftModel", layer_keys=(*OPTIONS, "num_aux_hidden_states")),
+        **as_speculators(head, architecture="Eagle3DraftModel", layer_keys=layer_keys),
         "eagle_aux_hidden_state_layer_ids": config["eagle_aux_hidden_state_layer_ids"],
         **{key: config[key] for key in OPTIONS},
         "embed_requires_grad": False,

@@ -16,6 +16,7 @@ from .medusa import ADAPTER_FOLDER, write_blocks, write_published
 from .model_contracts import COUNT_KEYS
 from .portable import write_eagle, write_eagle3, write_speculators
 from .stitched import num_modules, write_stitched
+from .windows import IN_SGLANG
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.tiktoken")
 CHAT_FILES = ("chat_template*", "generation_config.json")
@@ -115,6 +116,8 @@ def notes(head: HeadFolder) -> list[str]:
         num = rope["original_max_position_embeddings"]
         why = "engines rotate by the frequencies of long texts, which the modules are not trained on"
         lines.append(f"{why}, if they serve a context of more than {num} tokens")
+    if (window := head.own.get("sliding_window")) and head.family in IN_SGLANG:
+        lines.append(f"sliding_window {window}: serve it with vLLM; {IN_SGLANG[head.family]}")
     if head.target_config is None:
         lines.append(f"target {head.target} is not there: weights keep their dtype, {head.config['dtype']}")
     return lines
@@ -142,7 +145,7 @@ def serve_commands(head: HeadFolder, output: str, *, to: str, target: str | None
     spec = quote(f'{{"method":"{method}","model":{json.dumps(output)},"num_speculative_tokens":{num}{at_once}}}')
     found = {"vllm": f"vllm serve {name} --speculative-config {spec}"}
     flags = sglang_flags(head.method, num, folder=quoted)
-    if flags is not None and not is_parallel:
+    if flags is not None and not is_parallel and not head.own.get("sliding_window"):
         found["sglang"] = f"python -m sglang.launch_server --model-path {name} {flags}"
     return found
 

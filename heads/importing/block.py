@@ -12,7 +12,7 @@ from ..export.tensor_files import TensorFiles
 from ..nn.dflash2 import NUM_TAPS
 from ..target import Target
 from .imported import Imported, bare, draft_ids, own_config, without_tables
-from .published import architecture_of, same_tensor
+from .published import architecture_of, same_tensor, window_of
 
 # keys that some folders have in dflash_config alone
 NESTED = ("mask_token_id", "target_layer_ids", "block_size", "conv_kernel_size", "conv_group_size", "selector_rank")
@@ -34,10 +34,9 @@ def import_block(folder: Path, config: TypedKeys, stored: TensorFiles, target: T
     made = own_config(config, plain=BlockConfig)
     if made is not None:
         return Imported(made, tensors, ids)
-    kinds, markov = set(config.read("layer_types", list[str]) or ["full_attention"]), config.read(MARKOV_TYPE, str)
+    markov, window = config.read(MARKOV_TYPE, str), window_of(config)
     taps, selector = config.read("conv_kernel_size", int), tensors.get(PREDECESSORS)
     problems = {
-        f"layer_types: {sorted(kinds)}": kinds != {"full_attention"},
         "causal: its slots see only those before them": config.need("causal", bool),
         f"{MARKOV_TYPE} {markov}": markov not in (None, "vanilla"),
         f"conv_kernel_size: {taps}, expected {NUM_TAPS}": taps not in (None, NUM_TAPS),
@@ -55,6 +54,7 @@ def import_block(folder: Path, config: TypedKeys, stored: TensorFiles, target: T
         feature_layers=[i + 1 for i in config.need("target_layer_ids", list[int])],
         num_depths=config.need("block_size", int) - (0 if drafts_first else 1),
         num_layers=config.read("num_hidden_layers", int) or 1,
+        sliding_window=window,
         sample_from_anchor=drafts_first,
         markov_rank=rank,
         confidence=CONFIDENCE in tensors,
@@ -82,6 +82,12 @@ def plain_config(config: TypedKeys) -> TypedKeys:
         found["target_layer_ids"] = [i - 1 for i in ids]
     is_dspark = (config.read("architectures", list[str]) or [DFLASH]) not in ([DFLASH], [DFLASH2])
     found.setdefault("sample_from_anchor", is_dspark and not layer.values)
+    if nested.read("use_swa", bool) and found.get("layer_types") is None:  # vLLM: all layers, without causality
+        found |= {"layer_types": ["sliding_attention"], "causal": False}
+        found["sliding_window"] = nested.read("swa_window_size", int) or found.get("sliding_window")
+    all_see = TypedKeys(found, config.where).read("sliding_window_non_causal", bool)
     flags = nested.read("causal", bool), TypedKeys(found, config.where).read("is_causal", bool)
-    found["causal"] = next((flag for flag in flags if flag is not None), False)
+    flags = *flags, None if all_see is None else not all_see, found.get("causal")
+    is_sliding = "sliding_attention" in (found.get("layer_types") or ())  # then causal is what engines take for granted
+    found["causal"] = next((flag for flag in flags if flag is not None), is_sliding)
     return TypedKeys(found, config.where)

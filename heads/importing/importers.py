@@ -36,11 +36,20 @@ from ..target import Target
 from .block import import_block
 from .imported import Imported, Tensors, bare, draft_ids, own_config, provenance, without_tables
 from .mtp_checkpoint import LAYOUTS, mtp_layout, read_modules, unlike_ours
-from .published import architecture_of, local_folder, read_all, same_tensor
+from .published import architecture_of, local_folder, read_all, same_tensor, window_of
 
 # config keys that change what a head computes without showing in tensor shapes: training must continue with the same
 COMPUTES = ("feature_layers", "num_layers", "bias", "fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")
-COMPUTES += ("architecture", "num_blocks", "output", "layout", "independent", "feedback", "draft_vocab_size")
+COMPUTES += (
+    "architecture",
+    "sliding_window",
+    "num_blocks",
+    "output",
+    "layout",
+    "independent",
+    "feedback",
+    "draft_vocab_size",
+)
 COMPUTES += ("parallel", "sample_from_anchor", "markov_rank", "confidence", "has_head_norms", "mask_token_id")
 
 
@@ -145,7 +154,8 @@ def import_eagle3(folder: Path, config: TypedKeys, stored: TensorFiles, target: 
     options |= {
         "norm_before_residual": is_speculators if before_residual is None else before_residual,
         "norm_before_fc": bool(before_fc[1] if before_fc[0] is None else before_fc[0]),
-        "architecture": architecture_of(layer, target),
+        "sliding_window": window_of(layer),
+        "architecture": architecture_of(TypedKeys({**layer.values, "sliding_window": None}, layer.where), target),
     }
     if "mask_hidden" in tensors:
         token = next((token for key in MASK_KEYS if (token := config.read(key, int)) is not None), None)

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -203,3 +204,23 @@ def _headers(where: dict[str, Path]) -> dict[str, tuple[str, list[int]]]:
                 part = opened.get_slice(name)
                 headers[name] = (part.get_dtype(), part.get_shape())
     return headers
+
+
+def serve_names(head: Any) -> None:
+    """Let an MTP head's `state_dict` have the names of its layout, and `load_state_dict` read them."""
+    head.register_state_dict_post_hook(_to_served_names)
+    head.register_load_state_dict_pre_hook(_from_served_names)
+
+
+def _to_served_names(head: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    layout, num_layers = head.layout, head.target.num_layers
+    for name in [name for name in state if name.startswith(f"{prefix}lanes.")]:
+        state[prefix + layout.served_name(name.removeprefix(prefix), num_layers=num_layers)] = state.pop(name)
+
+
+def _from_served_names(head: Any, state: dict[str, Any], prefix: str, *args: Any) -> None:
+    layout, num_layers = head.layout, head.target.num_layers
+    for name in [name for name, _ in head.named_parameters()] + [name for name, _ in head.named_buffers()]:
+        served = prefix + layout.served_name(name, num_layers=num_layers)
+        if served in state:
+            state[prefix + name] = state.pop(served)

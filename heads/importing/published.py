@@ -82,6 +82,22 @@ def architecture_of(config: TypedKeys, target: Target) -> dict[str, Any]:
     return {key: value for key, value in found.items() if not same(value, ours[key])}
 
 
+def window_of(config: TypedKeys) -> int | None:
+    """The sliding window in tokens of a head's layers; None: they see all positions.
+
+    As in vLLM, `layer_types` says which layers have one. Raises: BadInput if some have one and others do not, or the
+    number of tokens is missing, or there is a number and nothing says whether it counts.
+    """
+    kinds, window = set(config.read("layer_types", list[str]) or ()), config.read("sliding_window", int)
+    if kinds == {"sliding_attention"}:
+        return config.need("sliding_window", int)
+    if kinds - {"full_attention"}:
+        raise BadInput(f"layer_types: {sorted(kinds)}: expected one kind for all layers")
+    if window and not kinds and config.read("use_sliding_window", bool) is not False:
+        raise BadInput(f"sliding_window {window}: expected layer_types that say which layers have it")
+    return None
+
+
 def rotary_of(config: TypedKeys) -> dict[str, Any]:
     """The rotary parameters of an old or new config, in transformers' current form."""
     scaling = config.inner("rope_parameters" if config.values.get("rope_parameters") else "rope_scaling")

@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..nn.chain_attention import Block, blocks_of
+from ..nn.sight import Block, behind_window, blocks_of
 from .chunked import Plan, plan_gaps, plan_rows
 
 
@@ -35,6 +35,13 @@ class ChainStarts:
         """Blocks of queries for the chains' attention; unsupervised starts are padding and see position 0 only."""
         last = torch.where(self.valid[..., 0], self.positions, 0).amax(0)  # [S]
         return blocks_of(last.tolist(), last.device)
+
+    def blocks_within(self, window: int | None) -> list[Block]:
+        """`blocks`, without the keys that a sliding window of so many tokens hides from all chains of a block."""
+        if window is None:
+            return self.blocks
+        oldest = torch.where(self.valid[..., 0], self.positions, self.positions.amax()).amin(0)  # [S]
+        return behind_window(self.blocks, oldest.tolist(), window)
 
     def plan(self, num_positions: int, *, size: int) -> Plan:
         """The order in which the loss scores rows of num_positions tokens, `size` positions at a time.

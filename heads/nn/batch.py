@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from ..loss.chains import ChainStarts
-from .cache import visibility_mask
 from .documents import Documents
+from .masks import visibility_mask
+from .sight import Sight, behind_window, blocks_of
 from .target_output import TargetOutput
 
 
@@ -33,6 +34,19 @@ class DraftBatch:
     def positions(self) -> Tensor:
         """[B, T] index of each token in its text."""
         return self.row_positions if self.documents is None else self.documents.positions
+
+    def sight(self, starts: ChainStarts | None = None, *, window: int | None = None) -> Sight:
+        """What queries of attention see of the tokens of their rows: the tokens themselves, or the chains at `starts`.
+
+        Args: window: in tokens, of which a query's own position is the last; None: no limit.
+        """
+        text = None if self.documents is None else (self.row_positions - self.positions).int()  # [B, T]
+        if starts is not None:
+            text = None if text is None else starts.take(text)
+            return Sight(starts.positions.int(), starts.blocks_within(window), text, window)
+        every = range(self.input_ids.shape[1])
+        blocks = behind_window(blocks_of(every, self.input_ids.device), every, window)
+        return Sight(self.row_positions.int(), blocks, text, window)
 
     def visibility(self, queries: Tensor, *, dtype: torch.dtype, window: int | None = None) -> Tensor:
         """The additive mask [B, 1, Q, T] of queries at row positions [B, Q] over the tokens of their rows."""

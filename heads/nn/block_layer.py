@@ -9,6 +9,8 @@ blocks, then slot j + 1. Attention treats the W slots as further heads, so that 
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import call
 from typing import cast
 
 import torch
@@ -19,9 +21,12 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from ..decoders.cpu.decoder import CpuLayers
 from .attention import grouped_attention
 from .cache import SlotCache
-from .chain_attention import Block, attend_chains, laid_out
+from .chain_attention import attend_chains, laid_out
 from .dflash2 import CandidateSelector, SlotConvolution
+from .kept import recomputed
 from .layers import Attention, RMSNorm, Rotary
+from .masks import interval_mask
+from .sight import Sight
 
 # queries [B, N, Q, H], keys and values [B, Nkv, Q, H] of a block's slots -> [B, Q, N, H]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -53,14 +58,21 @@ class BlockLayer(nn.Module):
 
     def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend, *, num_blocks: int = 1) -> Tensor:
         """The slots of S blocks [B, W * S, D] -> [B, W * S, D]."""
+        mixed = self.mixed(hidden, rotary, attend, num_blocks=num_blocks)
+        return self.fed_forward(mixed, num_blocks=num_blocks)
+
+    def mixed(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend, *, num_blocks: int) -> Tensor:
+        """The first half: the slots with what attention adds to them."""
 
         def attention(x: Tensor) -> Tensor:
             mixed = attend(self.self_attn.queries(x, rotary), *self.self_attn.keys_values(x, rotary))
             return self.self_attn.o_proj(mixed.flatten(2))
 
-        x = self.input_layernorm(hidden)
-        conv = self.attention_conv
-        hidden = hidden + (attention(x) if conv is None else conv(x, attention, num_blocks=num_blocks))
+        x, conv = self.input_layernorm(hidden), self.attention_conv
+        return hidden + (attention(x) if conv is None else conv(x, attention, num_blocks=num_blocks))
+
+    def fed_forward(self, hidden: Tensor, *, num_blocks: int) -> Tensor:
+        """The second half: with what the MLP adds."""
         x, conv = self.post_attention_layernorm(hidden), self.mlp_conv
         return hidden + (self.mlp(x) if conv is None else conv(x, self.mlp, num_blocks=num_blocks))
 
@@ -71,22 +83,53 @@ def attend_blocks(
     values: Tensor,
     *,
     context: tuple[Tensor, Tensor],
-    mask: Tensor,
-    blocks: Sequence[Block],
+    sight: Sight,
     sees_slots: Tensor | None = None,
 ) -> Tensor:
     """Attention [B, W * S, N, H] of queries [B, N, W * S, H] over the context and the slots of their own block.
 
     Args:
         keys, values: [B, Nkv, W * S, H] of the slots. context: keys and values [B, Nkv, P, H].
-        mask: [B, 1, S, P] additive, over the context for each block. blocks: as in `attend_chains`.
+        sight: of a block's start, the last position of the context that its slots see.
         sees_slots: [B, S, W] bool, which slots a narrow block has; None: all.
     """
-    num_blocks, num_heads = mask.shape[2], queries.shape[1]
-    slots = zip(*(map(laid_out, part.split(num_blocks, 2)) for part in (keys, values)), strict=True)
+    num_blocks, num_heads = sight.last.shape[1], queries.shape[1]
+    slots = list(zip(*(map(laid_out, part.split(num_blocks, 2)) for part in (keys, values)), strict=True))
+    if sight.window is not None:  # which ends at another position for each slot, so they share no mask
+        of_slots = enumerate(queries.split(num_blocks, 2), 1)
+        parts = [attend_chains(x, *context, sight.behind(i), drafted=slots, sees_own=sees_slots) for i, x in of_slots]
+        return torch.cat(parts, 2).transpose(1, 2)
     queries = queries.unflatten(2, (-1, num_blocks)).flatten(1, 2)  # [B, N * W, S, H]
-    mixed = attend_chains(queries, *context, mask, blocks=blocks, drafted=list(slots), sees_own=sees_slots)
+    mixed = attend_chains(queries, *context, sight, drafted=slots, sees_own=sees_slots)
     return mixed.unflatten(1, (num_heads, -1)).flatten(2, 3).transpose(1, 2)
+
+
+def through_layers(
+    layers: Sequence[BlockLayer],
+    hidden: Tensor,
+    of_slots: tuple[Tensor, Tensor],
+    context: Tensor,
+    of_context: tuple[Tensor, Tensor],
+    *,
+    sight: Sight,
+    sees_slots: Tensor | None,
+    is_kept: bool,
+) -> Tensor:
+    """The slots of blocks [B, W * S, D] over the context [B, P, D], in training -> [B, W * S, D].
+
+    Args:
+        of_slots, of_context: their rotary tables. sight, sees_slots: as in `attend_blocks`.
+        is_kept: whether activations are kept for backward; else it has those of half a layer at a time.
+    """
+
+    def mixed(layer: BlockLayer, hidden: Tensor, context: Tensor) -> Tensor:
+        how = {"context": layer.keys_values(context, of_context), "sight": sight, "sees_slots": sees_slots}
+        return layer.mixed(hidden, of_slots, partial(attend_blocks, **how), num_blocks=num_blocks)
+
+    run, num_blocks = call if is_kept else recomputed, sight.last.shape[1]
+    for layer in layers:
+        hidden = run(layer.fed_forward, run(mixed, layer, hidden, context), num_blocks=num_blocks)
+    return hidden
 
 
 def write_context(
@@ -118,14 +161,18 @@ def draft_block(
     *,
     cache: SlotCache,
     rotary: Rotary,
+    window: int | None = None,
 ) -> Tensor:
-    """The slots of one block per row [B, W, D] -> [B, W, D]; each sees the context and all slots of its block.
+    """The slots of one block per row [B, W, D] -> [B, W, D]; each sees the context, with a window only as many
+    positions as end at its own, and all slots of its block.
 
     Their keys and values are written to the cache at positions [B, W], until true features overwrite them."""
     last = positions[:, -1:].expand_as(positions)
-    if packed is not None and packed.is_for(hidden):
-        return packed(hidden, cache, rotary.tables(cache.max_length, like=hidden), positions, last=last)
-    mask = cache.mask(last, dtype=hidden.dtype)
+    first = None if window is None else positions - window + 1
+    is_packed = packed is not None and packed.is_for(hidden)
+    mask = None if is_packed and first is None else interval_mask(first, last, extent=cache.extent, dtype=hidden.dtype)
+    if packed is not None and is_packed:
+        return packed(hidden, cache, rotary.tables(cache.max_length, like=hidden), positions, last=last, mask=mask)
     turned = rotary(positions, like=hidden, num_positions=cache.max_length)
     for i, layer in enumerate(layers):
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from .masks import first_visible, hiding, visibility_mask
 from .split_attention import whole_parts
 from .tree_nodes import is_readable
 
@@ -244,37 +245,6 @@ class SlotCache(Cache):
         """Copy all that a row holds from another cache with the same layers and length."""
         for own, copied in zip(self.stored, source.stored, strict=True):
             own.select(-4, row).copy_(copied.select(-4, source_row))
-
-
-def first_visible(positions: Tensor, window: int | None, chunk: int | None) -> Tensor:
-    """The first position that queries at `positions` (any shape) see, with a sliding window or in chunks, as below."""
-    return positions - window + 1 if window is not None else positions - positions % cast(int, chunk)
-
-
-def visibility_mask(
-    positions: Tensor, *, extent: int, dtype: torch.dtype, window: int | None = None, chunk: int | None = None
-) -> Tensor:
-    """The additive attention mask of queries at `positions` over slots 0..extent-1.
-
-    Additive floats, because a boolean 4D mask is silently wrong under transformers' eager attention.
-
-    Args:
-        positions: [B, Q].
-        window: with a sliding window of W tokens, a query at p sees p-W+1..p. chunk: in chunks of C tokens, it sees
-            those of its own chunk up to p.
-
-    Returns: [B, 1, Q, extent], 0 where visible and the dtype's minimum elsewhere.
-    """
-    slots, positions = torch.arange(extent, device=positions.device), positions[:, None, :, None]
-    hidden = slots > positions  # [B, 1, Q, extent]
-    if window is not None or chunk is not None:
-        hidden |= slots < first_visible(positions, window, chunk)
-    return hiding(hidden, dtype=dtype)
-
-
-def hiding(hidden: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """The additive mask of hidden positions (bool, any shape): the dtype's minimum where hidden, else 0."""
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min)
 
 
 def seen_by_children(seen: Tensor, parents: Tensor) -> Tensor:

@@ -2,25 +2,26 @@
 
 A query of the chain at start t attends to the shared keys at positions <= t and, at depth k, to its own keys of depths
 1..k. The two softmaxes are merged by their log-sum-exps. Backward recomputes scores from the merged log-sum-exp, one
-block of queries at a time (as FlashAttention does, Dao et al. 2022), so the memory that a depth keeps is linear in the
-number of positions. Query heads that share a key head read one copy of it, and all heads share one mask.
+block of queries at a time (as FlashAttention does, Dao et al. 2022), and masks are made for a block at a time too, so
+the memory that a depth keeps is linear in the number of positions. Query heads that share a key head read one copy of
+it, and all heads share one mask.
 
-Shapes as in base.py, with P shared keys, of which a block of queries sees the first `extent`.
+Shapes as in base.py, with P shared keys, of which a block of queries sees those in begin..extent-1.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .fusing import Fusable
+from .sight import Block, Sight
 
-# queries per block, whose scores exist at a time; smaller blocks skip more of the keys that causality hides
-QUERY_BLOCK = {"cpu": 32}
-QUERY_BLOCK_ELSEWHERE = 512
+# elements of the products of queries with one own key each that exist at a time; on a CPU few enough for its cache
+OWN_PRODUCTS = {"cpu": 2**19}
+OWN_PRODUCTS_ELSEWHERE = 2**24
 
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -43,33 +44,12 @@ def is_recomputing() -> bool:
     return _recomputing > 0
 
 
-@dataclass(frozen=True)
-class Block:
-    """Queries start..stop-1, which see only the first `extent` shared keys."""
-
-    start: int
-    stop: int
-    extent: int
-
-
-def blocks_of(last_seen: Sequence[int], device: torch.device) -> list[Block]:
-    """Blocks of queries, given the last shared key that each may see; extents never decrease from block to block."""
-    size = QUERY_BLOCK.get(device.type, QUERY_BLOCK_ELSEWHERE)
-    blocks, extent = [], 1
-    for start in range(0, len(last_seen), size):
-        stop = min(start + size, len(last_seen))
-        extent = max(extent, *(last + 1 for last in last_seen[start:stop]))
-        blocks.append(Block(start, stop, extent))
-    return blocks
-
-
 def attend_chains(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor,
+    sight: Sight,
     *,
-    blocks: Sequence[Block],
     drafted: Sequence[tuple[Tensor, Tensor]] = (),
     sees_own: Tensor | None = None,
     scale: float | None = None,
@@ -77,14 +57,14 @@ def attend_chains(
     """Attention [B, N, Q, H] of queries [B, N, Q, H] over shared keys and values [B, Nkv, P, H] and the queries' own.
 
     Args:
-        mask: [B, 1, Q, P] additive, over the shared keys. blocks: of the queries.
+        sight: of the queries, over the shared keys.
         drafted: per depth the queries' own keys and values, [B, Nkv, Q, H] each.
         sees_own: [B, Q, depths] bool, which of its own keys a query sees; None: all.
         scale: of the scores; None: 1 / sqrt(H).
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     own = [part for pair in drafted for part in pair]
-    return ChainAttention.apply(scale, blocks, mask, sees_own, query, key, value, *own)  # pyright: ignore[reportReturnType]
+    return ChainAttention.apply(scale, sight, sees_own, query, key, value, *own)  # pyright: ignore[reportReturnType]
 
 
 class ChainAttention(torch.autograd.Function):
@@ -94,58 +74,93 @@ class ChainAttention(torch.autograd.Function):
     def forward(
         ctx: Any,
         scale: float,
-        blocks: Sequence[Block],
-        mask: Tensor,
+        sight: Sight,
         sees_own: Tensor | None,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         *own: Tensor,
     ) -> Tensor:
-        mask = mask.to(query.dtype)
-        parts = [shared_forward(block, query, key, value, mask, scale=scale) for block in blocks]
+        parts = [shared_forward(block, query, key, value, sight, scale=scale) for block in sight.blocks]
         out, lse = (torch.cat(part, 2) for part in zip(*parts, strict=True))  # [B, N, Q, H], [B, N, Q] fp32
         if own:
-            num_kv_heads = key.shape[1]
-            queries, lse = by_channel(query, num_kv_heads), lse.unflatten(1, (num_kv_heads, -1))
-            scores = [  # [B, Nkv, G, Q] each
-                own_scores(queries, by_channel(keys), scale, sees_own, i) for i, keys in enumerate(own[::2])
-            ]
-            merged = torch.logsumexp(torch.stack([lse, *scores]), 0)
-            mixed = by_channel(out, num_kv_heads) * (lse - merged).exp()[..., None, :]  # [B, Nkv, G, H, Q]
-            for score, values in zip(scores, own[1::2], strict=True):
-                mixed += by_channel(values) * (score - merged).exp()[..., None, :]
-            lse, out = merged.flatten(1, 2), mixed.flatten(1, 2).transpose(-1, -2).to(query.dtype).contiguous()
-        ctx.save_for_backward(mask, sees_own, query, key, value, out, lse, *own)
-        ctx.scale, ctx.blocks = scale, blocks
+            out = out.contiguous()
+            for at in spans(query):
+                shared, normaliser, queries = (x[:, :, at] for x in (out, lse, query))
+                sees = None if sees_own is None else sees_own[:, at]
+                merged = with_own(shared, normaliser, queries, [x[:, :, at] for x in own], sees, scale=scale)
+                out[:, :, at], lse[:, :, at] = merged
+        ctx.save_for_backward(sees_own, query, key, value, out, lse, *own)
+        ctx.scale, ctx.sight = scale, sight
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        mask, sees_own, query, key, value, out, lse, *own = ctx.saved_tensors
+        sees_own, query, key, value, out, lse, *own = ctx.saved_tensors
         grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
         grad_key, grad_value = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (key, value))
-        for block in ctx.blocks:
-            saved = (grad, query, key, value, out, lse, mask)
-            for_query, for_key, for_value = shared_backward(block, saved, scale=ctx.scale)
+        for block in ctx.sight.blocks:
+            saved = (grad, query, key, value, out, lse)
+            for_query, for_key, for_value = shared_backward(block, saved, ctx.sight, scale=ctx.scale)
             grad_query[:, :, block.start : block.stop] = for_query
-            grad_key[:, :, : block.extent] += for_key
-            grad_value[:, :, : block.extent] += for_value
-        grads: list[Tensor] = []
-        if own:
-            num_kv_heads = key.shape[1]
-            queries, grad, out = (by_channel(x, num_kv_heads) for x in (query, grad, out))  # [B, Nkv, G, H, Q]
-            lse, delta = lse.unflatten(1, (num_kv_heads, -1)), (grad.float() * out).sum(-2)  # [B, Nkv, G, Q]
-            for_query = torch.zeros_like(queries, dtype=torch.float32)
-            for i, (keys, values) in enumerate(zip(own[::2], own[1::2], strict=True)):
-                keys, values = by_channel(keys), by_channel(values)
-                weights = (own_scores(queries, keys, ctx.scale, sees_own, i) - lse).exp()  # [B, Nkv, G, Q]
-                scores = weights * ((values * grad).sum(-2, dtype=torch.float32) - delta) * ctx.scale
-                for_query += scores[..., None, :] * keys
-                for x, weight in ((queries, scores), (grad, weights)):
-                    grads.append((weight[..., None, :] * x).sum(2).transpose(-1, -2).to(query.dtype))
-            grad_query += for_query.flatten(1, 2).transpose(-1, -2).to(query.dtype)
-        return None, None, None, None, grad_query, grad_key, grad_value, *grads
+            grad_key[:, :, block.begin : block.extent] += for_key
+            grad_value[:, :, block.begin : block.extent] += for_value
+        grads = [torch.empty_like(x) for x in own]
+        for at in spans(query) if own else ():
+            parts = [x[:, :, at] for x in (grad, query, out, lse)]
+            sees = None if sees_own is None else sees_own[:, at]
+            for_query, for_own = own_backward(parts, [x[:, :, at] for x in own], sees, scale=ctx.scale)
+            grad_query[:, :, at] += for_query
+            for whole, part in zip(grads, for_own, strict=True):
+                whole[:, :, at] = part
+        return None, None, None, grad_query, grad_key, grad_value, *grads
+
+
+def spans(query: Tensor) -> Iterator[slice]:
+    """Queries [B, N, Q, H] in spans, whose products with their own keys exist at a time."""
+    num_rows, num_heads, num_queries, head_dim = query.shape
+    most = OWN_PRODUCTS.get(query.device.type, OWN_PRODUCTS_ELSEWHERE)
+    size = max(1, most // (num_rows * num_heads * head_dim))
+    return (slice(start, min(start + size, num_queries)) for start in range(0, num_queries, size))
+
+
+def with_own(
+    out: Tensor, lse: Tensor, query: Tensor, own: Sequence[Tensor], sees_own: Tensor | None, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention over the shared keys [B, N, Q, H] and its log-sum-exps [B, N, Q], merged with that over own keys and
+    values, in turns [B, Nkv, Q, H] each."""
+    num_kv_heads = own[0].shape[1]
+    queries, lse = by_channel(query, num_kv_heads), lse.unflatten(1, (num_kv_heads, -1))
+    scores = [  # [B, Nkv, G, Q] each
+        own_scores(queries, by_channel(keys), scale, sees_own, i) for i, keys in enumerate(own[::2])
+    ]
+    merged = torch.logsumexp(torch.stack([lse, *scores]), 0)
+    mixed = by_channel(out, num_kv_heads) * (lse - merged).exp()[..., None, :]  # [B, Nkv, G, H, Q]
+    for score, values in zip(scores, own[1::2], strict=True):
+        mixed += by_channel(values) * (score - merged).exp()[..., None, :]
+    return mixed.flatten(1, 2).transpose(-1, -2).to(query.dtype), merged.flatten(1, 2)
+
+
+def own_backward(
+    saved: Sequence[Tensor], own: Sequence[Tensor], sees_own: Tensor | None, *, scale: float
+) -> tuple[Tensor, list[Tensor]]:
+    """What own keys add to the gradient of queries, and the gradients of own keys and values.
+
+    Args: saved: the output's gradient, queries, the merged output and its log-sum-exps.
+    """
+    grad, query, out, lse = saved
+    num_kv_heads, grads = own[0].shape[1], list[Tensor]()
+    queries, grad, out = (by_channel(x, num_kv_heads) for x in (query, grad, out))  # [B, Nkv, G, H, Q]
+    lse, delta = lse.unflatten(1, (num_kv_heads, -1)), (grad.float() * out).sum(-2)  # [B, Nkv, G, Q]
+    for_query = torch.zeros_like(queries, dtype=torch.float32)
+    for i, (keys, values) in enumerate(zip(own[::2], own[1::2], strict=True)):
+        keys, values = by_channel(keys), by_channel(values)
+        weights = (own_scores(queries, keys, scale, sees_own, i) - lse).exp()  # [B, Nkv, G, Q]
+        scores = weights * ((values * grad).sum(-2, dtype=torch.float32) - delta) * scale
+        for_query += scores[..., None, :] * keys
+        for x, weight in ((queries, scores), (grad, weights)):
+            grads.append((weight[..., None, :] * x).sum(2).transpose(-1, -2).to(query.dtype))
+    return for_query.flatten(1, 2).transpose(-1, -2).to(query.dtype), grads
 
 
 def laid_out(drafted: Tensor) -> Tensor:
@@ -168,11 +183,11 @@ def own_scores(queries: Tensor, keys: Tensor, scale: float, sees_own: Tensor | N
 
 
 def shared_forward(
-    block: Block, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scale: float
+    block: Block, query: Tensor, key: Tensor, value: Tensor, sight: Sight, *, scale: float
 ) -> tuple[Tensor, Tensor]:
     """A block's attention over the shared keys [B, N, q, H], and the log-sum-exps of its scores [B, N, q] fp32."""
-    query, mask = query[:, :, block.start : block.stop], mask[:, :, block.start : block.stop, : block.extent]
-    key, value = key[:, :, : block.extent], value[:, :, : block.extent]
+    query, mask = query[:, :, block.start : block.stop], sight.mask(block, query.dtype)
+    key, value = (x[:, :, block.begin : block.extent] for x in (key, value))
     if is_flash(query, value):
         return flash(query, key, value, attn_mask=mask, scale=scale)
     weights, lse = softmax_of(products_of(query, key), mask, scale)  # [B, Nkv, G, q, extent], [B, Nkv, G, q]
@@ -180,15 +195,17 @@ def shared_forward(
     return mixed.flatten(1, 2), lse.flatten(1, 2)
 
 
-def shared_backward(block: Block, saved: Sequence[Tensor], *, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def shared_backward(
+    block: Block, saved: Sequence[Tensor], sight: Sight, *, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a block's queries, and of the shared keys and values it sees.
 
-    Args: saved: the output's gradient, queries, keys, values, the merged output, its log-sum-exps and the mask.
+    Args: saved: the output's gradient, queries, keys, values, the merged output and its log-sum-exps.
     """
-    grad, query, key, value, out, lse, mask = saved
+    grad, query, key, value, out, lse = saved
     grad, query, out, lse = (x[:, :, block.start : block.stop] for x in (grad, query, out, lse))
-    mask = mask[:, :, block.start : block.stop, : block.extent]
-    key, value = key[:, :, : block.extent], value[:, :, : block.extent]
+    mask = sight.mask(block, query.dtype)
+    key, value = (x[:, :, block.begin : block.extent] for x in (key, value))
     if is_flash(query, value):
         return flash_backward(grad, query, key, value, out, lse, 0.0, False, attn_mask=mask, scale=scale)
     groups = (key.shape[1], query.shape[1] // key.shape[1])

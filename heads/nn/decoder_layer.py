@@ -7,7 +7,6 @@ attends to each query's own drafted keys.
 
 import copy
 import inspect
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -18,19 +17,20 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from ...configs.errors import BadInput, first_line
 from ..target import Target
 from .attention import grouped_attention
-from .cache import SlotCache, cache_argument, visibility_mask
-from .chain_attention import Block, attend_chains, blocks_of, laid_out
+from .cache import SlotCache, cache_argument
+from .chain_attention import attend_chains, laid_out
+from .sight import Sight, blocks_of
 
 NAME = "headstart_chains"
 
 
 class ChainKeys:
     """Replaces one layer's cache in training. The first write holds the keys of all positions of the text, which all
-    queries share under their mask; each later write holds one drafted key per query, which only that query sees."""
+    queries share as `sight` says; each later write holds one drafted key per query, which only that query sees."""
 
-    def __init__(self, *, window: int | None, blocks: Sequence[Block]):
-        """Args: window: sliding window in tokens; None: no limit. blocks: of the queries of later writes."""
-        self.window, self.blocks = window, blocks
+    def __init__(self, *, window: int | None, sight: Sight | None):
+        """Args: window: sliding window in tokens; None: no limit. sight: of the next queries; None: causal."""
+        self.window, self.sight = window, sight
         self.written: list[tuple[Tensor, Tensor]] = []  # [B, Nkv, T, H] each, then per depth [B, Nkv, S, H]
         self.joined: Tensor | None = None  # the keys that the last `update` returned
 
@@ -66,16 +66,15 @@ def chain_attention(
 ) -> tuple[Tensor, None]:
     """Attention with one softmax over the shared keys and each query's own drafted keys.
 
-    Args: query [B, N, S, H]; key, value [B, Nkv, T + depths * S, H]; attention_mask [B, 1, S, T] additive.
+    Args: query [B, N, S, H]; key, value [B, Nkv, T + depths * S, H]; attention_mask: without chains, [B, 1, Q, P].
     Returns: [B, S, N, H]. Raises: ValueError on soft-capped scores or attention sinks, which are not supported.
     """
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise ValueError("attention with soft-capped scores or sinks")
-    if chains is None or attention_mask is None:
+    if chains is None or chains.sight is None:
         return grouped_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     (key, value), *drafted = chains.parts(key, value)
-    blocks = chains.blocks if drafted else blocks_of(range(query.shape[2]), query.device)
-    mixed = attend_chains(query, key, value, attention_mask, blocks=blocks, drafted=drafted, scale=scaling)
+    mixed = attend_chains(query, key, value, chains.sight, drafted=drafted, scale=scaling)
     return mixed.transpose(1, 2).contiguous(), None
 
 
@@ -187,14 +186,12 @@ class LayerDriver:
         layer = self.new_layer().to(x).eval()
         layer.load_state_dict(original.state_dict())
         positions = torch.arange(4, device=x.device)[None]
-        cache, window = ChainKeys(window=self.window, blocks=blocks_of([2], x.device)), self.window
-        mask = None
-        if window is not None:
-            mask = visibility_mask(positions[:, :3], extent=3, dtype=x.dtype, window=window)
-            window -= 1
-        text = self(layer, x[:, :3], positions[:, :3], mask, cache)
-        mask = visibility_mask(positions[:, 2:3], extent=3, dtype=x.dtype, window=window)
-        drafted = self(layer, x[:, 3:], positions[:, 3:], mask, cache)
+        cache = ChainKeys(window=self.window, sight=None)
+        if self.window is not None:
+            cache.sight = Sight(positions[:, :3], blocks_of(range(3), x.device), window=self.window)
+        text = self(layer, x[:, :3], positions[:, :3], None, cache)
+        cache.sight = Sight(positions[:, 2:3], blocks_of([2], x.device), window=self.window).behind(1)
+        drafted = self(layer, x[:, 3:], positions[:, 3:], None, cache)
         got = torch.cat([text, drafted], 1).float() - x.float()  # without the residual, which would hide errors
         wanted = wanted.float() - x.float()
         error = ((got - wanted).norm() / wanted.norm()).item()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .cache import visibility_mask
+from .masks import visibility_mask
 
 
 @dataclass

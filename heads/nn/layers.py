@@ -243,3 +243,11 @@ def serving_keys(config: LlamaConfig, *, num_layers: int) -> dict[str, Any]:
         "rope_theta": rope.get("rope_theta", 10000.0),
         "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
     }
+
+
+def window_keys(window: int | None, *, num_layers: int) -> dict[str, Any]:
+    """The keys of a draft's config.json by which all its layers have a sliding window, if any, of so many tokens."""
+    if window is None:
+        return {}
+    kinds = {"layer_types": ["sliding_attention"] * num_layers, "max_window_layers": 0}
+    return {"sliding_window": window, "use_sliding_window": True, **kinds}

@@ -14,9 +14,9 @@ from ...configs.errors import BadInput
 from ..base import HeadConfig
 from ..loss.chains import ChainStarts, drawn_starts
 from ..target import Target
-from .cache import visibility_mask
 from .documents import Documents
 from .mask_token import default_mask_token
+from .masks import visibility_mask
 
 
 @dataclass(kw_only=True)

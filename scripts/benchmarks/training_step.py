@@ -28,13 +28,15 @@ from ...heads.base import DraftBatch, DraftHead
 from ...heads.loss import chunked
 from ...heads.loss.chains import ChainStarts, chain_starts
 from ...heads.loss.chunked import Plan
-from ...heads.nn import chain_attention
+from ...heads.nn import chain_attention, kept, sight
 from ...heads.nn.fusing import fused
 from ...heads.nn.target_output import TargetOutput
 from ...heads.registry import head_class
 from ...heads.target import Target
 from ...train.speed import Operations, matmul_rate, synchronize
 from .store import Figures
+
+KEPT_ELSEWHERE = 80 * 10**9 // kept.SHARE  # of a GPU of 80 GB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +190,9 @@ def as_elsewhere() -> Iterator[None]:
     """CPU tensors are treated as those of any other device."""
     with (
         patch.object(chunked, "CHUNK", {}),
-        patch.object(chain_attention, "QUERY_BLOCK", {}),
+        patch.object(sight, "QUERY_BLOCK", {}),
+        patch.object(chain_attention, "OWN_PRODUCTS", {}),
+        patch.object(kept, "most_kept", lambda device: KEPT_ELSEWHERE),
         patch.object(chain_attention, "is_flash", lambda *_: False),
     ):
         yield

@@ -17,9 +17,9 @@ from headstart.heads.drafter import Reading
 from headstart.heads.drafting import StaticTree
 from headstart.heads.loss.chains import chain_starts, drawn_starts
 from headstart.heads.nn.block_layer import attend_blocks
-from headstart.heads.nn.chain_attention import blocks_of
 from headstart.heads.nn.documents import Documents
 from headstart.heads.nn.mask_token import default_mask_token
+from headstart.heads.nn.sight import Sight, blocks_of
 from headstart.heads.nn.target_output import TargetOutput
 from headstart.heads.registry import build_head
 
@@ -108,8 +108,9 @@ def dense(query, keys, values, context, mask, sees):
     return torch.stack(out, 2)  # [B, Q, N, H]
 
 
-def test_blocks_attend_as_under_a_dense_mask():
-    """Output and gradients; blocks of several widths."""
+@pytest.mark.parametrize("window", [None, 3, 6])
+def test_blocks_attend_as_under_a_dense_mask(window):
+    """Output and gradients; blocks of several widths; slot i of a block stands i + 1 behind its start."""
     source, num_blocks, width, length = torch.Generator().manual_seed(3), 5, 3, 12
     sizes = [(4, width * num_blocks), (2, width * num_blocks), (2, width * num_blocks), (2, length), (2, length)]
     inputs = [torch.randn(2, *size, 8, generator=source, requires_grad=True) for size in sizes]
@@ -117,16 +118,57 @@ def test_blocks_attend_as_under_a_dense_mask():
     at = torch.tensor([[0, 2, 3, 7, 11], [1, 2, 5, 6, 9]])  # [B, S]
     mask = torch.where(torch.arange(length) <= at[..., None], 0.0, torch.finfo(torch.float32).min)[:, None]
     sees = torch.arange(width) < torch.tensor([[3, 1, 2, 3, 3], [2, 3, 3, 1, 3]])[..., None]  # [B, S, W]
-    blocks = blocks_of(at.amax(0).tolist(), at.device)
-    ours = attend_blocks(
-        query, keys, values, context=(context[0], context[1]), mask=mask, blocks=blocks, sees_slots=sees
-    )
-    wanted = dense(query, keys, values, context, mask, sees)
+    sight = Sight(at, blocks_of(at.amax(0).tolist(), at.device), window=window)
+    ours = attend_blocks(query, keys, values, context=(context[0], context[1]), sight=sight, sees_slots=sees)
+    if window is None:
+        wanted = dense(query, keys, values, context, mask, sees)
+    else:  # a slot at a time, each under its own mask
+        parts = []
+        for slot in range(width):
+            old = torch.arange(length) <= (at + 1 + slot - window)[..., None]  # [B, S, T]
+            masked = mask.masked_fill(old[:, None], -torch.inf)
+            whole = dense(query, keys, values, context, masked, sees)
+            parts.append(whole[:, slot * num_blocks : (slot + 1) * num_blocks])
+        wanted = torch.cat(parts, 1)
     is_slot = sees.transpose(1, 2).flatten(1)[..., None, None]  # the others are not read
     torch.testing.assert_close(ours * is_slot, wanted * is_slot, rtol=1e-5, atol=1e-5)
     grad = torch.randn(ours.shape, generator=source) * is_slot
     for a, b in zip(*(torch.autograd.grad(out, inputs, grad) for out in (ours, wanted)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sample_from_anchor", [True, False])
+def test_a_window_hides_what_is_older_and_nothing_else(sample_from_anchor, target):
+    """In training and in decoding, of one layer: slot i, at position p, reads the features at p - W + 1 and behind."""
+    how = {"num_layers": 1, "markov_rank": 0, "sample_from_anchor": sample_from_anchor}
+    head, window = built(target, num_depths=3, sliding_window=6, **how), 6
+    ids = torch.randint(3, 61, (1, 16), generator=torch.Generator().manual_seed(1))
+    output = target.forward(ids, feature_layers=head.feature_layers)
+    drafted = []
+    for changed in (None, *range(16)):
+        features = output.features.clone()
+        if changed is not None:
+            features[:, changed] = 1.0
+        read = replace(output, features=features)
+        state = head.begin(batch_size=1, max_length=64)
+        head.commit(state, Reading(ids, ids.roll(-1, 1), read, torch.tensor([0]), torch.tensor([12])))  # x_0 .. x_11
+        served = torch.stack(head.propose(state, num_draft_tokens=3).logits, 1)[0]  # [K, V]
+        starts, taught = head.teacher_forced_logits(DraftBatch(ids, torch.ones_like(ids).bool(), read))
+        [at] = (starts.positions[0] == 11).nonzero()[0].tolist()
+        if changed is None:
+            torch.testing.assert_close(taught[0, at], served, rtol=1e-4, atol=1e-4)
+        drafted.append((served, taught[0, at]))
+    for depth in range(3):
+        position = 12 + depth + head.first_slot  # of the slot that drafts it
+        wanted = [position - window < changed <= 11 for changed in range(16)]
+        for kind in range(2):
+            moved = [not torch.allclose(one[kind][depth], drafted[0][kind][depth], atol=1e-6) for one in drafted[1:]]
+            assert moved == wanted
+
+
+def test_a_window_must_hold_a_block():
+    with pytest.raises(BadInput, match="^sliding_window 3: expected at least the 4 slots of a block$"):
+        BlockConfig(num_depths=3, sample_from_anchor=False, sliding_window=3)
 
 
 @pytest.mark.parametrize("sample_from_anchor", [True, False])

@@ -18,6 +18,8 @@ CASES = {
     "EAGLE 3.1": {"fc_norm": True, "norm_output": True},
     "two layers": {"num_layers": 2},
     "three layers, 3.1": {"num_layers": 3, "fc_norm": True, "norm_output": True},
+    "a window": {"sliding_window": 3},
+    "two layers, a window": {"num_layers": 2, "sliding_window": 2},
     "one feature": {"feature_layers": [2]},
     "as others made it": {
         "norm_before_residual": True,
@@ -51,8 +53,8 @@ def turned(x, theta):
     return torch.cat([low * angles.cos() - high * angles.sin(), low * angles.sin() + high * angles.cos()], -1)
 
 
-def attention(weights, x, llama):
-    """Causal attention over a whole sequence [T, in], head by head."""
+def attention(weights, x, llama, window):
+    """Causal attention over a whole sequence [T, in], head by head; a window ends with the query's own position."""
     theta, size = llama.rope_parameters["rope_theta"], llama.head_dim
     q, k, v = ((x @ getattr(weights, f"{name}_proj").weight.T).unflatten(-1, (-1, size)) for name in "qkv")  # [T, N, H]
     q, k = turned(q, theta), turned(k, theta)
@@ -61,6 +63,7 @@ def attention(weights, x, llama):
     for i in range(q.shape[1]):
         scores = q[:, i] @ k[:, i // groups].T / math.sqrt(size)
         scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -math.inf)
+        scores = scores.masked_fill(torch.ones_like(scores).tril(-(window or len(x))).bool(), -math.inf)
         heads.append(scores.softmax(-1) @ v[:, i // groups])
     return torch.cat(heads, -1) @ weights.o_proj.weight.T
 
@@ -86,7 +89,7 @@ def naive(head, ids, features, t):
                 out = normed if head.config.norm_before_residual else out
             else:
                 x = rms(out, layer.input_layernorm, eps)
-            out = out + attention(layer.self_attn, x, llama)
+            out = out + attention(layer.self_attn, x, llama, head.config.sliding_window)
             x = rms(out, layer.post_attention_layernorm, eps)
             gate, up = x @ layer.mlp.gate_proj.weight.T, x @ layer.mlp.up_proj.weight.T
             out = out + (torch.nn.functional.silu(gate) * up) @ layer.mlp.down_proj.weight.T
@@ -123,6 +126,18 @@ def test_logits_and_gradients_are_the_formulas(head, target, make_batch):
 def test_drafting_is_what_training_scored_and_lossless(head, tree, target):
     wanted = generate(target, None, PROMPTS, max_new_tokens=24).token_ids
     assert generate(target, head, PROMPTS, max_new_tokens=24, tree=tree).token_ids == wanted
+
+
+@pytest.mark.parametrize("prompt", [PROMPTS[1], PROMPTS[0] * 4])
+def test_a_tree_of_one_path_drafts_what_a_chain_does(head, prompt, target):
+    """With the same logits, whose keys lie in other slots; read in two parts, as in decoding."""
+    state, ids = head.begin(batch_size=1, max_length=64), torch.tensor([[*prompt, 9]])
+    read = target.forward(ids[:, :-1], feature_layers=head.feature_layers)
+    head.commit(state, Reading(ids[:, :-1], ids[:, 1:], read, torch.tensor([0]), torch.tensor([len(prompt)])))
+    chain = head.propose(state, num_draft_tokens=4)
+    head.commit(state, Reading(ids[:, :-1], ids[:, 1:], read, torch.tensor([0]), torch.tensor([len(prompt)])))
+    path = head.propose_tree(state, StaticTree(((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0))))
+    assert path.tokens.tolist() == chain.tokens.tolist()
 
 
 def test_a_chain_drafts_what_the_formulas_say(head, target):

@@ -21,9 +21,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("eagle3", {}),
     "eagle3 of two layers": ("eagle3", {"num_layers": 2, "norm_output": True, "fc_norm": True}),
     "eagle3 of others": ("eagle3", {"norm_before_residual": True, "draft_vocab_size": 20}),
+    "eagle3, a window": ("eagle3", {"sliding_window": 5}),
     "eagle": ("eagle", {"num_layers": 2}),
     "eagle, cut vocabulary": ("eagle", {"draft_vocab_size": 20}),
     "dspark": ("block", {"mask_token_id": 0, "markov_rank": 8}),
+    "dspark, a window": ("block", {"mask_token_id": 0, "markov_rank": 8, "sliding_window": 8}),
     "dflash": ("block", {"mask_token_id": 0, "markov_rank": 0, "sample_from_anchor": False, "has_head_norms": False}),
 }
 

@@ -67,7 +67,7 @@ def test_a_target_that_fits_each_gpu_is_extracted_by_all_of_them():
 
 
 def test_a_server_takes_as_many_gpus_as_it_needs_and_the_others_train():
-    ways = {size: fitting(sized(size), num_gpus=8)[2][3] for size in (60, 141)}
+    ways = {size: fitting(sized(size), num_gpus=8)[2][4] for size in (60, 141)}
     assert [way.name for way in ways.values()] == [
         "vLLM on 1 of the GPUs gives states while 7 train",
         "vLLM on 2 of the GPUs gives states while 6 train",

@@ -13,8 +13,8 @@ from typing import Any
 
 import headstart.train.__main__ as program
 import torch._inductor.compile_fx  # noqa: F401  # DeepSpeed imports it at each start
-from headstart.heads import recurrent
 from headstart.heads.loss import chunked
+from headstart.heads.nn import kept
 from headstart.train import trainer
 from headstart.train.loop import Loop
 
@@ -34,7 +34,7 @@ def become(environ: dict[str, str], log: str) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     if "TESTS_CHUNK" in environ:  # sizes at which ranks with other rows differ in what they do
-        chunked.CHUNK["cpu"], recurrent.KEPT_BYTES = int(environ["TESTS_CHUNK"]), int(environ["TESTS_KEPT"])
+        chunked.CHUNK["cpu"], kept.most_kept = int(environ["TESTS_CHUNK"]), lambda device: int(environ["TESTS_KEPT"])
     if environ.get("RANK") == "1" and os.path.exists(f"{log}.stuck"):
         trainer.Loop = StuckLoop
 

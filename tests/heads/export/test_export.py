@@ -104,6 +104,24 @@ def test_eagle_has_zeros_where_sglang_would_have_noise(trained, tmp_path):
     assert not tensors["fc.bias"].any() and "layers.0.input_layernorm.weight" not in tensors
 
 
+@pytest.mark.parametrize("to", ["vllm", "sglang", "speculators", "llama.cpp"])
+def test_a_window_of_eagle3_is_for_vllm(trained, tmp_path, to):
+    """Where an engine would draft over all positions, nothing is written, or a line says so."""
+    run, out = trained("eagle3", sliding_window=8, draft_vocab_size=None), tmp_path / "served"
+    if to in ("sglang", "llama.cpp"):
+        with pytest.raises(BadInput, match="sliding_window"):
+            export_head(run, out, to=to)
+        return
+    head = export_head(run, out, to=to)
+    config = read(out)[0]
+    layer = config.get("transformer_layer_config", config)
+    assert layer["layer_types"] == ["sliding_attention"] and layer["sliding_window"] == 8
+    assert check_export(out).problems == []
+    assert check_export(out, to="sglang").problems == ["sliding_window 8: SGLang drafts over all positions"]
+    assert notes(head) == ["sliding_window 8: serve it with vLLM; SGLang drafts over all positions"]
+    assert "sglang" not in serve_commands(head, str(out), to=to)
+
+
 def test_a_trained_bias_is_sglangs_alone(trained, tmp_path):
     run = trained("eagle", bias=True)
     with pytest.raises(BadInput, match="fc.bias is trained and vLLM leaves it out"):

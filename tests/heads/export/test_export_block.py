@@ -23,6 +23,8 @@ KINDS = {
     "dflash": DFLASH,
     "dflash, own": {**DFLASH, "output": "own"},
     "dflash2": DFLASH2,
+    "dspark, a window": {"sliding_window": 6},
+    "dflash, a window": {**DFLASH, "sliding_window": 6},
 }
 
 
@@ -175,7 +177,11 @@ FAULTS = {
     "causal left out": ("dflash", "dflash_config.causal", None, "causal: expected False"),
     "another mask": ("dflash", "dflash_config.mask_token_id", 5, "dflash_config.mask_token_id: 5"),
     "drafts from the anchor": ("dflash", "sample_from_anchor", True, "sample_from_anchor: expected False"),
-    "a window": ("dflash", "layer_types", ["sliding_attention"] * 2, "layer_types"),
+    "a window of no size": ("dflash", "layer_types", ["sliding_attention"] * 2, "sliding_window: None: expected"),
+    "layers of two kinds": ("dflash", "layer_types", ["sliding_attention", "full_attention"], "expected one kind"),
+    "another window": ("dflash, a window", "sliding_window", 8, "sliding_window: 8, but the head was trained with 6"),
+    "a window left out": ("dspark, a window", "layer_types", ["full_attention"] * 2, "was trained with 6"),
+    "a window for vLLM only": ("dspark, a window", "use_sliding_window", False, "use_sliding_window: not true"),
     "another rotation": ("dflash", "partial_rotary_factor", 0.5, "partial_rotary_factor"),
 }
 
@@ -209,6 +215,7 @@ def test_a_tensor_of_another_method_is_found(trained, tmp_path):
         ({"has_head_norms": False}, "vllm", "has_head_norms false"),
         ({**DFLASH, "output": "own"}, "sglang", "SGLang's DFlash drafts with the target's output layer"),
         ({}, "hf", "hf loads no block heads"),
+        ({"sliding_window": 6}, "sglang", "sliding_window 6: SGLang lets a slot see earlier slots only"),
     ],
 )
 def test_what_no_engine_computes_is_not_written(options, to, message, trained, tmp_path):
@@ -221,7 +228,8 @@ def test_what_no_engine_computes_is_not_written(options, to, message, trained, t
     ("change", "message"),
     [
         (lambda config, tensors: config.update(is_causal=True), "causal"),
-        (lambda config, tensors: config.update(layer_types=["sliding_attention"] * 2), "layer_types"),
+        (lambda config, tensors: config.update(layer_types=["sliding_attention"] * 2), "sliding_window: missing"),
+        (lambda config, tensors: config.update(layer_types=["sliding_attention", "full_attention"]), "layer_types"),
         (lambda config, tensors: config.update(markov_head_type="rnn"), "markov_head_type rnn"),
         (lambda config, tensors: config.pop("mask_token_id"), "mask_token_id: missing"),
         (lambda config, tensors: tensors.pop("fc.weight"), "tensor fc.weight"),

@@ -244,6 +244,8 @@ def test_a_plain_model_is_a_draft_model(saved_target, target):
 ALL_CASES = [(f, to) for f, writers in WRITERS.items() for to in writers if (f, to) != ("mtp", "llama.cpp")]
 CASES = [(family, to) for family, to in ALL_CASES if family != "mtp"]
 MORE = [("eagle3", "vllm", {"num_layers": 2, "fc_norm": True, "norm_output": True, "draft_vocab_size": None})]
+MORE += [("eagle3", to, {"sliding_window": 3}) for to in ("vllm", "speculators")]
+MORE += [("block", to, {"sliding_window": 9}) for to in ("vllm", "speculators")]
 MORE += [("medusa", to, {"output": "shared"}) for to in ("vllm", "hf")]
 MORE += [("medusa", "vllm", {"target_lora_rank": 2})]
 
@@ -347,6 +349,7 @@ def test_a_hub_id_names_a_head(published, target, monkeypatch):
         ({"hidden_size": 64}, {}, "hidden_size 64: .* has 32"),
         ({"model_type": "qwen3"}, {}, "model_type qwen3: expected llama"),
         ({"attention_bias": True}, {}, "attention_bias: expected none"),
+        ({"sliding_window": 8}, {}, "sliding_window 8: expected layer_types that say which layers have it"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, {}, r"\[1, 2\] for the 3 features that fc.weight reads"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, {}, "feature layer 9"),
     ],

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from headstart.heads.loss.chains import chain_starts
-from headstart.heads.nn import chain_attention
-from headstart.heads.nn.chain_attention import attend_chains, blocks_of
+from headstart.heads.nn import chain_attention, sight
+from headstart.heads.nn.chain_attention import attend_chains
+from headstart.heads.nn.sight import Sight, behind_window, blocks_of
 
 B, N, NKV, S, T, H = 2, 4, 2, 11, 14, 8
 
@@ -24,20 +25,30 @@ def plain(query, key, value, mask, drafted):
 
 @pytest.mark.parametrize("num_drafted", [0, 3])
 @pytest.mark.parametrize("kernel", ["torch's", "ours", "ours, values wider"])
-def test_chains_attend_as_one_softmax(num_drafted, kernel, monkeypatch):
-    monkeypatch.setattr(chain_attention, "QUERY_BLOCK", {"cpu": 4})
+@pytest.mark.parametrize("text, window", [(0, None), (2, None), (0, 4), (3, 5)])
+def test_chains_attend_as_one_softmax(num_drafted, kernel, text, window, monkeypatch):
+    """With each of the limits: a text's first token, and a window."""
+    monkeypatch.setattr(sight, "QUERY_BLOCK", {"cpu": 4})
+    monkeypatch.setattr(sight, "KEY_PART", 2)
     if kernel == "ours":
         monkeypatch.setattr(chain_attention, "is_flash", lambda *_: False)
     source, wide = torch.Generator().manual_seed(3), H + 4 if "wider" in kernel else H
     starts = torch.stack([torch.arange(S) + 1, torch.arange(S) + 3])  # [B, S]
-    mask = torch.where(torch.arange(T) <= starts[:, :, None], 0.0, torch.finfo(torch.float32).min)[:, None]
+    is_seen = (torch.arange(T) <= starts[:, :, None]) & (torch.arange(T) >= text)
+    if window is not None:
+        is_seen &= torch.arange(T) > starts[:, :, None] - window
+    is_seen |= torch.arange(T) == starts[:, :, None]
+    mask = torch.where(is_seen, 0.0, torch.finfo(torch.float32).min)[:, None]
     sizes = [(N, S, H), (NKV, T, H), (NKV, T, wide), *[(NKV, S, H), (NKV, S, wide)] * num_drafted]
     inputs = [torch.randn(B, *size, generator=source, requires_grad=True) for size in sizes]
     query, key, value, *own = inputs
     drafted = list(zip(own[::2], own[1::2], strict=True))
     blocks = blocks_of(starts.amax(0).tolist(), torch.device("cpu"))
     assert [(b.start, b.stop, b.extent) for b in blocks] == [(0, 4, 7), (4, 8, 11), (8, 11, 14)]
-    ours = attend_chains(query, key, value, mask, blocks=blocks, drafted=drafted)
+    blocks = behind_window(blocks, starts.amin(0).tolist(), window)
+    assert [b.begin for b in blocks] == {None: [0, 0, 0], 4: [0, 2, 6], 5: [0, 0, 4]}[window]
+    texts = starts.clamp(max=text) if text else None
+    ours = attend_chains(query, key, value, Sight(starts, blocks, texts, window), drafted=drafted)
     wanted = plain(query, key, value, mask, drafted)
     torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
     grad = torch.randn(ours.shape, generator=source)

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from headstart.heads import recurrent
 from headstart.heads.loss import chunked as depth_loss
-from headstart.heads.nn import chain_attention
+from headstart.heads.nn import chain_attention, kept, sight
 from headstart.heads.nn.fusing import Fusable, fused
 from headstart.scripts.benchmarks.training_step import Shape, build_step, run_step
 from headstart.train.speed import Operations
@@ -42,7 +41,7 @@ def compiler(request, monkeypatch):
 
     monkeypatch.setattr(Fusable, "compiled", property(compile_once))
     monkeypatch.setattr(chain_attention, "is_flash", lambda *_: False)
-    monkeypatch.setattr(chain_attention, "QUERY_BLOCK", {"cpu": 16})
+    monkeypatch.setattr(sight, "QUERY_BLOCK", {"cpu": 16})
     monkeypatch.setattr(depth_loss, "CHUNK", {"cpu": 2**13})
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -94,20 +93,20 @@ def test_without_fusing_nothing_is_compiled(monkeypatch):
 def test_what_backward_computes_again_is_told_apart(monkeypatch):
     """Depths that are not kept cost their own products once more, and nothing else changes."""
     counts = []
-    for kept in (recurrent.KEPT_BYTES, 0):
-        monkeypatch.setattr(recurrent, "KEPT_BYTES", kept)
+    for most in (10**9, 0):
+        monkeypatch.setattr(kept, "most_kept", lambda device, most=most: most)
         head, batch = build_step(SHAPE)
         with Operations() as counted:
             run_step(head, batch, dtype="fp32")
         counts.append(counted)
-    kept, again = counts
-    assert kept.total - kept.repeated == again.total - again.repeated
-    assert 0 < kept.repeated < again.repeated, "scores of attention, then whole depths"
+    once, again = counts
+    assert once.total - once.repeated == again.total - again.repeated
+    assert 0 < once.repeated < again.repeated, "scores of attention, then whole depths"
 
 
 @pytest.mark.parametrize("num_kv_heads", [2, 4])
 def test_attention_counts_alike_in_torchs_kernel_and_in_ours(num_kv_heads, monkeypatch):
-    monkeypatch.setattr(chain_attention, "QUERY_BLOCK", {"cpu": 16})
+    monkeypatch.setattr(sight, "QUERY_BLOCK", {"cpu": 16})
     counts = []
     for is_flash in (chain_attention.is_flash, lambda *_: False):
         monkeypatch.setattr(chain_attention, "is_flash", is_flash)
@@ -124,8 +123,8 @@ def test_attention_counts_alike_in_torchs_kernel_and_in_ours(num_kv_heads, monke
 @pytest.mark.parametrize("head_type", list(MIXES))
 def test_fused_passes_on_a_gpu_give_the_same_step(head_type, dtype, monkeypatch):
     """In bf16 gradients differ by its rounding."""
-    monkeypatch.setattr(recurrent, "KEPT_BYTES", 0)
-    monkeypatch.setattr(chain_attention, "QUERY_BLOCK_ELSEWHERE", 16)
+    monkeypatch.setattr(kept, "most_kept", lambda device: 0)
+    monkeypatch.setattr(sight, "QUERY_BLOCK_ELSEWHERE", 16)
     monkeypatch.setattr(depth_loss, "most_logits", lambda device: 2**13)
     found = []
     for is_fused in (False, True):

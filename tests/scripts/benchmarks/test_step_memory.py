@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from headstart.heads import recurrent
+from headstart.heads.nn import kept
 from headstart.scripts.benchmarks.training_step import (
     LiveBytes,
     Shape,
@@ -50,17 +50,56 @@ def test_the_estimate_of_a_step_is_what_was_alive(dtype):
     assert estimated_peak(shape, device="cpu") == pytest.approx(peak_bytes(head, batch, dtype=dtype), rel=0.01)
 
 
-@pytest.mark.parametrize("head_type", ["eagle", "eagle3"])
-def test_depths_that_are_recomputed_give_the_same_gradients_in_less_memory(head_type, monkeypatch):
-    gradients, peaks = [], []
-    for kept in (recurrent.KEPT_BYTES, 0):
-        monkeypatch.setattr(recurrent, "KEPT_BYTES", kept)
-        head, batch = build_step(replace(TOY, head=head_type, options={"num_layers": 2}))
+OPTIONS = {"eagle": {"num_layers": 2}, "eagle3": {"num_layers": 2}, "block": {"num_layers": 3}, "mtp": {}}
+
+
+@pytest.mark.parametrize("head_type", OPTIONS)
+def test_what_is_recomputed_gives_the_same_gradients_in_less_memory(head_type, monkeypatch):
+    found, peaks = [], []
+    for most in (10**9, 0):
+        monkeypatch.setattr(kept, "most_kept", lambda device, most=most: most)
+        head, batch = build_step(replace(TOY, head=head_type, options=OPTIONS[head_type]))
+        loss = head.loss(batch).loss.item()
         run_step(head, batch, dtype="fp32")
-        gradients.append([parameter.grad for parameter in head.parameters()])
+        found.append([torch.tensor(loss), *(p.grad for p in head.parameters() if p.requires_grad)])
         peaks.append(peak_bytes(head, batch, dtype="fp32"))
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert peaks[1] < 0.9 * peaks[0]
+
+
+@pytest.mark.parametrize("head_type", OPTIONS)
+def test_what_is_estimated_is_what_is_kept(head_type, monkeypatch):
+    """The estimate by which a step decides is right to a factor of two."""
+    peaks, estimates = [], []
+    for most in (10**9, 0):
+        asked = []
+
+        def noted(device, most=most, asked=asked):
+            asked.append(device)
+            return most
+
+        monkeypatch.setattr(kept, "most_kept", noted)
+        shape = replace(TOY, context=256, head=head_type, options=OPTIONS[head_type])
+        head, batch = build_step(shape)
+        starts = head.training_starts(batch.loss_mask)
+        batch = replace(batch, starts=starts)
+        estimates.append(head.kept_bytes(starts.positions.numel(), itemsize=4, num_depths=3))
+        peaks.append(peak_bytes(head, batch, dtype="fp32"))
+        assert asked
+    assert 0.5 * estimates[0] < peaks[0] - peaks[1] < 1.5 * estimates[0]
+
+
+@pytest.mark.slow
+def test_a_block_head_reads_8k_tokens_in_little_more_than_half_the_memory(monkeypatch):
+    """One row of 8,192 tokens, 512 blocks; with weights, gradients, moments and the loss."""
+    shape, peaks = replace(TOY, head="block", hidden=256, intermediate=768, context=8192, batch_size=1, depths=7), []
+    for most in (10**12, 0):
+        monkeypatch.setattr(kept, "most_kept", lambda device, most=most: most)
+        head, batch = build_step(shape)
+        torch.manual_seed(0)
+        batch = replace(batch, starts=head.training_starts(batch.loss_mask))
+        peaks.append(peak_bytes(head, batch, dtype="fp32"))
+    assert peaks[1] <= 0.55 * peaks[0]
 
 
 @pytest.mark.slow
