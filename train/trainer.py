@@ -73,7 +73,7 @@ def train_in(folder: Path, run: RunConfig, console: Console, holding: ExitStack)
         tracker.start(run)
         is_served = start.data.reader is not None
         if start.data.reader is not None:  # a signal ends the wait for a server that is away
-            start.data.reader.server.is_gone = lambda: stopping.received and stopping.received.name
+            start.data.reader.server.is_gone = lambda: stopping.received.name if stopping.received else None
         when: dict[str, Any] = {"stopping": stopping, "watchdog": watchdog, "deadline": deadline}
         loop = Loop(run.train, backend, start.target, **when, may_lack_batches=is_served)
         outcome = take_steps(start, loop, plan, tracker, folder, say)
