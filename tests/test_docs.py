@@ -41,7 +41,7 @@ SMALL = {
     "plan": "--max-new-tokens 4 --limit 2 --repeats 1 --num-draft-tokens 1 --batch-size 1 --tree none --check none",
     "data prepare": "validation_share=0.3",
     "data plan": "--num-sampled 2",
-    "data regenerate": "sampling.max_tokens=4 num_rows=2 engine.device=cpu",
+    "data regenerate": "sampling.max_tokens=12 num_rows=12 engine.device=cpu",
 }
 
 

@@ -69,6 +69,8 @@ def first_loss(case: str, target: Target) -> torch.Tensor:
     """[K] in nats above even guessing's."""
     family, *words = case.split()
     options = {key: json.loads(value) for key, value in (word.split("=") for word in words)}
+    if "selector_rank" in options:
+        options["selector_weight"] = 0.0  # no part of soft_ce
     config = HEADS[family].config_class(type=family, loss={"soft_ce": 1.0}, **options)
     head = build_head(config, target, seed=1)
     *rows, unseen = batches_of(target, head)

@@ -43,6 +43,8 @@ def make_rows(cut=None, *, scale=2.0, mix=None, draft=None, target=None):
         target_logits=lambda x: x,
         restricted_logits=lambda x: x if cut is None else x[:, cut],
         confidence=lambda x: 0.3 * x[:, 0],
+        select=lambda x, logits, ids: logits + 0.2 * x[:, :1] * ids,
+        num_candidates=TOP_K,
         vocabulary=vocabulary,
         eta=ETA,
         top_k=TOP_K,
@@ -68,6 +70,10 @@ def naive(name, draft, target, label, columns):
     share, estimate = math.exp(-ETA * alpha), 1 / (1 + math.exp(-0.3 * draft[0]))
     top = max(range(len(whole)), key=whole.__getitem__)
     best = sorted(range(len(p)), key=lambda i: -p[i])[:TOP_K]
+    candidates = sorted(range(len(q)), key=lambda i: -q[i])[:TOP_K]
+    chosen = dict(
+        zip((columns[i] for i in candidates), exps([draft[i] + 0.2 * draft[0] * i for i in candidates]), strict=True)
+    )
     return {
         "hard_ce": -math.log(every[label]) if label in columns else 0.0,
         "hard_gce": (1 - every[label] ** EXPONENT) / EXPONENT if label in columns else 0.0,
@@ -81,6 +87,7 @@ def naive(name, draft, target, label, columns):
         "l1": 2 * tv,
         "lk_alpha": -math.log(alpha),
         "lk_lambda": share * kl + (1 - share) * tv,
+        "selection": -math.log(chosen[label]) if label in chosen else 0.0,
         "confidence": -alpha * math.log(estimate) - (1 - alpha) * math.log(1 - estimate),
     }[name]
 
