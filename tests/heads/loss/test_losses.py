@@ -27,7 +27,7 @@ def source(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def make_rows(cut=None, *, scale=2.0, mix=None, draft=None, target=None):
+def make_rows(cut=None, *, scale=2.0, mix=None, draft=None, target=None, selects=False):
     """Rows whose states are the identity's: hidden holds the draft's logits, teacher_hidden the target's."""
     vocabulary = None if cut is None else DraftVocabulary.of(cut, VOCAB)
     draft = (
@@ -43,7 +43,7 @@ def make_rows(cut=None, *, scale=2.0, mix=None, draft=None, target=None):
         target_logits=lambda x: x,
         restricted_logits=lambda x: x if cut is None else x[:, cut],
         confidence=lambda x: 0.3 * x[:, 0],
-        select=lambda x, logits, ids: logits + 0.2 * x[:, :1] * ids,
+        select=(lambda x, logits, ids: logits + 0.2 * x[:, :1] * ids) if selects else None,
         num_candidates=TOP_K,
         vocabulary=vocabulary,
         eta=ETA,
@@ -71,9 +71,8 @@ def naive(name, draft, target, label, columns):
     top = max(range(len(whole)), key=whole.__getitem__)
     best = sorted(range(len(p)), key=lambda i: -p[i])[:TOP_K]
     candidates = sorted(range(len(q)), key=lambda i: -q[i])[:TOP_K]
-    chosen = dict(
-        zip((columns[i] for i in candidates), exps([draft[i] + 0.2 * draft[0] * i for i in candidates]), strict=True)
-    )
+    scores = exps([draft[i] + 0.2 * draft[0] * i for i in candidates])
+    chosen = dict(zip((columns[i] for i in candidates), scores, strict=True))
     return {
         "hard_ce": -math.log(every[label]) if label in columns else 0.0,
         "hard_gce": (1 - every[label] ** EXPONENT) / EXPONENT if label in columns else 0.0,
@@ -98,7 +97,7 @@ def naive(name, draft, target, label, columns):
 @pytest.mark.parametrize("cut", [None, CUT], ids=["whole", "cut"])
 @pytest.mark.parametrize("name", [name for name in ALL_LOSSES if name != "feature"])
 def test_a_loss_is_its_formula(name, cut):
-    rows = make_rows(cut)
+    rows = make_rows(cut, selects=name == "selection")
     got = ALL_LOSSES[name](rows)
     columns = list(range(VOCAB)) if cut is None else cut.tolist()
     assert cut is None or not set(rows.labels.tolist()) <= set(columns), "some labels cannot be drafted"
