@@ -40,8 +40,8 @@ step "4. Evaluate on held-out requests, and on general requests as a contrast: t
 headstart eval --target $run/target --drafter head:$run/eagle3/final@4 --drafter suffix:$answers --drafter hybrid:$run/eagle3/final:$answers \
     --max-new-tokens 96 --prompts $run/data/$domain.jsonl --prompts $run/data/contrast.jsonl --output $run/greedy --repeats 1
 
-step "5. The same with sampled answers, at temperature 0.7"
-headstart eval --target $run/target --drafter suffix:$answers --drafter hybrid:$run/eagle3/final:$answers \
-    --max-new-tokens 96 --prompts $run/data/$domain.jsonl --temperature 0.7 --output $run/sampled --repeats 1
+step "5. The head with sampled answers, at temperature 0.7"
+headstart eval --target $run/target --drafter head:$run/eagle3/final@4 --max-new-tokens 96 --prompts $run/data/$domain.jsonl \
+    --temperature 0.7 --output $run/sampled --repeats 1
 
 step "Done. The reports: $run/greedy/report.html, $run/sampled/report.html; the head: $run/eagle3/final"
