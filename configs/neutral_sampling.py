@@ -7,7 +7,7 @@ or those of the GGUF file. So all of them are sent.
 from typing import Any
 
 LLAMA_SERVER: dict[str, Any] = {
-    "top_k": -1,
+    "top_k": 0,  # as it reports what is off
     "top_p": 1.0,
     "min_p": 0.0,
     "typical_p": 1.0,
@@ -21,4 +21,4 @@ LLAMA_SERVER: dict[str, Any] = {
     "mirostat": 0,
 }
 # of a chat completion, for any of these servers; each ignores what it does not know
-NEUTRAL: dict[str, Any] = {**LLAMA_SERVER, "repetition_penalty": 1.0}
+NEUTRAL: dict[str, Any] = {**LLAMA_SERVER, "top_k": -1, "repetition_penalty": 1.0}

@@ -27,12 +27,10 @@ from headstart.scripts.target_command import KNOWN, fetch
 
 # LENGTH: a first token and whole rounds of K + 1, so that all drafts can be accepted up to the text's end
 NUM_PROMPTS, LENGTH, K = 32, 21, 3
-DFLASH2 = {"sample_from_anchor": False, "markov_rank": 0, "conv_group_size": 16, "selector_rank": 64}
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3, cut vocabulary": ("eagle3", {"start": "fitted", "num_depths": K, "draft_vocab_size": 1024}),
     "eagle3, whole vocabulary": ("eagle3", {"start": "fitted", "num_depths": K}),
     "dspark": ("block", {"num_depths": K, "markov_rank": 64, "draft_vocab_size": 1024, "output": "own"}),
-    "dflash2": ("block", {**DFLASH2, "start": "fitted", "num_depths": K, "num_layers": 1}),
     "the target as its own draft model": ("draft_lm", {"num_depths": K}),
 }
 LEAST = {
@@ -86,15 +84,6 @@ def draft_what_followed(head: BlockHead, answers: list[list[int]]) -> None:
         first[before] = 12 * second[head.vocabulary.to_draft[token]]
 
 
-@torch.no_grad()
-def move_from_identity(head: DraftHead) -> None:
-    """Give the parts of DFlash2 that start as the identity an effect."""
-    source = torch.Generator().manual_seed(3)
-    for name, parameter in head.named_parameters():
-        if "_conv." in name or "successor" in name:
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=source))
-
-
 def texts_of(target: Target, head: DraftHead, suite: Suite, answers: list[list[int]]) -> Iterator[DraftBatch]:
     """Prompts and answers, for a start in closed form: without a step of training, drafts are accepted."""
     for prompt, answer in zip(suite.prompts, answers, strict=True):
@@ -121,7 +110,6 @@ def test_llama_server_keeps_the_text_and_accepts_as_many_drafts_as_we_do(
         draft_what_followed(head, answers)
     elif family != "draft_lm":
         head.begin_training(texts_of(target, head, suite, answers))
-    move_from_identity(head)
     save_head(head, tmp_path / "run" / "final")
     out, conversion = tmp_path / "out", Conversion(checkout, "f32", None if target_gguf.exists() else "f32")
     export_head(tmp_path / "run", out, to="llama.cpp", dtype="float32", conversion=conversion)
