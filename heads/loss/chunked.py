@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .cross_entropy import CLOSED, closed_mix
-from .functions import ALL_LOSSES, LossSpec, Rows, TargetRows, best_of, selected_ce
+from .functions import ALL_LOSSES, LossSpec, Rows, TargetRows
 
 # logits (the target's and the drafts') that exist at a time. On a CPU few enough for its cache; on a GPU as many as
 # fit, since every chunk is added to the gradient of the whole output layer
@@ -179,13 +179,8 @@ class Drafts:
                 of_chains = self.chain_weights[k, rows]
                 counted = of_chains if counted is None else counted * of_chains
             scale = self.coefficients[k] if counted is None else counted * self.coefficients[k]
-            is_closed = all(name in (*CLOSED, "selection") for name in drafted.spec.mix)
-            if grads is not None and is_closed:
+            if grads is not None and all(name in CLOSED for name in drafted.spec.mix):
                 values, best = closed_mix(drafted, raw, scale, num_guesses=self.num_guesses, out=grads[here])
-                if drafted.spec.select is not None:
-                    chosen, best, of_state = self._select(drafted, raw, scale, out=grads[here])
-                    values, by_state = values + chosen, torch.zeros_like(hidden) if by_state is None else by_state
-                    by_state[here] = of_state
             else:
                 drafted.__dict__["draft_logits"] = raw.float()
                 best = drafted.best(self.num_guesses)
@@ -209,22 +204,6 @@ class Drafts:
             of_hidden = of_hidden if by_state is None else of_hidden + by_state
             for k, rows, part in zip(depths, chains, of_hidden.split([len(rows) for rows in chains]), strict=True):
                 self.hidden_grads[k][rows] = part
-
-    def _select(self, rows: Rows, logits: Tensor, scale: Tensor, *, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The part of the mix that the choice among candidates has, by autograd over these alone: values [n], draft ids
-        as `Rows.best`, and the gradient of hidden. Args: logits: [n, Vd]. out: [n, Vd], gets that of the logits."""
-        spec, (unary, ids) = rows.spec, logits.topk(rows.spec.num_candidates, -1)
-        rows.__dict__["candidates"] = ids
-        leaves = [x.detach().requires_grad_() for x in (unary.float(), rows.hidden)]
-        with torch.enable_grad():
-            scores = spec.select(leaves[1], leaves[0], ids).float()  # pyright: ignore[reportOptionalCall]
-            values = spec.mix["selection"] * selected_ce(scores, ids, rows.draft_labels)
-            of_unary, of_hidden, *of_parameters = torch.autograd.grad(
-                (values * scale).sum(), [*leaves, *self.parameters], allow_unused=True
-            )
-        self._add(of_parameters)
-        out.scatter_add_(-1, ids, of_unary.to(out.dtype))
-        return values.detach(), ids.gather(-1, best_of(scores, min(self.num_guesses, scores.shape[-1]))), of_hidden
 
     def _differentiate(self, rows: Rows, scale: Tensor) -> tuple[Tensor, Tensor | float, Tensor | None]:
         """Any mix by autograd: values [n], and the gradients of draft_logits and of hidden (None if unused)."""

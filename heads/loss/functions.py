@@ -282,12 +282,8 @@ def confidence(rows: Rows) -> Tensor:
 def selection(rows: Rows) -> Tensor:
     """Cross entropy of the choice among a slot's candidates; a label that is none of them contributes zero (DFlash2:
     1.0 beside hard_ce 1.0)."""
-    return selected_ce(rows.selected(), rows.candidates, rows.draft_labels)
-
-
-def selected_ce(scores: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
-    """[n] `selection` of candidates with scores and draft ids [n, k], for labels [n]."""
-    return -(scores.log_softmax(-1) * (ids == labels[:, None])).sum(-1)
+    is_label = rows.candidates == rows.draft_labels[:, None]  # [n, k]
+    return -(rows.selected().log_softmax(-1) * is_label).sum(-1)
 
 
 LOSSES: dict[str, Callable[[Rows], Tensor]] = {

@@ -16,7 +16,6 @@ from headstart.heads.block import BlockConfig, default_feature_layers
 from headstart.heads.drafter import Reading
 from headstart.heads.drafting import StaticTree
 from headstart.heads.loss.chains import chain_starts, drawn_starts
-from headstart.heads.loss.cross_entropy import CLOSED
 from headstart.heads.nn.block_layer import attend_blocks
 from headstart.heads.nn.documents import Documents
 from headstart.heads.nn.mask_token import default_mask_token
@@ -404,23 +403,3 @@ def test_a_block_is_that_of_the_speculators_library(kind, sample_from_anchor, ti
             torch.testing.assert_close(ours[0, s][valid], found[valid], rtol=0, atol=1e-4)
             num_checked += int(valid.sum())
     assert num_checked > 30
-
-
-@pytest.mark.parametrize("cut", [None, 20])
-def test_the_selectors_gradients_over_candidates_alone_are_those_over_all_tokens(target, make_batch, monkeypatch, cut):
-    dflash2 = {"sample_from_anchor": False, "markov_rank": 0, "conv_group_size": 16, "selector_rank": 4}
-    options = {**dflash2, "num_depths": 3, "selector_top_k": 5, "output": "own"}
-    ids = None if cut is None else torch.arange(0, 3 * cut, 3)
-    head = build_head(BlockConfig(**options, draft_vocab_size=cut), target, draft_token_ids=ids, seed=1)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
-    batch, found = make_batch(target, head), []
-    for closed in (CLOSED, ()):
-        monkeypatch.setattr("headstart.heads.loss.chunked.CLOSED", closed)
-        head.zero_grad()
-        out = head.loss(batch)
-        out.loss.backward()
-        found.append([out.loss.detach(), out.depth_loss, out.hits.float(), *(p.grad for p in head.parameters())])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
