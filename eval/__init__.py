@@ -1,3 +1,3 @@
-"""Decoding and measuring. `generate` is the decoding loop over `engine`, which drafts and verifies; `verify` has the
-accept rules, `sampling` the target's choice of tokens. Then `drafters`, `suites`, `measurement`, `report` and `plan`.
+"""Decoding and measuring, in six rooms: `decoding` (`generate` and the engine), `drafters` (all but trained heads),
+`suites` (prompts), `measurement`, `report` and `plan`.
 """

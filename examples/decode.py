@@ -5,8 +5,8 @@ HEAD is a run's final/, an export or a hub id; without it, n-grams of the text s
 
 import sys
 
+from headstart.eval.decoding import generate
 from headstart.eval.drafters.registry import build_drafter
-from headstart.eval.generate import generate
 from headstart.eval.measurement.metrics import acceptance
 from headstart.heads.target import Target
 

@@ -7,8 +7,9 @@ prompts. A drafter on the host needs no more than a row that reads a text and dr
 import sys
 from collections.abc import Sequence
 
+from headstart.eval.decoding.draft_setting import chain
 from headstart.eval.drafters.host import RowText, TextDrafter
-from headstart.eval.measurement.config import MeasureConfig, chain
+from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.measure import measure
 from headstart.eval.suites.prompts import load_suite
 from headstart.heads.target import Target

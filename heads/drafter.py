@@ -92,7 +92,7 @@ class Drafter:
     def rehearse(self, state: Any, replay: Any, *, extent: int, depth: int, tree: Tree | None) -> None:
         """Before a round of a drafter on the host, if steps are recorded: record those that it runs on the device.
 
-        Args: replay: records and runs steps, see eval/replay.py. extent: as in `Reading`. depth: K, or the tree's.
+        Args: replay: records and runs steps, of eval/decoding. extent: as in `Reading`. depth: K, or the tree's.
         """
 
     def leave_out(self, prompts: Sequence[Sequence[int]], questions: Sequence[str] = ()) -> None:

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from ..configs.errors import BadInput
+from ..eval.decoding.draft_setting import DraftSetting, chain
 from ..eval.drafters.registry import build_drafters, parse_drafter, training_record
-from ..eval.measurement.config import DraftSetting, MeasureConfig, chain
+from ..eval.measurement.config import MeasureConfig
 from ..eval.measurement.result import TrainingRecord
 from ..eval.measurement.tree_search import TREE_NAMES, drafts_tree
 from ..heads.drafter import Drafter

@@ -11,7 +11,8 @@ from rich.progress import track
 
 from ..configs.errors import BadInput, printable
 from ..configs.terminal import PlainConsole
-from ..eval.measurement.config import DraftSetting, MeasureConfig
+from ..eval.decoding.draft_setting import DraftSetting
+from ..eval.measurement.config import MeasureConfig
 from ..eval.measurement.measure import Row, measure_all
 from ..eval.measurement.result import Result
 from ..eval.measurement.resume import TREE, BatchStore, settings_key

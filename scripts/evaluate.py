@@ -129,13 +129,14 @@ def evaluate(
     settings = {key: value for key, value in locals().items() if key not in ("output", "overwrite")}
 
     from ..configs.owned import OwnedFolder
-    from ..eval.measurement.config import MeasureConfig, chain
+    from ..eval.decoding.draft_setting import chain
+    from ..eval.decoding.replay import check_steps, default_steps
+    from ..eval.decoding.verify import ACCEPT_RULES
+    from ..eval.measurement.config import MeasureConfig
     from ..eval.measurement.resume import BatchStore
     from ..eval.measurement.servers.served import swept
-    from ..eval.replay import check_steps, default_steps
     from ..eval.report.recommendation import is_lossless
     from ..eval.suites.turns import with_every_turn
-    from ..eval.verify import ACCEPT_RULES
     from ..heads.loading import default_device
     from ..heads.target import Target
     from ..heads.targets.dtype import default_dtype
@@ -227,7 +228,7 @@ def served_files(
 def check_choices(*, accept: str, allow_lossy: bool, typical: tuple[float | None, float | None]) -> None:
     """Raises BadInput on an unknown accept rule, one that is not lossless without --allow-lossy, and parameters of
     another rule."""
-    from ..eval.verify import ACCEPT_RULES
+    from ..eval.decoding.verify import ACCEPT_RULES
 
     if accept not in ACCEPT_RULES:
         raise BadInput(f"--accept {accept}: expected one of {', '.join(ACCEPT_RULES)}")

@@ -91,13 +91,13 @@ def plan(
     settings = {key: value for key, value in locals().items() if key not in ("output", "overwrite")}
 
     from ..configs.owned import OwnedFolder
+    from ..eval.decoding.replay import default_steps
     from ..eval.measurement.config import MeasureConfig
     from ..eval.plan.accepting import evenly
     from ..eval.plan.budget import Budget, compiled_within
     from ..eval.plan.machine_profile import load_profile
     from ..eval.plan.planner import PlanConfig, Planner
     from ..eval.plan.served import ServedPlanner, exported_files
-    from ..eval.replay import default_steps
     from ..heads.loading import default_device
     from ..heads.target import Target
     from ..heads.targets.dtype import default_dtype

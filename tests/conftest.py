@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.eval.generate import generate
+from headstart.eval.decoding import generate
+from headstart.eval.decoding.sampling import Sampling, target_probs
 from headstart.eval.measurement import passes
-from headstart.eval.sampling import Sampling, target_probs
 from headstart.heads.base import DraftBatch, Proposal
 from headstart.heads.drafter import Drafter, Reading
 from headstart.heads.folder import fingerprint_of_tensors

@@ -10,10 +10,10 @@ from torch import Tensor
 from ..data_pipelines.loader import collate
 from ..data_pipelines.storage.samples import Sample
 from ..data_pipelines.storage.shard_file import StoredSample
-from ..eval.generate import generate
+from ..eval.decoding import generate
+from ..eval.decoding.replay import default_steps
 from ..eval.measurement.breakdown import part_of
 from ..eval.measurement.metrics import Acceptance, AcceptancePart, acceptance, expected_acceptance
-from ..eval.replay import default_steps
 from ..heads.base import DraftBatch, DraftHead
 from ..heads.nn.documents import Documents
 from ..heads.nn.target_output import TargetOutput

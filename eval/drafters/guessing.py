@@ -11,7 +11,7 @@ from torch import Tensor
 from ...heads.base import DraftHead
 from ...heads.drafter import Reading
 from ...heads.nn.target_output import TargetOutput
-from ..replay import Replay
+from ..decoding.replay import Replay
 from .unread import Unread
 
 MOST_READ = 2048  # positions that the head reads at a time

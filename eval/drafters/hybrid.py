@@ -9,7 +9,7 @@ import torch
 from ...heads.base import DraftHead
 from ...heads.drafter import Drafter, Reading
 from ...heads.drafting import Draws, Proposal, Tree
-from ..replay import Replay
+from ..decoding.replay import Replay
 from .answers import Answers
 from .asking import Asking
 from .guessing import Chain, Guessing

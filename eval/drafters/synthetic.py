@@ -12,7 +12,7 @@ from ...configs.errors import BadInput
 from ...heads.base import Proposal
 from ...heads.drafter import Drafter, Reading
 from ...heads.target import Target
-from ..generate import generate
+from ..decoding import generate
 
 MOST_DRAFTED = 64  # tokens per round
 

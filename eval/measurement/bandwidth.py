@@ -10,8 +10,8 @@ from torch import nn
 from transformers.cache_utils import CacheLayerMixin
 
 from ...heads.target import Target
-from ..generate import Generation
-from ..replay import Stopwatch
+from ..decoding.loop import Generation
+from ..decoding.replay import Stopwatch
 from .result import Bandwidth, Result
 
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}  # far larger than caches

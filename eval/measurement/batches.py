@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..generate import Generation
+from ..decoding.loop import Generation
 from ..suites.prompts import Suite
 from .metrics import row_seconds
 

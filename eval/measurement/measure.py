@@ -11,6 +11,7 @@ import torch
 from ...heads.base import DraftBatch, DraftHead
 from ...heads.drafter import Drafter
 from ...heads.target import Target
+from ..decoding.draft_setting import DraftSetting
 from ..suites.prompts import FailedPrompt, Suite
 from .bandwidth import cache_bytes
 from .batches import MeasuredBatch
@@ -24,7 +25,7 @@ from .breakdown import (
     draft_vocabulary,
     segment_label,
 )
-from .config import DraftSetting, MeasureConfig
+from .config import MeasureConfig
 from .disturbance import disturbance, step_medians
 from .lossless import LosslessReport, compare_texts
 from .metrics import expected_acceptance

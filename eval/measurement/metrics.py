@@ -10,7 +10,7 @@ from statistics import fmean
 from torch import Tensor
 
 from ...heads.base import ChainStarts
-from ..generate import Round
+from ..decoding.loop import Round
 
 Ends = tuple[float | None, float | None]  # of a 95 % interval; None, None: there is none
 WIDEST = 600.0  # of an interval's half, in log ratio: two entries and many choices would overflow

@@ -8,7 +8,7 @@ import numpy as np
 
 from ...configs.errors import BadInput, first_line
 from ...heads.target import Target
-from ..generate import Decoding
+from ..decoding.loop import Decoding
 from ..suites.prompts import FailedPrompt, Suite
 from .batches import MeasuredBatch, Side
 from .config import MeasureConfig

@@ -16,7 +16,7 @@ from ... import __version__
 from ...configs.files import locked, write_text
 from ...configs.jsonl import index_appended
 from ...heads.target import Target
-from ..generate import Generation, Round
+from ..decoding.loop import Generation, Round
 from ..suites.prompts import Suite
 from .environment import device_name
 

@@ -7,11 +7,13 @@ import torch
 
 from ...heads.drafter import Drafter
 from ...heads.target import Target
-from ..engine import Engine
-from ..generate import Decoding, Generation, Stop, check_request
-from ..sampling import Sampling
-from ..verify import AcceptRule
-from .config import DraftSetting, MeasureConfig
+from ..decoding.draft_setting import DraftSetting
+from ..decoding.engine import Engine
+from ..decoding.loop import Decoding, Generation, check_request
+from ..decoding.sampling import Sampling
+from ..decoding.stopping import Stop
+from ..decoding.verify import AcceptRule
+from .config import MeasureConfig
 from .lossless import Unproved
 from .proof.texts import first_unproved
 from .result import TrainingRecord

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...heads.target import Target
-from ..sampling import Sampling, target_probs
+from ..decoding.sampling import Sampling, target_probs
 from .proof.own_forward import own_logits
 
 SMALLEST_P = 1e-6  # a lossless run falls below this once in a million results

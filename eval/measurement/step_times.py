@@ -12,11 +12,12 @@ import torch
 from ...configs.errors import BadInput
 from ...heads.drafter import Drafter
 from ...heads.target import Target
-from ..engine import Engine
-from ..generate import Stop, Texts, prefill, run_round
-from ..replay import Stopwatch
-from ..sampling import Sampling
-from .config import DraftSetting
+from ..decoding.draft_setting import DraftSetting
+from ..decoding.engine import Engine
+from ..decoding.loop import Texts, prefill, run_round
+from ..decoding.replay import Stopwatch
+from ..decoding.sampling import Sampling
+from ..decoding.stopping import Stop
 from .runner import build_engine
 
 NUM_ROUNDS = 8  # timed per cell and pass

@@ -8,11 +8,12 @@ import torch
 
 from ...heads.drafting import StaticTree, Tree
 from ...heads.target import Target
+from ..decoding.draft_setting import DraftSetting
+from ..decoding.verify import TypicalAcceptance
 from ..suites.prompts import FailedPrompt, Suite
-from ..verify import TypicalAcceptance
 from .bandwidth import baseline_bandwidth
 from .batches import MeasuredBatch, Side, summed_seconds, timed_seconds, timed_units
-from .config import DraftSetting, MeasureConfig
+from .config import MeasureConfig
 from .metrics import Acceptance, Ends, acceptance, calibration, conventions, ratio_and_interval, row_counts
 from .repetition import Repetition, TextRepetition, WithoutLoops, text_repetition
 from .result import FixedTreeShape, Observation, Result, Timing, TreeLimits

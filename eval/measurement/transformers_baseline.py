@@ -12,10 +12,11 @@ import torch
 from ...heads.drafter import Drafter
 from ...heads.loading import quiet_loading
 from ...heads.target import Target
+from ..decoding.draft_setting import chain
 from ..drafters.draft_model import DraftModelDrafter
 from ..drafters.lookup import NgramDrafter
 from ..suites.prompts import FailedPrompt, Suite
-from .config import MeasureConfig, chain
+from .config import MeasureConfig
 from .lossless import LosslessReport, Unproved, compare_texts
 from .passes import measure_parts
 from .proof.own_forward import generation_config

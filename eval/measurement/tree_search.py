@@ -11,10 +11,10 @@ from ...heads.base import DraftBatch, DraftHead
 from ...heads.drafter import Drafter
 from ...heads.drafting import DynamicTree, StaticTree, Tree
 from ...heads.target import Target
-from ..generate import generate
-from ..sampling import Sampling
+from ..decoding import generate
+from ..decoding.draft_setting import DraftSetting, chains, draft_length
+from ..decoding.sampling import Sampling
 from ..suites.prompts import Suite
-from .config import DraftSetting, chains, draft_length
 from .step_times import interpolate, measure_step_times, most_tokens
 
 Accuracies = list[list[float]]  # [depth][rank]: P(the rank-th guess at a depth is right | the path to it is right)

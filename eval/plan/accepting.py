@@ -9,8 +9,9 @@ import torch
 from ...configs.errors import BadInput
 from ...heads.drafter import Drafter
 from ...heads.target import Target
-from ..generate import generate
-from ..measurement.config import DraftSetting, MeasureConfig
+from ..decoding import generate
+from ..decoding.draft_setting import DraftSetting
+from ..measurement.config import MeasureConfig
 from ..measurement.metrics import acceptance
 from ..measurement.passes import seed_of
 from ..measurement.runner import Runner

@@ -11,12 +11,13 @@ import torch
 
 from ...heads.drafter import Drafter
 from ...heads.target import Target
-from ..generate import Stop, Texts, prefill, run_round
+from ..decoding.draft_setting import DraftSetting
+from ..decoding.loop import Texts, prefill, run_round
+from ..decoding.replay import Stopwatch
+from ..decoding.sampling import Sampling
+from ..decoding.stopping import Stop
 from ..measurement import step_times
-from ..measurement.config import DraftSetting
 from ..measurement.runner import build_engine
-from ..replay import Stopwatch
-from ..sampling import Sampling
 
 # the share of the seconds at which each stage must end; unused time goes to later stages
 ENDS = {"texts": 0.15, "trees": 0.22, "acceptance": 0.45, "step times": 0.65, "check": 0.85, "load": 0.95}

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from ...heads.drafting import DynamicTree, StaticTree
 from ...heads.export.llamacpp import server_flags
 from ...heads.export.write import sglang_flags
-from ..measurement.config import DraftSetting
+from ..decoding.draft_setting import DraftSetting
 from .prediction import LEAST_GAIN, Accepted, Cell, StepTimes, recommend, steady_speedup
 
 

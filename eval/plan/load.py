@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..measurement.config import DraftSetting
+from ..decoding.draft_setting import DraftSetting
 from .engine_settings import ScheduleRange
 from .prediction import Accepted, StepTimes, Workload
 

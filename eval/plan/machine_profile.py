@@ -14,8 +14,8 @@ from ...configs.errors import BadInput
 from ...configs.jsonl import loads
 from ...heads.drafter import Drafter, Reading
 from ...heads.target import Target
+from ..decoding.draft_setting import DraftSetting
 from ..measurement.bandwidth import key_bytes, weight_bytes
-from ..measurement.config import DraftSetting
 from ..measurement.runner import build_engine
 from ..measurement.step_times import StepTime
 

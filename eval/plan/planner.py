@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from ...heads.base import DraftHead
 from ...heads.drafter import Drafter
 from ...heads.target import Target
-from ..measurement.config import DraftSetting, chains
+from ..decoding.draft_setting import DraftSetting, chains
 from ..measurement.step_times import NUM_PASSES, StepTable, StepTime, measure_step_times, most_tokens
 from ..measurement.tree_search import NUM_CALIBRATION, SHAPED_TREES, drafts_tree, hold_out
 from ..suites.prompts import Suite

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Protocol
 
-from ..measurement.config import DraftSetting
+from ..decoding.draft_setting import DraftSetting
 from ..measurement.metrics import LEAST_TIMED, Acceptance, ratio_and_interval
 from ..measurement.step_times import StepTime
 from ..measurement.summary import rounded

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ...configs.errors import BadInput
-from ..measurement.config import DraftSetting, MeasureConfig
+from ..decoding.draft_setting import DraftSetting
+from ..measurement.config import MeasureConfig
 from ..measurement.metrics import LEAST_TIMED
 from ..measurement.result import Result
 from ..measurement.servers.llama_server import ServerFiles

@@ -11,12 +11,14 @@ import torch
 
 from ...heads.drafter import Drafter
 from ...heads.target import Target
-from ..continuous import stacked, take_row
-from ..engine import DecodeState, Engine
-from ..generate import Stop, Texts, prefill, run_round
-from ..measurement.config import DraftSetting, MeasureConfig
+from ..decoding.continuous import stacked, take_row
+from ..decoding.draft_setting import DraftSetting
+from ..decoding.engine import DecodeState, Engine
+from ..decoding.loop import Texts, prefill, run_round
+from ..decoding.replay import Stopwatch
+from ..decoding.stopping import Stop
+from ..measurement.config import MeasureConfig
 from ..measurement.runner import build_engine
-from ..replay import Stopwatch
 from .load import ServedRequest
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from ..decoding.verify import ACCEPT_RULES
 from ..measurement.metrics import LEAST_TIMED, Ends, ratio_and_interval
 from ..measurement.repetition import WithoutLoops
 from ..measurement.result import ENGINE, LLAMA_CPP, DomainPart, Result, StepMedians
-from ..verify import ACCEPT_RULES
 
 Interval = tuple[float, float]
 Figures = Result | DomainPart | StepMedians | WithoutLoops  # whatever has a speedup with its interval

@@ -14,7 +14,7 @@ from ...heads.chat.messages import Message
 from ...heads.chat.prompts import ChatTemplate
 from ...heads.chat.rows import UnusableRow
 from ...heads.target import Target
-from ..generate import generate
+from ..decoding import generate
 from ..measurement.config import MeasureConfig
 from .prompts import FailedPrompt, PromptSource, Script, Suite, check_ids, last_question
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from ...configs.errors import BadInput
-from ...eval.measurement.config import DraftSetting, chain
+from ...eval.decoding.draft_setting import DraftSetting, chain
+from ...eval.decoding.replay import default_steps
 from ...eval.measurement.step_times import TimedCell
-from ...eval.replay import default_steps
 from ...heads.base import DraftHead
 from ...heads.fit import NoSkeleton, build_skeleton_head, load_skeleton
 from ...heads.loading import TargetConfig

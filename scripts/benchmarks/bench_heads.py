@@ -23,7 +23,8 @@ from ...configs.errors import BadInput
 from ...configs.jsonl import read_appended
 from ...configs.loader import build, read_config
 from ...data_pipelines.config import DataConfig
-from ...eval.measurement.config import MeasureConfig, chain
+from ...eval.decoding.draft_setting import chain
+from ...eval.measurement.config import MeasureConfig
 from ...eval.measurement.environment import device_name
 from ...eval.measurement.measure import measure
 from ...eval.suites.prompts import load_suite

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ...eval.decoding.draft_setting import DraftSetting, chains
 from ...eval.drafters.synthetic import BlankDrafter, SyntheticDrafter, expected_length
 from ...eval.measurement.bandwidth import bytes_per_step
-from ...eval.measurement.config import DraftSetting, MeasureConfig, chains
+from ...eval.measurement.config import MeasureConfig
 from ...eval.measurement.measure import measure
 from ...eval.measurement.step_times import NUM_ROUNDS, TimedCell, check_room
 from ...eval.suites.prompts import Suite

@@ -9,7 +9,7 @@ from rich.progress import track
 
 from ...configs.files import write_text
 from ...configs.jsonl import read_jsonl
-from ...eval.generate import generate
+from ...eval.decoding import generate
 from ...heads.chat.prompts import prompt_ids
 from ...heads.target import Target
 

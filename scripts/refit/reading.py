@@ -18,7 +18,7 @@ from ...data_pipelines.sources import Row
 from ...data_pipelines.storage.samples import Sample
 from ...data_pipelines.storage.shard_file import StoredSample
 from ...data_pipelines.traffic import Served
-from ...eval.generate import generate
+from ...eval.decoding import generate
 from ...eval.measurement.metrics import expected_acceptance
 from ...heads.base import ChainStarts, DraftBatch, DraftHead
 from ...heads.nn.target_output import TargetOutput

@@ -113,7 +113,7 @@ def drafts() -> Tasks:
 
 def drafts_of(variant: str, way: str) -> dict[str, Any]:
     """Texts of `generate`, what each round drafted and accepted, and the drafted tokens."""
-    from headstart.eval.generate import generate
+    from headstart.eval.decoding import generate
     from headstart.heads import drafting
 
     target, head = loaded(variant)

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.eval.generate import generate
-from headstart.eval.measurement.config import MeasureConfig, chain
+from headstart.eval.decoding import generate
+from headstart.eval.decoding.draft_setting import chain
+from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.metrics import acceptance
 from headstart.eval.suites.prompts import Suite

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.eval import verify
-from headstart.eval.generate import generate
+from headstart.eval.decoding import generate, verify
 from headstart.eval.measurement.metrics import acceptance, expected_acceptance
 from headstart.heads.base import DraftBatch, DraftHead, chain_starts
 from headstart.heads.drafter import Reading
@@ -172,7 +171,7 @@ def test_a_lossy_engine_is_caught(head_type, mutation, tiny_target, monkeypatch,
         return (accepted(chosen, drafted) + 1).clamp(max=drafted.shape[1])
 
     name, broken = ("choose", greedy_behind) if "greedy" in mutation else ("accept_chain", one_too_many)
-    monkeypatch.setattr(f"headstart.eval.verify.{name}", broken)
+    monkeypatch.setattr(f"headstart.eval.decoding.verify.{name}", broken)
     assert chi_square(target, head) > 3
 
 

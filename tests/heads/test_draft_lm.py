@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from headstart.configs.errors import BadInput
+from headstart.eval.decoding import generate
 from headstart.eval.drafters.registry import build_drafter
-from headstart.eval.generate import generate
 from headstart.heads import draft_lm
 from headstart.heads.adapters import merged_state
 from headstart.heads.base import DraftBatch

@@ -6,7 +6,7 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.configs.loader import build, read_config, shipped
-from headstart.eval.generate import generate
+from headstart.eval.decoding import generate
 from headstart.heads.base import DraftBatch, chain_starts
 from headstart.heads.drafter import Reading
 from headstart.heads.drafting import DynamicTree, StaticTree, draft_static

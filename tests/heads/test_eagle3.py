@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.eval.generate import generate
+from headstart.eval.decoding import generate
 from headstart.heads.drafter import Reading
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.eagle3 import Eagle3Config

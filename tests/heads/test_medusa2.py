@@ -4,8 +4,8 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.configs.loader import build, read_config, shipped
+from headstart.eval.decoding import generate
 from headstart.eval.drafters.registry import build_drafters
-from headstart.eval.generate import generate
 from headstart.eval.report.document import build_report
 from headstart.heads.folder import fingerprint_of_tensors
 from headstart.heads.medusa import MedusaConfig, MedusaHead

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.eval import engine as engine_module
-from headstart.eval.generate import Stop, Texts, generate, prefill
-from headstart.eval.replay import Stopwatch
+from headstart.eval.decoding import engine as engine_module
+from headstart.eval.decoding.loop import Texts, generate, prefill
+from headstart.eval.decoding.replay import Stopwatch
+from headstart.eval.decoding.stopping import Stop
 from headstart.heads.base import DraftBatch
 from headstart.heads.drafter import Reading
 from headstart.heads.drafting import DynamicTree, StaticTree

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.eval.generate import generate
+from headstart.eval.decoding import generate
 from headstart.heads.base import DraftBatch
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.export.check import check_folder

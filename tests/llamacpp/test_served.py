@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from headstart.data_pipelines.parallel import chunks
-from headstart.eval.generate import generate
+from headstart.eval.decoding import generate
 from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.servers.llama_server import ServerFiles
 from headstart.eval.measurement.servers.served import measure_served

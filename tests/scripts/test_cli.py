@@ -108,7 +108,7 @@ def test_a_text_that_differs_is_exit_code_1(
     temperature, headstart, head_folder, saved_target, prompts, tmp_path, monkeypatch
 ):
     """A bonus token chosen behind a rejected draft: the report is written and the command fails."""
-    from headstart.eval.verify import ACCEPT_RULES, AcceptRule, exact
+    from headstart.eval.decoding.verify import ACCEPT_RULES, AcceptRule, exact
 
     def one_too_far(drafted):
         accepted = exact(drafted)

@@ -5,7 +5,8 @@ import shlex
 import sys
 
 import pytest
-from headstart.eval.measurement.config import MeasureConfig, chain
+from headstart.eval.decoding.draft_setting import chain
+from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.runner import Runner
 from headstart.heads.target import Target
 from headstart.scripts import cli

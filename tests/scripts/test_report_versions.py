@@ -42,8 +42,9 @@ def measured(saved_target, tmp_path_factory) -> Path:
     built = build_head(HEADS["medusa"].config_class(type="medusa", num_depths=2), target)
     head = save_head(built, folder / "head", training={"max_length": 64})
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"w1 w{5 + i} w9"}) + "\n" for i in range(4)))
+    from headstart.eval.decoding.draft_setting import chain
     from headstart.eval.drafters.registry import build_drafter, training_record
-    from headstart.eval.measurement.config import MeasureConfig, chain
+    from headstart.eval.measurement.config import MeasureConfig
     from headstart.eval.measurement.measure import measure
     from headstart.eval.measurement.result import TrainingRecord
     from headstart.eval.report.document import build_report, write_report

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import yaml
 from headstart.configs.errors import BadInput, first_line
+from headstart.eval.decoding import generate
 from headstart.eval.drafters.draft_model import DraftModelDrafter
 from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
-from headstart.eval.generate import generate
 from headstart.heads.drafter import Drafter
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.export.check import check_export

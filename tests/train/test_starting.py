@@ -7,7 +7,7 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.data_pipelines import vocab
-from headstart.eval.generate import generate
+from headstart.eval.decoding import generate
 from headstart.heads.export.write import export_head
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.registry import HEADS, build_head, load_head, save_head

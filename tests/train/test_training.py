@@ -9,7 +9,7 @@ from accelerate.state import AcceleratorState
 from headstart.configs.errors import BadInput
 from headstart.configs.jsonl import read_appended
 from headstart.configs.owned import LOCK
-from headstart.eval.generate import generate
+from headstart.eval.decoding import generate
 from headstart.heads.registry import load_head
 from headstart.heads.target import Target
 from headstart.train import trainer

@@ -7,8 +7,7 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.configs.jsonl import read_appended
-from headstart.eval import replay
-from headstart.eval.generate import generate
+from headstart.eval.decoding import generate, replay
 from headstart.eval.measurement.metrics import AcceptancePart, acceptance
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.registry import load_head

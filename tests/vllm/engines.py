@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from headstart.eval.engine import Engine
-from headstart.eval.generate import Stop, decode, generate
-from headstart.eval.sampling import Sampling
+from headstart.eval.decoding.engine import Engine
+from headstart.eval.decoding.loop import decode, generate
+from headstart.eval.decoding.sampling import Sampling
+from headstart.eval.decoding.stopping import Stop
 from headstart.heads.base import DraftHead
 from headstart.heads.target import Target
 from headstart.train.config import load_run

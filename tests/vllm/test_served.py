@@ -21,8 +21,8 @@ from engines import (
 )
 from headstart.configs.errors import BadInput
 from headstart.data_pipelines.parallel import chunks
-from headstart.eval.continuous import num_shared
-from headstart.eval.generate import generate
+from headstart.eval.decoding import generate
+from headstart.eval.decoding.continuous import num_shared
 from headstart.heads.export.check import check_folder
 from headstart.heads.export.write import export_head
 from headstart.heads.importing.gguf import cache_folder

@@ -9,8 +9,8 @@ from torch import Tensor
 from ....configs.errors import BadInput
 from ....heads.drafting import Proposal
 from ....heads.targets.prompts import read_again
-from ...engine import DecodeState, Engine
-from ...generate import right_padded
+from ...decoding.engine import DecodeState, Engine
+from ...decoding.loop import right_padded
 from ...suites.prompts import Suite
 from ..runner import Runner
 from .own_forward import below_best, first_not_own, own_logits, own_step_logits, rounding

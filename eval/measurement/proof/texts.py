@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from ....heads.targets.prompts import read_again
-from ...engine import Engine
-from ...generate import Generation, Round, Stop, right_padded
+from ...decoding.engine import Engine
+from ...decoding.loop import Generation, Round, right_padded
+from ...decoding.stopping import Stop
 from ..lossless import Unproved
 from .own_forward import first_not_own
 

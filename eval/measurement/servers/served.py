@@ -9,9 +9,10 @@ from typing import Any
 
 from ....configs.errors import BadInput
 from ....heads.target import Target
+from ...decoding.draft_setting import chain
 from ...drafters.llamacpp_cache import MOST_DRAFTED
 from ...suites.prompts import Suite
-from ..config import MeasureConfig, chain
+from ..config import MeasureConfig
 from ..lossless import compare_texts
 from ..passes import measure_parts
 from ..result import SERVER, Result

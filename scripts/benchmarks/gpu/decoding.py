@@ -21,12 +21,14 @@ from unittest.mock import patch
 
 import torch
 
-from ....eval import engine as engine_module
-from ....eval.continuous import Asked, answer_continuously
+from ....eval.decoding import engine as engine_module
+from ....eval.decoding.continuous import Asked, answer_continuously
+from ....eval.decoding.draft_setting import DraftSetting, chain
+from ....eval.decoding.engine import Engine
+from ....eval.decoding.loop import decode
+from ....eval.decoding.stopping import Stop
 from ....eval.drafters.registry import build_drafter
-from ....eval.engine import Engine
-from ....eval.generate import Stop, decode
-from ....eval.measurement.config import DraftSetting, MeasureConfig, chain
+from ....eval.measurement.config import MeasureConfig
 from ....eval.measurement.environment import device_name
 from ....eval.measurement.measure import measure
 from ....eval.measurement.step_times import TimedCell

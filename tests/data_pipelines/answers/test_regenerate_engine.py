@@ -8,13 +8,12 @@ import typer
 from headstart.configs.errors import BadInput
 from headstart.configs.jsonl import read_jsonl
 from headstart.data_pipelines.answers.conversations import ChatRequest, Failure, SamplingConfig
-from headstart.eval import continuous, replay
-from headstart.eval.generate import generate
+from headstart.eval.decoding import continuous, generate, replay
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.registry import HEADS, build_head, save_head
 from headstart.heads.target import Target
 from headstart.scripts.data import regenerate as data_regenerate
-from headstart.scripts.data.regenerate import EngineAnswers, regenerate
+from headstart.scripts.data.engine_answers import EngineAnswers, regenerate
 from transformers import AutoTokenizer
 
 TEMPLATE = (

@@ -22,7 +22,7 @@ from headstart.data_pipelines.traffic import read_traffic
 from headstart.eval.drafters.answers import load_answers
 from headstart.heads.target import Target
 from headstart.scripts.auto.data import answer_ids_of
-from headstart.scripts.data.regenerate import EngineAnswers
+from headstart.scripts.data.engine_answers import EngineAnswers
 
 CONFIG = DataConfig(train="", max_length=512)
 SAMPLING = SamplingConfig(temperature=1.0, max_tokens=24)
@@ -112,7 +112,7 @@ def test_turns_that_follow_each_other_are_one_sequence(make, monkeypatch):
     target = make(READS_CALLS.replace("\n", ""))
     end, *letters = target.tokenizer.convert_tokens_to_ids(["<|im_end|>", "o", "x"])  # which are tokenised as they are
     decoded = type("Decoded", (), {"token_ids": [[*letters, end]]})
-    monkeypatch.setattr("headstart.eval.generate.generate", lambda *_, **__: decoded)
+    monkeypatch.setattr("headstart.scripts.data.engine_answers.generate", lambda *_, **__: decoded)
     [row], [turns] = answered(target, turns=2, number=1)
     [sequence] = row["written_ids"]["sequences"]
     assert [index for index, *_ in sequence["turns"]] == [1, 3]

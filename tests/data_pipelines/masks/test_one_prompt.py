@@ -12,7 +12,7 @@ from headstart.data_pipelines.config import DataConfig
 from headstart.data_pipelines.masks.chat import encode_row
 from headstart.data_pipelines.sources import Row
 from headstart.eval.suites.prompts import build_suite
-from headstart.scripts.data.regenerate import EngineAnswers
+from headstart.scripts.data.engine_answers import EngineAnswers
 
 pytest.importorskip("hypothesis", reason="the dev extra has it")
 from hypothesis import HealthCheck, assume, given, settings

@@ -6,6 +6,8 @@ import struct
 
 import pytest
 from headstart.configs.errors import BadInput
+from headstart.eval.decoding import generate
+from headstart.eval.decoding.draft_setting import chain
 from headstart.eval.drafters.answers import Answers, load_answers
 from headstart.eval.drafters.hybrid import HybridDrafter
 from headstart.eval.drafters.llamacpp_cache import write_cache
@@ -13,8 +15,7 @@ from headstart.eval.drafters.lookup import SuffixDrafter
 from headstart.eval.drafters.rates import Rates
 from headstart.eval.drafters.registry import build_drafter
 from headstart.eval.drafters.suffix import SuffixRow, SuffixTrie
-from headstart.eval.generate import generate
-from headstart.eval.measurement.config import MeasureConfig, chain
+from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.resume import identity
 from headstart.eval.plan.planner import PlanConfig, Planner

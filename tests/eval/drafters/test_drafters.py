@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 from headstart.configs.errors import BadInput
+from headstart.eval.decoding import generate
 from headstart.eval.drafters.draft_model import DraftModelDrafter, has_tokenizer_of
 from headstart.eval.drafters.lookup import NgramDrafter, SuffixDrafter
 from headstart.eval.drafters.registry import build_drafter, build_drafters, parse_drafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
-from headstart.eval.generate import generate
 from headstart.eval.measurement.metrics import acceptance
 from headstart.heads.drafter import Drafter, Reading
 from headstart.heads.nn.target_output import TargetOutput

@@ -3,16 +3,18 @@
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.eval import replay
+from headstart.eval.decoding import replay
+from headstart.eval.decoding.draft_setting import chain
+from headstart.eval.decoding.engine import Engine
+from headstart.eval.decoding.loop import decode, generate
+from headstart.eval.decoding.stopping import Stop
 from headstart.eval.drafters.asking import DRAFT_COST, EXPLORED, FIRST, Asking
 from headstart.eval.drafters.guessing import Guess
 from headstart.eval.drafters.hybrid import HybridDrafter, HybridRow
 from headstart.eval.drafters.lookup import SuffixDrafter
 from headstart.eval.drafters.rates import MATCH_RATES, PROBABILITIES, PROBABILITY_RATES, HitRates, Rates
 from headstart.eval.drafters.suffix import SuffixRow, SuffixTrie, filled
-from headstart.eval.engine import Engine
-from headstart.eval.generate import Stop, decode, generate
-from headstart.eval.measurement.config import MeasureConfig, chain
+from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.resume import identity
 from headstart.eval.measurement.sampling_check import check_sampling

@@ -5,14 +5,16 @@ from typing import Any
 import pytest
 import torch
 from headstart.configs.errors import BadInput
+from headstart.eval.decoding.draft_setting import DraftSetting
+from headstart.eval.decoding.engine import Engine
+from headstart.eval.decoding.loop import Texts, decode, generate, prefill
+from headstart.eval.decoding.replay import Stopwatch
+from headstart.eval.decoding.stopping import Stop
 from headstart.eval.drafters.sparse_self import NUM_OBSERVED, NUM_SINKS, SparseSelfDrafter
-from headstart.eval.engine import Engine
-from headstart.eval.generate import Stop, Texts, decode, generate, prefill
-from headstart.eval.measurement.config import DraftSetting, MeasureConfig
+from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.metrics import acceptance
 from headstart.eval.plan.load import ServedRequest
 from headstart.eval.plan.server import LiveServer
-from headstart.eval.replay import Stopwatch
 from headstart.heads.nn.cache import SlotCache
 from headstart.heads.target import Target
 

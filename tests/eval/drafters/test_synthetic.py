@@ -2,8 +2,8 @@
 
 import pytest
 from headstart.configs.errors import BadInput
+from headstart.eval.decoding import generate
 from headstart.eval.drafters.synthetic import BlankDrafter, SyntheticDrafter, expected_length
-from headstart.eval.generate import generate
 from headstart.eval.measurement.metrics import acceptance
 from headstart.heads.registry import HEADS, build_head
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from headstart.configs.errors import BadInput
+from headstart.eval.decoding import generate
 from headstart.eval.drafters.draft_model import DraftModelDrafter
 from headstart.eval.drafters.registry import build_drafter
 from headstart.eval.drafters.translated import Tail, TranslatedDrafter, TranslatedRow, Vocabulary
-from headstart.eval.generate import generate
 from headstart.heads.drafter import Reading
 from headstart.heads.folder import fingerprint_of_tensors
 from headstart.heads.nn.target_output import TargetOutput

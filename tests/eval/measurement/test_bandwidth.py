@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from headstart.eval.generate import Generation, Round
+from headstart.eval.decoding.draft_setting import chain
+from headstart.eval.decoding.loop import Generation, Round
 from headstart.eval.measurement import environment
 from headstart.eval.measurement.bandwidth import (
     baseline_bandwidth,
@@ -16,7 +17,7 @@ from headstart.eval.measurement.bandwidth import (
     weight_bytes,
     with_share,
 )
-from headstart.eval.measurement.config import MeasureConfig, chain
+from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.result import ENGINE, Bandwidth, Result
 from headstart.eval.measurement.summary import unmeasured
@@ -124,7 +125,7 @@ def test_nothing_decoded_has_no_bandwidth(target):
 def test_a_copy_counts_what_is_read_and_what_is_written(monkeypatch):
     """Under a clock that says 0.1, 0.4, 0.2, 0.3 seconds: the first copy, which touches fresh pages, is left out."""
     times = iter([0.0, 0.1, 1.0, 1.4, 2.0, 2.2, 3.0, 3.3])
-    monkeypatch.setattr("headstart.eval.generate.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("headstart.eval.decoding.loop.time.perf_counter", lambda: next(times))
     monkeypatch.setattr("headstart.eval.measurement.bandwidth.COPY_BYTES", {"cpu": 1000})
     assert copy_bandwidth(torch.device("cpu")) == pytest.approx(2 * 1000 / 0.3)
 

@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from headstart.eval.decoding.draft_setting import chain
+from headstart.eval.decoding.loop import Generation
 from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.drafters.registry import training_record
-from headstart.eval.generate import Generation
 from headstart.eval.measurement.batches import MeasuredBatch, Side
 from headstart.eval.measurement.breakdown import asked_as_trained, beyond_training, draft_vocabulary
-from headstart.eval.measurement.config import MeasureConfig, chain
+from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.metrics import AcceptancePart
 from headstart.eval.measurement.result import ENGINE, BeyondTraining, DraftVocabulary, PromptEnding, TrainingRecord

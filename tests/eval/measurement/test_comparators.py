@@ -3,9 +3,10 @@
 import time
 
 import pytest
+from headstart.eval.decoding.draft_setting import chain
 from headstart.eval.drafters.draft_model import DraftModelDrafter
 from headstart.eval.drafters.lookup import NgramDrafter, SuffixDrafter
-from headstart.eval.measurement.config import MeasureConfig, chain
+from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.lossless import LosslessReport
 from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.result import Bandwidth

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from headstart.eval.decoding.draft_setting import chain
+from headstart.eval.decoding.loop import Generation, Round
 from headstart.eval.drafters.lookup import NgramDrafter
-from headstart.eval.generate import Generation, Round
 from headstart.eval.measurement import disturbance as noticing
 from headstart.eval.measurement import passes
 from headstart.eval.measurement.batches import MeasuredBatch, Side
-from headstart.eval.measurement.config import MeasureConfig, chain
+from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.disturbance import (
     IMPOSSIBLE,
     OTHERS,

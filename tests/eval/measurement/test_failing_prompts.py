@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from headstart.configs.errors import BadInput
+from headstart.eval.decoding.draft_setting import chain
 from headstart.eval.drafters.lookup import NgramDrafter
-from headstart.eval.measurement.config import MeasureConfig, chain
+from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.transformers_baseline import compare_transformers
 from headstart.eval.report.console import failure_words

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 from headstart.configs.errors import BadInput
+from headstart.eval.decoding.draft_setting import chain
 from headstart.eval.drafters.answers import Answers
 from headstart.eval.drafters.llamacpp_cache import write_cache
 from headstart.eval.drafters.lookup import NgramDrafter
-from headstart.eval.measurement.config import MeasureConfig, chain
+from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.resume import BatchStore
 from headstart.eval.measurement.servers.beside import compare_llama_server
 from headstart.eval.measurement.servers.llama_server import Answer, LlamaServer, ServerFiles

@@ -5,15 +5,16 @@ from functools import lru_cache
 
 import pytest
 import torch
+from headstart.eval.decoding.draft_setting import DraftSetting, chain
+from headstart.eval.decoding.loop import Generation
+from headstart.eval.decoding.verify import ACCEPT_RULES, AcceptRule, exact
 from headstart.eval.drafters.draft_model import DraftModelDrafter
 from headstart.eval.drafters.lookup import NgramDrafter
-from headstart.eval.generate import Generation
 from headstart.eval.measurement import measure as measuring
-from headstart.eval.measurement.config import DraftSetting, MeasureConfig, chain
+from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.lossless import Divergence, LosslessReport, compare_texts
 from headstart.eval.measurement.measure import measure
 from headstart.eval.suites.prompts import Suite
-from headstart.eval.verify import ACCEPT_RULES, AcceptRule, exact
 from headstart.heads.decoders.cpu.build import kernels
 from headstart.heads.decoders.cpu.decoder import CpuLayers
 from headstart.heads.drafter import Drafter

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 from headstart.configs.errors import BadInput
+from headstart.eval.decoding.draft_setting import chain
+from headstart.eval.decoding.loop import Generation, Round, generate
 from headstart.eval.drafters.lookup import NgramDrafter
-from headstart.eval.generate import Generation, Round, generate
 from headstart.eval.measurement.bandwidth import with_share
 from headstart.eval.measurement.batches import MeasuredBatch, Side
-from headstart.eval.measurement.config import MeasureConfig, chain
+from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.lossless import LosslessReport
 from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.metrics import acceptance, ratio_and_interval

@@ -4,7 +4,7 @@ from math import log
 
 import pytest
 import torch
-from headstart.eval.generate import Round
+from headstart.eval.decoding.loop import Round
 from headstart.eval.measurement.metrics import (
     LEAST_TIMED,
     acceptance,

@@ -3,10 +3,12 @@
 import pytest
 import torch
 from headstart.configs.errors import BadInput
+from headstart.eval.decoding import generate
+from headstart.eval.decoding.draft_setting import chain
+from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.drafters.lookup import NgramDrafter
-from headstart.eval.generate import generate
 from headstart.eval.measurement import passes
-from headstart.eval.measurement.config import MeasureConfig, chain
+from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.proof import baseline, own_forward, texts
 from headstart.eval.measurement.proof.baseline import check_baseline
@@ -19,7 +21,6 @@ from headstart.eval.measurement.proof.own_forward import (
 )
 from headstart.eval.measurement.runner import Runner
 from headstart.eval.measurement.sampling_check import check_sampling
-from headstart.eval.sampling import Sampling
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.nn import cache as caches
 from headstart.heads.nn.attention import NAME as GROUPED_ATTENTION

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from headstart.eval.decoding import generate
+from headstart.eval.decoding.draft_setting import chain
 from headstart.eval.drafters.lookup import NgramDrafter, SuffixDrafter
-from headstart.eval.generate import generate
 from headstart.eval.measurement import measure as module
 from headstart.eval.measurement import passes
 from headstart.eval.measurement.bandwidth import cache_bytes
-from headstart.eval.measurement.config import MeasureConfig, chain
+from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.measure import measure, measure_all, most_at_once
 from headstart.eval.measurement.passes import decode_by_turns
 from headstart.eval.measurement.runner import Contender, Runner

@@ -1,7 +1,7 @@
 """Texts that repeat themselves are told from those that do not; the figures without them are of the others alone."""
 
 import pytest
-from headstart.eval.generate import Generation, Round
+from headstart.eval.decoding.loop import Generation, Round
 from headstart.eval.measurement.batches import MeasuredBatch, Side, timed_seconds
 from headstart.eval.measurement.repetition import longest_loop, repeated_share, text_repetition
 from headstart.eval.measurement.summary import repetitions, without_loops

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 from headstart.configs.errors import BadInput
+from headstart.eval.decoding.draft_setting import chain
 from headstart.eval.drafters.lookup import NgramDrafter, SuffixDrafter
 from headstart.eval.measurement import measure
 from headstart.eval.measurement import transformers_baseline as comparators
-from headstart.eval.measurement.config import MeasureConfig, chain
+from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.resume import BatchStore, identity
 from headstart.eval.measurement.runner import Runner
 from headstart.eval.measurement.transformers_baseline import compare_transformers

@@ -5,15 +5,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from headstart.eval import verify
-from headstart.eval.engine import Engine
-from headstart.eval.generate import Stop, decode
-from headstart.eval.measurement.config import DraftSetting, MeasureConfig, chain
+from headstart.eval.decoding import verify
+from headstart.eval.decoding.draft_setting import DraftSetting, chain
+from headstart.eval.decoding.engine import Engine
+from headstart.eval.decoding.loop import decode
+from headstart.eval.decoding.sampling import Sampling
+from headstart.eval.decoding.stopping import Stop
+from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.passes import seed_of
 from headstart.eval.measurement.sampling_check import SMALLEST_P, check_sampling, uniform_p_value
 from headstart.eval.report.recommendation import deviates, is_lossless, lossless_evidence, recommend
-from headstart.eval.sampling import Sampling
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.drafting import StaticTree
 from headstart.heads.registry import HEADS, build_head

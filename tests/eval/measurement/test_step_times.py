@@ -2,10 +2,10 @@
 
 import pytest
 from headstart.configs.errors import BadInput
+from headstart.eval.decoding.draft_setting import DraftSetting, chains
 from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.drafters.synthetic import SyntheticDrafter
 from headstart.eval.measurement import step_times
-from headstart.eval.measurement.config import DraftSetting, chains
 from headstart.eval.measurement.step_times import (
     NUM_ROUNDS,
     StepTable,

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.eval.generate import generate
+from headstart.eval.decoding import generate
 from headstart.eval.measurement.metrics import acceptance
 from headstart.eval.measurement.tree_search import (
     best_nodes,

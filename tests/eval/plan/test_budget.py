@@ -4,10 +4,11 @@ import math
 import time
 
 import pytest
+from headstart.eval.decoding.draft_setting import DraftSetting, chains
+from headstart.eval.decoding.engine import Engine
 from headstart.eval.drafters.lookup import NgramDrafter
-from headstart.eval.engine import Engine
 from headstart.eval.measurement import disturbance, step_times
-from headstart.eval.measurement.config import DraftSetting, MeasureConfig, chains
+from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.plan import planner
 from headstart.eval.plan.accepting import accepted_within
 from headstart.eval.plan.budget import Budget, Costs, fit_sample, fit_texts, fit_timing, probe

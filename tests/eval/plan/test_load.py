@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import pytest
-from headstart.eval.measurement.config import DraftSetting
+from headstart.eval.decoding.draft_setting import DraftSetting
 from headstart.eval.measurement.metrics import Acceptance
 from headstart.eval.measurement.step_times import StepTime
 from headstart.eval.plan.engine_settings import schedule

@@ -8,8 +8,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 from headstart.configs.errors import BadInput
+from headstart.eval.decoding.draft_setting import DraftSetting, chains
 from headstart.eval.drafters.lookup import NgramDrafter
-from headstart.eval.measurement.config import DraftSetting, chains
 from headstart.eval.measurement.metrics import Acceptance
 from headstart.eval.measurement.step_times import StepTime
 from headstart.eval.plan.machine_profile import (

@@ -4,8 +4,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 from headstart.configs.errors import BadInput
+from headstart.eval.decoding.draft_setting import DraftSetting, chains
 from headstart.eval.drafters.lookup import NgramDrafter
-from headstart.eval.measurement.config import DraftSetting, MeasureConfig, chains
+from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.metrics import Acceptance
 from headstart.eval.measurement.step_times import StepTime
 from headstart.eval.plan.accepting import accepted_by, named_trees

@@ -1,15 +1,17 @@
 """Continuous batching: whoever comes and goes, each request's text is what it is alone; and so are its drafts."""
 
 import pytest
+from headstart.eval.decoding.draft_setting import DraftSetting
+from headstart.eval.decoding.engine import Engine
+from headstart.eval.decoding.loop import Texts, generate, prefill, run_round
+from headstart.eval.decoding.replay import Stopwatch
+from headstart.eval.decoding.stopping import Stop
 from headstart.eval.drafters.draft_model import DraftModelDrafter
 from headstart.eval.drafters.lookup import NgramDrafter, SuffixDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
-from headstart.eval.engine import Engine
-from headstart.eval.generate import Stop, Texts, generate, prefill, run_round
-from headstart.eval.measurement.config import DraftSetting, MeasureConfig
+from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.plan.load import ServedRequest, serve
 from headstart.eval.plan.server import LiveServer
-from headstart.eval.replay import Stopwatch
 from headstart.heads.drafting import DynamicTree
 from headstart.heads.registry import HEADS, build_head
 

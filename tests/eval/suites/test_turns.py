@@ -5,7 +5,7 @@ from datetime import datetime
 from types import SimpleNamespace
 
 import pytest
-from headstart.eval.generate import generate
+from headstart.eval.decoding import generate
 from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.tree_search import hold_out
 from headstart.eval.suites.prompts import ChatOptions, load_suite

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from headstart.configs.errors import BadInput
+from headstart.eval.decoding import generate
 from headstart.eval.drafters.registry import build_drafter, parse_drafter
-from headstart.eval.generate import generate
 from headstart.heads.drafter import Reading
 from headstart.heads.eagle import EagleConfig
 from headstart.heads.export.write import WRITERS, export_head

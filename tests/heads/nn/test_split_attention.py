@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from headstart.eval.generate import generate
+from headstart.eval.decoding import generate
 from headstart.heads.drafting import StaticTree
 from headstart.heads.nn import attention, split_attention
 from headstart.heads.nn.split_attention import PART, attention_in_parts, masked_attention, reads_in_parts

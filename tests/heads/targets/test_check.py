@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.eval.generate import generate
+from headstart.eval.decoding import generate
 from headstart.heads.nn import cache as caches
 from headstart.heads.nn.documents import Documents
 from headstart.heads.nn.target_output import TargetOutput

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.eval.generate import generate
+from headstart.eval.decoding import generate
 from headstart.heads import loading
 from headstart.heads.fit import load_skeleton
 from headstart.heads.loading import TargetConfig

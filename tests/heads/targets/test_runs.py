@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 from headstart.configs.errors import BadInput
+from headstart.eval.decoding import generate
 from headstart.eval.drafters.draft_model import DraftModelDrafter
-from headstart.eval.generate import generate
 from headstart.heads.registry import HEADS, build_head
 from headstart.heads.target import Target
 from headstart.heads.targets import runs

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from headstart.eval.generate import generate
+from headstart.eval.decoding import generate
 from headstart.eval.measurement import step_times
 from headstart.scripts.benchmarks import engine_bench, store
 from headstart.scripts.benchmarks.engine_bench import BARS, over_captured_graphs, predictions, verify_costs

@@ -8,7 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from headstart.eval.generate import generate
+from headstart.eval.decoding import generate
 from headstart.heads.registry import head_record
 from headstart.scripts.benchmarks.gpu.decoding import SIZES, Cell, Workbench, changed, setting_of, single_cells
 from headstart.scripts.benchmarks.gpu.table import lines_of

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from headstart.eval.generate import generate
+from headstart.eval.decoding import generate
 from headstart.heads.target import Target
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast

@@ -6,7 +6,7 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.data_pipelines.traffic import Served
-from headstart.eval.generate import generate
+from headstart.eval.decoding import generate
 from headstart.scripts.auto.candidates import find_candidates
 from headstart.scripts.refit.data import by_turns, mixed, split
 from headstart.scripts.refit.decision import FORGETS, STAYS, decide

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.eval import engine, sampling, verify
+from headstart.eval.decoding import engine, generate, sampling, verify
 from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
-from headstart.eval.generate import generate
 from headstart.eval.measurement.tree_search import sampled_chain
 from headstart.heads.drafter import Drafter
 from headstart.heads.drafting import Draws, DynamicTree, Proposal, StaticTree

@@ -5,16 +5,17 @@ from collections import deque
 import pytest
 import torch
 import torch.nn.functional as F
-from headstart.eval.continuous import Asked, answer_continuously
+from headstart.eval.decoding.continuous import Asked, answer_continuously
+from headstart.eval.decoding.draft_setting import chains
+from headstart.eval.decoding.engine import Engine
+from headstart.eval.decoding.loop import decode, generate
+from headstart.eval.decoding.sampling import Sampling
+from headstart.eval.decoding.stopping import Stop
 from headstart.eval.drafters.hybrid import HybridDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.eval.drafters.synthetic import BlankDrafter, SyntheticDrafter
-from headstart.eval.engine import Engine
-from headstart.eval.generate import Stop, decode, generate
-from headstart.eval.measurement.config import chains
 from headstart.eval.measurement.metrics import acceptance
 from headstart.eval.measurement.step_times import TimedCell
-from headstart.eval.sampling import Sampling
 from headstart.heads.base import DraftBatch
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.nn import joined_decoder

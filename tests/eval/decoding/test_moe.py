@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from headstart.eval.decoding import generate
+from headstart.eval.decoding.draft_setting import chain
 from headstart.eval.drafters.lookup import NgramDrafter
-from headstart.eval.generate import generate
-from headstart.eval.measurement.config import MeasureConfig, chain
+from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.measure import measure
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.drafting import DynamicTree

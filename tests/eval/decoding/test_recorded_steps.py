@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.eval import continuous, replay
-from headstart.eval.continuous import Asked, answer_continuously
+from headstart.eval.decoding import continuous, replay
+from headstart.eval.decoding.continuous import Asked, answer_continuously
+from headstart.eval.decoding.engine import Engine
+from headstart.eval.decoding.loop import decode, generate
+from headstart.eval.decoding.replay import default_steps
+from headstart.eval.decoding.sampling import Sampling
+from headstart.eval.decoding.stopping import Stop
 from headstart.eval.drafters.guessing import Guessing
 from headstart.eval.drafters.hybrid import HybridDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.eval.drafters.synthetic import BlankDrafter, SyntheticDrafter
-from headstart.eval.engine import Engine
-from headstart.eval.generate import Stop, decode, generate
-from headstart.eval.replay import default_steps
-from headstart.eval.sampling import Sampling
 from headstart.heads.drafting import DynamicTree, StaticTree, levels
 from headstart.heads.nn import joined_decoder
 from headstart.heads.nn.joined_decoder import JoinedDecoder

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.eval.sampling import Sampling, choose, sample, target_probs
-from headstart.eval.verify import accept_chain, accept_sampled, accept_tree, accept_typical, residual_behind
+from headstart.eval.decoding.sampling import Sampling, choose, sample, target_probs
+from headstart.eval.decoding.verify import accept_chain, accept_sampled, accept_tree, accept_typical, residual_behind
 from transformers import (
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,

@@ -7,10 +7,10 @@ from functools import cache
 
 import pytest
 import torch
+from headstart.eval.decoding import generate
 from headstart.eval.drafters.draft_model import DraftModelDrafter
 from headstart.eval.drafters.lookup import NgramDrafter, SuffixDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
-from headstart.eval.generate import generate
 from headstart.eval.measurement.tree_search import optimal_tree, static_tree
 from headstart.heads.decoders.cpu.build import supported_sets
 from headstart.heads.decoders.cpu.decoder import CpuDecoder
@@ -133,7 +133,7 @@ def test_the_trees_branch_and_differ():
 
 def test_a_lossy_engine_is_caught(target_of, drafter_of, wanted_of, monkeypatch):
     """The bonus is taken from the last node but one of the path: what the matrix must be able to see."""
-    from headstart.eval import verify
+    from headstart.eval.decoding import verify
 
     accept = verify.accept_tree
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..configs.errors import BadInput
+from ...configs.errors import BadInput
 
 BLOCK = 128  # tokens whose probabilities are summed at once when a token is sampled
 

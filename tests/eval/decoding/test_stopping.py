@@ -2,7 +2,8 @@
 
 import pytest
 from headstart.configs.errors import BadInput
-from headstart.eval.generate import Stop, generate
+from headstart.eval.decoding import generate
+from headstart.eval.decoding.stopping import Stop
 from headstart.heads.target import Target
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from headstart.eval.decoding import generate
+from headstart.eval.decoding.engine import DecodeState, Engine
+from headstart.eval.decoding.verify import accept_sampled
 from headstart.eval.drafters.synthetic import BlankDrafter
-from headstart.eval.engine import DecodeState, Engine
-from headstart.eval.generate import generate
-from headstart.eval.verify import accept_sampled
 from headstart.heads.base import DraftHead
 from headstart.heads.drafter import Reading
 from headstart.heads.drafting import Proposal, StaticTree
@@ -289,7 +289,7 @@ def test_layers_are_compiled_for_captured_rounds_and_not_for_lengths_that_come_o
     monkeypatch.setattr(joined_decoder, "decoder_layer", seen)
     last, start = torch.zeros(1, 1, dtype=torch.long, device="meta"), torch.full((1,), 9, device="meta")
     for steps in ("eager", "graph"):
-        monkeypatch.setattr("headstart.eval.replay.check_steps", lambda steps, device: steps)
+        monkeypatch.setattr("headstart.eval.decoding.replay.check_steps", lambda steps, device: steps)
         engine = Engine(skeleton, None, batch_size=1, max_length=200, steps=steps)
         monkeypatch.setattr(engine.replay, "_record", lambda step, arguments: step)
         engine.begin_round(9)

@@ -6,9 +6,9 @@ one run; each run is one round over a drafted tree, continued by plain samples w
 
 import pytest
 import torch
-from headstart.eval import verify
-from headstart.eval.sampling import Sampling, sample, target_probs
-from headstart.eval.verify import accept_sampled, accept_tree, accept_typical
+from headstart.eval.decoding import verify
+from headstart.eval.decoding.sampling import Sampling, sample, target_probs
+from headstart.eval.decoding.verify import accept_sampled, accept_tree, accept_typical
 
 V, NUM_TABLES, NUM_ROWS = 5, 4, 200_000
 FEW = 50_000  # rows enough to see a fault

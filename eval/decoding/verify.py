@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..configs.errors import BadInput
-from ..heads.nn.tree_nodes import agreeing_paths
+from ...configs.errors import BadInput
+from ...heads.nn.tree_nodes import agreeing_paths
 from .sampling import Sampling, choose, sample, target_probs
 
 

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.eval.generate import generate
+from headstart.eval.decoding import generate
 from headstart.eval.measurement.metrics import acceptance
 from headstart.heads.drafter import Drafter, Reading
 from headstart.heads.drafting import (

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from headstart.eval import generate as generating
-from headstart.eval import replay
-from headstart.eval.continuous import Asked, answer_continuously
+from headstart.eval.decoding import loop as generating
+from headstart.eval.decoding import replay
+from headstart.eval.decoding.continuous import Asked, answer_continuously
+from headstart.eval.decoding.engine import Engine
+from headstart.eval.decoding.loop import decode, generate
+from headstart.eval.decoding.stopping import Stop
 from headstart.eval.drafters.draft_model import DraftModelDrafter
 from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
-from headstart.eval.engine import Engine
-from headstart.eval.generate import Stop, decode, generate
 from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.proof.baseline import check_baseline
 from headstart.eval.measurement.proof.texts import first_not_replayed

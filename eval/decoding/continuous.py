@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..heads.drafter import Drafter, Reading
-from ..heads.nn.cache import SlotCache
-from ..heads.nn.target_output import TargetOutput
-from ..heads.target import Target
+from ...heads.drafter import Drafter, Reading
+from ...heads.nn.cache import SlotCache
+from ...heads.nn.target_output import TargetOutput
+from ...heads.target import Target
 from .engine import DecodeState, Engine
-from .generate import Stop, Texts, prefill, run_round
+from .loop import Texts, prefill, run_round
 from .replay import Stopwatch, default_steps
+from .stopping import Stop
 
 COMPILED_FROM = 10_000  # rounds; in fewer, the seconds that compiling takes for each shape are estimated not to pay
 

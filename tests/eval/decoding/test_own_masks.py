@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 from headstart.configs.errors import BadInput
+from headstart.eval.decoding import generate
 from headstart.eval.drafters.draft_model import DraftModelDrafter
 from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
-from headstart.eval.generate import generate
 from headstart.heads.drafting import DynamicTree
 from headstart.heads.nn.documents import Documents
 from headstart.heads.registry import HEADS, build_head

@@ -7,19 +7,20 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..configs.errors import BadInput
-from ..heads.drafter import Drafter, Reading
-from ..heads.drafting import Draws, Proposal, StaticTree, Tree
-from ..heads.nn.cache import EXTENT_STEP, SlotCache
-from ..heads.nn.split_attention import whole_parts
-from ..heads.nn.target_output import TargetOutput
-from ..heads.nn.tree_nodes import ancestors
-from ..heads.target import Target
-from ..heads.targets.prompts import read_prompts
-from .measurement.config import draft_length
-from .replay import Replay, Tensors, Widths, on_device
+from ...configs.errors import BadInput
+from ...heads.drafter import Drafter, Reading
+from ...heads.drafting import Draws, Proposal, StaticTree, Tree
+from ...heads.nn.cache import EXTENT_STEP, SlotCache
+from ...heads.nn.split_attention import whole_parts
+from ...heads.nn.target_output import TargetOutput
+from ...heads.nn.tree_nodes import ancestors
+from ...heads.target import Target
+from ...heads.targets.prompts import read_prompts
+from .draft_setting import draft_length
+from .replay import Replay, Tensors, on_device
 from .sampling import Sampling, TokenHistory, choose
 from .verify import AcceptedPath, AcceptRule, Candidates, accept_rule
+from .widths import Widths
 
 SMALLEST_BUCKET = 128  # recorded steps read a power of two of slots, at least this many
 
@@ -220,10 +221,17 @@ class Engine:
             return target.best(states) if output.best is None else output.best
         return choose(target.logits(states), sampling=sampling, history=history, generator=self.generator)
 
-    def _draft(self, *tensors: Tensor | None) -> Tensors:
-        """The six tensors of a Reading -> those of a Proposal; like `_verify`, without copies to the host."""
+    def _draft(
+        self,
+        tokens: Tensor,
+        next_tokens: Tensor,
+        features: Tensor,
+        post_norm: Tensor,
+        start: Tensor,
+        num_valid: Tensor,
+    ) -> Tensors:
+        """The tensors of a Reading -> those of a Proposal; like `_verify`, without copies to the host."""
         assert self.drafter is not None
-        tokens, next_tokens, features, post_norm, start, num_valid = cast(tuple[Tensor, ...], tensors)
         output = TargetOutput(features, post_norm)
         read = Reading(tokens, next_tokens, output, start, num_valid, self.extent, self.tree is None, self.cache)
         self.drafter.commit(self.state, read)
@@ -233,10 +241,16 @@ class Engine:
         estimates = None if self.widths.cost is None else proposal.estimates()
         return proposal.tokens, proposal.parents, proposal.draft_probs, estimates
 
-    def _verify(self, *tensors: Tensor | None) -> Tensors:
-        """The step of `verify`. tensors: last, drafts, parents, draft_probs, start, [B] drafts to verify or None."""
-        last, drafted, start = cast(tuple[Tensor, ...], (tensors[0], tensors[1], tensors[4]))
-        parents, draft_probs, limit = tensors[2], tensors[3], tensors[5]
+    def _verify(
+        self,
+        last: Tensor,
+        drafted: Tensor,
+        parents: Tensor | None,
+        draft_probs: Tensor | None,
+        start: Tensor,
+        limit: Tensor | None,
+    ) -> Tensors:
+        """The step of `verify`. limit: [B] drafts to verify; None: all."""
         if self.rule.needs_draft_probs and draft_probs is None:
             raise BadInput("this accept rule needs draft probabilities, and the drafter gives none")
         tokens, mask, output = self._read_nodes(last, drafted, parents, start)

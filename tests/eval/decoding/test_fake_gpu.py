@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from headstart.eval import replay
+from headstart.eval.decoding import replay
+from headstart.eval.decoding.draft_setting import DraftSetting, chain
+from headstart.eval.decoding.engine import Engine
+from headstart.eval.decoding.loop import Stopwatch, decode, generate
+from headstart.eval.decoding.replay import Replay
+from headstart.eval.decoding.stopping import Stop
 from headstart.eval.drafters.hybrid import HybridDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.eval.drafters.synthetic import SyntheticDrafter
-from headstart.eval.engine import Engine
-from headstart.eval.generate import Stop, Stopwatch, decode, generate
-from headstart.eval.measurement.config import DraftSetting, MeasureConfig, chain
+from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.measure import measure
 from headstart.eval.plan.load import ServedRequest, serve
 from headstart.eval.plan.server import LiveServer
-from headstart.eval.replay import Replay
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.registry import HEADS, build_head

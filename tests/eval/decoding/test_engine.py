@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.eval.engine import Engine
-from headstart.eval.generate import Stop, decode, generate
-from headstart.eval.sampling import Sampling
+from headstart.eval.decoding.engine import Engine
+from headstart.eval.decoding.loop import decode, generate
+from headstart.eval.decoding.sampling import Sampling
+from headstart.eval.decoding.stopping import Stop
 from headstart.heads.drafter import Drafter
 from headstart.heads.drafting import StaticTree
 from headstart.heads.registry import HEADS, build_head

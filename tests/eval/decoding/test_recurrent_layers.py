@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.eval.continuous import Asked, answer_continuously
+from headstart.eval.decoding.continuous import Asked, answer_continuously
+from headstart.eval.decoding.engine import Engine
+from headstart.eval.decoding.loop import decode, generate
+from headstart.eval.decoding.stopping import Stop
 from headstart.eval.drafters.draft_model import DraftModelDrafter
 from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
-from headstart.eval.engine import Engine
-from headstart.eval.generate import Stop, decode, generate
 from headstart.heads.decoders.state_cache import StateLayer
 from headstart.heads.drafting import DynamicTree
 from headstart.heads.registry import HEADS, build_head

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from headstart.eval.generate import generate
+from headstart.eval.decoding import generate
 from headstart.heads.drafting import DynamicTree
 from headstart.heads.registry import HEADS, build_head
 

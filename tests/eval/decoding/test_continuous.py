@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from headstart.eval import continuous
-from headstart.eval.continuous import Asked, answer_continuously
-from headstart.eval.generate import Stop, generate
+from headstart.eval.decoding import continuous, generate
+from headstart.eval.decoding.continuous import Asked, answer_continuously
+from headstart.eval.decoding.stopping import Stop
 from headstart.heads.registry import HEADS, build_head
 from headstart.heads.target import Target
 

@@ -5,15 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.eval import replay
-from headstart.eval.engine import Engine
-from headstart.eval.generate import Stop, decode, generate
+from headstart.eval.decoding import replay
+from headstart.eval.decoding.draft_setting import DraftSetting, chain
+from headstart.eval.decoding.engine import Engine
+from headstart.eval.decoding.loop import decode, generate
+from headstart.eval.decoding.sampling import Sampling
+from headstart.eval.decoding.stopping import Stop
 from headstart.eval.measurement import step_times
-from headstart.eval.measurement.config import DraftSetting, MeasureConfig, chain
+from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.metrics import acceptance
 from headstart.eval.measurement.tree_search import sampled_chain, verify_cost
-from headstart.eval.sampling import Sampling
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.block import BlockConfig
 from headstart.heads.drafting import Proposal, worth_verifying
