@@ -218,6 +218,12 @@ def test_every_page_is_in_the_site():
     assert sorted(listed) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
 
 
+def test_every_entry_of_the_log_stands_under_a_topic():
+    contents, *entries = re.split(r"^## ", (ROOT / "docs" / "LOG.md").read_text(), flags=re.MULTILINE)
+    titles = [entry.splitlines()[0].split(" ", 1)[1].replace("`", "") for entry in entries]
+    assert [title for title in titles if f"[{title}](#" not in contents] == []
+
+
 def test_a_wrong_command_is_seen(here):
     """What the tests above would say of a page with a mistake in it."""
     for line in ("make tset", "accelerate launch --no_such 1 -m headstart.train x", "vllm serve MODEL --spec '{}'"):
