@@ -22,7 +22,8 @@ from headstart.eval.drafters.answers import answered
 from headstart.heads.chat.prompts import prompt_ids
 from headstart.heads.chat.written_ids import tokenizer_fingerprint
 from headstart.heads.target import Target
-from headstart.scripts.data.engine_answers import EngineAnswers, regenerate
+from headstart.scripts.data.engine_answers import EngineAnswers
+from headstart.scripts.data.regenerate import regenerate
 from headstart.scripts.unattended.held_out import held_out_row, read_asked
 
 TEMPLATE = (
