@@ -98,6 +98,8 @@ def run_rung(run: AutoRun, names: list[str], candidates: Mapping[str, Candidate]
     """
     journal, learner = run.journal, Learner(run)
     current = next((rung for rung in journal.rungs if list(rung.plan) == names), None)
+    if current is not None and current.kept:
+        return current.kept
     earlier = [rung for rung in journal.rungs if rung is not current]
     reached = {score.name: score.steps for rung in earlier for score in rung.scores}
     seconds = journal.rung_seconds / len(names)  # per candidate
