@@ -27,7 +27,7 @@ test: $(READY) ## every test but the slow and the GPU ones; 5 to 6 minutes on 2 
 	$(BIN)/pytest -n auto --dist worksteal -m "not slow and not gpu"
 
 # these time what they run, or have a process per core of their own
-ALONE := tests/scripts/auto tests/scripts/benchmarks tests/scripts/quickstart
+ALONE := tests/scripts/unattended tests/scripts/benchmarks tests/scripts/quickstart
 test-slow: $(READY) ## the slow tests, among them the smoke run and two processes under every backend
 	$(BIN)/pytest -m "slow and not gpu" $(ALONE)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "slow and not gpu" tests/targets

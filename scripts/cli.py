@@ -10,7 +10,6 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from ..configs.errors import BadInput, writing_into
-from .auto.command import auto
 from .compare import compare
 from .data.data_command import data
 from .doctor import doctor
@@ -20,8 +19,8 @@ from .heads_command import heads
 from .overrides import Overrides
 from .plan_command import plan
 from .push_command import push
-from .refit.command import refit
 from .target_command import target
+from .unattended.commands import auto, refit
 
 # in the order of the help
 COMMANDS = "auto refit target heads data train eval compare plan export check push doctor".split()

@@ -51,7 +51,11 @@ def schedule(
         above = next((at for at in range(size, max_batch_size + 1) if at in measured), None)
         lengths = {0, *chains} if below is None or above is None else {measured[below], measured[above]}
         gains = {
-            length: steady_speedup(chains[length], times, batch_size=size, context=context) if length else 1.0
+            length: steady_speedup(
+                chains[length].setting, chains[length].length, times, batch_size=size, context=context
+            )
+            if length
+            else 1.0
             for length in lengths
         }
         best = max(gains, key=lambda length: (gains[length], -length))

@@ -181,14 +181,18 @@ def workload_times(
     return plain, drafted
 
 
-def steady_speedup(accepted: Accepted, times: StepTimes, *, batch_size: float, context: float) -> float:
+def steady_speedup(
+    setting: DraftSetting, length: float, times: StepTimes, *, batch_size: float, context: float
+) -> float:
     """Tokens per second with drafts over those without, all rows busy: what a server that refills its batch sees.
 
     acceptance_length * baseline step / round: the speed model of Leviathan et al. 2023, section 3.3, with measured
     terms in place of its cost coefficient.
+
+    Args: length: acceptance_length.
     """
     base = times.at(None, batch_size=batch_size, context=context)
-    return accepted.length * base.round_ms / times.at(accepted.setting, batch_size=batch_size, context=context).round_ms
+    return length * base.round_ms / times.at(setting, batch_size=batch_size, context=context).round_ms
 
 
 def predict(
@@ -213,7 +217,7 @@ def predict(
             num_rounds = each.counted.num_rounds
             cells.append(Cell(each.setting, size, workload.context, "prompts", round(speedup, 4), ends, num_rounds))
             for context in contexts:
-                speedup = steady_speedup(each, times, batch_size=size, context=context)
+                speedup = steady_speedup(each.setting, each.length, times, batch_size=size, context=context)
                 cells.append(Cell(each.setting, size, context, "steady", round(speedup, 4), num_rounds=num_rounds))
     return cells
 

@@ -1,4 +1,4 @@
-"""The time budget of an unattended run, and how much of it has been used over all starts of the run."""
+"""The time budget of an unattended run: how it is divided, and how much is used over all starts of the run."""
 
 import json
 import re
@@ -12,6 +12,17 @@ from ...configs.files import write_text
 UNITS = {"s": 1, "m": 60, "h": 3600}  # in seconds
 LEAST_BUDGET = 60.0  # seconds; a run starts several commands, each of which takes seconds to start
 SAVE_EVERY = 1.0  # seconds between two writes of the used time
+
+# shares of the budget of `headstart auto`
+MACHINE = 0.12  # upper limit: measuring the machine
+ANSWERS = 0.25  # the target answers prompts
+EVALUATION = 0.22  # upper limit: evaluation, plan by batch size, export and check
+SIZES_SHARE = 0.05  # within EVALUATION: the plan by batch size
+HALVING = 0.4  # of the remaining training time: successive halving; the chosen candidate gets the rest
+# of `headstart refit`
+READING = 0.3  # upper limit: target and head read the traffic
+# of both
+TRAINED = 0.9  # of the time for a training: what its planned steps take
 
 
 def parse_budget(text: str) -> float:

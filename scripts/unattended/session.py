@@ -1,58 +1,70 @@
-"""An unattended run in its folder: settings, journal, clock and steps. `open_session` starts or resumes a run."""
+"""An unattended run in its folder: settings, journal, clock and commands. `open_session` starts or resumes a run."""
 
 import hashlib
-import json
 import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Generic, TypeVar
 
 from rich.console import Console
 
 from ...configs.errors import BadInput, first_line
-from ...configs.files import write_json
-from ...configs.loader import build
 from ...configs.owned import OwnedFolder
 from ...configs.terminal import PlainConsole
 from ...data_pipelines.answers.store import check_settings
 from ...heads.targets.dtype import default_dtype
 from ...train.stopping import Stopping
 from .clock import Clock, clock_text
+from .journal import AutoJournal, Journal, Machine
 from .steps import Runner, StepRecord
 
 WEIGHTS = (".safetensors", ".gguf")  # files that are too large to read whole
 SAMPLED, SAMPLE_BYTES = 256, 4096  # parts of such a file
 
 
-class Settings(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Settings:
     """The options of a run. A run is only resumed with equal settings."""
 
-    @property
-    def budget(self) -> float:
-        """Seconds."""
-        ...
-
-    @property
-    def launcher(self) -> str:
-        """Command that starts Python for training; empty: none."""
-        ...
+    target: str
+    budget: float  # seconds
+    dtype: str
+    device: str
+    launcher: str  # command that starts Python for training; empty: none
+    seed: int
 
 
-class Journal(Protocol):
-    """Findings and decisions of a run, from which a killed run resumes."""
+@dataclass(frozen=True, kw_only=True)
+class AutoSettings(Settings):
+    """Those of `headstart auto`."""
 
-    seconds: float  # of the budget used
-    steps: list[StepRecord]
+    prompts: str
+    chats: str
+    engine: str
+    batch_size: int
+    load: float  # requests per second; 0: `batch_size` says how many rows are served at a time
+    max_new_tokens: int
+    traffic: str  # digest of the files `prompts` and `chats`, and of the target's
 
-    def write(self, folder: Path) -> None: ...
+
+@dataclass(frozen=True, kw_only=True)
+class RefitSettings(Settings):
+    """Those of `headstart refit`."""
+
+    head: str
+    traffic: str
+    replay: str
+    replay_share: float
+    temperature: float | None
+    max_length: int
+    rows: str  # digest of the files `traffic` and `replay`, of the head's files and the target's
 
 
 S = TypeVar("S", bound=Settings)
 J = TypeVar("J", bound=Journal)
-T = TypeVar("T")
 
 
 @dataclass
@@ -75,9 +87,12 @@ class Session(Generic[S, J]):
         """Print a line with the time used so far. Args: seconds: expected duration of what the line announces."""
         about = "" if seconds is None else f" (about {clock_text(seconds)})"
         now = f"[{clock_text(self.clock.used)} of {clock_text(self.settings.budget)}]"
-        self.console.print(f"{now} {text}{about}", highlight=False, soft_wrap=True)
+        self.print(f"{now} {text}{about}")
         if command:
-            self.console.print(f"    {command}", style="dim", highlight=False, soft_wrap=True)
+            self.print(f"    {command}", style="dim")
+
+    def print(self, line: str, *, style: str | None = None) -> None:
+        self.console.print(line, style=style, highlight=False, soft_wrap=True)
 
     def write(self) -> None:
         """Write the journal and the used time."""
@@ -109,44 +124,43 @@ class Session(Generic[S, J]):
             raise SystemExit(self.stopping.exit_code)
         self.clock.save()
 
+    def left_until(self, second: float | None) -> float:
+        """Seconds up to that second of the budget, 0 or more. Args: second: of the journal, which has it by now."""
+        assert second is not None
+        return max(second - self.clock.used, 0.0)
 
-@dataclass
-class StoredJournal:
-    """A journal that is a JSON file in the run's folder."""
 
-    file_name: ClassVar[str]
-    settings: dict[str, Any]  # the options of the run, the same as in the folder's marker file
+class AutoRun(Session[AutoSettings, AutoJournal]):
+    """A run of `headstart auto`."""
 
-    def write(self, folder: Path) -> None:
-        write_json(folder / self.file_name, asdict(self))
+    @property
+    def machine(self) -> Machine:
+        """The measured machine, once it is."""
+        assert self.journal.machine is not None
+        return self.journal.machine
 
-    @classmethod
-    def read(cls, folder: Path, settings: dict[str, Any]) -> Self:
-        """The journal in a folder, or a new one with these settings. Raises BadInput on a damaged file."""
-        path = folder / cls.file_name
-        if not path.exists():
-            return cls(settings)
-        try:
-            found = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise BadInput(f"{path}: cannot be read; give a new folder") from error
-        return build(cls, found, where=str(path))
+    @property
+    def data(self) -> Path:
+        """The folder of the rows: held_out.jsonl and others."""
+        return self.folder / "data"
+
+
+R = TypeVar("R", bound=Session)
 
 
 @contextmanager
 def open_session(
+    kind: Callable[[S, J, Path, Clock, Stopping, Console, Callable[[], None]], R],
+    journal: type[J],
     command: str,
     output: Path,
     settings: S,
-    journal: Callable[[Path, dict[str, Any]], J],
-    session: Callable[[S, J, Path, Clock, Stopping, Console, Callable[[], None]], T],
-) -> Iterator[T]:
+) -> Iterator[R]:
     """Starts or resumes a run in the folder `output`. In the `with` block, Ctrl-C stops it at the next safe point.
 
     Args:
+        kind: the class of the session.
         command: such as `headstart auto`.
-        journal: reads the journal, given the folder and the settings: the `read` of a StoredJournal.
-        session: the class of the session, or what builds one from its fields.
 
     Raises: BadInput if another command made the folder, or it was made with other settings.
     """
@@ -154,8 +168,8 @@ def open_session(
     with OwnedFolder(output, command=command, settings=options) as folder:
         check_settings(folder.settings, options, folder=folder.path)
         with Stopping() as stopping:
-            clock, stored = Clock(folder.path / "clock.json", settings.budget), journal(folder.path, options)
-            yield session(settings, stored, folder.path, clock, stopping, PlainConsole(stderr=True), folder.keep)
+            clock, found = Clock(folder.path / "clock.json", settings.budget), journal.read(folder.path, options)
+            yield kind(settings, found, folder.path, clock, stopping, PlainConsole(stderr=True), folder.keep)
 
 
 def check_started_once(command: str) -> None:

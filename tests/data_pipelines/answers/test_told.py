@@ -22,9 +22,9 @@ from headstart.eval.drafters.answers import answered
 from headstart.heads.chat.prompts import prompt_ids
 from headstart.heads.chat.written_ids import tokenizer_fingerprint
 from headstart.heads.target import Target
-from headstart.scripts.auto.data import held_out_row, read_asked
 from headstart.scripts.data.engine_answers import EngineAnswers
 from headstart.scripts.data.regenerate import regenerate
+from headstart.scripts.unattended.held_out import held_out_row, read_asked
 
 TEMPLATE = (
     "w1 {% if strftime_now is defined %}w{{ strftime_now('%d') }} {% endif %}"

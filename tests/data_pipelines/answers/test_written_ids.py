@@ -21,8 +21,8 @@ from headstart.data_pipelines.storage.samples import FROM_ROW, NOT_ITS_IDS
 from headstart.data_pipelines.traffic import read_traffic
 from headstart.eval.drafters.answers import load_answers
 from headstart.heads.target import Target
-from headstart.scripts.auto.data import answer_ids_of
 from headstart.scripts.data.engine_answers import EngineAnswers
+from headstart.scripts.unattended.answers import answer_ids_of
 
 CONFIG = DataConfig(train="", max_length=512)
 SAMPLING = SamplingConfig(temperature=1.0, max_tokens=24)

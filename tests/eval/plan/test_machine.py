@@ -82,7 +82,7 @@ def test_the_h100_profile_gives_the_published_speedups():
     times = ProfileTimes(machine, 1.0, 1.0, {"K 3": share})
     one = Accepted(DraftSetting("K 3", 3), Acceptance(10, 26, [10] * 3, [6] * 3), [[2] * 4 + [3] * 6])
     wanted = {1: 1.99, 8: 1.91, 32: 1.72, 64: 1.56}
-    found = {size: steady_speedup(one, times, batch_size=size, context=512) for size in wanted}
+    found = {size: steady_speedup(one.setting, one.length, times, batch_size=size, context=512) for size in wanted}
     assert found == pytest.approx(wanted, rel=0.06)
 
 

@@ -65,7 +65,9 @@ def test_rows_that_have_ended_are_not_charged():
 
 
 def test_busy_rows_give_leviathans_formula():
-    assert steady_speedup(accepted(2, 3), Times(), batch_size=4, context=9) == pytest.approx(3 * 10 / (10 + 8))
+    one = accepted(2, 3)
+    speedup = steady_speedup(one.setting, one.length, Times(), batch_size=4, context=9)
+    assert speedup == pytest.approx(3 * 10 / (10 + 8))
 
 
 def test_the_fastest_is_recommended_and_off_where_nothing_pays():

@@ -84,7 +84,7 @@ def test_every_rung_runs_on_a_machine_that_lacks_much(packed, tmp_path):
 
 
 def test_the_last_rung_is_auto_as_a_user_starts_it(tmp_path):
-    """Its shortest budget is minutes; tests/scripts/auto runs it with a shorter one."""
+    """Its shortest budget is minutes; tests/scripts/unattended runs it with a shorter one."""
     python, log = recording_python(tmp_path)
     pack = tmp_path / "pack"
     (pack / "target").mkdir(parents=True)

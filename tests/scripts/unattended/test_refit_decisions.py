@@ -7,11 +7,9 @@ import torch
 from headstart.configs.errors import BadInput
 from headstart.data_pipelines.traffic import Served
 from headstart.eval.decoding import generate
-from headstart.scripts.auto.candidates import find_candidates
-from headstart.scripts.refit.data import by_turns, mixed, split
-from headstart.scripts.refit.decision import FORGETS, STAYS, decide
-from headstart.scripts.refit.drift import compare, drift_of
-from headstart.scripts.refit.foreign import (
+from headstart.scripts.unattended.candidates import find_candidates
+from headstart.scripts.unattended.comparing import FORGETS, STAYS, compare, decide_between, drift_of
+from headstart.scripts.unattended.foreign import (
     OwnAnswers,
     is_foreign,
     served_temperature,
@@ -19,9 +17,18 @@ from headstart.scripts.refit.foreign import (
     temperatures_for,
     typicality,
 )
-from headstart.scripts.refit.journal import Compared
-from headstart.scripts.refit.learning import LEAST_STEPS, MOST_EPOCHS, NUM_VALIDATIONS, RATE, planned_steps, training_of
-from headstart.scripts.refit.reading import Reading, keep, readings_in
+from headstart.scripts.unattended.held_out import by_turns, mixed, split_traffic
+from headstart.scripts.unattended.journal import Compared
+from headstart.scripts.unattended.reading import Reading, keep, readings_in
+from headstart.scripts.unattended.training import (
+    LEAST_STEPS,
+    MOST_EPOCHS,
+    RATE,
+    REFIT_VALIDATIONS,
+    Pace,
+    planned_steps,
+    training_of,
+)
 
 
 def rows_of(count, *, of=1, prefix="q", domain=None):
@@ -30,12 +37,12 @@ def rows_of(count, *, of=1, prefix="q", domain=None):
 
 
 def test_held_out_conversations_are_learnt_from_on_neither_side():
-    new, old = split(rows_of(30, of=3), rows_of(30, of=2), seed=0)
+    new, old = split_traffic(rows_of(30, of=3), rows_of(30, of=2), seed=0)
     held_out = {row.question for part in (new, old) for row in part.held_out.values()}
     learnt = {row.question for part in (new, old) for row in part.rest.values()}
     assert len(new.held_out) == 30 and len(old.held_out) == 20, "a third of the conversations, all of their rows"
     assert not held_out & learnt and learnt, "also what the other side holds out"
-    again, _ = split(rows_of(30, of=3), rows_of(30, of=2), seed=0)
+    again, _ = split_traffic(rows_of(30, of=3), rows_of(30, of=2), seed=0)
     assert list(again.rest) == list(new.rest)
 
 
@@ -46,9 +53,9 @@ def test_rows_are_read_by_turns_so_that_little_time_does_for_all_parts():
 
 def test_too_few_conversations_are_refused():
     with pytest.raises(BadInput, match="--traffic: 11 different conversations, at least 12 are needed"):
-        split(rows_of(11, of=2), [], seed=0)
+        split_traffic(rows_of(11, of=2), [], seed=0)
     with pytest.raises(BadInput, match="--replay: 2 different"):
-        split(rows_of(20), rows_of(2), seed=0)
+        split_traffic(rows_of(20), rows_of(2), seed=0)
 
 
 @pytest.mark.parametrize(("share", "count"), [(0.5, 10), (0.75, 30), (0.0, 0)])
@@ -152,7 +159,7 @@ def side(traffic, ratio, low, high, domain="all", conversations=20):
     ],
 )
 def test_a_head_is_offered_where_it_is_better_and_forgets_nothing(new, old, is_offered, said):
-    decision = decide([new, *([old] if old else [])], head="a", new_head="b c")
+    decision = decide_between([new, *([old] if old else [])], head="a", new_head="b c")
     assert decision.deploy == is_offered
     if not is_offered:
         assert decision.headline == (FORGETS if "a loss of" in said else STAYS)
@@ -162,7 +169,7 @@ def test_a_head_is_offered_where_it_is_better_and_forgets_nothing(new, old, is_o
 
 def test_a_domain_on_which_it_is_worse_is_told():
     worse = side("new", 0.9, 0.85, 0.95, domain="poems")
-    decision = decide([side("new", 1.2, 1.1, 1.3), worse], head="a", new_head="b")
+    decision = decide_between([side("new", 1.2, 1.1, 1.3), worse], head="a", new_head="b")
     assert any("Worse on new traffic of poems" in caution for caution in decision.cautions)
 
 
@@ -175,8 +182,8 @@ def test_a_trained_head_learns_on_as_a_fresh_one_does_but_slower(candidate):
 
 
 def test_steps_fill_the_time_and_no_more_passes_than_teach():
-    how = {"step": 1.0, "start": 10.0, "validation_seconds": 1.0, "batch_size": 8}
-    assert planned_steps(100.0 + NUM_VALIDATIONS, num_rows=10_000, **how) == 80
+    how = {"pace": Pace(step=1.0, overhead=10.0), "validation_seconds": 1.0, "batch_size": 8}
+    assert planned_steps(100.0 + REFIT_VALIDATIONS, num_rows=10_000, **how) == 80
     assert planned_steps(1e6, num_rows=80, **how) == 10 * MOST_EPOCHS
     assert planned_steps(1e6, num_rows=1, **how) == LEAST_STEPS
     with pytest.raises(BadInput, match="--budget: too short for this target here; 1m more are the least"):

@@ -1,4 +1,4 @@
-"""Traffic that a tiny target served, and a head that drafts for it."""
+"""Prompts for a target and machines that were measured before; traffic that a target served."""
 
 import json
 import random
@@ -7,6 +7,8 @@ import pytest
 import torch
 from headstart.eval.decoding import generate
 from headstart.heads.target import Target
+from headstart.scripts.unattended import machine
+from headstart.scripts.unattended.journal import Machine, Measured, RoundCost
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -17,7 +19,43 @@ TEMPLATE = (
 
 
 @pytest.fixture
-def chat_target(chat_target):
+def traffic(tmp_path):
+    """traffic(40): a file of as many prompts."""
+
+    def write(count):
+        rows = [{"prompt": f"w{5 + i % 50} w{7 + 3 * i % 50} w{9 + i * i % 50}"} for i in range(count)]
+        path = tmp_path / "traffic.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def machine_is(monkeypatch):
+    """machine_is(medusa=1.5, ...): these candidates, with rounds that take 1.5 steps of the target for each K."""
+
+    def given(**costs):
+        found = [
+            Measured(
+                name,
+                parameters=1000,
+                costs=[RoundCost(1, steps), RoundCost(3, steps)],
+                bound=2.0,
+                bound_num_draft_tokens=3,
+                step_seconds=0.2,
+                out="" if steps < 2 else "dear",
+            )
+            for name, steps in costs.items()
+        ]
+        measured = Machine(2.0, 1, "float32", "cpu", start_seconds=0.1, start_tokens=64, candidates=found)
+        monkeypatch.setattr(machine, "measure_machine", lambda *_: measured)
+
+    return given
+
+
+@pytest.fixture
+def worded_target(chat_target):
     """With words of which none begins with another, and a template that puts the same before every answer."""
     words = Tokenizer(models.WordLevel({f"w{i:02}": i for i in range(61)}, unk_token="w00"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -28,9 +66,9 @@ def chat_target(chat_target):
 
 
 @pytest.fixture
-def served_by(chat_target):
+def served_by(worded_target):
     """served_by("greetings", 20): a target's answers to as many prompts of a domain; `by` another one's, at random."""
-    target = Target.load(chat_target)
+    target = Target.load(worded_target)
 
     def answered(domain, count, *, by="target", temperature=0.0):
         source = random.Random(domain)

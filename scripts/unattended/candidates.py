@@ -3,7 +3,6 @@
 Each file of configs/auto is a candidate. A family without such a file takes part with its config of configs/heads.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -93,16 +92,3 @@ def is_module(candidate: Candidate) -> bool:
 
 def layout_of(target: str) -> str | None:
     return module_layout(target, read_model_config(TargetConfig(path=target)).get_text_config().model_type)
-
-
-def by_gain_per_cost(measured: Sequence[tuple[str, float, float]]) -> list[str]:
-    """Ranks candidates by the time per token that they could save, divided by the square root of their training cost.
-
-    The square root is there because acceptance grows more slowly than the number of training steps.
-
-    Args: measured: tuples of name, upper bound of the speedup, and seconds per optimizer step.
-
-    Returns the names, best first.
-    """
-    ranked = sorted(measured, key=lambda candidate: -(1 - 1 / candidate[1]) / candidate[2] ** 0.5)
-    return [name for name, _, _ in ranked]

@@ -2,40 +2,37 @@
 
 import json
 from dataclasses import astuple, replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.heads.mtp import MtpConfig
 from headstart.heads.registry import HEADS
-from headstart.scripts.auto import candidates
-from headstart.scripts.auto.answering import asks_again
-from headstart.scripts.auto.budget import EVALUATION
-from headstart.scripts.auto.candidates import by_gain_per_cost, check_engine, find_candidates, is_module, is_served
-from headstart.scripts.auto.choosing import ending_reserve
-from headstart.scripts.auto.data import split_prompts, validation_rows, warnings_of
-from headstart.scripts.auto.evaluation import prompts_within
-from headstart.scripts.auto.halving import (
-    LEAST_STEPS,
-    Pace,
+from headstart.scripts.unattended import candidates
+from headstart.scripts.unattended.answers import asks_again, validation_rows, warnings_of
+from headstart.scripts.unattended.candidates import check_engine, find_candidates, is_module, is_served
+from headstart.scripts.unattended.clock import EVALUATION, TRAINED, Clock, clock_text, parse_budget
+from headstart.scripts.unattended.evaluation import end_of_learning, planning_seconds, prompts_within
+from headstart.scripts.unattended.held_out import split_prompts
+from headstart.scripts.unattended.journal import Answers, Machine, Measured, RoundCost, Rung, Score, Split
+from headstart.scripts.unattended.machine import GENEROUS, Workload, busy_rows, predict
+from headstart.scripts.unattended.rungs import (
+    by_gain_per_cost,
     rung_seconds,
     rung_sizes,
     starting_candidates,
-    steps_within,
     survivors,
 )
-from headstart.scripts.auto.journal import Answers, Machine, Measured, Rung, Score, Split
-from headstart.scripts.auto.learning import FITTING, Learner, extended
-from headstart.scripts.auto.machine import Workload, busy_rows
-from headstart.scripts.auto.prediction import RoundCost, bound, cost_of, expected_length, predict
-from headstart.scripts.auto.session import Session
-from headstart.scripts.auto.sizes import planning_seconds
-from headstart.scripts.unattended.clock import Clock, clock_text, parse_budget
+from headstart.scripts.unattended.training import FITTING, LEAST_STEPS, Learner, Pace, steps_in
 from headstart.train.config import load_run
 from safetensors.torch import save_file
+
+
+def run_of(**parts) -> Any:
+    """A run of `headstart auto` that has these parts."""
+    return SimpleNamespace(**parts)
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("20m", 1200), ("2h", 7200), ("1h30m", 5400), ("1.5m", 90)])
@@ -60,31 +57,24 @@ def test_time_that_was_used_before_a_kill_counts(tmp_path):
     assert Clock(tmp_path / "clock.json", 100).used < 1, "a damaged note costs no more than the note"
 
 
-def test_a_length_is_one_and_the_products_of_the_rates():
-    assert expected_length([0.5, 0.5], 2) == 1.75
-    assert expected_length([0.5, 0.5], 1) == 1.5
-    assert expected_length([0.5, None, 0.9], 3) == 1.5, "a position that was never reached adds nothing"
+def test_a_position_that_was_never_reached_adds_nothing_and_further_ones_are_like_the_last():
+    costs = [RoundCost(1, 1.0), RoundCost(5, 1.0)]
+    assert predict([0.5, None, 0.9], costs) == (1, 1.5)
+    assert predict([0.5], costs) == (5, round(sum(0.5**k for k in range(6)), 4))
 
 
 def test_costs_between_measured_lengths_lie_between_them():
-    costs = [RoundCost(1, 1.2), RoundCost(5, 2.0)]
-    assert cost_of(costs, 3) == pytest.approx(1.6)
+    assert predict([1.0, 1.0, 1.0, 0.0], [RoundCost(1, 1.2), RoundCost(5, 2.0)]) == (3, 4 / 1.6)
 
 
 def test_the_longest_chain_is_not_the_best_where_drafts_cost():
-    costs = [RoundCost(1, 1.1), RoundCost(3, 2.5)]
-    assert predict([0.6, 0.5, 0.4], costs).num_draft_tokens == 1
-    assert predict([0.9, 0.9, 0.9], [RoundCost(1, 1.1), RoundCost(3, 1.3)]).num_draft_tokens == 3
+    assert predict([0.6, 0.5, 0.4], [RoundCost(1, 1.1), RoundCost(3, 2.5)])[0] == 1
+    assert predict([0.9, 0.9, 0.9], [RoundCost(1, 1.1), RoundCost(3, 1.3)])[0] == 3
 
 
 def test_what_cannot_pay_even_with_generous_acceptance_is_known_before_training():
-    assert bound([RoundCost(1, 2.0), RoundCost(5, 5.0)], 5).speedup < 1
-    assert bound([RoundCost(1, 1.1), RoundCost(5, 1.5)], 5).speedup > 2
-
-
-def test_rates_of_positions_that_were_not_tried_are_the_last_ones():
-    assert extended([0.8, 0.6], 4) == [0.8, 0.6, 0.6, 0.6]
-    assert extended([0.8, 0.6, 0.5], 2) == [0.8, 0.6]
+    assert predict([GENEROUS], [RoundCost(1, 2.0), RoundCost(5, 5.0)])[1] < 1
+    assert predict([GENEROUS], [RoundCost(1, 1.1), RoundCost(5, 1.5)])[1] > 2
 
 
 def test_a_load_keeps_as_many_rows_busy_as_littles_law_says():
@@ -114,8 +104,8 @@ def test_only_as_many_candidates_begin_as_there_is_time_for():
 
 
 def test_steps_fill_the_time_left_by_the_overhead():
-    assert steps_within(105, Pace(step=0.5, overhead=5)) == 200
-    assert steps_within(1, Pace(step=0.5, overhead=5)) == LEAST_STEPS
+    assert steps_in(105, Pace(step=0.5, overhead=5)) == (TRAINED * 105 - 5) / 0.5
+    assert steps_in(105, Pace(step=0.5, overhead=5), validating=5) == (TRAINED * 100 - 5) / 0.5
 
 
 ANSWERS = Answers(
@@ -135,26 +125,31 @@ ANSWERS = Answers(
 )
 
 
+def learner_of(machine, tmp_path, **answers):
+    journal, settings = SimpleNamespace(answers=replace(ANSWERS, **answers)), SimpleNamespace(target="target", seed=0)
+    return Learner(run_of(machine=machine, journal=journal, settings=settings, folder=tmp_path, data=tmp_path))
+
+
 def test_a_rung_is_too_short_to_be_compiled_for(tmp_path):
     machine = Machine(10.0, 1, "bfloat16", "cuda", start_seconds=5.0, start_tokens=1000, candidates=[])
-    learner = Learner(tmp_path, "target", machine, ANSWERS, seed=0)
+    learner = learner_of(machine, tmp_path)
     [eagle3] = [candidate for candidate in find_candidates() if candidate.name == "eagle3"]
     _, config, *_ = learner.rung_training(eagle3, steps=20, seconds=60.0, pace=Pace(step=0.5, overhead=5))
     assert load_run(config).train.compile is False
 
 
-def test_a_fresh_head_is_fitted_before_its_first_step_only():
+def test_a_fresh_head_is_fitted_before_its_first_step_only(tmp_path):
     costs = [RoundCost(1, 1.1)]
     medusa = Measured("medusa", costs=costs, step_seconds=2.0, token_seconds=0.01)
     machine = Machine(10.0, 1, "float32", "cpu", start_seconds=5.0, start_tokens=1000, candidates=[medusa])
-    learner = Learner(Path(), "", machine, ANSWERS, seed=0)
+    learner = learner_of(machine, tmp_path)
     fitting = FITTING * 1500 * 0.01
     continued = 5.0 + learner.validation_seconds
     assert astuple(learner.pace("medusa", [])) == pytest.approx((2.0, continued + fitting))
     score = Score("medusa", 10, continued + fitting + 30.0, 1.5, [0.5], 1, 1.2)
     measured = astuple(learner.pace("medusa", [Rung({"medusa": 10}, [score])]))
     assert measured == pytest.approx((3.0, continued)), "steps took longer than expected"
-    few = replace(learner, answers=replace(ANSWERS, tokens=40, row_tokens=60))
+    few = learner_of(machine, tmp_path, tokens=40, row_tokens=60)
     assert few.fitting_seconds("medusa") == pytest.approx(FITTING * 60 * 0.01), "there are no more rows"
 
 
@@ -163,11 +158,11 @@ def test_what_is_kept_for_the_end_lasts_for_all_held_out_prompts_beside_the_plan
     """So that a larger budget, whose plan by batch size takes longer, does not evaluate fewer prompts."""
     machine = Machine(9.0, 1, "float32", "cpu", start_seconds=5.0, start_tokens=1000, candidates=[])
     settings = SimpleNamespace(budget=60.0 * minutes, engine="headstart", max_new_tokens=128)
-    run = SimpleNamespace(machine=machine, settings=settings, journal=SimpleNamespace(split=Split(32, 900, 0, 100, 90)))
-    kept = ending_reserve(cast(Session, run))
-    left = kept - planning_seconds(settings.budget, engine="headstart") - machine.start_seconds
+    journal = SimpleNamespace(split=Split(32, 900, 0, 100))
+    reserve = settings.budget - end_of_learning(run_of(machine=machine, settings=settings, journal=journal))
+    left = reserve - planning_seconds(settings.budget, engine="headstart") - machine.start_seconds
     assert prompts_within(left, machine, max_new_tokens=128, num_prompts=32) == 32
-    assert kept <= EVALUATION * settings.budget
+    assert reserve <= EVALUATION * settings.budget
 
 
 def test_larger_budgets_score_candidates_by_more_rows():
@@ -180,7 +175,11 @@ def test_the_better_half_goes_on_in_order_of_its_scores():
 
 
 def test_what_wins_more_for_its_cost_comes_first():
-    assert by_gain_per_cost([("dear", 2.0, 4.0), ("cheap", 1.8, 1.0), ("poor", 1.1, 1.0)]) == ["cheap", "dear", "poor"]
+    measured = [
+        Measured(name, bound=bound, step_seconds=seconds)
+        for name, bound, seconds in (("dear", 2.0, 4.0), ("cheap", 1.8, 1.0), ("poor", 1.1, 1.0))
+    ]
+    assert by_gain_per_cost(measured) == ["cheap", "dear", "poor"]
 
 
 def test_every_family_of_the_registry_is_a_candidate():
@@ -280,6 +279,6 @@ def test_too_few_prompts_are_refused(tmp_path):
 def test_prompts_are_answered_again_where_heads_would_read_the_answers_more_than_six_times(number, used, again):
     """In 1,000 s, at 8 rows a second, 1,000 answers are read eight times, 2,000 four times."""
     machine = SimpleNamespace(able=[Measured("medusa", step_seconds=1.0)], start_seconds=5.0)
-    journal = SimpleNamespace(split=Split(32, 1000, 0, 100, 50), answers_until=300.0)
-    run = SimpleNamespace(machine=machine, journal=journal, clock=SimpleNamespace(used=used, left=1000.0))
-    assert asks_again(cast(Session, run), number) == again
+    journal, clock = SimpleNamespace(split=Split(32, 1000, 0, 100), answers_until=300.0), SimpleNamespace(left=1000.0)
+    run = run_of(machine=machine, journal=journal, clock=clock, left_until=lambda second: second - used)
+    assert asks_again(run, number) == again

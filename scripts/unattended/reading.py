@@ -3,7 +3,8 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -17,21 +18,27 @@ from ...data_pipelines.masks.chat import encode_row
 from ...data_pipelines.sources import Row
 from ...data_pipelines.storage.samples import Sample
 from ...data_pipelines.storage.shard_file import StoredSample
-from ...data_pipelines.traffic import Served
+from ...data_pipelines.traffic import Served, Traffic, read_traffic
 from ...eval.decoding import generate
 from ...eval.measurement.metrics import expected_acceptance
 from ...heads.base import ChainStarts, DraftBatch, DraftHead
+from ...heads.decoders.cpu.products import pack_linears
+from ...heads.loading import release_memory
 from ...heads.nn.target_output import TargetOutput
+from ...heads.registry import load_head
 from ...heads.target import Target
 from ...train.validation import prompt_of
-from .data import NEW, Keyed
-from .foreign import LOWEST, OWN, POSITIONS, OwnAnswers, standardised, temperatures_for, typicality
+from .foreign import LOWEST, OWN, POSITIONS, OwnAnswers, is_foreign, standardised, temperatures_for, typicality
+from .held_out import NEW, OLD, Keyed, Parts, split_traffic, validation_of
+from .journal import RefitJournal
+from .session import RefitSettings, Session
 
 WINDOW = 64  # rows that are sorted by length into batches
 BATCH_TOKENS = 4096  # tokens per batch, padding included
 AT_ONCE = 8  # rows of a forward that several heads draft
 ASKED = 8  # prompts that the target answers itself
 ANSWER_TOKENS = 64  # maximum length of these answers
+READINGS = "readings.jsonl"  # in data/: the readings with the old head
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,7 @@ class Reader:
     target: Target
     head: DraftHead
     max_length: int  # of a row, in tokens; longer ones are cut
-    judges: bool = True  # whether the typicality of new rows is computed
+    judges: bool = False  # whether the typicality of new rows is computed
 
     def sample(self, row: Served) -> Sample:
         """The tokens of a row and which of them are answers. Raises BadInput if the row cannot be read."""
@@ -75,11 +82,11 @@ class Reader:
 
     def samples(self, rows: Iterable[Served]) -> list[Sample]:
         """`sample` of the rows that can be read."""
-        found = []
+        samples = []
         for row in rows:
             with suppress(BadInput):
-                found.append(self.sample(row))
-        return found
+                samples.append(self.sample(row))
+        return samples
 
     def read(self, rows: Sequence[tuple[str, Served]]) -> Iterator[list[Reading]]:
         """Reads rows, given with their keys, in batches; the order changes within a window."""
@@ -93,7 +100,7 @@ class Reader:
                     refused.append(Reading(key, {}, problem=str(error).removeprefix(f"{row.origin}: ")))
             if refused:
                 yield refused
-            samples.sort(key=lambda each: len(each[2]))
+            samples.sort(key=lambda sampled: len(sampled[2]))
             while samples:
                 size = max(BATCH_TOKENS // len(samples[-1][2]), 1)  # the longest first
                 batch, samples = samples[-size:], samples[:-size]
@@ -105,7 +112,7 @@ class Reader:
         for key, row in rows.items():
             with suppress(BadInput):
                 samples.append((key, row, self.sample(row)))
-        samples.sort(key=lambda each: len(each[2]))
+        samples.sort(key=lambda sampled: len(sampled[2]))
         return [self.forward(samples[i : i + AT_ONCE]) for i in range(0, len(samples), AT_ONCE)]
 
     @torch.no_grad()
@@ -159,7 +166,7 @@ class Reader:
                 continue
             if len(prompt) + ANSWER_TOKENS <= self.target.max_positions and len(prompts) < ASKED:
                 prompts.append(prompt)
-        found = []
+        own = []
         for temperature in OWN if prompts else ():
             check_stop()
             source = torch.Generator(self.target.device).manual_seed(seed)
@@ -170,8 +177,8 @@ class Reader:
                 ids = torch.tensor([prompt + answer], device=self.target.device)
                 states = self.target.read_texts(ids).post_norm[0, len(prompt) - 1 : -1]
                 values += self._typicality(states, ids[0, len(prompt) :], [max(temperature, LOWEST)]).values()
-            found.append(OwnAnswers(temperature, values))
-        return found
+            own.append(OwnAnswers(temperature, values))
+        return own
 
 
 def readings_in(path: Path) -> dict[str, Reading]:
@@ -187,3 +194,82 @@ def keep(path: Path, readings: Sequence[Reading]) -> None:
         file.seek(whole.rfind(b"\n") + 1)
         file.write("".join(json.dumps(asdict(reading)) + "\n" for reading in readings).encode())
         file.truncate()
+
+
+class RefitRun(Session[RefitSettings, RefitJournal]):
+    """A run of `headstart refit`: its rows, and the target and the old head that read them."""
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """The new rows; --temperature takes the place of theirs."""
+        traffic, given = read_traffic(self.settings.traffic), self.settings.temperature
+        return replace(traffic, rows=[replace(row, temperature=given or row.temperature) for row in traffic.rows])
+
+    @cached_property
+    def replay(self) -> list[Served]:
+        """The old rows."""
+        return read_traffic(self.settings.replay).rows if self.settings.replay else []
+
+    @cached_property
+    def sides(self) -> tuple[Parts, Parts]:
+        """The new rows and the old ones, split; the same in every start."""
+        return split_traffic(self.traffic.rows, self.replay, seed=self.settings.seed)
+
+    @cached_property
+    def target(self) -> Target:
+        settings = self.settings
+        target = Target.load(settings.target, dtype=settings.dtype, device=settings.device)
+        pack_linears(target.base)
+        return target
+
+    @cached_property
+    def reader(self) -> Reader:
+        """What reads rows with the old head."""
+        return self.reader_of(self.settings.head)
+
+    def reader_of(self, head: str) -> Reader:
+        """What reads rows with a head."""
+        return Reader(self.target, load_head(head, self.target), self.settings.max_length)
+
+    def release(self) -> None:
+        """Frees the target's memory, since training loads its own."""
+        for name in ("target", "reader"):
+            self.__dict__.pop(name, None)
+        release_memory()
+
+    def read(self, reader: Reader, rows: Keyed, name: str, *, until: float | None = None) -> dict[str, Reading]:
+        """The readings of rows, by key. Each is appended to data/NAME, and those that are there are not read again.
+
+        Args: until: second of the budget after which reading stops; None: all rows are read.
+        """
+        path = self.folder / "data" / name
+        known = readings_in(path)
+        for readings in reader.read([(key, row) for key, row in rows.items() if key not in known]):
+            self.check_stop()
+            keep(path, readings)
+            known |= {reading.key: reading for reading in readings}
+            if until is not None and self.clock.used > until:
+                break
+        return {key: reading for key, reading in known.items() if key in rows}
+
+    @cached_property
+    def readings(self) -> dict[str, Reading]:
+        """The readings with the old head, once they are all taken, without rows that could not be read."""
+        readings = readings_in(self.folder / "data" / READINGS)
+        return {key: reading for key, reading in readings.items() if not reading.problem}
+
+    def own(self, rows: Keyed) -> Keyed:
+        """The rows that were read and whose answers the target wrote; old rows are not tested."""
+        foreign, own = self.journal.foreign, self.journal.own
+        assert foreign is not None
+
+        def is_own(key: str) -> bool:
+            return key.startswith(OLD) or not is_foreign(self.readings[key].typicality, foreign.served, own)
+
+        return {key: row for key, row in rows.items() if key in self.readings and is_own(key)}
+
+    @cached_property
+    def validation(self) -> Keyed:
+        """The rows for validation, of both sides."""
+        new, old = self.sides
+        return {**validation_of(self.own(new.rest)), **validation_of(old.rest)}

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from headstart.scripts.refit import decision
-from headstart.scripts.refit.between import SHARES
+from headstart.scripts.unattended import comparing
+from headstart.scripts.unattended.comparing import SHARES
 from headstart.scripts.unattended.steps import Runner
 
 
@@ -13,13 +13,13 @@ def journal_of(folder):
 
 
 @pytest.fixture
-def refit(headstart, chat_target, head_folder, in_process, tmp_path):
+def refit(headstart, worded_target, head_folder, in_process, tmp_path):
     """refit(traffic, replay): exit code, what was said, and refit.json, None where there is none."""
 
     def call(traffic, replay=None, line="--budget 60s --max-length 64"):
         folder = tmp_path / "refit"
         files = ["--traffic", traffic, *([] if replay is None else ["--replay", replay]), "--output", folder]
-        code, out, err = headstart(f"refit {line}", "--target", chat_target, "--head", head_folder, *files)
+        code, out, err = headstart(f"refit {line}", "--target", worded_target, "--head", head_folder, *files)
         return code, out + err, journal_of(folder) if (folder / "refit.json").exists() else None
 
     return call
@@ -47,7 +47,7 @@ def test_from_served_traffic_to_a_decision(refit, served_by, file_of, in_process
     assert found["head"].endswith("/refit/head") and config["headstart"]["training"]["share"] in SHARES
     [whole] = [each for each in found["compared"] if (each["traffic"], each["domain"]) == ("new", "all")]
     assert whole["interval"][0] < whole["ratio"] < whole["interval"][1] and whole["conversations"] == 13
-    assert found["decision"]["deploy"] == (whole["interval"][0] > decision.LEAST_GAIN)
+    assert found["decision"]["deploy"] == (whole["interval"][0] > comparing.LEAST_GAIN)
     page = (tmp_path / "refit" / "refit.html").read_text()
     assert found["decision"]["headline"] in page and "<script" not in page and found["decision"]["headline"] in said
     ran = len(in_process)
@@ -59,7 +59,7 @@ def test_where_the_answers_are_anothers_nothing_is_learnt(refit, served_by, file
     code, said, found = refit(file_of("logs", served_by("new", 20, by="another")))
     assert code == 0 and not in_process, said
     assert "are this target's: too few to learn from. Is it the target that served them?" in said
-    assert found["decision"]["headline"] == decision.STAYS and not found["decision"]["deploy"]
+    assert found["decision"]["headline"] == comparing.STAYS and not found["decision"]["deploy"]
 
 
 def test_too_little_traffic_is_refused_and_leaves_nothing(refit, served_by, file_of, tmp_path):
@@ -78,20 +78,20 @@ def test_a_folder_of_other_traffic_is_refused(refit, served_by, file_of):
 @pytest.mark.slow
 def test_a_run_goes_on_where_it_was_killed(refit, served_by, file_of, monkeypatch):
     """Killed behind the first batch that was read, in training, and behind the second head of the choice."""
-    from headstart.scripts.refit import run as stages
-    from headstart.scripts.refit import work
+    from headstart.scripts.unattended import reading
+    from headstart.scripts.unattended import refit as stages
 
     logs = file_of("logs", served_by("new", 40))
-    whole_keep, whole_run, calls = work.keep, Runner.run, []
+    whole_keep, whole_run, calls = reading.keep, Runner.run, []
 
     def dies(path, readings):
         whole_keep(path, readings)
         calls.append(len(readings))
         raise SystemExit(137)
 
-    monkeypatch.setattr(work, "keep", dies)
+    monkeypatch.setattr(reading, "keep", dies)
     assert refit(logs)[0] == 137
-    monkeypatch.setattr(work, "keep", lambda path, rows: (calls.append(len(rows)), whole_keep(path, rows)))
+    monkeypatch.setattr(reading, "keep", lambda path, rows: (calls.append(len(rows)), whole_keep(path, rows)))
 
     def dies_too(self, name, words, *, until=None):
         raise SystemExit(137)

@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from headstart.scripts.auto import sizes
-from headstart.scripts.auto.answering import TEMPERATURE
-from headstart.scripts.auto.journal import Score
-from headstart.scripts.auto.learning import TIME_IS_UP, Learner
+from headstart.scripts.unattended import evaluation
+from headstart.scripts.unattended.answers import TEMPERATURE
+from headstart.scripts.unattended.journal import Score
 from headstart.scripts.unattended.steps import Runner
+from headstart.scripts.unattended.training import TIME_IS_UP, Learner
 
 
 def journal_of(folder):
@@ -54,7 +54,7 @@ def test_one_command_goes_from_prompts_to_a_decision(auto, machine_is, in_proces
     assert rung["plan"].keys() == {"medusa", "hydra"}, "what cannot pay is not trained"
     scores = {score["name"]: score["predicted_speedup"] for score in rung["scores"]}
     assert rung["kept"] == [max(scores, key=scores.__getitem__)] == [found["chosen"]["name"]]
-    assert 10 < found["chosen"]["score"]["steps"] <= found["chosen"]["max_steps"]
+    assert 10 < found["trained"]["score"]["steps"] <= found["chosen"]["max_steps"]
     assert found["evaluation"]["num_prompts"] == 13
     report = json.loads((tmp_path / "auto" / "eval" / "report.json").read_text())
     assert {result["drafter"] for result in report["results"]} == {
@@ -76,12 +76,12 @@ def test_one_command_goes_from_prompts_to_a_decision(auto, machine_is, in_proces
 @pytest.mark.slow
 def test_the_chosen_head_is_planned_by_batch_size(auto, machine_is, monkeypatch, in_process, tmp_path):
     machine_is(medusa=1.2)
-    monkeypatch.setattr(sizes, "LEAST_SECONDS", 0.5)
+    monkeypatch.setattr(evaluation, "LEAST_SECONDS", 0.5)
     code, said, found = auto("--budget 20s --max-new-tokens 12 --load 0.01")
     assert code == 0, said
     assert "0.01 requests per second keep 1 row busy" in said
     [words] = [words for words in in_process if words[0] == "plan"]
-    assert words[words.index("--head") + 1] == found["chosen"]["head"]
+    assert words[words.index("--head") + 1] == found["trained"]["head"]
     assert float(words[words.index("--seconds") + 1]) >= found["sizes"]["seconds"], "it gets what is left"
     plan = json.loads((tmp_path / "auto" / "plan" / "plan.json").read_text())
     advice = {one["batch_size"]: one["setting"] for one in plan["recommendation"]}
@@ -134,7 +134,7 @@ def test_without_time_to_score_any_candidate_the_most_promising_one_is_trained(a
     assert code == 0, said
     [rung] = found["rungs"]
     assert rung["kept"] == [next(iter(rung["plan"]))] == [found["chosen"]["name"]]
-    assert found["chosen"]["score"]["acceptance_length"] > 1 and found["decision"] is not None
+    assert found["trained"]["score"]["acceptance_length"] > 1 and found["decision"] is not None
 
 
 def test_where_no_candidate_can_pay_nothing_is_trained(auto, machine_is, in_process):

@@ -1,0 +1,224 @@
+"""The stage of `headstart auto` in which the target answers prompts: greedily, and sampled as well where they are few.
+
+The answers become the rows that candidates are trained and scored on.
+"""
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...configs.errors import BadInput
+from ...configs.files import write_json
+from ...configs.jsonl import read_appended, read_jsonl
+from ...data_pipelines.vocab import always_kept, worthwhile_size
+from ...eval.measurement.repetition import text_repetition
+from ...heads.chat.written_ids import KEY
+from ...heads.fit import NoSkeleton, load_skeleton, row_share
+from ...heads.loading import TargetConfig
+from ...heads.target import Target
+from .candidates import BATCH_SIZE
+from .clock import ANSWERS
+from .held_out import as_question, write_rows
+from .journal import Answers
+from .session import AutoRun
+from .steps import last_line
+
+PER_PROMPT = 4  # answers, upper limit
+TEMPERATURE = 0.7  # of all answers to a prompt but the first
+MOST_READ = 6.0  # prompts are answered again if a head could read each answer more often than this in the time left
+LEAST_STARTS = 3.0  # and if the time for answers left is that of so many starts of a command
+LEAST_ANSWERS = 8
+VALIDATION = 8, 32  # least and most rows that score candidates,
+ROW_SECONDS = 150.0  # one for so many seconds of the budget: more rows tell more apart
+ENDING = 16  # tokens that a chat template may add after an answer, upper limit
+MANY = 0.2  # share of bad answers above which there is a warning
+
+
+def end_of_answers(run: AutoRun) -> float:
+    """The second of the budget at which answering ends."""
+    return run.clock.used + ANSWERS * run.settings.budget
+
+
+def answer(run: AutoRun) -> Answers:
+    """The target answers prompts for its share of the time; the rows are written into the run's data/.
+
+    A head learns more from several answers to a prompt than from reading one of them many times.
+
+    Raises: BadInput if there are too few answers; SystemExit after a signal to stop.
+    """
+    folders = [run.folder / "answers", *(run.folder / f"answers-{number}" for number in range(2, PER_PROMPT + 1))]
+    for number, folder in enumerate(folders):
+        if number and not (is_finished(folders[number - 1]) and asks_again(run, number)):
+            break
+        if not is_finished(folder):
+            ask(run, folder, seed=number, temperature=TEMPERATURE if number else 0)
+            run.write()
+    greedy, *sampled = folders
+    answers = gather(run, greedy, [folder for folder in sampled if (folder / "manifest.json").exists()])
+    for warning in answers.warnings:
+        run.say(f"warning: {warning}")
+    return answers
+
+
+def asks_again(run: AutoRun, number: int) -> bool:
+    """Whether prompts that have `number` answers are answered once more."""
+    machine, journal = run.machine, run.journal
+    assert journal.split is not None
+    if run.left_until(journal.answers_until) < LEAST_STARTS * machine.start_seconds:
+        return False
+    step_seconds = statistics.median(candidate.step_seconds for candidate in machine.able)
+    num_read = run.clock.left / step_seconds * BATCH_SIZE  # rows
+    return num_read > MOST_READ * number * journal.split.asked
+
+
+def ask(run: AutoRun, folder: Path, *, seed: int, temperature: float) -> None:
+    """Run `headstart data regenerate` over all prompts, for as long as there is time for answers.
+
+    Raises: BadInput if it does not start to answer; SystemExit after a signal to stop.
+    """
+    machine, settings, until = run.machine, run.settings, run.journal.answers_until
+    arguments = [
+        *("data", "regenerate", "data/regenerate_local.yaml"),
+        *(f"sources={run.data / 'prompts.jsonl'}", f"output={folder}"),
+        *(f"target={settings.target}", f"engine.dtype={machine.dtype}", f"engine.device={machine.device}"),
+        *(f"sampling.temperature={temperature:g}", f"sampling.max_tokens={settings.max_new_tokens}"),
+    ]
+    if temperature:
+        arguments.append(f"sampling.seed={seed}")
+    again = f" again, sampled at temperature {temperature:g}," if temperature else ""
+    what = f"the target answers{again} as many prompts as there is time for"
+    record = run.step(what, arguments, name=folder.name, seconds=run.left_until(until), until=until)
+    if not (folder / "manifest.json").exists():
+        raise BadInput(f"the target could not answer: {last_line(Path(record.log))}")
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether `headstart data regenerate` has answered all prompts there."""
+    return (folder / "answers.jsonl").exists()
+
+
+def gather(run: AutoRun, greedy: Path, sampled: Sequence[Path]) -> Answers:
+    """Writes train.jsonl and validation.jsonl, from the target's answers and the given chats.
+
+    Args:
+        greedy: output of `headstart data regenerate`, which may have been stopped before its end.
+        sampled: the same with further answers to these prompts, to train on.
+
+    Raises: BadInput if there are fewer than LEAST_ANSWERS answers.
+    """
+    written = read_answers(greedy)
+    if len(written) < LEAST_ANSWERS:
+        raise BadInput(
+            f"--budget: the target answered {len(written)} prompts in the time for this, at least {LEAST_ANSWERS} "
+            "are needed; give a larger --budget or fewer --max-new-tokens"
+        )
+    written.sort(key=lambda row: row["id"])
+    num_validation = min(len(written) // 4, validation_rows(run.settings.budget))
+    validation, train = written[:num_validation], written[num_validation:]
+    judged = {question_of(row) for row in validation}
+    again = [row for path in sampled for row in read_answers(path) if question_of(row) not in judged]
+    given = run.data / "given.jsonl"
+    chats = read_jsonl(given) if given.exists() and given.stat().st_size else []
+    write_rows(run.data / "validation.jsonl", validation)
+    write_rows(run.data / "train.jsonl", [*train, *again, *chats])
+    write_json(run.data / "manifest.json", joined_manifest([greedy, *sampled]))
+    try:
+        target = load_skeleton(TargetConfig(path=run.settings.target))
+    except NoSkeleton:
+        target = Target.load(run.settings.target, dtype=run.settings.dtype)
+    greedy_ids = [ids for row in written for ids in answer_ids_of(row, target.tokenizer)]
+    sampled_ids = [ids for row in again for ids in answer_ids_of(row, target.tokenizer)]
+    chat_ids = [target.tokenizer(text).input_ids for row in chats for text in assistant_texts(row)]
+    size, covered = draft_vocabulary_for(target, [*greedy_ids, *sampled_ids, *chat_ids])
+    truncated = sum(row["truncated"] for row in written)
+    looping = sum(text_repetition(i, [ids]).is_looping for i, ids in enumerate(greedy_ids))
+    usages = [row["usage"] for row in (*written, *again)]
+    lengths = [usage["prompt_tokens"] + usage["completion_tokens"] for usage in usages]
+    longest = max(lengths) + ENDING
+    return Answers(
+        written=len(written),
+        sampled=len(again),
+        given=len(chats),
+        validation=num_validation,
+        tokens=sum(usage["completion_tokens"] for usage in usages),
+        row_tokens=sum(lengths),
+        truncated=truncated,
+        looping=looping,
+        complete=is_finished(greedy),
+        draft_vocab_size=size,
+        coverage=covered,
+        max_length=max(longest, 2048) if chats else longest,
+        warnings=warnings_of(len(written), truncated=truncated, looping=looping),
+    )
+
+
+def validation_rows(budget: float) -> int:
+    """Rows that score candidates, with a budget of that many seconds, where there are four times as many answers."""
+    least, most = VALIDATION
+    return min(max(int(budget / ROW_SECONDS), least), most)
+
+
+def draft_vocabulary_for(target: Target, texts: Sequence[Sequence[int]]) -> tuple[int | None, float | None]:
+    """Size and coverage of the draft vocabulary that is worthwhile for these token ids; None: no cut is."""
+    tokens = [token for ids in texts for token in ids]
+    counts = np.bincount(tokens, minlength=target.vocab_size)[: target.vocab_size]  # [V]
+    eos_token_ids = set(target.eos_token_ids)
+    always = always_kept(target.tokenizer, eos_token_ids=eos_token_ids, vocab_size=target.vocab_size)
+    return worthwhile_size(counts, always, row_share=row_share(target))
+
+
+def read_answers(folder: Path) -> list[dict[str, Any]]:
+    """The rows that `headstart data regenerate` has written into a folder so far."""
+    return read_appended(folder / ("answers.jsonl" if is_finished(folder) else "answers.part.jsonl"))
+
+
+def question_of(row: dict[str, Any]) -> str:
+    """What an answered row was asked first, as `Asked.question`."""
+    messages = row["messages"]
+    first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    return as_question(messages[:first])
+
+
+def joined_manifest(folders: Sequence[Path]) -> dict[str, Any]:
+    """The manifest of the first folder, with how the answers of all of them were sampled, by folder."""
+    manifests = [json.loads((folder / "manifest.json").read_text()) for folder in folders]
+    ways = {
+        folder.name: way
+        for folder, manifest in zip(folders, manifests, strict=True)
+        for way in manifest["settings"]["sampling"].values()
+    }
+    return {**manifests[0], "settings": {**manifests[0]["settings"], "sampling": ways}}
+
+
+def answer_ids_of(row: dict[str, Any], tokenizer: Any) -> list[list[int]]:
+    """The token ids of the answers that the target has just written into a row; of their texts where it has none."""
+    sequences = row.get(KEY, {}).get("sequences")
+    if sequences is None:
+        return [tokenizer(text, add_special_tokens=False).input_ids for text in assistant_texts(row)]
+    return [sequence["input_ids"][start:end] for sequence in sequences for _, start, end in sequence["turns"]]
+
+
+def assistant_texts(row: dict[str, Any]) -> list[str]:
+    """The texts of a row's assistant messages."""
+    messages = row.get("messages") or []
+    return [message["content"] for message in messages if message.get("role") == "assistant" and message.get("content")]
+
+
+def warnings_of(num_rows: int, *, truncated: int, looping: int) -> list[str]:
+    """Warnings about answers that loop or are cut off, for the report."""
+    warnings = []
+    if looping > MANY * num_rows:
+        warnings.append(
+            f"{looping} of {num_rows} answers loop (more than half of their 4-grams repeat earlier ones): loops are "
+            "easy to draft, and the speedup on other answers is lower"
+        )
+    if truncated > MANY * num_rows:
+        warnings.append(
+            f"{truncated} of {num_rows} answers were cut off at --max-new-tokens: the head learns little about how "
+            "answers end"
+        )
+    return warnings

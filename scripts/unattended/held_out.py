@@ -1,0 +1,194 @@
+"""What is held out to measure on: a third of the prompts of `headstart auto`, or of the conversations of a refit.
+
+Rows that were asked the same first question stay together, so that nothing is learnt from what is measured on.
+"""
+
+import json
+import random
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from ...configs.errors import BadInput
+from ...configs.files import write_text
+from ...data_pipelines.answers.conversations import SamplingConfig, exchanges
+from ...data_pipelines.sources import iter_rows
+from ...data_pipelines.traffic import Served
+from ...eval.measurement.metrics import LEAST_TIMED
+from ...eval.suites.prompts import load_suite
+from ...heads.chat.rows import VARIABLES
+from ...heads.target import Target
+from .journal import Split
+
+MOST_PROMPTS = 32  # held out by auto, unless its batches are large
+MOST_CONVERSATIONS = 64  # held out by refit
+LEAST_QUESTIONS = 3 * LEAST_TIMED  # as a third is held out, and a confidence interval needs LEAST_TIMED
+MOST_VALIDATION = 16  # rows of each side for the validations of refit's training, and for the choice behind it
+
+
+def held_out_questions(
+    questions: Iterable[str], file: str, unit: str, *, most: int, seed: int
+) -> tuple[list[str], list[str]]:
+    """A random third of the different questions, at most so many, and the others, shuffled.
+
+    Raises: BadInput if there are fewer than LEAST_QUESTIONS. Args: file, unit: where they are and what they are called.
+    """
+    shuffled = sorted(set(questions))
+    if len(shuffled) < LEAST_QUESTIONS:
+        few = f"{file}: {len(shuffled)} different {unit}, at least {LEAST_QUESTIONS} are needed"
+        raise BadInput(f"{few}: a third is held out to measure on")
+    random.Random(seed).shuffle(shuffled)
+    count = min(len(shuffled) // 3, most)
+    return shuffled[:count], shuffled[count:]
+
+
+# Prompts, of `headstart auto`
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A row of --prompts or --chats. Rows with the same question are duplicates."""
+
+    question: str  # the messages before the first answer, as JSON
+    told: dict[str, Any]  # what else the chat template is told, as rows record it
+    row: dict[str, Any]
+
+
+def read_asked(path: str) -> Iterator[Asked]:
+    """Yields a file's rows with their questions. Raises BadInput on rows without a prompt."""
+    for row in iter_rows(path):
+        for exchange in exchanges(row, SamplingConfig(), turns="all"):
+            told = {"tools": exchange.tools, VARIABLES: exchange.variables}
+            question = as_question(exchange.script[: exchange.script.index(None)])
+            yield Asked(question, {key: value for key, value in told.items() if value}, row.data)
+
+
+def as_question(messages: Sequence[Any]) -> str:
+    """The messages before the first answer as JSON, for `Asked.question`."""
+    return json.dumps(messages, ensure_ascii=False, sort_keys=True)
+
+
+def split_prompts(
+    prompts: str, chats: str, folder: Path, *, most: int = MOST_PROMPTS, seed: int
+) -> tuple[int, int, int]:
+    """Splits the prompts into held-out ones and ones for the target to answer, and selects the chats to learn from.
+
+    Writes into `folder`: held_out.jsonl; prompts.jsonl, shuffled, so that the prompts answered in time are a random
+    sample; and given.jsonl, the rows of `chats` that have an answer and whose question is not held out.
+
+    Args:
+        chats: file of answered rows; empty: none.
+        most: prompts that are held out.
+
+    Returns the numbers of held-out prompts, of prompts to answer, and of duplicate rows.
+    Raises BadInput if there are too few different prompts.
+    """
+    rows = list(read_asked(prompts))
+    once = {asked.question: asked for asked in rows}
+    held_out, asked = held_out_questions(once, f"--prompts {prompts}", "prompts", most=most, seed=seed)
+    write_rows(folder / "held_out.jsonl", [held_out_row(once[question]) for question in held_out])
+    write_rows(folder / "prompts.jsonl", [once[question].row for question in asked])
+    if chats:
+        answered = (chat for chat in read_asked(chats) if is_answered(chat.row))
+        write_rows(folder / "given.jsonl", [chat.row for chat in answered if chat.question not in set(held_out)])
+    return len(held_out), len(asked), len(rows) - len(once)
+
+
+def held_out_row(asked: Asked) -> dict[str, Any]:
+    """A row for `headstart eval --prompts`, with its domain if it has one."""
+    domain = {key: asked.row[key] for key in ("category", "domain") if isinstance(asked.row.get(key), str)}
+    return {"messages": json.loads(asked.question), **asked.told, **domain}
+
+
+def is_answered(row: dict[str, Any]) -> bool:
+    """Whether a row of --chats ends with an answer."""
+    messages = row.get("messages") or row.get("conversations") or [{}]
+    last = messages[-1]
+    return last.get("role", last.get("from")) in ("assistant", "gpt") or bool(row.get("response") or row.get("output"))
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def describe_split(
+    counts: tuple[int, int, int], path: Path, target: Target, *, max_new_tokens: int
+) -> tuple[Split, list[int]]:
+    """The journal's entry for the split, and the token ids of all held-out prompts, one after the other.
+
+    Args:
+        counts: as `split_prompts` returns them.
+        path: held_out.jsonl.
+
+    Raises: BadInput if fewer than LEAST_TIMED held-out prompts fit the target.
+    """
+    suite = load_suite(path, target, max_new_tokens=max_new_tokens)
+    if len(suite.prompts) < LEAST_TIMED:
+        failed = suite.failed[0]
+        usable = f"only {len(suite.prompts)} held-out prompts are usable, at least {LEAST_TIMED} are needed"
+        raise BadInput(f"--prompts: {usable}: {failed.row}: {failed.reason}")
+    context = round(statistics.median(map(len, suite.prompts))) + max_new_tokens // 2
+    return Split(*counts, context=context), [token for prompt in suite.prompts for token in prompt]
+
+
+# Conversations, of `headstart refit`
+
+NEW, OLD = "new", "old"  # prefixes of keys
+Keyed = dict[str, Served]  # rows by key, in the order in which they are read
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The rows of one side: of the new traffic, or the old rows."""
+
+    held_out: Keyed  # never trained on, nor is any row with the same first question
+    rest: Keyed
+
+
+def split_traffic(new: Sequence[Served], old: Sequence[Served], *, seed: int) -> tuple[Parts, Parts]:
+    """Splits new traffic and old rows by conversation; what one side holds out is not in the other's rest.
+
+    Raises: BadInput if one has too few conversations; there may be no old rows at all.
+    """
+
+    def chosen(file: str, rows: Sequence[Served]) -> set[str]:
+        questions = (row.question for row in rows)
+        return set(held_out_questions(questions, file, "conversations", most=MOST_CONVERSATIONS, seed=seed)[0])
+
+    of_new, of_old = chosen("--traffic", new), chosen("--replay", old) if old else set[str]()
+    both = of_new | of_old
+    return keyed_parts(NEW, new, of_new, both, seed=seed), keyed_parts(OLD, old, of_old, both, seed=seed)
+
+
+def keyed_parts(side: str, rows: Sequence[Served], held_out: set[str], both: set[str], *, seed: int) -> Parts:
+    """Both parts of a side, shuffled. Args: held_out: its questions. both: those of both sides."""
+    keyed = [(f"{side}:{i}", row) for i, row in enumerate(rows)]
+    random.Random(seed).shuffle(keyed)
+    rest = {key: row for key, row in keyed if row.question not in both}
+    return Parts({key: row for key, row in keyed if row.question in held_out}, rest)
+
+
+def by_turns(*parts: Keyed) -> Keyed:
+    """Round-robin over the parts, so that a run with time for only some rows reads rows of all parts."""
+    turns = zip_longest(*(part.items() for part in parts))
+    return dict(item for turn in turns for item in turn if item is not None)
+
+
+def validation_of(rows: Mapping[str, Served]) -> Keyed:
+    """The rows for validation: a fifth of the rows, at most MOST_VALIDATION."""
+    return dict(list(rows.items())[: min(len(rows) // 5, MOST_VALIDATION)])
+
+
+def mixed(new: Sequence[Served], old: Sequence[Served], *, replay_share: float, seed: int) -> list[Served]:
+    """The training rows, shuffled: all new rows, and as many old ones as make up `replay_share` of the result.
+
+    Old rows repeat if there are too few.
+    """
+    share = replay_share if old else 0.0
+    count = round(len(new) * share / (1 - share))
+    rows = [*new, *(old[i % len(old)] for i in range(count))]
+    random.Random(seed).shuffle(rows)
+    return rows

@@ -1,0 +1,307 @@
+"""The schemas of auto.json and refit.json: what a run found and decided, from which a killed run resumes.
+
+`AutoJournal` and `RefitJournal` are the documents; their fields are in the order in which the stages fill them in. A
+field whose stage has not run is null, empty or 0. Of a refit, "new" rows are those of --traffic, "old" rows those of
+--replay; "the old head" is the one that is deployed now, "the new head" the one that the run trains.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from ...configs.errors import BadInput
+from ...configs.files import write_json
+from ...configs.loader import build
+from .foreign import OwnAnswers
+from .steps import StepRecord
+
+SCHEMA_VERSION = 2
+LAST = ("decision", "seconds", "steps")  # keys of both documents that follow their own
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The result of a run."""
+
+    deploy: bool
+    headline: str
+    reasons: list[str]
+    cautions: list[str]
+    commands: list[str] = field(default_factory=list)  # command lines that carry it out
+    drafter: str = ""  # of auto: what to deploy, as `headstart eval --drafter` takes it
+    speedup: float | None = None
+    speedup_ci95: list[float | None] = field(default_factory=lambda: [None, None])
+
+
+@dataclass
+class Journal:
+    """What both documents have; a JSON file in the run's folder."""
+
+    file_name: ClassVar[str]
+    settings: dict[str, Any]  # the options of the run, the same as in the folder's marker file
+    schema_version: int = SCHEMA_VERSION
+    decision: Decision | None = None
+    seconds: float = 0.0  # of the budget used, over all starts of the run
+    steps: list[StepRecord] = field(default_factory=list)  # the commands that were run
+
+    def write(self, folder: Path) -> None:
+        document = asdict(self)
+        last = {key: document.pop(key) for key in LAST}
+        write_json(folder / self.file_name, document | last)
+
+    @classmethod
+    def read(cls, folder: Path, settings: dict[str, Any]) -> Self:
+        """The journal in a folder, or a new one with these settings. Raises BadInput on a damaged file."""
+        path = folder / cls.file_name
+        if not path.exists():
+            return cls(settings)
+        try:
+            document = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise BadInput(f"{path}: cannot be read; give a new folder") from error
+        return build(cls, document, where=str(path))
+
+
+# headstart auto
+
+
+@dataclass(frozen=True)
+class RoundCost:
+    """Measured cost of a round that drafts a chain."""
+
+    num_draft_tokens: int
+    steps: float  # duration of the round, in baseline steps
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the prompts were divided."""
+
+    held_out: int  # prompts kept for the evaluation
+    asked: int  # prompts for the target to answer
+    duplicates: int  # rows left out because another row has the same first question
+    context: int  # tokens before a typical round: the median prompt and half of `max_new_tokens`
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of a candidate before training. An excluded candidate may have `name` and `out` only."""
+
+    name: str
+    parameters: int = 0  # trained parameters
+    costs: list[RoundCost] = field(default_factory=list)  # of rounds that draft 1 to K tokens
+    bound: float = 0.0  # speedup if four in five drafts were accepted at every position
+    bound_num_draft_tokens: int = 0  # the K of that speedup
+    step_seconds: float = 0.0  # of an optimizer step
+    token_seconds: float = 0.0  # of the target's forward in training, per token
+    out: str = ""  # why the candidate is not trained; empty: it may be
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was measured of the target on this machine before training."""
+
+    baseline_ms: float  # milliseconds of a step without drafts, at `batch_size`
+    batch_size: int  # rows served at a time: as given, or derived from the load
+    dtype: str
+    device: str
+    start_seconds: float  # time that a command needs to start
+    start_tokens: int  # supervised tokens that a fresh head is fitted on before its first step
+    candidates: list[Measured]
+
+    @property
+    def able(self) -> list[Measured]:
+        """The candidates that were not excluded."""
+        return [candidate for candidate in self.candidates if not candidate.out]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The training data."""
+
+    written: int  # rows answered by the target in this run, greedily
+    sampled: int  # further answers to the same prompts, sampled
+    given: int  # rows of --chats that are learnt from
+    validation: int  # rows of `written` that score candidates and are not trained on
+    tokens: int  # in all answers of this run
+    row_tokens: int  # in their rows, prompts included
+    truncated: int  # of `written`, answers cut at the token limit
+    looping: int  # of `written`, answers in which more than half of the 4-grams repeat earlier ones
+    complete: bool  # whether all prompts were answered in time
+    draft_vocab_size: int | None  # for candidates with a cut vocabulary; null: no cut is worthwhile
+    coverage: float | None  # share of the answers' tokens in that draft vocabulary
+    max_length: int  # of a training row, in tokens
+    warnings: list[str]
+
+
+@dataclass(frozen=True)
+class Score:
+    """A candidate's validation after training in a rung: acceptance by decoding, and the predicted speedup."""
+
+    name: str
+    steps: int  # optimizer steps since the start of training, over all rungs
+    seconds: float  # duration of the training command in this rung
+    acceptance_length: float
+    acceptance_rate: list[float | None]  # by draft position; null: never reached
+    num_draft_tokens: int  # the K with the highest predicted speedup
+    predicted_speedup: float
+    problem: str = ""  # why there is no score; the figures are then meaningless
+
+
+@dataclass
+class Rung:
+    """One rung of successive halving."""
+
+    plan: dict[str, int]  # by candidate, the step count up to which it is trained, if its time allows
+    scores: list[Score] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)  # candidates of the next rung, best first
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The winner of successive halving. It is trained for the rest of the time, from its best checkpoint on."""
+
+    name: str
+    max_steps: int  # optimizer steps of the final training
+    score: Score | None = None  # of its last rung
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The head that is trained: by the final training, or the best of the rungs where that is better."""
+
+    head: str  # folder
+    score: Score | None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is measured on held-out prompts."""
+
+    num_prompts: int
+    num_draft_tokens: int  # K of the head
+
+
+@dataclass(frozen=True)
+class SizePlan:
+    """The plan by batch size: the best K or tree of the chosen head for each batch size."""
+
+    seconds: float  # kept for the plan, without the start of its command; it gets what is left of the budget
+    plan: str = ""  # path of plan.json
+    problem: str = ""  # why there is no plan
+
+
+@dataclass
+class AutoJournal(Journal):
+    """The document auto.json."""
+
+    file_name = "auto.json"
+    split: Split | None = None
+    machine: Machine | None = None
+    least_budget: float = 0.0  # seconds; the smallest that makes sense; 0 if nothing is to be trained
+    answers_until: float | None = None  # second of the budget at which answering ends
+    answers: Answers | None = None
+    learning_until: float | None = None  # second of the budget at which training ends
+    rung_seconds: float = 0.0  # duration of each rung
+    rungs: list[Rung] = field(default_factory=list)
+    chosen: Chosen | None = None
+    trained: Trained | None = None
+    evaluation: Evaluation | None = None
+    report: str = ""  # path of the evaluation's report.json
+    sizes: SizePlan | None = None  # null if there is no time for a plan
+    exported: str = ""  # folder of the export; empty if there is none
+
+
+# headstart refit
+
+
+@dataclass(frozen=True)
+class Found:
+    """The rows of the files."""
+
+    new: int  # answered conversations in --traffic
+    old: int  # and in --replay
+    held_out_new: int  # of these, held out for the comparison
+    held_out_old: int
+    repeated: int  # rows of --traffic left out because another row has the same conversation, or a longer version of it
+    unread: dict[str, int]  # rows of --traffic that could not be read, by reason
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """The answers of --traffic that the target did not write, found by their typicality (foreign.py)."""
+
+    served: float | None  # temperature assumed for answers whose rows do not name one; null: all do
+    thresholds: dict[str, float]  # lowest typicality of an own answer, by temperature of the target's own answers
+    read: int  # rows that were tested
+    late: int  # rows that were not, because the time for reading was up
+    refused: dict[str, int]  # rows that the target cannot be given, by reason
+    origins: list[str]  # file and line of each foreign answer
+
+
+@dataclass(frozen=True)
+class DriftPart:
+    """How well the old head drafts a group of rows."""
+
+    traffic: str  # `new` or `old`
+    domain: str  # `all`: every domain
+    week: str  # ISO week such as 2026-W07; `all`: every week
+    rows: int
+    tokens: int  # of the answers
+    acceptance_length: float | None
+    covered: float | None  # share of the answers' tokens that the head's draft vocabulary contains
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The training of the new head."""
+
+    max_steps: int  # optimizer steps
+    step_seconds: float  # of one of them
+    new: int  # training rows
+    old: int
+    until: float  # second of the budget at which training ends
+    draft_vocab_size: int | None  # of the new head; null: all tokens
+    more_tokens: int  # of these, how many the old head cannot draft
+
+
+@dataclass(frozen=True)
+class Share:
+    """A head whose weights are between the old head's and the trained one's, on validation rows."""
+
+    share: float  # of the way: 0 is the old head, 1 the trained one
+    new: float | None  # acceptance length on rows of the new traffic
+    old: float | None  # acceptance length on old rows; null: there are none
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The old head against the new one on the same held-out answers."""
+
+    traffic: str  # `new` or `old`
+    domain: str  # `all`: every domain
+    conversations: int
+    before: float | None  # acceptance length of the old head
+    after: float | None  # acceptance length of the new head
+    ratio: float | None  # target forwards with the old head over those with the new one; above 1: the new is better
+    interval: list[float | None]  # 95 % confidence interval of the ratio, over conversations
+
+
+@dataclass
+class RefitJournal(Journal):
+    """The document refit.json."""
+
+    file_name = "refit.json"
+    found: Found | None = None
+    reading_until: float | None = None  # second of the budget at which reading ends
+    own: list[OwnAnswers] = field(default_factory=list)  # typicality of answers that the target wrote in this run
+    row_seconds: float = 0.0  # seconds in which target and head read a row
+    head_seconds: float = 0.0  # of these, the head's
+    foreign: Foreign | None = None
+    drift: list[DriftPart] = field(default_factory=list)
+    plan: Plan | None = None
+    trained: str = ""  # folder of the trained head; empty until it is trained
+    shares: list[Share] = field(default_factory=list)
+    head: str = ""  # folder of the new head, which is the trained one or between it and the old one; empty until chosen
+    compared: list[Compared] = field(default_factory=list)

@@ -1,0 +1,284 @@
+"""The trainings of both runs: their configs, and how many steps there is time for.
+
+`headstart auto` trains candidates up to a step in each rung, and the chosen one for the rest of the time. A training in
+a rung ends with a validation: the head decodes answers to the validation prompts. `headstart refit` trains the old head
+further.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from ...configs.errors import BadInput
+from ...configs.files import write_text
+from ...configs.jsonl import read_appended
+from ...data_pipelines.storage.samples import Sample
+from ...data_pipelines.vocab import count_supervised, coverage, draft_vocabulary, worthwhile_size
+from ...heads.base import DraftHead, HeadConfig
+from ...heads.fit import row_share
+from .answers import VALIDATION
+from .candidates import TRAINING, Candidate, find_candidates
+from .clock import TRAINED
+from .journal import Answers, Measured, Plan, Rung, Score
+from .machine import predict
+from .session import AutoRun, RefitSettings, Settings
+from .steps import StepRecord
+
+LEAST_STEPS = 10  # optimizer steps of a training, and of a candidate in a rung, lower limit
+WARMUP = 10  # steps
+SAVE_SECONDS = 60.0  # between checkpoints
+
+# headstart auto
+NEVER = 1_000_000  # max_steps in rungs, never reached; learning rates are constant there, so it has no other effect
+DECODE_TOKENS = 64  # decoded per validation prompt
+NUM_VALIDATIONS = 6  # validations of the final training
+FITTING = 1.3  # time to fit a fresh head, relative to that of the target's forwards on the tokens that it is fitted on
+TIME_IS_UP = "its time ran out before it was scored"
+
+# headstart refit
+REFIT_VALIDATIONS = 4  # validations of the training
+PATIENCE = 2  # validations without improvement after which it ends
+MOST_EPOCHS = 10  # passes over the rows, upper limit
+RATE = 0.1  # learning rates, relative to a fresh head's: at those a trained head first loses much of what it knew
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Training speed on this machine."""
+
+    step: float  # seconds per optimizer step
+    overhead: float  # seconds besides the steps: starting the process, fitting, the validation at the end of a rung
+
+
+def steps_in(seconds: float, pace: Pace, *, validating: float = 0.0) -> int:
+    """Optimizer steps that are planned for a training of so many seconds; negative if even its overhead takes longer.
+
+    Args: validating: seconds of its validations, beyond the overhead.
+    """
+    return int((TRAINED * (seconds - validating) - pace.overhead) / pace.step)
+
+
+def write_run(
+    path: Path,
+    settings: Settings,
+    head: dict[str, Any],
+    data: dict[str, Any],
+    train: dict[str, Any],
+    *,
+    dtype: str,
+    device: str,
+    step_seconds: float,
+) -> None:
+    """Writes the run config of a training. Args: train: what is not the same in all of them."""
+    same = {
+        "precision": "bf16" if dtype == "bfloat16" else "fp32",
+        "seed": settings.seed,
+        "device": "cpu" if device == "cpu" else None,
+        "checkpoint_every": max(int(SAVE_SECONDS / step_seconds), 1),
+        "keep_checkpoints": 1,
+    }
+    config = {
+        "target": {"path": settings.target, "dtype": dtype},
+        "head": head,
+        "data": {**data, "layout": "bucketed"},
+        "train": {**same, **train},
+    }
+    write_text(path, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+
+
+def head_in(run: Path, *names: str) -> str:
+    """The first of these head folders that is in a run folder; empty if there is none."""
+    return next((str(run / name) for name in names if (run / name).is_dir()), "")
+
+
+# headstart auto
+
+
+@dataclass(frozen=True)
+class Learner:
+    """Writes the run configs of candidates, builds the commands that train them, and scores the results."""
+
+    run: AutoRun
+
+    @property
+    def answers(self) -> Answers:
+        assert self.run.journal.answers is not None
+        return self.run.journal.answers
+
+    @property
+    def validation_seconds(self) -> float:
+        """Seconds of a validation, upper limit: it decodes all its prompts as one batch."""
+        return 2 * DECODE_TOKENS * self.run.machine.baseline_ms / 1000 * self.answers.validation / VALIDATION[0]
+
+    def fitting_seconds(self, name: str) -> float:
+        """Seconds to fit a fresh head before its first step (`DraftHead.begin_training`)."""
+        answers = self.answers
+        tokens = min(self.run.machine.start_tokens * answers.row_tokens / answers.tokens, answers.row_tokens)
+        return FITTING * tokens * self.measured(name).token_seconds
+
+    def measured(self, name: str) -> Measured:
+        return next(candidate for candidate in self.run.machine.candidates if candidate.name == name)
+
+    def pace(self, name: str, rungs: Sequence[Rung]) -> Pace:
+        """A candidate's training speed: as in the last of these rungs, or as measured in a single step before any."""
+        step, steps_before = self.measured(name).step_seconds, 0
+        continued = self.run.machine.start_seconds + self.validation_seconds
+        overhead = continued + self.fitting_seconds(name)
+        for rung in rungs:
+            score = next((score for score in rung.scores if score.name == name and not score.problem), None)
+            if score and score.steps > steps_before:
+                # at least a tenth of the last estimate: the overhead itself is an estimate
+                step = max((score.seconds - overhead) / (score.steps - steps_before), step / 10)
+                steps_before, overhead = score.steps, continued
+        return Pace(step, overhead)
+
+    def rung_training(self, candidate: Candidate, *, steps: int, seconds: float, pace: Pace) -> list[str]:
+        """Arguments of the `headstart train` that continues a candidate up to a step and validates it there.
+
+        If that takes longer than `seconds`, it is validated and stops earlier, after at least one step. The config is
+        written for the first rung only: later ones continue the same run.
+        """
+        train = {
+            "output_dir": str(self.run.folder / "candidates" / candidate.name),
+            "max_steps": NEVER,
+            "warmup_steps": WARMUP,
+            "min_lr_ratio": 1.0,
+            "compile": False,  # would take much of each rung's time
+        }
+        arguments = self._training(candidate.name, candidate, train, seconds=seconds, pace=pace)
+        return [*arguments, f"train.stop_at_step={steps}", f"train.validate_every={steps}"]
+
+    def final_training(
+        self, candidate: Candidate, max_steps: int, start_from: str, *, seconds: float, pace: Pace
+    ) -> list[str]:
+        """Arguments of the `headstart train` of the chosen candidate, whose learning rate decays to 0.
+
+        Args:
+            start_from: folder of the head to start from; empty: a fresh one.
+            seconds: after which it is validated and stops, if it has not ended by then.
+        """
+        train = {
+            "output_dir": str(self.run.folder / "training"),
+            "start_from": start_from or None,
+            "max_steps": max_steps,
+            "warmup_steps": min(WARMUP, max_steps - 1),
+            "validate_every": max(max_steps // NUM_VALIDATIONS, 1),
+        }
+        return self._training("chosen", candidate, train, seconds=seconds, pace=pace)
+
+    def _training(
+        self, name: str, candidate: Candidate, train: dict[str, Any], *, seconds: float, pace: Pace
+    ) -> list[str]:
+        """Arguments of a training by configs/NAME.yaml, which is written unless it is there."""
+        config, machine, rows = self.run.folder / "configs" / f"{name}.yaml", self.run.machine, self.run.data
+        if not config.exists():
+            files = {"train": str(rows / "train.jsonl"), "validation": str(rows / "validation.jsonl")}
+            write_run(
+                config,
+                self.run.settings,
+                candidate.with_vocabulary(self.answers.draft_vocab_size).head.as_dict(),
+                {**files, "max_length": self.answers.max_length},
+                {**candidate.train, "decode_prompts": self.answers.validation, "decode_tokens": DECODE_TOKENS, **train},
+                dtype=machine.dtype,
+                device=machine.device,
+                step_seconds=pace.step,
+            )
+        stop_after = max(round(seconds - machine.start_seconds - self.validation_seconds, 1), 1.0)
+        return ["train", str(config), f"train.stop_after={stop_after}"]
+
+    def score(self, name: str, output: Path, record: StepRecord, *, steps_before: int) -> Score:
+        """The score of a candidate from the last validation in its run folder.
+
+        The score has a `problem` if training failed, or there was no validation after step `steps_before`.
+        """
+        validation = last_validation(output)
+        if validation is None or validation[0] <= steps_before or (record.exit_code and not record.stopped):
+            problem = TIME_IS_UP if record.stopped else f"it failed: see {record.log}"
+            return Score(name, 0, record.seconds, 0.0, [], 0, 0.0, problem)
+        step, length, rates = validation
+        return Score(name, step, record.seconds, length, rates, *predict(rates, self.measured(name).costs))
+
+
+def last_validation(run: Path) -> tuple[int, float, list[float | None]] | None:
+    """Step, acceptance length and acceptance rates of the last decoded validation of a run; None if there is none."""
+    rows = [row for row in read_appended(run / "metrics.jsonl") if "validation" in row]
+    decodings = [(row["step"], row["validation"].get("decoded")) for row in rows]
+    decoded = [(step, part) for step, part in decodings if part and part["acceptance_length"] is not None]
+    if not decoded:
+        return None
+    step, part = decoded[-1]
+    return step, part["acceptance_length"], part["acceptance_rate"]
+
+
+# headstart refit
+
+
+def training_of(config: HeadConfig) -> dict[str, Any]:
+    """The `train` section with which `headstart auto` trains heads of that family, with lower learning rates."""
+    alike = (candidate.train for candidate in find_candidates() if candidate.head.type == config.type)
+    section = next(alike, TRAINING)
+    return {key: RATE * float(value) if key.endswith("learning_rate") else value for key, value in section.items()}
+
+
+def grown_vocabulary(head: DraftHead, samples: Sequence[Sample]) -> Tensor | None:
+    """[Vd] the draft vocabulary with which a head learns on: its own and, if the rows need them, more tokens.
+
+    The size is that of `worthwhile_size`, where that is not more than half of the target's vocabulary.
+
+    Args: samples: the training rows.
+    Returns None if the head's own vocabulary is whole.
+    """
+    if head.vocabulary is None:
+        return None
+    target, own = head.target, head.vocabulary.to_target.tolist()
+    counts = count_supervised(samples, vocab_size=target.vocab_size)
+    size, covered = worthwhile_size(counts, own, row_share=row_share(target))
+    needs_more = covered is not None and round(coverage(counts, torch.tensor(own)), 4) < covered
+    wider = max(size or 0, len(own)) if needs_more else len(own)
+    return draft_vocabulary(counts, size=wider, always=own)
+
+
+def planned_steps(seconds: float, pace: Pace, *, validation_seconds: float, num_rows: int, batch_size: int) -> int:
+    """Optimizer steps of a training in that many seconds; `num_rows` rows are read MOST_EPOCHS times at most.
+
+    Args: validation_seconds: seconds of a validation. batch_size: rows per step.
+    Raises: BadInput if there is no time for LEAST_STEPS steps.
+    """
+    validating = REFIT_VALIDATIONS * validation_seconds
+    steps = steps_in(seconds, pace, validating=validating)
+    if steps < LEAST_STEPS:
+        missing = (LEAST_STEPS * pace.step + pace.overhead) / TRAINED + validating - seconds
+        raise BadInput(f"--budget: too short for this target here; {-(-missing // 60):.0f}m more are the least")
+    return min(steps, max(MOST_EPOCHS * num_rows // batch_size, LEAST_STEPS))
+
+
+def write_refit(folder: Path, settings: RefitSettings, config: HeadConfig, plan: Plan, *, validates: bool) -> None:
+    """Writes refit.yaml, the config of the training on the rows in data/. Args: validates: on rows there."""
+    validating = {
+        "validate_every": max(plan.max_steps // REFIT_VALIDATIONS, 1),
+        "patience": PATIENCE,
+        "decode_prompts": 0,
+    }
+    train = {
+        **training_of(config),
+        "output_dir": str(folder / "training"),
+        "start_from": settings.head,
+        "max_steps": plan.max_steps,
+        "warmup_steps": min(WARMUP, plan.max_steps - 1),
+    }
+    files = {"train": str(folder / "data" / "train.jsonl"), "max_length": settings.max_length}
+    write_run(
+        folder / "refit.yaml",
+        settings,
+        {**config.as_dict(), "draft_vocab_size": plan.draft_vocab_size},
+        files | ({"validation": str(folder / "data" / "validation.jsonl")} if validates else {}),
+        train | (validating if validates else {}),
+        dtype=settings.dtype,
+        device=settings.device,
+        step_seconds=plan.step_seconds,
+    )
