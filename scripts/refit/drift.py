@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from ...data_pipelines.traffic import Served
-from ...eval.measurement.metrics import ratio_and_interval
-from ...eval.measurement.summary import rounded
+from ...eval.measurement.metrics import ratio_and_interval, rounded
 from .data import Keyed
 from .journal import Compared, DriftPart
 from .reading import Reading
