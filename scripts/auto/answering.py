@@ -4,9 +4,10 @@ import statistics
 from pathlib import Path
 
 from ...configs.errors import BadInput
-from ...heads.fit import NoSkeleton, load_skeleton, row_share
+from ...heads.fit import row_share
 from ...heads.loading import TargetConfig
 from ...heads.target import Target
+from ...heads.targets.skeleton import NoSkeleton, load_skeleton
 from ..unattended.steps import last_line
 from . import data
 from .budget import ANSWERS

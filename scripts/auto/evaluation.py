@@ -8,9 +8,8 @@ from ...eval.measurement.metrics import LEAST_TIMED
 from ...eval.measurement.result import Result
 from ...eval.report.document import read_report
 from ...eval.report.recommendation import recommend
-from ...heads.export.folder import read_folder
 from ...heads.export.llamacpp import Conversion, serve_lines
-from ...heads.export.write import serve_commands
+from ...heads.export.write import read_folder, serve_commands
 from .candidates import OURS
 from .journal import Decision, Machine
 

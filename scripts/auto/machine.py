@@ -13,11 +13,12 @@ from ...eval.decoding.draft_setting import DraftSetting, chain
 from ...eval.decoding.replay import default_steps
 from ...eval.measurement.step_times import TimedCell
 from ...heads.base import DraftHead
-from ...heads.fit import NoSkeleton, build_skeleton_head, load_skeleton
+from ...heads.fit import build_skeleton_head
 from ...heads.loading import TargetConfig
 from ...heads.registry import build_head
 from ...heads.start.closed_form import num_fitted
 from ...heads.target import Target
+from ...heads.targets.skeleton import NoSkeleton, load_skeleton
 from ..unattended.pace import measure_step
 from .candidates import Candidate, is_served
 from .journal import Machine, Measured
