@@ -13,7 +13,8 @@ from headstart.heads.medusa import MedusaHead
 from headstart.heads.registry import HEADS, build_head, save_head
 from headstart.heads.target import Target
 from headstart.scripts.data import regenerate as data_regenerate
-from headstart.scripts.data.engine_answers import EngineAnswers, regenerate
+from headstart.scripts.data.engine_answers import EngineAnswers
+from headstart.scripts.data.regenerate import regenerate
 from transformers import AutoTokenizer
 
 TEMPLATE = (
@@ -84,7 +85,7 @@ def test_answers_are_the_targets_own_greedy_text(engine_answers):
 def test_a_batch_is_decoded_in_recorded_steps_where_those_are_the_default(engine_answers, monkeypatch):
     requests, recorded = [asked(text) for text in PROMPTS[:4]], []
     plain = engine_answers(requests)
-    monkeypatch.setattr(replay, "default_steps", lambda device, num_tokens: "compile")
+    monkeypatch.setattr("headstart.scripts.data.engine_answers.default_steps", lambda device, num_tokens: "compile")
     monkeypatch.setattr(replay, "compiled", lambda step, arguments: recorded.append(arguments) or step)
     assert engine_answers(requests) == plain and recorded
 

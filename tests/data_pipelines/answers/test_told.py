@@ -23,7 +23,8 @@ from headstart.heads.chat.prompts import prompt_ids
 from headstart.heads.chat.written_ids import tokenizer_fingerprint
 from headstart.heads.target import Target
 from headstart.scripts.auto.data import held_out_row, read_asked
-from headstart.scripts.data.engine_answers import EngineAnswers, regenerate
+from headstart.scripts.data.engine_answers import EngineAnswers
+from headstart.scripts.data.regenerate import regenerate
 
 TEMPLATE = (
     "w1 {% if strftime_now is defined %}w{{ strftime_now('%d') }} {% endif %}"
