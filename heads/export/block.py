@@ -345,7 +345,6 @@ class BlockServing(Serving):
             nested="dflash_config",
         )
     }
-    write, method, refusals = staticmethod(write_block), staticmethod(method_of), staticmethod(refusals)
 
     def recognises(self, config: dict[str, Any], stored: TensorFiles) -> bool:
         words = f"{config.get('architectures')} {config.get('speculators_model_type')}".lower()
@@ -367,3 +366,12 @@ class BlockServing(Serving):
         if file.architecture not in self.gguf:
             return None
         return "dspark" if "markov_w1.weight" in file.shapes else "dflash"
+
+    def write(self, head: HeadFolder, folder: Path, *, to: str) -> None:
+        write_block(head, folder, to=to)
+
+    def method(self, head: HeadFolder) -> str:
+        return method_of(head)
+
+    def refusals(self, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+        return refusals(config, names)

@@ -1,7 +1,7 @@
 """Draft models: a plain folder with the target's tokenizer, which any engine loads."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,6 @@ class DraftLMServing(Serving):
     vllm_methods = {"draft_lm": "draft_model"}
     sglang_algorithms = {"draft_lm": "STANDALONE"}
     spec_types = {"draft_lm": "draft-simple"}
-    write, refusals = staticmethod(write_model), staticmethod(parallel_refusals)
 
     def recognises(self, config: dict[str, Any], stored: TensorFiles) -> bool:
         return "forcausallm" in str(config.get("architectures")).lower()
@@ -88,3 +87,9 @@ class DraftLMServing(Serving):
 
     def method_of(self, file: GgufFile) -> str | None:
         return "draft_lm"
+
+    def write(self, head: HeadFolder, folder: Path, *, to: str) -> None:
+        write_model(head, folder, to=to)
+
+    def refusals(self, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+        return parallel_refusals(config, names)

@@ -243,7 +243,6 @@ class Eagle3Serving(Serving):
             },
         )
     }
-    refusals = staticmethod(refusals)
 
     def write(self, head: HeadFolder, folder: Path, *, to: str) -> None:
         if to == "speculators":
@@ -261,3 +260,6 @@ class Eagle3Serving(Serving):
 
     def method_of(self, file: GgufFile) -> str | None:
         return "eagle3" if file.architecture in self.gguf else None
+
+    def refusals(self, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+        return refusals(config, names)

@@ -207,7 +207,6 @@ class MtpServing(Serving):
     key_types = dict.fromkeys(COUNT_KEYS, int)
     sglang_algorithms = {"mtp": "NEXTN"}
     spec_types = {"mtp": "draft-mtp"}
-    write, num_drafted, refusals = staticmethod(write_stitched), staticmethod(num_modules), staticmethod(refusals)
 
     def recognises(self, config: dict[str, Any], stored: TensorFiles) -> bool:
         has_modules = mtp_layout(stored.shapes) or unlike_ours(stored.shapes)
@@ -243,3 +242,12 @@ class MtpServing(Serving):
     def refused_target(self, kind: str) -> str | None:
         known = f"it has no graph for MTP modules of a {kind} target, only of {', '.join(WITH_MODULES)}"
         return None if kind in WITH_MODULES else known
+
+    def write(self, head: HeadFolder, folder: Path, *, to: str) -> None:
+        write_stitched(head, folder, to=to)
+
+    def num_drafted(self, head: HeadFolder) -> int:
+        return num_modules(head)
+
+    def refusals(self, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+        return refusals(config, names)
